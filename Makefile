@@ -1,0 +1,113 @@
+# Every command of the project. It makes its own virtual environment in .venv and runs everything from there.
+
+SHELL := bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# Idle OpenMP threads of one process that spin slow another one down many times when both share few cores.
+export OMP_WAIT_POLICY := PASSIVE
+# A stray setting of the caller's shell must not lead imports out of the virtual environment.
+unexport PYTHONPATH PYTHONHOME
+
+SOURCES := inference_engine kv_cache_proposer scripts tests
+TYPED := inference_engine kv_cache_proposer sdks/python/src $(sort $(dir $(wildcard sdks/python/*/*.py))) scripts tests
+LINTED := $(SOURCES) sdks/python
+
+ARGS ?=
+TURNS ?= 200
+
+# Checks come before tests and share one installation: the steps run one after another, even under -j.
+.NOTPARALLEL:
+
+.PHONY: help setup demo serve chat test test-long check proto bench evaluate soak clean
+.PHONY: lint format types contracts wire unit
+
+help: ## this list
+	@echo 'Kakeya: sessions with one model, over gRPC, in raw token ids.'
+	@echo
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
+	@echo
+	@echo 'Options go through ARGS:  make demo ARGS="--strategy sink_window"'
+
+setup: $(INSTALLED) ## make .venv and install everything (the other commands do it by themselves)
+
+demo: $(INSTALLED) ## an agent's conversation with a real model over gRPC
+	@$(BIN)/kakeya demo $(ARGS)
+
+serve: $(INSTALLED) ## the server, until Ctrl-C
+	@$(BIN)/kakeya serve $(ARGS)
+
+chat: $(INSTALLED) ## talk to a model in the terminal
+	@$(BIN)/kakeya chat $(ARGS)
+
+test: check unit ## everything that must hold: check, then unit and integration tests
+
+unit: $(INSTALLED) ## the tests without the checks; ARGS go to pytest
+	@$(BIN)/kakeya models fetch smollm2-135m
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-long: $(INSTALLED) ## the tests that take minutes to hours
+	@$(BIN)/kakeya models fetch smollm2-135m
+	@$(BIN)/python -m pytest -m long --timeout=14400 $(ARGS)
+
+check: lint types contracts wire ## style, types, import contracts, wire contract
+
+lint: $(INSTALLED)
+	@$(BIN)/ruff check $(LINTED)
+	@$(BIN)/ruff format --check $(LINTED)
+
+format: $(INSTALLED) ## rewrite the code in the project's style
+	@$(BIN)/ruff check --fix $(LINTED)
+	@$(BIN)/ruff format $(LINTED)
+
+types: $(INSTALLED)
+	@$(BIN)/mypy $(TYPED)
+
+contracts: $(INSTALLED)
+	@$(BIN)/lint-imports --no-logo
+
+wire: $(INSTALLED)
+	@$(BIN)/buf lint
+	@$(BIN)/buf breaking proto --against proto/frozen
+	@$(BIN)/python scripts/generate_proto.py --check
+
+proto: $(INSTALLED) ## generate the Python stubs from the wire contract
+	@$(BIN)/python scripts/generate_proto.py
+
+bench: $(INSTALLED) ## measure decode, prefill and the server's overhead; records in results/
+	@$(BIN)/python scripts/bench_decode.py $(ARGS)
+	@$(BIN)/python scripts/bench_server.py $(ARGS)
+
+evaluate: $(INSTALLED) ## compare greedy output with transformers' own on the real model
+	@$(BIN)/python scripts/evaluate_greedy.py $(ARGS)
+
+soak: $(INSTALLED) ## one session for TURNS=200 turns; record and plot in results/
+	@$(BIN)/python scripts/bench_agentic/bench_session_long_run.py --turns $(TURNS) $(ARGS)
+
+clean: ## remove .venv and everything that tools left (model cache and results stay)
+	@rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf *.egg-info sdks/python/build sdks/python/dist sdks/python/src/*.egg-info
+	@find $(SOURCES) sdks/python -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# Installed once, and again when the pins or a project's own file change. Only the larger downloads are shown; everything
+# pip says is in the log, whose end is shown if it fails.
+LOG := $(VENV)/install.log
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install --progress-bar off
+
+$(INSTALLED): requirements.txt pyproject.toml sdks/python/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo 'Kakeya needs Python 3.11 or newer; $(PYTHON) is' "$$($(PYTHON) --version 2>&1 || true)." \
+	         'Name another one:  make PYTHON=python3.11 $(MAKECMDGOALS)' >&2; exit 1; }
+	@test -x $(BIN)/pip || { echo 'setup: making $(VENV)'; $(PYTHON) -m venv $(VENV); }
+	@echo 'setup: installing the packages of requirements.txt (once; a minute or two)'
+	@set -o pipefail; $(PIP) -r requirements.txt 2>&1 | tee $(LOG) \
+	    | sed -nE 's/^ *Downloading ([^- ]+-[^- ]+)-[^ ]+ \(([0-9.]+ [MG]B)\)$$/setup:   \1, \2/p' \
+	    || { tail -n 10 $(LOG) >&2; exit 1; }
+	@echo 'setup: installing Kakeya and its SDK from this folder'
+	@$(PIP) --no-deps --no-build-isolation -e sdks/python -e . >$(LOG) 2>&1 || { tail -n 10 $(LOG) >&2; exit 1; }
+	@touch $@
+	@echo 'setup: done'

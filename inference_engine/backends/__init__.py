@@ -1,0 +1,40 @@
+"""Devices: load a model, take it over, run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from inference_engine.backends.base import Forward
+from inference_engine.config import ModelConfig
+
+
+def open_backend(config: ModelConfig) -> Forward:
+    """Load the model and make it ready to run. Raises ModelError or BackendError.
+
+    The architecture is admitted by test (`backends/admission.py`) before anything is served.
+    """
+    import torch
+
+    from inference_engine.backends.admission import admit
+    from inference_engine.backends.torch_forward import TorchForward, use_threads
+    from inference_engine.models import load_model
+    from inference_engine.models.seam import ATTENTION, Seam
+    from inference_engine.types import ModelFacts
+
+    use_threads(config.threads)
+    loaded = load_model(
+        config.model,
+        cache=Path(config.cache_path),
+        device=config.device,
+        dtype=config.dtype,
+        attention=ATTENTION,
+    )
+    admit(loaded.model)
+    facts = ModelFacts(
+        model_id=loaded.model_id,
+        vocab_size=loaded.vocab_size,
+        trained_positions=loaded.trained_positions,
+        device=loaded.device,
+        dtype=loaded.dtype,
+    )
+    return TorchForward(Seam(loaded.model), facts, torch.device(loaded.device))

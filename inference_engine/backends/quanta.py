@@ -1,0 +1,88 @@
+"""Finds what rows and keys must be padded to so that a row's bits do not depend on its neighbours.
+
+Matrix libraries choose their order of summation by the shape they are given: on a CPU a lone row and the same row among 64 differ in the
+last bits. Shapes that are multiples of some quantum can agree. Which quantum does is measured here, on the model's own weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inference_engine.errors import BackendError
+from inference_engine.kernels.attention import attend
+from inference_engine.models.seam import Seam
+
+_ROW_QUANTA = (4, 8, 16)
+_KEY_QUANTA = (512, 1024)
+_ROWS = 64
+
+
+def probe_quanta(seam: Seam) -> tuple[int, int]:
+    """(row quantum, key quantum) under which rows are bit-identical. Raises BackendError if no candidate is."""
+    generator = torch.Generator().manual_seed(0)
+    for row_quantum in _ROW_QUANTA:
+        if all(_linear_agrees(weight, row_quantum, generator) for weight in _distinct_weights(seam)):
+            for key_quantum in _KEY_QUANTA:
+                if all(_attention_agrees(seam, shape, row_quantum, key_quantum, generator) for shape in _head_shapes(seam)):
+                    return row_quantum, key_quantum
+    raise BackendError(
+        f"fixed-shape mode is not to be had here: with {seam.dtype} on {next(seam.model.parameters()).device} no row quantum of "
+        f"{_ROW_QUANTA} and key quantum of {_KEY_QUANTA} gives equal bits; use batched mode"
+    )
+
+
+def _distinct_weights(seam: Seam) -> Iterator[Tensor]:
+    seen: set[tuple[int, ...]] = set()
+    for module in seam.model.modules():
+        if isinstance(module, nn.Linear) and tuple(module.weight.shape) not in seen:
+            seen.add(tuple(module.weight.shape))
+            yield module.weight
+
+
+def _head_shapes(seam: Seam) -> set[tuple[int, int, int]]:
+    return {(layer.query_heads, layer.kv_heads, layer.head_dim) for layer in seam.layers}
+
+
+@torch.inference_mode()
+def _linear_agrees(weight: Tensor, quantum: int, generator: torch.Generator) -> bool:
+    states = torch.randn(_ROWS, weight.shape[1], generator=generator).to(weight)
+    whole = F.linear(states, weight)
+    for rows in (quantum, 2 * quantum, 3 * quantum, 32):
+        for first in (0, quantum, _ROWS - rows):
+            if not torch.equal(F.linear(states[first : first + rows], weight), whole[first : first + rows]):
+                return False
+    return True
+
+
+@torch.inference_mode()
+def _attention_agrees(
+    seam: Seam, heads: tuple[int, int, int], row_quantum: int, key_quantum: int, generator: torch.Generator
+) -> bool:
+    query_heads, kv_heads, head_dim = heads
+    device = next(seam.model.parameters()).device
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, seam.dtype)
+
+    queries = random(_ROWS, query_heads, head_dim)
+    keys, values = (random(kv_heads, 3 * key_quantum, head_dim) for _ in range(2))
+    past = key_quantum - _ROWS - 3
+    scaling = head_dim**-0.5
+
+    def run(first: int, rows: int, count: int) -> Tensor:
+        last = torch.arange(past + first, past + first + rows, device=device)
+        visible = torch.arange(count, device=device) <= last[:, None]
+        mask = torch.zeros(rows, count, dtype=seam.dtype, device=device).masked_fill_(~visible, float("-inf"))
+        return attend(queries[first : first + rows], keys[:, :count], values[:, :count], mask, scaling=scaling)
+
+    whole = run(0, _ROWS, key_quantum)
+    return all(
+        torch.equal(run(first, rows, count), whole[first : first + rows])
+        for rows in (row_quantum, 3 * row_quantum)
+        for first in (0, row_quantum, _ROWS - rows)
+        for count in (key_quantum, 2 * key_quantum, 3 * key_quantum)
+    )

@@ -1,0 +1,84 @@
+"""A transformers model on torch, CPU or CUDA: the same code, the device is a value."""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+import torch
+from torch import Tensor
+
+from inference_engine.backends.base import Step
+from inference_engine.backends.quanta import probe_quanta
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.pool import Pool
+from inference_engine.kv.session_kv import KVContext
+from inference_engine.models.seam import Seam
+from inference_engine.types import Mode, ModelFacts
+
+
+class TorchForward:
+    """Runs the model through the attention seam. The model is taken over: it can no longer be called without a plan."""
+
+    def __init__(self, seam: Seam, facts: ModelFacts, device: torch.device) -> None:
+        self.seam = seam
+        self._facts = facts
+        self._device = device
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.seam.dtype
+
+    def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
+        row_quantum, key_quantum = probe_quanta(self.seam) if mode is Mode.FIXED_SHAPE else (1, 1)
+        return Geometry(
+            layers=self.seam.layers,
+            itemsize=self.seam.dtype.itemsize,
+            trained_positions=self.seam.trained_positions,
+            page_tokens=page_tokens,
+            segment_tokens=segment_tokens,
+            row_quantum=row_quantum,
+            key_quantum=key_quantum,
+        )
+
+    def free_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self._device)[0])
+        return int(psutil.virtual_memory().available)
+
+    def open(self, geometry: Geometry, capacity_bytes: int) -> KVContext:
+        def allocate(shape: tuple[int, int]) -> Tensor:
+            return torch.zeros(shape, dtype=self.seam.dtype, device=self._device)
+
+        return KVContext(
+            geometry=geometry,
+            pool=Pool(geometry, capacity_bytes, allocate),
+            move_keys=self.seam.move_keys,
+            device=self._device,
+        )
+
+    def run(self, step: Step) -> Tensor:
+        with torch.inference_mode():
+            batch = self.seam.batch(step.plan, step.plan.positions)
+            out = self.seam.model(
+                input_ids=torch.from_numpy(step.token_ids)[None].to(self._device),
+                position_ids=torch.from_numpy(step.plan.positions)[None].to(self._device),
+                use_cache=False,
+                logits_to_keep=torch.tensor(step.logit_rows, dtype=torch.long, device=self._device),
+                batch=batch,
+            )
+            logits: Tensor = out.logits
+            return logits[0].float()
+
+
+def use_threads(count: int) -> None:
+    """Let torch compute with `count` threads; 0 means one for each core this process may use."""
+    torch.set_num_threads(count or os.cpu_count() or 1)

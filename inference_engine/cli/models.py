@@ -1,0 +1,147 @@
+"""`kakeya models`: which models there are, get one, look at one.
+
+    kakeya models list
+    kakeya models fetch NAME
+    kakeya models show NAME|PATH [--verify]
+
+Exit status: 0 done, 1 the model or the settings are at fault (one line says how), 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from inference_engine.config import ModelConfig, forbid_model_hub, resolve
+from inference_engine.errors import KakeyaError, ModelError
+from inference_engine.models import (
+    CheckedFolder,
+    check_fetched,
+    check_model,
+    fetch,
+    known_model,
+    known_names,
+    model_folder,
+)
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("models", help="list, fetch and inspect models")
+    commands = parser.add_subparsers(dest="models_command", required=True, metavar="COMMAND")
+    list_ = commands.add_parser("list", help="the models known by name, and whether they are here")
+    fetch_ = commands.add_parser("fetch", help="download a model, check it, convert it once")
+    fetch_.add_argument("name", metavar="NAME", help=", ".join(known_names()))
+    show = commands.add_parser("show", help="facts of a model, after checking its folder")
+    show.add_argument("model", metavar="NAME|PATH", help="a known name, or a folder with safetensors")
+    show.add_argument("--verify", action="store_true", help="hash the weights again, even if they look unchanged")
+    for command in (list_, fetch_, show):
+        command.add_argument("--cache-dir", help="where models are kept (default: the user's cache folder)")
+        command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what `args` of `add_parser` ask for, print to standard output, return the exit status."""
+    console, errors = Console(), Console(stderr=True)
+    try:
+        cache = resolve(ModelConfig, {"cache_dir": args.cache_dir}).cache_path
+        match args.models_command:
+            case "list":
+                console.print(_list(cache))
+            case "fetch":
+                folder = fetch(args.name, cache, console=errors)
+                terms = known_model(args.name).licence
+                console.print(
+                    f"{args.name} ({terms}) is ready in {folder}", soft_wrap=True, markup=False, highlight=False
+                )
+            case "show":
+                console.print(_show(check_model(args.model, cache=cache, thorough=args.verify), verified=args.verify))
+            case unknown:
+                raise AssertionError(unknown)
+    except KakeyaError as error:
+        errors.print(f"kakeya models {args.models_command}: {error}", soft_wrap=True, markup=False, highlight=False)
+        return 1
+    except KeyboardInterrupt:
+        errors.print("interrupted; nothing was changed")
+        return 130
+    return 0
+
+
+def _list(cache: Path) -> Table:
+    table = Table("name", "model", "licence", "download", "on disk", "here")
+    for name in known_names():
+        known = known_model(name)
+        table.add_row(
+            name,
+            known.title,
+            known.licence,
+            decimal(known.download_bytes),
+            decimal(known.stored_bytes),
+            _state(name, cache),
+        )
+    return table
+
+
+def _state(name: str, cache: Path) -> str:
+    if not model_folder(name, cache).exists():
+        return "no"
+    try:
+        check_fetched(known_model(name), cache)
+    except ModelError:
+        return "damaged, fetch it again"
+    return "yes"
+
+
+def _show(checked: CheckedFolder, *, verified: bool) -> Table:
+    table = Table(show_header=False)
+    for label, value in _facts(checked, verified=verified):
+        table.add_row(label, Text(value))  # text, not markup: paths may hold brackets
+    return table
+
+
+def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
+    forbid_model_hub()
+    from transformers import AutoConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(checked.folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{checked.folder}: transformers cannot read config.json: {error}") from error
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    layers = text.num_hidden_layers
+    kinds: list[str] = list(getattr(text, "layer_types", None) or ["full_attention"] * layers)
+    windowed = kinds.count("sliding_attention")
+    row_values = 2 * layers * kv_heads * head_dim
+
+    facts = [
+        ("model", checked.model_id),
+        ("folder", str(checked.folder)),
+        ("type", text.model_type),
+        ("layers", f"{layers}, {windowed} of them see {text.sliding_window} positions" if windowed else str(layers)),
+        ("heads", f"{heads} for queries, {kv_heads} for K and V, of {head_dim} values"),
+        ("trained positions", f"{text.max_position_embeddings:,}"),
+        ("vocabulary", f"{text.vocab_size:,}"),
+        ("K/V per token", f"{4 * row_values:,} bytes in float32, {2 * row_values:,} in bfloat16"),
+    ]
+    if (manifest := checked.manifest) is None:
+        facts.append(("manifest", "none: nothing vouches for these files"))
+        return facts
+    return [
+        *facts,
+        ("parameters", f"{manifest.parameters:,}"),
+        ("stored as", f"{manifest.dtype}, {decimal(manifest.total_bytes)}"),
+        ("licence", manifest.licence),
+        ("from", "\n".join(manifest.source) or "unknown"),
+        ("checked", "every byte, just now" if verified else "yes (--verify hashes the weights again)"),
+    ]

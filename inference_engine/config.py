@@ -1,0 +1,189 @@
+"""All settings, and the only place that reads files, flags or the environment.
+
+A setting is looked up in this order, first hit wins: command-line flag, environment (`KAKEYA_<NAME>` in capitals), TOML file
+(`--config`, or `KAKEYA_CONFIG`), the default below. Unknown keys in the file are refused, so that a typo cannot pass silently.
+
+Sizes are bytes and accept a suffix in text (`512MiB`, `4GiB`); durations are seconds; lengths are tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from inference_engine.errors import ConfigError
+from inference_engine.types import Mode
+
+T = TypeVar("T", bound="EngineConfig | ModelConfig | ServerConfig")
+
+_SIZE = re.compile(r"(\d+)\s*(|B|KiB|MiB|GiB|TiB)", re.ASCII)
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def _at_least(config: object, **floors: float) -> None:
+    for name, floor in floors.items():
+        value = getattr(config, name)
+        if not value >= floor:
+            raise ConfigError(f"{name} must be at least {floor:g}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """What the engine promises and how much it may use."""
+
+    mode: Mode = Mode.BATCHED
+    strategy: str = "full"
+    kv_bytes: int = 0  # 0: a quarter of the device's free memory when the engine starts
+    max_sessions: int = 1024
+    max_queued: int = 256
+    max_batch: int = 64  # Generates in one forward
+    step_tokens: int = 512  # rows in one forward, drawn from prefills and decodes
+    segment_tokens: int = 256
+    page_tokens: int = 16
+    max_append_tokens: int = 65_536
+    max_generate_tokens: int = 32_768
+    session_idle_ttl_seconds: float = 1800.0
+    session_evictable_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        _at_least(
+            self,
+            kv_bytes=0,
+            max_sessions=1,
+            max_queued=1,
+            max_batch=1,
+            page_tokens=1,
+            max_append_tokens=1,
+            max_generate_tokens=1,
+            session_idle_ttl_seconds=0.001,
+            session_evictable_seconds=0,
+        )
+        if self.segment_tokens < self.page_tokens or self.segment_tokens % self.page_tokens:
+            raise ConfigError(
+                f"segment_tokens must be a multiple of page_tokens ({self.page_tokens}), got {self.segment_tokens}"
+            )
+        if self.step_tokens < self.segment_tokens:
+            raise ConfigError(
+                f"step_tokens must hold a segment ({self.segment_tokens} tokens), got {self.step_tokens}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Which model, and where it runs."""
+
+    model: str = "smollm2-135m"
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 0  # 0: as many as the machine has cores
+    cache_dir: str = ""  # "": the user's cache folder
+
+    def __post_init__(self) -> None:
+        _at_least(self, threads=0)
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
+
+    @property
+    def cache_path(self) -> Path:
+        if self.cache_dir:
+            return Path(self.cache_dir).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        return Path(base) / "kakeya"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    """Where the server listens, and who may call it."""
+
+    bind: str = "127.0.0.1:50051"
+    metrics_bind: str = ""  # "": no metrics port
+    api_key_file: str = ""  # one key a line; "": no key needed (loopback only)
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
+    max_message_bytes: int = 4 * 2**20
+    busy_wait_seconds: float = 2.0
+    drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        _at_least(self, max_message_bytes=1024, busy_wait_seconds=0, drain_seconds=0)
+        if bool(self.tls_cert_file) != bool(self.tls_key_file):
+            raise ConfigError("tls_cert_file and tls_key_file come together; only one of them is set")
+
+
+def configure_threads_environment() -> None:
+    """Let idle OpenMP threads sleep. To be called before torch is imported.
+
+    Two processes whose OpenMP threads spin while idle slow each other 3 to 15 times on two cores. A value the user
+    set stays.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def forbid_model_hub() -> None:
+    """Keep model libraries from reaching for a network. To be called before they are imported."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+
+def child_environment(**overrides: str) -> dict[str, str]:
+    """The environment for a process we start: this one's, changed by `overrides`."""
+    return {**os.environ, **overrides}
+
+
+def resolve(kind: type[T], flags: Mapping[str, Any] | None = None, *, file: str | None = None) -> T:
+    """One settings object from flags, environment, file and defaults. `flags` that are None count as not given.
+
+    Raises ConfigError for a value that does not parse, an unknown key in the file, or a file that cannot be read.
+    """
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    path = file or os.environ.get("KAKEYA_CONFIG")
+    from_file = _read_file(Path(path)) if path else {}
+    hints = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for spec in fields(kind):
+        for source, value in (
+            (f"flag {spec.name}", given.get(spec.name)),
+            (f"environment KAKEYA_{spec.name.upper()}", os.environ.get(f"KAKEYA_{spec.name.upper()}")),
+            (f"{path}: {spec.name}", from_file.get(spec.name)),
+        ):
+            if value is not None:
+                values[spec.name] = _parse(source, value, hints[spec.name])
+                break
+        else:
+            assert spec.default is not MISSING
+            values[spec.name] = spec.default
+    return kind(**values)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read the settings file {path}: {error}") from error
+    known = {spec.name for kind in (EngineConfig, ModelConfig, ServerConfig) for spec in fields(kind)}
+    if unknown := sorted(set(content) - known):
+        raise ConfigError(f"{path}: unknown settings {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    return content
+
+
+def _parse(source: str, value: Any, kind: Any) -> Any:
+    try:
+        if kind is Mode:
+            return value if isinstance(value, Mode) else Mode(value)
+        if kind is int and isinstance(value, str):
+            match = _SIZE.fullmatch(value.strip())
+            if match is None:
+                raise ValueError(f"{value!r} is not a whole number or a size such as 512MiB")
+            return int(match[1]) * _UNITS[match[2]]
+        if kind is float and isinstance(value, (str, int)) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise ValueError(f"expected {kind.__name__}, got {value!r}")
+        return value
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from error

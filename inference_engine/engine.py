@@ -1,0 +1,409 @@
+"""The engine: create, append, generate, close. What the server, the tests and the evaluation call.
+
+Thread-safe. Everything but iterating a Generation returns in microseconds and never waits for the device.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from inference_engine.backends.base import Forward
+from inference_engine.config import EngineConfig
+from inference_engine.decode.verifier import Verifier
+from inference_engine.errors import (
+    AppendTooLarge,
+    DeadlineExceeded,
+    Draining,
+    HistoryLengthMismatch,
+    InvalidArgument,
+    InvariantViolated,
+    RequestError,
+    SessionBusy,
+    TokenOutOfRange,
+)
+from inference_engine.kv.strategies import parse_strategy, strategy_names
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.metrics import EngineMetrics
+from inference_engine.scheduler.loop import Scheduler
+from inference_engine.scheduler.request import Listener, Request
+from inference_engine.session.journal import Journal, MemoryJournal, TokenIds
+from inference_engine.session.session import Operation, Session
+from inference_engine.session.store import SessionStore
+from inference_engine.types import (
+    MAX_STOP_TOKEN_IDS,
+    Bound,
+    Event,
+    Failed,
+    Finished,
+    GenerateParams,
+    Mark,
+    Mode,
+    ModelFacts,
+    StopReason,
+)
+
+MAX_LABEL_CHARACTERS = 128
+_STALL_SECONDS = 60.0
+_KV_SHARE = 4  # of the free memory, one part in this many goes to K/V unless the settings say
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionOpened:
+    """What a new session was promised. `limit_tokens` None: it can go on for ever."""
+
+    session_id: str
+    strategy: KVStrategy
+    bound: Bound
+    limit_tokens: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionInfo:
+    """Facts about a session; a failed one answers too, with its `failure_reason`."""
+
+    history_length: int
+    cached_tokens: int
+    evicted_tokens: int
+    kv_live_bytes: int
+    bound: Bound
+    strategy: KVStrategy
+    limit_tokens: int | None
+    inv1_violations: int
+    inv2_violations: int
+    inv3_violations: int
+    idle_seconds: float
+    failure_reason: str
+    is_generating: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineInfo:
+    facts: ModelFacts
+    mode: Mode
+    strategies: tuple[str, ...]
+    default_strategy: KVStrategy
+    kv_capacity_bytes: int
+    kv_reserved_bytes: int
+    config: EngineConfig
+
+
+class Generation:
+    """A running Generate. Iterate it for its events, the last of which is Finished; a Failed is raised as its error.
+
+    With a listener, events go there instead and there is nothing to iterate.
+    """
+
+    def __init__(self, request: Request, scheduler: Scheduler, events: queue.SimpleQueue[Event] | None) -> None:
+        self._request = request
+        self._scheduler = scheduler
+        self._events = events
+
+    def cancel(self) -> None:
+        """Stop at the next step boundary with Finished(CANCELLED). Idempotent, from any thread."""
+        self._request.ask_to_stop(lambda: StopReason.CANCELLED)
+        self._scheduler.nudge()
+
+    def expire(self) -> None:
+        """As `cancel`, but the Generate ends with DeadlineExceeded."""
+        self._request.ask_to_stop(lambda: DeadlineExceeded(len(self._request.session.history)))
+        self._scheduler.nudge()
+
+    def abort(self, error: RequestError) -> None:
+        """As `cancel`, but the Generate ends with `error`."""
+        self._request.ask_to_stop(lambda: error)
+        self._scheduler.nudge()
+
+    def __iter__(self) -> Iterator[Event]:
+        assert self._events is not None, "the events of this Generate go to its listener"
+        while True:
+            event = self._events.get()
+            if isinstance(event, Failed):
+                raise event.error
+            yield event
+            if isinstance(event, Finished):
+                return
+
+
+class Engine:
+    """One model, one device thread, many sessions. Every method raises RequestError kinds for what callers get wrong."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        config: EngineConfig | None = None,
+        *,
+        journal: Journal | None = None,
+        metrics: EngineMetrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Allocate the pool and start the engine's thread. Raises ConfigError or BackendError for what cannot be had."""
+        self.config = config or EngineConfig()
+        self.metrics = metrics or EngineMetrics()
+        self._forward = forward
+        self._clock = clock
+        self._journal = journal or MemoryJournal()
+        self._geometry = forward.geometry(
+            mode=self.config.mode, page_tokens=self.config.page_tokens, segment_tokens=self.config.segment_tokens
+        )
+        self._default_strategy = parse_strategy(self.config.strategy)
+        self._default_strategy.check(self._geometry)
+        self._context = forward.open(self._geometry, self.config.kv_bytes or forward.free_bytes() // _KV_SHARE)
+        self._store = SessionStore(
+            self._context,
+            self._journal,
+            self.metrics,
+            clock,
+            max_sessions=self.config.max_sessions,
+            idle_ttl_seconds=self.config.session_idle_ttl_seconds,
+            evictable_seconds=self.config.session_evictable_seconds,
+        )
+        self._scheduler = Scheduler(
+            Verifier(forward, self._context),
+            self._store,
+            self._journal,
+            self.metrics,
+            self.config,
+            clock,
+            vocab_size=forward.facts.vocab_size,
+        )
+        self._is_draining = False
+        self._scheduler.start()
+
+    # -- sessions ---------------------------------------------------------------------------------------------------
+
+    def create_session(
+        self,
+        *,
+        strategy: KVStrategy | None = None,
+        eos_token_ids: Sequence[int] = (),
+        limit_tokens: int | None = None,
+        label: str = "",
+        owner: str = "",
+    ) -> SessionOpened:
+        """Open a session, its memory reserved for good. Raises InvalidArgument, NoCapacity or Draining."""
+        self._refuse_when_draining()
+        spec = strategy or self._default_strategy
+        spec.check(self._geometry)
+        self._check_ids("eos_token_ids", eos_token_ids, at_most=MAX_STOP_TOKEN_IDS)
+        if len(label) > MAX_LABEL_CHARACTERS or not (label.isprintable()):
+            raise InvalidArgument(
+                "client_label", f"must be at most {MAX_LABEL_CHARACTERS} printable characters, got {len(label)}"
+            )
+        limit = self._limit(spec, limit_tokens)
+        session = self._store.create(spec, eos_token_ids=frozenset(eos_token_ids), limit_tokens=limit, owner=owner)
+        return SessionOpened(
+            session_id=session.session_id, strategy=spec, bound=session.kv.bound, limit_tokens=session.limit_tokens
+        )
+
+    def append(
+        self,
+        session_id: str,
+        token_ids: Sequence[int],
+        *,
+        expected_history_length: int | None = None,
+        owner: str = "",
+        wait_seconds: float = 0.0,
+    ) -> int:
+        """Add ids to the history, all or none; returns its new length. They are prefilled by the next Generate.
+
+        Raises SessionBusy if something holds the session for longer than `wait_seconds`.
+        """
+        session = self._find(session_id, owner)
+        ids = self._as_ids(token_ids)
+        with self._holding(session, Operation.APPEND, wait_seconds):
+            _check_length(session, expected_history_length)
+            session.check_room(len(ids))
+            if len(ids):
+                with self._store.locked():
+                    session.record(self._journal, ids, Mark.APPENDED)
+            return len(session.history)
+
+    def generate(
+        self,
+        session_id: str,
+        params: GenerateParams,
+        *,
+        listener: Listener | None = None,
+        owner: str = "",
+        wait_seconds: float = 0.0,
+    ) -> Generation:
+        """Start generating. What is wrong with the call is raised here; what befalls it later comes as Failed.
+
+        `listener` is called on the engine's thread: it must return at once and never raise.
+        """
+        session = self._find(session_id, owner)
+        self._check_params(params)
+        self._refuse_when_draining()
+        self._acquire(session, Operation.GENERATE, wait_seconds)
+        try:
+            _check_length(session, params.expected_history_length)
+            if not len(session.history):
+                raise InvalidArgument("session_id", "the session's history is empty; append tokens before generating")
+            events: queue.SimpleQueue[Event] | None = None
+            if listener is None:
+                events = queue.SimpleQueue()
+                listener = events.put
+            request = Request(
+                session=session,
+                params=params,
+                seed=secrets.randbits(64) if params.sampling.seed is None else params.sampling.seed,
+                listener=listener,
+                stop_ids=session.eos_token_ids | frozenset(params.stop_token_ids),
+                accepted_at=self._clock(),
+            )
+            self._scheduler.submit(request)
+        except BaseException:
+            self._store.free(session)
+            raise
+        return Generation(request, self._scheduler, events)
+
+    def session_info(self, session_id: str, *, owner: str = "") -> SessionInfo:
+        """Never waits, and does not count as use of the session."""
+        session = self._store.find(session_id, owner)
+        return SessionInfo(
+            history_length=len(session.history),
+            cached_tokens=session.cached_tokens,
+            evicted_tokens=session.evicted_tokens,
+            kv_live_bytes=session.live_bytes,
+            bound=session.kv.bound,
+            strategy=session.kv.strategy,
+            limit_tokens=session.limit_tokens,
+            inv1_violations=session.violations.inv1,
+            inv2_violations=session.violations.inv2,
+            inv3_violations=session.violations.inv3,
+            idle_seconds=max(0.0, self._clock() - session.used_at),
+            failure_reason=session.failure_reason,
+            is_generating=session.operation is Operation.GENERATE,
+        )
+
+    def close_session(self, session_id: str, *, owner: str = "") -> int:
+        """End a session at once; returns its final length. A running Generate ends with Failed(SessionClosed)."""
+        length = self._store.close(session_id, owner)
+        self._scheduler.nudge()
+        return length
+
+    def when_free(self, session_id: str, callback: Callable[[], None]) -> None:
+        """Call back once, from any thread, when nothing holds the session (at once if nothing does, or it is gone)."""
+        self._store.when_free(session_id, callback)
+
+    # -- the engine itself ------------------------------------------------------------------------------------------
+
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            facts=self._forward.facts,
+            mode=self.config.mode,
+            strategies=strategy_names(),
+            default_strategy=self._default_strategy,
+            kv_capacity_bytes=self._context.pool.capacity_bytes,
+            kv_reserved_bytes=self._context.pool.reserved_bytes,
+            config=self.config,
+        )
+
+    def is_alive(self) -> bool:
+        """The engine's thread runs, and came round lately if it has work."""
+        stalled = self._scheduler.has_work and self._clock() - self._scheduler.beat_at > _STALL_SECONDS
+        return self._scheduler.is_alive and not stalled
+
+    def drain(self, grace_seconds: float) -> None:
+        """Refuse new sessions and Generates; wait for those that run; after the grace, end them with Draining."""
+        self._is_draining = True
+        self._scheduler.drain(grace_seconds)
+
+    def close(self) -> None:
+        """Stop the engine's thread and free every session. Idempotent."""
+        self._is_draining = True
+        if self._scheduler.is_alive:
+            self._scheduler.stop()
+        self._store.close_all()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def _find(self, session_id: str, owner: str) -> Session:
+        session = self._store.find(session_id, owner)
+        if session.failure_reason:
+            raise InvariantViolated(session.failure_reason, "the session failed earlier")
+        return session
+
+    def _refuse_when_draining(self) -> None:
+        if self._is_draining:
+            raise Draining
+
+    def _limit(self, strategy: KVStrategy, limit_tokens: int | None) -> int | None:
+        longest = strategy.length_limit(self._geometry)
+        if limit_tokens is None:
+            return longest
+        if limit_tokens < 1 or (longest is not None and limit_tokens > longest):
+            upper = "" if longest is None else f" and at most {longest} with {strategy.name}"
+            raise InvalidArgument("limit_tokens", f"must be at least 1{upper}, got {limit_tokens}")
+        return limit_tokens
+
+    def _as_ids(self, token_ids: Sequence[int]) -> TokenIds:
+        if len(token_ids) > self.config.max_append_tokens:
+            raise AppendTooLarge(len(token_ids), self.config.max_append_tokens)
+        self._check_ids("token_ids", token_ids)
+        return np.array(token_ids, dtype=np.uint32)
+
+    def _check_ids(self, field: str, token_ids: Sequence[int], at_most: int | None = None) -> None:
+        if at_most is not None and len(token_ids) > at_most:
+            raise InvalidArgument(field, f"at most {at_most} ids, got {len(token_ids)}")
+        ids = np.array(token_ids, dtype=np.int64)
+        wrong = np.flatnonzero((ids < 0) | (ids >= self._forward.facts.vocab_size))
+        if len(wrong):
+            first = int(wrong[0])
+            raise TokenOutOfRange(
+                field,
+                f"id {int(ids[first])} at index {first} is not in the vocabulary of {self._forward.facts.vocab_size}; "
+                "nothing was changed",
+                index=first,
+                vocab_size=self._forward.facts.vocab_size,
+            )
+
+    def _check_params(self, params: GenerateParams) -> None:
+        if params.max_tokens > self.config.max_generate_tokens:
+            raise InvalidArgument(
+                "max_tokens", f"at most {self.config.max_generate_tokens} on this server, got {params.max_tokens}"
+            )
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", list(params.sampling.logit_bias))
+
+    # -- holding a session ------------------------------------------------------------------------------------------
+
+    def _acquire(self, session: Session, operation: Operation, wait_seconds: float) -> None:
+        until = time.monotonic() + wait_seconds
+        while True:
+            try:
+                return self._store.acquire(session, operation)
+            except SessionBusy:
+                remaining = until - time.monotonic()
+                if remaining <= 0:
+                    raise SessionBusy(wait_seconds) from None
+                freed = threading.Event()
+                self._store.when_free(session.session_id, freed.set)
+                freed.wait(remaining)
+
+    @contextmanager
+    def _holding(self, session: Session, operation: Operation, wait_seconds: float) -> Iterator[None]:
+        self._acquire(session, operation, wait_seconds)
+        try:
+            yield
+        finally:
+            self._store.free(session)
+
+
+def _check_length(session: Session, expected: int | None) -> None:
+    if expected is not None and expected != len(session.history):
+        raise HistoryLengthMismatch(expected, len(session.history))

@@ -1,0 +1,188 @@
+"""Every error the runtime raises on purpose, as one tree.
+
+    KakeyaError
+    ├── ConfigError          the operator's settings
+    ├── ModelError           weights or an architecture we will not run
+    ├── BackendError         the device cannot keep a promise (quanta, memory)
+    └── RequestError         the caller's request, or what befell it; has a wire `reason`
+        ├── InvalidArgument ── TokenOutOfRange
+        ├── SessionNotFound ── SessionEvicted
+        ├── SessionBusy, HistoryLengthMismatch, SessionClosed
+        ├── HistoryLimit, AppendTooLarge, NoCapacity, Overloaded
+        ├── Draining, DeadlineExceeded, Unauthenticated
+        ├── InvariantViolated, NonFiniteLogits
+        └── InternalError
+
+Each says what was wrong, the value, and the way out. `server/status.py` alone turns them into gRPC statuses.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KakeyaError(Exception):
+    """Base of every error below."""
+
+
+class ConfigError(KakeyaError):
+    """A setting is missing, unknown or out of range."""
+
+
+class ModelError(KakeyaError):
+    """A model folder is missing, damaged, tampered with, unsafe, or of a kind we cannot serve rightly."""
+
+
+class BackendError(KakeyaError):
+    """The device cannot do what was asked of it."""
+
+
+class RequestError(KakeyaError):
+    """An error that belongs to one request. `reason` and `metadata` travel to the client as ErrorInfo."""
+
+    reason: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str, *, retry_after_seconds: float | None = None, **metadata: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_seconds = retry_after_seconds
+        self.metadata = {key: str(value) for key, value in metadata.items()}
+
+
+class InvalidArgument(RequestError):
+    """An argument is out of its documented range. `field` is its name on the wire."""
+
+    reason = "INVALID_ARGUMENT"
+
+    def __init__(self, field: str, message: str, **metadata: object) -> None:
+        super().__init__(f"{field}: {message}", field=field, **metadata)
+        self.field = field
+        self.description = message
+
+
+class TokenOutOfRange(InvalidArgument):
+    reason = "TOKEN_OUT_OF_RANGE"
+
+
+class SessionNotFound(RequestError):
+    """Unknown, closed, or somebody else's: the three are told apart nowhere."""
+
+    reason = "SESSION_NOT_FOUND"
+
+    def __init__(self) -> None:
+        super().__init__("no such session; create one with CreateSession")
+
+
+class SessionEvicted(RequestError):
+    reason = "SESSION_EVICTED"
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"the session was evicted ({cause}); create a new one and append its history", cause=cause)
+
+
+class SessionBusy(RequestError):
+    reason = "SESSION_BUSY"
+
+    def __init__(self, waited_seconds: float) -> None:
+        super().__init__(
+            f"another operation is running on the session and did not end within {waited_seconds:g} s; retry later",
+        )
+
+
+class HistoryLengthMismatch(RequestError):
+    reason = "HISTORY_LENGTH_MISMATCH"
+
+    def __init__(self, expected: int, actual: int) -> None:
+        super().__init__(
+            f"expected_history_length is {expected}, the history has {actual} tokens; nothing was changed",
+            expected=expected,
+            actual=actual,
+        )
+
+
+class SessionClosed(RequestError):
+    reason = "SESSION_CLOSED"
+
+    def __init__(self) -> None:
+        super().__init__("the session was closed while this call was running")
+
+
+class HistoryLimit(RequestError):
+    reason = "HISTORY_LIMIT"
+
+    def __init__(self, length: int, adding: int, limit: int) -> None:
+        super().__init__(
+            f"{length} tokens and {adding} more would pass the session's limit of {limit}; nothing was appended",
+            history_length=length,
+            limit_tokens=limit,
+        )
+
+
+class AppendTooLarge(RequestError):
+    reason = "APPEND_TOO_LARGE"
+
+    def __init__(self, count: int, limit: int) -> None:
+        super().__init__(
+            f"{count} token ids in one append, at most {limit} are taken; send them in several", max_append_tokens=limit
+        )
+
+
+class NoCapacity(RequestError):
+    reason = "NO_CAPACITY"
+
+
+class Overloaded(RequestError):
+    reason = "OVERLOADED"
+
+
+class Draining(RequestError):
+    reason = "DRAINING"
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down; retry against another or later", retry_after_seconds=5.0)
+
+
+class DeadlineExceeded(RequestError):
+    reason = "DEADLINE"
+
+    def __init__(self, history_length: int) -> None:
+        super().__init__(
+            f"the deadline passed; the session and its {history_length} tokens are kept", history_length=history_length
+        )
+
+
+class Unauthenticated(RequestError):
+    reason = "UNAUTHENTICATED"
+
+    def __init__(self) -> None:
+        super().__init__("send one valid 'authorization: Bearer <key>' header")
+
+
+class InvariantViolated(RequestError):
+    """The cache and the history disagree. The session is failed and its memory freed; its history is lost."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}; create a new session", kind=kind)
+        self.kind = kind
+
+    @property
+    def wire_reason(self) -> str:
+        return self.kind
+
+
+class NonFiniteLogits(RequestError):
+    reason = "NON_FINITE_LOGITS"
+
+    def __init__(self, position: int) -> None:
+        super().__init__(
+            f"the model gave NaN or infinity for position {position}; nothing was sampled", position=position
+        )
+
+
+class InternalError(RequestError):
+    """A bug of ours. The text shows an incident id only; the log has the rest."""
+
+    reason = "INTERNAL"
+
+    def __init__(self, incident: str) -> None:
+        super().__init__(f"internal error, incident {incident}", incident=incident)

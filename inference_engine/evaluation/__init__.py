@@ -1,0 +1,1 @@
+"""Measurements of the engine, and the records they leave."""

@@ -1,0 +1,196 @@
+"""Records: a number, and everything a stranger needs to make it again.
+
+    results/<experiment>/<date>-<machine>/record.json
+
+A record says what ran (commit, command, config, seeds), on what (machine, packages), what came out (values with unit,
+median and spread) and against what (baseline). It names no host and no folder of the machine it was made on.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib.metadata
+import json
+import platform
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "results"
+REQUIRED = ("command", "config", "seeds", "values", "baseline")
+VALUE_KEYS = ("unit", "median", "low", "high", "count")
+
+
+def summarize(samples: Sequence[float], unit: str) -> dict[str, Any]:
+    """One value of a record: the median, the quartiles as its spread, and how many samples they stand for."""
+    assert samples, "a value needs a sample"
+    if len(samples) == 1:
+        low = high = samples[0]
+    else:
+        low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    median = statistics.median(samples)
+    return {"unit": unit, "median": median, "low": low, "high": high, "count": len(samples)}
+
+
+def exact(value: float, unit: str) -> dict[str, Any]:
+    """One value that was counted, not sampled."""
+    return {"unit": unit, "median": value, "low": value, "high": value, "count": 1}
+
+
+def command_line() -> str:
+    """The command that is running, as typed from the root of the repository."""
+    script = Path(sys.argv[0]).resolve()
+    name = script.relative_to(ROOT).as_posix() if script.is_relative_to(ROOT) else script.name
+    return " ".join(("python", name, *sys.argv[1:]))
+
+
+def write_record(experiment: str, payload: Mapping[str, Any], *, results_dir: Path = RESULTS) -> Path:
+    """Complete `payload` with date, commit and machine, check it, and write it. Returns the path of the record.
+
+    `payload` has at least REQUIRED. A second run of the experiment on the same day and machine replaces the first.
+    Raises ValueError if something is missing or a text would give away this machine's folders.
+    """
+    today = dt.datetime.now(dt.UTC).date().isoformat()
+    machine = describe_machine()
+    record = {"experiment": experiment, "date": today, "commit": commit(), "machine": machine, **payload}
+    validate_record(record)
+    folder = results_dir / experiment / f"{today}-{machine_name(machine)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "record.json"
+    path.write_text(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    return path
+
+
+def validate_record(record: Mapping[str, Any]) -> None:
+    """Raises ValueError saying what is wrong."""
+    required = ("experiment", "date", "commit", "machine", *REQUIRED)
+    if missing := [key for key in required if key not in record]:
+        raise ValueError(f"the record lacks {', '.join(missing)}")
+    if not record["values"]:
+        raise ValueError("the record holds no values")
+    for name, value in record["values"].items():
+        if not isinstance(value, Mapping) or any(key not in value for key in VALUE_KEYS):
+            raise ValueError(f"value {name!r} must have {', '.join(VALUE_KEYS)}, got {value!r}")
+        if not value["low"] <= value["median"] <= value["high"]:
+            raise ValueError(f"value {name!r}: the median {value['median']} is outside its spread")
+    for text in _texts(record):
+        if platform.node() and platform.node() in re.split(r"[\s=:/@]", text):
+            raise ValueError(f"a record must not name the host: {text!r}")
+        for word in re.split(r"[\s=,]", text):
+            if word.startswith("/") and len(Path(word).parts) > 1 and Path(word).parents[-2].exists():
+                raise ValueError(f"a record must not show a folder of this machine: {text!r}")
+
+
+def commit() -> str:
+    """The commit checked out, with `+changes` if tracked files differ from it; `none` where there is no repository."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = git("rev-parse", "--verify", "HEAD")
+    if head is None:
+        return "none"
+    return f"{head}+changes" if git("status", "--porcelain", "--untracked-files=no") else head
+
+
+def describe_machine(packages: Sequence[str] = ("torch", "transformers", "grpcio", "protobuf")) -> dict[str, Any]:
+    """What the numbers depend on, and nothing that identifies the machine."""
+    return {
+        "cpu": cpu_model(),
+        "cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),
+        "threads": psutil.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "packages": {name: version for name in packages if (version := _version(name))},
+    }
+
+
+def machine_name(machine: Mapping[str, Any]) -> str:
+    """Short and speaking: `intel-xeon-2-cores`."""
+    model = re.sub(r"\((R|TM)\)|\bCPU\b|\bProcessor\b|@.*$", " ", machine["cpu"], flags=re.IGNORECASE)
+    words = re.findall(r"[a-z0-9]+", model.lower())
+    return "-".join((*words[:4], str(machine["cores"]), "cores"))
+
+
+def cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    if platform.system() == "Darwin":
+        asked = subprocess.run(
+            ("sysctl", "-n", "machdep.cpu.brand_string"), capture_output=True, text=True, check=False
+        )
+        if asked.returncode == 0 and asked.stdout.strip():
+            return asked.stdout.strip()
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def plot_lines(
+    path: Path, *, title: str, x_label: str, y_label: str, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+) -> None:
+    """Draw named lines, each (xs, ys), into the image file `path` (its suffix names the format)."""
+    from matplotlib.figure import Figure  # drawing is optional, and slow to import
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, (xs, ys) in lines.items():
+        axes.plot(xs, ys, label=name, linewidth=1.2)
+    axes.set(title=title, xlabel=x_label, ylabel=y_label)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    if len(lines) > 1:
+        axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def plot_bars(path: Path, *, title: str, y_label: str, bars: Mapping[str, Mapping[str, Any]]) -> None:
+    """Draw values of a record as bars with their spread into the image file `path`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    medians = [value["median"] for value in bars.values()]
+    spread = [
+        [value["median"] - value["low"] for value in bars.values()],
+        [value["high"] - value["median"] for value in bars.values()],
+    ]
+    axes.bar(list(bars), medians, yerr=spread, capsize=4)
+    axes.set(title=title, ylabel=y_label)
+    axes.tick_params(axis="x", labelrotation=20)
+    axes.grid(axis="y", alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield str(key)
+            yield from _texts(inner)
+    elif isinstance(value, Sequence):
+        for inner in value:
+            yield from _texts(inner)

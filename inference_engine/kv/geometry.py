@@ -1,0 +1,59 @@
+"""The shape of a model's K and V, one record per layer, and the units memory is cut into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inference_engine.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerGeometry:
+    """One attention layer. Nothing assumes that layers are alike.
+
+    native_window: rows a query sees by the model's own design, itself included; None means all.
+    rotary: which of the model's rotation tables the layer uses.
+    """
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    native_window: int | None = None
+    rotary: str = "default"
+
+    def row_bytes(self, itemsize: int) -> int:
+        """Bytes of one row: K and V of one position in this layer."""
+        return 2 * self.kv_heads * self.head_dim * itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """A model's layers and the sizes everything is rounded to.
+
+    page_tokens: unit of allocation. segment_tokens: positions that are prefilled and evicted together.
+    row_quantum, key_quantum: what rows and keys of a forward are padded to; 1 means no padding.
+    """
+
+    layers: tuple[LayerGeometry, ...]
+    itemsize: int
+    trained_positions: int
+    page_tokens: int = 16
+    segment_tokens: int = 256
+    row_quantum: int = 1
+    key_quantum: int = 1
+
+    def __post_init__(self) -> None:
+        if self.segment_tokens % self.row_quantum:
+            raise ConfigError(
+                f"segment_tokens ({self.segment_tokens}) must be a multiple of the row quantum ({self.row_quantum})"
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one position in all layers."""
+        return sum(layer.row_bytes(self.itemsize) for layer in self.layers)
+
+    def round_up(self, rows: int) -> int:
+        """Rows that `rows` take in memory."""
+        unit = self.page_tokens if self.key_quantum == 1 else max(self.page_tokens, self.key_quantum)
+        return -(-rows // unit) * unit

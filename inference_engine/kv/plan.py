@@ -1,0 +1,195 @@
+"""The plan of one forward: which packed row is whose, where its K and V go, and what it may see.
+
+    packed rows   | session A: 3 rows | session B: 1 row | …            input_ids [1, N]
+
+Everything a layer needs is worked out here once, as host integers and one transfer; `attend` then runs layer after layer with no session
+object, no synchronisation and no decision. In fixed-shape mode each session's rows sit at their position modulo the row quantum, padded on both sides,
+and keys are padded to the key quantum: a row then meets the same arithmetic whatever else is in the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_engine.kernels.attention import attend
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.layout import Positions
+from inference_engine.kv.pool import Arena, Pool
+from inference_engine.kv.session_kv import LayerGroup, SessionKV
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """One session's keys in one group of layers, for this step."""
+
+    starts: dict[int, int]  # first arena row, by layer
+    heads: int
+    lane: int
+    count: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One session's rows in the packed forward: `rows` includes padding, `real` does not."""
+
+    rows: slice
+    real: slice
+    views: dict[int, _View]  # by layer
+
+    @property
+    def count(self) -> int:
+        return self.real.stop - self.real.start
+
+
+class StepPlan:
+    """Built from sessions that have staged their rows; valid until one of them commits."""
+
+    def __init__(self, sessions: Sequence[SessionKV], geometry: Geometry, pool: Pool, *, mask_dtype: torch.dtype) -> None:
+        self._geometry = geometry
+        self._pool = pool
+        self._device = next(iter(pool.arenas.values())).keys.device
+        self._mask_dtype = mask_dtype
+        quantum = geometry.row_quantum
+        placed: list[tuple[SessionKV, Positions, int]] = []  # session, positions with padding, first packed row
+        total = 0
+        for session in sessions:
+            first = session.length - session.length % quantum
+            last = -(-(session.length + session.staged) // quantum) * quantum
+            placed.append((session, np.arange(first, last, dtype=np.int64), total))
+            total += last - first
+        self.row_count = total
+        self.positions: NDArray[np.int64] = np.concatenate([positions for _, positions, _ in placed])
+        self._writes = self._plan_writes(placed)
+        self.spans = tuple(self._plan_span(*entry) for entry in placed)
+        self._copies = self._plan_copies(placed)
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        head_sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Write the step's rows of `layer` and attend. All [1, H, N, D], queries and keys rotated; returns [1, N, Hq, D]."""
+        arena = self._arena(layer)
+        write = self._writes[layer]
+        arena.keys.index_copy_(0, write, _by_row(keys))
+        arena.values.index_copy_(0, write, _by_row(values))
+        if copy := self._copies.get(layer):
+            rows, target = copy
+            arena.keys.index_copy_(0, target, _by_row(keys[:, :, rows]))
+        outs = []
+        for span in self.spans:
+            view = span.views[layer]
+            dim = queries.shape[-1]
+            shape, stride = (view.heads, view.count, dim), (view.lane * dim, dim, 1)
+            offset = view.starts[layer] * dim
+            outs.append(
+                attend(
+                    queries[0, :, span.rows].transpose(0, 1),
+                    arena.keys.as_strided(shape, stride, offset),
+                    arena.values.as_strided(shape, stride, offset),
+                    view.mask,
+                    scaling=scaling,
+                    softcap=softcap,
+                    head_sinks=head_sinks,
+                )
+            )
+        return (outs[0] if len(outs) == 1 else torch.cat(outs))[None]
+
+    def _arena(self, layer: int) -> Arena:
+        return self._pool.arenas[self._geometry.layers[layer].head_dim]
+
+    def _plan_writes(self, placed: Sequence[tuple[SessionKV, Positions, int]]) -> list[Tensor]:
+        """Arena rows [N · Hkv] that each layer's K and V go to; padding goes to row 0."""
+        by_heads: dict[int, NDArray[np.int64]] = {}
+        for session, _, base in placed:
+            real = self._real(session, base)
+            for group in session.groups:
+                table = by_heads.get(group.kv_heads)
+                if table is None:
+                    shape = (len(self._geometry.layers), self.row_count, group.kv_heads)
+                    table = by_heads[group.kv_heads] = np.zeros(shape, dtype=np.int64)
+                table[group.layers, real] = group.rows(group.layout.slots(_staged(session)))
+        tensors = {
+            heads: torch.from_numpy(table.reshape(len(table), -1)).to(self._device) for heads, table in by_heads.items()
+        }
+        return [tensors[layer.kv_heads][index] for index, layer in enumerate(self._geometry.layers)]
+
+    def _plan_span(self, session: SessionKV, positions: Positions, base: int) -> Span:
+        views: dict[int, _View] = {}
+        for group in session.groups:
+            count = group.open_slots(session.length + session.staged)
+            quantum = self._geometry.key_quantum
+            count = min(group.layout.capacity, -(-count // quantum) * quantum)
+            view = _View(
+                dict(zip(group.layers.tolist(), group.starts.tolist(), strict=True)),
+                group.kv_heads,
+                group.layout.lane,
+                count,
+                self._mask(group, positions, count),
+            )
+            views.update(dict.fromkeys(group.layers.tolist(), view))
+        return Span(slice(base, base + len(positions)), self._real(session, base), views)
+
+    def _mask(self, group: LayerGroup, positions: Positions, count: int) -> Tensor | None:
+        """[T, count] additive. None when every query sees every key, which a lone decode row often does."""
+        held = group.held[:count]
+        if len(positions) == 1:
+            seen = group.layout.visible(positions, held)
+            if seen.all():
+                return None
+            visible = torch.from_numpy(seen).to(self._device)
+        else:
+            visible = group.layout.visible(
+                torch.from_numpy(positions).to(self._device), torch.from_numpy(held).to(self._device)
+            )
+        mask = torch.zeros(visible.shape, dtype=self._mask_dtype, device=self._device)
+        return mask.masked_fill_(~visible, float("-inf"))
+
+    def _plan_copies(self, placed: Sequence[tuple[SessionKV, Positions, int]]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Packed rows that belong to a sink, and where each layer keeps a second copy of their keys."""
+        rows: dict[int, list[int]] = {}
+        targets: dict[int, list[NDArray[np.int64]]] = {}
+        for session, _, base in placed:
+            staged = _staged(session)
+            for group in session.groups:
+                sink = staged[staged < group.layout.spare]
+                if not len(sink):
+                    continue
+                first = self._real(session, base).start
+                table = group.rows(group.layout.capacity + sink)
+                for index, layer in enumerate(group.layers.tolist()):
+                    rows.setdefault(layer, []).extend(range(first, first + len(sink)))
+                    targets.setdefault(layer, []).append(table[index].reshape(-1))
+        return {
+            layer: (
+                torch.tensor(rows[layer], device=self._device),
+                torch.from_numpy(np.concatenate(targets[layer])).to(self._device),
+            )
+            for layer in rows
+        }
+
+    def _real(self, session: SessionKV, base: int) -> slice:
+        first = base + session.length % self._geometry.row_quantum
+        return slice(first, first + session.staged)
+
+
+def _staged(session: SessionKV) -> Positions:
+    return np.arange(session.length, session.length + session.staged, dtype=np.int64)
+
+
+def _by_row(states: Tensor) -> Tensor:
+    """[1, H, N, D] -> [N · H, D], a view when the states came from one projection."""
+    return states[0].transpose(0, 1).reshape(-1, states.shape[-1])

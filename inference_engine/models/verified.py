@@ -1,0 +1,58 @@
+"""Which files were hashed before, and how they looked then, so that a start need not hash gigabytes again.
+
+One small JSON file per hashed file, in `<cache>/verified/`. A note holds as long as size, inode, modification and
+change time are those of the hashing. The change time is the kernel's own and cannot be set back by a program.
+A note that is unreadable or out of date counts as none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+Look = dict[str, int]
+
+
+def look_of(path: Path) -> Look:
+    """What is compared instead of the content. To be taken before hashing, so that a change while hashing shows."""
+    stat = path.stat()
+    return {
+        "size_bytes": stat.st_size,
+        "inode": stat.st_ino,
+        "modified_ns": stat.st_mtime_ns,
+        "changed_ns": stat.st_ctime_ns,
+    }
+
+
+def remembered_sha256(path: Path, cache: Path) -> str | None:
+    """The digest `path` had when it was last hashed, or None if there is no note or the file looks different now."""
+    try:
+        note: Any = json.loads(_note(path, cache).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(note, dict) or note.get("look") != look_of(path):
+        return None
+    sha256 = note.get("sha256")
+    return sha256 if isinstance(sha256, str) else None
+
+
+def remember_sha256(path: Path, sha256: str, look: Look, cache: Path) -> None:
+    """Note the digest of a file that looked like `look`. Raises OSError if the cache cannot be written."""
+    note = _note(path, cache)
+    note.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=note.parent, delete=False) as file:
+        json.dump({"path": str(path.resolve()), "look": look, "sha256": sha256}, file, indent=2)
+    Path(file.name).replace(note)
+
+
+def forget_sha256(path: Path, cache: Path) -> None:
+    _note(path, cache).unlink(missing_ok=True)
+
+
+def _note(path: Path, cache: Path) -> Path:
+    key = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
+    return cache / "verified" / f"{key}.json"

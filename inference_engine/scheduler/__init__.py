@@ -1,0 +1,1 @@
+"""Who runs when: the request's states, the choice of each step, the loop that owns the device."""

@@ -1,0 +1,323 @@
+"""The loop: the one thread that owns the device. It takes requests in, runs steps, commits, and reports.
+
+Everything it shares with other threads goes through the store's lock, a queue, or frozen events. A request's error ends that request
+only; a step's error ends the requests that were in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from inference_engine.config import EngineConfig
+from inference_engine.decode.sampling import Sampler
+from inference_engine.decode.verifier import Block, BlockFailed, Sample, Verifier
+from inference_engine.errors import Draining, InternalError, InvariantViolated, NonFiniteLogits, Overloaded, SessionClosed
+from inference_engine.metrics import EngineMetrics
+from inference_engine.scheduler.policy import Candidate, choose
+from inference_engine.scheduler.request import Request, RequestState
+from inference_engine.session.journal import Journal
+from inference_engine.session.session import Session
+from inference_engine.session.store import SessionStore
+from inference_engine.types import (
+    Accepted,
+    Event,
+    Failed,
+    Finished,
+    Mark,
+    Progress,
+    StopReason,
+    TokenCommitted,
+    Truncated,
+)
+
+logger = logging.getLogger(__name__)
+
+_HOUSEKEEPING_SECONDS = 1.0
+
+
+class Scheduler:
+    """`submit` from any thread; everything else happens on the loop's own."""
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        store: SessionStore,
+        journal: Journal,
+        metrics: EngineMetrics,
+        config: EngineConfig,
+        clock: Callable[[], float],
+        *,
+        vocab_size: int,
+    ) -> None:
+        self._verifier = verifier
+        self._store = store
+        self._journal = journal
+        self._metrics = metrics
+        self._config = config
+        self._clock = clock
+        self._vocab_size = vocab_size
+        self._wake = threading.Condition()
+        self._queued: deque[Request] = deque()
+        self._running: deque[Request] = deque()  # longest unserved first
+        self._is_draining = False
+        self._is_stopping = False
+        self.beat_at = clock()  # when the loop last came round
+        self._thread = threading.Thread(target=self._run, name="kakeya-engine", daemon=True)
+
+    # -- other threads ----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request whose session it holds. Raises Overloaded or Draining, and then the session is not freed."""
+        with self._wake:
+            if self._is_draining or self._is_stopping:
+                raise Draining
+            if len(self._queued) >= self._config.max_queued:
+                raise Overloaded(
+                    f"{len(self._queued)} Generates are waiting already; retry later", retry_after_seconds=1.0
+                )
+            ahead = len(self._queued) + len(self._running)
+            self._queued.append(request)
+            self._metrics.queue_depth.set(len(self._queued))
+            self._wake.notify()
+        request.listener(Accepted(ahead, request.pending_tokens))
+
+    def nudge(self) -> None:
+        """Something changed that the loop should look at: a stop was asked for."""
+        with self._wake:
+            self._wake.notify()
+
+    def drain(self, grace_seconds: float) -> None:
+        """Refuse new requests; wait for those in flight; after the grace, end them with Draining."""
+        with self._wake:
+            self._is_draining = True
+            if self._wake.wait_for(self._is_idle, timeout=grace_seconds):
+                return
+            for request in (*self._queued, *self._running):
+                request.ask_to_stop(Draining)
+            self._wake.notify_all()
+            self._wake.wait_for(self._is_idle)
+
+    def stop(self) -> None:
+        """End everything with Draining and join the thread."""
+        self.drain(0.0)
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify_all()
+        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def has_work(self) -> bool:
+        return not self._is_idle()
+
+    def _is_idle(self) -> bool:
+        return not self._queued and not self._running
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                if self._is_idle():
+                    self._wake.notify_all()
+                    if self._is_stopping:
+                        return
+                    self._wake.wait(timeout=_HOUSEKEEPING_SECONDS)
+                while self._queued:
+                    self._running.append(self._queued.popleft())
+                self._metrics.queue_depth.set(0)
+            self.beat_at = self._clock()
+            try:
+                self._store.expire()
+                self._end_stopped()
+                self._step()
+            except Exception as error:
+                # A bug of ours outside any request: nothing in flight can be trusted to go on.
+                self._fail_all(list(self._running), error)
+
+    def _end_stopped(self) -> None:
+        for request in list(self._running):
+            if request.session.is_closed:
+                self._end(request, Failed(SessionClosed()))
+            elif request.stop is not None:
+                self._end(request, request.ending(request.stop(), self._clock()))
+            elif request.state is RequestState.QUEUED:
+                self._begin(request)
+
+    def _begin(self, request: Request) -> None:
+        session = request.session
+        request.move(RequestState.RUNNING)
+        request.started_at = request.token_at = self._clock()
+        request.prefill_tokens = request.pending_tokens
+        request.cached_tokens = session.kv.length
+        self._metrics.generates_active.inc()
+        self._metrics.prefill_tokens.observe(request.prefill_tokens)
+        if session.limit_tokens is not None and len(session.history) >= session.limit_tokens:
+            self._end(request, request.finished(StopReason.TRUNCATED, self._clock()))
+            return
+        request.sampler = Sampler.start(
+            request.params.sampling,
+            request.seed,
+            session.history.ids(),
+            self._vocab_size,
+            session.kv.context.device,
+        )
+
+    def _step(self) -> None:
+        requests = list(self._running)
+        if not requests:
+            return
+        candidates = [
+            Candidate(min(request.pending_tokens, request.session.kv.room()), request.is_prefilling)
+            for request in requests
+        ]
+        chosen = choose(candidates, step_rows=self._config.step_tokens, max_batch=self._config.max_batch)
+        batch = [requests[index] for index in chosen]
+        blocks = [self._block(requests[index], candidates[index].rows) for index in chosen]
+        began = self._clock()
+        try:
+            samples = self._verifier.run(blocks)
+        except BlockFailed as failed:
+            self._fail_session(batch[failed.index], failed.violation)
+            return
+        except Exception as error:
+            self._fail_all(batch, error)
+            return
+        self._metrics.step_seconds.observe(self._clock() - began)
+        self._metrics.step_rows.observe(sum(len(block.token_ids) for block in blocks))
+        for request, block, sample in zip(batch, blocks, samples, strict=True):
+            # Served: to the back of the line.
+            self._running.remove(request)
+            self._running.append(request)
+            try:
+                self._settle(request, block, sample)
+            except InvariantViolated as violation:
+                self._fail_session(request, violation)
+            except Exception as error:
+                self._fail_all([request], error)
+
+    def _block(self, request: Request, rows: int) -> Block:
+        is_last = rows == request.pending_tokens
+        return Block(
+            kv=request.session.kv,
+            token_ids=request.session.pending_ids(rows),
+            sampler=request.sampler if is_last else None,
+            wants_logprob=request.params.logprobs,
+        )
+
+    # -- after a step -----------------------------------------------------------------------------------------------
+
+    def _settle(self, request: Request, block: Block, sample: Sample | None) -> None:
+        session = request.session
+        session.refresh_facts()
+        if request.is_prefilling:
+            self._metrics.prefilled_tokens.inc(len(block.token_ids))
+            done = session.kv.length - request.cached_tokens
+            request.listener(Progress(done, request.prefill_tokens))
+        if sample is None:
+            return
+        if not sample.is_finite:
+            self._metrics.non_finite_logits.inc()
+            self._end(request, Failed(NonFiniteLogits(len(session.history))))
+            return
+        now = self._clock()
+        if request.generated == 0:
+            request.prefill_seconds = now - request.started_at
+            self._metrics.prefill_seconds.observe(request.prefill_seconds)
+            self._metrics.first_token_seconds.observe(now - request.accepted_at)
+        else:
+            self._metrics.inter_token_seconds.observe(now - request.token_at)
+        request.token_at = now
+        self._commit_token(request, sample)
+
+    def _commit_token(self, request: Request, sample: Sample) -> None:
+        """Journal, then history, then the client; unless the request was stopped while the step ran."""
+        session = request.session
+        with self._store.locked():
+            if session.is_closed or request.stop is not None:
+                return  # the next round ends it
+            position = len(session.history)
+            session.record(self._journal, np.array([sample.token_id], dtype=np.uint32), Mark.GENERATED)
+        request.last_query = position - 1
+        if request.generated == 0 and (dropped := self._unreadable(session, position - 1)):
+            request.listener(Truncated(dropped))
+        request.generated += 1
+        assert request.sampler is not None
+        request.sampler.observe(sample.token_id)
+        self._metrics.generated_tokens.inc()
+        request.listener(TokenCommitted(sample.token_id, position, sample.logprob))
+        if reason := self._stop_reason(request, sample.token_id):
+            self._end(request, request.finished(reason, self._clock()))
+
+    @staticmethod
+    def _unreadable(session: Session, query: int) -> int:
+        return session.kv.strategy.evicted(session.kv.context.geometry, query)
+
+    @staticmethod
+    def _stop_reason(request: Request, token_id: int) -> StopReason | None:
+        session = request.session
+        if token_id in request.stop_ids:
+            return StopReason.EOS
+        if request.generated >= request.params.max_tokens:
+            return StopReason.MAX_TOKENS
+        if session.limit_tokens is not None and len(session.history) >= session.limit_tokens:
+            return StopReason.TRUNCATED
+        return None
+
+    # -- endings ----------------------------------------------------------------------------------------------------
+
+    def _end(self, request: Request, event: Finished | Failed) -> None:
+        if request.state is RequestState.RUNNING:
+            self._metrics.generates_active.dec()
+        request.move(RequestState.ENDED)
+        self._metrics.generates.labels(outcome=_outcome(event)).inc()
+        self._metrics.history_tokens.observe(len(request.session.history))
+        if not request.session.is_closed and not request.session.failure_reason:
+            try:
+                request.session.kv.check()
+            except InvariantViolated as violation:
+                event = Failed(violation)
+                self._condemn(request.session, violation)
+        with self._wake:
+            self._running.remove(request)
+        # The session is free before the client hears of the end: its next call must not find it busy.
+        self._store.free(request.session)
+        request.listener(event)
+
+    def _fail_session(self, request: Request, violation: InvariantViolated) -> None:
+        self._condemn(request.session, violation)
+        self._end(request, Failed(violation))
+
+    def _condemn(self, session: Session, violation: InvariantViolated) -> None:
+        logger.error("invariant violated: %s", violation.message)
+        session.violations.count(violation.kind)
+        self._metrics.invariant_violations.labels(kind=violation.kind).inc()
+        self._store.fail(session, violation.kind)
+
+    def _fail_all(self, requests: Sequence[Request], error: Exception) -> None:
+        incident = secrets.token_hex(8)
+        logger.error("incident %s: a step failed", incident, exc_info=error)
+        for request in requests:
+            if request.state is not RequestState.ENDED:
+                self._end(request, Failed(InternalError(incident)))
+
+
+def _outcome(event: Event) -> str:
+    """The `generate_total` label of an ending."""
+    if isinstance(event, Finished):
+        return event.stop_reason.value
+    assert isinstance(event, Failed)
+    named = {"SESSION_CLOSED": "closed", "DRAINING": "draining", "DEADLINE": "deadline"}
+    return named.get(getattr(event.error, "reason", ""), "failed")

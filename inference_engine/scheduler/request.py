@@ -1,0 +1,91 @@
+"""One Generate on its way through the engine: its states, what it reports, how it is stopped.
+
+    QUEUED ──▶ RUNNING ──▶ ENDED          QUEUED ──▶ ENDED (stopped before its first step)
+
+A stop may be asked for from any thread; it takes effect at the next step boundary, and what was committed until then stays.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from inference_engine.decode.sampling import Sampler
+from inference_engine.session.session import Session
+from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason
+
+Listener = Callable[[Event], None]
+
+
+class RequestState(enum.Enum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+_MOVES = {
+    RequestState.QUEUED: {RequestState.RUNNING, RequestState.ENDED},
+    RequestState.RUNNING: {RequestState.ENDED},
+    RequestState.ENDED: set(),
+}
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Request:
+    """Mutable, and the engine thread's own, but for `stop`, which anybody may set once."""
+
+    session: Session
+    params: GenerateParams
+    seed: int
+    listener: Listener
+    stop_ids: frozenset[int]
+    accepted_at: float
+    state: RequestState = RequestState.QUEUED
+    sampler: Sampler | None = None
+    # None until somebody wants the request to end; then how it shall end.
+    stop: Callable[[], StopReason | BaseException] | None = None
+    started_at: float = 0.0
+    token_at: float = 0.0
+    prefill_seconds: float = 0.0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    generated: int = 0
+    last_query: int = field(default=-1)  # position of the last row whose logits were sampled
+
+    def move(self, state: RequestState) -> None:
+        assert state in _MOVES[self.state], (self.state, state)
+        self.state = state
+
+    def ask_to_stop(self, how: Callable[[], StopReason | BaseException]) -> None:
+        """The first stop wins."""
+        if self.stop is None:
+            self.stop = how
+
+    @property
+    def pending_tokens(self) -> int:
+        """Recorded tokens that have no K/V yet. One, the last sampled, while decoding."""
+        return len(self.session.history) - self.session.kv.length
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.generated == 0
+
+    def finished(self, reason: StopReason, now: float) -> Finished:
+        kv = self.session.kv
+        evicted = kv.strategy.evicted(kv.context.geometry, self.last_query) if self.last_query >= 0 else 0
+        return Finished(
+            stop_reason=reason,
+            generated_tokens=self.generated,
+            history_length=len(self.session.history),
+            prefill_seconds=self.prefill_seconds,
+            total_seconds=now - self.accepted_at,
+            seed=self.seed,
+            prefilled_tokens=self.prefill_tokens,
+            cached_tokens=self.cached_tokens,
+            attended_positions=self.last_query + 1 - evicted,
+            evicted_positions=evicted,
+        )
+
+    def ending(self, how: StopReason | BaseException, now: float) -> Finished | Failed:
+        return self.finished(how, now) if isinstance(how, StopReason) else Failed(how)

@@ -1,0 +1,191 @@
+"""Wire messages to engine values and back.
+
+Strategies need no code here: an arm of the `Strategy` oneof is named like the strategy, its fields like the options.
+Checks that need only the message are made while converting; InvalidArgument names the field as the wire does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from inference_engine.engine import EngineInfo, SessionInfo, SessionOpened
+from inference_engine.errors import InvalidArgument
+from inference_engine.kv.strategies import make_strategy, strategy_names
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.types import (
+    Accepted,
+    Event,
+    Finished,
+    GenerateParams,
+    Mode,
+    Progress,
+    Sampling,
+    StopReason,
+    TokenCommitted,
+    Truncated,
+)
+from kakeya.v1 import runtime_pb2 as pb
+
+_MODES = {Mode.BATCHED: pb.MODE_BATCHED, Mode.FIXED_SHAPE: pb.MODE_FIXED_SHAPE}
+_STOP_REASONS = {
+    StopReason.MAX_TOKENS: pb.GenerateDone.STOP_REASON_MAX_TOKENS,
+    StopReason.EOS: pb.GenerateDone.STOP_REASON_EOS,
+    StopReason.CANCELLED: pb.GenerateDone.STOP_REASON_CANCELLED,
+    StopReason.TRUNCATED: pb.GenerateDone.STOP_REASON_TRUNCATED,
+}
+
+
+def strategy_from_wire(message: pb.Strategy) -> KVStrategy:
+    arm = message.WhichOneof("kind")
+    if arm is None:
+        raise InvalidArgument(
+            "strategy", f"no strategy this server knows is set; it knows {', '.join(strategy_names())}"
+        )
+    options = {field.name: value for field, value in getattr(message, arm).ListFields()}
+    try:
+        return make_strategy(arm, **options)
+    except InvalidArgument as error:
+        raise in_strategy(error, arm) from None
+
+
+def in_strategy(error: InvalidArgument, arm: str) -> InvalidArgument:
+    """The same error with the option's full path on the wire in place of its own name.
+
+    An error that is not about an option of the strategy is returned as it is.
+    """
+    if error.field not in getattr(pb.Strategy(), arm).DESCRIPTOR.fields_by_name:
+        return error
+    rest = {key: value for key, value in error.metadata.items() if key != "field"}
+    return type(error)(f"strategy.{arm}.{error.field}", error.description, **rest)
+
+
+def strategy_to_wire(strategy: KVStrategy) -> pb.Strategy:
+    message = pb.Strategy()
+    arm = getattr(message, strategy.name)
+    arm.SetInParent()
+    for name, value in strategy.options().items():
+        setattr(arm, name, value)
+    return message
+
+
+def params_from_wire(request: pb.GenerateRequest) -> GenerateParams:
+    if request.logprobs and not request.token_details:
+        raise InvalidArgument("logprobs", "needs token_details, whose frames carry them")
+    return GenerateParams(
+        max_tokens=request.max_tokens,
+        sampling=Sampling(
+            temperature=request.temperature,
+            top_p=request.top_p if request.HasField("top_p") else 1.0,
+            top_k=request.top_k,
+            min_p=request.min_p,
+            repetition_penalty=request.repetition_penalty if request.HasField("repetition_penalty") else 1.0,
+            logit_bias=dict(request.logit_bias),
+            seed=request.seed if request.HasField("seed") else None,
+        ),
+        stop_token_ids=tuple(request.stop_token_ids),
+        logprobs=request.logprobs,
+        expected_history_length=request.expected_history_length
+        if request.HasField("expected_history_length")
+        else None,
+    )
+
+
+# What one event becomes on the wire. None: this client did not ask for such frames. (`Failed` becomes the status.)
+Framer = Callable[[Event], pb.GenerateResponse | None]
+
+
+def framer_for(request: pb.GenerateRequest) -> Framer:
+    """How the events of this request become frames. A request that asks for nothing new gets frozen frames only."""
+    show_progress, show_details = request.progress, request.token_details
+
+    def frame(event: Event) -> pb.GenerateResponse | None:
+        # Tokens first: there are thousands of them for each of the others.
+        if isinstance(event, TokenCommitted):
+            if not show_details:
+                return pb.GenerateResponse(token_id=event.token_id)
+            detail = pb.TokenDetail(token_id=event.token_id, position=event.position, logprob=event.logprob)
+            return pb.GenerateResponse(token=detail)
+        if isinstance(event, Finished):
+            return pb.GenerateResponse(done=_done_to_wire(event))
+        if isinstance(event, Truncated):
+            return pb.GenerateResponse(truncated=pb.HistoryTruncated(dropped_token_count=event.dropped_tokens))
+        if isinstance(event, Accepted) and show_progress:
+            return pb.GenerateResponse(
+                accepted=pb.GenerateAccepted(
+                    queue_position=event.queue_position, prefill_token_count=event.prefill_tokens
+                )
+            )
+        if isinstance(event, Progress) and show_progress:
+            return pb.GenerateResponse(
+                progress=pb.PrefillProgress(done_token_count=event.done_tokens, total_token_count=event.total_tokens)
+            )
+        return None
+
+    return frame
+
+
+def _done_to_wire(event: Finished) -> pb.GenerateDone:
+    return pb.GenerateDone(
+        stop_reason=_STOP_REASONS[event.stop_reason],
+        generated_token_count=event.generated_tokens,
+        prefill_duration_seconds=event.prefill_seconds,
+        total_duration_seconds=event.total_seconds,
+        seed=event.seed,
+        prefilled_token_count=event.prefilled_tokens,
+        cached_token_count=event.cached_tokens,
+        attended_position_count=event.attended_positions,
+        evicted_position_count=event.evicted_positions,
+        history_length=event.history_length,
+    )
+
+
+def opened_to_wire(opened: SessionOpened, *, mode: Mode, model_id: str) -> pb.CreateSessionResponse:
+    return pb.CreateSessionResponse(
+        session_id=opened.session_id,
+        strategy=strategy_to_wire(opened.strategy),
+        sustained_bytes=opened.bound.sustained_bytes,
+        peak_bytes=opened.bound.peak_bytes,
+        limit_tokens=opened.limit_tokens,
+        mode=_MODES[mode],
+        model_id=model_id,
+    )
+
+
+def session_info_to_wire(info: SessionInfo) -> pb.GetSessionInfoResponse:
+    return pb.GetSessionInfoResponse(
+        history_length=info.history_length,
+        kv_live_bytes=info.kv_live_bytes,
+        cache_invariant_inv1_violations=info.inv1_violations,
+        cache_invariant_inv2_violations=info.inv2_violations,
+        cache_invariant_inv3_violations=info.inv3_violations,
+        idle_seconds=info.idle_seconds,
+        cached_token_count=info.cached_tokens,
+        evicted_token_count=info.evicted_tokens,
+        strategy=strategy_to_wire(info.strategy),
+        sustained_bytes=info.bound.sustained_bytes,
+        peak_bytes=info.bound.peak_bytes,
+        limit_tokens=info.limit_tokens,
+        failure_reason=info.failure_reason,
+        generating=info.is_generating,
+    )
+
+
+def server_info_to_wire(info: EngineInfo, *, version: str, max_message_bytes: int) -> pb.GetServerInfoResponse:
+    return pb.GetServerInfoResponse(
+        version=version,
+        model_id=info.facts.model_id,
+        vocab_size=info.facts.vocab_size,
+        trained_position_count=info.facts.trained_positions,
+        device=info.facts.device,
+        dtype=info.facts.dtype,
+        mode=_MODES[info.mode],
+        strategies=info.strategies,
+        default_strategy=strategy_to_wire(info.default_strategy),
+        max_tokens_limit=info.config.max_generate_tokens,
+        max_append_tokens=info.config.max_append_tokens,
+        max_message_bytes=max_message_bytes,
+        kv_capacity_bytes=info.kv_capacity_bytes,
+        kv_reserved_bytes=info.kv_reserved_bytes,
+        segment_tokens=info.config.segment_tokens,
+        session_idle_ttl_seconds=info.config.session_idle_ttl_seconds,
+    )

@@ -1,0 +1,46 @@
+"""grpc.health.v1 for the whole server ("") and for RuntimeService: serving while the engine lives and nobody drains."""
+
+from __future__ import annotations
+
+import asyncio
+
+from grpc_health.v1 import health_pb2
+from grpc_health.v1._async import HealthServicer
+
+from inference_engine.engine import Engine
+from inference_engine.server.service import SERVICE_NAME
+
+LOOK_SECONDS = 0.5
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Health:
+    """Keeps the health service in step with an engine, from `follow` until `drain`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.servicer = HealthServicer()
+        self._engine = engine
+        self._following: asyncio.Task[None] | None = None
+
+    async def follow(self) -> None:
+        """Show the engine's state now, and again every LOOK_SECONDS."""
+        await self._look()
+        self._following = asyncio.create_task(self._keep_looking(), name="health")
+
+    async def drain(self) -> None:
+        """NOT_SERVING from now on."""
+        if self._following is not None:
+            self._following.cancel()
+        await self.servicer.enter_graceful_shutdown()
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self._look()
+
+    async def _look(self) -> None:
+        status = _SERVING if self._engine.is_alive() else _NOT_SERVING
+        for service in ("", SERVICE_NAME):
+            await self.servicer.set(service, status)

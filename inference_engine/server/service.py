@@ -1,0 +1,225 @@
+"""RuntimeService over an Engine: convert, call, convert back.
+
+Unary engine calls take microseconds and run on the event loop. Waiting (for a busy session, for the next token) is done
+here, on the loop; the engine never waits for us. Errors are raised as they are; `interceptors.py` maps them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeAlias, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from inference_engine import __version__
+from inference_engine.config import ServerConfig
+from inference_engine.engine import Engine, Generation
+from inference_engine.errors import InvalidArgument, SessionBusy
+from inference_engine.server import convert
+from inference_engine.server.interceptors import caller
+from inference_engine.server.status import SlowConsumer
+from inference_engine.server.stream import EventQueue, Stall
+from inference_engine.types import Failed, Finished, GenerateParams
+from kakeya.v1 import runtime_pb2 as pb
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RuntimeService"].full_name
+
+# A client whose stream takes no frame for this long loses its Generate, not its session.
+STALL_SECONDS = 30.0
+# A Generate is stopped this part of its time (but at most so long) before the client's deadline, so that the typed
+# error can still reach the client.
+DEADLINE_MARGIN = 0.1
+MAX_DEADLINE_MARGIN_SECONDS = 0.1
+
+T = TypeVar("T")
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Behaviour = Callable[[Any, Context], Awaitable[Any]]
+
+
+class RuntimeService:
+    """The RPCs. Stateless: everything lives in the engine."""
+
+    def __init__(self, engine: Engine, config: ServerConfig, *, stall_seconds: float = STALL_SECONDS) -> None:
+        self._engine = engine
+        self._config = config
+        self._stall_seconds = stall_seconds
+        info = engine.info()
+        self._mode, self._model_id = info.mode, info.facts.model_id
+
+    async def create_session(self, request: pb.CreateSessionRequest, context: Context) -> pb.CreateSessionResponse:
+        strategy = convert.strategy_from_wire(request.strategy) if request.HasField("strategy") else None
+        try:
+            opened = self._engine.create_session(
+                strategy=strategy,
+                eos_token_ids=list(request.eos_token_ids),
+                limit_tokens=request.limit_tokens if request.HasField("limit_tokens") else None,
+                label=request.client_label,
+                owner=caller(),
+            )
+        except InvalidArgument as error:
+            if strategy is None:
+                raise
+            raise convert.in_strategy(error, strategy.name) from None
+        return convert.opened_to_wire(opened, mode=self._mode, model_id=self._model_id)
+
+    async def append_tokens(self, request: pb.AppendTokensRequest, context: Context) -> pb.AppendTokensResponse:
+        token_ids = list(request.token_ids)
+        expected = request.expected_history_length if request.HasField("expected_history_length") else None
+        owner = caller()
+
+        def append() -> int:
+            return self._engine.append(request.session_id, token_ids, expected_history_length=expected, owner=owner)
+
+        length = await self._when_free(request.session_id, context, append)
+        return pb.AppendTokensResponse(history_length=length)
+
+    async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        owner = caller()
+        params = self._params(request, owner)
+        events = EventQueue(asyncio.get_running_loop())
+
+        def start() -> Generation:
+            return self._engine.generate(request.session_id, params, listener=events.push, owner=owner)
+
+        generation = await self._when_free(request.session_id, context, start)
+        with self._supervised(generation, context) as stall:
+            await _send(events, convert.framer_for(request), context, stall)
+
+    async def close_session(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
+        length = self._engine.close_session(request.session_id, owner=caller())
+        return pb.CloseSessionResponse(final_history_length=length)
+
+    async def get_session_info(self, request: pb.GetSessionInfoRequest, context: Context) -> pb.GetSessionInfoResponse:
+        return convert.session_info_to_wire(self._engine.session_info(request.session_id, owner=caller()))
+
+    async def get_server_info(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
+        return convert.server_info_to_wire(
+            self._engine.info(), version=__version__, max_message_bytes=self._config.max_message_bytes
+        )
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """The RPCs by their names on the wire."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE_NAME,
+            {
+                "CreateSession": _unary(self.create_session, pb.CreateSessionRequest),
+                "AppendTokens": _unary(self.append_tokens, pb.AppendTokensRequest),
+                "Generate": _stream(self.generate, pb.GenerateRequest),
+                "CloseSession": _unary(self.close_session, pb.CloseSessionRequest),
+                "GetSessionInfo": _unary(self.get_session_info, pb.GetSessionInfoRequest),
+                "GetServerInfo": _unary(self.get_server_info, pb.GetServerInfoRequest),
+            },
+        )
+
+    def _params(self, request: pb.GenerateRequest, owner: str) -> GenerateParams:
+        try:
+            return convert.params_from_wire(request)
+        except InvalidArgument:
+            # Whether the session exists is said first.
+            self._engine.session_info(request.session_id, owner=owner)
+            raise
+
+    async def _when_free(self, session_id: str, context: Context, operation: Callable[[], T]) -> T:
+        """Run `operation`, again each time the session becomes free, until it is not refused with SessionBusy.
+
+        Raises SessionBusy when `busy_wait_seconds` are over. (Past the client's own deadline the call is cancelled.)
+        """
+        try:
+            return operation()
+        except SessionBusy:
+            pass
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(began + self._config.busy_wait_seconds):
+                while True:
+                    await self._free(session_id, loop)
+                    with contextlib.suppress(SessionBusy):
+                        return operation()
+        raise SessionBusy(round(loop.time() - began, 3))
+
+    async def _free(self, session_id: str, loop: asyncio.AbstractEventLoop) -> None:
+        is_free = asyncio.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(is_free.set)
+
+        self._engine.when_free(session_id, tell)
+        await is_free.wait()
+
+    @contextlib.contextmanager
+    def _supervised(self, generation: Generation, context: Context) -> Iterator[Stall]:
+        """Stops the engine's work when the client leaves, stops reading or runs out of time."""
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        stall = Stall(loop, self._stall_seconds, task.cancel)
+        remaining = context.time_remaining()
+        expiry = None
+        if remaining is not None:
+            margin = min(remaining * DEADLINE_MARGIN, MAX_DEADLINE_MARGIN_SECONDS)
+            expiry = loop.call_later(remaining - margin, generation.expire)
+        try:
+            yield stall
+        except asyncio.CancelledError:
+            if stall.is_stalled:
+                raise SlowConsumer(self._stall_seconds) from None
+            if context.time_remaining() == 0:
+                generation.expire()
+            raise
+        finally:
+            # A Generate that has ended, or was stopped otherwise, takes no notice.
+            generation.cancel()
+            stall.stop()
+            if expiry is not None:
+                expiry.cancel()
+
+
+async def _send(events: EventQueue, frame: convert.Framer, context: Context, stall: Stall) -> None:
+    """Write the frames of one Generate until its last event. Raises the error of a Failed."""
+    while True:
+        await events.wait()
+        for event in events.pop_all():
+            if isinstance(event, Failed):
+                raise event.error
+            message = frame(event)
+            if message is not None:
+                stall.begin_write()
+                await context.write(message)
+                stall.end_write()
+            if isinstance(event, Finished):
+                return
+
+
+def _unary(behaviour: Behaviour, request_type: type[Message]) -> grpc.RpcMethodHandler[Any, Any]:
+    return grpc.unary_unary_rpc_method_handler(_decoded(behaviour, request_type), response_serializer=_serialize)
+
+
+def _stream(behaviour: Behaviour, request_type: type[Message]) -> grpc.RpcMethodHandler[Any, Any]:
+    return grpc.unary_stream_rpc_method_handler(_decoded(behaviour, request_type), response_serializer=_serialize)
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def _decoded(behaviour: Behaviour, request_type: type[Message]) -> Behaviour:
+    """`behaviour` over raw bytes. Left to grpc, bytes that do not parse end as UNKNOWN with class names in the text.
+
+    Like every error of the transport, this one carries no details.
+    """
+
+    async def call(raw: bytes, context: Context) -> Any:
+        try:
+            request = request_type.FromString(raw)
+        except DecodeError:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"the message is not a valid {request_type.DESCRIPTOR.full_name}"
+            )
+        return await behaviour(request, context)
+
+    return call

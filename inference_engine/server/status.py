@@ -1,0 +1,92 @@
+"""The one place where errors become gRPC statuses, by one table from reason to code.
+
+A status of ours carries google.rpc.Status: always ErrorInfo, RetryInfo where waiting helps, BadRequest where it fits.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2, status_pb2
+
+from inference_engine.errors import InternalError, InvalidArgument, InvariantViolated, RequestError
+
+DOMAIN = "kakeya.v1"
+DETAILS_KEY = "grpc-status-details-bin"
+
+CODES: dict[str, grpc.StatusCode] = {
+    "SESSION_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+    "SESSION_EVICTED": grpc.StatusCode.NOT_FOUND,
+    "TOKEN_OUT_OF_RANGE": grpc.StatusCode.INVALID_ARGUMENT,
+    "INVALID_ARGUMENT": grpc.StatusCode.INVALID_ARGUMENT,
+    "APPEND_TOO_LARGE": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "SESSION_BUSY": grpc.StatusCode.ABORTED,
+    "SESSION_CLOSED": grpc.StatusCode.ABORTED,
+    "HISTORY_LENGTH_MISMATCH": grpc.StatusCode.ABORTED,
+    "NO_CAPACITY": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "OVERLOADED": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "HISTORY_LIMIT": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "SLOW_CONSUMER": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "UNAUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
+    "DRAINING": grpc.StatusCode.UNAVAILABLE,
+    "INV1": grpc.StatusCode.FAILED_PRECONDITION,
+    "INV2": grpc.StatusCode.FAILED_PRECONDITION,
+    "INV3": grpc.StatusCode.FAILED_PRECONDITION,
+    "NON_FINITE_LOGITS": grpc.StatusCode.INTERNAL,
+    "RESTORATION_FAILED": grpc.StatusCode.INTERNAL,
+    "DEADLINE": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "INTERNAL": grpc.StatusCode.INTERNAL,
+}
+
+_log = logging.getLogger(__name__)
+
+
+class SlowConsumer(RequestError):
+    """The client did not read its stream. The server alone can see that; it cancels the Generate."""
+
+    reason = "SLOW_CONSUMER"
+
+    def __init__(self, stalled_seconds: float) -> None:
+        super().__init__(
+            f"the stream was not read for {stalled_seconds:g} s, so the Generate was cancelled; the session is kept: "
+            "read its length with GetSessionInfo and generate again",
+            stalled_seconds=f"{stalled_seconds:g}",
+        )
+
+
+def as_request_error(error: BaseException, method: str) -> RequestError:
+    """The error itself if it was raised on purpose for this request. Anything else is a bug: it goes to the log with
+    its traceback under a new incident id, and the client learns the id alone."""
+    if isinstance(error, RequestError):
+        return error
+    incident = secrets.token_hex(8)
+    _log.error("incident %s in %s", incident, method, exc_info=error)
+    return InternalError(incident)
+
+
+def code_of(error: RequestError) -> grpc.StatusCode:
+    return CODES[reason_of(error)]
+
+
+def reason_of(error: RequestError) -> str:
+    """Clients branch on this word."""
+    return error.kind if isinstance(error, InvariantViolated) else error.reason
+
+
+def to_trailers(error: RequestError) -> tuple[tuple[str, bytes], ...]:
+    """Trailing metadata with the rich status, as google.rpc defines it."""
+    status = status_pb2.Status(code=code_of(error).value[0], message=error.message)
+    status.details.add().Pack(
+        error_details_pb2.ErrorInfo(domain=DOMAIN, reason=reason_of(error), metadata=error.metadata)
+    )
+    if error.retry_after_seconds is not None:
+        delay = Duration()
+        delay.FromNanoseconds(int(error.retry_after_seconds * 1e9))
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    if isinstance(error, InvalidArgument):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.description)
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    return ((DETAILS_KEY, status.SerializeToString()),)

@@ -1,0 +1,81 @@
+"""One session: its history, its K/V, and the one operation that may be running on it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from inference_engine.errors import HistoryLimit, InvariantViolated
+from inference_engine.kv.session_kv import SessionKV
+from inference_engine.session.history import History
+from inference_engine.session.journal import Journal, TokenIds
+from inference_engine.types import Mark
+
+
+class Operation(enum.Enum):
+    """What holds a session. At most one does."""
+
+    APPEND = "append"
+    GENERATE = "generate"
+
+
+@dataclass(kw_only=True, slots=True)
+class Violations:
+    """How often each invariant was found broken. A healthy session has zeros."""
+
+    inv1: int = 0
+    inv2: int = 0
+    inv3: int = 0
+
+    def count(self, kind: str) -> None:
+        name = kind.lower()
+        setattr(self, name, getattr(self, name) + 1)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Session:
+    """Owned by the store. `history` grows only through `record`; `kv` is touched by the engine's thread only."""
+
+    session_id: str
+    owner: str
+    kv: SessionKV
+    eos_token_ids: frozenset[int]
+    limit_tokens: int | None
+    used_at: float
+    history: History = field(default_factory=History)
+    operation: Operation | None = None
+    waiters: list[Callable[[], None]] = field(default_factory=list)
+    is_closed: bool = False
+    failure_reason: str = ""
+    live_bytes: int = 0
+    evicted_tokens: int = 0
+    cached_tokens: int = 0
+    violations: Violations = field(default_factory=Violations)
+
+    def check_room(self, adding: int) -> None:
+        if self.limit_tokens is not None and len(self.history) + adding > self.limit_tokens:
+            raise HistoryLimit(len(self.history), adding, self.limit_tokens)
+
+    def record(self, journal: Journal, token_ids: TokenIds, mark: Mark) -> None:
+        """Add to the history, the journal first. If the journal raises, nothing changed."""
+        journal.append(self.session_id, len(self.history), token_ids, mark)
+        self.history.extend(token_ids, mark)
+
+    def pending_ids(self, limit: int) -> TokenIds:
+        """The next token ids that have no K/V yet, at most `limit`, as a copy."""
+        start = self.kv.length
+        return np.array(self.history.ids(start, start + limit))
+
+    def refresh_facts(self) -> None:
+        """Engine's thread, after a commit: publish what other threads may read. Raises InvariantViolated."""
+        length = self.kv.length
+        if length > len(self.history):
+            raise InvariantViolated("INV1", f"{length} positions are cached of {len(self.history)} recorded")
+        if length < self.cached_tokens:
+            raise InvariantViolated("INV2", f"the cache went back from {self.cached_tokens} to {length} positions")
+        self.live_bytes = self.kv.footprint().total_bytes
+        self.evicted_tokens = self.kv.evicted()
+        self.cached_tokens = length

@@ -1,0 +1,225 @@
+"""The session store: issues ids, admits by bytes, expires the idle, and lets one operation at a time hold a session.
+
+Admission comes before allocation: a session's whole slab is reserved when it is created and nothing it does later needs more. To make room, sessions
+of the same owner that have been idle long enough are evicted, least recently used first; a session that something holds is never evicted.
+All methods are safe from any thread; the lock is held for microseconds and never during a forward.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from inference_engine.errors import NoCapacity, SessionBusy, SessionEvicted, SessionNotFound
+from inference_engine.kv.session_kv import KVContext, SessionKV
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.metrics import EngineMetrics
+from inference_engine.session.journal import Journal, SessionRecord
+from inference_engine.session.session import Operation, Session
+
+_TOMBSTONES = 10_000
+
+
+class SessionStore:
+    """All sessions there are. `clock` gives monotonic seconds."""
+
+    def __init__(
+        self,
+        context: KVContext,
+        journal: Journal,
+        metrics: EngineMetrics,
+        clock: Callable[[], float],
+        *,
+        max_sessions: int,
+        idle_ttl_seconds: float,
+        evictable_seconds: float,
+    ) -> None:
+        self._context = context
+        self._journal = journal
+        self._metrics = metrics
+        self._clock = clock
+        self._max_sessions = max_sessions
+        self._idle_ttl_seconds = idle_ttl_seconds
+        self._evictable_seconds = evictable_seconds
+        self._lock = threading.RLock()
+        self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
+        self._evicted: OrderedDict[str, tuple[str, str]] = OrderedDict()  # id -> owner, cause
+        metrics.kv_capacity_bytes.set(context.pool.capacity_bytes)
+
+    # -- create, find, end ------------------------------------------------------------------------------------------
+
+    def create(
+        self, strategy: KVStrategy, *, eos_token_ids: frozenset[int], limit_tokens: int | None, owner: str
+    ) -> Session:
+        """Open a session, its memory reserved. Raises NoCapacity, with nothing changed but idle sessions evicted."""
+        with self._lock:
+            self._refuse_what_can_never_fit(strategy, limit_tokens)
+            kv = self._reserve(strategy, limit_tokens, owner)
+            session = Session(
+                session_id=secrets.token_urlsafe(24),
+                owner=owner,
+                kv=kv,
+                eos_token_ids=eos_token_ids,
+                limit_tokens=limit_tokens,
+                used_at=self._clock(),
+            )
+            try:
+                self._journal.open(
+                    SessionRecord(session.session_id, owner, str(strategy), limit_tokens, tuple(sorted(eos_token_ids)))
+                )
+            except BaseException:
+                kv.release()
+                raise
+            self._sessions[session.session_id] = session
+            self._update_gauges()
+            return session
+
+    def find(self, session_id: str, owner: str) -> Session:
+        """Raises SessionNotFound alike for an unknown, a closed and somebody else's id; SessionEvicted to the owner."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+            if session is not None and session.owner == owner:
+                return session
+            evicted = self._evicted.get(session_id)
+            if evicted is not None and evicted[0] == owner:
+                raise SessionEvicted(evicted[1])
+            raise SessionNotFound
+
+    def close(self, session_id: str, owner: str) -> int:
+        """End a session; returns its final length. A running Generate commits nothing more and frees the slab itself."""
+        with self._lock:
+            session = self.find(session_id, owner)
+            self._remove(session, "closed")
+            return len(session.history)
+
+    def fail(self, session: Session, reason: str) -> None:
+        """The session broke an invariant: free its memory, keep its facts readable until its TTL."""
+        with self._lock:
+            session.failure_reason = reason
+            session.live_bytes = 0
+            session.kv.release()
+            self._journal.close(session.session_id)
+            self._metrics.sessions_total.labels(outcome="failed").inc()
+            self._update_gauges()
+
+    def expire(self) -> None:
+        """Evict sessions idle longer than the TTL. To be called now and then."""
+        with self._lock:
+            horizon = self._clock() - self._idle_ttl_seconds
+            for session in [entry for entry in self._sessions.values() if entry.used_at < horizon]:
+                if session.operation is None:
+                    self._evict(session, "ttl")
+
+    def close_all(self) -> None:
+        with self._lock:
+            for session in list(self._sessions.values()):
+                self._remove(session, "closed")
+
+    # -- one operation at a time ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the store's lock over a few host instructions, so that a change and its journal record are one."""
+        with self._lock:
+            yield
+
+    def acquire(self, session: Session, operation: Operation) -> None:
+        """Let `operation` hold the session. Raises SessionBusy at once if something else does."""
+        with self._lock:
+            if session.is_closed:
+                raise SessionNotFound
+            if session.operation is not None:
+                raise SessionBusy(0.0)
+            session.operation = operation
+            self._touch(session)
+
+    def free(self, session: Session) -> None:
+        """The operation ended. Wakes those who wait; finishes a close that came in between."""
+        with self._lock:
+            session.operation = None
+            waiters, session.waiters = session.waiters, []
+            if session.is_closed:
+                session.kv.release()
+            self._touch(session)
+            self._update_gauges()
+        for wake in waiters:
+            wake()
+
+    def when_free(self, session_id: str, callback: Callable[[], None]) -> None:
+        """Call back once, from any thread, when nothing holds the session (at once if nothing does, or it is gone)."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+            if session is not None and session.operation is not None:
+                session.waiters.append(callback)
+                return
+        callback()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    # -- helpers, lock held -----------------------------------------------------------------------------------------
+
+    def _touch(self, session: Session) -> None:
+        session.used_at = self._clock()
+        if session.session_id in self._sessions:
+            self._sessions.move_to_end(session.session_id)
+
+    def _refuse_what_can_never_fit(self, strategy: KVStrategy, limit_tokens: int | None) -> None:
+        """No session is evicted for one that would not fit into the empty pool either."""
+        needed = strategy.bound(self._context.geometry, limit_tokens).peak_bytes
+        capacity = self._context.pool.capacity_bytes
+        if needed > capacity:
+            raise NoCapacity(
+                f"the session needs {needed} bytes of K/V and the server has {capacity} in all; ask for a smaller "
+                "limit_tokens or another strategy",
+                needed_bytes=needed,
+                capacity_bytes=capacity,
+            )
+
+    def _reserve(self, strategy: KVStrategy, limit_tokens: int | None, owner: str) -> SessionKV:
+        while True:
+            try:
+                if len(self._sessions) >= self._max_sessions:
+                    raise NoCapacity(
+                        f"the server holds {self._max_sessions} sessions already, its maximum; close some",
+                        retry_after_seconds=1.0,
+                        max_sessions=self._max_sessions,
+                    )
+                return SessionKV(strategy, self._context, limit_tokens)
+            except NoCapacity:
+                idle = self._least_recently_used_idle(owner)
+                if idle is None:
+                    raise
+                self._evict(idle, "lru")
+
+    def _least_recently_used_idle(self, owner: str) -> Session | None:
+        horizon = self._clock() - self._evictable_seconds
+        for session in self._sessions.values():
+            if session.owner == owner and session.operation is None and session.used_at <= horizon:
+                return session
+        return None
+
+    def _evict(self, session: Session, cause: str) -> None:
+        self._evicted[session.session_id] = (session.owner, cause)
+        while len(self._evicted) > _TOMBSTONES:
+            self._evicted.popitem(last=False)
+        self._metrics.evicted.labels(reason=cause).inc()
+        self._remove(session, "evicted")
+
+    def _remove(self, session: Session, outcome: str) -> None:
+        session.is_closed = True
+        del self._sessions[session.session_id]
+        if session.operation is None:
+            session.kv.release()
+        if not session.failure_reason:
+            self._journal.close(session.session_id)
+            self._metrics.sessions_total.labels(outcome=outcome).inc()
+        self._update_gauges()
+
+    def _update_gauges(self) -> None:
+        self._metrics.sessions_active.set(len(self._sessions))
+        self._metrics.kv_live_bytes.set(sum(session.live_bytes for session in self._sessions.values()))
+        self._metrics.kv_reserved_bytes.set(self._context.pool.reserved_bytes)

@@ -1,0 +1,193 @@
+"""Words shared by every room: what a request asks, what a Generate reports, what a session is made of.
+
+Frozen values only. They cross threads freely; nobody edits one, `dataclasses.replace` makes another.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from inference_engine.errors import InvalidArgument
+
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_SEED = 2**64 - 1
+
+
+class Mark(enum.IntEnum):
+    """How a token came into the history. What a query may read can depend on it; call sizes never count."""
+
+    APPENDED = 0
+    GENERATED = 1
+
+
+class Mode(enum.Enum):
+    """What equal histories promise: equal up to rounding, or equal to the bit."""
+
+    BATCHED = "batched"
+    FIXED_SHAPE = "fixed-shape"
+
+
+class StopReason(enum.Enum):
+    MAX_TOKENS = "max_tokens"
+    EOS = "eos"
+    CANCELLED = "cancelled"
+    TRUNCATED = "truncated"
+
+
+def _require(condition: bool, name: str, message: str) -> None:
+    if not condition:
+        raise InvalidArgument(name, message)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How a token is drawn from logits. The defaults are greedy decoding with everything off.
+
+    Applied in the order: penalty, bias, temperature, top_k, top_p, min_p. Randomness is a function of
+    (seed, absolute position) alone; `seed = None` lets the engine draw one.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(0.0 <= self.temperature <= 100.0, "temperature", f"must be in [0, 100], got {self.temperature}")
+        _require(0.0 < self.top_p <= 1.0, "top_p", f"must be in (0, 1], got {self.top_p}")
+        _require(self.top_k >= 0, "top_k", f"must be ≥ 0, got {self.top_k}")
+        _require(0.0 <= self.min_p <= 1.0, "min_p", f"must be in [0, 1], got {self.min_p}")
+        penalty = self.repetition_penalty
+        _require(0.0 < penalty <= 100.0, "repetition_penalty", f"must be in (0, 100], got {penalty}")
+        _require(
+            len(self.logit_bias) <= MAX_LOGIT_BIAS,
+            "logit_bias",
+            f"at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}",
+        )
+        for token_id, bias in self.logit_bias.items():
+            _require(
+                math.isfinite(bias) and abs(bias) <= 1000.0,
+                "logit_bias",
+                f"must be finite and within ±1000, got {bias} for id {token_id}",
+            )
+        if self.seed is not None:
+            _require(0 <= self.seed <= MAX_SEED, "seed", f"must be in [0, 2^64), got {self.seed}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateParams:
+    """One Generate as asked for. Ids are checked against the vocabulary by the engine, which knows it."""
+
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: bool = False
+    expected_history_length: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens >= 1, "max_tokens", f"must be ≥ 1, got {self.max_tokens}")
+        _require(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            f"at most {MAX_STOP_TOKEN_IDS}, got {len(self.stop_token_ids)}",
+        )
+
+
+# What a Generate reports, in order: Accepted, Progress*, Truncated?, TokenCommitted*, then Finished or Failed.
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    queue_position: int
+    prefill_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    done_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Truncated:
+    """Positions that no query of this session can read any more, counted at the first token."""
+
+    dropped_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCommitted:
+    """A token that is in the history (and its journal) before anybody sees this event."""
+
+    token_id: int
+    position: int
+    logprob: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    stop_reason: StopReason
+    generated_tokens: int
+    history_length: int
+    prefill_seconds: float
+    total_seconds: float
+    seed: int
+    prefilled_tokens: int
+    cached_tokens: int
+    attended_positions: int
+    evicted_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The Generate ended with an error (a `KakeyaError`; anything else is a bug). Committed tokens stay."""
+
+    error: BaseException
+
+
+Event = Accepted | Progress | Truncated | TokenCommitted | Finished | Failed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """Bytes of K/V a session may hold: between Generates, and ever."""
+
+    sustained_bytes: int
+    peak_bytes: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.sustained_bytes <= self.peak_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes actually held, by kind (`rows`, `sink_copy`, …)."""
+
+    by_kind: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.by_kind.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """What callers need to know of the model being served."""
+
+    model_id: str
+    vocab_size: int
+    trained_positions: int
+    device: str
+    dtype: str

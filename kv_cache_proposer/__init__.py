@@ -1,0 +1,1 @@
+"""Drafters and what they need: they sit above the engine and fulfil its protocols."""

@@ -1,0 +1,131 @@
+"""The Python SDK of the Kakeya runtime: sessions with one model, over gRPC, in raw token ids.
+
+    from kakeya import Client, SinkWindow
+
+    with Client("127.0.0.1:50051") as client, client.create_session(strategy=SinkWindow(window=1024)) as session:
+        session.append(prompt_token_ids)
+        for token_id in session.generate(256):
+            ...
+
+Names are looked up on first use, so that the server, which needs the stubs in `kakeya.v1` alone, never loads a client.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kakeya._async import AsyncClient, AsyncGenerateStream, AsyncSession
+    from kakeya._channel import TLS
+    from kakeya._errors import (
+        AppendTooLarge,
+        CallerError,
+        ConnectionFailed,
+        DeadlineExceeded,
+        Draining,
+        HistoryLengthMismatch,
+        HistoryLimit,
+        InternalError,
+        InvalidArgument,
+        InvalidMessages,
+        InvalidTokenIds,
+        InvariantViolated,
+        KakeyaError,
+        NoCapacity,
+        NonFiniteLogits,
+        Overloaded,
+        ProtocolError,
+        RetryableError,
+        ServerError,
+        SessionBusy,
+        SessionClosed,
+        SessionEvicted,
+        SessionNotFound,
+        SlowConsumer,
+        StateError,
+        TemplateError,
+        TokenizerError,
+        TokenOutOfRange,
+        TransportError,
+        Unauthenticated,
+    )
+    from kakeya._retry import RetryPolicy
+    from kakeya._strategies import Full, SinkWindow, Strategy
+    from kakeya._sync import Client, GenerateStream, Session
+    from kakeya._values import GenerateResult, Mode, Progress, ServerInfo, SessionInfo, StopReason, TokenDetail
+
+__all__ = [
+    "TLS",
+    "AppendTooLarge",
+    "AsyncClient",
+    "AsyncGenerateStream",
+    "AsyncSession",
+    "CallerError",
+    "Client",
+    "ConnectionFailed",
+    "DeadlineExceeded",
+    "Draining",
+    "Full",
+    "GenerateResult",
+    "GenerateStream",
+    "HistoryLengthMismatch",
+    "HistoryLimit",
+    "InternalError",
+    "InvalidArgument",
+    "InvalidMessages",
+    "InvalidTokenIds",
+    "InvariantViolated",
+    "KakeyaError",
+    "Mode",
+    "NoCapacity",
+    "NonFiniteLogits",
+    "Overloaded",
+    "Progress",
+    "ProtocolError",
+    "RetryPolicy",
+    "RetryableError",
+    "ServerError",
+    "ServerInfo",
+    "Session",
+    "SessionBusy",
+    "SessionClosed",
+    "SessionEvicted",
+    "SessionInfo",
+    "SessionNotFound",
+    "SinkWindow",
+    "SlowConsumer",
+    "StateError",
+    "StopReason",
+    "Strategy",
+    "TemplateError",
+    "TokenDetail",
+    "TokenOutOfRange",
+    "TokenizerError",
+    "TransportError",
+    "Unauthenticated",
+]
+
+_HOME = {
+    "_async": ("AsyncClient", "AsyncGenerateStream", "AsyncSession"),
+    "_channel": ("TLS",),
+    "_retry": ("RetryPolicy",),
+    "_strategies": ("Full", "SinkWindow", "Strategy"),
+    "_sync": ("Client", "GenerateStream", "Session"),
+    "_values": ("GenerateResult", "Mode", "Progress", "ServerInfo", "SessionInfo", "StopReason", "TokenDetail"),
+}
+_MODULE = {name: module for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return metadata.version("kakeya")
+    if name not in __all__:
+        raise AttributeError(f"module 'kakeya' has no attribute {name!r}")
+    value = getattr(import_module(f"kakeya.{_MODULE.get(name, '_errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

@@ -1,0 +1,169 @@
+"""Appending token ids so that each is in the history once, or the caller knows how many are.
+
+Every request names the length it appends to (`expected_history_length`). History only grows, so a request can take
+effect at one length alone, and sending it again is safe. Where the answer is lost, the length tells what happened:
+
+    found == length             it did not arrive: send it again, or say so
+    found == length + count     it arrived
+    anything else               somebody else wrote, too: nobody can tell
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kakeya._errors import (
+    DeadlineExceeded,
+    HistoryLengthMismatch,
+    KakeyaError,
+    ProtocolError,
+    ServerError,
+    TransportError,
+)
+from kakeya._flows import Call, Flow, repeatable, wait_or_give_up
+from kakeya._retry import Patience
+from kakeya.v1 import runtime_pb2 as pb
+
+# A failed append asks for the length even when its own time is up; that question may take this long.
+INQUIRY_SECONDS = 5.0
+
+# The largest append request: session id, lengths and field tags, then ids of at most five bytes each.
+_ENVELOPE_BYTES = 256
+_BYTES_PER_ID = 5
+
+
+@dataclass(slots=True)
+class Tail:
+    """The end of a session's history, as far as this client was told. It can lag, but never leads."""
+
+    length: int = 0
+    may_lag: bool = False  # a Generate ran and its last word was not heard
+    has_open_append: bool = False  # a request may yet arrive, so the next append insists on `length`
+
+    def saw(self, length: int) -> None:
+        self.length = max(self.length, length)
+
+    def settle(self, length: int) -> None:
+        """The server said `length` with nothing of ours under way."""
+        self.length, self.may_lag, self.has_open_append = length, False, False
+
+
+@dataclass(slots=True)
+class AppendLimit:
+    """How many ids one request may carry; asked of the server once for each client."""
+
+    tokens: int | None = None
+
+
+class Append:
+    """One append, in as many requests as the server's limits ask for.
+
+    If the history is longer than `tail` knew and the caller named no length, the ids go to its end all the same.
+    """
+
+    def __init__(
+        self,
+        session_id: str,
+        ids: Sequence[int],
+        *,
+        tail: Tail,
+        expected_history_length: int | None,
+        limit: AppendLimit,
+        patience: Patience,
+    ) -> None:
+        self._session_id = session_id
+        self._ids = ids
+        self._tail = tail
+        self._limit = limit
+        self._patience = patience
+        self._length = tail.length if expected_history_length is None else expected_history_length
+        self._must_match = expected_history_length is not None or tail.has_open_append
+        self._is_exact = self._length == tail.length and not tail.may_lag
+        self._is_fate_known = True  # of the last request
+
+    def run(self) -> Flow[int]:
+        """The new history length. Errors carry `appended_tokens`."""
+        appended = 0
+        try:
+            size = yield from self._ids_per_request()
+            # No ids at all is still one request: it refreshes the idle clock.
+            for start in range(0, max(len(self._ids), 1), size):
+                chunk = self._ids[start : start + size]
+                yield from self._send(chunk)
+                appended += len(chunk)
+                self._must_match = self._is_exact = True
+        except KakeyaError as error:
+            error.appended_tokens = appended if self._is_fate_known else None
+            at_least = "" if self._is_fate_known else "at least "
+            error.add_note(f"{at_least}{appended} of {len(self._ids)} ids of this append are in the history")
+            raise
+        return self._length
+
+    def _send(self, chunk: Sequence[int]) -> Flow[None]:
+        """Append one request's worth at `_length`, and move `_length` behind it."""
+        is_resent = False
+        attempt = 0
+        while True:
+            attempt += 1
+            end = self._length + len(chunk)
+            # Written before the request leaves, for the case that this generator is abandoned while it is under way.
+            self._tail.has_open_append, self._is_fate_known = True, False
+            try:
+                reply: pb.AppendTokensResponse = yield self._request(chunk)
+            except HistoryLengthMismatch as error:
+                if error.actual is None:
+                    raise
+                self._tail.settle(error.actual)
+                if is_resent and error.actual == end:  # the earlier request arrived after all
+                    break
+                self._is_fate_known = not is_resent
+                if self._must_match or is_resent:
+                    raise
+                self._length, self._is_exact = error.actual, True
+            except (TransportError, DeadlineExceeded, ServerError) as error:
+                found = yield from self._inquire()
+                if self._is_exact and found == end != self._length:
+                    break
+                if found != self._length:
+                    raise
+                self._is_fate_known = is_resent = True
+                yield from wait_or_give_up(error, attempt, self._patience)
+            except KakeyaError as error:  # refused: this request changed nothing
+                self._tail.has_open_append, self._is_fate_known = is_resent, True
+                yield from wait_or_give_up(error, attempt, self._patience)
+            else:
+                if reply.history_length != end:
+                    raise ProtocolError(
+                        f"after an append at {self._length} the history should have {end} tokens, "
+                        f"the server says {reply.history_length}"
+                    )
+                break
+        self._length, self._is_fate_known = end, True
+        self._tail.settle(end)
+
+    def _request(self, chunk: Sequence[int]) -> Call:
+        request = pb.AppendTokensRequest(
+            session_id=self._session_id, token_ids=chunk, expected_history_length=self._length
+        )
+        return Call("AppendTokens", request, self._patience.remaining_seconds())
+
+    def _inquire(self) -> Flow[int | None]:
+        """The history length now; None if that, too, fails."""
+        request = pb.GetSessionInfoRequest(session_id=self._session_id)
+        try:
+            reply: pb.GetSessionInfoResponse = yield from repeatable(
+                "GetSessionInfo", request, self._patience.extended(INQUIRY_SECONDS)
+            )
+        except KakeyaError:
+            return None
+        return reply.history_length
+
+    def _ids_per_request(self) -> Flow[int]:
+        if self._limit.tokens is None:
+            reply: pb.GetServerInfoResponse = yield from repeatable(
+                "GetServerInfo", pb.GetServerInfoRequest(), self._patience
+            )
+            by_size = (reply.max_message_bytes - _ENVELOPE_BYTES) // _BYTES_PER_ID
+            self._limit.tokens = max(1, min(reply.max_append_tokens, by_size))
+        return self._limit.tokens

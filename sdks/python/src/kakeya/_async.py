@@ -1,0 +1,337 @@
+"""The asyncio client: `_sync.py` name for name, with `await`.
+
+A client belongs to the event loop that first uses it; a session is one conversation and belongs to one task at a time,
+except that `info()`, `close()` and a stream's `cancel()` may come from anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar, cast
+
+import grpc.aio
+
+from kakeya import _requests as requests
+from kakeya import _values as values
+from kakeya._append import Append, Tail
+from kakeya._channel import OPTIONS, TLS
+from kakeya._checks import token_ids as checked_token_ids
+from kakeya._client import ClientBase
+from kakeya._errors import KakeyaError, StateError
+from kakeya._flows import Call, Flow, Step, close_session, once, repeatable
+from kakeya._retry import RetryPolicy
+from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase, Timeout
+from kakeya._strategies import Strategy
+from kakeya._stream import Fold, StreamBase
+from kakeya._values import GenerateResult, Progress, ServerInfo, SessionInfo, TokenDetail
+from kakeya.v1 import runtime_pb2 as pb
+from kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
+
+T = TypeVar("T")
+
+
+class AsyncClient(ClientBase):
+    """As `Client`. May be made before the event loop runs; the first call connects it."""
+
+    def __init__(
+        self,
+        target: str = "127.0.0.1:50051",
+        *,
+        api_key: str | None = None,
+        tls: TLS | bool = False,
+        timeout: float | None = CALL_SECONDS,
+        generate_timeout: float | None = GENERATE_SECONDS,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        super().__init__(
+            target, api_key=api_key, tls=tls, timeout=timeout, generate_timeout=generate_timeout, retry=retry
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._opened_stub: Any = None
+
+    async def create_session(
+        self,
+        strategy: Strategy | None = None,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        limit_tokens: int | None = None,
+        label: str = "",
+        timeout: Timeout = DEFAULT,
+    ) -> AsyncSession:
+        """As `Client.create_session`."""
+        request = requests.create_session(strategy, eos_token_ids, limit_tokens, label)
+        return AsyncSession(self, await self._run(once("CreateSession", request, self._patience(timeout))))
+
+    async def server_info(self, *, timeout: Timeout = DEFAULT) -> ServerInfo:
+        """As `Client.server_info`."""
+        flow = repeatable("GetServerInfo", pb.GetServerInfoRequest(), self._patience(timeout))
+        return values.server_info(await self._run(flow))
+
+    async def close(self) -> None:
+        """As `Client.close`."""
+        self._is_closed = True
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _stub(self) -> Any:
+        """The stub, on a channel that belongs to the running event loop."""
+        self._require_open()
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            credentials = self._address.credentials
+            self._loop = loop
+            self._channel = (
+                grpc.aio.insecure_channel(self.target, options=OPTIONS)
+                if credentials is None
+                else grpc.aio.secure_channel(self.target, credentials, options=OPTIONS)
+            )
+            self._opened_stub = RuntimeServiceStub(self._channel)
+        if self._loop is not loop:
+            raise StateError("this client belongs to another event loop; make one in each")
+        return self._opened_stub
+
+    async def _run(self, flow: Flow[T]) -> T:
+        """Carry out a flow's steps until it returns."""
+        self._require_open()
+        try:
+            step = next(flow)
+            while True:
+                try:
+                    reply = await self._perform(step)
+                except KakeyaError as error:
+                    step = flow.throw(error)
+                else:
+                    step = flow.send(reply)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    async def _perform(self, step: Step) -> Any:
+        if not isinstance(step, Call):
+            await asyncio.sleep(step.seconds)
+            return None
+        try:
+            method = getattr(self._stub(), step.method)
+            return await method(step.request, timeout=step.timeout, metadata=self._address.metadata)
+        except grpc.RpcError as error:
+            raise self._explain(error) from error
+        except asyncio.CancelledError:
+            if _is_task_cancelled() or not self._is_closed:
+                raise
+            raise self._closed_meanwhile() from None
+
+    def _stream(self, request: pb.GenerateRequest, timeout: Timeout, fold: Fold, tail: Tail) -> AsyncGenerateStream:
+        seconds = self._stream_seconds(timeout)
+        call = self._stub().Generate(request, timeout=seconds, metadata=self._address.metadata)
+        return AsyncGenerateStream(self, call, fold=fold, tail=tail)
+
+
+class AsyncSession(SessionBase):
+    """As `Session`. `generate` starts at once and is not awaited; reading its stream is."""
+
+    def __init__(self, client: AsyncClient, created: pb.CreateSessionResponse) -> None:
+        super().__init__(created)
+        self._client = client
+
+    async def append(
+        self,
+        token_ids: Iterable[int],
+        *,
+        expected_history_length: int | None = None,
+        timeout: Timeout = DEFAULT,
+    ) -> int:
+        """As `Session.append`. If the task is cancelled meanwhile, the next append insists on the length known now."""
+        self._require_open()
+        append = Append(
+            self.id,
+            checked_token_ids(token_ids),
+            tail=self._tail,
+            expected_history_length=requests.history_length(expected_history_length),
+            limit=self._client._append_limit,
+            patience=self._client._patience(timeout),
+        )
+        return await self._client._run(append.run())
+
+    def generate(
+        self,
+        max_tokens: int,
+        *,
+        seed: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        stop_token_ids: Iterable[int] = (),
+        logprobs: bool = False,
+        on_progress: Callable[[Progress], None] | None = None,
+        expected_history_length: int | None = None,
+        timeout: Timeout = DEFAULT,
+    ) -> AsyncGenerateStream:
+        """As `Session.generate`."""
+        self._require_open()
+        request = requests.generate(
+            self.id,
+            max_tokens,
+            seed=seed,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            logit_bias=logit_bias,
+            stop_token_ids=stop_token_ids,
+            logprobs=logprobs,
+            progress=on_progress is not None,
+            expected_history_length=expected_history_length,
+        )
+        fold = Fold(wants_logprobs=logprobs, on_progress=on_progress)
+        return self._client._stream(request, timeout, fold, self._tail)
+
+    async def info(self, *, timeout: Timeout = DEFAULT) -> SessionInfo:
+        """As `Session.info`."""
+        self._require_open()
+        request = pb.GetSessionInfoRequest(session_id=self.id)
+        flow = repeatable("GetSessionInfo", request, self._client._patience(timeout))
+        info = values.session_info(await self._client._run(flow))
+        self._tail.saw(info.history_length)
+        return info
+
+    async def close(self, *, timeout: Timeout = DEFAULT) -> int:
+        """As `Session.close`."""
+        if self._is_closed:
+            return self.history_length
+        return self._closed(await self._client._run(close_session(self.id, self._client._patience(timeout))))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        try:
+            await self.close()
+        except KakeyaError:
+            if error is None:
+                raise
+            # What went wrong inside matters more than that closing failed, too.
+
+
+class AsyncGenerateStream(StreamBase):
+    """As `GenerateStream`, with `async for`, `async with` and `await result()`."""
+
+    def __init__(self, client: AsyncClient, call: Any, *, fold: Fold, tail: Tail) -> None:
+        self._call = call
+        self._loop = asyncio.get_running_loop()
+        super().__init__(client, fold=fold, tail=tail)
+
+    def __aiter__(self) -> AsyncIterator[int]:
+        """As `GenerateStream.__iter__`."""
+        self._take()
+        return _Tokens(self, lambda token: token.token_id)
+
+    def details(self) -> AsyncIterator[TokenDetail]:
+        """As `GenerateStream.details`."""
+        self._take()
+        return _Tokens(self, lambda token: token)
+
+    async def result(self) -> GenerateResult:
+        """As `GenerateStream.result`."""
+        while await self._next_token() is not None:
+            pass
+        return self._outcome()
+
+    def cancel(self) -> None:
+        """As `GenerateStream.cancel`: at once, from any thread, not awaited."""
+        if self._is_over:
+            return
+        self._is_over = self._is_cancelled = True
+        if _running_loop() is self._loop:
+            self._call.cancel()
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the RPC with it
+                self._loop.call_soon_threadsafe(self._call.cancel)
+
+    async def close(self) -> None:
+        """The same as `cancel`."""
+        self.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        self.cancel()
+
+    async def _next_token(self) -> TokenDetail | None:
+        """The next token, None at the end. Whatever goes wrong here ends the RPC."""
+        try:
+            while not self._is_over:
+                frame = await self._call.read()
+                if frame is grpc.aio.EOF:
+                    self._ended()
+                elif (token := self._received(cast("pb.GenerateResponse", frame))) is not None:
+                    return token
+        except grpc.RpcError as error:
+            self._broke(error)
+        except asyncio.CancelledError:
+            # grpc raises this for a cancelled RPC, too.
+            if not _is_task_cancelled() and self._is_cancelled:
+                return None
+            self.cancel()
+            if not _is_task_cancelled() and self._client._is_closed:
+                self._fail(self._client._closed_meanwhile())
+            raise
+        except BaseException:
+            self.cancel()
+            raise
+        return None
+
+
+class _Tokens(Generic[T]):
+    """An iterator that cancels its stream when it is dropped: `break` stops the generation there and then."""
+
+    def __init__(self, stream: AsyncGenerateStream, pick: Callable[[TokenDetail], T]) -> None:
+        self._stream = stream
+        self._pick = pick
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        token = await self._stream._next_token()
+        if token is None:
+            raise StopAsyncIteration
+        return self._pick(token)
+
+    def __del__(self) -> None:
+        self._stream.cancel()
+
+
+def _is_task_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -1,0 +1,92 @@
+"""Where the server is and how to reach it: target, TLS, key, and the options both kinds of channel share."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from kakeya._checks import invalid
+
+KEEPALIVE_SECONDS = 30  # servers answer a client that pings more often than every 20 s by hanging up
+# The largest reply is a few kilobytes; appends are cut to what the server says it takes.
+MAX_REPLY_BYTES = 4 * 2**20
+
+OPTIONS: list[tuple[str, int]] = [
+    ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.max_pings_without_data", 0),  # a long prefill is silent; pings go on
+    ("grpc.max_receive_message_length", MAX_REPLY_BYTES),
+    ("grpc.max_send_message_length", -1),
+    # A server that was restarted is found again soon.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+]
+
+_LOOPBACK = re.compile(
+    r"unix(-abstract)?:.+ | ((dns:///|dns:|ipv4:)? (localhost|127(\.\d{1,3}){3}) | (ipv6:)? \[::1\]) (:\d+)?",
+    re.VERBOSE,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TLS:
+    """Certificates for an encrypted connection, each as PEM bytes or as the path of a PEM file.
+
+    Without `root_certificates` the server is checked against gRPC's own list of authorities. `certificate` and `key`
+    come together, for a server that asks its clients for one.
+    """
+
+    root_certificates: bytes | str | os.PathLike[str] | None = None
+    certificate: bytes | str | os.PathLike[str] | None = None
+    key: bytes | str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise invalid("tls", "needs certificate and key together; only one of them is given")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A checked target with what opens a channel to it."""
+
+    target: str
+    credentials: grpc.ChannelCredentials | None
+    metadata: tuple[tuple[str, str], ...]
+
+
+def address(target: str, api_key: str | None, tls: TLS | bool) -> Address:
+    """Check the pieces and read certificate files. Raises InvalidArgument; an unreadable file raises OSError.
+
+    A key would cross an unencrypted connection in the clear, so it is refused for a target beyond this machine.
+    """
+    if not isinstance(target, str) or not target.strip():
+        raise invalid("target", f"must be an address such as '127.0.0.1:50051', got {target!r}")
+    encrypted = tls is not False
+    if api_key is not None:
+        # What HTTP/2 lets into a header.
+        if not isinstance(api_key, str) or not api_key or not api_key.isascii() or not api_key.isprintable():
+            raise invalid("api_key", "must be a text of printable ASCII characters")
+        if not encrypted and _LOOPBACK.fullmatch(target) is None:
+            raise invalid("api_key", f"would travel to {target} unencrypted; give tls=True or tls=TLS(…) as well")
+    return Address(
+        target,
+        _credentials(TLS() if tls is True else tls) if tls is not False else None,
+        () if api_key is None else (("authorization", f"Bearer {api_key}"),),
+    )
+
+
+def _credentials(tls: TLS) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(
+        root_certificates=_pem(tls.root_certificates),
+        private_key=_pem(tls.key),
+        certificate_chain=_pem(tls.certificate),
+    )
+
+
+def _pem(source: bytes | str | os.PathLike[str] | None) -> bytes | None:
+    return source if source is None or isinstance(source, bytes) else Path(source).read_bytes()

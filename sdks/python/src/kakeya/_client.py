@@ -1,0 +1,58 @@
+"""What a client is, apart from how its calls are carried out: settings, the address, and the order of use."""
+
+from __future__ import annotations
+
+import grpc
+
+from kakeya._append import AppendLimit
+from kakeya._channel import TLS, address
+from kakeya._checks import seconds
+from kakeya._errors import KakeyaError, StateError
+from kakeya._retry import Patience, RetryPolicy
+from kakeya._session import DEFAULT, Timeout
+from kakeya._status import from_rpc_error
+
+
+class ClientBase:
+    """Settings checked once, and the defaults that every call falls back to."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        api_key: str | None,
+        tls: TLS | bool,
+        timeout: float | None,
+        generate_timeout: float | None,
+        retry: RetryPolicy | None,
+    ) -> None:
+        self._address = address(target, api_key, tls)
+        self._timeout = seconds(timeout, "timeout")
+        self._generate_timeout = seconds(generate_timeout, "generate_timeout")
+        self._retry = RetryPolicy() if retry is None else retry
+        self._append_limit = AppendLimit()
+        self._is_closed = False
+
+    @property
+    def target(self) -> str:
+        return self._address.target
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.target}{' closed' if self._is_closed else ''}>"
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise StateError(f"this client of {self.target} is closed; make a new one")
+
+    def _patience(self, timeout: Timeout) -> Patience:
+        return Patience(self._retry, self._timeout if timeout is DEFAULT else seconds(timeout, "timeout"))
+
+    def _stream_seconds(self, timeout: Timeout) -> float | None:
+        return self._generate_timeout if timeout is DEFAULT else seconds(timeout, "timeout")
+
+    def _explain(self, error: grpc.RpcError) -> KakeyaError:
+        """The typed error for a failed RPC."""
+        return self._closed_meanwhile() if self._is_closed else from_rpc_error(error, self.target)
+
+    def _closed_meanwhile(self) -> StateError:
+        return StateError(f"this client of {self.target} was closed while the call was running")

@@ -1,0 +1,79 @@
+"""Calls that can take more than one step, written once for threads and for asyncio.
+
+A flow is a generator: it yields what is to be done (an RPC, a wait), is sent the reply or thrown the typed error, and
+returns its result. `_sync.py` and `_async.py` only carry the steps out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from kakeya._errors import KakeyaError, SessionNotFound
+from kakeya._retry import Patience
+from kakeya.v1 import runtime_pb2 as pb
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Do this RPC; send its reply or throw its error."""
+
+    method: str
+    request: Message
+    timeout: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    seconds: float
+
+
+Step = Call | Sleep
+Flow = Generator[Step, Any, T]
+
+
+def once(method: str, request: Message, patience: Patience) -> Flow[Any]:
+    """An RPC that must not be repeated."""
+    return (yield Call(method, request, patience.remaining_seconds()))
+
+
+def repeatable(method: str, request: Message, patience: Patience) -> Flow[Any]:
+    """An RPC that changes nothing, tried again while patience lasts."""
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return (yield Call(method, request, patience.remaining_seconds()))
+        except KakeyaError as error:
+            yield from wait_or_give_up(error, attempt, patience)
+
+
+def close_session(session_id: str, patience: Patience) -> Flow[int | None]:
+    """The final history length; None if an earlier attempt closed the session and its answer was lost."""
+    request = pb.CloseSessionRequest(session_id=session_id)
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            reply: pb.CloseSessionResponse = yield Call("CloseSession", request, patience.remaining_seconds())
+        except SessionNotFound:
+            if attempt == 1:
+                raise
+            return None
+        except KakeyaError as error:
+            yield from wait_or_give_up(error, attempt, patience)
+        else:
+            return reply.final_history_length
+
+
+def wait_or_give_up(error: KakeyaError, attempt: int, patience: Patience) -> Flow[None]:
+    """Wait as long as it takes before the next attempt, or raise `error`."""
+    delay = patience.wait_seconds(attempt, error)
+    if delay is None:
+        raise error
+    yield Sleep(delay)

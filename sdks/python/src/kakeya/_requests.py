@@ -1,0 +1,79 @@
+"""From a caller's arguments to request messages. Everything that protobuf would take wrongly is refused here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from kakeya._checks import finite, invalid, token_ids, whole_number
+from kakeya._strategies import Strategy
+from kakeya.v1 import runtime_pb2 as pb
+
+_UINT32 = 2**32
+_UINT64 = 2**64
+
+
+def create_session(
+    strategy: Strategy | None, eos_token_ids: Iterable[int], limit_tokens: int | None, label: str
+) -> pb.CreateSessionRequest:
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise invalid("strategy", f"must be Full(), SinkWindow(…) or None, got {strategy!r}")
+    if not isinstance(label, str):
+        raise invalid("label", f"must be a text, got {label!r}")
+    return pb.CreateSessionRequest(
+        client_label=label,
+        eos_token_ids=token_ids(eos_token_ids, "eos_token_ids"),
+        strategy=None if strategy is None else strategy.to_wire(),
+        limit_tokens=_optional_whole(limit_tokens, "limit_tokens"),
+    )
+
+
+def generate(
+    session_id: str,
+    max_tokens: int,
+    *,
+    seed: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
+    repetition_penalty: float | None,
+    logit_bias: Mapping[int, float] | None,
+    stop_token_ids: Iterable[int],
+    logprobs: bool,
+    progress: bool,
+    expected_history_length: int | None,
+) -> pb.GenerateRequest:
+    """The request for one Generate. It always asks for detailed frames: they tell the history length as it grows."""
+    bias = dict(logit_bias or {})
+    biased_ids = token_ids(list(bias), "logit_bias")
+    return pb.GenerateRequest(
+        session_id=session_id,
+        max_tokens=whole_number(max_tokens, "max_tokens", below=_UINT32),
+        seed=_optional_whole(seed, "seed"),
+        temperature=_optional_finite(temperature, "temperature"),
+        top_p=_optional_finite(top_p, "top_p"),
+        top_k=None if top_k is None else whole_number(top_k, "top_k", below=_UINT32),
+        min_p=_optional_finite(min_p, "min_p"),
+        repetition_penalty=_optional_finite(repetition_penalty, "repetition_penalty"),
+        logit_bias={
+            token_id: finite(value, f"logit_bias[{token_id}]")
+            for token_id, value in zip(biased_ids, bias.values(), strict=True)
+        },
+        stop_token_ids=token_ids(stop_token_ids, "stop_token_ids"),
+        logprobs=logprobs or None,
+        token_details=True,
+        progress=progress or None,
+        expected_history_length=history_length(expected_history_length),
+    )
+
+
+def history_length(value: int | None) -> int | None:
+    return _optional_whole(value, "expected_history_length")
+
+
+def _optional_whole(value: int | None, field: str) -> int | None:
+    return None if value is None else whole_number(value, field, below=_UINT64)
+
+
+def _optional_finite(value: float | None, field: str) -> float | None:
+    return None if value is None else finite(value, field)

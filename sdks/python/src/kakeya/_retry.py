@@ -1,0 +1,68 @@
+"""How long to keep trying: one deadline over all attempts of a call, and the waits between them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kakeya._checks import finite, invalid, whole_number
+from kakeya._errors import KakeyaError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetryPolicy:
+    """Waits between attempts of calls that are safe to repeat, after UNAVAILABLE only.
+
+    The n-th wait is between half and all of `first_delay_seconds` × 2^(n-1), at most `max_delay_seconds`, and never
+    less than the server asked for. `attempts=1` switches retries off. CreateSession and Generate are never repeated.
+    """
+
+    attempts: int = 4
+    first_delay_seconds: float = 0.2
+    max_delay_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        whole_number(self.attempts, "attempts", at_least=1, below=1000)
+        for name in ("first_delay_seconds", "max_delay_seconds"):
+            if finite(getattr(self, name), name) < 0:
+                raise invalid(name, f"must be at least 0, got {getattr(self, name)}")
+
+    def delay_seconds(self, attempt: int, jitter: float) -> float:
+        """The wait after failed attempt number `attempt` (from 1), with `jitter` in [0, 1)."""
+        longest = min(self.max_delay_seconds, self.first_delay_seconds * 2.0 ** (attempt - 1))
+        return longest * (0.5 + 0.5 * jitter)
+
+
+class Patience:
+    """One call's deadline, counted from now, with the policy for its attempts."""
+
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        timeout: float | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self.policy = policy
+        self._clock = clock
+        self._jitter = jitter
+        self._deadline = None if timeout is None else clock() + timeout
+
+    def remaining_seconds(self) -> float | None:
+        """Time left, never below 0; None if there is no deadline."""
+        return None if self._deadline is None else max(0.0, self._deadline - self._clock())
+
+    def wait_seconds(self, attempt: int, error: KakeyaError) -> float | None:
+        """How long to wait before the next attempt; None to give up with `error`."""
+        if error.code != "UNAVAILABLE" or attempt >= self.policy.attempts:
+            return None
+        delay = max(self.policy.delay_seconds(attempt, self._jitter()), error.retry_after_seconds or 0.0)
+        remaining = self.remaining_seconds()
+        return delay if remaining is None or delay < remaining else None
+
+    def extended(self, timeout: float) -> Patience:
+        """A deadline of its own, from now, for what has to follow even when this one has passed."""
+        return Patience(self.policy, timeout, clock=self._clock, jitter=self._jitter)

@@ -1,0 +1,94 @@
+"""What a session is, apart from how its calls are carried out."""
+
+from __future__ import annotations
+
+import enum
+from typing import Literal
+
+from kakeya._append import Tail
+from kakeya._errors import SessionClosed
+from kakeya._strategies import Strategy, from_wire
+from kakeya._values import MODES, Mode
+from kakeya.v1 import runtime_pb2 as pb
+
+# Long enough for 32k tokens at ten a second; a server that stops answering is noticed by keepalive long before.
+GENERATE_SECONDS = 3600.0
+CALL_SECONDS = 30.0
+
+
+class Default(enum.Enum):
+    """Stands for "as the client was told", where None means "no limit"."""
+
+    DEFAULT = "the client's own"
+
+
+DEFAULT: Literal[Default.DEFAULT] = Default.DEFAULT
+Timeout = float | None | Literal[Default.DEFAULT]
+
+
+class SessionBase:
+    """A session's fixed facts, and its history length as last heard."""
+
+    def __init__(self, created: pb.CreateSessionResponse) -> None:
+        self._created = created
+        self._tail = Tail()
+        self._is_closed = False
+
+    @property
+    def id(self) -> str:
+        """Opaque; whoever knows it (and the key, if there is one) may use the session."""
+        return self._created.session_id
+
+    @property
+    def history_length(self) -> int:
+        """Tokens appended and generated, as far as this object has heard; `info()` asks."""
+        return self._tail.length
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """The strategy in force, with every default filled in; None if it is of a kind newer than this SDK."""
+        return from_wire(self._created.strategy)
+
+    @property
+    def sustained_bytes(self) -> int:
+        """K/V the session holds at most between Generates."""
+        return self._created.sustained_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """K/V the session holds at most ever; the server has reserved it."""
+        return self._created.peak_bytes
+
+    @property
+    def limit_tokens(self) -> int | None:
+        """The longest history the session can reach; None if there is no limit."""
+        return self._created.limit_tokens if self._created.HasField("limit_tokens") else None
+
+    @property
+    def mode(self) -> Mode:
+        """What equal histories promise."""
+        return MODES.get(self._created.mode, Mode.UNKNOWN)
+
+    @property
+    def model_id(self) -> str:
+        return self._created.model_id
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "open"
+        return f"<{type(self).__name__} {self.id[:8]}… {state}, {self.history_length} tokens>"
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise SessionClosed(
+                f"this session was closed with {self.history_length} tokens in its history; create a new one"
+            )
+
+    def _closed(self, final_length: int | None) -> int:
+        self._is_closed = True
+        if final_length is not None:
+            self._tail.settle(final_length)
+        return self._tail.length

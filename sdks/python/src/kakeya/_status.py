@@ -1,0 +1,95 @@
+"""From a failed RPC to one of our errors: by ErrorInfo reason, else by status code."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from kakeya import _errors as errors
+
+DOMAIN = "kakeya.v1"
+
+_BY_REASON: dict[str, type[errors.KakeyaError]] = {
+    "INVALID_ARGUMENT": errors.InvalidArgument,
+    "TOKEN_OUT_OF_RANGE": errors.TokenOutOfRange,
+    "SESSION_NOT_FOUND": errors.SessionNotFound,
+    "SESSION_EVICTED": errors.SessionEvicted,
+    "SESSION_CLOSED": errors.SessionClosed,
+    "HISTORY_LENGTH_MISMATCH": errors.HistoryLengthMismatch,
+    "HISTORY_LIMIT": errors.HistoryLimit,
+    "APPEND_TOO_LARGE": errors.AppendTooLarge,
+    "SLOW_CONSUMER": errors.SlowConsumer,
+    "UNAUTHENTICATED": errors.Unauthenticated,
+    "SESSION_BUSY": errors.SessionBusy,
+    "NO_CAPACITY": errors.NoCapacity,
+    "OVERLOADED": errors.Overloaded,
+    "DRAINING": errors.Draining,
+    "INV1": errors.InvariantViolated,
+    "INV2": errors.InvariantViolated,
+    "INV3": errors.InvariantViolated,
+    "NON_FINITE_LOGITS": errors.NonFiniteLogits,
+    "INTERNAL": errors.InternalError,
+    "DEADLINE": errors.DeadlineExceeded,
+}
+
+# A reason this SDK does not know yet still says, by its code, whose turn it is.
+_BY_CODE: dict[grpc.StatusCode, type[errors.KakeyaError]] = {
+    grpc.StatusCode.ABORTED: errors.RetryableError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.RetryableError,
+    grpc.StatusCode.UNAVAILABLE: errors.RetryableError,
+    grpc.StatusCode.INTERNAL: errors.ServerError,
+    grpc.StatusCode.UNKNOWN: errors.ServerError,
+    grpc.StatusCode.DATA_LOSS: errors.ServerError,
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidArgument,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: errors.TransportError,
+}
+
+# Without our ErrorInfo it was gRPC itself, on either side, or something in between.
+_UNEXPLAINED: dict[grpc.StatusCode, tuple[type[errors.KakeyaError], str]] = {
+    grpc.StatusCode.UNAVAILABLE: (errors.ConnectionFailed, "no connection to {target}"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (errors.DeadlineExceeded, "no answer from {target} within the timeout"),
+}
+
+
+def from_rpc_error(error: grpc.RpcError, target: str) -> errors.KakeyaError:
+    """The typed error for a failed RPC, sync or asyncio. Never raises: details it cannot read count as none."""
+    call = cast("grpc.Call", error)  # whatever grpc raises also answers code(), details(), trailing_metadata()
+    code = call.code()
+    message = call.details() or f"the call ended with {code.name}"
+    info, retry_after_seconds = _details(call)
+    if info is None:
+        kind, situation = _UNEXPLAINED.get(code, (errors.TransportError, "the call failed at {target}"))
+        return kind(f"{situation.format(target=target)}: {message}", code=code.name)
+    kind = _BY_REASON.get(info.reason) or _BY_CODE.get(code, errors.CallerError)
+    return kind(
+        message,
+        code=code.name,
+        reason=info.reason,
+        metadata=dict(info.metadata),
+        retry_after_seconds=retry_after_seconds,
+    )
+
+
+def _details(call: grpc.Call) -> tuple[error_details_pb2.ErrorInfo | None, float | None]:
+    """Our ErrorInfo and the wait of RetryInfo, where the status has them."""
+    try:
+        status: status_pb2.Status | None = rpc_status.from_call(call)
+    except (ValueError, DecodeError):  # a status that contradicts itself, or no status at all
+        return None, None
+    info = error_details_pb2.ErrorInfo()
+    retry = error_details_pb2.RetryInfo()
+    found, retry_after_seconds = False, None
+    try:
+        for detail in status.details if status is not None else ():
+            if not found and detail.Unpack(info):
+                found = info.domain == DOMAIN
+            elif detail.Unpack(retry):
+                retry_after_seconds = retry.retry_delay.ToTimedelta().total_seconds()
+    except (ValueError, DecodeError):
+        return None, None
+    return (info, retry_after_seconds) if found else (None, None)

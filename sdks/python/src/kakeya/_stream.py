@@ -1,0 +1,159 @@
+"""What a Generate stream is, apart from how its frames are read: folding, counting, and the order of use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import grpc
+
+from kakeya._append import Tail
+from kakeya._client import ClientBase
+from kakeya._errors import KakeyaError, ProtocolError, StateError
+from kakeya._values import STOP_REASONS, GenerateResult, Progress, StopReason, TokenDetail
+from kakeya.v1 import runtime_pb2 as pb
+
+
+class Fold:
+    """Frames in, tokens out, and at the end the result."""
+
+    def __init__(self, *, wants_logprobs: bool, on_progress: Callable[[Progress], None] | None) -> None:
+        self.token_ids: list[int] = []
+        self.result: GenerateResult | None = None
+        self._logprobs: list[float] | None = [] if wants_logprobs else None
+        self._on_progress = on_progress
+        self._queue_position = 0
+        self._truncated_tokens = 0
+
+    def feed(self, frame: pb.GenerateResponse) -> TokenDetail | None:
+        """The token of this frame, if it is one. Raises ProtocolError for a frame that cannot come here."""
+        if self.result is not None:
+            raise ProtocolError("the server sent a frame after the last one")
+        match frame.WhichOneof("payload"):
+            case "token":
+                return self._token(frame.token)
+            case "done":
+                self.result = self._finish(frame.done)
+            case "truncated":
+                self._truncated_tokens = frame.truncated.dropped_token_count
+            case "accepted":
+                self._queue_position = frame.accepted.queue_position
+                self._report(0, frame.accepted.prefill_token_count)
+            case "progress":
+                self._report(frame.progress.done_token_count, frame.progress.total_token_count)
+            case "token_id":
+                raise ProtocolError("the server sent a bare token id where a detailed one was asked for")
+            case _:  # a frame newer than this SDK, which it did not ask for
+                pass
+        return None
+
+    def _token(self, token: pb.TokenDetail) -> TokenDetail:
+        logprob = token.logprob if token.HasField("logprob") else None
+        if self._logprobs is not None:
+            if logprob is None:
+                raise ProtocolError(f"the server sent no logprob for position {token.position}")
+            self._logprobs.append(logprob)
+        self.token_ids.append(token.token_id)
+        return TokenDetail(token_id=token.token_id, position=token.position, logprob=logprob)
+
+    def _report(self, done_tokens: int, total_tokens: int) -> None:
+        if self._on_progress is not None:
+            self._on_progress(
+                Progress(queue_position=self._queue_position, done_tokens=done_tokens, total_tokens=total_tokens)
+            )
+
+    def _finish(self, done: pb.GenerateDone) -> GenerateResult:
+        if done.generated_token_count != len(self.token_ids):
+            raise ProtocolError(
+                f"the server counts {done.generated_token_count} generated tokens, {len(self.token_ids)} were received"
+            )
+        return GenerateResult(
+            token_ids=tuple(self.token_ids),
+            logprobs=None if self._logprobs is None else tuple(self._logprobs),
+            stop_reason=STOP_REASONS.get(done.stop_reason, StopReason.UNKNOWN),
+            history_length=done.history_length,
+            seed=done.seed,
+            prefill_seconds=done.prefill_duration_seconds,
+            total_seconds=done.total_duration_seconds,
+            prefilled_tokens=done.prefilled_token_count,
+            cached_tokens=done.cached_token_count,
+            attended_positions=done.attended_position_count,
+            evicted_positions=done.evicted_position_count,
+            truncated_tokens=self._truncated_tokens,
+        )
+
+
+class StreamBase:
+    """A Generate under way: what has come of it, and what may still be asked of it."""
+
+    def __init__(self, client: ClientBase, *, fold: Fold, tail: Tail) -> None:
+        self._client = client
+        self._fold = fold
+        self._tail = tail
+        self._is_taken = False  # somebody iterates
+        self._is_over = False  # nothing more will be read
+        self._is_cancelled = False
+        self._error: KakeyaError | None = None
+        tail.may_lag = True
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens received so far. All of them are in the session's history, whatever happens to the stream."""
+        return tuple(self._fold.token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """The server has said its last word; `result()` returns at once."""
+        return self._is_over and self._fold.result is not None
+
+    def __repr__(self) -> str:
+        state = "cancelled" if self._is_cancelled else "failed" if self._error else "over" if self._is_over else "open"
+        return f"<{type(self).__name__} {state}, {len(self._fold.token_ids)} tokens>"
+
+    def _take(self) -> None:
+        """Hand the tokens to one reader. Raises StateError if there was one."""
+        if self._is_taken:
+            raise StateError("this stream is or was iterated already; its tokens are in token_ids and in result()")
+        if self._is_over:
+            raise StateError(f"this {self!r} has nothing left to iterate; its tokens are in token_ids")
+        self._is_taken = True
+
+    def _received(self, frame: pb.GenerateResponse) -> TokenDetail | None:
+        try:
+            token = self._fold.feed(frame)
+        except KakeyaError as error:
+            self._error = error
+            raise
+        if token is not None:
+            self._tail.saw(token.position + 1)
+        elif self._fold.result is not None:
+            self._tail.settle(self._fold.result.history_length)
+        return token
+
+    def _ended(self) -> None:
+        """The RPC ended with OK."""
+        self._is_over = True
+        if self._fold.result is None:
+            self._fail(ProtocolError("the stream ended without its last frame"))
+
+    def _broke(self, error: grpc.RpcError) -> None:
+        """The RPC ended with an error: raises it, unless we cancelled or the result is complete already."""
+        self._is_over = True
+        if not self._is_cancelled and self._fold.result is None:
+            self._fail(self._client._explain(error), error)
+
+    def _fail(self, error: KakeyaError, cause: BaseException | None = None) -> NoReturn:
+        self._is_over = True
+        self._error = error
+        raise error from cause
+
+    def _outcome(self) -> GenerateResult:
+        """The result of a stream that is over. Raises its error, or StateError if it was cancelled."""
+        if self._fold.result is not None:
+            return self._fold.result
+        if self._error is not None:
+            raise self._error
+        raise StateError(
+            f"the stream was cancelled after {len(self._fold.token_ids)} tokens, so it has no result; "
+            "token_ids has what was received, session.info() what the history holds"
+        )

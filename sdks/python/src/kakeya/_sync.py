@@ -1,0 +1,295 @@
+"""The blocking client. `_async.py` says the same for asyncio, name for name.
+
+A client may be shared by threads; a session is one conversation and belongs to one of them at a time, except that
+`info()`, `close()` and a stream's `cancel()` may come from anywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+
+from kakeya import _requests as requests
+from kakeya import _values as values
+from kakeya._append import Append, Tail
+from kakeya._channel import OPTIONS, TLS
+from kakeya._checks import token_ids as checked_token_ids
+from kakeya._client import ClientBase
+from kakeya._errors import KakeyaError
+from kakeya._flows import Call, Flow, Step, close_session, once, repeatable
+from kakeya._retry import RetryPolicy
+from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase, Timeout
+from kakeya._strategies import Strategy
+from kakeya._stream import Fold, StreamBase
+from kakeya._values import GenerateResult, Progress, ServerInfo, SessionInfo, TokenDetail
+from kakeya.v1 import runtime_pb2 as pb
+from kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
+
+T = TypeVar("T")
+
+
+class Client(ClientBase):
+    """A connection to a runtime. Closing it, or leaving its `with`, ends what runs on it and closes no session.
+
+    `timeout` is the default, in seconds, for every call but `generate`, which has `generate_timeout`; each counts over
+    all attempts of a call, and None means no limit. The connection is made by the first call.
+    """
+
+    def __init__(
+        self,
+        target: str = "127.0.0.1:50051",
+        *,
+        api_key: str | None = None,
+        tls: TLS | bool = False,
+        timeout: float | None = CALL_SECONDS,
+        generate_timeout: float | None = GENERATE_SECONDS,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        super().__init__(
+            target, api_key=api_key, tls=tls, timeout=timeout, generate_timeout=generate_timeout, retry=retry
+        )
+        credentials = self._address.credentials
+        self._channel = (
+            grpc.insecure_channel(target, options=OPTIONS)
+            if credentials is None
+            else grpc.secure_channel(target, credentials, options=OPTIONS)
+        )
+        self._stub = RuntimeServiceStub(self._channel)
+
+    def create_session(
+        self,
+        strategy: Strategy | None = None,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        limit_tokens: int | None = None,
+        label: str = "",
+        timeout: Timeout = DEFAULT,
+    ) -> Session:
+        """Open a session and reserve its memory. Never repeated by itself: a lost reply would leave a second one.
+
+        `eos_token_ids` end every Generate of the session; `limit_tokens` is its own length limit (a smaller limit is a
+        smaller reservation); `label` is for the operator's eyes.
+        """
+        request = requests.create_session(strategy, eos_token_ids, limit_tokens, label)
+        return Session(self, self._run(once("CreateSession", request, self._patience(timeout))))
+
+    def server_info(self, *, timeout: Timeout = DEFAULT) -> ServerInfo:
+        """The server's model, limits and strategies, now."""
+        flow = repeatable("GetServerInfo", pb.GetServerInfoRequest(), self._patience(timeout))
+        return values.server_info(self._run(flow))
+
+    def close(self) -> None:
+        """End the connection. Sessions stay on the server until they are closed or have been idle for long."""
+        self._is_closed = True
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _run(self, flow: Flow[T]) -> T:
+        """Carry out a flow's steps until it returns."""
+        self._require_open()
+        try:
+            step = next(flow)
+            while True:
+                try:
+                    reply = self._perform(step)
+                except KakeyaError as error:
+                    step = flow.throw(error)
+                else:
+                    step = flow.send(reply)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def _perform(self, step: Step) -> Any:
+        if not isinstance(step, Call):
+            time.sleep(step.seconds)
+            return None
+        try:
+            method = getattr(self._stub, step.method)
+            return method(step.request, timeout=step.timeout, metadata=self._address.metadata)
+        except grpc.RpcError as error:
+            raise self._explain(error) from error
+
+    def _stream(self, request: pb.GenerateRequest, timeout: Timeout, fold: Fold, tail: Tail) -> GenerateStream:
+        self._require_open()
+        seconds = self._stream_seconds(timeout)
+        call = self._stub.Generate(request, timeout=seconds, metadata=self._address.metadata)
+        return GenerateStream(self, call, fold=fold, tail=tail)
+
+
+class Session(SessionBase):
+    """A history on the server, with its K/V. `Client.create_session` makes one; leaving its `with` closes it."""
+
+    def __init__(self, client: Client, created: pb.CreateSessionResponse) -> None:
+        super().__init__(created)
+        self._client = client
+
+    def append(
+        self, token_ids: Iterable[int], *, expected_history_length: int | None = None, timeout: Timeout = DEFAULT
+    ) -> int:
+        """Add ids to the history; returns its new length. Their prefill happens in the next `generate`.
+
+        Takes any number of ids, in as many requests as the server's limits ask for, each sent again if its answer was
+        lost and it did not arrive. With `expected_history_length`, a history of any other length is left as it is.
+
+        An error carries `appended_tokens`: how many of these ids are in the history, None if that cannot be known. To
+        learn it, a failed append may take 5 s more than its timeout. After one whose fate is open the next append
+        insists on the length known before it, and raises HistoryLengthMismatch if the ids arrived late.
+        """
+        self._require_open()
+        append = Append(
+            self.id,
+            checked_token_ids(token_ids),
+            tail=self._tail,
+            expected_history_length=requests.history_length(expected_history_length),
+            limit=self._client._append_limit,
+            patience=self._client._patience(timeout),
+        )
+        return self._client._run(append.run())
+
+    def generate(
+        self,
+        max_tokens: int,
+        *,
+        seed: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        stop_token_ids: Iterable[int] = (),
+        logprobs: bool = False,
+        on_progress: Callable[[Progress], None] | None = None,
+        expected_history_length: int | None = None,
+        timeout: Timeout = DEFAULT,
+    ) -> GenerateStream:
+        """Generate from the history; what is generated becomes part of it, token by token.
+
+        Greedy unless `temperature` is above 0. The same seed at the same position draws the same token; without one the
+        server draws it, and the result has it. `on_progress` is called, while the stream is read, before the first
+        token. Never repeated by itself.
+        """
+        self._require_open()
+        request = requests.generate(
+            self.id,
+            max_tokens,
+            seed=seed,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            logit_bias=logit_bias,
+            stop_token_ids=stop_token_ids,
+            logprobs=logprobs,
+            progress=on_progress is not None,
+            expected_history_length=expected_history_length,
+        )
+        fold = Fold(wants_logprobs=logprobs, on_progress=on_progress)
+        return self._client._stream(request, timeout, fold, self._tail)
+
+    def info(self, *, timeout: Timeout = DEFAULT) -> SessionInfo:
+        """Facts about the session now. Never waits for a running Generate."""
+        self._require_open()
+        request = pb.GetSessionInfoRequest(session_id=self.id)
+        flow = repeatable("GetSessionInfo", request, self._client._patience(timeout))
+        info = values.session_info(self._client._run(flow))
+        self._tail.saw(info.history_length)
+        return info
+
+    def close(self, *, timeout: Timeout = DEFAULT) -> int:
+        """Free everything the session holds and return the final history length. Closing again does nothing more."""
+        if self._is_closed:
+            return self.history_length
+        return self._closed(self._client._run(close_session(self.id, self._client._patience(timeout))))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self.close()
+        except KakeyaError:
+            if error is None:
+                raise
+            # What went wrong inside matters more than that closing failed, too.
+
+
+class GenerateStream(StreamBase):
+    """A Generate under way: iterate it for token ids, or `details()`, or take the whole `result()`.
+
+    Leaving the loop early, leaving its `with`, `close()`, `cancel()` and dropping the last reference stop the
+    generation. The session and everything received stay.
+    """
+
+    def __init__(self, client: Client, call: Any, *, fold: Fold, tail: Tail) -> None:
+        self._call = call
+        super().__init__(client, fold=fold, tail=tail)
+
+    def __iter__(self) -> Iterator[int]:
+        """The token ids, as they come. Once only."""
+        self._take()
+        return (token.token_id for token in self._tokens())
+
+    def details(self) -> Iterator[TokenDetail]:
+        """The tokens with position and, if asked for, logprob, as they come. Once only, in place of iterating."""
+        self._take()
+        return self._tokens()
+
+    def result(self) -> GenerateResult:
+        """Read to the end and return everything. Raises the stream's error; StateError if it was cancelled."""
+        while self._next_token() is not None:
+            pass
+        return self._outcome()
+
+    def cancel(self) -> None:
+        """Stop generating. Safe from any thread, and after the end."""
+        if not self._is_over:
+            self._is_over = self._is_cancelled = True
+            self._call.cancel()
+
+    def close(self) -> None:
+        """The same as `cancel`."""
+        self.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        self.cancel()
+
+    def _tokens(self) -> Iterator[TokenDetail]:
+        try:
+            while (token := self._next_token()) is not None:
+                yield token
+        finally:
+            self.cancel()
+
+    def _next_token(self) -> TokenDetail | None:
+        """The next token, None at the end. Whatever goes wrong here ends the RPC."""
+        try:
+            while not self._is_over:
+                frame = next(self._call, None)
+                if frame is None:
+                    self._ended()
+                elif (token := self._received(frame)) is not None:
+                    return token
+        except grpc.RpcError as error:
+            self._broke(error)
+        except BaseException:
+            self.cancel()
+            raise
+        return None

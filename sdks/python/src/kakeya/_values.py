@@ -1,0 +1,163 @@
+"""What the runtime tells its callers, as frozen values with the units in their names."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kakeya._strategies import Strategy
+from kakeya._strategies import from_wire as strategy_from_wire
+from kakeya.v1 import runtime_pb2 as pb
+
+
+class StopReason(enum.Enum):
+    """Why a Generate ended."""
+
+    MAX_TOKENS = "max_tokens"
+    EOS = "eos"  # or one of the request's stop ids; the id itself is emitted and stays in the history
+    CANCELLED = "cancelled"
+    TRUNCATED = "truncated"  # the session's length limit was reached
+    UNKNOWN = "unknown"  # a reason newer than this SDK
+
+
+class Mode(enum.Enum):
+    """What equal histories promise."""
+
+    BATCHED = "batched"  # equal up to rounding
+    FIXED_SHAPE = "fixed-shape"  # equal to the bit
+    UNKNOWN = "unknown"  # a mode newer than this SDK
+
+
+STOP_REASONS = {
+    pb.GenerateDone.STOP_REASON_MAX_TOKENS: StopReason.MAX_TOKENS,
+    pb.GenerateDone.STOP_REASON_EOS: StopReason.EOS,
+    pb.GenerateDone.STOP_REASON_CANCELLED: StopReason.CANCELLED,
+    pb.GenerateDone.STOP_REASON_TRUNCATED: StopReason.TRUNCATED,
+}
+MODES = {pb.MODE_BATCHED: Mode.BATCHED, pb.MODE_FIXED_SHAPE: Mode.FIXED_SHAPE}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a Generate is from its first token.
+
+    `queue_position` counts the Generates that were ahead when this one was accepted; prefill then runs from 0 to
+    `total_tokens`.
+    """
+
+    queue_position: int
+    done_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenDetail:
+    """One token, its absolute position, and, if asked for, its natural log-probability under the raw logits."""
+
+    token_id: int
+    position: int
+    logprob: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateResult:
+    """A finished Generate: its tokens, why it stopped, what it cost and what it could read."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None  # one per token; None unless asked for
+    stop_reason: StopReason
+    history_length: int  # when the stream ended
+    seed: int  # in force: the one given, or the one the server drew
+    prefill_seconds: float
+    total_seconds: float
+    prefilled_tokens: int  # history computed by this Generate
+    cached_tokens: int  # history whose K/V were there already
+    attended_positions: int  # readable by the last token
+    evicted_positions: int  # not readable by it
+    truncated_tokens: int  # positions that were unreadable already at the first token
+
+    @property
+    def generated_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionInfo:
+    """Facts about a session at one moment."""
+
+    history_length: int
+    cached_tokens: int  # positions with K/V, evicted ones included; the rest of the history waits for prefill
+    evicted_tokens: int
+    kv_live_bytes: int  # held now
+    sustained_bytes: int  # held at most between Generates
+    peak_bytes: int  # held at most ever; reserved
+    limit_tokens: int | None  # longest history the session can reach; None: no limit
+    strategy: Strategy | None  # None: of a kind newer than this SDK
+    is_generating: bool
+    idle_seconds: float
+    failure_reason: str  # why the session failed; empty: it has not
+    inv1_violations: int
+    inv2_violations: int
+    inv3_violations: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerInfo:
+    """Facts about the server: its model, its limits, what it can do."""
+
+    version: str
+    model_id: str
+    vocab_size: int
+    trained_positions: int
+    device: str
+    dtype: str
+    mode: Mode
+    strategies: tuple[str, ...]
+    default_strategy: Strategy | None  # None: of a kind newer than this SDK
+    max_generate_tokens: int
+    max_append_tokens: int
+    max_message_bytes: int
+    kv_capacity_bytes: int
+    kv_reserved_bytes: int
+    segment_tokens: int
+    session_idle_ttl_seconds: float
+
+
+def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
+    return SessionInfo(
+        history_length=reply.history_length,
+        cached_tokens=reply.cached_token_count,
+        evicted_tokens=reply.evicted_token_count,
+        kv_live_bytes=reply.kv_live_bytes,
+        sustained_bytes=reply.sustained_bytes,
+        peak_bytes=reply.peak_bytes,
+        limit_tokens=reply.limit_tokens if reply.HasField("limit_tokens") else None,
+        strategy=strategy_from_wire(reply.strategy),
+        is_generating=reply.generating,
+        idle_seconds=reply.idle_seconds,
+        failure_reason=reply.failure_reason,
+        inv1_violations=reply.cache_invariant_inv1_violations,
+        inv2_violations=reply.cache_invariant_inv2_violations,
+        inv3_violations=reply.cache_invariant_inv3_violations,
+    )
+
+
+def server_info(reply: pb.GetServerInfoResponse) -> ServerInfo:
+    return ServerInfo(
+        version=reply.version,
+        model_id=reply.model_id,
+        vocab_size=reply.vocab_size,
+        trained_positions=reply.trained_position_count,
+        device=reply.device,
+        dtype=reply.dtype,
+        mode=MODES.get(reply.mode, Mode.UNKNOWN),
+        strategies=tuple(reply.strategies),
+        default_strategy=strategy_from_wire(reply.default_strategy),
+        max_generate_tokens=reply.max_tokens_limit,
+        max_append_tokens=reply.max_append_tokens,
+        max_message_bytes=reply.max_message_bytes,
+        kv_capacity_bytes=reply.kv_capacity_bytes,
+        kv_reserved_bytes=reply.kv_reserved_bytes,
+        segment_tokens=reply.segment_tokens,
+        session_idle_ttl_seconds=reply.session_idle_ttl_seconds,
+    )

@@ -1,0 +1,228 @@
+"""Chat messages to token ids, on the client's side, in the one way that fits a history that only grows.
+
+A chat template renders a whole conversation. Rendered again one turn later, earlier turns can come out differently:
+reasoning is stripped, whitespace trimmed, tool calls re-ordered; and text the model wrote, encoded again, need not give
+the ids it sampled. A session keeps what was really said. So a conversation is rendered once, when it starts, and from
+then on only what is new is appended:
+
+    session.append(tokens_for_chat([system, user], tokenizer))
+    turn = session.generate(256).result()
+    session.append(tokens_for_next_turn([user], tokenizer, after=turn.token_ids))
+
+The second function finds what is new by rendering `user, assistant, <the new messages>` with a marker for the
+assistant's words and taking what follows it: the end of the assistant's turn, the new turns, the head of the next.
+
+`load_tokenizer` needs `pip install kakeya[tokenization]`; the rest takes any tokenizer that is a `ChatTokenizer`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from kakeya._errors import InvalidMessages, TemplateError, TokenizerError
+from kakeya._openai_messages import from_openai_messages
+
+__all__ = [
+    "ChatTokenizer",
+    "end_of_turn_ids",
+    "from_openai_messages",
+    "load_tokenizer",
+    "tokens_for_chat",
+    "tokens_for_next_turn",
+]
+
+Message = Mapping[str, Any]
+
+_USER = "The quick brown fox"
+# Words that no template trims, escapes or takes for markup; two, so that nothing can depend on what they say.
+_MARKERS = ("Kqzwxjvbm", "Vhgtfyprd")
+
+
+class ChatTokenizer(Protocol):
+    """What is needed of a tokenizer: transformers' own have it."""
+
+    @property
+    def eos_token_id(self) -> Any: ...
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+
+    def encode(self, text: Any, **options: Any) -> Any: ...
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> ChatTokenizer:
+    """The tokenizer in a local folder. Never asks a network and runs no code from the folder. Raises TokenizerError."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise TokenizerError(f"{folder} is not a folder; give the one that holds tokenizer.json")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise TokenizerError("loading a tokenizer needs transformers: pip install 'kakeya[tokenization]'") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{folder} holds no tokenizer that can be loaded: {error}") from error
+    return cast("ChatTokenizer", tokenizer)
+
+
+def tokens_for_chat(
+    messages: Sequence[Message],
+    tokenizer: ChatTokenizer,
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Any] | None = None,
+    **template_options: Any,
+) -> list[int]:
+    """The ids of a conversation that starts a session, up to where the assistant is to speak.
+
+    `tools` and `template_options` go to the chat template as they are. Raises TemplateError if it refuses.
+    """
+    _require_messages(messages)
+    options = {"tools": tools, **template_options}
+    return _encode(tokenizer, _render(tokenizer, messages, add_generation_prompt, options))
+
+
+def tokens_for_next_turn(
+    messages: Sequence[Message],
+    tokenizer: ChatTokenizer,
+    *,
+    after: Sequence[int],
+    add_generation_prompt: bool = True,
+    tools: Sequence[Any] | None = None,
+    **template_options: Any,
+) -> list[int]:
+    """The ids to append for the next turn: what ends the assistant's, then `messages`, then the head of its next one.
+
+    `messages` are the new ones only (user, tool, …). `after` are the tokens generated last, end token included if the
+    model came to it: what they already have of the turn's end is not repeated, and if they were cut short (length
+    limit, cancel) the missing end is put in. Nothing of the history is rendered again.
+
+    Raises TemplateError if the template gives no such ids: it drops or alters the assistant's words, ends a turn
+    differently when another follows, or refuses the roles.
+    """
+    _require_new(messages)
+    start: list[Message] = [{"role": "user", "content": _USER}]
+    longer = [*start, {"role": "assistant", "content": _USER}, *start]
+    options = {"tools": tools, **template_options}
+    end, turn = _after_assistant(tokenizer, start, _MARKERS[0], messages, add_generation_prompt, options)
+    if (end, turn) != _after_assistant(tokenizer, longer, _MARKERS[1], messages, add_generation_prompt, options):
+        raise TemplateError(
+            "the chat template renders what follows an assistant's turn differently depending on what came before it, "
+            "so the next turn cannot be had without rendering the history again; put the ids together yourself"
+        )
+    generated = list(after)
+    # A template that ends no last turn leaves the end token to the first place of the next.
+    longest = max(len(end), 1)
+    present = next((n for n in range(longest, 0, -1) if generated[-n:] == turn[:n]), 0)
+    return turn[present:]
+
+
+def end_of_turn_ids(tokenizer: ChatTokenizer, **template_options: Any) -> tuple[int, ...]:
+    """Ids that end an assistant's turn, for a session's `eos_token_ids`: the tokenizer's own and the template's."""
+    own = tokenizer.eos_token_id
+    ids = [*own] if isinstance(own, (list, tuple)) else [] if own is None else [own]
+    question: list[Message] = [{"role": "user", "content": _USER}]
+    end = _rendered_after(tokenizer, question, _MARKERS[0], [], False, template_options)[1]
+    # A turn that ends in plain text has no token of its own for it.
+    if end and end[0] in tokenizer.added_tokens_decoder:
+        ids.append(end[0])
+    return tuple(dict.fromkeys(ids))
+
+
+def _require_new(messages: Sequence[Message]) -> None:
+    _require_messages(messages)
+    for index, message in enumerate(messages):
+        if message.get("role") == "assistant":
+            raise InvalidMessages(
+                f"messages[{index}].role",
+                "is assistant; what the model said is in the history already, pass only what is new",
+            )
+
+
+def _require_messages(messages: Sequence[Message]) -> None:
+    if isinstance(messages, (str, bytes, Mapping)) or not messages:
+        raise InvalidMessages("messages", f"must be a list of at least one message, got {messages!r}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidMessages(f"messages[{index}]", f"must be a mapping, got {type(message).__name__}")
+
+
+def _after_assistant(
+    tokenizer: ChatTokenizer,
+    before: Sequence[Message],
+    marker: str,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    options: Mapping[str, Any],
+) -> tuple[list[int], list[int]]:
+    """Ids that follow the assistant's words: the end of its turn alone, and everything up to its next turn."""
+    end_text, end = _rendered_after(tokenizer, before, marker, [], False, options)
+    turn_text, turn = _rendered_after(tokenizer, before, marker, messages, add_generation_prompt, options)
+    if not turn_text.startswith(end_text):
+        raise TemplateError(
+            f"the chat template ends an assistant's turn with {end_text!r} when it is the last, but goes on with "
+            f"{turn_text[: len(end_text) + 20]!r} when another follows, so no ids can be appended that fit both"
+        )
+    return end, turn
+
+
+def _rendered_after(
+    tokenizer: ChatTokenizer,
+    before: Sequence[Message],
+    marker: str,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    options: Mapping[str, Any],
+) -> tuple[str, list[int]]:
+    """What the template puts after `marker`, where the assistant says `marker`, as text and as ids."""
+    conversation = [*before, {"role": "assistant", "content": marker}, *messages]
+    text = _render(tokenizer, conversation, add_generation_prompt, options)
+    if text.count(marker) != 1:
+        raise TemplateError(
+            f"the chat template shows the assistant's words {text.count(marker)} times instead of once, so the place "
+            "after them cannot be found"
+        )
+    cut = text.index(marker) + len(marker)
+    # Encoded in its place: on its own, some tokenizers put a space before it.
+    head, whole = _encode(tokenizer, text[:cut]), _encode(tokenizer, text)
+    if whole[: len(head)] != head:
+        raise TemplateError(
+            f"the tokenizer joins the assistant's words with {text[cut : cut + 10]!r}, which the chat template puts "
+            "after them, so the turn's end has no ids of its own"
+        )
+    return text[cut:], whole[len(head) :]
+
+
+def _render(
+    tokenizer: ChatTokenizer, messages: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any]
+) -> str:
+    conversation = [dict(message) for message in messages]
+    try:
+        text = tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **options
+        )
+    except _template_failures() as error:
+        roles = ", ".join(str(message.get("role")) for message in conversation)
+        raise TemplateError(f"the chat template refuses messages of the roles {roles}: {error}") from error
+    return str(text)
+
+
+def _template_failures() -> tuple[type[Exception], ...]:
+    """What running a template can raise: jinja's errors, and those of the expressions in it."""
+    failures: tuple[type[Exception], ...] = (ValueError, TypeError, LookupError, AttributeError)
+    try:
+        from jinja2 import TemplateError as JinjaError
+    except ImportError:
+        return failures
+    return (*failures, JinjaError)
+
+
+def _encode(tokenizer: ChatTokenizer, text: str) -> list[int]:
+    # The template has written all special tokens; the tokenizer must not add its own.
+    return [int(token_id) for token_id in tokenizer.encode(text, add_special_tokens=False)]

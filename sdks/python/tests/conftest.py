@@ -1,0 +1,166 @@
+"""A real server on a tiny model for the SDK to talk to, and a scripted one for what a network does to calls."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from inference_engine.config import ServerConfig, configure_threads_environment, forbid_model_hub
+
+# Before anything imports torch or transformers.
+configure_threads_environment()
+forbid_model_hub()
+
+from google.rpc import error_details_pb2, status_pb2  # noqa: E402
+
+from inference_engine.server.run import start_server  # noqa: E402
+from kakeya.v1.runtime_pb2_grpc import RuntimeServiceServicer, add_RuntimeServiceServicer_to_server  # noqa: E402
+from tests.tiny import tiny_engine  # noqa: E402
+
+# Small, so that short appends already come in several requests.
+MAX_APPEND_TOKENS = 40
+
+Do = Callable[..., Awaitable[Any]]
+
+
+@contextmanager
+def real_server(config: ServerConfig, **settings: Any) -> Iterator[str]:
+    """The runtime on TinyModel, on an event loop of its own. Yields its target."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="server", daemon=True)
+    thread.start()
+    engine = tiny_engine(**settings)
+    try:
+        handle = asyncio.run_coroutine_threadsafe(start_server(engine, config), loop).result(timeout=60)
+        try:
+            yield handle.target
+        finally:
+            asyncio.run_coroutine_threadsafe(handle.drain_and_stop(), loop).result(timeout=60)
+    finally:
+        engine.close()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout=10)
+        loop.close()
+
+
+@pytest.fixture(scope="session")
+def server_target() -> Iterator[str]:
+    config = ServerConfig(bind="127.0.0.1:0", drain_seconds=1.0, busy_wait_seconds=0.5)
+    with real_server(config, max_append_tokens=MAX_APPEND_TOKENS) as target:
+        yield target
+
+
+class Scripted(RuntimeServiceServicer):
+    """Answers each RPC by the next function of its list in `script`, and keeps the requests it saw."""
+
+    def __init__(self) -> None:
+        self.script: dict[str, list[Callable[[Any, grpc.ServicerContext], Any]]] = {}
+        self.seen: list[tuple[str, Any]] = []
+        self.metadata: list[dict[str, Any]] = []
+        self.target = ""
+
+    def on(self, method: str, *answers: Callable[[Any, grpc.ServicerContext], Any]) -> None:
+        self.script[method] = list(answers)
+
+    def calls(self, method: str) -> list[Any]:
+        return [request for name, request in self.seen if name == method]
+
+    def _answer(self, method: str, request: Any, context: grpc.ServicerContext) -> Any:
+        self.seen.append((method, request))
+        self.metadata.append(dict(context.invocation_metadata()))
+        return self.script[method].pop(0)(request, context)
+
+
+def _method(name: str) -> Callable[[Scripted, Any, grpc.ServicerContext], Any]:
+    return lambda self, request, context: self._answer(name, request, context)
+
+
+for _name in ("CreateSession", "AppendTokens", "Generate", "CloseSession", "GetSessionInfo", "GetServerInfo"):
+    setattr(Scripted, _name, _method(_name))
+
+
+@pytest.fixture
+def scripted() -> Iterator[Scripted]:
+    servicer = Scripted()
+    server = grpc.server(ThreadPoolExecutor(max_workers=4))
+    add_RuntimeServiceServicer_to_server(servicer, server)
+    servicer.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield servicer
+    server.stop(0).wait(timeout=10)
+
+
+@pytest.fixture
+def explained() -> Callable[..., Callable[[Any, grpc.ServicerContext], Any]]:
+    """An answer that fails as the runtime does, with ErrorInfo and whatever else is given."""
+    return explained_failure
+
+
+def explained_failure(
+    code: grpc.StatusCode,
+    reason: str,
+    message: str = "as told",
+    *,
+    domain: str = "kakeya.v1",
+    retry_after_seconds: float | None = None,
+    **metadata: str,
+) -> Callable[[Any, grpc.ServicerContext], Any]:
+    status = status_pb2.Status(code=code.value[0], message=message)
+    status.details.add().Pack(error_details_pb2.ErrorInfo(domain=domain, reason=reason, metadata=metadata))
+    if retry_after_seconds is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(retry_after_seconds * 1e9))
+        status.details.add().Pack(retry)
+
+    def fail(_: Any, context: grpc.ServicerContext) -> Any:
+        context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
+        context.abort(code, message)
+
+    return fail
+
+
+@pytest.fixture
+def unexplained() -> Callable[..., Callable[[Any, grpc.ServicerContext], Any]]:
+    """An answer that fails as a proxy or a broken connection does, with a code and nothing else."""
+
+    def failure(code: grpc.StatusCode, message: str = "gone") -> Callable[[Any, grpc.ServicerContext], Any]:
+        return lambda _, context: context.abort(code, message)
+
+    return failure
+
+
+@pytest.fixture(params=["threads", "asyncio"])
+def flavour(request: pytest.FixtureRequest) -> str:
+    """Both clients must pass the test."""
+    return str(request.param)
+
+
+@pytest.fixture
+def do(flavour: str) -> Do:
+    """Call a method of either client and wait for it: `await do(session.append, [1, 2])`."""
+
+    async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return await asyncio.to_thread(function, *args, **kwargs)
+
+    async def in_loop(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+    return in_thread if flavour == "threads" else in_loop
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,159 @@
+"""The laws a user can see, over every registered strategy and both modes: through the engine, on TinyModel."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from inference_engine.engine import Engine
+from inference_engine.kv.strategies import make_strategy
+from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.session.journal import MemoryJournal
+from inference_engine.types import Finished, GenerateParams, Mark, Mode, Sampling, Truncated
+from tests.laws.variants import LENGTH, drain, each_mode, each_strategy, engine_for, generate, same, text, tokens
+
+SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
+
+
+def opened(engine: Engine, strategy: KVStrategy, history: list[int] | None = None) -> str:
+    session_id = engine.create_session(strategy=strategy).session_id
+    if history:
+        engine.append(session_id, history)
+    return session_id
+
+
+@each_strategy
+@each_mode
+@pytest.mark.parametrize("seed", range(4))
+def test_any_split_of_the_same_appends_gives_the_same_streams(strategy: KVStrategy, mode: Mode, seed: int) -> None:
+    """Grouping: with Generates in between at the same points."""
+    rng = np.random.default_rng(seed)
+    turns = [text(int(length), seed=seed * 10 + turn) for turn, length in enumerate(rng.integers(1, 70, 4))]
+    with engine_for(mode) as engine:
+        whole, split = opened(engine, strategy), opened(engine, strategy)
+        for turn in turns:
+            engine.append(whole, turn)
+            cuts = sorted(rng.integers(0, len(turn) + 1, 3).tolist())
+            for start, stop in zip([0, *cuts], [*cuts, len(turn)], strict=True):
+                engine.append(split, turn[start:stop])
+            assert same(generate(engine, whole, 9), generate(engine, split, 9), mode)
+
+
+@each_strategy
+@each_mode
+def test_a_session_in_a_batch_equals_the_session_alone(strategy: KVStrategy, mode: Mode) -> None:
+    """Isolation: neighbours of other strategies, lengths and sampling run in the same forwards."""
+    with engine_for(mode) as engine:
+        alone = generate(engine, opened(engine, strategy, text()), sampling=SAMPLED)
+        session = opened(engine, strategy, text())
+        neighbours = [
+            opened(engine, neighbour, text(length, seed=length))
+            for neighbour, length in ((Full(), 77), (SinkWindow(sink=2, window=9), 200), (Full(), 3), (Full(), 40))
+        ]
+        running = [engine.generate(id_, GenerateParams(max_tokens=60)) for id_ in neighbours]
+        params = GenerateParams(max_tokens=24, sampling=SAMPLED, logprobs=True)
+        together = tokens(drain(engine.generate(session, params)))
+        for generation in running:
+            drain(generation)
+    assert same(alone, together, mode)
+
+
+@each_strategy
+@each_mode
+def test_a_session_rebuilt_from_its_journal_goes_on_as_if_never_closed(strategy: KVStrategy, mode: Mode) -> None:
+    """Replay, marks included."""
+    journal = MemoryJournal()
+    with engine_for(mode, journal=journal) as engine:
+        session = opened(engine, strategy)
+        for turn in range(3):
+            engine.append(session, text(30 + turn, seed=turn))
+            generate(engine, session, 11)
+        began, records = journal.read(session)
+        assert [record.mark for record in records] == [Mark.APPENDED, Mark.GENERATED] * 3
+        assert began.strategy == str(strategy)
+        rebuilt = opened(engine, strategy)
+        for record in records:
+            engine.append(rebuilt, record.token_ids.tolist())
+        assert same(generate(engine, session), generate(engine, rebuilt), mode)
+
+
+@each_strategy
+@each_mode
+def test_sampled_tokens_depend_on_seed_and_position_alone(strategy: KVStrategy, mode: Mode) -> None:
+    """One Generate of 20 tokens equals four of 5: no sampler state is carried."""
+    with engine_for(mode) as engine:
+        once = generate(engine, opened(engine, strategy, text()), 20, sampling=SAMPLED)
+        session = opened(engine, strategy, text())
+        pieces = [token for _ in range(4) for token in generate(engine, session, 5, sampling=SAMPLED)]
+        other_seed = generate(
+            engine, opened(engine, strategy, text()), 20, sampling=Sampling(temperature=0.9, top_p=0.95, seed=8)
+        )
+    assert same(once, pieces, mode)
+    assert [token for token, _ in other_seed] != [token for token, _ in once]
+
+
+@each_strategy
+def test_the_footprint_never_passes_the_bound(strategy: KVStrategy) -> None:
+    """Bound: ≤ peak at every token, ≤ sustained between Generates, and known at creation."""
+    with engine_for(Mode.BATCHED) as engine:
+        session = engine.create_session(strategy=strategy)
+        seen: list[int] = []
+        for turn in range(4):
+            engine.append(session.session_id, text(60, seed=turn))
+            for _ in engine.generate(session.session_id, GenerateParams(max_tokens=20)):
+                seen.append(engine.session_info(session.session_id).kv_live_bytes)
+            info = engine.session_info(session.session_id)
+            assert info.kv_live_bytes <= session.bound.sustained_bytes
+        assert max(seen) <= session.bound.peak_bytes
+        assert engine.info().kv_reserved_bytes == session.bound.peak_bytes
+
+
+@each_mode
+@pytest.mark.parametrize("windowed", [True, False], ids=["native window", "no native window"])
+def test_a_window_that_holds_the_whole_history_equals_full_to_the_bit(mode: Mode, windowed: bool) -> None:
+    """Degenerate: the mechanism runs, it is not switched off."""
+    with engine_for(mode, windowed=windowed) as engine:
+        wide = make_strategy("sink_window", sink=4, window=LENGTH + 40)
+        assert generate(engine, opened(engine, wide, text())) == generate(engine, opened(engine, Full(), text()))
+
+
+@each_mode
+def test_sink_window_differs_from_full_once_rows_have_left(mode: Mode) -> None:
+    """Off-switch: `full` is sink_window with eviction off."""
+    with engine_for(mode) as engine:
+        narrow = SinkWindow(sink=4, window=16)
+        assert generate(engine, opened(engine, narrow, text())) != generate(engine, opened(engine, Full(), text()))
+
+
+@each_strategy
+def test_truncated_is_said_once_before_any_token_and_only_when_positions_are_lost(strategy: KVStrategy) -> None:
+    with engine_for(Mode.BATCHED) as engine:
+        short = drain(engine.generate(opened(engine, strategy, text(5)), GenerateParams(max_tokens=3)))
+        events = drain(engine.generate(opened(engine, strategy, text()), GenerateParams(max_tokens=3)))
+    assert not [event for event in short if isinstance(event, Truncated)]
+    said = [event for event in events if isinstance(event, Truncated)]
+    done = events[-1]
+    assert isinstance(done, Finished)
+    if strategy.name == "full":
+        assert not said
+        assert done.evicted_positions == 0
+    else:
+        assert len(said) == 1
+        assert events.index(said[0]) < min(index for index, event in enumerate(events) if tokens([event]))
+        assert said[0].dropped_tokens > 0
+    assert done.attended_positions + done.evicted_positions == done.history_length - 1
+
+
+def test_an_endless_session_passes_the_trained_positions_and_holds_constant_bytes() -> None:
+    strategy = SinkWindow(sink=4, window=64)
+    with engine_for(Mode.BATCHED) as engine:
+        session = opened(engine, strategy)
+        held = []
+        for turn in range(12):
+            engine.append(session, text(80, seed=turn))
+            assert len(generate(engine, session, 8)) == 8
+            held.append(engine.session_info(session).kv_live_bytes)
+        assert engine.session_info(session).history_length == 12 * 88 > 512
+        assert len(set(held[2:])) == 1

@@ -1,0 +1,202 @@
+"""The laws of rows: on SessionKV and the step's plan, with given keys and values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from inference_engine.errors import NoCapacity
+from inference_engine.kv.geometry import Geometry, LayerGeometry
+from inference_engine.kv.plan import StepPlan
+from inference_engine.kv.pool import Pool
+from inference_engine.kv.session_kv import KVContext, SessionKV
+from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.kv.strategy import KVStrategy
+from tests.laws.variants import each_strategy
+
+D, HKV, GROUP = 8, 2, 3
+LIMIT = 200
+SEGMENT = 16
+# Layers that differ: native windows narrower and wider than a segment, other head counts and sizes.
+LAYERS = (
+    LayerGeometry(query_heads=HKV * GROUP, kv_heads=HKV, head_dim=D),
+    LayerGeometry(query_heads=HKV * GROUP, kv_heads=HKV, head_dim=D, native_window=12),
+    LayerGeometry(query_heads=4, kv_heads=1, head_dim=16, native_window=40),
+)
+
+
+def turn(keys: Tensor, shift: Tensor | int) -> Tensor:
+    """A rotation of our own for these tests: pairs of channels turn by 0.1 radian a position."""
+    angle = torch.as_tensor(shift, dtype=torch.float64) * 0.1
+    cos, sin = angle.cos().float()[..., None], angle.sin().float()[..., None]
+    left, right = keys.chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
+def context(*, row_quantum: int = 1, key_quantum: int = 1, capacity_rows: int = 4 * LIMIT) -> KVContext:
+    geometry = Geometry(
+        layers=LAYERS,
+        itemsize=4,
+        trained_positions=10_000,
+        page_tokens=4,
+        segment_tokens=SEGMENT,
+        row_quantum=row_quantum,
+        key_quantum=key_quantum,
+    )
+    pool = Pool(geometry, capacity_rows * geometry.row_bytes, torch.zeros)
+    return KVContext(
+        geometry=geometry, pool=pool, move_keys=lambda keys, shift, _: turn(keys, shift), device=torch.device("cpu")
+    )
+
+
+class Rows:
+    """Given queries, keys and values of every layer and position; keys and queries unrotated."""
+
+    def __init__(self, length: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.q, self.k, self.v = (
+            [torch.randn(heads(layer), length, layer.head_dim, generator=generator) for layer in LAYERS]
+            for heads in (
+                lambda layer: layer.query_heads,
+                lambda layer: layer.kv_heads,
+                lambda layer: layer.kv_heads,
+            )
+        )
+
+
+def step(kv: SessionKV, rows: Rows, count: int, *, commit: int | None = None) -> list[Tensor]:
+    """Stage `count` rows, attend in every layer, commit all (or up to `commit`); the outputs [T, Hq, D] by layer."""
+    kv.stage(count)
+    plan = StepPlan([kv], kv.context.geometry, kv.context.pool, mask_dtype=torch.float32)
+    positions = torch.from_numpy(plan.positions)
+    outs = []
+    for layer in range(len(LAYERS)):
+        # Padding rows take the values of a position that exists.
+        index = positions.clamp_max(rows.k[layer].shape[1] - 1)
+        q, k = (turn(states[layer][:, index], positions) for states in (rows.q, rows.k))
+        out = plan.attend(layer, q[None], k[None], rows.v[layer][None, :, index], scaling=0.35)
+        outs.append(out[0, plan.spans[0].real])
+    kv.commit(kv.length + count if commit is None else commit)
+    return outs
+
+
+def feed(kv: SessionKV, rows: Rows, length: int, chunk: int = SEGMENT) -> list[Tensor]:
+    """Run positions from kv.length to `length`; outputs by layer."""
+    outs: list[list[Tensor]] = []
+    while kv.length < length:
+        outs.append(step(kv, rows, min(chunk, kv.room(), length - kv.length)))
+    return [torch.cat([out[layer] for out in outs]) for layer in range(len(LAYERS))]
+
+
+def by_hand(strategy: KVStrategy, rows: Rows, layer: int, length: int) -> Tensor:
+    """Attention row by row from the words of the law: sink ∪ [b(i) − window, i], the model's own window, capped sinks."""
+    native = LAYERS[layer].native_window
+    outs = []
+    for i in range(length):
+        b = i - i % SEGMENT
+        sink, window = (0, i) if isinstance(strategy, Full) else (strategy.sink, strategy.window)  # type: ignore[attr-defined]
+        seen = [j for j in range(i + 1) if (j < sink or j >= b - window) and (native is None or i - j < native)]
+        shift = max(0, b - window - sink)
+        key_positions = torch.tensor([j + shift if j < sink else j for j in seen])
+        k = turn(rows.k[layer][:, seen], key_positions)
+        q = turn(rows.q[layer][:, [i]], torch.tensor([i])).view(LAYERS[layer].kv_heads, -1, LAYERS[layer].head_dim)
+        weights = (q @ k.transpose(-1, -2) * 0.35).softmax(dim=-1)
+        outs.append((weights @ rows.v[layer][:, seen]).reshape(-1, LAYERS[layer].head_dim))
+    return torch.stack(outs)
+
+
+@each_strategy
+@pytest.mark.parametrize("chunk", [1, 5, SEGMENT])
+@pytest.mark.parametrize("quanta", [(1, 1), (4, 32)], ids=["exact shapes", "padded shapes"])
+def test_a_query_sees_what_the_mask_law_says(strategy: KVStrategy, chunk: int, quanta: tuple[int, int]) -> None:
+    """Mask and segment: a function of absolute positions and the strategy, never of how the tokens arrived."""
+    length = 90
+    rows = Rows(length)
+    kv = SessionKV(strategy, context(row_quantum=quanta[0], key_quantum=quanta[1]), LIMIT)
+    outs = feed(kv, rows, length, chunk)
+    for layer in range(len(LAYERS)):
+        torch.testing.assert_close(outs[layer], by_hand(strategy, rows, layer, length), atol=2e-5, rtol=0)
+
+
+@each_strategy
+@pytest.mark.parametrize("accepted", [0, 1, 3])
+@pytest.mark.parametrize("length", [13, 30, 94], ids=lambda length: f"at {length}")
+def test_a_rejected_draft_leaves_no_trace(strategy: KVStrategy, accepted: int, length: int) -> None:
+    """Rejection: every byte of the arenas, the slot tables and the footprint, before eviction and long after."""
+    rows, drafts = Rows(length + 4), Rows(length + 4, seed=1)
+    clean, speculative = (SessionKV(strategy, context(), LIMIT) for _ in range(2))
+    for kv in (clean, speculative):
+        feed(kv, rows, length)
+    count = min(4, speculative.room())
+    kept = min(accepted, count)
+    if kept:
+        step(clean, drafts, kept)
+    step(speculative, drafts, count, commit=length + kept)
+    assert (clean.length, clean.footprint()) == (speculative.length, speculative.footprint())
+    for one, other in zip(clean.groups, speculative.groups, strict=True):
+        assert np.array_equal(one.held, other.held)
+    for dim, arena in clean.context.pool.arenas.items():
+        other_arena = speculative.context.pool.arenas[dim]
+        # Row 0 takes the writes of padding and is never read.
+        assert torch.equal(arena.keys[1:], other_arena.keys[1:])
+        assert torch.equal(arena.values[1:], other_arena.values[1:])
+
+
+@each_strategy
+def test_rows_leave_only_when_the_history_reaches_a_segment_boundary(strategy: KVStrategy) -> None:
+    rows = Rows(120)
+    kv = SessionKV(strategy, context(), LIMIT)
+    for _ in range(120):
+        before = [set(group.held[group.held >= 0].tolist()) for group in kv.groups]
+        step(kv, rows, 1)
+        after = [set(group.held[group.held >= 0].tolist()) for group in kv.groups]
+        if kv.length % SEGMENT:
+            assert all(old <= new for old, new in zip(before, after, strict=True))
+        kv.check()
+
+
+@each_strategy
+def test_the_footprint_counts_every_row_that_was_written(strategy: KVStrategy) -> None:
+    """Honesty: bytes reported cover the bytes in use, and the slab never reaches beyond what was reserved."""
+    ctx = context()
+    kv = SessionKV(strategy, ctx, LIMIT)
+    assert ctx.pool.reserved_bytes == kv.bound.peak_bytes
+    for length in (1, 17, 60, 199):
+        feed(kv, Rows(LIMIT), length)
+        used = sum(
+            int(torch.count_nonzero(states[1:].abs().sum(dim=1))) * dim * 4
+            for dim, arena in ctx.pool.arenas.items()
+            for states in (arena.keys, arena.values)
+        )
+        held = kv.footprint().total_bytes
+        assert used <= held <= kv.bound.sustained_bytes
+        # What is held beyond that: rows that left within the last segment, page rounding, the values beside sink copies.
+        slack = (SEGMENT + 2 * ctx.geometry.page_tokens) * ctx.geometry.row_bytes + kv.footprint().by_kind["sink_copy"]
+        assert held - used <= slack
+
+
+@each_strategy
+def test_a_released_slab_is_whole_again_and_the_next_session_starts_empty(strategy: KVStrategy) -> None:
+    ctx = context()
+    first = SessionKV(strategy, ctx, LIMIT)
+    expected = feed(first, Rows(70), 70)
+    first.release()
+    first.release()
+    assert ctx.pool.reserved_bytes == 0
+    second = SessionKV(strategy, ctx, LIMIT)
+    again = feed(second, Rows(70), 70)
+    assert all(torch.equal(one, other) for one, other in zip(expected, again, strict=True))
+
+
+def test_a_session_that_does_not_fit_is_refused_and_takes_nothing() -> None:
+    one = Full().bound(context().geometry, LIMIT).peak_bytes
+    ctx = context(capacity_rows=one * 3 // 2 // context().geometry.row_bytes)
+    kv = SessionKV(Full(), ctx, LIMIT)
+    with pytest.raises(NoCapacity, match="limit_tokens") as refusal:
+        SessionKV(Full(), ctx, LIMIT)
+    assert int(refusal.value.metadata["needed_bytes"]) == kv.bound.peak_bytes
+    assert ctx.pool.reserved_bytes == kv.bound.peak_bytes
+    assert SessionKV(SinkWindow(sink=1, window=8), ctx, LIMIT).bound.peak_bytes < kv.bound.peak_bytes

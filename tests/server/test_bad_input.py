@@ -1,0 +1,273 @@
+"""Whatever a client sends, it gets a typed refusal, nothing changes, and other sessions go on (see `client`)."""
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+
+from inference_engine.config import EngineConfig
+from inference_engine.engine import Engine
+from inference_engine.kv.strategies import strategy_names
+from kakeya.v1 import runtime_pb2 as pb
+from tests.server.wire import HISTORY, Client, connected, held, refused, serving
+from tests.tiny import VOCABULARY, tiny_engine
+
+NAN, INFINITY = math.nan, math.inf
+UNARY_METHODS = ("CreateSession", "AppendTokens", "CloseSession", "GetSessionInfo", "GetServerInfo")
+
+
+def varint(value: int) -> bytes:
+    """As protobuf writes it; negative numbers take ten bytes."""
+    value &= 2**64 - 1
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*out, value))
+
+
+def message_with_ids(session_id: str, *token_ids: int) -> bytes:
+    """An AppendTokensRequest whose ids are written as they are, whether or not a stub would."""
+    ids = b"".join(map(varint, token_ids))
+    return pb.AppendTokensRequest(session_id=session_id).SerializeToString() + b"\x12" + varint(len(ids)) + ids
+
+
+@pytest.mark.parametrize("token_id", [-1, -(2**31), VOCABULARY, 2**31, 2**32 - 1], ids=str)
+@pytest.mark.parametrize("index", [0, 3])
+async def test_one_id_outside_the_vocabulary_refuses_the_whole_append(
+    client: Client, token_id: int, index: int
+) -> None:
+    session_id = await client.open()
+    ids = [1, 2, 3, 4]
+    ids[index] = token_id
+    details = await refused(client.raw("AppendTokens", message_with_ids(session_id, *ids)))
+    assert details.reason == "INVALID_ARGUMENT TOKEN_OUT_OF_RANGE"
+    assert details.fields == ["token_ids"]
+    assert await client.length(session_id) == len(HISTORY)
+
+
+async def test_an_append_of_more_ids_than_the_server_takes_changes_nothing(client: Client) -> None:
+    session_id = await client.open()
+    ids = [1] * (EngineConfig().max_append_tokens + 1)
+    details = await refused(client.append(session_id, ids))
+    assert details.reason == "RESOURCE_EXHAUSTED APPEND_TOO_LARGE"
+    assert details.error_info is not None
+    assert details.error_info.metadata["max_append_tokens"] == str(EngineConfig().max_append_tokens)
+    assert await client.length(session_id) == len(HISTORY)
+
+
+async def test_an_append_past_the_length_limit_changes_nothing_and_says_the_limit(client: Client) -> None:
+    session_id = await client.open(limit_tokens=20)
+    details = await refused(client.append(session_id, [1] * 13))
+    assert details.reason == "RESOURCE_EXHAUSTED HISTORY_LIMIT"
+    assert details.error_info is not None
+    assert dict(details.error_info.metadata) == {"history_length": "8", "limit_tokens": "20"}
+    assert await client.append(session_id, [1] * 12) == 20
+
+
+async def test_a_message_over_the_limit_is_refused_by_the_transport(client: Client) -> None:
+    session_id = await client.open()
+    message = message_with_ids(session_id, *[1] * (4 * 2**20))
+    details = await refused(client.raw("AppendTokens", message))
+    assert details.reason == "RESOURCE_EXHAUSTED"
+    assert await client.length(session_id) == len(HISTORY)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"temperature": NAN}, "temperature"),
+        ({"temperature": INFINITY}, "temperature"),
+        ({"temperature": -0.5}, "temperature"),
+        ({"temperature": -INFINITY}, "temperature"),
+        ({"temperature": 101.0}, "temperature"),
+        ({"top_p": NAN}, "top_p"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": -1.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_p": INFINITY}, "top_p"),
+        ({"min_p": NAN}, "min_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"repetition_penalty": NAN}, "repetition_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty"),
+        ({"repetition_penalty": INFINITY}, "repetition_penalty"),
+        ({"logit_bias": {1: NAN}}, "logit_bias"),
+        ({"logit_bias": {1: -INFINITY}}, "logit_bias"),
+        ({"logit_bias": {1: 1001.0}}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
+        ({"logit_bias": {VOCABULARY: 1.0}}, "logit_bias"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 32_769}, "max_tokens"),
+        ({"max_tokens": 2**32 - 1}, "max_tokens"),
+        ({"stop_token_ids": [1] * 65}, "stop_token_ids"),
+        ({"stop_token_ids": [VOCABULARY]}, "stop_token_ids"),
+        ({"logprobs": True}, "logprobs"),
+    ],
+    ids=str,
+)
+async def test_a_number_out_of_range_is_refused_by_name(
+    client: Client, fields: dict[str, Any], named: str
+) -> None:
+    session_id = await client.open()
+    details = await refused(client.generate(session_id, **{"max_tokens": 4, **fields}))
+    assert details.reason in ("INVALID_ARGUMENT INVALID_ARGUMENT", "INVALID_ARGUMENT TOKEN_OUT_OF_RANGE")
+    assert details.fields == [named]
+    assert await client.length(session_id) == len(HISTORY)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1e-45},
+        {"temperature": 100.0, "top_k": 2**32 - 1},
+        {"temperature": 1.0, "top_p": 1e-45},
+        {"temperature": 1.0, "min_p": 1.0},
+        {"repetition_penalty": 100.0, "logit_bias": {0: -1000.0}},
+        {"temperature": 1.0, "seed": 2**64 - 1},
+    ],
+    ids=str,
+)
+async def test_the_last_numbers_within_range_generate(client: Client, fields: dict[str, Any]) -> None:
+    session_id = await client.open()
+    assert len(await client.generate(session_id, 4, **fields)) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"strategy": pb.Strategy()}, "strategy"),
+        ({"strategy": pb.Strategy.FromString(b"\xfa\x01\x00")}, "strategy"),  # an arm from the future
+        ({"strategy": pb.Strategy(sink_window=pb.SinkWindowStrategy(window=0))}, "strategy.sink_window.window"),
+        ({"strategy": pb.Strategy(sink_window=pb.SinkWindowStrategy(window=2**32 - 1))}, "strategy.sink_window.window"),
+        ({"strategy": pb.Strategy(sink_window=pb.SinkWindowStrategy(sink=2**32 - 1))}, "strategy.sink_window.window"),
+        ({"limit_tokens": 0}, "limit_tokens"),
+        ({"limit_tokens": 2**64 - 1}, "limit_tokens"),
+        ({"eos_token_ids": [VOCABULARY]}, "eos_token_ids"),
+        ({"eos_token_ids": [2**32 - 1]}, "eos_token_ids"),
+        ({"eos_token_ids": [1] * 65}, "eos_token_ids"),
+        ({"client_label": "x" * 129}, "client_label"),
+        ({"client_label": "two\nlines"}, "client_label"),
+    ],
+    ids=str,
+)
+async def test_a_session_that_cannot_be_is_refused_by_the_name_of_the_field(
+    engine: Engine, client: Client, fields: dict[str, Any], named: str
+) -> None:
+    before = engine.info().kv_reserved_bytes
+    details = await refused(client.open((), **fields))
+    assert details.code.name == "INVALID_ARGUMENT"
+    assert details.error_info is not None
+    assert details.fields == [named]
+    assert engine.info().kv_reserved_bytes == before
+
+
+async def test_an_unknown_strategy_is_answered_with_the_known_ones(client: Client) -> None:
+    details = await refused(client.open((), strategy=pb.Strategy()))
+    assert all(name in details.text for name in strategy_names())
+
+
+async def test_generate_on_an_empty_history_is_refused(client: Client) -> None:
+    details = await refused(client.generate(await client.open(())))
+    assert details.reason == "INVALID_ARGUMENT INVALID_ARGUMENT"
+
+
+@pytest.mark.parametrize("method", [*UNARY_METHODS, "Generate"])
+@pytest.mark.parametrize("message", [b"\xff", b"\x0a\x02\xff\xfe", b"\x0a\x7fshort"], ids=["tag", "utf-8", "length"])
+async def test_bytes_that_are_no_message_are_refused_without_internals(
+    client: Client, method: str, message: bytes
+) -> None:
+    if method == "GetServerInfo":
+        message = b"\xff"  # it has no fields that could be wrong
+    details = await refused(client.raw(method, message))
+    assert details.reason == "INVALID_ARGUMENT"
+    assert details.text == f"the message is not a valid kakeya.v1.{method}Request"
+
+
+@pytest.mark.parametrize("session_id", ["", "unknown", "a" * 100_000, "\u202e\x00"], ids=["empty", "word", "long", "odd"])
+@pytest.mark.parametrize("method", ["AppendTokens", "Generate", "CloseSession", "GetSessionInfo"])
+async def test_every_unknown_session_gets_the_same_bytes(client: Client, method: str, session_id: str) -> None:
+    details = await refused(client.call(method, getattr(pb, f"{method}Request")(session_id=session_id)))
+    assert details.reason == "NOT_FOUND SESSION_NOT_FOUND"
+    assert details.text == "no such session; create one with CreateSession"
+    assert details.error_info is not None
+    assert not details.error_info.metadata
+
+
+async def test_a_closed_session_is_as_unknown_as_one_that_never_was(client: Client) -> None:
+    session_id = await client.open()
+    closed = await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
+    assert closed.final_history_length == len(HISTORY)
+    for gone in (session_id, "never-was"):
+        details = await refused(client.call("CloseSession", pb.CloseSessionRequest(session_id=gone)))
+        assert details.text == "no such session; create one with CreateSession"
+
+
+async def test_whether_the_session_exists_is_said_before_what_is_wrong_with_the_arguments(client: Client) -> None:
+    details = await refused(client.generate("unknown", 0, temperature=NAN))
+    assert details.reason == "NOT_FOUND SESSION_NOT_FOUND"
+    details = await refused(client.append("unknown", [VOCABULARY]))
+    assert details.reason == "NOT_FOUND SESSION_NOT_FOUND"
+
+
+@pytest.mark.parametrize("method", ["AppendTokens", "Generate"])
+async def test_a_wrong_expected_history_length_changes_nothing(client: Client, method: str) -> None:
+    session_id = await client.open()
+    fields: Any = {"session_id": session_id, "expected_history_length": 7}
+    if method == "AppendTokens":
+        request: object = pb.AppendTokensRequest(token_ids=[1], **fields)
+    else:
+        request = pb.GenerateRequest(max_tokens=1, **fields)
+    details = await refused(client.call(method, request))
+    assert details.reason == "ABORTED HISTORY_LENGTH_MISMATCH"
+    assert details.error_info is not None
+    assert dict(details.error_info.metadata) == {"expected": "7", "actual": "8"}
+    assert await client.length(session_id) == len(HISTORY)
+
+
+async def test_a_server_without_room_says_when_to_come_back() -> None:
+    with tiny_engine(max_sessions=1) as engine:
+        async with serving(engine) as handle, connected(handle) as client:
+            first = await client.open()
+            details = await refused(client.open())
+            assert details.reason == "RESOURCE_EXHAUSTED NO_CAPACITY"
+            assert details.retry_info is not None
+            assert len(await client.generate(first)) == 8
+
+
+async def test_a_session_larger_than_the_server_is_refused_for_its_bytes() -> None:
+    with tiny_engine(kv_bytes=64 * 1024) as engine:
+        async with serving(engine) as handle, connected(handle) as client:
+            details = await refused(client.open(()))
+            assert details.reason == "RESOURCE_EXHAUSTED NO_CAPACITY"
+            assert details.retry_info is None
+            assert len(await client.generate(await client.open(limit_tokens=64))) == 8
+
+
+async def test_the_owner_of_an_evicted_session_learns_why() -> None:
+    now = 0.0
+    with tiny_engine(clock=lambda: now, session_evictable_seconds=10.0, max_sessions=1) as engine:
+        async with serving(engine) as handle, connected(handle) as client:
+            first = await client.open()
+            now = 11.0
+            second = await client.open()
+            details = await refused(client.length(first))
+            assert details.reason == "NOT_FOUND SESSION_EVICTED"
+            assert details.error_info is not None
+            assert details.error_info.metadata["cause"] == "lru"
+            assert len(await client.generate(second)) == 8
+
+
+async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
+    with tiny_engine(max_queued=1) as engine, held(engine) as release:
+        async with serving(engine) as handle, connected(handle) as client:
+            waiting = asyncio.ensure_future(client.generate(await client.open()))
+            while engine.metrics.registry.get_sample_value("generate_queue_depth") != 1.0:
+                await asyncio.sleep(0)
+            details = await refused(client.generate(await client.open()))
+            release()
+            assert details.reason == "RESOURCE_EXHAUSTED OVERLOADED"
+            assert details.retry_info is not None
+            assert len(await waiting) == 8

@@ -1,0 +1,92 @@
+"""Every error has one status, and it arrives whole."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from inference_engine import errors
+from inference_engine.engine import Engine
+from inference_engine.errors import RequestError
+from inference_engine.server.status import CODES, SlowConsumer, reason_of
+from kakeya.v1 import runtime_pb2 as pb
+from tests.server.wire import Client, Details, refused
+
+EXAMPLES = {
+    "NOT_FOUND SESSION_NOT_FOUND": errors.SessionNotFound(),
+    "NOT_FOUND SESSION_EVICTED": errors.SessionEvicted("ttl"),
+    "INVALID_ARGUMENT TOKEN_OUT_OF_RANGE": errors.TokenOutOfRange("token_ids", "id 200 is too large"),
+    "INVALID_ARGUMENT INVALID_ARGUMENT": errors.InvalidArgument("top_p", "must be in (0, 1], got 2"),
+    "RESOURCE_EXHAUSTED APPEND_TOO_LARGE": errors.AppendTooLarge(7, 5),
+    "ABORTED SESSION_BUSY": errors.SessionBusy(2.0),
+    "ABORTED SESSION_CLOSED": errors.SessionClosed(),
+    "ABORTED HISTORY_LENGTH_MISMATCH": errors.HistoryLengthMismatch(3, 5),
+    "RESOURCE_EXHAUSTED NO_CAPACITY": errors.NoCapacity("no room", retry_after_seconds=1.5),
+    "RESOURCE_EXHAUSTED OVERLOADED": errors.Overloaded("the queue is full", retry_after_seconds=0.25),
+    "RESOURCE_EXHAUSTED HISTORY_LIMIT": errors.HistoryLimit(500, 20, 512),
+    "RESOURCE_EXHAUSTED SLOW_CONSUMER": SlowConsumer(30.0),
+    "UNAUTHENTICATED UNAUTHENTICATED": errors.Unauthenticated(),
+    "UNAVAILABLE DRAINING": errors.Draining(),
+    "FAILED_PRECONDITION INV1": errors.InvariantViolated("INV1", "3 positions of 2"),
+    "FAILED_PRECONDITION INV2": errors.InvariantViolated("INV2", "went back"),
+    "FAILED_PRECONDITION INV3": errors.InvariantViolated("INV3", "splits differ"),
+    "INTERNAL NON_FINITE_LOGITS": errors.NonFiniteLogits(12),
+    "DEADLINE_EXCEEDED DEADLINE": errors.DeadlineExceeded(40),
+    "INTERNAL INTERNAL": errors.InternalError("c0ffee"),
+}
+
+
+def kinds(base: type[RequestError] = RequestError) -> Iterator[type[RequestError]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from kinds(kind)
+
+
+async def info_refused(client: Client) -> Details:
+    return await refused(client.call("GetSessionInfo", pb.GetSessionInfoRequest(session_id="any")))
+
+
+def test_every_kind_of_request_error_has_an_example_here_and_a_code() -> None:
+    assert {type(error) for error in EXAMPLES.values()} == set(kinds())
+    assert {reason_of(error) for error in EXAMPLES.values()} <= set(CODES)
+
+
+@pytest.mark.parametrize("expected", EXAMPLES)
+async def test_an_error_arrives_with_its_code_reason_metadata_and_hints(
+    expected: str, engine: Engine, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = EXAMPLES[expected]
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "session_info", fail)
+        details = await info_refused(client)
+
+    assert details.reason == expected
+    assert details.text == error.message
+    assert details.error_info is not None
+    assert details.error_info.domain == "kakeya.v1"
+    assert dict(details.error_info.metadata) == error.metadata
+    assert details.fields == ([error.field] if isinstance(error, errors.InvalidArgument) else [])
+    delay = details.retry_info.retry_delay.ToNanoseconds() / 1e9 if details.retry_info else None
+    assert delay == error.retry_after_seconds
+
+
+async def test_a_bug_of_ours_shows_an_incident_id_and_the_log_has_the_rest(
+    engine: Engine, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise KeyError("secret-detail-of-the-implementation")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "session_info", fail)
+        details = await info_refused(client)
+
+    assert details.reason == "INTERNAL INTERNAL"
+    assert details.error_info is not None
+    incident = details.error_info.metadata["incident"]
+    assert details.text == f"internal error, incident {incident}"
+    record = next(record for record in caplog.records if incident in record.getMessage())
+    assert record.exc_info is not None
+    assert "secret-detail" in str(record.exc_info[1])

@@ -1,0 +1,143 @@
+"""What import contracts cannot say: who reads the environment, where mlx lives, what may run code, how files are named.
+
+Each rule is a function from one source file to what it finds there, so that the rule itself can be tried on a bad line.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SHIPPED = ("inference_engine", "kv_cache_proposer", "sdks/python/src")
+OURS = (*SHIPPED, "scripts", "tests", "sdks/python/examples", "sdks/python/tests")
+GENERATED = ROOT / "sdks/python/src/kakeya/v1"
+ENVIRONMENT_READER = ROOT / "inference_engine/config.py"
+
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+UNSAFE_FORMATS = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+# Words that say when, for whom or where a file was made instead of what it is. `window` and `cuda` are not among them.
+NAME_WORDS = re.compile(
+    r"v\d+|phase\d*|milestone\d*|sprint\d*|issue\d*|ticket\d*|pr\d+|new|old|legacy|final|draft\d+|wip|tmp|temp|misc"
+    r"|linux|macos|darwin|osx|win32|win64|windows|ubuntu|x86|arm64|laptop|nvidia|[ahb][12]00|m[1-4]"
+)
+
+Rule = Callable[[ast.AST, Path], Iterator[str]]
+
+
+def environment_access(tree: ast.AST, path: Path) -> Iterator[str]:
+    """Reads or writes of the process environment outside the settings."""
+    if path == ENVIRONMENT_READER:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            names = {node.attr}
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            names = {alias.name for alias in node.names}
+        else:
+            continue
+        yield from (f"os.{name} (line {node.lineno})" for name in sorted(names & ENVIRONMENT))
+
+
+def mlx_outside_its_place(tree: ast.AST, path: Path) -> Iterator[str]:
+    """Imports of mlx in files that neither are named mlx nor lie in a folder of that name."""
+    if "mlx" in path.relative_to(ROOT).with_suffix("").parts:
+        return
+    for name, line in _imports(tree):
+        if name.split(".")[0] in {"mlx", "mlx_lm"}:
+            yield f"import {name} (line {line})"
+
+
+def code_from_data(tree: ast.AST, path: Path) -> Iterator[str]:
+    """Ways in which a file of weights or a string could become running code."""
+    del path
+    for name, line in _imports(tree):
+        if name.split(".")[0] in UNSAFE_FORMATS or name in {"torch.load", "torch.serialization"}:
+            yield f"import {name} (line {line})"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}:
+            yield f"{node.func.id}() (line {node.lineno})"
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
+            yield f"torch.load (line {node.lineno})"
+        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code" and ast.unparse(node.value) != "False":
+            yield f"trust_remote_code (line {node.lineno})"
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def source_files(folders: tuple[str, ...]) -> list[Path]:
+    """Every Python file below `folders` that is written by hand."""
+    found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return sorted(path for path in found if GENERATED not in path.parents)
+
+
+def violations(rule: Rule, folders: tuple[str, ...]) -> list[str]:
+    """What `rule` finds below `folders`, one line a finding."""
+    return [
+        f"{path.relative_to(ROOT)}: {finding}"
+        for path in source_files(folders)
+        for finding in rule(ast.parse(path.read_bytes(), str(path)), path)
+    ]
+
+
+def test_only_the_settings_touch_the_environment() -> None:
+    assert violations(environment_access, OURS) == []
+
+
+def test_mlx_is_imported_only_where_the_name_says_so() -> None:
+    assert violations(mlx_outside_its_place, OURS) == []
+
+
+def test_nothing_we_ship_turns_data_into_code() -> None:
+    assert violations(code_from_data, SHIPPED) == []
+
+
+def test_no_file_is_named_after_a_version_a_phase_a_ticket_or_a_platform() -> None:
+    folders = [ROOT / name for name in (*OURS, "docs", "results", "sdks/typescript/src")]
+    paths = (path.relative_to(ROOT) for folder in folders for path in folder.rglob("*") if path.suffix != ".pyc")
+    named = (path for path in paths if "node_modules" not in path.parts and not _is_wire_package(path))
+    # A record of a decision is numbered, and a record of a measurement may hold its machine: inside, not in its name.
+    words = ((path, re.split(r"[_\-.]+", path.stem.lower())) for path in named if path.parts[:2] != ("docs", "adr"))
+    assert [str(path) for path, parts in words if any(NAME_WORDS.fullmatch(word) for word in parts)] == []
+
+
+def _is_wire_package(path: Path) -> bool:
+    return "kakeya/v1" in path.as_posix()
+
+
+@pytest.mark.parametrize(
+    ("rule", "line"),
+    [
+        (environment_access, "import os; os.environ['HOME']"),
+        (environment_access, "from os import getenv"),
+        (mlx_outside_its_place, "import mlx.core as mx"),
+        (mlx_outside_its_place, "from mlx_lm import load"),
+        (code_from_data, "import pickle"),
+        (code_from_data, "import torch; torch.load('weights.bin')"),
+        (code_from_data, "from torch import load"),
+        (code_from_data, "eval(text)"),
+        (code_from_data, "AutoModel.from_pretrained(path, trust_remote_code=True)"),
+    ],
+)
+def test_a_rule_finds_what_it_forbids(rule: Rule, line: str) -> None:
+    assert list(rule(ast.parse(line), ROOT / "inference_engine/engine.py"))
+
+
+@pytest.mark.parametrize(
+    ("rule", "line"),
+    [
+        (environment_access, "import os; os.replace(a, b)"),
+        (code_from_data, "model.eval()"),
+        (code_from_data, "AutoModel.from_pretrained(path, trust_remote_code=False)"),
+    ],
+)
+def test_a_rule_lets_the_harmless_pass(rule: Rule, line: str) -> None:
+    assert not list(rule(ast.parse(line), ROOT / "inference_engine/engine.py"))

@@ -1,0 +1,73 @@
+"""TinyModel: a two-layer random model with grouped queries and one windowed layer, and engines around it.
+
+Made from a seed, so no test needs a download. Its weights are large enough that greedy tokens are far apart.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.config import EngineConfig
+from inference_engine.engine import Engine
+from inference_engine.models.seam import ATTENTION, Seam
+from inference_engine.types import ModelFacts
+
+VOCABULARY = 128
+TRAINED_POSITIONS = 512
+NATIVE_WINDOW = 24
+# Small units, so that windows wrap and segments end within a short test.
+SMALL = {"page_tokens": 4, "segment_tokens": 16, "step_tokens": 64, "kv_bytes": 64 * 2**20}
+
+
+def tiny_config(*, windowed: bool = True) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=TRAINED_POSITIONS,
+        use_sliding_window=windowed,
+        sliding_window=NATIVE_WINDOW if windowed else None,
+        layer_types=["sliding_attention" if windowed else "full_attention", "full_attention"],
+        initializer_range=0.3,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def tiny_model(*, seed: int = 0, windowed: bool = True, attention: str = "eager") -> PreTrainedModel:
+    """The model as transformers runs it (`attention="eager"`), or ready for the seam."""
+    config = tiny_config(windowed=windowed)
+    config._attn_implementation = attention
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config).eval()
+
+
+@lru_cache(maxsize=8)
+def tiny_forward(*, seed: int = 0, windowed: bool = True) -> TorchForward:
+    seam = Seam(tiny_model(seed=seed, windowed=windowed, attention=ATTENTION))
+    facts = ModelFacts(
+        model_id="tiny",
+        vocab_size=VOCABULARY,
+        trained_positions=TRAINED_POSITIONS,
+        device="cpu",
+        dtype="float32",
+    )
+    return TorchForward(seam, facts, torch.device("cpu"))
+
+
+def tiny_engine(*, seed: int = 0, windowed: bool = True, **settings: Any) -> Engine:
+    """An engine on TinyModel. `settings` change EngineConfig; `clock` and `journal` go to the engine."""
+    extras = {name: settings.pop(name) for name in ("clock", "journal") if name in settings}
+    config = EngineConfig(**{**SMALL, **settings})
+    return Engine(tiny_forward(seed=seed, windowed=windowed), config, **extras)
