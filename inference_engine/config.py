@@ -1,7 +1,8 @@
 """All settings, and the only place that reads files, flags or the environment.
 
-A setting is looked up in this order, first hit wins: command-line flag, environment (`KAKEYA_<NAME>` in capitals), TOML file
-(`--config`, or `KAKEYA_CONFIG`), the default below. Unknown keys in the file are refused, so that a typo cannot pass silently.
+A setting is looked up in this order, first hit wins: command-line flag, environment (`KAKEYA_<NAME>` in capitals),
+TOML file (`--config`, or `KAKEYA_CONFIG`), the default below. Unknown keys in the file are refused, so that a typo
+cannot pass silently.
 
 Sizes are bytes and accept a suffix in text (`512MiB`, `4GiB`); durations are seconds; lengths are tokens.
 """
@@ -68,9 +69,7 @@ class EngineConfig:
                 f"segment_tokens must be a multiple of page_tokens ({self.page_tokens}), got {self.segment_tokens}"
             )
         if self.step_tokens < self.segment_tokens:
-            raise ConfigError(
-                f"step_tokens must hold a segment ({self.segment_tokens} tokens), got {self.step_tokens}"
-            )
+            raise ConfigError(f"step_tokens must hold a segment ({self.segment_tokens} tokens), got {self.step_tokens}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

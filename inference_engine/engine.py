@@ -133,7 +133,10 @@ class Generation:
 
 
 class Engine:
-    """One model, one device thread, many sessions. Every method raises RequestError kinds for what callers get wrong."""
+    """One model, one device thread, many sessions.
+
+    Every method raises RequestError kinds for what callers get wrong.
+    """
 
     def __init__(
         self,
@@ -144,7 +147,10 @@ class Engine:
         metrics: EngineMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Allocate the pool and start the engine's thread. Raises ConfigError or BackendError for what cannot be had."""
+        """Allocate the pool and start the engine's thread.
+
+        Raises ConfigError or BackendError for what cannot be had.
+        """
         self.config = config or EngineConfig()
         self.metrics = metrics or EngineMetrics()
         self._forward = forward

@@ -55,7 +55,8 @@ class InvalidArgument(RequestError):
     reason = "INVALID_ARGUMENT"
 
     def __init__(self, field: str, message: str, **metadata: object) -> None:
-        super().__init__(f"{field}: {message}", field=field, **metadata)
+        super().__init__(f"{field}: {message}")
+        self.metadata = {"field": field, **{key: str(value) for key, value in metadata.items()}}
         self.field = field
         self.description = message
 

@@ -37,9 +37,7 @@ class EngineMetrics:
 
     def _add_sessions(self) -> None:
         self.sessions_active = self._gauge("session_active", "Sessions open now.")
-        self.sessions_total = self._counter(
-            "session_total", "Sessions that ended, by how.", outcome=SESSION_OUTCOMES
-        )
+        self.sessions_total = self._counter("session_total", "Sessions that ended, by how.", outcome=SESSION_OUTCOMES)
         self.evicted = self._counter(
             "session_evicted_total", "Sessions the server closed on its own, by cause.", reason=EVICTION_REASONS
         )

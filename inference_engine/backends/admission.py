@@ -1,8 +1,8 @@
 """Admits a model by test: a shrunken twin of it must give the model's own logits through our seam.
 
-The twin has the same class and a few small layers; every window and context field is cut to 8, so that windows bite within 40
-tokens. Its own eager forward over the whole text is compared with ours in chunks, and packed beside a stranger. An architecture that
-attends in a way we do not honour differs here, before it could answer wrongly.
+The twin has the same class and a few small layers; every window and context field is cut to 8, so that windows bite
+within 40 tokens. Its own eager forward over the whole text is compared with ours in chunks, and packed beside a
+stranger. An architecture that attends in a way we do not honour differs here, before it could answer wrongly.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def admit(model: PreTrainedModel) -> None:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"{kind.__name__} could not be tried out on a small twin: {type(error).__name__}: {error}") from error
+        raise ModelError(
+            f"{kind.__name__} could not be tried out on a small twin: {type(error).__name__}: {error}"
+        ) from error
     difference = float((expected - ours).abs().max())
     if not difference <= _TOLERANCE * max(1.0, float(expected.abs().max())):
         raise ModelError(
@@ -70,7 +72,11 @@ def shrunken(config: PretrainedConfig) -> PretrainedConfig:
     group = max(1, text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or text.num_attention_heads))
     changes: dict[str, Any] = {name: value for name, value in _SMALL.items() if getattr(text, name, None)}
     changes |= {name: 8 for name in _WINDOW_FIELDS if getattr(text, name, None)}
-    changes |= {"num_hidden_layers": len(chosen), "num_attention_heads": 2 * group, "max_position_embeddings": 4 * _LENGTH}
+    changes |= {
+        "num_hidden_layers": len(chosen),
+        "num_attention_heads": 2 * group,
+        "max_position_embeddings": 4 * _LENGTH,
+    }
     if getattr(text, "num_key_value_heads", None):
         changes["num_key_value_heads"] = 2
     if getattr(text, "head_dim", None):

@@ -1,6 +1,7 @@
 """What the decode room needs of a device: rows in, logits out. One protocol above all backends.
 
-A backend loads weights, allocates arenas and runs the forward. It may substitute modules or lower the step, under one law: equal logits.
+A backend loads weights, allocates arenas and runs the forward. It may substitute modules or lower the step, under one
+law: equal logits.
 """
 
 from __future__ import annotations
@@ -52,4 +53,3 @@ class Forward(Protocol):
 
     def run(self, step: Step) -> Tensor:
         """One forward over all layers. Returns float32 logits [len(logit_rows), V] on the device."""
-

@@ -1,7 +1,8 @@
 """Finds what rows and keys must be padded to so that a row's bits do not depend on its neighbours.
 
-Matrix libraries choose their order of summation by the shape they are given: on a CPU a lone row and the same row among 64 differ in the
-last bits. Shapes that are multiples of some quantum can agree. Which quantum does is measured here, on the model's own weights.
+Matrix libraries choose their order of summation by the shape they are given: on a CPU a lone row and the same row
+among 64 differ in the last bits. Shapes that are multiples of some quantum can agree. Which quantum does is measured
+here, on the model's own weights.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ def probe_quanta(seam: Seam) -> tuple[int, int]:
     for row_quantum in _ROW_QUANTA:
         if all(_linear_agrees(weight, row_quantum, generator) for weight in _distinct_weights(seam)):
             for key_quantum in _KEY_QUANTA:
-                if all(_attention_agrees(seam, shape, row_quantum, key_quantum, generator) for shape in _head_shapes(seam)):
+                if all(
+                    _attention_agrees(seam, shape, row_quantum, key_quantum, generator) for shape in _head_shapes(seam)
+                ):
                     return row_quantum, key_quantum
     raise BackendError(
-        f"fixed-shape mode is not to be had here: with {seam.dtype} on {next(seam.model.parameters()).device} no row quantum of "
-        f"{_ROW_QUANTA} and key quantum of {_KEY_QUANTA} gives equal bits; use batched mode"
+        f"fixed-shape mode is not to be had here: with {seam.dtype} on {next(seam.model.parameters()).device} no row "
+        f"quantum of {_ROW_QUANTA} and key quantum of {_KEY_QUANTA} gives equal bits; use batched mode"
     )
 
 

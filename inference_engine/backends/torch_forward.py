@@ -55,8 +55,8 @@ class TorchForward:
         return int(psutil.virtual_memory().available)
 
     def open(self, geometry: Geometry, capacity_bytes: int) -> KVContext:
-        def allocate(shape: tuple[int, int]) -> Tensor:
-            return torch.zeros(shape, dtype=self.seam.dtype, device=self._device)
+        def allocate(count: int) -> Tensor:
+            return torch.zeros(count, dtype=self.seam.dtype, device=self._device)
 
         return KVContext(
             geometry=geometry,

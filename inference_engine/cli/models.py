@@ -44,6 +44,7 @@ def add_parser(subparsers: Subparsers) -> None:
     show.add_argument("model", metavar="NAME|PATH", help="a known name, or a folder with safetensors")
     show.add_argument("--verify", action="store_true", help="hash the weights again, even if they look unchanged")
     for command in (list_, fetch_, show):
+        command.add_argument("--config", metavar="FILE", help="settings file (TOML)")
         command.add_argument("--cache-dir", help="where models are kept (default: the user's cache folder)")
         command.set_defaults(run=run)
 
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """Do what `args` of `add_parser` ask for, print to standard output, return the exit status."""
     console, errors = Console(), Console(stderr=True)
     try:
-        cache = resolve(ModelConfig, {"cache_dir": args.cache_dir}).cache_path
+        cache = resolve(ModelConfig, {"cache_dir": args.cache_dir}, file=args.config).cache_path
         match args.models_command:
             case "list":
                 console.print(_list(cache))

@@ -1,8 +1,9 @@
 """Draws one token from one row of logits.
 
-Order: repetition penalty (whole history), bias, temperature, top_k, top_p, min_p; log-probabilities are of the raw logits. The draw
-inverts the cumulative distribution, in order of token id, at a uniform number that is a function of (seed, position) alone
-(Philox, Salmon et al., SC'11), so neither the way a history was built nor drafting can change it.
+Order: repetition penalty (whole history), bias, temperature, top_k, top_p, min_p; log-probabilities are of the raw
+logits. The draw inverts the cumulative distribution, in order of token id, at a uniform number that is a function of
+(seed, position) alone (Philox, Salmon et al., SC'11), so neither the way a history was built nor drafting can change
+it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Sampler:
         return self.sampling.is_greedy and self.seen is None and self.bias is None
 
     def draw(self, logits: Tensor, position: int) -> Tensor:
-        """The token for `position` from raw float32 `logits` [V]; a scalar tensor on the device (no synchronisation)."""
+        """The token for `position` from raw float32 `logits` [V], as a scalar tensor: no synchronisation."""
         sampling = self.sampling
         if self.seen is not None:
             penalised = torch.where(
@@ -63,7 +64,7 @@ class Sampler:
         probabilities = filtered_probabilities(logits, sampling)
         cumulative = probabilities.cumsum(0)
         target = cumulative[-1] * uniform(self.seed, position)
-        # The first id whose cumulative probability exceeds the target; ids that were filtered out add nothing and are passed.
+        # The first id whose cumulative probability exceeds the target; ids that were filtered out add nothing.
         return torch.searchsorted(cumulative, target, right=True).clamp_max(len(cumulative) - 1)
 
     def observe(self, token_id: int) -> None:

@@ -1,7 +1,8 @@
 """The verifier: runs the target over a block of rows of several sessions, and commits what is accepted.
 
-A block is the tokens of one session that have no K/V yet: a chunk of prefill, or the last sampled token. Its last row's logits give the
-next token when the block reaches the end of the history. One synchronisation per step: the token ids come back together.
+A block is the tokens of one session that have no K/V yet: a chunk of prefill, or the last sampled token. Its last
+row's logits give the next token when the block reaches the end of the history. One synchronisation per step: the token
+ids come back together.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Verifier:
     def run(self, blocks: Sequence[Block]) -> list[Sample | None]:
         """Forward all blocks in one step. Their rows are committed; a sample stands where one was wanted.
 
-        If the forward raises, no row is committed and every session is as it was. Raises BlockFailed for a broken invariant.
+        If the forward raises, no row is committed and every session is as it was. Raises BlockFailed for a broken
+        invariant.
         """
         try:
             for index, block in enumerate(blocks):

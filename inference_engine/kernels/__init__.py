@@ -1,1 +1,1 @@
-"""Array operations: the contract and a plain torch reference of each; faster ones live below under the same file name."""
+"""Array operations: the contract and a plain torch reference of each; faster ones live below under the same name."""

@@ -2,8 +2,8 @@
 
     queries [T, Hq, D] · keys, values [Hkv, S, D] · mask [T, S] additive, or None when every query sees every key
 
-Query heads come in groups of `Hq // Hkv` per KV head, as in grouped-query attention (Ainslie et al., arXiv 2305.13245). The group is
-folded into the query rows, so K and V are read once per KV head and no copy of them is made.
+Query heads come in groups of `Hq // Hkv` per KV head, as in grouped-query attention (Ainslie et al., arXiv
+2305.13245). The group is folded into the query rows, so K and V are read once per KV head and no copy of them is made.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from inference_engine.errors import ConfigError
@@ -52,6 +53,11 @@ class Geometry:
     def row_bytes(self) -> int:
         """Bytes of one position in all layers."""
         return sum(layer.row_bytes(self.itemsize) for layer in self.layers)
+
+    @property
+    def alignment(self) -> int:
+        """Numbers that slabs are multiples of: a row begins there whatever the head size."""
+        return math.lcm(*(layer.head_dim for layer in self.layers))
 
     def round_up(self, rows: int) -> int:
         """Rows that `rows` take in memory."""

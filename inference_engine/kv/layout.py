@@ -4,12 +4,14 @@
     position   0 1 2 3 | 4 … 7 | 8 … 15 | 16 … 21
     sees       ■ ■ ■ ■ |       | ■ ■ ■ ■ | ■ ■ ■ ■
 
-The first `sink` positions stay where they are. The others go round a ring that holds the window and one segment. A query at i
-sees sink ∪ [b(i) − window, i], b(i) being the start of its segment: a function of positions alone, so that it does not matter in how
-many calls the tokens came. Rows leave when the history reaches a segment boundary, never in between.
+The first `sink` positions stay where they are. The others go round a ring that holds the window and one segment. A
+query at i sees sink ∪ [b(i) − window, i], b(i) being the start of its segment: a function of positions alone, so that
+it does not matter in how many calls the tokens came. Rows leave when the history reaches a segment boundary, never in
+between.
 
-The distance to the sink is capped (Xiao et al., StreamingLLM, arXiv 2309.17453, section 3.2): sink keys are read as if they stood right before the
-oldest row of the window. All queries of a segment see them at the same place, so their keys are rotated once per segment.
+The distance to the sink is capped (Xiao et al., StreamingLLM, arXiv 2309.17453, section 3.2): sink keys are read as if
+they stood right before the oldest row of the window. All queries of a segment see them at the same place, so their
+keys are rotated once per segment.
 """
 
 from __future__ import annotations

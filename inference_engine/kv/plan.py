@@ -2,9 +2,10 @@
 
     packed rows   | session A: 3 rows | session B: 1 row | …            input_ids [1, N]
 
-Everything a layer needs is worked out here once, as host integers and one transfer; `attend` then runs layer after layer with no session
-object, no synchronisation and no decision. In fixed-shape mode each session's rows sit at their position modulo the row quantum, padded on both sides,
-and keys are padded to the key quantum: a row then meets the same arithmetic whatever else is in the forward.
+Everything a layer needs is worked out here once, as host integers and one transfer; `attend` then runs layer after
+layer with no session object, no synchronisation and no decision. In fixed-shape mode each session's rows sit at their
+position modulo the row quantum, padded on both sides, and keys are padded to the key quantum: a row then meets the
+same arithmetic whatever else is in the forward.
 """
 
 from __future__ import annotations
@@ -45,13 +46,15 @@ class Span:
 
     @property
     def count(self) -> int:
-        return self.real.stop - self.real.start
+        return int(self.real.stop - self.real.start)
 
 
 class StepPlan:
     """Built from sessions that have staged their rows; valid until one of them commits."""
 
-    def __init__(self, sessions: Sequence[SessionKV], geometry: Geometry, pool: Pool, *, mask_dtype: torch.dtype) -> None:
+    def __init__(
+        self, sessions: Sequence[SessionKV], geometry: Geometry, pool: Pool, *, mask_dtype: torch.dtype
+    ) -> None:
         self._geometry = geometry
         self._pool = pool
         self._device = next(iter(pool.arenas.values())).keys.device
@@ -81,7 +84,10 @@ class StepPlan:
         softcap: float | None = None,
         head_sinks: Tensor | None = None,
     ) -> Tensor:
-        """Write the step's rows of `layer` and attend. All [1, H, N, D], queries and keys rotated; returns [1, N, Hq, D]."""
+        """Write the step's rows of `layer` and attend.
+
+        All [1, H, N, D], queries and keys rotated; returns [1, N, Hq, D].
+        """
         arena = self._arena(layer)
         write = self._writes[layer]
         arena.keys.index_copy_(0, write, _by_row(keys))

@@ -3,8 +3,8 @@
     stage(n)       the next n positions get slots; their rows are written by this step's attention
     commit(length) staged rows below `length` stay, the rest are wiped; then, at a segment boundary, rows leave
 
-Eviction happens in `commit`, never before, so a rejected draft leaves no trace. Slots are wiped when they are opened, rejected or
-evicted: the slab's bytes are a function of the committed rows alone.
+Eviction happens in `commit`, never before, so a rejected draft leaves no trace. Slots are wiped when they are opened,
+rejected or evicted: the slab's bytes are a function of the committed rows alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from inference_engine.errors import InvariantViolated, NoCapacity
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Layout, Positions
-from inference_engine.kv.pool import Demand, Pool
+from inference_engine.kv.pool import Pool
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Bound, Footprint
 
@@ -64,7 +64,10 @@ class LayerGroup:
 
 
 class SessionKV:
-    """The live state behind a strategy's spec. Everything but construction and `release` runs on the engine's thread."""
+    """The live state behind a strategy's spec.
+
+    Everything but construction and `release` runs on the engine's thread.
+    """
 
     def __init__(self, strategy: KVStrategy, context: KVContext, limit_tokens: int | None) -> None:
         """Reserve the slab. Raises NoCapacity, with nothing taken, if the pool has no room for it."""
@@ -88,7 +91,7 @@ class SessionKV:
                 capacity_bytes=context.pool.capacity_bytes,
             )
         self._starts = starts
-        self.groups = _group_layers(strategy.layouts(geometry, limit_tokens), geometry, starts, self._demands)
+        self.groups = _group_layers(strategy.layouts(geometry, limit_tokens), geometry, starts)
 
     # -- the life of rows -------------------------------------------------------------------------------------------
 
@@ -195,12 +198,9 @@ class SessionKV:
         keys.index_copy_(0, torch.from_numpy(target.copy()).to(device), moved.reshape(-1, group.head_dim))
 
 
-def _group_layers(
-    layouts: tuple[Layout, ...], geometry: Geometry, starts: tuple[int, ...], demands: tuple[Demand, ...]
-) -> tuple[LayerGroup, ...]:
+def _group_layers(layouts: tuple[Layout, ...], geometry: Geometry, starts: tuple[int, ...]) -> tuple[LayerGroup, ...]:
     members: dict[tuple[Layout, int, int, str], list[int]] = {}
     for index, (layer, layout) in enumerate(zip(geometry.layers, layouts, strict=True)):
-        assert demands[index].lane == layout.lane
         members.setdefault((layout, layer.kv_heads, layer.head_dim, layer.rotary), []).append(index)
     return tuple(
         LayerGroup(

@@ -1,7 +1,7 @@
 """The strategy interface: a frozen spec that says, per layer, which rows a session keeps and how long it can grow.
 
-A strategy is data. The planner (`kv/plan.py`) turns its rules into one attention call for all sessions of a step; nothing asks which strategy it
-has. A new one is a file in `strategies/` and its line in the registry there.
+A strategy is data. The planner (`kv/plan.py`) turns its rules into one attention call for all sessions of a step;
+nothing asks which strategy it has. A new one is a file in `strategies/` and its line in the registry there.
 """
 
 from __future__ import annotations
@@ -46,8 +46,12 @@ class KVStrategy(ABC):
 
     def demands(self, geometry: Geometry, limit_tokens: int | None) -> tuple[Demand, ...]:
         """Each layer's part of the slab."""
+        unit = geometry.alignment
         return tuple(
-            Demand(head_dim=layer.head_dim, kv_heads=layer.kv_heads, lane=layout.lane)
+            Demand(
+                head_dim=layer.head_dim,
+                elements=-(-layer.kv_heads * layout.lane * layer.head_dim // unit) * unit,
+            )
             for layer, layout in zip(geometry.layers, self.layouts(geometry, limit_tokens), strict=True)
         )
 
@@ -56,7 +60,8 @@ class KVStrategy(ABC):
 
         Rows of a running step are staged in the slab itself, so the peak is no higher than what is sustained.
         """
-        held = sum(2 * demand.rows * demand.head_dim * geometry.itemsize for demand in self.demands(geometry, limit_tokens))
+        elements = sum(demand.elements for demand in self.demands(geometry, limit_tokens))
+        held = 2 * elements * geometry.itemsize
         return Bound(sustained_bytes=held, peak_bytes=held)
 
     def evicted(self, geometry: Geometry, length: int) -> int:

@@ -68,20 +68,26 @@ def fetch_model(known: KnownModel, cache: Path, *, console: Console | None = Non
     """`fetch` for a record of the registry, or one like it."""
     cache = cache.absolute()
     folder = model_folder(known.name, cache)
-    if _problem(known, cache) is None:
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    console = console or Console(stderr=True)
-    with _progress(console) as progress, _lock(folder, progress):
-        if (problem := _problem(known, cache)) is not None:
-            if folder.exists():
-                logger.warning("%s", problem)
-            for left_over in folder.parent.glob(f".{known.name}~*"):
-                shutil.rmtree(left_over, ignore_errors=True)
-            _check_room(known, folder.parent)
-            with tempfile.TemporaryDirectory(prefix=f".{known.name}~", dir=folder.parent) as work:
-                _build(known, folder, Path(work), cache, progress)
+    try:
+        if _problem(known, cache) is None:
+            return folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _progress(console or Console(stderr=True)) as progress, _lock(folder, progress):
+            if (problem := _problem(known, cache)) is not None:
+                if folder.exists():
+                    logger.warning("%s", problem)
+                _replace(known, folder, cache, progress)
+    except OSError as error:
+        raise ModelError(f"{known.name} cannot be put into {cache}: {error}") from error
     return folder
+
+
+def _replace(known: KnownModel, folder: Path, cache: Path, progress: Progress) -> None:
+    for left_over in folder.parent.glob(f".{known.name}~*"):
+        shutil.rmtree(left_over, ignore_errors=True)
+    _check_room(known, folder.parent)
+    with tempfile.TemporaryDirectory(prefix=f".{known.name}~", dir=folder.parent) as work:
+        _build(known, folder, Path(work), cache, progress)
 
 
 def _build(known: KnownModel, folder: Path, work: Path, cache: Path, progress: Progress) -> None:

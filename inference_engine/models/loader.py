@@ -58,21 +58,10 @@ def check_model(name_or_path: str, *, cache: Path, thorough: bool = False) -> Ch
 
     thorough: hash the weights even if they look as they did when they were last hashed. Raises ModelError.
     """
-    if is_known(name_or_path):
-        folder = model_folder(name_or_path, cache)
-        manifest: Manifest | None = check_fetched(known_model(name_or_path), cache, thorough=thorough)
-        check_names(folder)
-    else:
-        folder = Path(name_or_path).expanduser()
-        if not folder.exists():
-            raise ModelError(
-                f"{name_or_path}: neither a known model ({', '.join(known_names())}) nor an existing folder"
-            )
-        check_names(folder)
-        manifest = check_manifest(folder, cache=cache, thorough=thorough) if has_manifest(folder) else None
-    check_content(folder)
-    model_id = manifest.model if manifest is not None else folder.resolve().name
-    return CheckedFolder(model_id=model_id, folder=folder.resolve(), manifest=manifest)
+    try:
+        return _check_model(name_or_path, cache, thorough)
+    except OSError as error:
+        raise ModelError(f"{name_or_path}: cannot be read: {error}") from error
 
 
 def load_model(
@@ -101,18 +90,12 @@ def load_model(
     if device != "cpu":
         model.to(device)
     text = model.config.get_text_config()
-    trained_positions = getattr(text, "max_position_embeddings", None)
-    if not isinstance(trained_positions, int) or trained_positions < 1:
-        raise ModelError(
-            f"{checked.folder}: max_position_embeddings is {trained_positions!r}; "
-            "a model that does not say how long its histories may be cannot be served"
-        )
     return LoadedModel(
         model=model.eval(),
         model_id=checked.model_id,
         folder=checked.folder,
-        trained_positions=trained_positions,
-        vocab_size=text.vocab_size,
+        trained_positions=_positive(text, "max_position_embeddings", checked.folder),
+        vocab_size=_positive(text, "vocab_size", checked.folder),
         dtype=dtype,
         device=device,
         weights_sha256=_weights_sha256(checked),
@@ -125,6 +108,24 @@ def tokenizer_folder(name_or_path: str, cache: Path) -> Path:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(f"{folder}: holds no tokenizer ({', '.join(TOKENIZER_FILES)})")
     return folder
+
+
+def _check_model(name_or_path: str, cache: Path, thorough: bool) -> CheckedFolder:
+    manifest: Manifest | None = None
+    if is_known(name_or_path):
+        folder = model_folder(name_or_path, cache)
+        manifest = check_fetched(known_model(name_or_path), cache, thorough=thorough)
+        check_names(folder)
+    else:
+        folder = Path(name_or_path).expanduser()
+        if not folder.exists():
+            raise ModelError(f"{name_or_path}: neither a known model ({', '.join(known_names())}) nor a folder")
+        check_names(folder)
+        if has_manifest(folder):
+            manifest = check_manifest(folder, cache=cache, thorough=thorough)
+    check_content(folder)
+    folder = folder.resolve()
+    return CheckedFolder(model_id=manifest.model if manifest else folder.name, folder=folder, manifest=manifest)
 
 
 def _from_pretrained(folder: Path, dtype: Any, attention: str) -> Any:
@@ -150,6 +151,13 @@ def _from_pretrained(folder: Path, dtype: Any, attention: str) -> Any:
                 f"first {keys[0]}; the files are of different models or versions"
             )
     return model
+
+
+def _positive(config: Any, name: str, folder: Path) -> int:
+    value = getattr(config, name, None)
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"{folder}: config.json: {name} is {value!r}; a model that does not say cannot be served")
+    return value
 
 
 def _check_device(device: str) -> None:

@@ -1,9 +1,10 @@
 """The seam into transformers: one registered attention function, and rotation taken over from the model.
 
-No model code is ours and none is patched. Every attention layer of a model loaded with `attn_implementation=ATTENTION` calls `_attend`
-with the step's plan, which arrives through the model's own keyword arguments. The model's rotary module is replaced by one that gives each row
-the angles of its own absolute position, from a table that never changes; the model applies them with its own function. (transformers'
-own module follows the longest row of a batch in some rotary kinds: a neighbour would move your logits.)
+No model code is ours and none is patched. Every attention layer of a model loaded with `attn_implementation=ATTENTION`
+calls `_attend` with the step's plan, which arrives through the model's own keyword arguments. The model's rotary
+module is replaced by one that gives each row the angles of its own absolute position, from a table that never changes;
+the model applies them with its own function. (transformers' own module follows the longest row of a batch in some
+rotary kinds: a neighbour would move your logits.)
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -77,10 +78,12 @@ def _attend(
     for name, given in others.items():
         if given is not None and given is not False and name not in _WITHOUT_EFFECT:
             raise ModelError(f"{type(module).__name__} passes {name}={given!r} to attention, which cannot be honoured")
-    layer: int = module.layer_idx
+    layer = cast("int", module.layer_idx)
     geometry = batch.layers[layer]
     if sliding_window != geometry.native_window:
-        raise ModelError(f"layer {layer} asks for a window of {sliding_window}, its geometry says {geometry.native_window}")
+        raise ModelError(
+            f"layer {layer} asks for a window of {sliding_window}, its geometry says {geometry.native_window}"
+        )
     out = batch.plan.attend(
         layer,
         query,
@@ -99,8 +102,8 @@ AttentionInterface.register(ATTENTION, _attend)
 class RowRotary(nn.Module):
     """Stands where the model's rotary module stood, and gives each row the angles of its own position.
 
-    Past the trained positions the angle is worked out in float64, so that endless sessions keep exact distances: in float32
-    the fastest angle is off by 0.06 at a million positions.
+    Past the trained positions the angle is worked out in float64, so that endless sessions keep exact distances: in
+    float32 the fastest angle is off by 0.06 at a million positions.
     """
 
     def __init__(self, original: nn.Module, trained_positions: int) -> None:
@@ -161,7 +164,7 @@ class Seam:
         return SeamBatch(plan, self.layers)
 
     def move_keys(self, keys: Tensor, shift: int, name: str) -> Tensor:
-        """Rotated keys [H, n, D] as they would be `shift` positions later. `shift` is within the trained positions or past them."""
+        """Rotated keys [H, n, D] as they would be `shift` positions later."""
         self._rotary.is_beyond_trained = shift >= self.trained_positions
         positions = torch.full((1, keys.shape[1]), shift, dtype=torch.long, device=keys.device)
         cos, sin = self._rotary(keys, positions, None if name == _DEFAULT_ROTARY else name)
@@ -189,15 +192,19 @@ def _read_layers(config: PretrainedConfig, attentions: list[nn.Module]) -> tuple
     count = config.num_hidden_layers
     types: list[str] = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
     if unknown := set(types) - _LAYER_TYPES:
-        raise ModelError(f"layers of type {', '.join(sorted(unknown))} cannot be served yet; {', '.join(sorted(_LAYER_TYPES))} can")
+        raise ModelError(
+            f"layers of type {', '.join(sorted(unknown))} cannot be served yet; {', '.join(sorted(_LAYER_TYPES))} can"
+        )
     if getattr(config, "use_bidirectional_attention", False):
         raise ModelError("a model with bidirectional attention cannot be served")
     parameters = getattr(config, "rope_parameters", None) or {}
     per_type = any(name in parameters for name in _LAYER_TYPES)
-    for name, rope in (parameters.items() if per_type else [(_DEFAULT_ROTARY, parameters)]):
+    for name, rope in parameters.items() if per_type else [(_DEFAULT_ROTARY, parameters)]:
         kind = (rope or {}).get("rope_type", _DEFAULT_ROTARY)
         if kind in _BATCH_DEPENDENT_ROTARY:
-            raise ModelError(f"rotary kind {kind!r} ({name}) changes with the longest row of a batch; it cannot be served yet")
+            raise ModelError(
+                f"rotary kind {kind!r} ({name}) changes with the longest row of a batch; it cannot be served yet"
+            )
     heads: int = config.num_attention_heads
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     return tuple(
@@ -214,8 +221,7 @@ def _read_layers(config: PretrainedConfig, attentions: list[nn.Module]) -> tuple
 
 def _native_window(config: PretrainedConfig, attention: nn.Module, layer_type: str) -> int | None:
     if hasattr(attention, "sliding_window"):
-        window: int | None = attention.sliding_window
-        return window
+        return cast("int | None", attention.sliding_window)
     sliding = layer_type == "sliding_attention" or getattr(config, "layer_types", None) is None
     return getattr(config, "sliding_window", None) if sliding else None
 
@@ -229,7 +235,9 @@ def _rotation_function(attention: nn.Module) -> Callable[[Tensor, Tensor, Tensor
 
 
 def _replace_rotary(model: PreTrainedModel, trained_positions: int) -> RowRotary:
-    places = [(parent, name) for parent in model.modules() for name, _ in parent.named_children() if name == "rotary_emb"]
+    places = [
+        (parent, name) for parent in model.modules() for name, _ in parent.named_children() if name == "rotary_emb"
+    ]
     if len(places) != 1:
         raise ModelError(f"{type(model).__name__} has {len(places)} rotary modules; exactly one can be taken over")
     parent, name = places[0]

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 Look = dict[str, int]
 
@@ -44,9 +44,9 @@ def remember_sha256(path: Path, sha256: str, look: Look, cache: Path) -> None:
     """Note the digest of a file that looked like `look`. Raises OSError if the cache cannot be written."""
     note = _note(path, cache)
     note.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=note.parent, delete=False) as file:
-        json.dump({"path": str(path.resolve()), "look": look, "sha256": sha256}, file, indent=2)
-    Path(file.name).replace(note)
+    draft = note.with_suffix(f".{uuid4().hex}")
+    draft.write_text(json.dumps({"path": str(path.resolve()), "look": look, "sha256": sha256}), encoding="utf-8")
+    draft.replace(note)
 
 
 def forget_sha256(path: Path, cache: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 import zipfile
@@ -98,9 +99,11 @@ def _follow(process: subprocess.Popen[bytes], folder: Path, advance: Advance | N
 
 def _bytes_in(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except FileNotFoundError:  # pip moved it just now
-            continue
+    # os.walk passes over folders that vanish while it looks; pip makes and removes some.
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += Path(parent, name).stat().st_size
+            except FileNotFoundError:
+                continue
     return total

@@ -1,7 +1,7 @@
 """The loop: the one thread that owns the device. It takes requests in, runs steps, commits, and reports.
 
-Everything it shares with other threads goes through the store's lock, a queue, or frozen events. A request's error ends that request
-only; a step's error ends the requests that were in it.
+Everything it shares with other threads goes through the store's lock, a queue, or frozen events. A request's error
+ends that request only; a step's error ends the requests that were in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ import numpy as np
 from inference_engine.config import EngineConfig
 from inference_engine.decode.sampling import Sampler
 from inference_engine.decode.verifier import Block, BlockFailed, Sample, Verifier
-from inference_engine.errors import Draining, InternalError, InvariantViolated, NonFiniteLogits, Overloaded, SessionClosed
+from inference_engine.errors import (
+    Draining,
+    InternalError,
+    InvariantViolated,
+    NonFiniteLogits,
+    Overloaded,
+    SessionClosed,
+)
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.policy import Candidate, choose
 from inference_engine.scheduler.request import Request, RequestState

@@ -1,8 +1,8 @@
 """Which requests run in the next step, and how many rows each: a pure function.
 
-Decoding requests come first, one row each, so that a long prefill never keeps others from their next token. What is left of the row
-budget goes to prefills, a whole chunk each: one beside decoding requests, as many as fit otherwise. Candidates come in the order in which
-they were last served, longest ago first, so everybody's turn comes.
+Decoding requests come first, one row each, so that a long prefill never keeps others from their next token. What is
+left of the row budget goes to prefills, a whole chunk each: one beside decoding requests, as many as fit otherwise.
+Candidates come in the order in which they were last served, longest ago first, so everybody's turn comes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ class Candidate:
 
 
 def choose(candidates: Sequence[Candidate], *, step_rows: int, max_batch: int) -> list[int]:
-    """Indexes of the candidates to run, at most `max_batch`, of at most `step_rows` rows together, at least one."""
+    """Indexes of the candidates to run: at most `max_batch`, of `step_rows` rows together or fewer, at least one."""
+    if max_batch == 1:
+        return [0] if candidates else []
     decodes = [index for index, candidate in enumerate(candidates) if not candidate.is_prefilling]
     prefills = [index for index, candidate in enumerate(candidates) if candidate.is_prefilling]
     # A place is kept for a prefill, else max_batch decoders would starve it.
-    chosen = decodes[: max_batch - 1 if prefills and max_batch > 1 else max_batch]
+    chosen = decodes[: max_batch - 1 if prefills else max_batch]
     rows = sum(candidates[index].rows for index in chosen)
     allowed = 1 if chosen else max_batch
     for index in prefills[:allowed]:

@@ -2,7 +2,8 @@
 
     QUEUED ──▶ RUNNING ──▶ ENDED          QUEUED ──▶ ENDED (stopped before its first step)
 
-A stop may be asked for from any thread; it takes effect at the next step boundary, and what was committed until then stays.
+A stop may be asked for from any thread; it takes effect at the next step boundary, and what was committed until then
+stays.
 """
 
 from __future__ import annotations

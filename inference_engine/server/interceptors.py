@@ -108,8 +108,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             except grpc.aio.AbortError:
                 code = context.code()
                 raise
-            except asyncio.CancelledError:
-                # The client is gone, or the server stops. grpc hangs if a handler's own CancelledError reaches it.
+            except (asyncio.CancelledError, grpc.aio.InternalError):
+                # The client is gone (a write to it may fail before the cancellation comes), or the server stops.
+                # Either way the call must end here: grpc hangs if a handler's own CancelledError reaches it.
                 code = grpc.StatusCode.CANCELLED
                 await context.abort(code, "the call was cancelled")
             except Exception as error:  # noqa: BLE001 - the last one who can answer the client

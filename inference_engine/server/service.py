@@ -42,10 +42,9 @@ Behaviour = Callable[[Any, Context], Awaitable[Any]]
 class RuntimeService:
     """The RPCs. Stateless: everything lives in the engine."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, *, stall_seconds: float = STALL_SECONDS) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self._engine = engine
         self._config = config
-        self._stall_seconds = stall_seconds
         info = engine.info()
         self._mode, self._model_id = info.mode, info.facts.model_id
 
@@ -157,7 +156,7 @@ class RuntimeService:
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
-        stall = Stall(loop, self._stall_seconds, task.cancel)
+        stall = Stall(loop, STALL_SECONDS, task.cancel)
         remaining = context.time_remaining()
         expiry = None
         if remaining is not None:
@@ -167,7 +166,7 @@ class RuntimeService:
             yield stall
         except asyncio.CancelledError:
             if stall.is_stalled:
-                raise SlowConsumer(self._stall_seconds) from None
+                raise SlowConsumer(STALL_SECONDS) from None
             if context.time_remaining() == 0:
                 generation.expire()
             raise

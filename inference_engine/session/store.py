@@ -1,8 +1,9 @@
 """The session store: issues ids, admits by bytes, expires the idle, and lets one operation at a time hold a session.
 
-Admission comes before allocation: a session's whole slab is reserved when it is created and nothing it does later needs more. To make room, sessions
-of the same owner that have been idle long enough are evicted, least recently used first; a session that something holds is never evicted.
-All methods are safe from any thread; the lock is held for microseconds and never during a forward.
+Admission comes before allocation: a session's whole slab is reserved when it is created and nothing it does later
+needs more. To make room, sessions of the same owner that have been idle long enough are evicted, least recently used
+first; a session that something holds is never evicted. All methods are safe from any thread; the lock is held for
+microseconds and never during a forward.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class SessionStore:
             raise SessionNotFound
 
     def close(self, session_id: str, owner: str) -> int:
-        """End a session; returns its final length. A running Generate commits nothing more and frees the slab itself."""
+        """End a session; returns its final length. What a running Generate did not commit yet, it will not."""
         with self._lock:
             session = self.find(session_id, owner)
             self._remove(session, "closed")

@@ -102,8 +102,8 @@ def test_the_footprint_never_passes_the_bound(strategy: KVStrategy) -> None:
         seen: list[int] = []
         for turn in range(4):
             engine.append(session.session_id, text(60, seed=turn))
-            for _ in engine.generate(session.session_id, GenerateParams(max_tokens=20)):
-                seen.append(engine.session_info(session.session_id).kv_live_bytes)
+            events = engine.generate(session.session_id, GenerateParams(max_tokens=20))
+            seen.extend(engine.session_info(session.session_id).kv_live_bytes for _ in events)
             info = engine.session_info(session.session_id)
             assert info.kv_live_bytes <= session.bound.sustained_bytes
         assert max(seen) <= session.bound.peak_bytes

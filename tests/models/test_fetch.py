@@ -197,6 +197,12 @@ def test_fetches_at_the_same_time_make_one(known: KnownModel, cache: Path, conve
     assert conversions == ["tiny"]
 
 
+def test_a_cache_that_cannot_be_written_is_a_model_error(known: KnownModel, cache: Path) -> None:
+    cache.write_text("a file where the folder should be")
+    with pytest.raises(ModelError, match=str(cache)):
+        fetch_model(known, cache)
+
+
 def test_an_unknown_name_is_refused_with_the_known_ones(cache: Path) -> None:
     with pytest.raises(ModelError, match="smollm2-135m"):
         fetch("no-such-model", cache)
@@ -254,7 +260,9 @@ def test_gemma3_is_what_it_should_be() -> None:
     assert config.rope_parameters["full_attention"]["rope_theta"] == 1_000_000.0
     assert config.rope_parameters["sliding_attention"]["rope_theta"] == 10_000.0
     assert loaded.trained_positions == 32_768
-    same: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    same: Any = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, dtype=torch.float32, attn_implementation="eager"
+    )
     assert torch.equal(logits(loaded.model), logits(same))
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)

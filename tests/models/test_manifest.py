@@ -10,7 +10,7 @@ import pytest
 
 from inference_engine.errors import ModelError
 from inference_engine.models import MANIFEST, check_manifest, load_model, read_manifest, write_manifest
-from inference_engine.models import manifest as manifest_module
+from inference_engine.models.checksums import sha256_of
 
 WEIGHTS = "model.safetensors"
 
@@ -25,13 +25,12 @@ def vouched(folder: Path) -> Path:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are hashed, as it happens."""
     names: list[str] = []
-    original = manifest_module.sha256_of
 
     def recording(path: Path) -> str:
         names.append(path.name)
-        return original(path)
+        return sha256_of(path)
 
-    monkeypatch.setattr(manifest_module, "sha256_of", recording)
+    monkeypatch.setattr("inference_engine.models.manifest.sha256_of", recording)
     return names
 
 

@@ -108,9 +108,7 @@ async def test_a_message_over_the_limit_is_refused_by_the_transport(client: Clie
     ],
     ids=str,
 )
-async def test_a_number_out_of_range_is_refused_by_name(
-    client: Client, fields: dict[str, Any], named: str
-) -> None:
+async def test_a_number_out_of_range_is_refused_by_name(client: Client, fields: dict[str, Any], named: str) -> None:
     session_id = await client.open()
     details = await refused(client.generate(session_id, **{"max_tokens": 4, **fields}))
     assert details.reason in ("INVALID_ARGUMENT INVALID_ARGUMENT", "INVALID_ARGUMENT TOKEN_OUT_OF_RANGE")
@@ -186,7 +184,9 @@ async def test_bytes_that_are_no_message_are_refused_without_internals(
     assert details.text == f"the message is not a valid kakeya.v1.{method}Request"
 
 
-@pytest.mark.parametrize("session_id", ["", "unknown", "a" * 100_000, "\u202e\x00"], ids=["empty", "word", "long", "odd"])
+@pytest.mark.parametrize(
+    "session_id", ["", "unknown", "a" * 100_000, "\u202e\x00"], ids=["empty", "word", "long", "odd"]
+)
 @pytest.mark.parametrize("method", ["AppendTokens", "Generate", "CloseSession", "GetSessionInfo"])
 async def test_every_unknown_session_gets_the_same_bytes(client: Client, method: str, session_id: str) -> None:
     details = await refused(client.call(method, getattr(pb, f"{method}Request")(session_id=session_id)))

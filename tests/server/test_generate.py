@@ -38,6 +38,14 @@ async def frames_of(client: Client, session_id: str, **fields: Any) -> list[Any]
     return answer
 
 
+async def drain(stream: Any) -> list[Any]:
+    """The frames that are left."""
+    frames = []
+    while (frame := await stream.read()) is not grpc.aio.EOF:
+        frames.append(frame)
+    return frames
+
+
 async def until_free(client: Client, session_id: str) -> None:
     """Returns once no Generate holds the session. Fails by the test's time limit if one does for ever."""
     while (await client.info(session_id)).generating:
@@ -128,7 +136,9 @@ async def test_a_client_killed_in_the_middle_leaves_a_session_that_goes_on(
 ) -> None:
     session_id = await client.open_endless()
     child = subprocess.Popen(
-        (sys.executable, "-c", KILLED_CLIENT, server.target, session_id), stdout=subprocess.PIPE, env=child_environment()
+        (sys.executable, "-c", KILLED_CLIENT, server.target, session_id),
+        stdout=subprocess.PIPE,
+        env=child_environment(),
     )
     assert child.stdout is not None
     assert await asyncio.to_thread(child.stdout.readline) == b"frame\n"
@@ -162,7 +172,9 @@ async def test_a_deadline_while_decoding_is_typed_and_keeps_what_was_generated(c
 async def test_a_deadline_before_the_first_step_keeps_the_session(engine: Engine, client: Client) -> None:
     session_id = await client.open()
     with held(engine) as release:
-        details = await refused(client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=8), timeout=0.1).read())
+        details = await refused(
+            client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=8), timeout=0.1).read()
+        )
         release()
     assert details.code is grpc.StatusCode.DEADLINE_EXCEEDED
     await until_free(client, session_id)
@@ -181,10 +193,6 @@ async def test_a_deadline_in_prefill_keeps_the_session(engine: Engine, client: C
     assert details.code is grpc.StatusCode.DEADLINE_EXCEEDED
     await until_free(client, session_id)
     assert len(await client.generate(session_id)) == 8
-
-
-async def drain(stream: Any) -> list[Any]:
-    return [frame async for frame in stream]
 
 
 async def test_closing_a_session_ends_its_stream_with_session_closed(client: Client) -> None:

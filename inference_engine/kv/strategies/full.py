@@ -16,5 +16,5 @@ class Full(KVStrategy):
 
     name: ClassVar[str] = "full"
 
-    def rule(self, layer: int, geometry: Geometry) -> LayerRule:  # noqa: ARG002
+    def rule(self, layer: int, geometry: Geometry) -> LayerRule:
         return LayerRule()

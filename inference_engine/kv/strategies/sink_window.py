@@ -1,7 +1,8 @@
 """Sink-window strategy: the first `sink` rows and the last `window` stay, the rest are evicted and never read again.
 
-Rows leave a segment at a time: a query sees its own segment and the `window` positions before it, so between `window` and
-`window + segment - 1` rows behind it. Memory is constant and sessions can go on for ever: distances never leave the trained range.
+Rows leave a segment at a time: a query sees its own segment and the `window` positions before it, so between `window`
+and `window + segment - 1` rows behind it. Memory is constant and sessions can go on for ever: distances never leave
+the trained range.
 
 Source: Xiao et al., StreamingLLM, arXiv 2309.17453, section 3.2.
 """
@@ -41,8 +42,8 @@ class SinkWindow(KVStrategy):
             segment_tokens=geometry.segment_tokens,
         )
 
-    def rule(self, layer: int, geometry: Geometry) -> LayerRule:  # noqa: ARG002
+    def rule(self, layer: int, geometry: Geometry) -> LayerRule:
         return LayerRule(sink=self.sink, window=self.window)
 
-    def length_limit(self, geometry: Geometry) -> int | None:  # noqa: ARG002
+    def length_limit(self, geometry: Geometry) -> int | None:
         return None

@@ -53,6 +53,12 @@ def real_server(config: ServerConfig, **settings: Any) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def run_server() -> Callable[..., Any]:
+    """`with run_server(ServerConfig(…), **engine_settings) as target:`"""
+    return real_server
+
+
+@pytest.fixture(scope="session")
 def server_target() -> Iterator[str]:
     config = ServerConfig(bind="127.0.0.1:0", drain_seconds=1.0, busy_wait_seconds=0.5)
     with real_server(config, max_append_tokens=MAX_APPEND_TOKENS) as target:

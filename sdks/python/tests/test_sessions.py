@@ -433,7 +433,7 @@ async def test_nobody_answers_at_a_closed_port(do: Do, flavour: str, unused_port
 
 async def test_a_client_closed_during_a_call_says_so(server_target: str, do: Do, flavour: str) -> None:
     client = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(server_target)
-    session = await do(client.create_session, kakeya.SinkWindow())
+    session = await do(client.create_session, kakeya.SinkWindow(sink=4, window=32))
     await do(session.append, PROMPT)
     stream = session.generate(LONG)
     reading = asyncio.create_task(read(stream, flavour))

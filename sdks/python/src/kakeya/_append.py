@@ -78,8 +78,10 @@ class Append:
         self._limit = limit
         self._patience = patience
         self._length = tail.length if expected_history_length is None else expected_history_length
-        self._must_match = expected_history_length is not None or tail.has_open_append
-        self._is_exact = self._length == tail.length and not tail.may_lag
+        self._is_open = tail.has_open_append  # an earlier append's request may yet arrive
+        self._must_match = expected_history_length is not None or self._is_open
+        # Only then does a history longer by this append's ids prove that they arrived.
+        self._is_exact = self._length == tail.length and not (tail.may_lag or self._is_open)
         self._is_fate_known = True  # of the last request
 
     def run(self) -> Flow[int]:
@@ -92,7 +94,7 @@ class Append:
                 chunk = self._ids[start : start + size]
                 yield from self._send(chunk)
                 appended += len(chunk)
-                self._must_match = self._is_exact = True
+                self._must_match, self._is_exact, self._is_open = True, True, False
         except KakeyaError as error:
             error.appended_tokens = appended if self._is_fate_known else None
             at_least = "" if self._is_fate_known else "at least "
@@ -115,12 +117,12 @@ class Append:
                 if error.actual is None:
                     raise
                 self._tail.settle(error.actual)
-                if is_resent and error.actual == end:  # the earlier request arrived after all
+                if is_resent and self._is_exact and error.actual == end:  # the earlier request arrived after all
                     break
                 self._is_fate_known = not is_resent
                 if self._must_match or is_resent:
                     raise
-                self._length, self._is_exact = error.actual, True
+                self._length, self._is_exact, self._is_open = error.actual, True, False
             except (TransportError, DeadlineExceeded, ServerError) as error:
                 found = yield from self._inquire()
                 if self._is_exact and found == end != self._length:
@@ -130,7 +132,7 @@ class Append:
                 self._is_fate_known = is_resent = True
                 yield from wait_or_give_up(error, attempt, self._patience)
             except KakeyaError as error:  # refused: this request changed nothing
-                self._tail.has_open_append, self._is_fate_known = is_resent, True
+                self._tail.has_open_append, self._is_fate_known = self._is_open or is_resent, True
                 yield from wait_or_give_up(error, attempt, self._patience)
             else:
                 if reply.history_length != end:

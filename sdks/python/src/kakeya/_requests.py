@@ -22,7 +22,7 @@ def create_session(
     return pb.CreateSessionRequest(
         client_label=label,
         eos_token_ids=token_ids(eos_token_ids, "eos_token_ids"),
-        strategy=None if strategy is None else strategy.to_wire(),
+        strategy=None if strategy is None else strategy._to_wire(),
         limit_tokens=_optional_whole(limit_tokens, "limit_tokens"),
     )
 

@@ -1,6 +1,6 @@
 """KV strategies as frozen values: what a session keeps in memory, chosen when it is created.
 
-A new strategy is a class here with `to_wire` and an arm in `from_wire`.
+A new strategy is a class here with `_to_wire` and an arm in `from_wire`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Strategy(ABC):
     """Base of the strategies. None in place of one means the server's default."""
 
     @abstractmethod
-    def to_wire(self) -> pb.Strategy:
+    def _to_wire(self) -> pb.Strategy:
         """The strategy as a protobuf message."""
 
 
@@ -24,7 +24,7 @@ class Strategy(ABC):
 class Full(Strategy):
     """Every row stays. The session ends at the model's trained positions."""
 
-    def to_wire(self) -> pb.Strategy:
+    def _to_wire(self) -> pb.Strategy:
         return pb.Strategy(full=pb.FullStrategy())
 
 
@@ -44,7 +44,7 @@ class SinkWindow(Strategy):
         if self.window is not None:
             whole_number(self.window, "window", at_least=1, below=2**32)
 
-    def to_wire(self) -> pb.Strategy:
+    def _to_wire(self) -> pb.Strategy:
         return pb.Strategy(sink_window=pb.SinkWindowStrategy(sink=self.sink, window=self.window))
 
 

@@ -1,0 +1,165 @@
+"""`kakeya chat`: talk to a model in the terminal, or through a pipe, and see what each turn costs.
+
+The command renders and decodes text, with the tokenizer in the model's folder; the server sees token ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.filesize import decimal
+
+from inference_engine.cli.child import child_server
+from inference_engine.cli.connection import add_connection, connect
+from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
+from inference_engine.config import EngineConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from inference_engine.cli.conversation import Conversation, Turn
+    from kakeya import Client
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+COMMANDS = "/info shows the session, /quit ends the chat; Ctrl-C stops an answer"
+PROMPT = "> "
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "chat",
+        help="talk to a model in the terminal",
+        description=f"Talk to a model. {COMMANDS}. Reads messages from standard input, one a line, if it is a pipe.",
+    )
+    add_config_file(parser)
+    add_connection(parser)
+    add_settings(parser, ModelConfig)
+    add_settings(parser, EngineConfig, only=CONVERSATION)
+    answer = parser.add_argument_group("answers")
+    answer.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longest answer (default: 512)")
+    answer.add_argument("--temperature", type=float, metavar="T", help="0: the likeliest token (default)")
+    answer.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that make up P")
+    answer.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    answer.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1: repeat less")
+    answer.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same tokens")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Chat until /quit or the end of standard input. Raises the SDK's errors and those of starting a server."""
+    console = Console(highlight=False)
+    with ExitStack() as stack:
+        with Console(stderr=True).status("getting ready"):
+            conversation = _open(args, stack)
+        is_interactive = sys.stdin.isatty()
+        if is_interactive:
+            console.print(COMMANDS, style="dim")
+        for message in _messages(is_interactive):
+            match message.split():
+                case []:
+                    continue
+                case ["/quit"]:
+                    break
+                case ["/info"]:
+                    console.print(_facts(conversation), style="dim", markup=False)
+                case [word] if word.startswith("/"):
+                    console.print(f"there is no {word}; {COMMANDS}", style="dim", markup=False)
+                case _:
+                    turn = _answer(conversation, message, args, console)
+                    if turn.result is None and not is_interactive:
+                        raise KeyboardInterrupt
+    return 0
+
+
+def _open(args: argparse.Namespace, stack: ExitStack) -> Conversation:
+    """Find or start the server, and open a session with the tokenizer that belongs to its model."""
+    model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
+    if args.target:
+        client = stack.enter_context(connect(args, args.target))
+        tokenizer = _tokenizer(args.model or client.server_info().model_id, model)
+    else:
+        child = stack.enter_context(child_server(model, engine))
+        # Its libraries load while the server loads its model.
+        tokenizer = _tokenizer(model.model, model)
+        client = stack.enter_context(connect(args, child.wait_ready()))
+    return _conversation(client, tokenizer, args, stack)
+
+
+def _tokenizer(name_or_path: str, model: ModelConfig) -> Any:
+    from inference_engine.cli.conversation import load_chat_tokenizer
+    from inference_engine.models import tokenizer_folder
+
+    return load_chat_tokenizer(tokenizer_folder(name_or_path, model.cache_path))
+
+
+def _conversation(client: Client, tokenizer: Any, args: argparse.Namespace, stack: ExitStack) -> Conversation:
+    from inference_engine.cli.conversation import open_conversation
+
+    conversation = open_conversation(client, tokenizer, strategy=args.strategy, label="kakeya chat")
+    stack.enter_context(conversation.session)
+    return conversation
+
+
+def _messages(is_interactive: bool) -> Iterator[str]:
+    if not is_interactive:
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  line editing and history for input()
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input(PROMPT)
+
+
+def _answer(conversation: Conversation, message: str, args: argparse.Namespace, console: Console) -> Turn:
+    def show(piece: str) -> None:
+        console.out(piece, end="", highlight=False)
+        console.file.flush()
+
+    turn = conversation.say(
+        message,
+        max_tokens=args.max_tokens,
+        show=show,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+    )
+    console.out()
+    console.print(cost(turn), style="dim", markup=False)
+    return turn
+
+
+def cost(turn: Turn) -> str:
+    """What a turn cost, in one line."""
+    ending = "stopped" if turn.result is None else turn.result.stop_reason.value
+    return " · ".join(
+        (
+            f"{turn.total_seconds:.2f} s",
+            f"first token {turn.first_token_seconds:.2f} s",
+            f"{len(turn.appended_ids)} tokens in, {len(turn.generated_ids)} out ({ending})",
+            f"history {turn.info.history_length}",
+            f"{decimal(turn.info.kv_live_bytes)} held",
+            f"{turn.info.evicted_tokens} evicted",
+        )
+    )
+
+
+def _facts(conversation: Conversation) -> str:
+    session = conversation.session
+    info = session.info()
+    limit = "no limit" if info.limit_tokens is None else f"at most {info.limit_tokens}"
+    return "\n".join(
+        (
+            f"session   {session.id[:8]}… on {session.model_id}, {info.strategy}, {session.mode.value}",
+            f"history   {info.history_length} tokens ({limit}), {info.cached_tokens} with K/V or evicted",
+            f"K/V       {decimal(info.kv_live_bytes)} held, at most {decimal(info.peak_bytes)}; "
+            f"{info.evicted_tokens} positions evicted",
+        )
+    )

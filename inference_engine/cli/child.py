@@ -1,0 +1,104 @@
+"""A server of our own: `kakeya serve` as a child process on a free loopback port, which never outlives us.
+
+The child gets every setting as a flag and none of our KAKEYA_… variables, so it runs with what we resolved. It stops when
+asked to, and also when the pipe to it closes because we are gone.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from inference_engine.cli.serve import ready_target
+from inference_engine.cli.settings import as_flags
+from inference_engine.config import EngineConfig, ModelConfig, ServerConfig, child_environment
+from inference_engine.errors import KakeyaError
+
+START_SECONDS = 300.0
+STOP_SECONDS = 60.0
+_KEPT_LINES = 200
+
+
+class ChildServer:
+    """A server process and what it says. Both outputs are read all the time, so that it never blocks on a full pipe."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._first_line = ""
+        self._has_first_line = threading.Event()
+        self._errors: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._readers = [threading.Thread(target=read, daemon=True) for read in (self._read_output, self._read_errors)]
+        for reader in self._readers:
+            reader.start()
+
+    def wait_ready(self, seconds: float = START_SECONDS) -> str:
+        """The server's target, as soon as clients can connect. Raises KakeyaError, with its reason, if it cannot start."""
+        self._has_first_line.wait(seconds)
+        target = ready_target(self._first_line)
+        if target is None:
+            self.stop()
+            raise KakeyaError(f"the server did not start: {self.last_words()}")
+        return target
+
+    def stop(self, seconds: float = STOP_SECONDS) -> int:
+        """SIGTERM, and SIGKILL after `seconds`. Returns the exit status; stopping again returns it again."""
+        self._process.terminate()
+        try:
+            status = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        for reader in self._readers:
+            reader.join()
+        return status
+
+    def last_words(self) -> str:
+        """The last line on standard error, where a command says what is at fault."""
+        line = next((line for line in reversed(self._errors) if line.strip()), "it said nothing")
+        return line.strip().removeprefix("kakeya serve: ")
+
+    def _read_output(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if not self._has_first_line.is_set():
+                self._first_line = line
+                self._has_first_line.set()
+        self._has_first_line.set()
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        self._errors.extend(self._process.stderr)
+
+
+@contextmanager
+def child_server(model: ModelConfig, engine: EngineConfig) -> Iterator[ChildServer]:
+    """Start a server; it may be loading still (see `wait_ready`). Stops it at the end.
+
+    Raises KakeyaError if it ends badly although nothing went wrong here.
+    """
+    server = ServerConfig(bind="127.0.0.1:0", drain_seconds=5.0)
+    flags = [flag for config in (model, engine, server) for flag in as_flags(config)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "inference_engine.cli.main", "serve", "--until-eof", *flags],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        env={name: value for name, value in child_environment().items() if not name.startswith("KAKEYA_")},
+        # Ctrl-C in our terminal is for us alone: it may mean no more than "stop talking".
+        start_new_session=True,
+    ) as process:
+        child = ChildServer(process)
+        try:
+            yield child
+        finally:
+            status = child.stop()
+        if status != 0:
+            raise KakeyaError(f"the server ended with status {status}: {child.last_words()}")

@@ -1,0 +1,105 @@
+"""A chat over one session: text in, text out, token ids in between; and what each turn cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inference_engine.cli.text import TextStream
+from inference_engine.errors import ConfigError, ModelError
+from inference_engine.kv.strategies import parse_strategy
+from kakeya import Client, GenerateResult, Session, SessionInfo, Strategy, tokenization
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One exchange. Seconds are the client's; `result` is None if the answer was cut short from here."""
+
+    appended_ids: tuple[int, ...]
+    generated_ids: tuple[int, ...]
+    first_token_seconds: float
+    total_seconds: float
+    result: GenerateResult | None
+    info: SessionInfo
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the tokens after the first, which alone waits for the prefill."""
+        seconds = self.total_seconds - self.first_token_seconds
+        return (len(self.generated_ids) - 1) / seconds if seconds > 0 else 0.0
+
+
+class Conversation:
+    """Renders each message once and appends it; nothing of the history is sent or computed again."""
+
+    def __init__(self, session: Session, tokenizer: Any) -> None:
+        self.session = session
+        self._tokenizer = tokenizer
+        self._last_answer: tuple[int, ...] | None = None
+
+    def say(self, message: str, *, max_tokens: int, show: Callable[[str], None], **sampling: Any) -> Turn:
+        """Send one message and `show` the answer piece by piece. An interrupt (Ctrl-C) ends the answer, not the chat."""
+        ids = self._render(message)
+        began = time.perf_counter()
+        self.session.append(ids)
+        stream = self.session.generate(max_tokens, **sampling)
+        text = TextStream(self._tokenizer)
+        first_token_at: float | None = None
+        result = None
+        try:
+            for token_id in stream:
+                first_token_at = first_token_at or time.perf_counter()
+                show(text.push(token_id))
+            result = stream.result()
+        except KeyboardInterrupt:
+            stream.cancel()
+        ended = time.perf_counter()
+        show(text.end())
+        self._last_answer = stream.token_ids
+        return Turn(
+            appended_ids=tuple(ids),
+            generated_ids=stream.token_ids,
+            first_token_seconds=(first_token_at or ended) - began,
+            total_seconds=ended - began,
+            result=result,
+            info=self.session.info(),
+        )
+
+    def _render(self, message: str) -> list[int]:
+        messages = [{"role": "user", "content": message}]
+        if self._last_answer is None:
+            return tokenization.tokens_for_chat(messages, self._tokenizer)
+        return tokenization.tokens_for_next_turn(messages, self._tokenizer, after=self._last_answer)
+
+
+def open_conversation(client: Client, tokenizer: Any, *, strategy: str | None, label: str) -> Conversation:
+    """A new session for a chat. `strategy` as on the command line; None: the server's default."""
+    session = client.create_session(
+        None if strategy is None else sdk_strategy(strategy),
+        eos_token_ids=tokenization.end_of_turn_ids(tokenizer),
+        label=label,
+    )
+    return Conversation(session, tokenizer)
+
+
+def load_chat_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a model's folder. Raises ModelError if it has no chat template."""
+    tokenizer: Any = tokenization.load_tokenizer(folder)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ModelError(f"{folder.name} has no chat template: it continues text and cannot chat; choose an instruct model")
+    return tokenizer
+
+
+def sdk_strategy(text: str) -> Strategy:
+    """`sink_window:window=1024` as the SDK's value. Raises ConfigError."""
+    import kakeya
+
+    spec = parse_strategy(text)
+    kind = getattr(kakeya, type(spec).__name__, None)
+    if kind is None:
+        raise ConfigError(f"strategy {text!r}: this SDK does not know {spec.name} yet")
+    strategy: Strategy = kind(**spec.options())
+    return strategy

@@ -1,0 +1,47 @@
+"""`kakeya`: the command line.
+
+Exit status: 0 done; 1 something is at fault, and one line on standard error says what; 2 wrong usage; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import kakeya
+from inference_engine import __version__
+from inference_engine.cli import chat, demo, doctor, models, serve
+from inference_engine.config import configure_threads_environment, forbid_model_hub
+from inference_engine.errors import KakeyaError
+
+INTERRUPTED = 130
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="kakeya", description="Sessions with one model, over gRPC, in raw token ids.")
+    top.add_argument("--version", action="version", version=f"kakeya {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (serve, chat, demo, doctor, models):
+        command.add_parser(commands)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status. Wrong usage raises SystemExit(2), as argparse does."""
+    args = parser().parse_args(arguments)
+    # Both before anything imports torch or transformers, which each command does only when it needs them.
+    configure_threads_environment()
+    forbid_model_hub()
+    try:
+        status: int = args.run(args)
+    except (KakeyaError, kakeya.KakeyaError) as error:
+        print(f"kakeya {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

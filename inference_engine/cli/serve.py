@@ -1,0 +1,88 @@
+"""`kakeya serve`: one model, served until SIGTERM or Ctrl-C, which let running Generates end first.
+
+Standard output gets one line, once clients can connect; `ready_target` reads it. Everything else goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.filesize import decimal
+
+from inference_engine.cli.settings import add_config_file, add_settings, settings
+from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
+
+if TYPE_CHECKING:
+    from inference_engine.engine import Engine
+    from inference_engine.server.run import ServerHandle
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_READY = re.compile(r"ready at (\S+): ")
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a model until SIGTERM or Ctrl-C",
+        description="Serve a model over gRPC. It must be here already: see `kakeya models fetch`.",
+    )
+    add_config_file(parser)
+    parser.add_argument("--until-eof", action="store_true", help="stop, too, when standard input ends")
+    for kind in (ModelConfig, EngineConfig, ServerConfig):
+        add_settings(parser, kind)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until told to stop. Raises ConfigError, ModelError or BackendError for what is refused."""
+    model, engine_config = settings(args, ModelConfig), settings(args, EngineConfig)
+    server = settings(args, ServerConfig)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    with Console(stderr=True).status(f"loading {model.model} on {model.device}"):
+        from inference_engine.backends import open_backend
+        from inference_engine.engine import Engine
+        from inference_engine.kv.strategies import parse_strategy
+        from inference_engine.server.run import serve
+
+        parse_strategy(engine_config.strategy)  # a typo is told before the model is loaded
+        engine = Engine(open_backend(model), engine_config)
+
+    def ready(handle: ServerHandle) -> None:
+        print(ready_line(handle, engine), flush=True)
+        if args.until_eof:
+            threading.Thread(target=_stop_at_eof, name="until-eof", daemon=True).start()
+
+    with engine:
+        serve(engine, server, on_ready=ready)
+    return 0
+
+
+def ready_line(handle: ServerHandle, engine: Engine) -> str:
+    info = engine.info()
+    metrics = f", metrics at http://{handle.metrics_target}/metrics" if handle.metrics_target else ""
+    return (
+        f"ready at {handle.target}: {info.facts.model_id} in {info.facts.dtype} on {info.facts.device}, "
+        f"strategy {info.default_strategy}, {decimal(info.kv_capacity_bytes)} for K/V{metrics}"
+    )
+
+
+def ready_target(line: str) -> str | None:
+    """The address in what `ready_line` wrote; None if it is some other line."""
+    match = _READY.match(line)
+    return match[1] if match else None
+
+
+def _stop_at_eof() -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)

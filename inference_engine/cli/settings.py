@@ -1,0 +1,85 @@
+"""Settings as command-line flags: one flag a field of config.py, `--kv-bytes` for `kv_bytes`, and back again.
+
+Flags hold the text as it was typed; `config.resolve` parses it and knows the defaults. A field without a line in HELP
+still gets its flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TypeAlias, TypeVar
+
+from inference_engine.config import EngineConfig, ModelConfig, ServerConfig, resolve
+
+Config: TypeAlias = EngineConfig | ModelConfig | ServerConfig
+T = TypeVar("T", EngineConfig, ModelConfig, ServerConfig)
+
+TITLES: dict[type[Config], str] = {ModelConfig: "model", EngineConfig: "engine", ServerConfig: "server"}
+
+# Of the engine's settings, those that somebody who starts a server for one conversation may want.
+CONVERSATION = ("strategy", "mode", "kv_bytes")
+
+HELP = {
+    "model": ("NAME|PATH", "a known name (see `kakeya models list`) or a folder with safetensors"),
+    "device": ("DEVICE", "cpu, cuda, cuda:1, …"),
+    "dtype": ("DTYPE", "float32 or bfloat16"),
+    "threads": ("N", "CPU threads; 0: one a core"),
+    "cache_dir": ("FOLDER", "where fetched models are kept; empty: the user's cache folder"),
+    "mode": ("MODE", "batched, or fixed-shape: equal histories give equal bits, at a price per token"),
+    "strategy": ("SPEC", "what sessions keep: full, sink_window, sink_window:sink=4,window=1024"),
+    "kv_bytes": ("SIZE", "memory for K/V, such as 4GiB; 0: a quarter of what is free"),
+    "max_sessions": ("N", "sessions open at the same time"),
+    "max_queued": ("N", "Generates that may wait for their turn"),
+    "max_batch": ("N", "Generates in one forward"),
+    "step_tokens": ("N", "rows in one forward"),
+    "segment_tokens": ("N", "the unit of prefill and eviction"),
+    "page_tokens": ("N", "the unit of allocation"),
+    "max_append_tokens": ("N", "most ids in one append"),
+    "max_generate_tokens": ("N", "most tokens of one Generate"),
+    "session_idle_ttl_seconds": ("S", "a session idle for longer is closed"),
+    "session_evictable_seconds": ("S", "a session idle for longer makes room for new ones"),
+    "bind": ("HOST:PORT", "where to listen; port 0: any free one; beyond loopback, a key and TLS are needed"),
+    "metrics_bind": ("HOST:PORT", "where to serve Prometheus metrics; empty: nowhere"),
+    "api_key_file": ("FILE", "keys that open the server, one a line"),
+    "tls_cert_file": ("FILE", "certificate chain in PEM format"),
+    "tls_key_file": ("FILE", "its private key"),
+    "max_message_bytes": ("SIZE", "largest message"),
+    "busy_wait_seconds": ("S", "how long a call waits for a session that is in use"),
+    "drain_seconds": ("S", "how long running Generates may go on after SIGTERM"),
+}
+
+
+def add_settings(parser: argparse.ArgumentParser, kind: type[Config], *, only: Sequence[str] = ()) -> None:
+    """Give `parser` a flag for every field of `kind`, or for those of `only`."""
+    group = parser.add_argument_group(TITLES[kind])
+    for field in fields(kind):
+        if not only or field.name in only:
+            metavar, text = HELP.get(field.name, ("VALUE", ""))
+            default = "" if field.default == "" else f" (default: {_text(field.default)})"
+            group.add_argument(_flag(field.name), metavar=metavar, help=f"{text}{default}".strip().replace("%", "%%"))
+
+
+def add_config_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="a TOML file of settings; flags and KAKEYA_… variables win")
+
+
+def settings(args: argparse.Namespace, kind: type[T]) -> T:
+    """The settings of `kind` from flags, environment, file and defaults. Raises ConfigError."""
+    flags = {field.name: getattr(args, field.name, None) for field in fields(kind)}
+    return resolve(kind, flags, file=args.config)
+
+
+def as_flags(config: Config) -> list[str]:
+    """Flags that give exactly `config`, whatever the environment says."""
+    return [f"{_flag(field.name)}={_text(getattr(config, field.name))}" for field in fields(config)]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _text(value: object) -> str:
+    return str(value.value if isinstance(value, enum.Enum) else value)

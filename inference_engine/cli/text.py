@@ -1,0 +1,46 @@
+"""Token ids to text as they come, for a terminal: no broken characters, nothing that would steer the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+# Control characters, except tab and newline, as the pictures Unicode has for them.
+_VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
+_VISIBLE |= dict.fromkeys(range(0x80, 0xA0), ord(_BROKEN))
+
+
+class TextStream:
+    """Decodes one Generate's ids piece by piece.
+
+    A character can be spread over several tokens, and how a token reads can depend on the one before it. So a piece is
+    what decoding adds to the tokens shown last, and it waits while its last character is incomplete.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = 0  # decoding starts here
+        self._shown = 0  # ids before this one have been given out
+
+    def push(self, token_id: int) -> str:
+        """The text this id completes; "" if its last character needs more ids."""
+        self._ids.append(token_id)
+        text = self._added()
+        if not text or text.endswith(_BROKEN):
+            return ""
+        self._start, self._shown = self._shown, len(self._ids)
+        return text.translate(_VISIBLE)
+
+    def end(self) -> str:
+        """What is left, its incomplete character shown as broken. The stream is then over."""
+        text = self._added()
+        self._start = self._shown = len(self._ids)
+        return text.translate(_VISIBLE)
+
+    def _added(self) -> str:
+        before = self._decode(self._ids[self._start : self._shown])
+        return self._decode(self._ids[self._start :])[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

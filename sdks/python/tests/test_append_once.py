@@ -1,0 +1,261 @@
+"""Every id is in the history once, or the caller knows how many are: `Append` against a server that loses requests,
+answers and connections in every order. No network and no clock: the flow says what it would do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kakeya._append import Append, AppendLimit, Tail
+from kakeya._errors import (
+    ConnectionFailed,
+    DeadlineExceeded,
+    Draining,
+    HistoryLengthMismatch,
+    KakeyaError,
+    SessionBusy,
+    SessionNotFound,
+)
+from kakeya._flows import Call, Flow, Step
+from kakeya._retry import Patience, RetryPolicy
+from kakeya.v1 import runtime_pb2 as pb
+
+
+class Server:
+    """A history and a list of what goes wrong next.
+
+    Faults, one for each call: "ok", "lost" (never arrives), "unanswered" (arrives, its answer is lost), "late" (arrives
+    after the next call), "timeout", "busy", "draining", "gone".
+    """
+
+    def __init__(self, faults: list[str], *, history: list[int] | None = None, max_append_tokens: int = 3) -> None:
+        self.history = list(history or [])
+        self.appends = 0
+        self._faults = faults
+        self._late: pb.AppendTokensRequest | None = None
+        self._limit = max_append_tokens
+
+    def perform(self, step: Step) -> object:
+        if not isinstance(step, Call):
+            return None
+        late, self._late = self._late, None
+        try:
+            return self._call(step)
+        finally:
+            if late is not None:
+                self._try_append(late)
+
+    def _call(self, step: Call) -> object:
+        if isinstance(step.request, pb.GetServerInfoRequest):
+            return pb.GetServerInfoResponse(max_append_tokens=self._limit, max_message_bytes=4 * 2**20)
+        fault = self._faults.pop(0) if self._faults else "ok"
+        lost = ConnectionFailed("connection lost", code="UNAVAILABLE")
+        refusals: dict[str, Callable[[], KakeyaError]] = {
+            "busy": lambda: SessionBusy("busy", code="ABORTED", reason="SESSION_BUSY"),
+            "draining": lambda: Draining("draining", code="UNAVAILABLE", reason="DRAINING"),
+            "gone": lambda: SessionNotFound("no such session", code="NOT_FOUND", reason="SESSION_NOT_FOUND"),
+        }
+        if fault in refusals:
+            raise refusals[fault]()
+        if isinstance(step.request, pb.GetSessionInfoRequest):
+            if fault != "ok":
+                raise lost
+            return pb.GetSessionInfoResponse(history_length=len(self.history))
+        assert isinstance(step.request, pb.AppendTokensRequest)
+        self.appends += 1
+        if fault == "lost":
+            raise lost
+        if fault == "late":
+            self._late = step.request
+            raise lost
+        reply = self._try_append(step.request)
+        if fault == "timeout":
+            raise DeadlineExceeded("too late", code="DEADLINE_EXCEEDED")
+        if fault == "unanswered":
+            raise lost
+        if reply is None:
+            actual = len(self.history)
+            raise HistoryLengthMismatch("mismatch", code="ABORTED", metadata={"actual": str(actual)})
+        return reply
+
+    def _try_append(self, request: pb.AppendTokensRequest) -> pb.AppendTokensResponse | None:
+        assert len(request.token_ids) <= self._limit
+        if request.expected_history_length != len(self.history):
+            return None
+        self.history.extend(request.token_ids)
+        return pb.AppendTokensResponse(history_length=len(self.history))
+
+
+def drive(flow: Flow[int], server: Server) -> int:
+    try:
+        step = next(flow)
+        while True:
+            try:
+                reply = server.perform(step)
+            except KakeyaError as error:
+                step = flow.throw(error)
+            else:
+                step = flow.send(reply)
+    except StopIteration as end:
+        return int(end.value)
+
+
+def append(server: Server, ids: list[int], tail: Tail, *, expected: int | None = None) -> int:
+    flow = Append(
+        "id",
+        ids,
+        tail=tail,
+        expected_history_length=expected,
+        limit=AppendLimit(),
+        patience=Patience(RetryPolicy(attempts=3), None, clock=lambda: 0.0, jitter=lambda: 0.5),
+    )
+    return drive(flow.run(), server)
+
+
+FAULTS = st.lists(
+    st.sampled_from(["ok", "lost", "unanswered", "late", "timeout", "busy", "draining", "gone"]), max_size=12
+)
+
+
+@given(faults=FAULTS, count=st.integers(0, 10), lag=st.sampled_from([0, 1, 3]))
+def test_ids_arrive_once_or_the_error_says_how_many(faults: list[str], count: int, lag: int) -> None:
+    known = [900, 901, 902, 903]
+    server = Server(faults, history=[*known, *range(800, 800 + lag)])
+    before = list(server.history)
+    ids = list(range(count))
+    tail = Tail(length=len(known), may_lag=lag > 0)
+    may_come_late = "late" in faults
+    try:
+        length = append(server, ids, tail)
+    except KakeyaError as error:
+        arrived = error.appended_tokens
+        if arrived is not None and not may_come_late:
+            assert server.history == before + ids[:arrived]
+        # Whatever became of it: a beginning of the ids, once, behind what was there.
+        added = server.history[len(before) :]
+        assert server.history[: len(before)] == before
+        assert added == ids[: len(added)]
+    else:
+        assert server.history == before + ids
+        assert length == tail.length == len(server.history)
+
+
+@given(faults=FAULTS, count=st.integers(1, 10))
+def test_trying_again_with_what_is_missing_never_doubles_an_id(faults: list[str], count: int) -> None:
+    """What a caller does with `appended_tokens`: append the rest, as often as it takes."""
+    server = Server(faults)
+    tail = Tail()
+    ids = list(range(count))
+    missing = list(ids)
+    for _ in range(30):
+        try:
+            append(server, missing, tail)
+        except HistoryLengthMismatch as error:
+            assert error.actual is not None
+            missing = ids[error.actual :]  # ids that came late after all
+        except KakeyaError as error:
+            if error.appended_tokens is None:
+                missing = ids[len(server.history) :]  # the caller has to look
+            else:
+                missing = missing[error.appended_tokens :]
+        else:
+            break
+    assert server.history == ids
+
+
+@pytest.mark.parametrize("fault", ["lost", "unanswered", "draining"])
+def test_a_broken_connection_is_survived(fault: str) -> None:
+    server = Server([fault])
+    assert append(server, [1, 2, 3], Tail()) == 3
+    assert server.history == [1, 2, 3]
+
+
+def test_an_append_that_arrived_is_not_sent_again() -> None:
+    server = Server(["unanswered", "ok"])
+    append(server, [1, 2, 3], Tail())
+    assert server.appends == 1
+
+
+def test_what_cannot_be_known_is_not_claimed() -> None:
+    server = Server(["unanswered", "lost", "lost", "lost"])
+    tail = Tail()
+    with pytest.raises(ConnectionFailed) as caught:
+        append(server, [1, 2], tail)
+    assert caught.value.appended_tokens is None
+    assert caught.value.__notes__ == ["at least 0 of 2 ids of this append are in the history"]
+
+
+def test_after_an_open_append_the_next_one_insists_on_the_length_known_before() -> None:
+    server = Server(["unanswered", "lost", "lost", "lost"])
+    tail = Tail()
+    with pytest.raises(ConnectionFailed):
+        append(server, [1, 2], tail)
+    with pytest.raises(HistoryLengthMismatch) as caught:
+        append(server, [1, 2], tail)
+    assert caught.value.actual == 2
+    assert caught.value.appended_tokens == 0
+    # Now the length is known, and the conversation goes on.
+    assert append(server, [3], tail) == 3
+    assert server.history == [1, 2, 3]
+
+
+def test_a_lagging_length_alone_does_not_prove_arrival() -> None:
+    """Three tokens were generated unseen; an append of three that is lost must not be taken for arrived."""
+    server = Server(["lost"], history=[7, 8, 9])
+    with pytest.raises(ConnectionFailed) as caught:
+        append(server, [1, 2, 3], Tail(length=0, may_lag=True))
+    assert caught.value.appended_tokens is None
+    assert server.history == [7, 8, 9]
+
+
+def test_without_a_named_length_ids_go_to_the_end() -> None:
+    server = Server([], history=[7, 8])
+    assert append(server, [1], Tail(length=0, may_lag=True)) == 3
+
+
+def test_a_named_length_is_insisted_on() -> None:
+    server = Server([], history=[7, 8])
+    with pytest.raises(HistoryLengthMismatch):
+        append(server, [1], Tail(length=2), expected=1)
+    assert append(server, [1], Tail(length=0), expected=2) == 3
+
+
+def test_an_abandoned_append_leaves_the_next_one_insisting() -> None:
+    """What cancelling an asyncio task does: the flow is dropped while its request is under way."""
+    tail = Tail()
+    flow = Append(
+        "id",
+        [1],
+        tail=tail,
+        expected_history_length=None,
+        limit=AppendLimit(tokens=3),
+        patience=Patience(RetryPolicy(), None),
+    ).run()
+    next(flow)
+    flow.close()
+    assert tail.has_open_append
+
+
+def test_requests_fit_the_servers_limits() -> None:
+    server = Server([], max_append_tokens=3)
+    assert append(server, list(range(10)), Tail()) == 10
+    assert server.appends == 4
+
+
+def test_a_small_message_limit_makes_smaller_requests() -> None:
+    limit = AppendLimit()
+    flow = Append(
+        "id",
+        [2**32 - 1] * 1000,
+        tail=Tail(),
+        expected_history_length=None,
+        limit=limit,
+        patience=Patience(RetryPolicy(), None),
+    ).run()
+    assert isinstance(next(flow), Call)
+    step = flow.send(pb.GetServerInfoResponse(max_append_tokens=65_536, max_message_bytes=1024))
+    assert isinstance(step, Call)
+    assert 0 < step.request.ByteSize() <= 1024

@@ -1,0 +1,128 @@
+"""What is refused before anything is sent, and what is taken."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kakeya
+from kakeya._channel import OPTIONS, address
+from kakeya._checks import finite, token_ids
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [0, 1, 2**32 - 1],
+        (0, 1, 2**32 - 1),
+        iter([0, 1, 2**32 - 1]),
+        np.array([0, 1, 2**32 - 1]),
+        np.array([0, 1, 2**32 - 1], dtype=np.uint64),
+        torch.tensor([0, 1, 2**32 - 1]),
+        [np.int64(0), np.uint8(1), np.uint32(2**32 - 1)],
+        [torch.tensor(0), 1, 2**32 - 1],
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_integers_of_any_making_become_plain_ints(given: Any) -> None:
+    ids = token_ids(given)
+    assert ids == [0, 1, 2**32 - 1]
+    assert {type(token_id) for token_id in ids} == {int}
+
+
+def test_ranges_and_empty_sequences_are_sequences() -> None:
+    assert token_ids(range(3)) == [0, 1, 2]
+    assert token_ids([]) == []
+    assert token_ids(np.array([], dtype=np.int64)) == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "index"),
+    [
+        ([1, -1], 1),
+        ([2**32], 0),
+        ([0, 1, 1.0], 2),
+        ([True], 0),
+        ([None], 0),
+        (["7"], 0),
+        ([[1, 2]], 0),
+        (np.array([1.0, 2.0]), 0),
+        (np.array([True]), 0),
+        ([np.float32(3)], 0),
+        (torch.tensor([[1, 2]]), 0),
+        ([torch.tensor(1.5)], 0),
+        ([math.nan], 0),
+    ],
+    ids=repr,
+)
+def test_what_is_no_token_id_is_named_with_its_place(bad: Any, index: int) -> None:
+    with pytest.raises(kakeya.InvalidTokenIds, match=rf"token_ids\[{index}\]") as caught:
+        token_ids(bad)
+    assert caught.value.index == index
+    assert caught.value.field == "token_ids"
+    assert repr(caught.value.value) in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", ["12", b"12", {1: 2}, 5, None, np.int64(5), torch.tensor(5)], ids=repr)
+def test_what_is_no_sequence_of_ids_is_refused_whole(bad: Any) -> None:
+    with pytest.raises(kakeya.InvalidTokenIds) as caught:
+        token_ids(bad)
+    assert caught.value.index is None
+
+
+@pytest.mark.parametrize("number", [1, 0.5, np.float32(0.5), np.int64(2), Fraction(1, 2)], ids=repr)
+def test_finite_numbers_pass(number: Any) -> None:
+    assert finite(number, "x") == float(number)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e39, True, "1", None], ids=repr)
+def test_numbers_a_32_bit_float_cannot_hold_do_not(number: Any) -> None:
+    with pytest.raises(kakeya.InvalidArgument, match="x must be a finite number"):
+        finite(number, "x")
+
+
+@pytest.mark.parametrize("settings", [{"window": 0}, {"sink": -1}, {"window": 2.0}, {"window": 2**32}], ids=str)
+def test_a_strategy_checks_its_numbers(settings: Any) -> None:
+    with pytest.raises(kakeya.InvalidArgument):
+        kakeya.SinkWindow(**settings)
+
+
+@pytest.mark.parametrize("target", ["127.0.0.1:1", "localhost:1", "[::1]:1", "unix:/run/k.sock", "dns:///localhost:1"])
+def test_a_key_may_go_unencrypted_to_this_machine(target: str) -> None:
+    assert address(target, "secret", False).metadata == (("authorization", "Bearer secret"),)
+
+
+@pytest.mark.parametrize("target", ["10.0.0.1:1", "example.org:1", "localhost.example.org:1", "127.0.0.1.example.org:1"])
+def test_a_key_goes_anywhere_else_encrypted_only(target: str) -> None:
+    with pytest.raises(kakeya.InvalidArgument, match="unencrypted") as caught:
+        kakeya.Client(target, api_key="secret")
+    assert "secret" not in str(caught.value)
+    assert address(target, "secret", True).credentials is not None
+
+
+@pytest.mark.parametrize("key", ["", "two\nlines", "schlüssel", 5], ids=repr)
+def test_a_key_must_fit_into_a_header(key: Any) -> None:
+    with pytest.raises(kakeya.InvalidArgument, match="api_key"):
+        address("127.0.0.1:1", key, False)
+
+
+@pytest.mark.parametrize("arguments", [{"timeout": 0}, {"timeout": -1}, {"generate_timeout": math.nan}], ids=str)
+def test_timeouts_are_above_zero_or_none(arguments: Any) -> None:
+    with pytest.raises(kakeya.InvalidArgument, match="timeout"):
+        kakeya.AsyncClient("127.0.0.1:1", **arguments)
+
+
+def test_a_client_certificate_comes_with_its_key() -> None:
+    with pytest.raises(kakeya.InvalidArgument, match="certificate and key"):
+        kakeya.TLS(certificate=b"pem")
+
+
+def test_keepalive_is_slow_enough_for_servers_to_accept() -> None:
+    options = dict(OPTIONS)
+    assert options["grpc.keepalive_time_ms"] >= 20_000
+    assert options["grpc.keepalive_permit_without_calls"] == 0

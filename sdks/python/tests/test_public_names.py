@@ -1,0 +1,96 @@
+"""What is public, and that asking for the wire contract alone loads nothing else."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import kakeya
+import kakeya.tokenization
+
+PUBLIC = """
+AppendTooLarge AsyncClient AsyncGenerateStream AsyncSession CallerError Client ConnectionFailed DeadlineExceeded Draining
+Full GenerateResult GenerateStream HistoryLengthMismatch HistoryLimit InternalError InvalidArgument InvalidMessages
+InvalidTokenIds InvariantViolated KakeyaError Mode NoCapacity NonFiniteLogits Overloaded Progress ProtocolError
+RetryPolicy RetryableError ServerError ServerInfo Session SessionBusy SessionClosed SessionEvicted SessionInfo
+SessionNotFound SinkWindow SlowConsumer StateError StopReason Strategy TLS TemplateError TokenDetail TokenOutOfRange
+TokenizerError TransportError Unauthenticated
+"""
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(kakeya.__all__) == sorted(PUBLIC.split())
+    for name in kakeya.__all__:
+        assert getattr(kakeya, name).__name__ == name
+        assert name in dir(kakeya)
+
+
+def test_the_public_names_of_tokenization_are_these() -> None:
+    assert kakeya.tokenization.__all__ == [
+        "ChatTokenizer",
+        "end_of_turn_ids",
+        "from_openai_messages",
+        "load_tokenizer",
+        "tokens_for_chat",
+        "tokens_for_next_turn",
+    ]
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Sesion'"):
+        _ = kakeya.Sesion
+
+
+def test_the_version_is_the_packages_own() -> None:
+    assert kakeya.__version__[0].isdigit()
+
+
+@pytest.mark.parametrize(
+    ("imported", "absent"),
+    [
+        ("kakeya", ["grpc", "google.protobuf", "kakeya._sync", "kakeya._errors"]),
+        ("kakeya.v1.runtime_pb2", ["grpc", "kakeya._sync", "kakeya._async", "kakeya._errors"]),
+        ("kakeya.tokenization", ["grpc", "transformers", "jinja2", "torch"]),
+        ("kakeya._sync", ["torch", "numpy", "transformers", "inference_engine"]),
+    ],
+)
+def test_importing_one_part_leaves_the_others_alone(imported: str, absent: list[str]) -> None:
+    check = f"import sys, {imported}; print(*[name for name in {absent!r} if name in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=60)
+    assert loaded.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    ("blocking", "asynchronous"),
+    [
+        (kakeya.Client, kakeya.AsyncClient),
+        (kakeya.Session, kakeya.AsyncSession),
+        (kakeya.GenerateStream, kakeya.AsyncGenerateStream),
+    ],
+    ids=lambda kind: kind.__name__,
+)
+def test_both_clients_have_the_same_methods_with_the_same_parameters(blocking: type, asynchronous: type) -> None:
+    def methods(kind: type) -> dict[str, list[inspect.Parameter]]:
+        return {
+            name: [
+                parameter.replace(annotation=inspect.Parameter.empty)
+                for parameter in inspect.signature(member).parameters.values()
+            ]
+            for name, member in inspect.getmembers(kind)
+            if callable(member) and (not name.startswith("_") or name == "__init__")
+        }
+
+    ours, theirs = methods(blocking), methods(asynchronous)
+    assert ours == theirs
+
+
+def test_every_public_method_is_documented() -> None:
+    for name in kakeya.__all__:
+        kind = getattr(kakeya, name)
+        assert kind.__doc__, name
+        for member_name, member in inspect.getmembers(kind, inspect.isfunction):
+            if not member_name.startswith("_"):
+                assert inspect.getdoc(member), f"{name}.{member_name}"

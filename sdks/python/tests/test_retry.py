@@ -1,0 +1,103 @@
+"""When calls are tried again, and how long one waits. No clock runs here."""
+
+from __future__ import annotations
+
+import pytest
+
+from kakeya import ConnectionFailed, Draining, InvalidArgument, KakeyaError, RetryPolicy, SessionBusy, SessionNotFound
+from kakeya._flows import Call, Sleep, close_session, once, repeatable
+from kakeya._retry import Patience
+from kakeya.v1 import runtime_pb2 as pb
+
+LOST = ConnectionFailed("lost", code="UNAVAILABLE")
+INFO = pb.GetSessionInfoRequest(session_id="id")
+
+
+def patience(timeout: float | None = None, **policy: float) -> Patience:
+    return Patience(RetryPolicy(**policy), timeout, clock=lambda: 0.0, jitter=lambda: 0.0)  # type: ignore[arg-type]
+
+
+def test_a_read_is_repeated_after_a_growing_wait() -> None:
+    flow = repeatable("GetSessionInfo", INFO, patience(first_delay_seconds=1.0))
+    assert isinstance(next(flow), Call)
+    assert flow.throw(LOST) == Sleep(0.5)
+    assert isinstance(flow.send(None), Call)
+    assert flow.throw(LOST) == Sleep(1.0)
+    assert isinstance(flow.send(None), Call)
+    with pytest.raises(StopIteration) as end:
+        flow.send("reply")
+    assert end.value.value == "reply"
+
+
+def test_the_servers_own_wait_is_respected() -> None:
+    flow = repeatable("GetSessionInfo", INFO, patience())
+    next(flow)
+    draining = Draining("draining", code="UNAVAILABLE", reason="DRAINING", retry_after_seconds=7.0)
+    assert flow.throw(draining) == Sleep(7.0)
+
+
+def test_a_wait_that_outlasts_the_deadline_is_not_begun() -> None:
+    flow = repeatable("GetSessionInfo", INFO, patience(5.0))
+    next(flow)
+    draining = Draining("draining", code="UNAVAILABLE", reason="DRAINING", retry_after_seconds=7.0)
+    with pytest.raises(Draining):
+        flow.throw(draining)
+
+
+def test_attempts_are_counted() -> None:
+    flow = repeatable("GetSessionInfo", INFO, patience(attempts=2))
+    next(flow)
+    flow.throw(LOST)
+    flow.send(None)
+    with pytest.raises(ConnectionFailed):
+        flow.throw(LOST)
+
+
+@pytest.mark.parametrize("error", [SessionBusy("busy", code="ABORTED"), SessionNotFound("none", code="NOT_FOUND")], ids=repr)
+def test_only_unavailable_is_tried_again(error: KakeyaError) -> None:
+    flow = repeatable("GetSessionInfo", INFO, patience())
+    next(flow)
+    with pytest.raises(type(error)):
+        flow.throw(error)
+
+
+def test_creating_a_session_is_never_repeated() -> None:
+    flow = once("CreateSession", pb.CreateSessionRequest(), patience())
+    next(flow)
+    with pytest.raises(ConnectionFailed):
+        flow.throw(LOST)
+
+
+def test_a_session_gone_after_a_lost_close_counts_as_closed() -> None:
+    flow = close_session("id", patience())
+    next(flow)
+    assert isinstance(flow.throw(LOST), Sleep)
+    flow.send(None)
+    with pytest.raises(StopIteration) as end:
+        flow.throw(SessionNotFound("no such session", code="NOT_FOUND"))
+    assert end.value.value is None
+
+
+def test_a_session_gone_before_the_first_close_is_an_error() -> None:
+    flow = close_session("id", patience())
+    next(flow)
+    with pytest.raises(SessionNotFound):
+        flow.throw(SessionNotFound("no such session", code="NOT_FOUND"))
+
+
+def test_a_deadline_covers_all_attempts() -> None:
+    now = [0.0]
+    waiting = Patience(RetryPolicy(), 10.0, clock=lambda: now[0], jitter=lambda: 0.0)
+    flow = repeatable("GetSessionInfo", INFO, waiting)
+    first = next(flow)
+    now[0] = 6.0
+    flow.throw(LOST)
+    second = flow.send(None)
+    assert isinstance(first, Call) and first.timeout == 10.0
+    assert isinstance(second, Call) and second.timeout == 4.0
+
+
+@pytest.mark.parametrize("settings", [{"attempts": 0}, {"first_delay_seconds": -1}, {"max_delay_seconds": float("nan")}], ids=str)
+def test_a_policy_that_makes_no_sense_is_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(InvalidArgument):
+        RetryPolicy(**settings)  # type: ignore[arg-type]

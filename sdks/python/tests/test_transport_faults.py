@@ -1,0 +1,179 @@
+"""What a network, a proxy or a newer server does to calls, seen through both clients on a real socket."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+import kakeya
+from kakeya.v1 import runtime_pb2 as pb
+
+Do = Callable[..., Awaitable[Any]]
+Answer = Callable[[Any, grpc.ServicerContext], Any]
+Failure = Callable[..., Answer]
+
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+QUICK = kakeya.RetryPolicy(first_delay_seconds=0.0)
+
+
+def reply(message: Any) -> Answer:
+    return lambda request, context: message
+
+
+@pytest.fixture
+async def client(scripted: Any, flavour: str, do: Do) -> AsyncIterator[Any]:
+    client = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(scripted.target, api_key="k1", retry=QUICK)
+    yield client
+    await do(client.close)
+
+
+@pytest.fixture
+async def session(scripted: Any, client: Any, do: Do) -> Any:
+    scripted.on("CreateSession", reply(pb.CreateSessionResponse(session_id="s1")))
+    scripted.on("GetServerInfo", reply(pb.GetServerInfoResponse(max_append_tokens=100, max_message_bytes=4 * 2**20)))
+    return await do(client.create_session)
+
+
+async def test_a_read_survives_a_lost_connection(scripted: Any, session: Any, do: Do, unexplained: Failure) -> None:
+    scripted.on("GetSessionInfo", unexplained(UNAVAILABLE), reply(pb.GetSessionInfoResponse(history_length=5)))
+    assert (await do(session.info)).history_length == 5
+    assert session.history_length == 5
+
+
+async def test_the_key_goes_with_every_call(scripted: Any, session: Any, do: Do) -> None:
+    scripted.on("AppendTokens", reply(pb.AppendTokensResponse(history_length=1)))
+    await do(session.append, [1])
+    assert [metadata["authorization"] for metadata in scripted.metadata] == ["Bearer k1"] * 3
+
+
+async def test_creating_a_session_is_not_repeated(scripted: Any, client: Any, do: Do, unexplained: Failure) -> None:
+    scripted.on("CreateSession", unexplained(UNAVAILABLE), reply(pb.CreateSessionResponse(session_id="s2")))
+    with pytest.raises(kakeya.ConnectionFailed):
+        await do(client.create_session)
+    assert len(scripted.calls("CreateSession")) == 1
+
+
+async def test_generating_is_not_repeated(scripted: Any, session: Any, do: Do, unexplained: Failure) -> None:
+    scripted.on("Generate", unexplained(UNAVAILABLE))
+    with pytest.raises(kakeya.ConnectionFailed):
+        await do(session.generate(1).result)
+    assert len(scripted.calls("Generate")) == 1
+
+
+async def test_an_append_whose_answer_was_lost_is_asked_about(
+    scripted: Any, session: Any, do: Do, unexplained: Failure
+) -> None:
+    scripted.on("AppendTokens", unexplained(UNAVAILABLE))
+    scripted.on("GetSessionInfo", reply(pb.GetSessionInfoResponse(history_length=3)))
+    assert await do(session.append, [1, 2, 3]) == 3
+    assert len(scripted.calls("AppendTokens")) == 1
+
+
+async def test_an_append_that_did_not_arrive_is_sent_again_for_the_same_length(
+    scripted: Any, session: Any, do: Do, unexplained: Failure
+) -> None:
+    scripted.on("AppendTokens", unexplained(UNAVAILABLE), reply(pb.AppendTokensResponse(history_length=3)))
+    scripted.on("GetSessionInfo", reply(pb.GetSessionInfoResponse(history_length=0)))
+    assert await do(session.append, [1, 2, 3]) == 3
+    sent = scripted.calls("AppendTokens")
+    assert [list(request.token_ids) for request in sent] == [[1, 2, 3], [1, 2, 3]]
+    assert [request.expected_history_length for request in sent] == [0, 0]
+
+
+async def test_a_lost_close_and_then_no_session_is_closed(
+    scripted: Any, session: Any, do: Do, unexplained: Failure, explained: Failure
+) -> None:
+    gone = explained(grpc.StatusCode.NOT_FOUND, "SESSION_NOT_FOUND")
+    scripted.on("CloseSession", unexplained(UNAVAILABLE), gone)
+    assert await do(session.close) == 0
+    assert session.is_closed
+
+
+async def test_a_reason_newer_than_the_sdk_is_chosen_by_its_code(
+    scripted: Any, session: Any, do: Do, explained: Failure
+) -> None:
+    for code, kind in {
+        grpc.StatusCode.FAILED_PRECONDITION: kakeya.CallerError,
+        grpc.StatusCode.RESOURCE_EXHAUSTED: kakeya.RetryableError,
+        grpc.StatusCode.DATA_LOSS: kakeya.ServerError,
+    }.items():
+        scripted.on("GetSessionInfo", explained(code, "INVENTED_LATER", shape="round"))
+        with pytest.raises(kind) as caught:
+            await do(session.info)
+        assert (caught.value.reason, caught.value.code) == ("INVENTED_LATER", code.name)
+        assert caught.value.metadata == {"shape": "round"}
+
+
+async def test_an_error_without_details_is_the_transports(
+    scripted: Any, session: Any, do: Do, unexplained: Failure
+) -> None:
+    scripted.on("GetSessionInfo", unexplained(grpc.StatusCode.INTERNAL, "oops"))
+    with pytest.raises(kakeya.TransportError, match="oops") as caught:
+        await do(session.info)
+    assert caught.value.reason is None
+
+
+async def test_details_that_cannot_be_read_count_as_none(scripted: Any, session: Any, do: Do) -> None:
+    def garbled(request: Any, context: grpc.ServicerContext) -> None:
+        context.set_trailing_metadata((("grpc-status-details-bin", b"\xff\xff\xff"),))
+        context.abort(grpc.StatusCode.NOT_FOUND, "hm")
+
+    scripted.on("GetSessionInfo", garbled)
+    with pytest.raises(kakeya.TransportError, match="hm"):
+        await do(session.info)
+
+
+async def test_somebody_elses_error_info_is_not_ours(scripted: Any, session: Any, do: Do, explained: Failure) -> None:
+    scripted.on("GetSessionInfo", explained(grpc.StatusCode.NOT_FOUND, "SESSION_NOT_FOUND", domain="proxy.example"))
+    with pytest.raises(kakeya.TransportError):
+        await do(session.info)
+
+
+async def test_a_stream_without_its_last_frame_is_an_error(scripted: Any, session: Any, do: Do) -> None:
+    def cut(request: Any, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(token=pb.TokenDetail(token_id=4, position=0))
+
+    scripted.on("Generate", cut)
+    stream = session.generate(2)
+    with pytest.raises(kakeya.ProtocolError, match="without its last frame"):
+        await do(stream.result)
+    assert stream.token_ids == (4,)
+
+
+async def test_a_stream_that_breaks_keeps_what_came(
+    scripted: Any, session: Any, do: Do, explained: Failure
+) -> None:
+    def breaks(request: Any, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(token=pb.TokenDetail(token_id=4, position=0))
+        explained(grpc.StatusCode.INTERNAL, "INTERNAL", incident="abc")(request, context)
+
+    scripted.on("Generate", breaks)
+    stream = session.generate(2)
+    with pytest.raises(kakeya.InternalError) as caught:
+        await do(stream.result)
+    assert caught.value.incident == "abc"
+    assert stream.token_ids == (4,)
+    assert session.history_length == 1
+
+
+async def test_frames_and_values_newer_than_the_sdk_are_tolerated(scripted: Any, session: Any, do: Do) -> None:
+    def newer(request: Any, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse.FromString(b"\xa2\x06\x03abc")  # field 100
+        yield pb.GenerateResponse(token=pb.TokenDetail(token_id=4, position=0))
+        done = pb.GenerateDone(generated_token_count=1, history_length=1)
+        done.MergeFromString(b"\x08\x63")  # stop_reason 99
+        yield pb.GenerateResponse(done=done)
+
+    scripted.on("Generate", newer)
+    result = await do(session.generate(2).result)
+    assert result.token_ids == (4,)
+    assert result.stop_reason is kakeya.StopReason.UNKNOWN
+
+
+async def test_a_strategy_newer_than_the_sdk_is_none(scripted: Any, client: Any, do: Do) -> None:
+    strategy = pb.Strategy.FromString(b"\xa2\x06\x00")  # an arm numbered 100
+    scripted.on("CreateSession", reply(pb.CreateSessionResponse(session_id="s", strategy=strategy)))
+    assert (await do(client.create_session)).strategy is None

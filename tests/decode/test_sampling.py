@@ -1,0 +1,138 @@
+"""Sampling: the documented order of operations, randomness by (seed, position), and the right distribution."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from inference_engine.decode.sampling import Sampler, filtered_probabilities, logprob, uniform
+from inference_engine.errors import InvalidArgument
+from inference_engine.types import Sampling
+
+V = 12
+NO_HISTORY = np.array([], dtype=np.uint32)
+
+
+def logits(seed: int = 0) -> Tensor:
+    return torch.randn(V, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def sampler(sampling: Sampling, history: list[int] | None = None, seed: int = 3) -> Sampler:
+    ids = np.array(history or [], dtype=np.uint32)
+    return Sampler.start(sampling, seed, ids, V, torch.device("cpu"))
+
+
+def draw(sampling: Sampling, row: Tensor, position: int = 5, history: list[int] | None = None, seed: int = 3) -> int:
+    return int(sampler(sampling, history, seed).draw(row, position))
+
+
+def test_greedy_takes_the_largest_and_the_lowest_id_of_equals() -> None:
+    row = torch.tensor([0.0, 3.0, 1.0, 3.0])
+    assert int(Sampler(Sampling(), 0).draw(row, 0)) == 1
+
+
+def test_a_draw_is_a_function_of_seed_and_position_alone() -> None:
+    sampling = Sampling(temperature=1.0)
+    rows = [draw(sampling, logits(), position) for position in range(200)]
+    assert rows == [draw(sampling, logits(), position) for position in range(200)]
+    assert rows != [draw(sampling, logits(), position, seed=4) for position in range(200)]
+    assert len(set(rows)) > 3
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
+def test_uniform_numbers_lie_in_the_unit_interval_and_fill_it(seed: int) -> None:
+    numbers = [uniform(seed, position) for position in range(2000)]
+    assert all(0.0 <= number < 1.0 for number in numbers)
+    counts = np.histogram(numbers, bins=10, range=(0, 1))[0]
+    # Chi-square with 9 degrees of freedom; 27.9 is the 0.1 % point.
+    assert ((counts - 200) ** 2 / 200).sum() < 27.9
+
+
+def test_draws_follow_the_filtered_distribution() -> None:
+    sampling = Sampling(temperature=0.8, top_k=6, top_p=0.9, min_p=0.02)
+    expected = filtered_probabilities(logits(), sampling)
+    expected = expected / expected.sum()
+    shared = sampler(sampling)
+    count = 4000
+    drawn = np.bincount([int(shared.draw(logits(), position)) for position in range(count)], minlength=V)
+    assert (drawn[expected.numpy() == 0] == 0).all()
+    kept = expected.numpy() > 0
+    chi_square = ((drawn[kept] - count * expected.numpy()[kept]) ** 2 / (count * expected.numpy()[kept])).sum()
+    assert chi_square < 27.9
+
+
+def test_filters_cut_in_the_documented_order() -> None:
+    probabilities = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
+    row = probabilities.log()
+
+    def kept(**options: float) -> list[int]:
+        return filtered_probabilities(row, Sampling(temperature=1.0, **options)).nonzero().flatten().tolist()  # type: ignore[arg-type]
+
+    assert kept(top_k=3) == [0, 1, 2]
+    assert kept(top_p=0.7) == [0, 1]
+    assert kept(top_p=0.71) == [0, 1, 2]
+    assert kept(min_p=0.5) == [0, 1]
+    # top_p is a share of what top_k left: of 0.4 and 0.3, 0.5 is reached by the first alone.
+    assert kept(top_k=2, top_p=0.5) == [0]
+    assert kept(top_k=4, top_p=0.999, min_p=0.3) == [0, 1, 2]
+    assert kept() == kept(top_k=0, top_p=1.0, min_p=0.0) == [0, 1, 2, 3, 4]
+
+
+def test_top_p_keeps_at_least_the_likeliest_token() -> None:
+    assert draw(Sampling(temperature=1.0, top_p=1e-6), logits()) == int(logits().argmax())
+
+
+def test_the_penalty_touches_every_id_of_the_history_and_what_is_generated_since() -> None:
+    row = torch.tensor([2.0, 1.9, -1.0, -1.05])
+    penalised = Sampler.start(
+        Sampling(repetition_penalty=1.2), 0, np.array([0], dtype=np.uint32), 4, torch.device("cpu")
+    )
+    assert int(penalised.draw(row, 0)) == 1
+    penalised.observe(1)
+    assert int(penalised.draw(row, 1)) == 0
+    assert int(Sampler(Sampling(), 0).draw(row, 0)) == 0
+    negative = Sampler.start(
+        Sampling(repetition_penalty=1.2), 0, np.array([2], dtype=np.uint32), 4, torch.device("cpu")
+    )
+    assert int(negative.draw(torch.tensor([-9.0, -9.0, -1.0, -1.05]), 0)) == 3
+
+
+def test_bias_is_added_after_the_penalty_and_before_the_temperature() -> None:
+    assert draw(Sampling(logit_bias={7: 100.0}), logits()) == 7
+    assert draw(Sampling(logit_bias={int(logits().argmax()): -100.0}), logits()) != int(logits().argmax())
+    assert draw(Sampling(temperature=1.0, logit_bias={7: 1000.0}), logits()) == 7
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    row = logits()
+    assert float(logprob(row, torch.tensor(4))) == pytest.approx(float(row.log_softmax(0)[4]), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("min_p", math.nan),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
+        ("top_k", -1),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {1: 1001.0}),
+        ("seed", -1),
+        ("seed", 2**64),
+    ],
+)
+def test_a_number_out_of_range_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidArgument) as refusal:
+        Sampling(**{field: value})  # type: ignore[arg-type]
+    assert refusal.value.field == field

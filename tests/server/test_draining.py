@@ -1,0 +1,155 @@
+"""SIGTERM, as an operator sends it, to a server process of its own."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from inference_engine.config import child_environment
+from kakeya.v1 import runtime_pb2 as pb
+from tests.server.wire import TIMEOUT_SECONDS, Client, refused
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = Path(__file__).with_name("serve_tiny.py")
+FOREVER = 30_000
+
+Server = tuple[subprocess.Popen[str], str]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[float], Server]]:
+    """Starts a server process that gives running Generates so many seconds. Ends it after the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(drain_seconds: float) -> Server:
+        child = subprocess.Popen(
+            (sys.executable, str(PROGRAM), "127.0.0.1:0", str(drain_seconds)),
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=child_environment(PYTHONPATH=str(ROOT)),
+        )
+        started.append(child)
+        assert child.stdout is not None
+        return child, child.stdout.readline().strip()
+
+    yield start
+    for child in started:
+        child.kill()
+        child.wait()
+        if child.stdout:
+            child.stdout.close()
+
+
+async def running(client: Client, session_id: str, max_tokens: int) -> grpc.aio.UnaryStreamCall[object, object]:
+    stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=max_tokens))
+    await stream.read()
+    return stream
+
+
+async def until_draining(channel: grpc.aio.Channel) -> None:
+    """By Watch: NOT_SERVING must be shown before any call is refused."""
+    watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
+    while True:
+        status = health_pb2.HealthCheckResponse.FromString(await watch.read()).status
+        if status == health_pb2.HealthCheckResponse.NOT_SERVING:
+            return
+
+
+async def ended(child: subprocess.Popen[str]) -> int:
+    return await asyncio.to_thread(child.wait, TIMEOUT_SECONDS)
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Callable[[str], Client]]:
+    channels: list[grpc.aio.Channel] = []
+
+    def connect(target: str) -> Client:
+        channels.append(grpc.aio.insecure_channel(target))
+        return Client(channels[-1])
+
+    yield connect
+    for channel in channels:
+        await channel.close()
+
+
+async def test_a_running_generate_finishes_while_new_work_is_refused(
+    start: Callable[[float], Server], connect: Callable[[str], Client]
+) -> None:
+    child, target = await asyncio.to_thread(start, 60.0)
+    client = connect(target)
+    session_id, other = await client.open_endless(), await client.open()
+    stream = await running(client, session_id, 1500)
+    child.send_signal(signal.SIGTERM)
+    await until_draining(client.channel)
+    for call in (client.open(()), client.generate(other)):
+        details = await refused(call)
+        assert details.reason == "UNAVAILABLE DRAINING"
+        assert details.retry_info is not None
+    frames = [frame async for frame in rest_of(stream)]
+    assert len(frames) == 1500  # one was read before, and `done` is last
+    assert frames[-1].done.stop_reason == pb.GenerateDone.STOP_REASON_MAX_TOKENS
+    assert await ended(child) == 0
+
+
+async def test_a_generate_that_outlives_the_grace_ends_with_draining(
+    start: Callable[[float], Server], connect: Callable[[str], Client]
+) -> None:
+    child, target = await asyncio.to_thread(start, 0.2)
+    client = connect(target)
+    stream = await running(client, await client.open_endless(), FOREVER)
+    child.send_signal(signal.SIGINT)
+
+    async def consume() -> None:
+        async for _ in rest_of(stream):
+            pass
+
+    details = await refused(consume())
+    assert details.reason == "UNAVAILABLE DRAINING"
+    assert details.retry_info is not None
+    assert await ended(child) == 0
+
+
+async def test_an_idle_server_ends_at_once(start: Callable[[float], Server]) -> None:
+    child, _ = await asyncio.to_thread(start, 60.0)
+    child.send_signal(signal.SIGTERM)
+    assert await ended(child) == 0
+
+
+async def test_a_second_signal_ends_a_draining_server_at_once(
+    start: Callable[[float], Server], connect: Callable[[str], Client]
+) -> None:
+    child, target = await asyncio.to_thread(start, 600.0)
+    client = connect(target)
+    await running(client, await client.open_endless(), FOREVER)
+    child.send_signal(signal.SIGTERM)
+    await until_draining(client.channel)
+    child.send_signal(signal.SIGTERM)
+    assert await ended(child) == -signal.SIGTERM
+
+
+async def test_a_server_whose_port_is_taken_says_so_and_fails(start: Callable[[float], Server]) -> None:
+    _, target = await asyncio.to_thread(start, 1.0)
+    second = await asyncio.to_thread(
+        subprocess.run,
+        (sys.executable, str(PROGRAM), target, "1"),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=child_environment(PYTHONPATH=str(ROOT)),
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+    assert second.returncode == 1
+    assert f"{target} is already in use" in second.stderr
+
+
+async def rest_of(stream: grpc.aio.UnaryStreamCall[object, object]) -> AsyncIterator[pb.GenerateResponse]:
+    while (frame := await stream.read()) is not grpc.aio.EOF:
+        yield frame
