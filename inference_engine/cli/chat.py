@@ -41,6 +41,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_settings(parser, ModelConfig)
     add_settings(parser, EngineConfig, only=CONVERSATION)
     answer = parser.add_argument_group("answers")
+    answer.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     answer.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longest answer (default: 512)")
     answer.add_argument("--temperature", type=float, metavar="T", help="0: the likeliest token (default)")
     answer.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that make up P")
@@ -100,7 +101,9 @@ def _tokenizer(name_or_path: str, model: ModelConfig) -> Any:
 def _conversation(client: Client, tokenizer: Any, args: argparse.Namespace, stack: ExitStack) -> Conversation:
     from inference_engine.cli.conversation import open_conversation
 
-    conversation = open_conversation(client, tokenizer, strategy=args.strategy, label="kakeya chat")
+    conversation = open_conversation(
+        client, tokenizer, strategy=args.strategy, system=args.system, label="kakeya chat"
+    )
     stack.enter_context(conversation.session)
     return conversation
 

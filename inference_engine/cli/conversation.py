@@ -35,9 +35,10 @@ class Turn:
 class Conversation:
     """Renders each message once and appends it; nothing of the history is sent or computed again."""
 
-    def __init__(self, session: Session, tokenizer: Any) -> None:
+    def __init__(self, session: Session, tokenizer: Any, *, system: str | None = None) -> None:
         self.session = session
         self._tokenizer = tokenizer
+        self._system = system
         self._last_answer: tuple[int, ...] | None = None
 
     def say(self, message: str, *, max_tokens: int, show: Callable[[str], None], **sampling: Any) -> Turn:
@@ -70,19 +71,22 @@ class Conversation:
 
     def _render(self, message: str) -> list[int]:
         messages = [{"role": "user", "content": message}]
-        if self._last_answer is None:
-            return tokenization.tokens_for_chat(messages, self._tokenizer)
-        return tokenization.tokens_for_next_turn(messages, self._tokenizer, after=self._last_answer)
+        if self._last_answer is not None:
+            return tokenization.tokens_for_next_turn(messages, self._tokenizer, after=self._last_answer)
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return tokenization.tokens_for_chat([*system, *messages], self._tokenizer)
 
 
-def open_conversation(client: Client, tokenizer: Any, *, strategy: str | None, label: str) -> Conversation:
-    """A new session for a chat. `strategy` as on the command line; None: the server's default."""
+def open_conversation(
+    client: Client, tokenizer: Any, *, strategy: str | None, system: str | None = None, label: str = ""
+) -> Conversation:
+    """A chat on a new session. `strategy` as on the command line; None: the server's default."""
     session = client.create_session(
         None if strategy is None else sdk_strategy(strategy),
         eos_token_ids=tokenization.end_of_turn_ids(tokenizer),
         label=label,
     )
-    return Conversation(session, tokenizer)
+    return Conversation(session, tokenizer, system=system)
 
 
 def load_chat_tokenizer(folder: Path) -> Any:

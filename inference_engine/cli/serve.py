@@ -83,6 +83,7 @@ def ready_target(line: str) -> str | None:
 
 
 def _stop_at_eof() -> None:
-    while sys.stdin.buffer.read(4096):
+    # Not through the buffer of sys.stdin, whose lock this thread would still hold when the interpreter ends.
+    while os.read(sys.stdin.fileno(), 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

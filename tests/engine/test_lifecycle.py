@@ -5,20 +5,36 @@ from __future__ import annotations
 import queue
 import threading
 
+import numpy as np
 import pytest
 import torch
 
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.engine import Engine
 from inference_engine.errors import (
+    AppendTooLarge,
+    DeadlineExceeded,
+    Draining,
+    HistoryLengthMismatch,
+    HistoryLimit,
     InternalError,
+    InvalidArgument,
     InvariantViolated,
+    NoCapacity,
     NonFiniteLogits,
-    RequestError,
+    Overloaded,
+    SessionBusy,
+    SessionClosed,
+    SessionEvicted,
+    SessionNotFound,
+    TokenOutOfRange,
 )
-from inference_engine.types import Event, Failed, Finished, GenerateParams, TokenCommitted
+from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.session.journal import MemoryJournal, TokenIds
+from inference_engine.types import Event, Failed, Finished, GenerateParams, Mark, StopReason, TokenCommitted
 from tests.laws.variants import drain, generate, text, tokens
-from tests.tiny import tiny_engine, tiny_forward
+from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_engine, tiny_forward
 
 
 class Clock:
@@ -62,16 +78,344 @@ def opened(engine: Engine, length: int = 20, **options: object) -> str:
 def still_works(engine: Engine) -> None:
     """The closing assertion of every fault: another session generates what it always did."""
     with tiny_engine() as fresh:
+        expected = [token for token, _ in generate(fresh, opened(fresh), 8)]
+    session = opened(engine)
+    assert [token for token, _ in generate(engine, session, 8)] == expected
+    engine.close_session(session)
+
+
+# -- histories --------------------------------------------------------------------------------------------------------
+
+
+def test_generated_tokens_are_part_of_the_history_eos_included() -> None:
+    with tiny_engine() as engine:
+        plain = [token for token, _ in generate(engine, opened(engine), 6)]
+        session = opened(engine, eos_token_ids=[plain[2]])
+        events = drain(engine.generate(session, GenerateParams(max_tokens=6)))
+        assert [token for token, _ in tokens(events)] == plain[: plain.index(plain[2]) + 1]
+        done = events[-1]
+        assert isinstance(done, Finished)
+        assert done.stop_reason is StopReason.EOS
+        assert engine.session_info(session).history_length == 20 + done.generated_tokens == done.history_length
+
+
+def test_stop_ids_of_a_request_end_it_like_the_sessions_own() -> None:
+    with tiny_engine() as engine:
+        plain = [token for token, _ in generate(engine, opened(engine), 6)]
+        events = drain(engine.generate(opened(engine), GenerateParams(max_tokens=6, stop_token_ids=(plain[1],))))
+        assert [token for token, _ in tokens(events)] == plain[: plain.index(plain[1]) + 1]
+        assert isinstance(events[-1], Finished)
+        assert events[-1].stop_reason is StopReason.EOS
+
+
+def test_an_empty_append_changes_nothing_but_refreshes_the_idle_clock() -> None:
+    clock = Clock()
+    with tiny_engine(clock=clock) as engine:
         session = opened(engine)
-        seen: list[Event] = []
-        with pytest.raises(InternalError, match="incident"):
-            for event in engine.generate(session, GenerateParams(max_tokens=10)):
-                seen.append(event)
-        assert len(tokens(seen)) == 3
+        clock.now += 10
+        assert engine.session_info(session).idle_seconds == 10
+        assert engine.append(session, []) == 20
+        assert engine.session_info(session).idle_seconds == 0
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCABULARY, 2**32 - 1])
+def test_one_id_out_of_the_vocabulary_rejects_the_whole_append(wrong: int) -> None:
+    with tiny_engine() as engine:
+        session = opened(engine)
+        with pytest.raises(TokenOutOfRange, match=str(wrong)):
+            engine.append(session, [1, 2, wrong])
+        assert engine.session_info(session).history_length == 20
+        with pytest.raises(TokenOutOfRange):
+            engine.create_session(eos_token_ids=[wrong])
+        with pytest.raises(TokenOutOfRange):
+            engine.generate(session, GenerateParams(max_tokens=1, stop_token_ids=(wrong,)))
+        still_works(engine)
+
+
+def test_what_is_wrong_with_a_call_is_said_before_anything_happens() -> None:
+    with tiny_engine(max_append_tokens=30, max_generate_tokens=50) as engine:
+        session = opened(engine)
+        with pytest.raises(AppendTooLarge):
+            engine.append(session, [1] * 31)
+        with pytest.raises(HistoryLengthMismatch, match="20 tokens"):
+            engine.append(session, [1], expected_history_length=19)
+        with pytest.raises(HistoryLengthMismatch):
+            engine.generate(session, GenerateParams(max_tokens=1, expected_history_length=21))
+        with pytest.raises(InvalidArgument, match="50"):
+            engine.generate(session, GenerateParams(max_tokens=51))
+        with pytest.raises(InvalidArgument, match="empty"):
+            engine.generate(engine.create_session().session_id, GenerateParams(max_tokens=1))
+        with pytest.raises(InvalidArgument, match="limit_tokens"):
+            engine.create_session(limit_tokens=TRAINED_POSITIONS + 1)
+        with pytest.raises(InvalidArgument, match="limit_tokens"):
+            engine.create_session(limit_tokens=0)
+        with pytest.raises(InvalidArgument, match="printable"):
+            engine.create_session(label="a\nb")
+        assert engine.append(session, [5], expected_history_length=20) == 21
+        still_works(engine)
+
+
+def test_a_session_ends_at_its_limit_and_says_so() -> None:
+    with tiny_engine() as engine:
+        session = opened(engine, limit_tokens=26)
+        with pytest.raises(HistoryLimit, match="26"):
+            engine.append(session, [1] * 7)
+        events = drain(engine.generate(session, GenerateParams(max_tokens=50)))
+        done = events[-1]
+        assert isinstance(done, Finished)
+        assert (done.stop_reason, done.generated_tokens, done.history_length) == (StopReason.TRUNCATED, 6, 26)
+        again = drain(engine.generate(session, GenerateParams(max_tokens=5)))[-1]
+        assert isinstance(again, Finished)
+        assert (again.stop_reason, again.generated_tokens) == (StopReason.TRUNCATED, 0)
+
+
+def test_each_generate_prefills_only_what_is_new() -> None:
+    with tiny_engine() as engine:
+        session = opened(engine, 40)
+        first = drain(engine.generate(session, GenerateParams(max_tokens=5)))[-1]
+        engine.append(session, text(7))
+        second = drain(engine.generate(session, GenerateParams(max_tokens=5)))[-1]
+        assert isinstance(first, Finished)
+        assert isinstance(second, Finished)
+        assert (first.prefilled_tokens, first.cached_tokens) == (40, 0)
+        # The last token generated before has no row yet.
+        assert (second.prefilled_tokens, second.cached_tokens) == (8, 44)
+
+
+# -- one operation at a time ------------------------------------------------------------------------------------------
+
+
+def test_a_second_operation_on_a_busy_session_is_refused_and_facts_never_wait() -> None:
+    with tiny_engine() as engine:
+        session, gate = opened(engine), Gate()
+        engine.generate(session, GenerateParams(max_tokens=3), listener=gate)
+        assert gate.reached.wait(30)
+        with pytest.raises(SessionBusy):
+            engine.append(session, [1])
+        with pytest.raises(SessionBusy):
+            engine.generate(session, GenerateParams(max_tokens=1), wait_seconds=0.01)
+        info = engine.session_info(session)
+        assert info.is_generating
+        assert info.history_length == 21
+        gate.go_on.set()
+        assert engine.append(session, [1], wait_seconds=30) == 24
+        assert isinstance(gate.rest()[-1], Finished)
+
+
+def test_cancelling_keeps_what_was_committed_and_the_session() -> None:
+    with tiny_engine() as engine:
+        expected = [token for token, _ in generate(engine, opened(engine), 10)]
+        session, gate = opened(engine), Gate()
+        generation = engine.generate(session, GenerateParams(max_tokens=400), listener=gate)
+        assert gate.reached.wait(30)
+        generation.cancel()
+        generation.expire()  # the first stop wins
+        gate.go_on.set()
+        done = gate.rest()[-1]
+        assert isinstance(done, Finished)
+        assert (done.stop_reason, done.generated_tokens) == (StopReason.CANCELLED, 1)
+        assert engine.session_info(session).history_length == 21
+        assert [token for token, _ in generate(engine, session, 9)] == expected[1:]
+
+
+def test_a_deadline_ends_the_call_and_not_the_session() -> None:
+    with tiny_engine() as engine:
+        session, gate = opened(engine), Gate()
+        generation = engine.generate(session, GenerateParams(max_tokens=400), listener=gate)
+        assert gate.reached.wait(30)
+        generation.expire()
+        gate.go_on.set()
+        failed = gate.rest()[-1]
+        assert isinstance(failed, Failed)
+        assert isinstance(failed.error, DeadlineExceeded)
+        assert generate(engine, session, 3)
+
+
+def test_closing_a_running_session_ends_its_generate_and_frees_its_memory() -> None:
+    with tiny_engine() as engine:
+        session, gate = opened(engine), Gate()
+        engine.generate(session, GenerateParams(max_tokens=400), listener=gate)
+        assert gate.reached.wait(30)
+        assert engine.close_session(session) == 21
+        with pytest.raises(SessionNotFound):
+            engine.session_info(session)
+        gate.go_on.set()
+        failed = gate.rest()[-1]
+        assert isinstance(failed, Failed)
+        assert isinstance(failed.error, SessionClosed)
+        assert engine.info().kv_reserved_bytes == 0
+        still_works(engine)
+
+
+def test_draining_lets_running_generates_end_and_refuses_new_work() -> None:
+    with tiny_engine() as engine:
+        session, gate = opened(engine), Gate()
+        engine.generate(session, GenerateParams(max_tokens=4), listener=gate)
+        assert gate.reached.wait(30)
+        drainer = threading.Thread(target=engine.drain, args=(30.0,))
+        drainer.start()
+        while True:
+            try:
+                engine.close_session(engine.create_session().session_id)
+            except Draining:
+                break
+        gate.go_on.set()
+        drainer.join(30)
+        done = gate.rest()[-1]
+        assert isinstance(done, Finished)
+        assert done.generated_tokens == 4
+        with pytest.raises(Draining):
+            engine.generate(session, GenerateParams(max_tokens=1))
+
+
+def test_draining_without_grace_ends_running_generates_typed() -> None:
+    with tiny_engine() as engine:
+        session, gate = opened(engine), Gate()
+        engine.generate(session, GenerateParams(max_tokens=400), listener=gate)
+        assert gate.reached.wait(30)
+        drainer = threading.Thread(target=engine.drain, args=(0.0,))
+        drainer.start()
+        gate.go_on.set()
+        drainer.join(30)
+        failed = gate.rest()[-1]
+        assert isinstance(failed, Failed)
+        assert isinstance(failed.error, Draining)
+
+
+def test_a_full_queue_refuses_and_keeps_the_session_free() -> None:
+    with tiny_engine(max_queued=1) as engine:
+        holder, gate = opened(engine), Gate()
+        engine.generate(holder, GenerateParams(max_tokens=2), listener=gate)
+        assert gate.reached.wait(30)  # the engine's thread is held: what is submitted now stays queued
+        waiting = engine.generate(opened(engine), GenerateParams(max_tokens=2))
+        refused = opened(engine)
+        with pytest.raises(Overloaded) as overload:
+            engine.generate(refused, GenerateParams(max_tokens=2))
+        assert overload.value.retry_after_seconds
+        gate.go_on.set()
+        assert len(tokens(drain(waiting))) == 2
+        assert len(generate(engine, refused, 2)) == 2
+
+
+# -- memory and idleness ----------------------------------------------------------------------------------------------
+
+
+def bytes_for(sessions: float) -> int:
+    with tiny_engine() as engine:
+        return int(sessions * engine.create_session().bound.peak_bytes)
+
+
+def test_idle_sessions_make_room_least_recently_used_first_and_never_a_busy_or_fresh_one() -> None:
+    clock = Clock()
+    with tiny_engine(clock=clock, kv_bytes=bytes_for(3.5)) as engine:
+        old, older, busy = opened(engine), opened(engine), opened(engine)
+        gate = Gate()
+        engine.generate(busy, GenerateParams(max_tokens=2), listener=gate)
+        assert gate.reached.wait(30)
+        clock.now += 30
+        engine.append(old, [1])
+        with pytest.raises(NoCapacity, match="bytes"):
+            engine.create_session()
+        clock.now += 40  # `older` has been idle for 70 seconds, `old` for 40
+        engine.create_session()
+        with pytest.raises(SessionEvicted, match="lru"):
+            engine.append(older, [1])
+        assert engine.session_info(old).history_length == 21
+        with pytest.raises(NoCapacity):
+            engine.create_session()
+        gate.go_on.set()
+        assert isinstance(gate.rest()[-1], Finished)
+
+
+def test_a_session_that_can_never_fit_evicts_nobody() -> None:
+    clock = Clock()
+    with tiny_engine(clock=clock, kv_bytes=bytes_for(0.5)) as engine:
+        small = opened(engine, strategy=SinkWindow(sink=1, window=8))
+        clock.now += 1000
+        with pytest.raises(NoCapacity, match="in all"):
+            engine.create_session(strategy=Full())
+        assert engine.session_info(small).history_length == 20
+
+
+def test_idle_sessions_expire_on_their_own() -> None:
+    clock = Clock()
+    with tiny_engine(clock=clock, session_idle_ttl_seconds=100) as engine:
+        idle, used = opened(engine), opened(engine)
+        clock.now += 99
+        engine.append(used, [1])
+        clock.now += 2
+        generate(engine, used, 1)  # the loop comes round
+        with pytest.raises(SessionEvicted, match="ttl"):
+            engine.session_info(idle)
+        assert engine.session_info(used).history_length == 22
+        with pytest.raises(SessionNotFound):
+            engine.session_info(idle, owner="somebody else")
+
+
+def test_another_owner_sees_and_touches_nothing() -> None:
+    with tiny_engine() as engine:
+        mine = engine.create_session(owner="me").session_id
+        params = GenerateParams(max_tokens=1)
+        answers = set()
+        for session_id in (mine, "never issued"):
+            for call in (
+                lambda id_: engine.session_info(id_, owner="you"),
+                lambda id_: engine.append(id_, [1], owner="you"),
+                lambda id_: engine.generate(id_, params, owner="you"),
+                lambda id_: engine.close_session(id_, owner="you"),
+            ):
+                with pytest.raises(SessionNotFound) as refusal:
+                    call(session_id)
+                answers.add(refusal.value.message)
+        assert len(answers) == 1
+        assert engine.session_info(mine, owner="me").history_length == 0
+
+
+def test_many_short_sessions_leave_nothing_reserved() -> None:
+    rng = np.random.default_rng(0)
+    with tiny_engine(kv_bytes=bytes_for(6)) as engine:
+        open_ids: list[str] = []
+        for _ in range(120):
+            if open_ids and (len(open_ids) > 4 or rng.random() < 0.5):
+                engine.close_session(open_ids.pop(int(rng.integers(len(open_ids)))))
+            else:
+                strategy = SinkWindow(sink=2, window=int(rng.integers(1, 60))) if rng.random() < 0.5 else Full()
+                open_ids.append(opened(engine, int(rng.integers(1, 50)), strategy=strategy))
+                generate(engine, open_ids[-1], 2)
+        for session_id in open_ids:
+            engine.close_session(session_id)
+        assert engine.info().kv_reserved_bytes == 0
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+class FailingJournal(MemoryJournal):
+    """Refuses generated tokens from a position on, as a full disk would."""
+
+    def __init__(self, from_position: int) -> None:
+        super().__init__()
+        self.from_position = from_position
+
+    def append(self, session_id: str, position: int, token_ids: TokenIds, mark: Mark) -> None:
+        if mark is Mark.GENERATED and position >= self.from_position:
+            raise OSError("no space left")
+        super().append(session_id, position, token_ids, mark)
+
+
+def test_a_token_the_journal_did_not_take_is_never_shown() -> None:
+    with tiny_engine(journal=FailingJournal(23)) as engine:
+        session = opened(engine)
+        gate = Gate()
+        gate.go_on.set()
+        engine.generate(session, GenerateParams(max_tokens=10), listener=gate)
+        events = gate.rest()
+        assert isinstance(events[-1], Failed)
+        assert isinstance(events[-1].error, InternalError)
+        assert len(tokens(events)) == 3
         assert engine.session_info(session).history_length == 23
         # The session itself is well: its history is what was acknowledged.
-        engine.append(session, [1])
-        assert engine.session_info(session).history_length == 24
+        assert engine.append(session, [1]) == 24
 
 
 def test_logits_that_are_not_finite_end_only_their_generate() -> None:
@@ -99,7 +443,7 @@ def test_a_forward_that_fails_leaves_every_session_as_it_was(monkeypatch: pytest
             raise torch.OutOfMemoryError("no")
 
         with monkeypatch.context() as patch:
-            patch.setattr(TorchForward, "run", lambda self, step: out_of_memory(step))
+            patch.setattr(TorchForward, "run", lambda _, step: out_of_memory(step))
             with pytest.raises(InternalError) as failure:
                 drain(engine.generate(session, GenerateParams(max_tokens=3)))
             assert "OutOfMemory" not in failure.value.message
@@ -128,8 +472,7 @@ def test_a_broken_invariant_fails_the_session_alone_and_frees_it(kind: str) -> N
             lambda: engine.append(session, [1]),
             lambda: engine.generate(session, GenerateParams(max_tokens=1)),
         ):
-            with pytest.raises(RequestError) as refusal:
+            with pytest.raises(InvariantViolated):
                 call()
-            assert isinstance(refusal.value, InvariantViolated)
         assert engine.close_session(session) >= 20
         still_works(engine)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +22,7 @@ def test_runs_never_overlap_and_all_units_come_back(moves: list[tuple[bool, int]
             if start is None:
                 occupied = sorted(taken)
                 edges = [(0, 0), *occupied, (TOTAL, 0)]
-                gaps = [right[0] - (left[0] + left[1]) for left, right in zip(edges, edges[1:], strict=False)]
+                gaps = [right[0] - (left[0] + left[1]) for left, right in pairwise(edges)]
                 assert max(gaps) < size, "a long enough gap was there"
             else:
                 assert start >= 0

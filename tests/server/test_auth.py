@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -19,15 +20,15 @@ from tests.server.wire import HISTORY, Client, connected, refused, serving
 ALICE, BOB = "alice-" + "a" * 32, "bob-" + "b" * 32
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 
-RUNTIME_METHODS = [
-    f"/kakeya.v1.RuntimeService/{method.name}" for method in pb.DESCRIPTOR.services_by_name["RuntimeService"].methods
-]
-HEALTH_METHODS = [
-    f"/grpc.health.v1.Health/{method.name}" for method in health_pb2.DESCRIPTOR.services_by_name["Health"].methods
-]
+
+def methods_of(descriptor: Any, service: str) -> list[str]:
+    found = descriptor.services_by_name[service]
+    return [f"/{found.full_name}/{method.name}" for method in found.methods]
+
+
 CLOSED_METHODS = [
-    *RUNTIME_METHODS,
-    *(method for method in HEALTH_METHODS if method != HEALTH_CHECK),
+    *methods_of(pb.DESCRIPTOR, "RuntimeService"),
+    *(method for method in methods_of(health_pb2.DESCRIPTOR, "Health") if method != HEALTH_CHECK),
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     "/kakeya.v1.RuntimeService/NoSuchMethod",
     "/no.such.Service/Method",

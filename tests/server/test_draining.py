@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -13,7 +14,7 @@ from grpc_health.v1 import health_pb2
 
 from inference_engine.config import child_environment
 from kakeya.v1 import runtime_pb2 as pb
-from tests.server.wire import TIMEOUT_SECONDS, Client, refused
+from tests.server.wire import TIMEOUT_SECONDS, Client, read_rest, refused
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("serve_tiny.py")
@@ -47,13 +48,13 @@ def start() -> Iterator[Callable[[float], Server]]:
             child.stdout.close()
 
 
-async def running(client: Client, session_id: str, max_tokens: int) -> grpc.aio.UnaryStreamCall[object, object]:
+async def running(client: Client, session_id: str, max_tokens: int) -> Any:
     stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=max_tokens))
     await stream.read()
     return stream
 
 
-async def until_draining(channel: grpc.aio.Channel) -> None:
+async def until_draining(channel: Any) -> None:
     """By Watch: NOT_SERVING must be shown before any call is refused."""
     watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
     while True:
@@ -92,7 +93,7 @@ async def test_a_running_generate_finishes_while_new_work_is_refused(
         details = await refused(call)
         assert details.reason == "UNAVAILABLE DRAINING"
         assert details.retry_info is not None
-    frames = [frame async for frame in rest_of(stream)]
+    frames = await read_rest(stream)
     assert len(frames) == 1500  # one was read before, and `done` is last
     assert frames[-1].done.stop_reason == pb.GenerateDone.STOP_REASON_MAX_TOKENS
     assert await ended(child) == 0
@@ -105,12 +106,7 @@ async def test_a_generate_that_outlives_the_grace_ends_with_draining(
     client = connect(target)
     stream = await running(client, await client.open_endless(), FOREVER)
     child.send_signal(signal.SIGINT)
-
-    async def consume() -> None:
-        async for _ in rest_of(stream):
-            pass
-
-    details = await refused(consume())
+    details = await refused(read_rest(stream))
     assert details.reason == "UNAVAILABLE DRAINING"
     assert details.retry_info is not None
     assert await ended(child) == 0
@@ -148,8 +144,3 @@ async def test_a_server_whose_port_is_taken_says_so_and_fails(start: Callable[[f
     )
     assert second.returncode == 1
     assert f"{target} is already in use" in second.stderr
-
-
-async def rest_of(stream: grpc.aio.UnaryStreamCall[object, object]) -> AsyncIterator[pb.GenerateResponse]:
-    while (frame := await stream.read()) is not grpc.aio.EOF:
-        yield frame

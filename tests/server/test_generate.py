@@ -8,12 +8,11 @@ from typing import Any
 import grpc
 import pytest
 
-from inference_engine.config import child_environment
 from inference_engine.engine import Engine
 from inference_engine.server import service
 from inference_engine.server.run import ServerHandle
 from kakeya.v1 import runtime_pb2 as pb
-from tests.server.wire import HISTORY, Client, connected, held, refused, serving
+from tests.server.wire import HISTORY, Client, connected, held, read_rest, refused, serving, until_free
 from tests.tiny import tiny_engine
 
 FOREVER = 30_000  # tokens; minutes of work for TinyModel
@@ -36,20 +35,6 @@ def kinds(frames: list[Any]) -> list[str]:
 async def frames_of(client: Client, session_id: str, **fields: Any) -> list[Any]:
     answer: list[Any] = await client.call("Generate", pb.GenerateRequest(session_id=session_id, **fields))
     return answer
-
-
-async def drain(stream: Any) -> list[Any]:
-    """The frames that are left."""
-    frames = []
-    while (frame := await stream.read()) is not grpc.aio.EOF:
-        frames.append(frame)
-    return frames
-
-
-async def until_free(client: Client, session_id: str) -> None:
-    """Returns once no Generate holds the session. Fails by the test's time limit if one does for ever."""
-    while (await client.info(session_id)).generating:
-        await asyncio.sleep(0)
 
 
 # -- frames -----------------------------------------------------------------------------------------------------------
@@ -117,12 +102,12 @@ async def test_a_seed_that_was_drawn_is_returned_and_repeats_the_tokens(client: 
 # -- ends -------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_cancelled_generate_keeps_the_session_and_every_token_it_showed(client: Client) -> None:
+async def test_a_cancelled_generate_keeps_the_session_and_every_token_it_showed(engine: Engine, client: Client) -> None:
     session_id = await client.open_endless()
     stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=FOREVER))
     shown = [(await stream.read()).token_id for _ in range(5)]
     stream.cancel()
-    await until_free(client, session_id)
+    await until_free(engine, session_id)
     length = await client.length(session_id)
     assert length >= len(HISTORY) + 5
     rest = await client.generate(session_id, 4)
@@ -132,20 +117,16 @@ async def test_a_cancelled_generate_keeps_the_session_and_every_token_it_showed(
 
 
 async def test_a_client_killed_in_the_middle_leaves_a_session_that_goes_on(
-    server: ServerHandle, client: Client
+    engine: Engine, server: ServerHandle, client: Client
 ) -> None:
     session_id = await client.open_endless()
-    child = subprocess.Popen(
-        (sys.executable, "-c", KILLED_CLIENT, server.target, session_id),
-        stdout=subprocess.PIPE,
-        env=child_environment(),
-    )
+    command = (sys.executable, "-c", KILLED_CLIENT, server.target, session_id)
+    child = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     assert child.stdout is not None
-    assert await asyncio.to_thread(child.stdout.readline) == b"frame\n"
+    assert await child.stdout.readline() == b"frame\n"
     child.kill()
-    child.wait()
-    child.stdout.close()
-    await until_free(client, session_id)
+    await child.wait()
+    await until_free(engine, session_id)
     length = await client.length(session_id)
     rest = await client.generate(session_id, 4)
     undisturbed = await client.generate(await client.open_endless(), length - len(HISTORY) + 4)
@@ -155,13 +136,8 @@ async def test_a_client_killed_in_the_middle_leaves_a_session_that_goes_on(
 async def test_a_deadline_while_decoding_is_typed_and_keeps_what_was_generated(client: Client) -> None:
     session_id = await client.open_endless()
     stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=FOREVER), timeout=2.0)
-    shown: list[int] = []
-
-    async def consume() -> None:
-        async for frame in stream:
-            shown.append(frame.token_id)
-
-    details = await refused(consume())
+    shown: list[Any] = []
+    details = await refused(read_rest(stream, into=shown))
     assert details.reason == "DEADLINE_EXCEEDED DEADLINE"
     assert details.error_info is not None
     length = int(details.error_info.metadata["history_length"])
@@ -172,12 +148,11 @@ async def test_a_deadline_while_decoding_is_typed_and_keeps_what_was_generated(c
 async def test_a_deadline_before_the_first_step_keeps_the_session(engine: Engine, client: Client) -> None:
     session_id = await client.open()
     with held(engine) as release:
-        details = await refused(
-            client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=8), timeout=0.1).read()
-        )
+        stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=8), timeout=0.1)
+        details = await refused(read_rest(stream))
         release()
     assert details.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    await until_free(client, session_id)
+    await until_free(engine, session_id)
     assert await client.length(session_id) == len(HISTORY)
     assert len(await client.generate(session_id)) == 8
 
@@ -188,10 +163,10 @@ async def test_a_deadline_in_prefill_keeps_the_session(engine: Engine, client: C
     stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=8, progress=True), timeout=1.0)
     assert (await stream.read()).WhichOneof("payload") == "accepted"
     with held(engine) as release:
-        details = await refused(drain(stream))
+        details = await refused(read_rest(stream))
         release()
     assert details.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    await until_free(client, session_id)
+    await until_free(engine, session_id)
     assert len(await client.generate(session_id)) == 8
 
 
@@ -200,7 +175,7 @@ async def test_closing_a_session_ends_its_stream_with_session_closed(client: Cli
     stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=FOREVER))
     await stream.read()
     closed = await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
-    details = await refused(drain(stream))
+    details = await refused(read_rest(stream))
     assert details.reason == "ABORTED SESSION_CLOSED"
     assert closed.final_history_length > len(HISTORY)
     assert (await refused(client.length(session_id))).reason == "NOT_FOUND SESSION_NOT_FOUND"
@@ -218,8 +193,8 @@ async def test_a_client_that_does_not_read_loses_its_generate_and_not_its_sessio
             pb.GenerateRequest(session_id=session_id, max_tokens=FOREVER, token_details=True, logprobs=True)
         )
         await stream.read()
-        await until_free(client, session_id)
-        details = await refused(drain(stream))
+        await until_free(engine, session_id)
+        details = await refused(read_rest(stream))
         assert details.reason == "RESOURCE_EXHAUSTED SLOW_CONSUMER"
         assert len(await client.generate(session_id)) == 8
 

@@ -5,6 +5,7 @@ import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -25,7 +26,7 @@ REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
 @pytest.fixture
-def tls(tmp_path: Path) -> dict[str, str]:
+def tls(tmp_path: Path) -> dict[str, Any]:
     """Files of a certificate for localhost and 127.0.0.1 with its chain, and what a client must trust."""
     authority = trustme.CA()
     issuer = authority.create_child_ca()
@@ -72,7 +73,7 @@ def test_loopback_is_judged_by_the_address_not_by_the_name(bind: str, is_loopbac
 
 def test_a_name_with_one_outside_address_is_not_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in ("127.0.0.1", "192.0.2.1")]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: found)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     assert not resolve_bind("bind", "localhost:0").is_loopback
 
 
@@ -92,15 +93,15 @@ def test_a_name_that_does_not_resolve_is_refused() -> None:
 @pytest.mark.parametrize("bind", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0"])
 @pytest.mark.parametrize(("with_key", "with_tls"), [(False, False), (True, False), (False, True)])
 async def test_a_bind_others_can_reach_needs_key_and_tls(
-    engine: Engine, tls: dict[str, str], key_file: str, bind: str, with_key: bool, with_tls: bool
+    engine: Engine, tls: dict[str, Any], key_file: str, bind: str, with_key: bool, with_tls: bool
 ) -> None:
-    settings = {**(tls if with_tls else {}), **({"api_key_file": key_file} if with_key else {})}
+    settings: dict[str, Any] = {**(tls if with_tls else {}), **({"api_key_file": key_file} if with_key else {})}
     with pytest.raises(ConfigError, match="both api_key_file and tls_cert_file"):
         await start_server(engine, ServerConfig(bind=bind, **settings))
 
 
 async def test_with_key_and_tls_every_interface_is_served_without_reflection(
-    engine: Engine, tls: dict[str, str], key_file: str, tmp_path: Path
+    engine: Engine, tls: dict[str, Any], key_file: str, tmp_path: Path
 ) -> None:
     credentials = grpc.ssl_channel_credentials((tmp_path / "ca.pem").read_bytes())
     metadata = [("authorization", f"Bearer {KEY}")]
@@ -109,17 +110,17 @@ async def test_with_key_and_tls_every_interface_is_served_without_reflection(
         async with grpc.aio.secure_channel(target, credentials) as channel:
             client = Client(channel, metadata)
             assert len(await client.generate(await client.open())) == 8
-            details = await refused(channel.unary_unary(REFLECTION)(b"", metadata=metadata))
+            details = await refused(client.channel.unary_unary(REFLECTION)(b"", metadata=metadata))
             assert details.code is grpc.StatusCode.UNIMPLEMENTED
         async with grpc.aio.insecure_channel(target) as channel:
-            details = await refused(channel.unary_unary(REFLECTION)(b"", timeout=10.0))
+            details = await refused(Client(channel).channel.unary_unary(REFLECTION)(b"", timeout=10.0))
             assert details.code is grpc.StatusCode.UNAVAILABLE
 
 
 @pytest.mark.parametrize("broken", ["tls_cert_file", "tls_key_file"])
 @pytest.mark.parametrize("content", [None, b"", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
 async def test_broken_tls_files_stop_the_start(
-    engine: Engine, tls: dict[str, str], tmp_path: Path, broken: str, content: bytes | None
+    engine: Engine, tls: dict[str, Any], tmp_path: Path, broken: str, content: bytes | None
 ) -> None:
     path = tmp_path / "broken.pem"
     if content is not None:
@@ -149,7 +150,7 @@ async def test_a_start_that_failed_leaves_no_metrics_port_behind(engine: Engine,
 
 
 async def test_a_metrics_port_in_use_stops_the_start(engine: Engine, taken_port: int) -> None:
-    with pytest.raises(ConfigError, match="metrics_bind.*already in use"):
+    with pytest.raises(ConfigError, match=r"metrics_bind.*already in use"):
         await start_server(engine, ServerConfig(bind="127.0.0.1:0", metrics_bind=f"127.0.0.1:{taken_port}"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -27,7 +28,7 @@ class Client:
     """Calls over one channel. What the server refuses comes as grpc.aio.AioRpcError; see `details_of`."""
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]] = ()) -> None:
-        self.channel = channel
+        self.channel: Any = channel
         self.stub: Any = runtime_pb2_grpc.RuntimeServiceStub(channel)
         self._metadata = tuple(metadata)
 
@@ -40,14 +41,11 @@ class Client:
     def stream(self, request: pb.GenerateRequest, *, timeout: float = TIMEOUT_SECONDS) -> Any:
         return self.stub.Generate(request, timeout=timeout, metadata=self._metadata)
 
-    async def raw(self, method: str, message: bytes) -> bytes:
+    async def raw(self, method: str, message: bytes) -> Any:
         """Send bytes that no stub would; returns the first or only answer."""
         if method == "Generate":
-            stream: Any = self.channel.unary_stream(SERVICE + method)(message, timeout=TIMEOUT_SECONDS)
-            return [frame async for frame in stream][0]
-        call: Any = self.channel.unary_unary(SERVICE + method)
-        answer: bytes = await call(message, timeout=TIMEOUT_SECONDS, metadata=self._metadata)
-        return answer
+            return await self.channel.unary_stream(SERVICE + method)(message, timeout=TIMEOUT_SECONDS).read()
+        return await self.channel.unary_unary(SERVICE + method)(message, timeout=TIMEOUT_SECONDS)
 
     async def open(self, history: Sequence[int] = HISTORY, **fields: Any) -> str:
         """A new session with a history."""
@@ -117,6 +115,14 @@ async def refused(awaitable: Any) -> Details:
     raise AssertionError(f"expected an error, got {answer!r}")
 
 
+async def read_rest(stream: Any, *, into: list[Any] | None = None) -> list[Any]:
+    """The frames that are left, also kept in `into` in case the stream ends with an error."""
+    frames: list[Any] = [] if into is None else into
+    while (frame := await stream.read()) is not grpc.aio.EOF:
+        frames.append(frame)
+    return frames
+
+
 @asynccontextmanager
 async def serving(engine: Engine, **settings: Any) -> AsyncIterator[ServerHandle]:
     """A server on a free loopback port, stopped at the end. The engine stays the caller's."""
@@ -126,6 +132,17 @@ async def serving(engine: Engine, **settings: Any) -> AsyncIterator[ServerHandle
         yield handle
     finally:
         await handle.drain_and_stop()
+
+
+async def until_free(engine: Engine, session_id: str) -> None:
+    """Returns once no operation holds the session."""
+    loop, is_free = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell() -> None:
+        loop.call_soon_threadsafe(is_free.set)
+
+    engine.when_free(session_id, tell)
+    await is_free.wait()
 
 
 @contextmanager

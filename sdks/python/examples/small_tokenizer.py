@@ -23,7 +23,7 @@ def small_tokenizer(
     vocabulary = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=list(merges), unk_token=UNKNOWN))
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    chat_tokenizer: ChatTokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token=UNKNOWN,
         eos_token=eos_token,
@@ -31,3 +31,4 @@ def small_tokenizer(
         chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
+    return chat_tokenizer

@@ -66,13 +66,13 @@ GEMMA = """\
 # Takes the reasoning out of every turn but the last, and gives the last one an empty one if it has none.
 QWEN = """\
 {%- for message in messages -%}
-{%- set words = message.content.split('</think>')[-1].lstrip('\\n') -%}
+{%- set parts = message.content.split('</think>') -%}
 {{ '<|im_start|>' + message.role + '\\n' }}
 {%- if message.role == 'assistant' and loop.last -%}
-{%- set thoughts = message.content.split('</think>')[0].split('<think>')[-1] if '</think>' in message.content else '' -%}
+{%- set thoughts = parts[0].split('<think>')[-1] if parts | length > 1 else '' -%}
 {{ '<think>\\n' + thoughts.strip('\\n') + '\\n</think>\\n\\n' }}
 {%- endif -%}
-{{ words + '<|im_end|>\\n' }}
+{{ parts[-1].lstrip('\\n') + '<|im_end|>\\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
 """
@@ -84,9 +84,7 @@ FAMILIES = {
         special_tokens=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
         end="<|eot_id|>",
     ),
-    "Gemma": Family(
-        template=GEMMA, special_tokens=("<bos>", "<start_of_turn>", "<end_of_turn>"), end="<end_of_turn>"
-    ),
+    "Gemma": Family(template=GEMMA, special_tokens=("<bos>", "<start_of_turn>", "<end_of_turn>"), end="<end_of_turn>"),
     "Qwen": Family(
         template=QWEN, special_tokens=("<|im_start|>", "<|im_end|>", "<think>", "</think>"), end="<|im_end|>"
     ),
@@ -95,7 +93,6 @@ FAMILIES = {
 
 def show(name: str, tokenizer: ChatTokenizer) -> None:
     """Print the three pieces of a history."""
-    decode = getattr(tokenizer, "decode")  # noqa: B009
     question = [{"role": "user", "content": "What is the capital of France?"}]
     follow_up = [{"role": "user", "content": "And of Italy?"}]
     start = tokens_for_chat(question, tokenizer)
@@ -103,10 +100,11 @@ def show(name: str, tokenizer: ChatTokenizer) -> None:
     ends = end_of_turn_ids(tokenizer)
     ended = tokens_for_next_turn(follow_up, tokenizer, after=[*words, ends[-1]])
     cut_short = tokens_for_next_turn(follow_up, tokenizer, after=words)
-    print(f"{name}: a turn ends with {[decode([token_id]) for token_id in ends]}, so eos_token_ids={list(ends)}")
-    print(f"  the start of the session       {len(start):4} ids  {decode(start)!r}")
-    print(f"  next turn, the model ended     {len(ended):4} ids  {decode(ended)!r}")
-    print(f"  next turn, it was cut short    {len(cut_short):4} ids  {decode(cut_short)!r}")
+    spelled = ", ".join(tokenizer.decode([token_id]) for token_id in ends)
+    print(f"{name}: a turn ends with {spelled}, so eos_token_ids={list(ends)}")
+    print(f"  the start of the session       {len(start):4} ids  {tokenizer.decode(start)!r}")
+    print(f"  next turn, the model ended     {len(ended):4} ids  {tokenizer.decode(ended)!r}")
+    print(f"  next turn, it was cut short    {len(cut_short):4} ids  {tokenizer.decode(cut_short)!r}")
     print()
 
 

@@ -85,13 +85,23 @@ class Scripted(RuntimeServiceServicer):
         self.metadata.append(dict(context.invocation_metadata()))
         return self.script[method].pop(0)(request, context)
 
+    def CreateSession(self, request: Any, context: Any) -> Any:
+        return self._answer("CreateSession", request, context)
 
-def _method(name: str) -> Callable[[Scripted, Any, grpc.ServicerContext], Any]:
-    return lambda self, request, context: self._answer(name, request, context)
+    def AppendTokens(self, request: Any, context: Any) -> Any:
+        return self._answer("AppendTokens", request, context)
 
+    def Generate(self, request: Any, context: Any) -> Any:
+        return self._answer("Generate", request, context)
 
-for _name in ("CreateSession", "AppendTokens", "Generate", "CloseSession", "GetSessionInfo", "GetServerInfo"):
-    setattr(Scripted, _name, _method(_name))
+    def CloseSession(self, request: Any, context: Any) -> Any:
+        return self._answer("CloseSession", request, context)
+
+    def GetSessionInfo(self, request: Any, context: Any) -> Any:
+        return self._answer("GetSessionInfo", request, context)
+
+    def GetServerInfo(self, request: Any, context: Any) -> Any:
+        return self._answer("GetServerInfo", request, context)
 
 
 @pytest.fixture

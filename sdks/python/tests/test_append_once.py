@@ -154,8 +154,7 @@ def test_trying_again_with_what_is_missing_never_doubles_an_id(faults: list[str]
         try:
             append(server, missing, tail)
         except HistoryLengthMismatch as error:
-            assert error.actual is not None
-            missing = ids[error.actual :]  # ids that came late after all
+            missing = ids[error.actual or 0 :]  # ids that came late after all
         except KakeyaError as error:
             if error.appended_tokens is None:
                 missing = ids[len(server.history) :]  # the caller has to look

@@ -97,7 +97,7 @@ def test_a_key_may_go_unencrypted_to_this_machine(target: str) -> None:
     assert address(target, "secret", False).metadata == (("authorization", "Bearer secret"),)
 
 
-@pytest.mark.parametrize("target", ["10.0.0.1:1", "example.org:1", "localhost.example.org:1", "127.0.0.1.example.org:1"])
+@pytest.mark.parametrize("target", ["10.0.0.1:1", "example.org:1", "localhost.example.org:1", "127.0.0.1.test:1"])
 def test_a_key_goes_anywhere_else_encrypted_only(target: str) -> None:
     with pytest.raises(kakeya.InvalidArgument, match="unencrypted") as caught:
         kakeya.Client(target, api_key="secret")

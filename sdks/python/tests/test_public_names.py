@@ -12,12 +12,12 @@ import kakeya
 import kakeya.tokenization
 
 PUBLIC = """
-AppendTooLarge AsyncClient AsyncGenerateStream AsyncSession CallerError Client ConnectionFailed DeadlineExceeded Draining
-Full GenerateResult GenerateStream HistoryLengthMismatch HistoryLimit InternalError InvalidArgument InvalidMessages
-InvalidTokenIds InvariantViolated KakeyaError Mode NoCapacity NonFiniteLogits Overloaded Progress ProtocolError
-RetryPolicy RetryableError ServerError ServerInfo Session SessionBusy SessionClosed SessionEvicted SessionInfo
-SessionNotFound SinkWindow SlowConsumer StateError StopReason Strategy TLS TemplateError TokenDetail TokenOutOfRange
-TokenizerError TransportError Unauthenticated
+AppendTooLarge AsyncClient AsyncGenerateStream AsyncSession CallerError Client ConnectionFailed
+DeadlineExceeded Draining Full GenerateResult GenerateStream HistoryLengthMismatch HistoryLimit InternalError
+InvalidArgument InvalidMessages InvalidTokenIds InvariantViolated KakeyaError Mode NoCapacity NonFiniteLogits
+Overloaded Progress ProtocolError RetryPolicy RetryableError ServerError ServerInfo Session SessionBusy
+SessionClosed SessionEvicted SessionInfo SessionNotFound SinkWindow SlowConsumer StateError StopReason
+Strategy TLS TemplateError TokenDetail TokenOutOfRange TokenizerError TransportError Unauthenticated
 """
 
 
@@ -45,7 +45,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_the_version_is_the_packages_own() -> None:
-    assert kakeya.__version__[0].isdigit()
+    assert str(kakeya.__version__)[0].isdigit()
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,9 @@ def test_attempts_are_counted() -> None:
         flow.throw(LOST)
 
 
-@pytest.mark.parametrize("error", [SessionBusy("busy", code="ABORTED"), SessionNotFound("none", code="NOT_FOUND")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [SessionBusy("busy", code="ABORTED"), SessionNotFound("none", code="NOT_FOUND")], ids=repr
+)
 def test_only_unavailable_is_tried_again(error: KakeyaError) -> None:
     flow = repeatable("GetSessionInfo", INFO, patience())
     next(flow)
@@ -97,7 +99,9 @@ def test_a_deadline_covers_all_attempts() -> None:
     assert isinstance(second, Call) and second.timeout == 4.0
 
 
-@pytest.mark.parametrize("settings", [{"attempts": 0}, {"first_delay_seconds": -1}, {"max_delay_seconds": float("nan")}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"attempts": 0}, {"first_delay_seconds": -1}, {"max_delay_seconds": float("nan")}], ids=str
+)
 def test_a_policy_that_makes_no_sense_is_refused(settings: dict[str, float]) -> None:
     with pytest.raises(InvalidArgument):
         RetryPolicy(**settings)  # type: ignore[arg-type]

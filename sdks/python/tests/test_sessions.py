@@ -61,17 +61,20 @@ async def read(stream: Any, flavour: str, count: int | None = None) -> list[int]
     return ids
 
 
-async def first_token(stream: Any) -> None:
-    """Until somebody who reads the stream has had a token."""
-    while not stream.token_ids:
-        await asyncio.sleep(0)
+def long_generate(session: Any) -> tuple[Any, asyncio.Event]:
+    """A Generate that does not end by itself, and an event that is set once somebody reads it and it runs."""
+    began = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    stream = session.generate(LONG, on_progress=lambda _: loop.call_soon_threadsafe(began.set))
+    return stream, began
 
 
 async def until_idle(session: Any, do: Do) -> Any:
     """The session's info once no Generate runs on it."""
-    while (info := await do(session.info)).is_generating:
-        await asyncio.sleep(0)
-    return info
+    while True:
+        info = await do(session.info)
+        if not info.is_generating:
+            return info
 
 
 async def test_a_new_session_tells_what_it_is_made_of(client: Any, do: Do) -> None:
@@ -251,9 +254,9 @@ async def test_leaving_a_streams_with_stops_the_generation(endless: Any, do: Do,
 
 
 async def test_cancel_ends_an_iteration_quietly(endless: Any, do: Do, flavour: str) -> None:
-    stream = endless.generate(LONG)
+    stream, began = long_generate(endless)
     reading = asyncio.create_task(read(stream, flavour))
-    await first_token(stream)
+    await began.wait()
     stream.cancel()
     ids = await reading
     assert list(stream.token_ids)[: len(ids)] == ids
@@ -272,9 +275,9 @@ async def test_dropping_a_stream_stops_the_generation(endless: Any, do: Do) -> N
 async def test_cancelling_the_task_that_reads_stops_the_generation(endless: Any, do: Do, flavour: str) -> None:
     if flavour == "threads":
         return  # a thread cannot be cancelled
-    stream = endless.generate(LONG)
+    stream, began = long_generate(endless)
     reading = asyncio.create_task(stream.result())
-    await first_token(stream)
+    await began.wait()
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
@@ -339,9 +342,9 @@ async def test_closing_a_session_is_idempotent_and_final(client: Any, do: Do) ->
 
 
 async def test_closing_a_session_ends_its_stream_as_closed(endless: Any, do: Do, flavour: str) -> None:
-    stream = endless.generate(LONG)
+    stream, began = long_generate(endless)
     reading = asyncio.create_task(read(stream, flavour))
-    await first_token(stream)
+    await began.wait()
     await do(endless.close)
     with pytest.raises(kakeya.SessionClosed):
         await reading
@@ -349,17 +352,18 @@ async def test_closing_a_session_ends_its_stream_as_closed(endless: Any, do: Do,
         await do(stream.result)
 
 
-async def test_a_sessions_with_closes_it_and_does_not_hide_what_went_wrong(
-    client: Any, do: Do, flavour: str, server_target: str
-) -> None:
+async def test_a_sessions_with_closes_it_and_does_not_hide_what_went_wrong(client: Any, do: Do, flavour: str) -> None:
     session = await do(client.create_session)
-    with pytest.raises(RuntimeError, match="mine"):
+
+    async def use() -> None:
         if flavour == "asyncio":
             async with session:
                 raise RuntimeError("mine")
-        else:
-            with session:
-                raise RuntimeError("mine")
+        with session:
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        await use()
     assert session.is_closed
 
 
@@ -375,12 +379,13 @@ async def test_a_session_that_is_busy_is_worth_a_retry(endless: Any, do: Do) -> 
 
 async def test_what_the_server_refuses_names_the_field(session: Any, do: Do) -> None:
     await do(session.append, PROMPT)
-    for field, arguments in {
+    refused: dict[str, dict[str, Any]] = {
         "temperature": {"temperature": -1.0},
         "top_p": {"top_p": 0.0},
         "repetition_penalty": {"repetition_penalty": 0},
         "max_tokens": {"max_tokens": 0},
-    }.items():
+    }
+    for field, arguments in refused.items():
         with pytest.raises(kakeya.InvalidArgument) as caught:
             await do(session.generate(**{"max_tokens": 1, **arguments}).result)
         assert caught.value.field == field
@@ -435,9 +440,9 @@ async def test_a_client_closed_during_a_call_says_so(server_target: str, do: Do,
     client = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(server_target)
     session = await do(client.create_session, kakeya.SinkWindow(sink=4, window=32))
     await do(session.append, PROMPT)
-    stream = session.generate(LONG)
+    stream, began = long_generate(session)
     reading = asyncio.create_task(read(stream, flavour))
-    await first_token(stream)
+    await began.wait()
     await do(client.close)
     with pytest.raises(kakeya.StateError, match="closed while"):
         await reading

@@ -20,7 +20,7 @@ QUICK = kakeya.RetryPolicy(first_delay_seconds=0.0)
 
 
 def reply(message: Any) -> Answer:
-    return lambda request, context: message
+    return lambda *_: message
 
 
 @pytest.fixture
@@ -143,9 +143,7 @@ async def test_a_stream_without_its_last_frame_is_an_error(scripted: Any, sessio
     assert stream.token_ids == (4,)
 
 
-async def test_a_stream_that_breaks_keeps_what_came(
-    scripted: Any, session: Any, do: Do, explained: Failure
-) -> None:
+async def test_a_stream_that_breaks_keeps_what_came(scripted: Any, session: Any, do: Do, explained: Failure) -> None:
     def breaks(request: Any, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         yield pb.GenerateResponse(token=pb.TokenDetail(token_id=4, position=0))
         explained(grpc.StatusCode.INTERNAL, "INTERNAL", incident="abc")(request, context)

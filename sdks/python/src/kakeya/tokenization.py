@@ -54,6 +54,8 @@ class ChatTokenizer(Protocol):
 
     def encode(self, text: Any, **options: Any) -> Any: ...
 
+    def decode(self, token_ids: Any, **options: Any) -> Any: ...
+
 
 def load_tokenizer(path: str | os.PathLike[str]) -> ChatTokenizer:
     """The tokenizer in a local folder. Never asks a network and runs no code from the folder. Raises TokenizerError."""

@@ -1,0 +1,154 @@
+"""`kakeya demo`: an agent's conversation with a real model, over gRPC, with what every turn cost.
+
+Fetches the model if it is not here, starts a server of its own, and checks what it claims: a turn computes its own new
+tokens and nothing of the history before them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from inference_engine.cli.child import child_server
+from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
+from inference_engine.config import EngineConfig, ModelConfig
+from inference_engine.errors import KakeyaError
+
+if TYPE_CHECKING:
+    from inference_engine.cli.conversation import Conversation, Turn
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+SYSTEM = "You are a helpful assistant with a good memory. Answer in one sentence."
+SECRET = "pineapple"
+SCRIPT = (
+    "Hi there!",
+    f"Remember this: the secret word is {SECRET}.",
+    "What is the capital of France?",
+    "How many legs does a dog have?",
+    "What is the secret word?",
+    "Thank you. Goodbye!",
+)
+SHOWN_IDS = 6
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "demo",
+        help="watch a scripted conversation with a real model",
+        description="Fetch the model if needed, start a server, hold a conversation of several turns, show its costs.",
+    )
+    add_config_file(parser)
+    add_settings(parser, ModelConfig)
+    add_settings(parser, EngineConfig, only=CONVERSATION)
+    parser.add_argument("--max-tokens", type=int, default=48, metavar="N", help="longest answer (default: 48)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Hold the conversation. Raises KakeyaError if anything fails or a claim does not hold."""
+    from inference_engine.models import fetch, is_known, tokenizer_folder
+
+    model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
+    console = Console(highlight=False)
+    if is_known(model.model):
+        fetch(model.model, model.cache_path)
+    folder = tokenizer_folder(model.model, model.cache_path)
+    with ExitStack() as stack:
+        with Console(stderr=True).status(f"starting a server with {model.model}"):
+            child = stack.enter_context(child_server(model, engine))
+
+            from inference_engine.cli.conversation import load_chat_tokenizer, open_conversation
+            from kakeya import Client
+
+            tokenizer = load_chat_tokenizer(folder)
+            target = child.wait_ready()
+        client = stack.enter_context(Client(target))
+        conversation = open_conversation(client, tokenizer, strategy=None, system=SYSTEM, label="kakeya demo")
+        with conversation.session as session:
+            limit = "no length limit" if session.limit_tokens is None else f"at most {session.limit_tokens:,} tokens"
+            console.print(
+                f"A session with {session.model_id} at {target}: {engine.strategy}, {limit}, "
+                f"{decimal(session.peak_bytes)} of K/V reserved.\n",
+                markup=False,
+            )
+            turns = [_hold(conversation, message, args.max_tokens, console) for message in SCRIPT]
+    console.print(_table(turns))
+    console.print(_closing(turns), markup=False)
+    return 0
+
+
+def _hold(conversation: Conversation, message: str, max_tokens: int, console: Console) -> Turn:
+    console.print(f"> {message}", style="bold", markup=False)
+
+    def show(piece: str) -> None:
+        console.out(piece, end="", highlight=False)
+        console.file.flush()
+
+    turn = conversation.say(message, max_tokens=max_tokens, show=show)
+    console.out()
+    console.print(f"  {_ids('in', turn.appended_ids)}; {_ids('out', turn.generated_ids)}\n", style="dim", markup=False)
+    check(turn)
+    return turn
+
+
+def check(turn: Turn) -> None:
+    """Raise KakeyaError unless the turn computed its own tokens only and held no more than it may."""
+    result, info = turn.result, turn.info
+    if result is None:
+        raise KeyboardInterrupt
+    if not turn.generated_ids:
+        raise KakeyaError(f"no token was generated; the Generate ended with {result.stop_reason.value}")
+    # The token sampled last has no K/V yet: it is computed with the tokens appended after it.
+    new = len(turn.appended_ids) + (result.cached_tokens > 0)
+    if result.prefilled_tokens != new:
+        raise KakeyaError(f"{result.prefilled_tokens} tokens were prefilled, only {new} were new")
+    if info.kv_live_bytes > info.peak_bytes:
+        raise KakeyaError(f"{info.kv_live_bytes} bytes are held, more than the {info.peak_bytes} reserved")
+    if violations := info.inv1_violations + info.inv2_violations + info.inv3_violations:
+        raise KakeyaError(f"{violations} invariants of the session were violated")
+
+
+def _ids(direction: str, ids: Sequence[int]) -> str:
+    shown = ", ".join(str(token_id) for token_id in ids[:SHOWN_IDS])
+    return f"{len(ids)} ids {direction} [{shown}{', …' if len(ids) > SHOWN_IDS else ''}]"
+
+
+def _table(turns: Sequence[Turn]) -> Table:
+    table = Table(title="What each turn cost")
+    for name in ("turn", "appended", "from cache", "prefilled", "generated", "first token", "tokens/s", "history", "held"):
+        table.add_column(name, justify="right")
+    for number, turn in enumerate(turns, start=1):
+        assert turn.result is not None
+        table.add_row(
+            str(number),
+            str(len(turn.appended_ids)),
+            str(turn.result.cached_tokens),
+            str(turn.result.prefilled_tokens),
+            str(len(turn.generated_ids)),
+            f"{1000 * turn.first_token_seconds:.0f} ms",
+            f"{turn.tokens_per_second:.1f}",
+            str(turn.info.history_length),
+            decimal(turn.info.kv_live_bytes),
+        )
+    return table
+
+
+def _closing(turns: Sequence[Turn]) -> str:
+    results = [turn.result for turn in turns if turn.result is not None]
+    paid = sum(result.prefilled_tokens for result in results)
+    spared = sum(result.cached_tokens for result in results)
+    evicted = turns[-1].info.evicted_tokens
+    lines = [
+        f"Each turn computed its new tokens only: {paid} were prefilled in all. "
+        f"Sending the whole conversation every time would have prefilled {paid + spared}."
+    ]
+    if evicted:
+        lines.append(f"{evicted} positions left the session's memory on the way and can no longer be read.")
+    return "\n".join(lines)

@@ -1,0 +1,197 @@
+"""`kakeya doctor`: what is here, whether it works, and what to do if it does not. One line a check: ok, warn or fail."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import errno
+import importlib.metadata
+import platform
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import psutil
+from rich.console import Console
+from rich.filesize import decimal
+
+from inference_engine import __version__
+from inference_engine.cli.settings import add_config_file, add_settings, settings
+from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
+from inference_engine.errors import KakeyaError, ModelError
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+PACKAGES = ("torch", "transformers", "tokenizers", "grpcio", "protobuf", "kakeya")
+PROMPT = (1, 2, 3)
+
+
+class Level(enum.Enum):
+    OK = "green"
+    WARN = "yellow"
+    FAIL = "red"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    level: Level
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What a server started now would run with."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check this installation, down to a token from the model",
+        description="Check versions, device, model and port, then generate one token. Status 1 if a check fails.",
+    )
+    add_config_file(parser)
+    add_settings(parser, ModelConfig)
+    add_settings(parser, EngineConfig, only=("strategy", "mode", "kv_bytes"))
+    add_settings(parser, ServerConfig, only=("bind",))
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print every finding as it is made. Raises ConfigError if the settings themselves cannot be read."""
+    found = Settings(
+        model=settings(args, ModelConfig), engine=settings(args, EngineConfig), server=settings(args, ServerConfig)
+    )
+    console = Console(highlight=False)
+    has_failed = False
+    for name, finding in examine(found):
+        has_failed = has_failed or finding.level is Level.FAIL
+        console.print(f"[{finding.level.value}]{finding.level.name.lower():4}[/]  {name:9} ", end="")
+        console.print(finding.text, markup=False, soft_wrap=True)
+    return 1 if has_failed else 0
+
+
+def examine(found: Settings) -> Iterator[tuple[str, Finding]]:
+    """Every check with its finding, one at a time. A check never raises: what it raises is its finding."""
+    for name, check in CHECKS.items():
+        try:
+            yield name, check(found)
+        except KakeyaError as error:
+            yield name, Finding(Level.FAIL, str(error))
+
+
+def _versions(_: Settings) -> Finding:
+    versions = {name: _version(name) for name in PACKAGES}
+    text = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
+    text = f"kakeya-runtime {__version__}, python {platform.python_version()}, {text}"
+    if all(versions.values()):
+        return Finding(Level.OK, text)
+    return Finding(Level.FAIL, f"{text}; install what is missing with `make setup`")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _machine(found: Settings) -> Finding:
+    memory = psutil.virtual_memory()
+    text = (
+        f"{platform.system()} {platform.machine()}, {psutil.cpu_count()} cores, "
+        f"{decimal(memory.available)} of {decimal(memory.total)} memory free"
+    )
+    if found.model.threads > (psutil.cpu_count() or 1):
+        return Finding(Level.WARN, f"{text}; threads is {found.model.threads}, more than there are cores")
+    return Finding(Level.OK, text)
+
+
+def _device(found: Settings) -> Finding:
+    import torch
+
+    try:
+        device = torch.zeros(1, device=found.model.device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        return Finding(Level.FAIL, f"{found.model.device} cannot be used: {reason}; use --device cpu")
+    name = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
+    return Finding(Level.OK, f"{device}{name}, {found.model.dtype}")
+
+
+def _model(found: Settings) -> Finding:
+    from inference_engine.models import check_model
+
+    checked = check_model(found.model.model, cache=found.model.cache_path, thorough=True)
+    if checked.manifest is None:
+        return Finding(Level.WARN, f"{checked.model_id} in {checked.folder}: no manifest vouches for these files")
+    size = decimal(checked.manifest.total_bytes)
+    return Finding(Level.OK, f"{checked.model_id}: {size} in {checked.folder}, every byte checked")
+
+
+def _tokenizer(found: Settings) -> Finding:
+    from inference_engine.cli.conversation import load_chat_tokenizer
+    from inference_engine.models import tokenizer_folder
+
+    try:
+        folder = tokenizer_folder(found.model.model, found.model.cache_path)
+        load_chat_tokenizer(folder)
+    except ModelError as error:
+        return Finding(Level.WARN, f"`kakeya chat` and `kakeya demo` cannot use this model: {error}")
+    return Finding(Level.OK, "there, with a chat template")
+
+
+def _port(found: Settings) -> Finding:
+    from inference_engine.server.address import resolve_bind
+
+    address = resolve_bind("bind", found.server.bind)
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((address.host, address.port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return Finding(Level.WARN, f"{address} is in use; a server may be running, or choose another --bind")
+            return Finding(Level.FAIL, f"{address} cannot be used: {error.strerror}; choose another --bind")
+    return Finding(Level.OK, f"{address} is free")
+
+
+def _self_test(found: Settings) -> Finding:
+    """Generate one token, in this process, with the settings a server would have."""
+    from inference_engine.backends import open_backend
+    from inference_engine.engine import Engine
+    from inference_engine.types import GenerateParams, TokenCommitted
+
+    began = time.perf_counter()
+    with Engine(open_backend(found.model), found.engine) as engine:
+        loaded = time.perf_counter()
+        session = engine.create_session(limit_tokens=2 * len(PROMPT), label="doctor")
+        engine.append(session.session_id, PROMPT)
+        events = list(engine.generate(session.session_id, GenerateParams(max_tokens=1, logprobs=True)))
+        tokens = [event for event in events if isinstance(event, TokenCommitted)]
+        assert len(tokens) == 1
+        capacity = engine.info().kv_capacity_bytes
+    ended = time.perf_counter()
+    return Finding(
+        Level.OK,
+        f"id {tokens[0].token_id} after {', '.join(map(str, PROMPT))}; loaded in {loaded - began:.1f} s, "
+        f"generated in {ended - loaded:.2f} s, {decimal(capacity)} for K/V",
+    )
+
+
+CHECKS: dict[str, Callable[[Settings], Finding]] = {
+    "versions": _versions,
+    "machine": _machine,
+    "device": _device,
+    "model": _model,
+    "tokenizer": _tokenizer,
+    "port": _port,
+    "self test": _self_test,
+}
