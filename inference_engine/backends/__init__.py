@@ -16,6 +16,7 @@ def open_backend(config: ModelConfig) -> Forward:
     import torch
 
     from inference_engine.backends.admission import admit
+    from inference_engine.backends.packed_linear import can_pack, pack_linears
     from inference_engine.backends.torch_forward import TorchForward, use_threads
     from inference_engine.models import load_model
     from inference_engine.models.seam import ATTENTION, Seam
@@ -30,6 +31,8 @@ def open_backend(config: ModelConfig) -> Forward:
         attention=ATTENTION,
     )
     admit(loaded.model)
+    if config.linear == "packed" and can_pack(loaded.model):
+        pack_linears(loaded.model)
     facts = ModelFacts(
         model_id=loaded.model_id,
         vocab_size=loaded.vocab_size,

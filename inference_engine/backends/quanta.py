@@ -10,40 +10,41 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from inference_engine.backends.packed_linear import PackedLinear
 from inference_engine.errors import BackendError
 from inference_engine.kernels.attention import attend
 from inference_engine.models.seam import Seam
 
-_ROW_QUANTA = (4, 8, 16)
+_ROW_QUANTA = (2, 4, 8, 16)
 _KEY_QUANTA = (512, 1024)
 _ROWS = 64
 
 
 def probe_quanta(seam: Seam) -> tuple[int, int]:
     """(row quantum, key quantum) under which rows are bit-identical. Raises BackendError if no candidate is."""
-    generator = torch.Generator().manual_seed(0)
-    for row_quantum in _ROW_QUANTA:
-        if all(_linear_agrees(weight, row_quantum, generator) for weight in _distinct_weights(seam)):
-            for key_quantum in _KEY_QUANTA:
-                if all(
-                    _attention_agrees(seam, shape, row_quantum, key_quantum, generator) for shape in _head_shapes(seam)
-                ):
-                    return row_quantum, key_quantum
+    device = next(seam.model.parameters()).device
+    for rows in _ROW_QUANTA:
+        if all(_linear_agrees(linear, rows, device, seam.dtype) for linear in _distinct_linears(seam)):
+            for keys in _KEY_QUANTA:
+                if all(_attention_agrees(shape, rows, keys, device, seam.dtype) for shape in _head_shapes(seam)):
+                    return rows, keys
     raise BackendError(
-        f"fixed-shape mode is not to be had here: with {seam.dtype} on {next(seam.model.parameters()).device} no row "
-        f"quantum of {_ROW_QUANTA} and key quantum of {_KEY_QUANTA} gives equal bits; use batched mode"
+        f"fixed-shape mode is not to be had here: with {seam.dtype} on {device} no row quantum of {_ROW_QUANTA} "
+        f"and key quantum of {_KEY_QUANTA} gives equal bits; use batched mode"
     )
 
 
-def _distinct_weights(seam: Seam) -> Iterator[Tensor]:
-    seen: set[tuple[int, ...]] = set()
+def _distinct_linears(seam: Seam) -> Iterator[nn.Linear | PackedLinear]:
+    """One linear layer of each shape."""
+    seen: set[tuple[int, int]] = set()
     for module in seam.model.modules():
-        if isinstance(module, nn.Linear) and tuple(module.weight.shape) not in seen:
-            seen.add(tuple(module.weight.shape))
-            yield module.weight
+        if isinstance(module, nn.Linear | PackedLinear):
+            shape = (module.in_features, module.out_features)
+            if shape not in seen:
+                seen.add(shape)
+                yield module
 
 
 def _head_shapes(seam: Seam) -> set[tuple[int, int, int]]:
@@ -51,36 +52,36 @@ def _head_shapes(seam: Seam) -> set[tuple[int, int, int]]:
 
 
 @torch.inference_mode()
-def _linear_agrees(weight: Tensor, quantum: int, generator: torch.Generator) -> bool:
-    states = torch.randn(_ROWS, weight.shape[1], generator=generator).to(weight)
-    whole = F.linear(states, weight)
+def _linear_agrees(linear: nn.Linear | PackedLinear, quantum: int, device: torch.device, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(_ROWS, linear.in_features, generator=generator).to(device, dtype)
+    whole = linear(states)
     for rows in (quantum, 2 * quantum, 3 * quantum, 32):
         for first in (0, quantum, _ROWS - rows):
-            if not torch.equal(F.linear(states[first : first + rows], weight), whole[first : first + rows]):
+            if not torch.equal(linear(states[first : first + rows].contiguous()), whole[first : first + rows]):
                 return False
     return True
 
 
 @torch.inference_mode()
 def _attention_agrees(
-    seam: Seam, heads: tuple[int, int, int], row_quantum: int, key_quantum: int, generator: torch.Generator
+    heads: tuple[int, int, int], row_quantum: int, key_quantum: int, device: torch.device, dtype: torch.dtype
 ) -> bool:
     query_heads, kv_heads, head_dim = heads
-    device = next(seam.model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, seam.dtype)
+        return torch.randn(*shape, generator=generator).to(device, dtype)
 
     queries = random(_ROWS, query_heads, head_dim)
     keys, values = (random(kv_heads, 3 * key_quantum, head_dim) for _ in range(2))
     past = key_quantum - _ROWS - 3
-    scaling = head_dim**-0.5
 
     def run(first: int, rows: int, count: int) -> Tensor:
         last = torch.arange(past + first, past + first + rows, device=device)
         visible = torch.arange(count, device=device) <= last[:, None]
-        mask = torch.zeros(rows, count, dtype=seam.dtype, device=device).masked_fill_(~visible, float("-inf"))
-        return attend(queries[first : first + rows], keys[:, :count], values[:, :count], mask, scaling=scaling)
+        mask = torch.zeros(rows, count, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
+        return attend(queries[first : first + rows], keys[:, :count], values[:, :count], mask, scaling=head_dim**-0.5)
 
     whole = run(0, _ROWS, key_quantum)
     return all(

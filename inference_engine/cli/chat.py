@@ -18,6 +18,7 @@ from rich.filesize import decimal
 from inference_engine.cli.child import child_server
 from inference_engine.cli.connection import add_connection, connect
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
+from inference_engine.cli.text import shown_on
 from inference_engine.config import EngineConfig, ModelConfig
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
                 case ["/quit"]:
                     break
                 case ["/info"]:
-                    console.print(_facts(conversation), style="dim", markup=False)
+                    console.print(_facts(conversation), style="dim", markup=False, soft_wrap=True)
                 case [word] if word.startswith("/"):
                     console.print(f"there is no {word}; {COMMANDS}", style="dim", markup=False)
                 case _:
@@ -101,9 +102,7 @@ def _tokenizer(name_or_path: str, model: ModelConfig) -> Any:
 def _conversation(client: Client, tokenizer: Any, args: argparse.Namespace, stack: ExitStack) -> Conversation:
     from inference_engine.cli.conversation import open_conversation
 
-    conversation = open_conversation(
-        client, tokenizer, strategy=args.strategy, system=args.system, label="kakeya chat"
-    )
+    conversation = open_conversation(client, tokenizer, strategy=args.strategy, system=args.system, label="kakeya chat")
     stack.enter_context(conversation.session)
     return conversation
 
@@ -120,14 +119,10 @@ def _messages(is_interactive: bool) -> Iterator[str]:
 
 
 def _answer(conversation: Conversation, message: str, args: argparse.Namespace, console: Console) -> Turn:
-    def show(piece: str) -> None:
-        console.out(piece, end="", highlight=False)
-        console.file.flush()
-
     turn = conversation.say(
         message,
         max_tokens=args.max_tokens,
-        show=show,
+        show=shown_on(console),
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,
@@ -135,7 +130,7 @@ def _answer(conversation: Conversation, message: str, args: argparse.Namespace, 
         seed=args.seed,
     )
     console.out()
-    console.print(cost(turn), style="dim", markup=False)
+    console.print(cost(turn), style="dim", markup=False, soft_wrap=True)
     return turn
 
 
@@ -161,8 +156,7 @@ def _facts(conversation: Conversation) -> str:
     return "\n".join(
         (
             f"session   {session.id[:8]}… on {session.model_id}, {info.strategy}, {session.mode.value}",
-            f"history   {info.history_length} tokens ({limit}), {info.cached_tokens} with K/V or evicted",
-            f"K/V       {decimal(info.kv_live_bytes)} held, at most {decimal(info.peak_bytes)}; "
-            f"{info.evicted_tokens} positions evicted",
+            f"history   {info.history_length} tokens ({limit}); {info.evicted_tokens} evicted",
+            f"K/V       {decimal(info.kv_live_bytes)} held, at most {decimal(info.peak_bytes)}",
         )
     )

@@ -1,7 +1,7 @@
 """A server of our own: `kakeya serve` as a child process on a free loopback port, which never outlives us.
 
-The child gets every setting as a flag and none of our KAKEYA_… variables, so it runs with what we resolved. It stops when
-asked to, and also when the pipe to it closes because we are gone.
+The child gets every setting as a flag and none of our KAKEYA_… variables, so it runs with what we resolved. It stops
+when asked to, and also when the pipe to it closes because we are gone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ChildServer:
             reader.start()
 
     def wait_ready(self, seconds: float = START_SECONDS) -> str:
-        """The server's target, as soon as clients can connect. Raises KakeyaError, with its reason, if it cannot start."""
+        """The server's target, once clients can connect. Raises KakeyaError, with its reason, if it does not start."""
         self._has_first_line.wait(seconds)
         target = ready_target(self._first_line)
         if target is None:

@@ -42,7 +42,7 @@ class Conversation:
         self._last_answer: tuple[int, ...] | None = None
 
     def say(self, message: str, *, max_tokens: int, show: Callable[[str], None], **sampling: Any) -> Turn:
-        """Send one message and `show` the answer piece by piece. An interrupt (Ctrl-C) ends the answer, not the chat."""
+        """Send a message and `show` the answer piece by piece. An interrupt (Ctrl-C) ends the answer, not the chat."""
         ids = self._render(message)
         began = time.perf_counter()
         self.session.append(ids)
@@ -93,7 +93,9 @@ def load_chat_tokenizer(folder: Path) -> Any:
     """The tokenizer in a model's folder. Raises ModelError if it has no chat template."""
     tokenizer: Any = tokenization.load_tokenizer(folder)
     if not getattr(tokenizer, "chat_template", None):
-        raise ModelError(f"{folder.name} has no chat template: it continues text and cannot chat; choose an instruct model")
+        raise ModelError(
+            f"{folder.name} has no chat template: it continues text, it cannot chat; choose an instruct model"
+        )
     return tokenizer
 
 

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
 from inference_engine.cli.child import child_server
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
+from inference_engine.cli.text import shown_on
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import KakeyaError
 
@@ -26,10 +28,10 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 SYSTEM = "You are a helpful assistant with a good memory. Answer in one sentence."
-SECRET = "pineapple"
+FACT = "pineapple"
 SCRIPT = (
     "Hi there!",
-    f"Remember this: the secret word is {SECRET}.",
+    f"Remember this: the secret word is {FACT}.",
     "What is the capital of France?",
     "How many legs does a dog have?",
     "What is the secret word?",
@@ -77,23 +79,20 @@ def run(args: argparse.Namespace) -> int:
                 f"A session with {session.model_id} at {target}: {engine.strategy}, {limit}, "
                 f"{decimal(session.peak_bytes)} of K/V reserved.\n",
                 markup=False,
+                soft_wrap=True,
             )
             turns = [_hold(conversation, message, args.max_tokens, console) for message in SCRIPT]
     console.print(_table(turns))
-    console.print(_closing(turns), markup=False)
+    console.print(_closing(turns), markup=False, soft_wrap=True)
     return 0
 
 
 def _hold(conversation: Conversation, message: str, max_tokens: int, console: Console) -> Turn:
     console.print(f"> {message}", style="bold", markup=False)
-
-    def show(piece: str) -> None:
-        console.out(piece, end="", highlight=False)
-        console.file.flush()
-
-    turn = conversation.say(message, max_tokens=max_tokens, show=show)
+    turn = conversation.say(message, max_tokens=max_tokens, show=shown_on(console))
     console.out()
-    console.print(f"  {_ids('in', turn.appended_ids)}; {_ids('out', turn.generated_ids)}\n", style="dim", markup=False)
+    ids = f"{_ids('in', turn.appended_ids)}; {_ids('out', turn.generated_ids)}"
+    console.print(f"  {ids}\n", style="dim", markup=False, soft_wrap=True)
     check(turn)
     return turn
 
@@ -121,9 +120,11 @@ def _ids(direction: str, ids: Sequence[int]) -> str:
 
 
 def _table(turns: Sequence[Turn]) -> Table:
-    table = Table(title="What each turn cost")
-    for name in ("turn", "appended", "from cache", "prefilled", "generated", "first token", "tokens/s", "history", "held"):
-        table.add_column(name, justify="right")
+    table = Table(
+        title="What each turn cost, in tokens", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    for name in ("turn", "in", "cached", "computed", "out", "first token", "tokens/s", "history", "K/V held"):
+        table.add_column(name, justify="right", no_wrap=True)
     for number, turn in enumerate(turns, start=1):
         assert turn.result is not None
         table.add_row(
@@ -145,10 +146,10 @@ def _closing(turns: Sequence[Turn]) -> str:
     paid = sum(result.prefilled_tokens for result in results)
     spared = sum(result.cached_tokens for result in results)
     evicted = turns[-1].info.evicted_tokens
-    lines = [
-        f"Each turn computed its new tokens only: {paid} were prefilled in all. "
-        f"Sending the whole conversation every time would have prefilled {paid + spared}."
-    ]
+    text = (
+        f"Each turn computed its new tokens only: {paid} in all before the answers, and {spared} were read from the "
+        f"session's K/V. Sending the whole conversation every time would have computed {paid + spared}."
+    )
     if evicted:
-        lines.append(f"{evicted} positions left the session's memory on the way and can no longer be read.")
-    return "\n".join(lines)
+        text += f"\n{evicted} positions left the session's memory on the way and can no longer be read."
+    return text

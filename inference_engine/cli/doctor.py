@@ -1,4 +1,4 @@
-"""`kakeya doctor`: what is here, whether it works, and what to do if it does not. One line a check: ok, warn or fail."""
+"""`kakeya doctor`: what is here, whether it works, what to do if it does not. One line a check: ok, warn or fail."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import enum
 import errno
 import importlib.metadata
 import platform
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,9 +17,11 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from inference_engine import __version__
-from inference_engine.cli.settings import add_config_file, add_settings, settings
+from inference_engine.cli.ports import bind_error
+from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
 from inference_engine.errors import KakeyaError, ModelError
+from inference_engine.server.address import resolve_bind
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -58,7 +59,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add_config_file(parser)
     add_settings(parser, ModelConfig)
-    add_settings(parser, EngineConfig, only=("strategy", "mode", "kv_bytes"))
+    add_settings(parser, EngineConfig, only=CONVERSATION)
     add_settings(parser, ServerConfig, only=("bind",))
     parser.set_defaults(run=run)
 
@@ -148,19 +149,14 @@ def _tokenizer(found: Settings) -> Finding:
 
 
 def _port(found: Settings) -> Finding:
-    from inference_engine.server.address import resolve_bind
-
     address = resolve_bind("bind", found.server.bind)
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind((address.host, address.port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return Finding(Level.WARN, f"{address} is in use; a server may be running, or choose another --bind")
+    match bind_error(address):
+        case None:
+            return Finding(Level.OK, f"{address} is free")
+        case OSError(errno=errno.EADDRINUSE):
+            return Finding(Level.WARN, f"{address} is in use; a server may be running, or choose another --bind")
+        case error:
             return Finding(Level.FAIL, f"{address} cannot be used: {error.strerror}; choose another --bind")
-    return Finding(Level.OK, f"{address} is free")
 
 
 def _self_test(found: Settings) -> Finding:

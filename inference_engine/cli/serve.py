@@ -1,6 +1,6 @@
 """`kakeya serve`: one model, served until SIGTERM or Ctrl-C, which let running Generates end first.
 
-Standard output gets one line, once clients can connect; `ready_target` reads it. Everything else goes to standard error.
+Standard output gets one line, once clients can connect; `ready_target` reads it. All else goes to standard error.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.filesize import decimal
 
+from inference_engine.cli.ports import bind_error
 from inference_engine.cli.settings import add_config_file, add_settings, settings
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
+from inference_engine.models import check_model
+from inference_engine.server.address import cannot_bind, resolve_bind
 
 if TYPE_CHECKING:
     from inference_engine.engine import Engine
@@ -47,6 +50,10 @@ def run(args: argparse.Namespace) -> int:
     model, engine_config = settings(args, ModelConfig), settings(args, EngineConfig)
     server = settings(args, ServerConfig)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # What can be refused at once is refused before libraries and weights are loaded.
+    check_model(model.model, cache=model.cache_path)
+    if bind_error(address := resolve_bind("bind", server.bind)):
+        raise cannot_bind("bind", address)
 
     with Console(stderr=True).status(f"loading {model.model} on {model.device}"):
         from inference_engine.backends import open_backend
@@ -54,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         from inference_engine.kv.strategies import parse_strategy
         from inference_engine.server.run import serve
 
-        parse_strategy(engine_config.strategy)  # a typo is told before the model is loaded
+        parse_strategy(engine_config.strategy)
         engine = Engine(open_backend(model), engine_config)
 
     def ready(handle: ServerHandle) -> None:

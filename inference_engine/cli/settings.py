@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig, resolve
 
 Config: TypeAlias = EngineConfig | ModelConfig | ServerConfig
-T = TypeVar("T", EngineConfig, ModelConfig, ServerConfig)
+T = TypeVar("T", bound=Config)
 
 TITLES: dict[type[Config], str] = {ModelConfig: "model", EngineConfig: "engine", ServerConfig: "server"}
 
@@ -26,6 +26,7 @@ HELP = {
     "model": ("NAME|PATH", "a known name (see `kakeya models list`) or a folder with safetensors"),
     "device": ("DEVICE", "cpu, cuda, cuda:1, …"),
     "dtype": ("DTYPE", "float32 or bfloat16"),
+    "linear": ("KIND", "packed: weights laid out for this CPU; plain: as the library has them"),
     "threads": ("N", "CPU threads; 0: one a core"),
     "cache_dir": ("FOLDER", "where fetched models are kept; empty: the user's cache folder"),
     "mode": ("MODE", "batched, or fixed-shape: equal histories give equal bits, at a price per token"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from rich.console import Console
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 # Control characters, except tab and newline, as the pictures Unicode has for them.
@@ -44,3 +47,13 @@ class TextStream:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def shown_on(console: Console) -> Callable[[str], None]:
+    """What writes pieces of text to `console` as they come, without breaking lines or reading markup into them."""
+
+    def show(piece: str) -> None:
+        console.out(piece, end="", highlight=False)
+        console.file.flush()
+
+    return show

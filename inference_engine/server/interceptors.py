@@ -87,7 +87,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         )
 
     def _refusal(self, error: Unauthenticated, method: str) -> Handler:
-        async def refuse(request: Any, context: Context) -> None:  # noqa: ARG001
+        async def refuse(_request: Any, _context: Context) -> None:
             raise error
 
         return grpc.unary_unary_rpc_method_handler(self._guard(refuse, method))
@@ -96,7 +96,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         name = method.removeprefix("/")
         seconds = self._metrics.rpc_seconds.labels(name)
         ok = self._metrics.rpc_total.labels(name, "OK")
-
         counts_as_running = method.startswith(OUR_METHODS)
 
         async def guarded(request: Any, context: Context) -> Any:

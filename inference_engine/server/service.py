@@ -72,7 +72,7 @@ class RuntimeService:
         def append() -> int:
             return self._engine.append(request.session_id, token_ids, expected_history_length=expected, owner=owner)
 
-        length = await self._when_free(request.session_id, context, append)
+        length = await self._when_free(request.session_id, append)
         return pb.AppendTokensResponse(history_length=length)
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
@@ -83,7 +83,7 @@ class RuntimeService:
         def start() -> Generation:
             return self._engine.generate(request.session_id, params, listener=events.push, owner=owner)
 
-        generation = await self._when_free(request.session_id, context, start)
+        generation = await self._when_free(request.session_id, start)
         with self._supervised(generation, context) as stall:
             await _send(events, convert.framer_for(request), context, stall)
 
@@ -121,7 +121,7 @@ class RuntimeService:
             self._engine.session_info(request.session_id, owner=owner)
             raise
 
-    async def _when_free(self, session_id: str, context: Context, operation: Callable[[], T]) -> T:
+    async def _when_free(self, session_id: str, operation: Callable[[], T]) -> T:
         """Run `operation`, again each time the session becomes free, until it is not refused with SessionBusy.
 
         Raises SessionBusy when `busy_wait_seconds` are over. (Past the client's own deadline the call is cancelled.)
@@ -164,15 +164,13 @@ class RuntimeService:
             expiry = loop.call_later(remaining - margin, generation.expire)
         try:
             yield stall
-        except asyncio.CancelledError:
-            if stall.is_stalled:
+        except BaseException as error:
+            # A Generate that has ended, or was stopped otherwise, takes no notice.
+            generation.expire() if context.time_remaining() == 0 else generation.cancel()
+            if stall.is_stalled and isinstance(error, asyncio.CancelledError):
                 raise SlowConsumer(STALL_SECONDS) from None
-            if context.time_remaining() == 0:
-                generation.expire()
             raise
         finally:
-            # A Generate that has ended, or was stopped otherwise, takes no notice.
-            generation.cancel()
             stall.stop()
             if expiry is not None:
                 expiry.cancel()

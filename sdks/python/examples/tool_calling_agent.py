@@ -5,7 +5,7 @@ object; small models write it in many ways, so it is read leniently, and what ca
 
     kakeya serve                                                # in another terminal
     kakeya models show smollm2-135m                             # prints the model's folder
-    python tool_calling_agent.py --tokenizer FOLDER "How many words are in: the quick brown fox?"
+    python tool_calling_agent.py --tokenizer FOLDER "What is 30 + 12?"
 """
 
 from __future__ import annotations
@@ -25,14 +25,26 @@ from kakeya.tokenization import (
 )
 
 SYSTEM = """\
-You can use two tools. To use one, write only a JSON object like these:
+You answer with the help of tools. To use one, write only its JSON object:
 {"tool": "add", "arguments": {"a": 2, "b": 3}}
 {"tool": "count_words", "arguments": {"text": "three short words"}}
-When you know the answer, write it as plain text."""
+Once the tool has answered, answer the question in plain text."""
+
+# A small model follows an example better than an instruction.
+SHOWN = [
+    {"role": "user", "content": "What is 20 + 7?"},
+    {"role": "assistant", "content": '{"tool": "add", "arguments": {"a": 20, "b": 7}}'},
+    {"role": "user", "content": "The tool answered: 27"},
+    {"role": "assistant", "content": "20 + 7 is 27."},
+    {"role": "user", "content": "How many words are in: red green blue"},
+    {"role": "assistant", "content": '{"tool": "count_words", "arguments": {"text": "red green blue"}}'},
+    {"role": "user", "content": "The tool answered: 3"},
+    {"role": "assistant", "content": "There are 3 words."},
+]
 
 
-def add(a: float, b: float) -> float:
-    return float(a) + float(b)
+def add(a: float, b: float) -> str:
+    return f"{float(a) + float(b):g}"
 
 
 def count_words(text: str) -> int:
@@ -69,14 +81,14 @@ def use_tool(call: dict[str, Any]) -> str:
     try:
         arguments = call["arguments"]
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return json.dumps(tool(**arguments))
+        return str(tool(**arguments))
     except (TypeError, ValueError) as error:
         return f"the call failed: {error}"
 
 
 def speak(session: Session, tokenizer: ChatTokenizer, max_tokens: int) -> tuple[str, tuple[int, ...]]:
     """Let the model speak; returns its words and the ids it generated."""
-    result = session.generate(max_tokens, repetition_penalty=1.1).result()
+    result = session.generate(max_tokens).result()
     words = tokenizer.decode(list(result.token_ids), skip_special_tokens=True).strip()
     print(f"model  {words}")
     print(f"       {result.prefilled_tokens} tokens read, {result.generated_tokens} written", end=" ")
@@ -87,9 +99,8 @@ def speak(session: Session, tokenizer: ChatTokenizer, max_tokens: int) -> tuple[
 def answer(session: Session, tokenizer: ChatTokenizer, question: str, *, max_tokens: int, max_calls: int) -> str:
     """One question, with as many tool calls as the model asks for (at most `max_calls`)."""
     print(f"user   {question}")
-    session.append(
-        tokens_for_chat([{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}], tokenizer)
-    )
+    start = [{"role": "system", "content": SYSTEM}, *SHOWN, {"role": "user", "content": question}]
+    session.append(tokens_for_chat(start, tokenizer))
     words, generated = speak(session, tokenizer, max_tokens)
     for _ in range(max_calls):
         call = find_tool_call(words)
@@ -98,7 +109,7 @@ def answer(session: Session, tokenizer: ChatTokenizer, question: str, *, max_tok
         result = use_tool(call)
         print(f"tool   {call['tool']} → {result}")
         # Every family's template knows the role "user"; few know "tool".
-        told = [{"role": "user", "content": f"The tool answered: {result}\nNow answer my question in plain text."}]
+        told = [{"role": "user", "content": f"The tool answered: {result}"}]
         session.append(tokens_for_next_turn(told, tokenizer, after=generated))
         words, generated = speak(session, tokenizer, max_tokens)
     return words
@@ -106,7 +117,7 @@ def answer(session: Session, tokenizer: ChatTokenizer, question: str, *, max_tok
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="An agent with two local tools, on one session.")
-    parser.add_argument("question", nargs="?", default="What is 1234 + 4321?")
+    parser.add_argument("question", nargs="?", default="How many words are in: the quick brown fox?")
     parser.add_argument("--target", default="127.0.0.1:50051")
     parser.add_argument("--tokenizer", required=True, metavar="FOLDER", help="the served model's folder")
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -119,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             client.create_session(eos_token_ids=end_of_turn_ids(tokenizer), label="agent") as session,
         ):
             answer(session, tokenizer, options.question, max_tokens=options.max_tokens, max_calls=options.max_calls)
-            print(f"       {session.history_length} tokens in the history, each of them read once")
+            print(f"       {session.history_length} tokens in the history")
     except KakeyaError as error:
         print(f"error  {error}")
         return 1

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 
 from inference_engine.config import ServerConfig, configure_threads_environment, forbid_model_hub
+from kakeya.v1.runtime_pb2_grpc import RuntimeServiceServicer, add_RuntimeServiceServicer_to_server
 
-# Before anything imports torch or transformers.
+# Before anything imports torch or transformers: both come with the engine, on first use.
 configure_threads_environment()
 forbid_model_hub()
 
-from google.rpc import error_details_pb2, status_pb2  # noqa: E402
-
-from inference_engine.server.run import start_server  # noqa: E402
-from kakeya.v1.runtime_pb2_grpc import RuntimeServiceServicer, add_RuntimeServiceServicer_to_server  # noqa: E402
-from tests.tiny import tiny_engine  # noqa: E402
-
 # Small, so that short appends already come in several requests.
 MAX_APPEND_TOKENS = 40
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 Do = Callable[..., Awaitable[Any]]
 
@@ -35,6 +34,9 @@ Do = Callable[..., Awaitable[Any]]
 @contextmanager
 def real_server(config: ServerConfig, **settings: Any) -> Iterator[str]:
     """The runtime on TinyModel, on an event loop of its own. Yields its target."""
+    from inference_engine.server.run import start_server
+    from tests.tiny import tiny_engine
+
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="server", daemon=True)
     thread.start()
@@ -180,3 +182,10 @@ def unused_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """An example program as a module, imported as Python finds it when the program is run."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module

@@ -272,16 +272,18 @@ async def test_dropping_a_stream_stops_the_generation(endless: Any, do: Do) -> N
     assert info.history_length < len(PROMPT) + LONG
 
 
-async def test_cancelling_the_task_that_reads_stops_the_generation(endless: Any, do: Do, flavour: str) -> None:
-    if flavour == "threads":
-        return  # a thread cannot be cancelled
-    stream, began = long_generate(endless)
-    reading = asyncio.create_task(stream.result())
-    await began.wait()
-    reading.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await reading
-    await until_idle(endless, do)
+async def test_cancelling_the_task_that_reads_stops_the_generation(server_target: str) -> None:
+    endless = kakeya.SinkWindow(sink=4, window=32)
+    async with kakeya.AsyncClient(server_target) as client, await client.create_session(endless) as session:
+        await session.append(PROMPT)
+        stream, began = long_generate(session)
+        reading = asyncio.create_task(stream.result())
+        await began.wait()
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        while (await session.info()).is_generating:
+            pass
 
 
 async def test_an_error_in_the_progress_callback_stops_the_generation(endless: Any, do: Do) -> None:
@@ -448,6 +450,12 @@ async def test_a_client_closed_during_a_call_says_so(server_target: str, do: Do,
         await reading
     with pytest.raises(kakeya.StateError, match="is closed"):
         await do(session.info)
+
+
+async def test_an_asyncio_generate_needs_a_running_loop(server_target: str) -> None:
+    async with kakeya.AsyncClient(server_target) as client, await client.create_session() as session:
+        with pytest.raises(kakeya.StateError, match="no event loop"):
+            await asyncio.to_thread(session.generate, 1)
 
 
 def test_an_asyncio_client_stays_with_its_loop(server_target: str) -> None:

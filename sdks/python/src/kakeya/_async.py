@@ -88,7 +88,9 @@ class AsyncClient(ClientBase):
     def _stub(self) -> Any:
         """The stub, on a channel that belongs to the running event loop."""
         self._require_open()
-        loop = asyncio.get_running_loop()
+        loop = _running_loop()
+        if loop is None:
+            raise StateError("no event loop is running here; call this from a coroutine, or use Client")
         if self._loop is None:
             credentials = self._address.credentials
             self._loop = loop

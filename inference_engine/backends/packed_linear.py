@@ -1,0 +1,54 @@
+"""Linear layers with their weight laid out once for oneDNN: the same logits, sooner.
+
+torch gives a float32 product on the CPU to a library that reads the weight as it lies and, for a few rows, with one
+thread. oneDNN keeps the weight in the order its kernels read it. Few rows gain most: a handful of sessions decoding
+together, the last layer of a lone one, and fixed-shape mode, whose padded rows cost next to nothing here.
+
+The packed copy takes the place of the weight: a mapped file's pages are then only read once, at the start.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class PackedLinear(nn.Module):
+    """Stands for one nn.Linear; inference only."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.register_buffer("bias", linear.bias, persistent=False)
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+
+    def forward(self, states: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(states, self._packed, self.bias, "none", [], "")
+        return out
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def can_pack(model: nn.Module) -> bool:
+    """Whether this torch has oneDNN and the model's weights are of a kind and in a place it takes."""
+    weight = next(model.parameters())
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_onednn and weight.device.type == "cpu" and weight.dtype in _DTYPES
+
+
+@torch.no_grad()
+def pack_linears(model: nn.Module) -> int:
+    """Put a PackedLinear in the place of every nn.Linear of `model`; returns how many there were."""
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear
+    ]
+    for parent, name, child in places:
+        setattr(parent, name, PackedLinear(child))
+    return len(places)

@@ -1,0 +1,291 @@
+"""One session for hundreds of turns, through the SDK: time, bytes and quality from the first turn to the last.
+
+    python scripts/bench_agentic/bench_session_long_run.py --turns 200     writes results/long_session/<date>-<machine>/
+
+A turn appends prose that comes with Python and generates greedily. Every few turns the same turn is run on a fresh
+session, too, that was given the tokens the long one can still read. One passage is scored when eviction has begun and
+again at the end, each token of it forced through `logit_bias`, so that the log-probabilities are the model's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import pydoc_data.topics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from inference_engine.cli.child import child_server
+from inference_engine.cli.connection import add_connection, connect
+from inference_engine.cli.conversation import sdk_strategy
+from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
+from inference_engine.config import EngineConfig, ModelConfig, forbid_model_hub
+from inference_engine.errors import KakeyaError
+from inference_engine.evaluation import record
+from inference_engine.evaluation.long_session import TurnSample, buckets, perplexity, values
+from inference_engine.kv.strategies import parse_strategy
+from inference_engine.models import tokenizer_folder
+from kakeya import Client, GenerateResult, ServerInfo, Session, SinkWindow, Strategy
+from kakeya import KakeyaError as ClientError
+from kakeya.tokenization import load_tokenizer
+
+EXPERIMENT = "long_session"
+CONTEXT_TOKENS = 64  # what the scored passage begins with, unscored
+FORCE = 1000.0  # the largest logit_bias there is: the token it is for is the one that comes
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What happened, as it happens."""
+
+    samples: list[TurnSample] = field(default_factory=list)
+    first_scores: list[float] = field(default_factory=list)  # log-probabilities of the passage
+    last_scores: list[float] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    history_tokens: int = 0
+
+
+class Long:
+    """A session together with every id of its history, so that a fresh one can be brought to the same fill."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.history: list[int] = []
+
+    def append(self, ids: Sequence[int]) -> None:
+        self.session.append(ids)
+        self.history += ids
+
+    def generate(self, tokens: int, **options: Any) -> tuple[GenerateResult, float]:
+        """The result, and when the first token came."""
+        stream = self.session.generate(tokens, logprobs=True, **options)
+        first_token_at = 0.0
+        for token_id in stream:
+            first_token_at = first_token_at or time.perf_counter()
+            self.history.append(token_id)
+        return stream.result(), first_token_at
+
+    def force(self, token_id: int) -> float:
+        """Make `token_id` the next token, as if it had been generated. Returns its log-probability."""
+        result, _ = self.generate(1, logit_bias={token_id: FORCE})
+        assert result.token_ids == (token_id,) and result.logprobs is not None
+        return result.logprobs[0]
+
+    def turn(self, ids: Sequence[int], tokens: int) -> tuple[GenerateResult, float, float]:
+        """Append and generate. Returns the result, the seconds it all took, and those to the first token."""
+        began = time.perf_counter()
+        self.append(ids)
+        result, first_token_at = self.generate(tokens)
+        return result, time.perf_counter() - began, first_token_at - began
+
+
+class Bench:
+    """Drives one long session."""
+
+    def __init__(self, client: Client, strategy: Strategy, prose: Iterator[int], args: argparse.Namespace) -> None:
+        self._client = client
+        self._strategy = strategy
+        self._prose = prose
+        self._args = args
+        self._segment_tokens = client.server_info().segment_tokens
+        self._passage = self._take(CONTEXT_TOKENS + args.passage_tokens)
+
+    def run(self, process: psutil.Process | None, run: Run, show: Progress) -> None:
+        """Fill `run` until the turns or the seconds are over. What is in it stays if an error ends the session."""
+        task = show.add_task("turns", total=None if self._args.seconds else self._args.turns)
+        until = time.monotonic() + self._args.seconds if self._args.seconds else float("inf")
+        scored_at = 0
+        with self._client.create_session(self._strategy, label="long session") as session:
+            long = Long(session)
+            for number in itertools.count():
+                if time.monotonic() >= until or (not self._args.seconds and number == self._args.turns):
+                    break
+                is_paired = number % self._args.pair_every == self._args.pair_every - 1
+                run.samples.append(self._sample(long, process, is_paired, number))
+                run.history_tokens = len(long.history)
+                if run.samples[-1].evicted_positions and not run.first_scores:
+                    run.first_scores = self._score(long)
+                    scored_at = len(long.history)
+                show.advance(task)
+            # Only a passage that can no longer be read is as new to the session as it was the first time.
+            if run.first_scores and len(long.history) - scored_at > run.samples[-1].attended_positions:
+                run.last_scores = self._score(long)
+            run.history_tokens = len(long.history)
+
+    def _sample(self, long: Long, process: psutil.Process | None, is_paired: bool, number: int) -> TurnSample:
+        ids = self._take(self._args.append_tokens)
+        history_tokens = len(long.history)
+        fill = self._equal_fill(long.history) if is_paired and long.history else None
+        # Neither half of a pair always comes first.
+        fresh_first = fill is not None and number % 2 == 0
+        fresh = self._on_fresh(fill, ids) if fill is not None and fresh_first else None
+        result, seconds, first_token_seconds = long.turn(ids, self._args.generate_tokens)
+        info = long.session.info()
+        process_bytes = process.memory_info().rss if process else None
+        if fill is not None and not fresh_first:
+            fresh = self._on_fresh(fill, ids)
+        assert result.logprobs is not None
+        sample = TurnSample(
+            history_tokens=history_tokens,
+            seconds=seconds,
+            first_token_seconds=first_token_seconds,
+            kv_bytes=info.kv_live_bytes,
+            process_bytes=process_bytes,
+            attended_positions=result.attended_positions,
+            evicted_positions=info.evicted_tokens,
+            violations=info.inv1_violations + info.inv2_violations + info.inv3_violations,
+            logprob=sum(result.logprobs) / len(result.logprobs),
+        )
+        if fresh is None:
+            return sample
+        fresh_result, fresh_seconds = fresh
+        if fresh_result.attended_positions != result.attended_positions:
+            raise KakeyaError(
+                f"a pair is unequal: the long session reads {result.attended_positions} positions, "
+                f"the fresh one {fresh_result.attended_positions}"
+            )
+        return replace(sample, fresh_seconds=fresh_seconds)
+
+    def _on_fresh(self, fill: Sequence[int], ids: Sequence[int]) -> tuple[GenerateResult, float]:
+        with self._client.create_session(self._strategy, label="fresh session") as session:
+            fresh = Long(session)
+            if len(fill) > 1:
+                fresh.append(fill[:-1])
+                # As after a turn: everything is computed but the last token.
+                fresh.force(fill[-1])
+            else:
+                fresh.append(fill)
+            result, seconds, _ = fresh.turn(ids, self._args.generate_tokens)
+            return result, seconds
+
+    def _equal_fill(self, history: Sequence[int]) -> list[int]:
+        """A shorter history of which as much can be read, with its segments cut at the same places."""
+        match self._strategy:
+            case SinkWindow(sink=int(sink), window=int(window)):
+                segment = self._segment_tokens
+                enough = sink + window + 2 * segment
+                length = enough + (len(history) - enough) % segment
+                if length < len(history):
+                    return [*history[:sink], *history[len(history) - length + sink :]]
+        return list(history)
+
+    def _score(self, long: Long) -> list[float]:
+        long.append(self._passage[:CONTEXT_TOKENS])
+        return [long.force(token_id) for token_id in self._passage[CONTEXT_TOKENS:]]
+
+    def _take(self, count: int) -> list[int]:
+        return list(itertools.islice(self._prose, count))
+
+
+def prose_ids(tokenizer: Any) -> Iterator[int]:
+    """The language reference that comes with Python, as ids, over and over."""
+    text = "\n\n".join(pydoc_data.topics.topics.values())
+    return itertools.cycle(tokenizer.encode(text, add_special_tokens=False))
+
+
+def main(arguments: Sequence[str] | None = None, *, results_dir: Path = record.RESULTS) -> int:
+    args = _parser().parse_args(arguments)
+    forbid_model_hub()
+    model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
+    run = Run()
+    with ExitStack() as stack:
+        child = None if args.target else stack.enter_context(child_server(model, engine))
+        prose = prose_ids(load_tokenizer(tokenizer_folder(model.model, model.cache_path)))
+        target = args.target if child is None else child.wait_ready()
+        client = stack.enter_context(connect(args, target))
+        process = None if child is None else psutil.Process(child.pid)
+        columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True)) as show:
+            try:
+                Bench(client, sdk_strategy(engine.strategy), prose, args).run(process, run, show)
+            except (KakeyaError, ClientError) as error:
+                run.errors.append(f"{type(error).__name__}: {error}")
+        server = client.server_info()
+    if run.samples:
+        strategy = str(parse_strategy(engine.strategy))
+        path = _write(run, args, strategy, server, results_dir=results_dir)
+        print(f"{len(run.samples)} turns, {run.history_tokens} tokens, {strategy}: {path.parent.name}/{path.name}")
+    for reason in run.errors:
+        print(reason, file=sys.stderr)
+    return 1 if run.errors or any(sample.violations for sample in run.samples) else 0
+
+
+def _write(run: Run, args: argparse.Namespace, strategy: str, server: ServerInfo, *, results_dir: Path) -> Path:
+    found = values(run.samples)
+    found["history"] = record.exact(run.history_tokens, "tokens")
+    found["errors"] = record.exact(len(run.errors), "errors")
+    for name, scores in (("first", run.first_scores), ("last", run.last_scores)):
+        if scores:
+            found[f"passage_perplexity_{name}"] = record.exact(perplexity(scores), "perplexity")
+    path = record.write_record(
+        EXPERIMENT,
+        {
+            "command": record.command_line(),
+            "config": {
+                "model": server.model_id,
+                "device": server.device,
+                "dtype": server.dtype,
+                "mode": server.mode.value,
+                "trained_positions": server.trained_positions,
+                "segment_tokens": server.segment_tokens,
+                "strategy": strategy,
+                "append_tokens": args.append_tokens,
+                "generate_tokens": args.generate_tokens,
+                "pair_every": args.pair_every,
+                "passage_tokens": args.passage_tokens,
+            },
+            "seeds": [],  # greedy, and the prose comes with Python
+            "values": found,
+            "baseline": "the same turn on a fresh session at equal fill (turn_over_fresh_…, …_paired)",
+            "course": buckets(run.samples),
+            "turns": [asdict(sample) for sample in run.samples],
+            "errors": run.errors,
+        },
+        results_dir=results_dir,
+    )
+    numbers = range(1, len(run.samples) + 1)
+    pairs = [(number, turn.fresh_seconds) for number, turn in zip(numbers, run.samples, strict=True)]
+    paired = [(number, seconds) for number, seconds in pairs if seconds is not None]
+    record.plot_lines(
+        path.with_name("turns.png"),
+        title=f"{server.model_id}, {strategy}: {run.history_tokens} tokens in {len(run.samples)} turns",
+        x_label="turn",
+        y_label="seconds",
+        lines={
+            "turn": (list(numbers), [sample.seconds for sample in run.samples]),
+            "first token": (list(numbers), [sample.first_token_seconds for sample in run.samples]),
+            "the same turn on a fresh session": ([n for n, _ in paired], [seconds for _, seconds in paired]),
+        },
+    )
+    for name, value in found.items():
+        print(f"  {name:32} {value['median']:>16,.4f} {value['unit']}")
+    return path
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_config_file(parser)
+    add_connection(parser)
+    add_settings(parser, ModelConfig)
+    add_settings(parser, EngineConfig, only=CONVERSATION)
+    parser.set_defaults(strategy="sink_window")
+    parser.add_argument("--turns", type=int, default=200, metavar="N", help="default: 200")
+    parser.add_argument("--seconds", type=float, metavar="S", help="run for so long instead")
+    parser.add_argument("--append-tokens", type=int, default=70, metavar="N", help="of a turn (default: 70)")
+    parser.add_argument("--generate-tokens", type=int, default=32, metavar="N", help="of a turn (default: 32)")
+    parser.add_argument("--pair-every", type=int, default=5, metavar="N", help="turns from pair to pair (default: 5)")
+    parser.add_argument("--passage-tokens", type=int, default=256, metavar="N", help="scored twice (default: 256)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

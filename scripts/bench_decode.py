@@ -1,0 +1,243 @@
+"""Prefill and decode against transformers' own `generate` with its cache, in one process and interleaved.
+
+    python scripts/bench_decode.py                    writes results/decode/<date>-<machine>/
+
+Each round runs, at each history length, transformers, then ours in batched mode, then ours in fixed-shape mode; ratios
+are taken within a round, so a slow minute of the machine hits all three. Greedy tokens are compared too: a fast wrong
+answer is no answer. A profile of one decode at each length says what a token's time is spent on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from inference_engine.config import ModelConfig, configure_threads_environment, forbid_model_hub
+
+configure_threads_environment()
+forbid_model_hub()
+
+import torch  # noqa: E402
+from torch._C._profiler import _ExperimentalConfig  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
+from transformers import PreTrainedModel  # noqa: E402
+from transformers.generation.streamers import BaseStreamer  # noqa: E402
+
+from inference_engine.backends import open_backend  # noqa: E402
+from inference_engine.backends.base import Forward  # noqa: E402
+from inference_engine.config import EngineConfig, resolve  # noqa: E402
+from inference_engine.engine import Engine  # noqa: E402
+from inference_engine.errors import BackendError  # noqa: E402
+from inference_engine.evaluation import record  # noqa: E402
+from inference_engine.models import load_model  # noqa: E402
+from inference_engine.types import GenerateParams, Mode, TokenCommitted  # noqa: E402
+
+SEED = 1
+_LINEAR = ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear")
+_ATTENTION = ("scaled_dot_product", "attention")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One Generate: seconds to the first token, seconds a token after it, and what came out."""
+
+    first_seconds: float
+    token_seconds: float
+    tokens: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Cell:
+    """All rounds of one history length, by contestant."""
+
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+
+    def add(self, name: str, run: Run) -> None:
+        self.runs.setdefault(name, []).append(run)
+
+    def ratios(self, over: str, under: str, attribute: str) -> list[float]:
+        pairs = zip(self.runs[over], self.runs[under], strict=True)
+        return [getattr(one, attribute) / getattr(other, attribute) for one, other in pairs]
+
+
+class _Stamps(BaseStreamer):  # type: ignore[misc]
+    """Notes when each token came; the first call brings the prompt."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def run_transformers(model: PreTrainedModel, history: list[int], count: int) -> Run:
+    stamps = _Stamps()
+    ids = torch.tensor([history], device=model.device)
+    began = time.perf_counter()
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            streamer=stamps,
+            pad_token_id=0,
+        )
+    times = stamps.times[1:]
+    return Run(times[0] - began, (times[-1] - times[0]) / (count - 1), tuple(out[0, len(history) :].tolist()))
+
+
+def run_ours(engine: Engine, history: list[int], count: int) -> Run:
+    session = engine.create_session(limit_tokens=len(history) + count).session_id
+    engine.append(session, history)
+    times, tokens = [], []
+    began = time.perf_counter()
+    for event in engine.generate(session, GenerateParams(max_tokens=count)):
+        if isinstance(event, TokenCommitted):
+            times.append(time.perf_counter())
+            tokens.append(event.token_id)
+    engine.close_session(session)
+    return Run(times[0] - began, (times[-1] - times[0]) / (count - 1), tuple(tokens))
+
+
+def shares_of_a_token(engine: Engine, history: list[int], count: int, device: str) -> dict[str, float]:
+    """Where a decode step's wall time goes: linear layers, attention, other operations, the host between them."""
+    session = engine.create_session(limit_tokens=len(history) + count + 2).session_id
+    engine.append(session, history)
+    list(engine.generate(session, GenerateParams(max_tokens=2)))
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device != "cpu" else [])]
+    began = time.perf_counter()
+    # The step runs on the engine's thread, not on this one.
+    threads = _ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=activities, acc_events=True, experimental_config=threads) as profiled:
+        list(engine.generate(session, GenerateParams(max_tokens=count)))
+    wall = time.perf_counter() - began
+    engine.close_session(session)
+    spent = {"linear": 0.0, "attention": 0.0, "other operations": 0.0}
+    for event in profiled.key_averages():
+        seconds = (event.self_cpu_time_total if device == "cpu" else event.self_device_time_total) / 1e6
+        if any(word in event.key for word in _ATTENTION):
+            spent["attention"] += seconds
+        elif event.key in _LINEAR or "gemm" in event.key or "gemv" in event.key:
+            spent["linear"] += seconds
+        else:
+            spent["other operations"] += seconds
+    spent["host and waiting"] = max(0.0, wall - sum(spent.values()))
+    return {name: seconds / sum(spent.values()) for name, seconds in spent.items()}
+
+
+def open_engines(forward: Forward, kv_bytes: int) -> dict[str, Engine]:
+    engines = {"batched": Engine(forward, EngineConfig(kv_bytes=kv_bytes))}
+    try:
+        engines["fixed-shape"] = Engine(forward, EngineConfig(kv_bytes=kv_bytes, mode=Mode.FIXED_SHAPE))
+    except BackendError as refusal:
+        print(f"fixed-shape mode is left out: {refusal}")
+    return engines
+
+
+def measure(
+    model: PreTrainedModel, engines: dict[str, Engine], lengths: Sequence[int], rounds: int, count: int
+) -> dict[int, Cell]:
+    generator = torch.Generator().manual_seed(SEED)
+    vocabulary = model.config.get_text_config().vocab_size
+    cells = {length: Cell() for length in lengths}
+    for number in range(rounds + 1):  # the first round warms up and is not kept
+        for length, cell in cells.items():
+            history = torch.randint(10, vocabulary - 10, (length,), generator=generator).tolist()
+            runs = {"transformers": run_transformers(model, history, count)}
+            runs |= {name: run_ours(engine, history, count) for name, engine in engines.items()}
+            if number:
+                for name, run in runs.items():
+                    cell.add(name, run)
+        print(f"round {number} of {rounds}", flush=True)
+    return cells
+
+
+def values_of(cells: dict[int, Cell], count: int) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for length, cell in cells.items():
+        for name in cell.runs:
+            if name != "transformers":
+                for word, attribute in (("decode", "token_seconds"), ("prefill", "first_seconds")):
+                    ratio = cell.ratios("transformers", name, attribute)
+                    values[f"{word} speed, {name} ÷ transformers, at {length}"] = record.summarize(ratio, "ratio")
+                same = [
+                    sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=True)) / count
+                    for ours, theirs in zip(cell.runs[name], cell.runs["transformers"], strict=True)
+                ]
+                values[f"greedy tokens equal, {name}, at {length}"] = record.summarize(same, "share")
+            for word, attribute in (("token", "token_seconds"), ("first token", "first_seconds")):
+                seconds = [getattr(run, attribute) for run in cell.runs[name]]
+                values[f"{word}, {name}, at {length}"] = record.summarize(seconds, "seconds")
+        if "fixed-shape" in cell.runs:
+            price = cell.ratios("fixed-shape", "batched", "token_seconds")
+            values[f"token time, fixed-shape ÷ batched, at {length}"] = record.summarize(price, "ratio")
+    return values
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Prefill and decode against transformers' generate.")
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--linear", default=None)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 1024, 4096])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--kv-bytes", type=int, default=2**30)
+    parser.add_argument("--commit", default=record.commit(), help="what runs, where there is no repository to ask")
+    arguments = parser.parse_args()
+    flags = {"model": arguments.model, "device": arguments.device, "dtype": arguments.dtype, "linear": arguments.linear}
+    config = resolve(ModelConfig, flags)
+    forward = open_backend(config)
+    theirs = load_model(
+        config.model, cache=config.cache_path, device=config.device, dtype=config.dtype, attention="sdpa"
+    )
+    engines = open_engines(forward, arguments.kv_bytes)
+    cells = measure(theirs.model, engines, arguments.lengths, arguments.rounds, arguments.tokens)
+    shares = {
+        f"at {length}": shares_of_a_token(engines["batched"], list(range(10, 10 + length)), 16, config.device)
+        for length in arguments.lengths
+    }
+    for engine in engines.values():
+        engine.close()
+    values = values_of(cells, arguments.tokens)
+    path = record.write_record(
+        "decode" if config.device == "cpu" else f"decode_{config.device}",
+        {
+            "command": record.command_line(),
+            "commit": arguments.commit,
+            "config": {
+                "model": theirs.model_id,
+                "weights_sha256": theirs.weights_sha256,
+                "device": config.device if config.device == "cpu" else torch.cuda.get_device_name(),
+                "dtype": config.dtype,
+                "linear": config.linear,
+                "threads": torch.get_num_threads(),
+                "rounds": arguments.rounds,
+                "tokens": arguments.tokens,
+            },
+            "seeds": [SEED],
+            "values": values,
+            "baseline": "transformers generate(), its DynamicCache and sdpa attention, same process, same weights",
+            "shares_of_a_token": shares,
+        },
+    )
+    for name, value in values.items():
+        if value["unit"] == "ratio":
+            print(f"{name}: {value['median']:.2f} ({value['low']:.2f} to {value['high']:.2f})")
+    print(statistics.mean(value["median"] for name, value in values.items() if "equal" in name), "of tokens equal")
+    print(shares)
+    print(path.relative_to(record.ROOT))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""Chat messages to ids: a history built by appends is what the template would render, where the template allows it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+import kakeya
+from kakeya.tokenization import (
+    ChatTokenizer,
+    end_of_turn_ids,
+    from_openai_messages,
+    load_tokenizer,
+    tokens_for_chat,
+    tokens_for_next_turn,
+)
+
+# ChatML with a default system message, as small instruct models have it.
+CHATML = """\
+{%- if messages[0].role != 'system' -%}{{ '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{%- endif -%}
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+CORPUS = [
+    "The user asked the assistant a question about the weather in Paris, and the assistant answered it.",
+    "user assistant system\n\nWhat is it? It is 42. Kqzwxjvbm fox Vhgtfyprd the quick brown fox.\n",
+] * 4
+
+
+def byte_level_tokenizer(template: str | None, *, end: str = "<|im_end|>") -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with real merges, trained here."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special: list[str | AddedToken] = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    tokenizer.train_from_iterator(
+        CORPUS,
+        BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, chat_template=template)
+
+
+BYTE_LEVEL = byte_level_tokenizer(CHATML)
+WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=30).filter(
+    lambda text: "<" not in text
+)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def encode(tokenizer: ChatTokenizer, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+@given(questions=st.lists(WORDS, min_size=1, max_size=4), replies=st.lists(WORDS, min_size=4, max_size=4))
+def test_a_history_built_by_appends_is_what_chatml_renders(questions: list[str], replies: list[str]) -> None:
+    end = BYTE_LEVEL.convert_tokens_to_ids("<|im_end|>")
+    conversation = [user(questions[0])]
+    history = tokens_for_chat(conversation, BYTE_LEVEL)
+    for reply, question in zip(replies, questions[1:], strict=False):
+        generated = [*encode(BYTE_LEVEL, reply), end]
+        history += generated + tokens_for_next_turn([user(question)], BYTE_LEVEL, after=generated)
+        conversation += [assistant(reply), user(question)]
+    assert history == tokens_for_chat(conversation, BYTE_LEVEL)
+
+
+@given(reply=WORDS)
+def test_a_reply_cut_short_gets_the_end_of_its_turn(reply: str) -> None:
+    generated = encode(BYTE_LEVEL, reply)
+    history = tokens_for_chat([user("a")], BYTE_LEVEL) + generated
+    history += tokens_for_next_turn([user("b")], BYTE_LEVEL, after=generated)
+    assert history == tokens_for_chat([user("a"), assistant(reply), user("b")], BYTE_LEVEL)
+
+
+def test_nothing_generated_is_cut_short_too() -> None:
+    turn = tokens_for_next_turn([user("b")], BYTE_LEVEL, after=[])
+    assert BYTE_LEVEL.decode(turn).startswith("<|im_end|>\n<|im_start|>user\nb")
+
+
+def test_several_new_messages_are_one_turn() -> None:
+    turn = tokens_for_next_turn([user("b"), {"role": "tool", "content": "c"}], BYTE_LEVEL, after=[])
+    assert BYTE_LEVEL.decode(turn) == (
+        "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>tool\nc<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_without_a_generation_prompt_the_turn_ends_after_the_messages() -> None:
+    turn = tokens_for_next_turn([user("b")], BYTE_LEVEL, after=[], add_generation_prompt=False)
+    assert BYTE_LEVEL.decode(turn) == "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n"
+
+
+@pytest.mark.parametrize("family", ["ChatML", "Llama", "Gemma", "Qwen"])
+def test_each_family_gets_its_next_turn(example: Callable[[str], ModuleType], family: str) -> None:
+    chosen = example("tokenization_per_family").FAMILIES[family]
+    tokenizer = chosen.tokenizer()
+    end = tokenizer.convert_tokens_to_ids(chosen.end)
+    assert end_of_turn_ids(tokenizer) == (end,)
+    start = tokens_for_chat([user("a?")], tokenizer)
+    generated = [*encode(tokenizer, "Yes."), end]
+    history = start + generated + tokens_for_next_turn([user("b?")], tokenizer, after=generated)
+    assert history == tokens_for_chat([user("a?"), assistant("Yes."), user("b?")], tokenizer)
+    cut = generated[:-1]
+    assert start + cut + tokens_for_next_turn([user("b?")], tokenizer, after=cut) == history
+
+
+def test_a_template_that_reshapes_earlier_turns_does_not_touch_the_history(
+    example: Callable[[str], ModuleType],
+) -> None:
+    """The template would strip the reasoning; the session keeps it and is given the same next turn."""
+    tokenizer = example("tokenization_per_family").FAMILIES["Qwen"].tokenizer()
+    end = end_of_turn_ids(tokenizer)[0]
+    thoughtful = [*encode(tokenizer, "<think>\nhm\n</think>\n\nYes."), end]
+    plain = [*encode(tokenizer, "Yes."), end]
+    assert tokens_for_next_turn([user("b?")], tokenizer, after=thoughtful) == tokens_for_next_turn(
+        [user("b?")], tokenizer, after=plain
+    )
+
+
+TURN = "{{ message.role + ':' + message.content + '<|im_end|>' }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{% for message in messages if message.role == 'user' %}" + TURN + "{% endfor %}", "0 times"),
+        ("{% for message in messages %}" + TURN + TURN + "{% endfor %}", "2 times"),
+        (
+            "{% for m in messages %}{{ m.content + ('<|endoftext|>' if loop.last else '<|im_end|>') }}{% endfor %}",
+            "goes on with",
+        ),
+        (
+            "{% for message in messages %}" + TURN + "{% endfor %}{{ messages | length }}",
+            "goes on with",
+        ),
+        (
+            "{% for message in messages %}" + TURN + "{% if not loop.last %}{{ loop.index }}{% endif %}{% endfor %}",
+            "depending on what came before",
+        ),
+        (
+            "{% if messages | length > 2 %}{{ raise_exception('too long') }}{% endif %}"
+            "{% for message in messages %}" + TURN + "{% endfor %}",
+            "too long",
+        ),
+        ("{{ messages.nothing.at_all }}", "refuses"),
+    ],
+)
+def test_a_template_without_a_next_turn_is_named(template: str, problem: str) -> None:
+    with pytest.raises(kakeya.TemplateError, match=problem):
+        tokens_for_next_turn([user("b")], byte_level_tokenizer(template), after=[])
+
+
+def test_a_tokenizer_that_joins_words_and_their_end_is_named(example: Callable[[str], ModuleType]) -> None:
+    template = "{% for message in messages %}{{ message.content + 'mm' }}{% endfor %}"
+    tokenizer = example("small_tokenizer").small_tokenizer(
+        template, ["<end>"], eos_token="<end>", merges=[("m", "m"), ("d", "m")]
+    )
+    with pytest.raises(kakeya.TemplateError, match="joins"):
+        tokens_for_next_turn([user("b")], tokenizer, after=[])
+
+
+def test_a_tokenizer_without_a_template_says_so() -> None:
+    with pytest.raises(kakeya.TemplateError, match="template"):
+        tokens_for_chat([user("a")], byte_level_tokenizer(None))
+
+
+def test_what_the_model_said_is_not_passed_again() -> None:
+    with pytest.raises(kakeya.InvalidMessages, match=r"messages\[0\].role") as caught:
+        tokens_for_next_turn([assistant("Yes."), user("b")], BYTE_LEVEL, after=[])
+    assert caught.value.path == "messages[0].role"
+
+
+@pytest.mark.parametrize("messages", [[], "hello", {"role": "user"}, ["hello"]], ids=repr)
+def test_what_is_no_list_of_messages_is_refused(messages: Any) -> None:
+    with pytest.raises(kakeya.InvalidMessages):
+        tokens_for_chat(messages, BYTE_LEVEL)
+    with pytest.raises(kakeya.InvalidMessages):
+        tokens_for_next_turn(messages, BYTE_LEVEL, after=[])
+
+
+def test_end_ids_are_the_tokenizers_and_the_templates() -> None:
+    tokenizer = byte_level_tokenizer(CHATML, end="<|endoftext|>")
+    names = [tokenizer.decode([token_id]) for token_id in end_of_turn_ids(tokenizer)]
+    assert names == ["<|endoftext|>", "<|im_end|>"]
+
+
+def test_a_turn_that_ends_in_plain_text_has_no_end_id_of_its_own() -> None:
+    tokenizer = byte_level_tokenizer("{% for message in messages %}{{ message.content + '\\n' }}{% endfor %}")
+    assert end_of_turn_ids(tokenizer) == (tokenizer.eos_token_id,)
+
+
+def test_a_tokenizer_loads_from_its_folder(tmp_path: Path) -> None:
+    BYTE_LEVEL.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert tokens_for_chat([user("a")], loaded) == tokens_for_chat([user("a")], BYTE_LEVEL)
+
+
+def test_a_folder_that_holds_no_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(kakeya.TokenizerError, match="no tokenizer"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(kakeya.TokenizerError, match="not a folder"):
+        load_tokenizer(tmp_path / "absent")
+
+
+def test_openai_messages_become_what_templates_expect() -> None:
+    assert from_openai_messages(
+        [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "Add"}, {"type": "text", "text": "2 and 3."}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "refusal": None,
+                "annotations": [],
+                "tool_calls": [
+                    {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "5"},
+            {"role": "user", "content": "Thanks.", "name": "ada"},
+        ]
+    ) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Add\n2 and 3."},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+            ],
+        },
+        {"role": "tool", "content": "5", "tool_call_id": "c1"},
+        {"role": "user", "content": "Thanks.", "name": "ada"},
+    ]
+
+
+def call(arguments: object) -> dict[str, Any]:
+    function = {"name": "add", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    ("message", "path"),
+    [
+        ("hello", "messages[0]"),
+        ({"content": "a"}, "messages[0].role"),
+        ({"role": "robot", "content": "a"}, "messages[0].role"),
+        ({"role": ["user"], "content": "a"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "assistant", "content": None}, "messages[0].content"),
+        ({"role": "user", "content": []}, "messages[0].content"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}, "messages[0].content[1]"),
+        ({"role": "user", "content": "a", "audio": {"id": "x"}}, "messages[0].audio"),
+        ({"role": "tool", "content": "5"}, "messages[0].tool_call_id"),
+        (call("{"), "messages[0].tool_calls[0].function.arguments"),
+        (call("[1]"), "messages[0].tool_calls[0].function.arguments"),
+        (call(None), "messages[0].tool_calls[0].function.arguments"),
+        ({"role": "assistant", "tool_calls": [{"id": "c1", "type": "custom"}]}, "messages[0].tool_calls[0]"),
+        ({"role": "user", "content": "a", "tool_calls": [1]}, "messages[0].tool_calls"),
+    ],
+)
+def test_openai_messages_that_cannot_be_rendered_are_named_by_path(message: Any, path: str) -> None:
+    with pytest.raises(kakeya.InvalidMessages) as caught:
+        from_openai_messages([message])
+    assert caught.value.path == path
+
+
+def test_messages_in_a_row_keep_their_order() -> None:
+    names = [str(index) for index in range(5)]
+    rendered = from_openai_messages([user(name) for name in names])
+    assert [message["content"] for message in rendered] == names
+    assert all(one is not other for one, other in itertools.pairwise(rendered))

@@ -1,0 +1,97 @@
+"""`kakeya chat` with messages from a pipe, with a server of its own and with one that runs already."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from inference_engine.cli.main import main
+from tests.processes import Server, kakeya
+from tests.tiny_folder import save_tiny_model
+
+COST = re.compile(
+    r"[\d.]+ s · first token [\d.]+ s · (\d+) tokens in, (\d+) out \((\w+)\) · history (\d+) · .+ held · (\d+) evicted"
+)
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
+    return Chat(monkeypatch, capsys)
+
+
+class Chat:
+    """The command in this process, which has loaded the libraries already."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def __call__(self, typed: str, *arguments: str | Path) -> tuple[int, str, str]:
+        """Status, output and errors."""
+        self._monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        status = main(("chat", *map(str, arguments)))
+        printed = self._capsys.readouterr()
+        return status, printed.out, printed.err
+
+
+def test_every_message_is_answered_by_a_server_of_its_own_and_its_cost_is_told(tiny_folder: Path) -> None:
+    done = kakeya("chat", "--model", tiny_folder, "--kv-bytes=64MiB", "--max-tokens=3", typed="Hello\n\nAnd again\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second = COST.findall(done.stdout)
+    length = int(first[0]) + 3
+    assert first[1:] == ("3", "max_tokens", str(length), "0")
+    assert second[1:] == ("3", "max_tokens", str(length + int(second[0]) + 3), "0")
+
+
+def test_the_same_seed_gives_the_same_chat(chat: Chat, server: Server, tiny_folder: Path) -> None:
+    options = ("--model", tiny_folder, "--target", server.target, "--max-tokens=8", "--temperature=0.9")
+    one, same, other = (chat("Hello\n", *options, "--seed", seed)[1] for seed in ("7", "7", "8"))
+    assert answers(one) == answers(same) != answers(other)
+
+
+def answers(printed: str) -> str:
+    return COST.sub("", printed)
+
+
+def test_info_shows_the_session_and_quit_ends_the_chat(chat: Chat, server: Server, tiny_folder: Path) -> None:
+    options = ("--model", tiny_folder, "--target", server.target, "--strategy", "sink_window:window=40")
+    status, printed, _ = chat("/info\n/help\n/quit\nnever read\n", *options)
+    assert status == 0
+    assert "on tiny, SinkWindow(sink=4, window=40)" in printed
+    assert "history   0 tokens (no limit); 0 evicted" in printed
+    assert "there is no /help; /info shows the session" in printed
+    assert COST.search(printed) is None
+
+
+def test_the_system_message_begins_the_history(chat: Chat, server: Server, tiny_folder: Path) -> None:
+    options = ("--model", tiny_folder, "--target", server.target, "--max-tokens=1")
+    plain, ordered = (chat("Hi\n", *options, *more)[1] for more in ((), ("--system", "Be kind.")))
+    difference = int(COST.findall(ordered)[0][0]) - int(COST.findall(plain)[0][0])
+    assert difference == len("Xsystem\nBe kind.X\n")  # each X is one token
+
+
+def test_a_message_that_does_not_fit_ends_the_chat_with_the_reason(
+    chat: Chat, server: Server, tiny_folder: Path
+) -> None:
+    status, printed, said = chat(
+        "Hi\n" + "x" * 600, "--model", tiny_folder, "--target", server.target, "--max-tokens=3"
+    )
+    assert status == 1
+    assert len(COST.findall(printed)) == 1
+    assert "would pass the session's limit of 512" in said
+
+
+def test_a_folder_without_a_tokenizer_is_refused(chat: Chat, server: Server, tmp_path: Path) -> None:
+    status, _, said = chat("Hi\n", "--model", save_tiny_model(tmp_path / "bare"), "--target", server.target)
+    assert status == 1
+    assert "holds no tokenizer" in said
+
+
+def test_a_server_that_is_not_there_is_named(chat: Chat, tiny_folder: Path) -> None:
+    status, _, said = chat("Hi\n", "--model", tiny_folder, "--target", "127.0.0.1:1")
+    assert status == 1
+    assert "127.0.0.1:1" in said
+    assert said.count("\n") == 1

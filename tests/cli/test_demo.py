@@ -1,0 +1,38 @@
+"""`kakeya demo` holds its whole conversation, and its status says whether everything it claims was so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from inference_engine.cli.demo import FACT, SCRIPT
+from inference_engine.cli.main import main
+from tests.processes import kakeya
+
+CLOSING = re.compile(r"computed its new tokens only: (\d+) in all .* and (\d+) were read .* have computed (\d+)\.")
+
+
+@pytest.mark.real_model
+def test_the_demo_holds_a_conversation_with_the_real_model() -> None:
+    done = kakeya("demo", "--max-tokens=24")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(f"> {message}" in done.stdout for message in SCRIPT)
+    *_, asked = re.findall(r"> What is the secret word\?\n(.*)", done.stdout)
+    assert FACT in asked
+    computed, cached, whole = map(int, CLOSING.findall(done.stdout)[0])
+    assert computed + cached == whole > 2 * computed
+
+
+def test_a_window_forgets_and_the_demo_says_so(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--kv-bytes=64MiB", "--max-tokens=4", "--strategy=sink_window:window=32")
+    assert main(("demo", "--model", str(tiny_folder), *arguments)) == 0
+    assert re.search(r"^\d+ positions left the session's memory", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_conversation_that_cannot_go_on_fails_the_demo(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("demo", "--model", str(tiny_folder), "--kv-bytes=64MiB", "--max-tokens=100")) == 1
+    printed = capsys.readouterr()
+    assert "would pass the session's limit of 512" in printed.err
+    assert CLOSING.search(printed.out) is None

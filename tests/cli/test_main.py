@@ -1,0 +1,96 @@
+"""What all commands have in common: quick help, one line for an error, an exit status that says whose turn it is."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from inference_engine import __version__
+from inference_engine.cli import doctor
+from inference_engine.cli.main import main
+
+COMMANDS = ("serve", "chat", "demo", "doctor", "models")
+
+
+def status_of(*arguments: str) -> int | str | None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    return caught.value.code
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--help") == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n    {command} " in printed for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(command, "--help") == 0
+    assert f"usage: kakeya {command}" in capsys.readouterr().out
+
+
+def test_reading_the_command_line_loads_neither_torch_nor_grpc() -> None:
+    program = (
+        "import sys; from inference_engine.cli.main import parser; parser().parse_args(['serve']);"
+        "print({'torch', 'transformers', 'grpc', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--version") == 0
+    assert capsys.readouterr().out == f"kakeya {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("no-such-command",), ("serve", "--no-such-flag"), ("chat", "--seed", "x")])
+def test_wrong_usage_is_status_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(*arguments) == 2
+    assert "usage: kakeya" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("serve", "--dtype", "float16"), "kakeya serve: dtype must be float32 or bfloat16, got 'float16'"),
+        (("serve", "--kv-bytes", "lots"), "'lots' is not a whole number or a size such as 512MiB"),
+        (("serve", "--config", "no-such.toml"), "cannot read the settings file no-such.toml"),
+        (("serve", "--strategy", "sink_window:windows=1"), "has no option 'windows'; it has sink, window"),
+        (("serve", "--tls-cert-file", "cert.pem"), "tls_cert_file and tls_key_file come together"),
+        (("chat", "--target", "far.example:1", "--api-key-file", "no-such-file"), "cannot read the key"),
+        (("demo", "--model", "no-such-model"), "neither a known model (smollm2-135m"),
+    ],
+)
+def test_a_fault_is_one_line_and_status_1(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.err.startswith(f"kakeya {arguments[0]}: ")
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_an_error_of_the_sdk_is_one_line_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = tmp_path / "key"
+    key.write_text("0123456789abcdef\n")
+    assert main(("chat", "--target", "far.example:1", "--api-key-file", str(key))) == 1
+    assert "would travel to far.example:1 unencrypted" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_status_130_and_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: argparse.Namespace) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "run", interrupted)
+    assert main(("doctor",)) == 130
+    assert capsys.readouterr() == ("", "")

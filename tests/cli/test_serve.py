@@ -1,0 +1,128 @@
+"""`kakeya serve` as a process: what it refuses, how it ends, what it shows to Prometheus."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import urllib.request
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+import kakeya as sdk
+from inference_engine.cli.main import main
+from tests.processes import Server, kakeya, kakeya_serve
+
+HISTORY = (3, 14, 15, 92, 65, 35, 89, 79)
+ENDLESS = sdk.SinkWindow(window=32)
+# ADR 0008 §2.9 names these.
+INSTRUMENTS = (
+    "session_active",
+    'session_total{outcome="closed"}',
+    'session_total{outcome="evicted"}',
+    'session_total{outcome="failed"}',
+    "session_kv_live_bytes",
+    "session_history_tokens_count",
+    "generate_prefill_tokens_count",
+    "generate_prefill_duration_seconds_count",
+    'cache_invariant_violations_total{kind="INV1"}',
+    'cache_invariant_violations_total{kind="INV2"}',
+    'session_evicted_total{reason="ttl"}',
+    'session_evicted_total{reason="lru"}',
+)
+
+
+def test_a_server_says_in_one_line_what_it_serves(server: Server) -> None:
+    said = server.ready_line
+    assert f"ready at {server.target}: tiny in float32 on cpu, strategy full, " in said
+    assert "MB for K/V, metrics at http://127.0.0.1:" in said
+
+
+def test_metrics_count_what_happened_under_the_agreed_names(server: Server) -> None:
+    with sdk.Client(server.target) as client, client.create_session() as session:
+        session.append(HISTORY)
+        session.generate(5).result()
+    url = server.ready_line.split("metrics at ")[1].strip()
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        text = answer.read().decode()
+    shown = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert {name for name in INSTRUMENTS if name not in shown} == set()
+    assert float(shown['session_total{outcome="closed"}']) >= 1
+    assert float(shown["generate_tokens_total"]) >= 5
+    assert float(shown['cache_invariant_violations_total{kind="INV1"}']) == 0
+
+
+def test_a_port_in_use_is_one_line_and_status_1(server: Server, tiny_folder: Path) -> None:
+    done = kakeya("serve", "--model", tiny_folder, "--bind", server.target)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"kakeya serve: bind: {server.target} is already in use")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_a_server_that_others_could_reach_needs_a_key_and_a_certificate(tiny_folder: Path) -> None:
+    done = kakeya("serve", "--model", tiny_folder, "--kv-bytes=64MiB", "--bind=0.0.0.0:0")
+    assert done.returncode == 1
+    assert done.stderr.startswith("kakeya serve: bind 0.0.0.0:0 can be reached from other machines")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--model", "no-such-folder"), "no-such-folder: neither a known model (smollm2-135m"),
+        (("--model", "smollm2-135m", "--cache-dir", "{empty}"), "kakeya models fetch smollm2-135m"),
+        (("--model", "{tampered}"), "pytorch_model.bin"),
+        (("--model", "{tiny}", "--device", "no-such-device"), "device 'no-such-device' cannot be used here"),
+        (("--model", "{tiny}", "--strategy", "sink_window:window=4096"), "the model was trained for 512"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_one_line_and_status_1(
+    arguments: tuple[str, ...],
+    said: str,
+    tiny_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tampered = Path(shutil.copytree(tiny_folder, tmp_path / "tampered"))
+    (tampered / "pytorch_model.bin").write_bytes(b"")
+    values = {"tiny": tiny_folder, "empty": tmp_path / "empty", "tampered": tampered}
+    assert main(("serve", "--kv-bytes=64MiB", *(argument.format(**values) for argument in arguments))) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("kakeya serve: ")
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_sigterm_lets_a_running_generate_end_and_refuses_new_ones(tiny_folder: Path) -> None:
+    with (
+        kakeya_serve("--model", tiny_folder, "--kv-bytes=64MiB") as server,
+        sdk.Client(server.target, retry=sdk.RetryPolicy(attempts=1)) as client,
+    ):
+        running, other = client.create_session(ENDLESS), client.create_session()
+        running.append(HISTORY)
+        other.append(HISTORY)
+        stream = running.generate(1500)
+        tokens = iter(stream)
+        next(tokens)
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(sdk.Draining):
+            generate_until_refused(other)
+        assert len(list(tokens)) == 1499
+        assert stream.result().stop_reason is sdk.StopReason.MAX_TOKENS
+        assert server.wait() == 0
+
+
+def generate_until_refused(session: sdk.Session) -> NoReturn:
+    while True:
+        session.generate(1).result()
+
+
+def test_a_server_that_was_tied_to_its_parent_ends_when_the_parent_is_gone(tiny_folder: Path) -> None:
+    with kakeya_serve("--model", tiny_folder, "--kv-bytes=64MiB") as server:
+        assert server.process.stdin is not None
+        server.process.stdin.close()
+        assert server.wait() == 0

@@ -1,0 +1,66 @@
+"""Every setting has a flag; a flag beats the environment, which beats the file, which beats the default."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from inference_engine.cli.main import parser
+from inference_engine.cli.settings import HELP, Config, as_flags, settings
+from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
+from inference_engine.types import Mode
+
+KINDS = (ModelConfig, EngineConfig, ServerConfig)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "kakeya.toml"
+    path.write_text('bind = "127.0.0.1:3"\nkv_bytes = "3MiB"\nthreads = 3\n')
+    return path
+
+
+def test_every_setting_is_a_flag_of_serve_and_nothing_else_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["serve", "--help"])
+    shown = capsys.readouterr().out
+    names = {field.name for kind in KINDS for field in fields(kind)}
+    assert {name for name in names if f"--{name.replace('_', '-')} " not in shown} == set()
+    assert set(HELP) <= names
+
+
+def test_the_default_holds_if_nobody_says_otherwise() -> None:
+    args = parser().parse_args(["serve"])
+    assert settings(args, ModelConfig) == ModelConfig()
+    assert settings(args, EngineConfig) == EngineConfig()
+    assert settings(args, ServerConfig) == ServerConfig()
+
+
+def test_flags_beat_the_environment_which_beats_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAKEYA_BIND", "127.0.0.1:2")
+    monkeypatch.setenv("KAKEYA_KV_BYTES", "2MiB")
+    args = parser().parse_args(["serve", "--config", str(file), "--bind", "127.0.0.1:1"])
+    assert settings(args, ServerConfig).bind == "127.0.0.1:1"
+    assert settings(args, EngineConfig).kv_bytes == 2 * 2**20
+    assert settings(args, ModelConfig).threads == 3
+    assert settings(args, ModelConfig).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ModelConfig(model="some folder", dtype="bfloat16", threads=3, cache_dir="~/elsewhere"),
+        replace(EngineConfig(), mode=Mode.FIXED_SHAPE, kv_bytes=12345, session_idle_ttl_seconds=0.25),
+        ServerConfig(bind="[::1]:0", metrics_bind="127.0.0.1:0", drain_seconds=1.5),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_settings_written_as_flags_are_read_back_whatever_the_environment_says(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for field in fields(config):
+        monkeypatch.setenv(f"KAKEYA_{field.name.upper()}", "nonsense")
+    args = parser().parse_args(["serve", *as_flags(config)])
+    assert settings(args, type(config)) == config

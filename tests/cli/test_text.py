@@ -1,0 +1,63 @@
+"""Ids shown as text while they come: what is shown in pieces is what decoding all of them would show."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from inference_engine.cli.text import TextStream
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, so that most characters beyond ASCII are spread over several."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+def pieces_of(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
+    stream = TextStream(tokenizer)
+    return [*(stream.push(token_id) for token_id in ids), stream.end()]
+
+
+@given(text=st.text(st.characters(exclude_categories=("Cc", "Cs")) | st.sampled_from("\n\t")))
+def test_text_is_shown_whole_and_never_with_a_broken_character(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    pieces = pieces_of(tokenizer, tokenizer.encode(text))
+    assert "".join(pieces) == text
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+@given(ids=st.lists(st.integers(0, 255)))
+def test_any_ids_are_shown_as_decoding_them_together_shows_them(
+    tokenizer: PreTrainedTokenizerFast, ids: list[int]
+) -> None:
+    visible = "".join(pieces_of(tokenizer, ids))
+    assert len(visible) == len(tokenizer.decode(ids))
+
+
+def test_a_character_waits_for_its_last_byte(tokenizer: PreTrainedTokenizerFast) -> None:
+    stream = TextStream(tokenizer)
+    *first, last = tokenizer.encode("é")
+    assert [stream.push(token_id) for token_id in first] == [""]
+    assert stream.push(last) == "é"
+
+
+def test_what_is_incomplete_at_the_end_is_shown_as_broken(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert pieces_of(tokenizer, tokenizer.encode("aé")[:-1]) == ["a", "", "\N{REPLACEMENT CHARACTER}"]
+
+
+def test_special_tokens_are_not_shown(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert "".join(pieces_of(tokenizer, tokenizer.encode("so<|end|>"))) == "so"
+
+
+def test_nothing_the_model_writes_steers_the_terminal(tokenizer: PreTrainedTokenizerFast) -> None:
+    shown = "".join(pieces_of(tokenizer, tokenizer.encode("a\x1b[2Jb\rc\x07\x7f\x9b\nd\te")))
+    assert shown == "a␛[2Jb␍c␇␡\N{REPLACEMENT CHARACTER}\nd\te"

@@ -1,0 +1,135 @@
+"""The real server process, the real SDK and the small real model: what an agent does with them in a day."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from inference_engine.config import ModelConfig, resolve
+from inference_engine.models import tokenizer_folder
+from kakeya import Client, DeadlineExceeded, Session, SinkWindow, tokenization
+from tests.processes import LIMIT_SECONDS, Server, kakeya_serve
+
+pytestmark = pytest.mark.real_model
+
+MODEL = "smollm2-135m"
+QUESTIONS = ("What is the capital of France?", "How many legs does a dog have?")
+TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with kakeya_serve("--model", MODEL, "--kv-bytes=2GiB", "--metrics-bind=127.0.0.1:0") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    with Client(server.target) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tokenization.load_tokenizer(tokenizer_folder(MODEL, resolve(ModelConfig).cache_path))
+
+
+def ask(session: Session, question: str, tokenizer: Any) -> tuple[int, ...]:
+    session.append(tokenization.tokens_for_chat([{"role": "user", "content": question}], tokenizer))
+    return session.generate(TOKENS).result().token_ids
+
+
+def test_the_model_answers(client: Client, tokenizer: Any) -> None:
+    with client.create_session(eos_token_ids=tokenization.end_of_turn_ids(tokenizer)) as session:
+        assert "Paris" in tokenizer.decode(ask(session, QUESTIONS[0], tokenizer))
+
+
+def test_a_turn_computes_its_new_tokens_only(client: Client, tokenizer: Any) -> None:
+    with client.create_session(eos_token_ids=tokenization.end_of_turn_ids(tokenizer)) as session:
+        first = ask(session, QUESTIONS[0], tokenizer)
+        before = session.history_length
+        more = tokenization.tokens_for_next_turn([{"role": "user", "content": QUESTIONS[1]}], tokenizer, after=first)
+        session.append(more)
+        second = session.generate(TOKENS).result()
+        # The token sampled last had no K/V yet.
+        assert (second.prefilled_tokens, second.cached_tokens) == (len(more) + 1, before - 1)
+        assert second.history_length == before + len(more) + second.generated_tokens
+
+
+def test_conversations_at_the_same_time_are_as_each_alone(client: Client, tokenizer: Any) -> None:
+    def answer(question: str) -> tuple[int, ...]:
+        with client.create_session() as session:
+            return ask(session, question, tokenizer)
+
+    alone = [answer(question) for question in QUESTIONS]
+    with ThreadPoolExecutor(len(QUESTIONS)) as together:
+        assert list(together.map(answer, QUESTIONS)) == alone
+
+
+def test_a_deadline_keeps_the_session_and_what_it_said(client: Client, tokenizer: Any) -> None:
+    with client.create_session() as session:
+        ask(session, QUESTIONS[0], tokenizer)
+        before = session.history_length
+        stream = session.generate(4000, timeout=0.5)
+        with pytest.raises(DeadlineExceeded):
+            stream.result()
+        assert session.info().history_length >= before + len(stream.token_ids)
+        assert session.generate(2).result().generated_tokens == 2
+
+
+CLIENT = """
+import sys
+from kakeya import Client
+session = Client(sys.argv[1]).create_session()
+session.append(range(100, 120))
+print(session.id, flush=True)
+for token_id in session.generate(4000):
+    print(token_id, flush=True)
+"""
+
+
+def test_a_client_that_is_killed_stops_its_generate_and_disturbs_nobody(
+    server: Server, client: Client, tokenizer: Any
+) -> None:
+    with client.create_session() as alone:
+        expected = ask(alone, QUESTIONS[0], tokenizer)
+    with subprocess.Popen([sys.executable, "-c", CLIENT, server.target], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        other.stdout.readline()
+        assert gauge(server, "generate_active") == 1
+        other.kill()
+        other.wait(LIMIT_SECONDS)
+    with client.create_session() as session:
+        assert ask(session, QUESTIONS[0], tokenizer) == expected
+    # Far fewer than 4000: it was stopped, not run to its end.
+    assert gauge(server, "generate_active") == 0
+
+
+def test_bytes_held_are_what_sessions_say_and_never_more_than_reserved(server: Server, client: Client) -> None:
+    others = gauge(server, "session_kv_live_bytes")
+    with client.create_session() as full, client.create_session(SinkWindow(window=64)) as window:
+        for session in (full, window):
+            for _ in range(3):
+                session.append(range(1000, 1150))
+                session.generate(2).result()
+                info = session.info()
+                assert 0 < info.kv_live_bytes <= session.sustained_bytes <= session.peak_bytes
+        held = [session.info().kv_live_bytes for session in (full, window)]
+        assert gauge(server, "session_kv_live_bytes") == others + sum(held)
+        assert window.info().evicted_tokens > 0
+        assert held[1] < held[0]
+    assert gauge(server, "session_kv_live_bytes") == others
+
+
+def gauge(server: Server, name: str) -> float:
+    url = server.ready_line.split("metrics at ")[1].strip()
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))

@@ -1,0 +1,74 @@
+"""The bridge between the engine's thread and the event loop."""
+
+import asyncio
+import threading
+
+from inference_engine.server.stream import EventQueue, Stall
+from inference_engine.types import Event, Finished, StopReason, TokenCommitted
+
+DONE = Finished(
+    stop_reason=StopReason.MAX_TOKENS,
+    generated_tokens=0,
+    history_length=0,
+    prefill_seconds=0.0,
+    total_seconds=0.0,
+    seed=0,
+    prefilled_tokens=0,
+    cached_tokens=0,
+    attended_positions=0,
+    evicted_positions=0,
+)
+
+
+async def test_every_event_of_a_racing_thread_arrives_once_and_in_order() -> None:
+    count = 20_000
+    queue = EventQueue(asyncio.get_running_loop())
+
+    def produce() -> None:
+        for index in range(count):
+            queue.push(TokenCommitted(index, index))
+        queue.push(DONE)
+
+    thread = threading.Thread(target=produce)
+    thread.start()
+    received: list[Event] = []
+    while DONE not in received[-1:]:
+        await queue.wait()
+        for event in queue.pop_all():
+            received.append(event)
+            if len(received) % 7 == 0:
+                await asyncio.sleep(0)
+    thread.join()
+    assert received == [*(TokenCommitted(index, index) for index in range(count)), DONE]
+
+
+async def test_many_events_cost_one_wakeup() -> None:
+    queue = EventQueue(asyncio.get_running_loop())
+    for index in range(100):
+        queue.push(TokenCommitted(index, index))
+    await queue.wait()
+    assert len(list(queue.pop_all())) == 100
+    waiting = asyncio.ensure_future(queue.wait())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    queue.push(DONE)
+    await waiting
+    assert list(queue.pop_all()) == [DONE]
+
+
+def test_a_queue_whose_loop_is_gone_takes_events_without_complaint() -> None:
+    loop = asyncio.new_event_loop()
+    queue = EventQueue(loop)
+    loop.close()
+    queue.push(DONE)
+
+
+async def test_only_a_write_that_lasts_is_a_stall() -> None:
+    stalled = asyncio.Event()
+    stall = Stall(asyncio.get_running_loop(), 0.01, stalled.set)
+    stall.begin_write()
+    stall.end_write()
+    assert not stall.is_stalled
+    stall.begin_write()
+    await stalled.wait()
+    assert stall.is_stalled
