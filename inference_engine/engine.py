@@ -224,6 +224,7 @@ class Engine:
         """
         session = self._find(session_id, owner)
         ids = self._as_ids(token_ids)
+        self._refuse_when_draining()
         with self._holding(session, Operation.APPEND, wait_seconds):
             _check_length(session, expected_history_length)
             session.check_room(len(ids))

@@ -1,4 +1,4 @@
-"""The verifier: runs the target over a block of rows of several sessions, and commits what is accepted.
+"""The verifier: runs the target over a block of rows of several sessions.
 
 A block is the tokens of one session that have no K/V yet: a chunk of prefill, or the last sampled token. Its last
 row's logits give the next token when the block reaches the end of the history. One synchronisation per step: the token
@@ -58,10 +58,10 @@ class Verifier:
         self._context = context
 
     def run(self, blocks: Sequence[Block]) -> list[Sample | None]:
-        """Forward all blocks in one step. Their rows are committed; a sample stands where one was wanted.
+        """Forward all blocks in one step; a sample stands where one was wanted.
 
-        If the forward raises, no row is committed and every session is as it was. Raises BlockFailed for a broken
-        invariant.
+        The rows are staged: the caller commits each session, to the length it accepts. If the forward raises, nothing
+        is staged and every session is as it was. Raises BlockFailed for a broken invariant.
         """
         try:
             for index, block in enumerate(blocks):
@@ -69,15 +69,11 @@ class Verifier:
                     block.kv.stage(len(block.token_ids))
                 except InvariantViolated as violation:
                     raise BlockFailed(index, violation) from violation
-            samples = self._forward_and_sample(blocks)
+            return self._forward_and_sample(blocks)
         except BaseException:
             for block in blocks:
                 block.kv.commit(block.kv.length)
             raise
-        for block, sample in zip(blocks, samples, strict=True):
-            accepted = len(block.token_ids) if sample is None or sample.is_finite else 0
-            block.kv.commit(block.kv.length + accepted)
-        return samples
 
     @torch.inference_mode()
     def _forward_and_sample(self, blocks: Sequence[Block]) -> list[Sample | None]:

@@ -69,7 +69,10 @@ def values(samples: Sequence[TurnSample]) -> dict[str, dict[str, Any]]:
     if {"turn_over_fresh_first_tenth", "turn_over_fresh_last_tenth"} <= found.keys():
         ratio = found["turn_over_fresh_last_tenth"]["median"] / found["turn_over_fresh_first_tenth"]["median"]
         found["turn_last_over_first_paired"] = exact(ratio, "ratio")
-    if len(full := [sample for sample in samples if sample.evicted_positions]) > 1:
+    most = max(sample.attended_positions for sample in samples)
+    # Eviction begins before the last page is taken: a session is full when it has had as much as it can ever read.
+    full = [sample for sample in samples if sample.evicted_positions and sample.history_tokens >= most]
+    if len(full) > 1:
         found["kv_slope_once_full"] = exact(slope([sample.kv_bytes for sample in full]), "bytes/turn")
     if len(process := [sample.process_bytes for sample in samples if sample.process_bytes is not None]) > 1:
         # The first half touches weights and arenas for the first time.

@@ -46,6 +46,7 @@ from inference_engine.types import (
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_SECONDS = 1.0
+_STUCK_SECONDS = 30.0  # a step that takes longer keeps nobody from shutting down
 
 
 class Scheduler:
@@ -91,11 +92,11 @@ class Scheduler:
                 raise Overloaded(
                     f"{len(self._queued)} Generates are waiting already; retry later", retry_after_seconds=1.0
                 )
-            ahead = len(self._queued) + len(self._running)
+            # Said before the loop can know of the request, so that it comes first.
+            request.listener(Accepted(len(self._queued) + len(self._running), request.pending_tokens))
             self._queued.append(request)
             self._metrics.queue_depth.set(len(self._queued))
             self._wake.notify()
-        request.listener(Accepted(ahead, request.pending_tokens))
 
     def nudge(self) -> None:
         """Something changed that the loop should look at: a stop was asked for."""
@@ -111,7 +112,7 @@ class Scheduler:
             for request in (*self._queued, *self._running):
                 request.ask_to_stop(Draining)
             self._wake.notify_all()
-            self._wake.wait_for(self._is_idle)
+            self._wake.wait_for(self._is_idle, timeout=_STUCK_SECONDS)
 
     def stop(self) -> None:
         """End everything with Draining and join the thread."""
@@ -119,7 +120,7 @@ class Scheduler:
         with self._wake:
             self._is_stopping = True
             self._wake.notify_all()
-        self._thread.join()
+        self._thread.join(timeout=_STUCK_SECONDS)
 
     @property
     def is_alive(self) -> bool:
@@ -227,46 +228,62 @@ class Scheduler:
     # -- after a step -----------------------------------------------------------------------------------------------
 
     def _settle(self, request: Request, block: Block, sample: Sample | None) -> None:
-        session = request.session
+        """Commit what this step gave the request: history first, then rows, then the client hears of it."""
+        session, kv = request.session, request.session.kv
+        try:
+            kept = self._accept(request, block, sample)
+        except BaseException:
+            kv.commit(kv.length)
+            raise
+        kv.commit(kv.length + kept)
         session.refresh_facts()
         if request.is_prefilling:
-            self._metrics.prefilled_tokens.inc(len(block.token_ids))
-            done = session.kv.length - request.cached_tokens
-            request.listener(Progress(done, request.prefill_tokens))
-        if sample is None:
-            return
-        if not sample.is_finite:
+            self._metrics.prefilled_tokens.inc(kept)
+            request.listener(Progress(kv.length - request.cached_tokens, request.prefill_tokens))
+        if sample is not None and not sample.is_finite:
             self._metrics.non_finite_logits.inc()
             self._end(request, Failed(NonFiniteLogits(len(session.history))))
-            return
+        elif sample is not None and kept == len(block.token_ids):
+            self._report_token(request, sample)
+
+    def _accept(self, request: Request, block: Block, sample: Sample | None) -> int:
+        """Record the sample, unless the request was stopped while the step ran; returns how many rows to keep.
+
+        A last row whose sample nobody takes is not kept: its logits would be lost, and the next Generate needs them.
+        """
+        rows = len(block.token_ids)
+        if sample is None:
+            return rows
+        if not sample.is_finite:
+            return 0
+        session = request.session
+        with self._store.locked():
+            if session.is_closed or request.stop is not None:
+                return rows - 1
+            session.record(self._journal, np.array([sample.token_id], dtype=np.uint32), Mark.GENERATED)
+        return rows
+
+    def _report_token(self, request: Request, sample: Sample) -> None:
+        session = request.session
+        position = len(session.history) - 1
         now = self._clock()
         if request.generated == 0:
             request.prefill_seconds = now - request.started_at
             self._metrics.prefill_seconds.observe(request.prefill_seconds)
             self._metrics.first_token_seconds.observe(now - request.accepted_at)
+            if dropped := self._unreadable(session, position - 1):
+                request.listener(Truncated(dropped))
         else:
             self._metrics.inter_token_seconds.observe(now - request.token_at)
         request.token_at = now
-        self._commit_token(request, sample)
-
-    def _commit_token(self, request: Request, sample: Sample) -> None:
-        """Journal, then history, then the client; unless the request was stopped while the step ran."""
-        session = request.session
-        with self._store.locked():
-            if session.is_closed or request.stop is not None:
-                return  # the next round ends it
-            position = len(session.history)
-            session.record(self._journal, np.array([sample.token_id], dtype=np.uint32), Mark.GENERATED)
         request.last_query = position - 1
-        if request.generated == 0 and (dropped := self._unreadable(session, position - 1)):
-            request.listener(Truncated(dropped))
         request.generated += 1
         assert request.sampler is not None
         request.sampler.observe(sample.token_id)
         self._metrics.generated_tokens.inc()
         request.listener(TokenCommitted(sample.token_id, position, sample.logprob))
         if reason := self._stop_reason(request, sample.token_id):
-            self._end(request, request.finished(reason, self._clock()))
+            self._end(request, request.finished(reason, now))
 
     @staticmethod
     def _unreadable(session: Session, query: int) -> int:

@@ -209,6 +209,8 @@ def main(arguments: Sequence[str] | None = None, *, results_dir: Path = record.R
                 Bench(client, sdk_strategy(engine.strategy), prose, args).run(process, run, show)
             except (KakeyaError, ClientError) as error:
                 run.errors.append(f"{type(error).__name__}: {error}")
+            except KeyboardInterrupt:
+                run.errors.append("interrupted")
         server = client.server_info()
     if run.samples:
         strategy = str(parse_strategy(engine.strategy))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import cast
 
 import pytest
 import torch
@@ -170,7 +171,7 @@ def test_angles_past_the_trained_positions_are_exact(kind: str) -> None:
     module.is_beyond_trained = False
     own, _ = module(x, near)
     assert torch.equal(cos[:, :1], own)
-    frequencies = module.original.inv_freq.double()
+    frequencies = cast("Tensor", module.original.inv_freq).double()
     expected = (far.double() * frequencies).cos().sort().values
     distinct = cos[0, 1].double().sort().values[::2]
     torch.testing.assert_close(distinct, expected.flatten(), atol=1e-6, rtol=0)

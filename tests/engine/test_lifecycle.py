@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from inference_engine.backends.base import Step
 from inference_engine.backends.torch_forward import TorchForward
-from inference_engine.engine import Engine
+from inference_engine.engine import Engine, Generation
 from inference_engine.errors import (
     AppendTooLarge,
     DeadlineExceeded,
@@ -216,6 +217,34 @@ def test_cancelling_keeps_what_was_committed_and_the_session() -> None:
         assert (done.stop_reason, done.generated_tokens) == (StopReason.CANCELLED, 1)
         assert engine.session_info(session).history_length == 21
         assert [token for token, _ in generate(engine, session, 9)] == expected[1:]
+
+
+@pytest.mark.parametrize("at_step", [1, 2, 5])
+def test_a_stop_that_comes_while_a_step_runs_loses_nothing(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
+    """The step's token is not kept, and the next Generate samples it again."""
+    with tiny_engine() as engine:
+        expected = [token for token, _ in generate(engine, opened(engine), 10)]
+        session = opened(engine)
+        started: queue.SimpleQueue[Generation] = queue.SimpleQueue()
+        run, steps = TorchForward.run, 0
+
+        def stopping(self: TorchForward, step: Step) -> torch.Tensor:
+            nonlocal steps
+            steps += 1
+            if steps == at_step + 1:  # the history takes two chunks
+                started.get(timeout=30).cancel()
+            return run(self, step)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TorchForward, "run", stopping)
+            generation = engine.generate(session, GenerateParams(max_tokens=400))
+            started.put(generation)
+            events = drain(generation)
+        assert isinstance(events[-1], Finished)
+        assert events[-1].stop_reason is StopReason.CANCELLED
+        kept = [token for token, _ in tokens(events)]
+        assert engine.session_info(session).history_length == 20 + len(kept)
+        assert kept + [token for token, _ in generate(engine, session, 10 - len(kept))] == expected
 
 
 def test_a_deadline_ends_the_call_and_not_the_session() -> None:

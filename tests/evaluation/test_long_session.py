@@ -59,8 +59,9 @@ def test_turns_that_have_no_pair_say_nothing_about_pairs() -> None:
 
 
 def test_a_session_that_holds_the_same_has_a_slope_of_exactly_zero() -> None:
-    full = replace(SAMPLE, evicted_positions=1, kv_bytes=123_456_789)
-    assert medians([SAMPLE] * 5 + [full] * 95)["kv_slope_once_full"] == 0.0
+    full = replace(SAMPLE, evicted_positions=1, history_tokens=10, kv_bytes=123_456_789)
+    filling = replace(full, history_tokens=9, kv_bytes=100_000_000)
+    assert medians([SAMPLE] * 5 + [filling] * 5 + [full] * 90)["kv_slope_once_full"] == 0.0
     growing = [replace(full, kv_bytes=1000 + 8 * number) for number in range(50)]
     assert medians(growing)["kv_slope_once_full"] == pytest.approx(8.0)
 
