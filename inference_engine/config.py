@@ -79,14 +79,14 @@ class ModelConfig:
     model: str = "smollm2-135m"
     device: str = "cpu"
     dtype: str = "float32"
-    linear: str = "packed"  # or "plain": the library's own linear layers; on a CPU only
+    linear: str = "auto"  # packed for oneDNN where it can be (on a CPU); "packed" insists, "plain" never
     threads: int = 0  # 0: as many as the machine has cores
     cache_dir: str = ""  # "": the user's cache folder
 
     def __post_init__(self) -> None:
         _at_least(self, threads=0)
-        if self.linear not in ("packed", "plain"):
-            raise ConfigError(f"linear must be packed or plain, got {self.linear!r}")
+        if self.linear not in ("auto", "packed", "plain"):
+            raise ConfigError(f"linear must be auto, packed or plain, got {self.linear!r}")
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
 

@@ -54,7 +54,7 @@ class EngineMetrics:
         self.kv_capacity_bytes = self._gauge("session_kv_capacity_bytes", "Bytes of K/V that may be promised.")
 
     def _add_generates(self) -> None:
-        self.generates_active = self._gauge("generate_active", "Generates running or waiting now.")
+        self.generates_active = self._gauge("generate_active", "Generates running now.")
         self.queue_depth = self._gauge("generate_queue_depth", "Generates waiting for their first step.")
         self.generates = self._counter("generate_total", "Generates that ended, by how.", outcome=GENERATE_OUTCOMES)
         self.generated_tokens = self._counter("generate_tokens_total", "Tokens generated and committed.")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from inference_engine.backends.base import Forward
 from inference_engine.config import ModelConfig
+from inference_engine.errors import BackendError
 
 
 def open_backend(config: ModelConfig) -> Forward:
@@ -31,7 +32,11 @@ def open_backend(config: ModelConfig) -> Forward:
         attention=ATTENTION,
     )
     admit(loaded.model)
-    if config.linear == "packed" and can_pack(loaded.model):
+    if config.linear == "packed" and not can_pack(loaded.model):
+        raise BackendError(
+            f"linear=packed needs oneDNN and a CPU; {loaded.dtype} on {loaded.device} is served by linear=auto"
+        )
+    if config.linear != "plain" and can_pack(loaded.model):
         pack_linears(loaded.model)
     facts = ModelFacts(
         model_id=loaded.model_id,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -55,15 +56,19 @@ class TorchForward:
         return int(psutil.virtual_memory().available)
 
     def open(self, geometry: Geometry, capacity_bytes: int) -> KVContext:
-        def allocate(count: int) -> Tensor:
-            return torch.zeros(count, dtype=self.seam.dtype, device=self._device)
-
         return KVContext(
             geometry=geometry,
-            pool=Pool(geometry, capacity_bytes, allocate),
+            pool=Pool(geometry, capacity_bytes, self._zeros),
             move_keys=self.seam.move_keys,
             device=self._device,
         )
+
+    def _zeros(self, count: int) -> Tensor:
+        dtype = self.seam.dtype
+        if self._device.type == "cpu":
+            # torch.zeros would write, and so occupy, every page; zeros of the system's own do not.
+            return torch.from_numpy(np.zeros(count * dtype.itemsize, dtype=np.uint8)).view(dtype)
+        return torch.zeros(count, dtype=dtype, device=self._device)
 
     def run(self, step: Step) -> Tensor:
         with torch.inference_mode():
