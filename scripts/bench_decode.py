@@ -211,7 +211,7 @@ def main() -> None:
         engine.close()
     values = values_of(cells, arguments.tokens)
     path = record.write_record(
-        "decode" if config.device == "cpu" else f"decode_{config.device}",
+        f"decode_{config.device}_{config.dtype}",
         {
             "command": record.command_line(),
             "commit": arguments.commit,
