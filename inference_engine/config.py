@@ -43,7 +43,7 @@ class EngineConfig:
     max_sessions: int = 1024
     max_queued: int = 256
     max_batch: int = 64  # Generates in one forward
-    step_tokens: int = 512  # rows in one forward, drawn from prefills and decodes
+    step_tokens: int = 0  # rows in one forward, of prefills and decodes; 0: 512 on a CPU, 4096 elsewhere
     segment_tokens: int = 256
     page_tokens: int = 16
     max_append_tokens: int = 65_536
@@ -68,8 +68,10 @@ class EngineConfig:
             raise ConfigError(
                 f"segment_tokens must be a multiple of page_tokens ({self.page_tokens}), got {self.segment_tokens}"
             )
-        if self.step_tokens < self.segment_tokens:
-            raise ConfigError(f"step_tokens must hold a segment ({self.segment_tokens} tokens), got {self.step_tokens}")
+        if self.step_tokens and self.step_tokens < self.segment_tokens:
+            raise ConfigError(
+                f"step_tokens must be 0 or hold a segment ({self.segment_tokens} tokens), got {self.step_tokens}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

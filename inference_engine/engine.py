@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -151,7 +151,9 @@ class Engine:
 
         Raises ConfigError or BackendError for what cannot be had.
         """
-        self.config = config or EngineConfig()
+        config = config or EngineConfig()
+        step_tokens = config.step_tokens or max(config.segment_tokens, 512 if forward.device.type == "cpu" else 4096)
+        self.config = replace(config, step_tokens=step_tokens)
         self.metrics = metrics or EngineMetrics()
         self._forward = forward
         self._clock = clock

@@ -123,7 +123,7 @@ def _table(turns: Sequence[Turn]) -> Table:
     table = Table(
         title="What each turn cost, in tokens", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
-    for name in ("turn", "in", "cached", "computed", "out", "first token", "tokens/s", "history", "K/V held"):
+    for name in ("turn", "in", "cached", "prefilled", "out", "first token", "tokens/s", "history", "K/V held"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, turn in enumerate(turns, start=1):
         assert turn.result is not None
@@ -147,8 +147,8 @@ def _closing(turns: Sequence[Turn]) -> str:
     spared = sum(result.cached_tokens for result in results)
     evicted = turns[-1].info.evicted_tokens
     text = (
-        f"Each turn computed its new tokens only: {paid} in all before the answers, and {spared} were read from the "
-        f"session's K/V. Sending the whole conversation every time would have computed {paid + spared}."
+        f"Each turn prefilled its new tokens only: {paid} in all, and {spared} were read from the session's K/V. "
+        f"Sending the whole conversation every turn would have prefilled {paid + spared}."
     )
     if evicted:
         text += f"\n{evicted} positions left the session's memory on the way and can no longer be read."

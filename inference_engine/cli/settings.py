@@ -26,7 +26,10 @@ HELP = {
     "model": ("NAME|PATH", "a known name (see `kakeya models list`) or a folder with safetensors"),
     "device": ("DEVICE", "cpu, cuda, cuda:1, …"),
     "dtype": ("DTYPE", "float32 or bfloat16"),
-    "linear": ("KIND", "packed: weights laid out for this CPU; plain: as the library has them"),
+    "linear": (
+        "KIND",
+        "packed: laid out for this CPU; plain: as they come; auto: packed where it can be",
+    ),
     "threads": ("N", "CPU threads; 0: one a core"),
     "cache_dir": ("FOLDER", "where fetched models are kept; empty: the user's cache folder"),
     "mode": ("MODE", "batched, or fixed-shape: equal histories give equal bits, at a price per token"),

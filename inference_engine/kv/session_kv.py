@@ -9,6 +9,7 @@ rejected or evicted: the slab's bytes are a function of the committed rows alone
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -91,15 +92,21 @@ class SessionKV:
                 capacity_bytes=context.pool.capacity_bytes,
             )
         self._starts = starts
-        self.groups = _group_layers(strategy.layouts(geometry, limit_tokens), geometry, starts)
+        layouts = strategy.layouts(geometry, limit_tokens)
+        self._has_windows = any(layout.window is not None for layout in layouts)
+        self.groups = _group_layers(layouts, geometry, starts)
 
     # -- the life of rows -------------------------------------------------------------------------------------------
 
     def room(self) -> int:
-        """Positions that can be staged in one step: up to the end of the open segment, within the limit."""
+        """Positions that can be staged in one step, within the limit.
+
+        Where rows leave, that is up to the end of the open segment; where none ever does, segments are no concern.
+        """
         segment = self.context.geometry.segment_tokens
-        room = segment - self.length % segment
-        return room if self.limit_tokens is None else min(room, self.limit_tokens - self.length)
+        to_limit = math.inf if self.limit_tokens is None else self.limit_tokens - self.length
+        to_boundary = segment - self.length % segment if self._has_windows else math.inf
+        return int(min(to_limit, to_boundary))
 
     def stage(self, count: int) -> None:
         """Give the next `count` positions their slots. They are not committed yet."""

@@ -187,8 +187,11 @@ class Scheduler:
         requests = list(self._running)
         if not requests:
             return
+        # Beside decoders a prefill moves a segment at a time, so that nobody waits long for a token.
+        alone = all(request.is_prefilling for request in requests)
+        most = self._config.step_tokens if alone else self._config.segment_tokens
         candidates = [
-            Candidate(min(request.pending_tokens, request.session.kv.room()), request.is_prefilling)
+            Candidate(min(request.pending_tokens, request.session.kv.room(), most), request.is_prefilling)
             for request in requests
         ]
         chosen = choose(candidates, step_rows=self._config.step_tokens, max_batch=self._config.max_batch)

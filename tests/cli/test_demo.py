@@ -11,7 +11,7 @@ from inference_engine.cli.demo import FACT, SCRIPT
 from inference_engine.cli.main import main
 from tests.processes import kakeya
 
-CLOSING = re.compile(r"computed its new tokens only: (\d+) in all .* and (\d+) were read .* have computed (\d+)\.")
+CLOSING = re.compile(r"prefilled its new tokens only: (\d+) in all, and (\d+) were read .* have prefilled (\d+)\.")
 
 
 @pytest.mark.real_model
@@ -21,8 +21,8 @@ def test_the_demo_holds_a_conversation_with_the_real_model() -> None:
     assert all(f"> {message}" in done.stdout for message in SCRIPT)
     *_, asked = re.findall(r"> What is the secret word\?\n(.*)", done.stdout)
     assert FACT in asked
-    computed, cached, whole = map(int, CLOSING.findall(done.stdout)[0])
-    assert computed + cached == whole > 2 * computed
+    prefilled, cached, whole = map(int, CLOSING.findall(done.stdout)[0])
+    assert prefilled + cached == whole > 2 * prefilled
 
 
 def test_a_window_forgets_and_the_demo_says_so(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
