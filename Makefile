@@ -108,7 +108,7 @@ $(INSTALLED): requirements.txt pyproject.toml sdks/python/pyproject.toml
 	    | sed -nE 's/^ *Downloading ([^- ]+-[^- ]+)-[^ ]+ \(([0-9.]+ [MG]B)\)$$/setup:   \1, \2/p' \
 	    || { tail -n 10 $(LOG) >&2; exit 1; }
 	@echo 'setup: installing Kakeya and its SDK from this folder'
-	@$(PIP) --no-deps --no-build-isolation -e sdks/python -e . >$(LOG) 2>&1 || { tail -n 10 $(LOG) >&2; exit 1; }
+	@$(PIP) --no-deps --no-build-isolation -e sdks/python -e . >>$(LOG) 2>&1 || { tail -n 10 $(LOG) >&2; exit 1; }
 	@touch $@
 	@echo 'setup: done'
 
