@@ -27,6 +27,7 @@ from inference_engine.errors import (
     InvariantViolated,
     RequestError,
     SessionBusy,
+    SessionClosed,
     TokenOutOfRange,
 )
 from inference_engine.kv.strategies import parse_strategy, strategy_names
@@ -230,10 +231,12 @@ class Engine:
         with self._holding(session, Operation.APPEND, wait_seconds):
             _check_length(session, expected_history_length)
             session.check_room(len(ids))
-            if len(ids):
-                with self._store.locked():
+            with self._store.locked():
+                if session.is_closed:
+                    raise SessionClosed
+                if len(ids):
                     session.record(self._journal, ids, Mark.APPENDED)
-            return len(session.history)
+                return len(session.history)
 
     def generate(
         self,

@@ -78,6 +78,7 @@ class SessionKV:
         self.limit_tokens = limit_tokens
         self.length = 0  # committed positions
         self.staged = 0  # positions staged beyond them
+        self.evicted = 0  # committed positions that no query can read any more
         self.bound: Bound = strategy.bound(geometry, limit_tokens)
         self._demands = strategy.demands(geometry, limit_tokens)
         self.groups: tuple[LayerGroup, ...] = ()
@@ -128,6 +129,8 @@ class SessionKV:
         rejected = np.arange(length, self.length + self.staged, dtype=np.int64)
         before = self.length
         self.length, self.staged = length, 0
+        if length // self.context.geometry.segment_tokens > before // self.context.geometry.segment_tokens:
+            self.evicted = self.strategy.evicted(self.context.geometry, length)
         for group in self.groups:
             if len(rejected):
                 slots = group.layout.slots(rejected)
@@ -163,10 +166,6 @@ class SessionKV:
             rows += self._open_rows(group, self.length + self.staged) * row_bytes
             copies += min(group.layout.spare, self.length + self.staged) * row_bytes
         return Footprint({"rows": rows, "sink_copy": copies})
-
-    def evicted(self) -> int:
-        """Committed positions that no query can read any more."""
-        return self.strategy.evicted(self.context.geometry, self.length)
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 

@@ -77,5 +77,5 @@ class Session:
         if length < self.cached_tokens:
             raise InvariantViolated("INV2", f"the cache went back from {self.cached_tokens} to {length} positions")
         self.live_bytes = self.kv.footprint().total_bytes
-        self.evicted_tokens = self.kv.evicted()
+        self.evicted_tokens = self.kv.evicted
         self.cached_tokens = length

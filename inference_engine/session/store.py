@@ -8,6 +8,7 @@ microseconds and never during a forward.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import threading
 from collections import OrderedDict
@@ -110,7 +111,9 @@ class SessionStore:
         """Evict sessions idle longer than the TTL. To be called now and then."""
         with self._lock:
             horizon = self._clock() - self._idle_ttl_seconds
-            for session in [entry for entry in self._sessions.values() if entry.used_at < horizon]:
+            # Least recently used first: the first one that is young enough ends the search.
+            old = list(itertools.takewhile(lambda session: session.used_at < horizon, self._sessions.values()))
+            for session in old:
                 if session.operation is None:
                     self._evict(session, "ttl")
 
