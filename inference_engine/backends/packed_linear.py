@@ -10,8 +10,10 @@ The packed copy takes the place of the weight: a mapped file's pages are then on
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+_EXACT_ROWS = 8
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -26,11 +28,26 @@ class PackedLinear(nn.Module):
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
     def forward(self, states: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(states, self._packed, self.bias, "none", [], "")
-        return out
+        """states [..., in_features]; returns [..., out_features]."""
+        rows = states.numel() // self.in_features
+        flat = F.pad(states.reshape(rows, self.in_features), (0, 0, 0, kernel_rows(rows) - rows))
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(flat, self._packed, self.bias, "none", [], "")
+        return out[:rows].view(*states.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def kernel_rows(rows: int) -> int:
+    """Rows that a product over `rows` is padded to.
+
+    oneDNN compiles a kernel for every number of rows it meets and keeps it. Prompts come in all lengths: without this,
+    memory would grow by megabytes with each new one.
+    """
+    if rows <= _EXACT_ROWS:
+        return rows
+    step = 16 if rows <= 128 else 64
+    return -(-rows // step) * step
 
 
 def can_pack(model: nn.Module) -> bool:

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from inference_engine.backends.packed_linear import PackedLinear, can_pack, pack_linears
+from inference_engine.backends.packed_linear import PackedLinear, can_pack, kernel_rows, pack_linears
 from inference_engine.backends.quanta import probe_quanta
 from inference_engine.models.seam import ATTENTION, Seam
 from tests.tiny import tiny_model
@@ -35,6 +35,14 @@ def test_every_linear_layer_is_replaced_and_logits_stay() -> None:
     ids = torch.randint(0, 128, (1, 50), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         torch.testing.assert_close(packed(ids).logits, plain(ids).logits, atol=2e-4, rtol=0)
+
+
+def test_a_server_meets_few_shapes_however_many_lengths_its_prompts_have() -> None:
+    padded = {kernel_rows(rows) for rows in range(1, 4097)}
+    assert len(padded) < 90
+    assert len({rows for rows in padded if rows <= 512}) <= 22
+    for rows in range(1, 4097):
+        assert rows <= kernel_rows(rows) < rows + max(1, min(64, rows))
 
 
 def test_packed_rows_have_a_quantum() -> None:
