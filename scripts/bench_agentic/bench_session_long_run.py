@@ -4,7 +4,8 @@
 
 A turn appends prose that comes with Python and generates greedily. Every few turns the same turn is run on a fresh
 session, too, that was given the tokens the long one can still read. One passage is scored when eviction has begun and
-again at the end, each token of it forced through `logit_bias`, so that the log-probabilities are the model's own.
+again at the end, there on a fresh session too: what was read before it differs between the first time and the last, but
+not between the last two. Each of its tokens is forced through `logit_bias`, so the log-probabilities are the model's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pydoc_data.topics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class Run:
     samples: list[TurnSample] = field(default_factory=list)
     first_scores: list[float] = field(default_factory=list)  # log-probabilities of the passage
     last_scores: list[float] = field(default_factory=list)
+    fresh_scores: list[float] = field(default_factory=list)  # on a fresh session that can read the same as the last
     errors: list[str] = field(default_factory=list)
     history_tokens: int = 0
 
@@ -118,7 +120,9 @@ class Bench:
                 show.advance(task)
             # Only a passage that can no longer be read is as new to the session as it was the first time.
             if run.first_scores and len(long.history) - scored_at > run.samples[-1].attended_positions:
+                fill = self._equal_fill(long.history)
                 run.last_scores = self._score(long)
+                run.fresh_scores = self._score_on_fresh(fill)
             run.history_tokens = len(long.history)
 
     def _sample(self, long: Long, process: psutil.Process | None, is_paired: bool, number: int) -> TurnSample:
@@ -156,6 +160,16 @@ class Bench:
         return replace(sample, fresh_seconds=fresh_seconds)
 
     def _on_fresh(self, fill: Sequence[int], ids: Sequence[int]) -> tuple[GenerateResult, float]:
+        with self._fresh(fill) as fresh:
+            result, seconds, _ = fresh.turn(ids, self._args.generate_tokens)
+            return result, seconds
+
+    def _score_on_fresh(self, fill: Sequence[int]) -> list[float]:
+        with self._fresh(fill) as fresh:
+            return self._score(fresh)
+
+    @contextmanager
+    def _fresh(self, fill: Sequence[int]) -> Iterator[Long]:
         with self._client.create_session(self._strategy, label="fresh session") as session:
             fresh = Long(session)
             if len(fill) > 1:
@@ -164,8 +178,7 @@ class Bench:
                 fresh.force(fill[-1])
             else:
                 fresh.append(fill)
-            result, seconds, _ = fresh.turn(ids, self._args.generate_tokens)
-            return result, seconds
+            yield fresh
 
     def _equal_fill(self, history: Sequence[int]) -> list[int]:
         """A shorter history of which as much can be read, with its segments cut at the same places."""
@@ -225,9 +238,13 @@ def _write(run: Run, args: argparse.Namespace, strategy: str, server: ServerInfo
     found = values(run.samples)
     found["history"] = record.exact(run.history_tokens, "tokens")
     found["errors"] = record.exact(len(run.errors), "errors")
-    for name, scores in (("first", run.first_scores), ("last", run.last_scores)):
+    scored = {"first": run.first_scores, "last": run.last_scores, "last_on_fresh": run.fresh_scores}
+    for name, scores in scored.items():
         if scores:
             found[f"passage_perplexity_{name}"] = record.exact(perplexity(scores), "perplexity")
+    if run.fresh_scores:
+        ratio = perplexity(run.last_scores) / perplexity(run.fresh_scores)
+        found["passage_perplexity_last_over_fresh"] = record.exact(ratio, "ratio")
     path = record.write_record(
         EXPERIMENT,
         {
