@@ -23,14 +23,24 @@ from inference_engine.types import Mode
 T = TypeVar("T", bound="EngineConfig | ModelConfig | ServerConfig")
 
 _SIZE = re.compile(r"(\d+)\s*(|B|KiB|MiB|GiB|TiB)", re.ASCII)
+_LARGEST = 2.0**50  # of anything: bytes, seconds, tokens
+_LONGEST_SECONDS = 10.0 * 365 * 86_400
+_WIRE_LARGEST = 2**31 - 1  # what gRPC and the wire contract can say
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def _at_least(config: object, **floors: float) -> None:
     for name, floor in floors.items():
         value = getattr(config, name)
-        if not value >= floor:
-            raise ConfigError(f"{name} must be at least {floor:g}, got {value}")
+        if not floor <= value <= _LARGEST:
+            raise ConfigError(f"{name} must be at least {floor:g} and at most {_LARGEST:g}, got {value}")
+
+
+def _at_most(config: object, **ceilings: float) -> None:
+    for name, ceiling in ceilings.items():
+        value = getattr(config, name)
+        if value > ceiling:
+            raise ConfigError(f"{name} must be at most {ceiling:g}, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +73,13 @@ class EngineConfig:
             max_generate_tokens=1,
             session_idle_ttl_seconds=0.001,
             session_evictable_seconds=0,
+        )
+        _at_most(
+            self,
+            max_append_tokens=_WIRE_LARGEST,
+            max_generate_tokens=_WIRE_LARGEST,
+            segment_tokens=_WIRE_LARGEST,
+            session_idle_ttl_seconds=_LONGEST_SECONDS,
         )
         if self.segment_tokens < self.page_tokens or self.segment_tokens % self.page_tokens:
             raise ConfigError(
@@ -115,6 +132,12 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, max_message_bytes=1024, busy_wait_seconds=0, drain_seconds=0)
+        _at_most(
+            self,
+            max_message_bytes=_WIRE_LARGEST,
+            busy_wait_seconds=_LONGEST_SECONDS,
+            drain_seconds=_LONGEST_SECONDS,
+        )
         if bool(self.tls_cert_file) != bool(self.tls_key_file):
             raise ConfigError("tls_cert_file and tls_key_file come together; only one of them is set")
 

@@ -5,6 +5,7 @@ Thread-safe. Everything but iterating a Generation returns in microseconds and n
 
 from __future__ import annotations
 
+import logging
 import queue
 import secrets
 import threading
@@ -51,8 +52,11 @@ from inference_engine.types import (
     StopReason,
 )
 
+logger = logging.getLogger(__name__)
+
 MAX_LABEL_CHARACTERS = 128
 _STALL_SECONDS = 60.0
+_FAILED_STEPS = 3  # in a row: the device, not a request, is at fault
 _KV_SHARE = 4  # of the free memory, one part in this many goes to K/V unless the settings say
 
 
@@ -165,6 +169,7 @@ class Engine:
         self._default_strategy = parse_strategy(self.config.strategy)
         self._default_strategy.check(self._geometry)
         self._context = forward.open(self._geometry, self.config.kv_bytes or forward.free_bytes() // _KV_SHARE)
+        self._warn_if_too_small()
         self._store = SessionStore(
             self._context,
             self._journal,
@@ -320,9 +325,10 @@ class Engine:
         )
 
     def is_alive(self) -> bool:
-        """The engine's thread runs, and came round lately if it has work."""
-        stalled = self._scheduler.has_work and self._clock() - self._scheduler.beat_at > _STALL_SECONDS
-        return self._scheduler.is_alive and not stalled
+        """The engine's thread runs, came round lately if it has work, and its last forwards did not all fail."""
+        scheduler = self._scheduler
+        is_stalled = scheduler.has_work and self._clock() - scheduler.beat_at > _STALL_SECONDS
+        return scheduler.is_alive and not is_stalled and scheduler.failed_steps < _FAILED_STEPS
 
     def drain(self, grace_seconds: float) -> None:
         """Refuse new sessions and Generates; wait for those that run; after the grace, end them with Draining."""
@@ -349,6 +355,18 @@ class Engine:
         if session.failure_reason:
             raise InvariantViolated(session.failure_reason, "the session failed earlier")
         return session
+
+    def _warn_if_too_small(self) -> None:
+        longest = self._default_strategy.length_limit(self._geometry)
+        needed = self._default_strategy.bound(self._geometry, longest).peak_bytes
+        if needed > self._context.pool.capacity_bytes:
+            logger.warning(
+                "a session of the default strategy %s needs %d bytes of K/V and there are %d in all: sessions must ask "
+                "for a smaller limit_tokens, or the server be given more kv_bytes",
+                self._default_strategy,
+                needed,
+                self._context.pool.capacity_bytes,
+            )
 
     def _refuse_when_draining(self) -> None:
         if self._is_draining:

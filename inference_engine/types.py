@@ -16,6 +16,9 @@ from inference_engine.errors import InvalidArgument
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**64 - 1
+# Below these, logits overflow. Powers of two, so that float32 on the wire can say them.
+SMALLEST_TEMPERATURE = 2.0**-20
+SMALLEST_PENALTY = 2.0**-7
 
 
 class Mark(enum.IntEnum):
@@ -61,12 +64,20 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _require(0.0 <= self.temperature <= 100.0, "temperature", f"must be in [0, 100], got {self.temperature}")
+        _require(
+            self.temperature == 0.0 or SMALLEST_TEMPERATURE <= self.temperature <= 100.0,
+            "temperature",
+            f"must be 0 or from {SMALLEST_TEMPERATURE} to 100, got {self.temperature}",
+        )
         _require(0.0 < self.top_p <= 1.0, "top_p", f"must be in (0, 1], got {self.top_p}")
         _require(self.top_k >= 0, "top_k", f"must be ≥ 0, got {self.top_k}")
         _require(0.0 <= self.min_p <= 1.0, "min_p", f"must be in [0, 1], got {self.min_p}")
         penalty = self.repetition_penalty
-        _require(0.0 < penalty <= 100.0, "repetition_penalty", f"must be in (0, 100], got {penalty}")
+        _require(
+            SMALLEST_PENALTY <= penalty <= 100.0,
+            "repetition_penalty",
+            f"must be from {SMALLEST_PENALTY} to 100, got {penalty}",
+        )
         _require(
             len(self.logit_bias) <= MAX_LOGIT_BIAS,
             "logit_bias",

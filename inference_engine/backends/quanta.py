@@ -19,7 +19,7 @@ from inference_engine.models.seam import Seam
 
 _ROW_QUANTA = (2, 4, 8, 16)
 _KEY_QUANTA = (512, 1024)
-_ROWS = 64
+_ROWS = 320  # attention kernels change their blocks at 192 and 768 query rows, a group of heads folded in
 
 
 def probe_quanta(seam: Seam) -> tuple[int, int]:

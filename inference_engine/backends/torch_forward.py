@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -53,7 +55,7 @@ class TorchForward:
     def free_bytes(self) -> int:
         if self._device.type == "cuda":
             return int(torch.cuda.mem_get_info(self._device)[0])
-        return int(psutil.virtual_memory().available)
+        return int(min(psutil.virtual_memory().available, _container_bytes()))
 
     def open(self, geometry: Geometry, capacity_bytes: int) -> KVContext:
         return KVContext(
@@ -86,4 +88,17 @@ class TorchForward:
 
 def use_threads(count: int) -> None:
     """Let torch compute with `count` threads; 0 means one for each core this process may use."""
-    torch.set_num_threads(count or os.cpu_count() or 1)
+    affinity = getattr(os, "sched_getaffinity", None)
+    usable = len(affinity(0)) if affinity else os.cpu_count() or 1
+    torch.set_num_threads(count or usable)
+
+
+def _container_bytes() -> float:
+    """Memory that the container around this process still allows; infinite where there is none."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return math.inf
+    return math.inf if limit == "max" else max(0, int(limit) - used)

@@ -61,5 +61,5 @@ class Geometry:
 
     def round_up(self, rows: int) -> int:
         """Rows that `rows` take in memory."""
-        unit = self.page_tokens if self.key_quantum == 1 else max(self.page_tokens, self.key_quantum)
+        unit = math.lcm(self.page_tokens, self.key_quantum)
         return -(-rows // unit) * unit

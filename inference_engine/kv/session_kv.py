@@ -116,10 +116,10 @@ class SessionKV:
         for group in self.groups:
             opened, needed = (self._open_rows(group, length) for length in (self.length, self.length + count))
             self._wipe(group, np.arange(opened, needed, dtype=np.int64))
-            slots = group.layout.slots(positions)
-            if (group.held[slots] >= 0).any():
+            if (group.held[group.layout.slots(positions)] >= 0).any():
                 raise InvariantViolated("INV1", f"a slot for positions from {self.length} is still held")
-            group.held[slots] = positions
+        for group in self.groups:
+            group.held[group.layout.slots(positions)] = positions
         self.staged = count
 
     def commit(self, length: int) -> None:
@@ -131,11 +131,11 @@ class SessionKV:
         self.length, self.staged = length, 0
         if length // self.context.geometry.segment_tokens > before // self.context.geometry.segment_tokens:
             self.evicted = self.strategy.evicted(self.context.geometry, length)
+        # The tables first, the device second: should the device fail, the tables are right.
         for group in self.groups:
-            if len(rejected):
-                slots = group.layout.slots(rejected)
-                self._wipe(group, slots)
-                group.held[slots] = -1
+            group.held[group.layout.slots(rejected)] = -1
+        for group in self.groups:
+            self._wipe(group, group.layout.slots(rejected))
             if group.layout.horizon(length) > group.layout.horizon(before):
                 self._evict(group)
 
@@ -173,7 +173,7 @@ class SessionKV:
         page = self.context.geometry.page_tokens
         if self.context.geometry.key_quantum > 1 and length:
             # Padded keys are read (and masked), so they are opened with the rows they pad.
-            page = max(page, self.context.geometry.key_quantum)
+            page = math.lcm(page, self.context.geometry.key_quantum)
         return min(group.layout.capacity, -(-group.open_slots(length) // page) * page)
 
     def _wipe(self, group: LayerGroup, slots: Positions) -> None:
@@ -186,8 +186,8 @@ class SessionKV:
     def _evict(self, group: LayerGroup) -> None:
         layout = group.layout
         leaving = np.flatnonzero((group.held >= layout.sink) & (group.held < layout.horizon(self.length)))
-        self._wipe(group, leaving)
         group.held[leaving] = -1
+        self._wipe(group, leaving)
         shift = layout.sink_shift(self.length)
         if shift:
             self._move_sink(group, shift)

@@ -76,6 +76,7 @@ class Scheduler:
         self._is_draining = False
         self._is_stopping = False
         self.beat_at = clock()  # when the loop last came round
+        self.failed_steps = 0  # forwards in a row that raised
         self._thread = threading.Thread(target=self._run, name="kakeya-engine", daemon=True)
 
     # -- other threads ----------------------------------------------------------------------------------------------
@@ -86,6 +87,8 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request whose session it holds. Raises Overloaded or Draining, and then the session is not freed."""
         with self._wake:
+            if not self._thread.is_alive():
+                raise InternalError("engine-thread-ended")
             if self._is_draining or self._is_stopping:
                 raise Draining
             if len(self._queued) >= self._config.max_queued:
@@ -96,12 +99,12 @@ class Scheduler:
             request.listener(Accepted(len(self._queued) + len(self._running), request.pending_tokens))
             self._queued.append(request)
             self._metrics.queue_depth.set(len(self._queued))
-            self._wake.notify()
+            self._wake.notify_all()
 
     def nudge(self) -> None:
         """Something changed that the loop should look at: a stop was asked for."""
         with self._wake:
-            self._wake.notify()
+            self._wake.notify_all()
 
     def drain(self, grace_seconds: float) -> None:
         """Refuse new requests; wait for those in flight; after the grace, end them with Draining."""
@@ -171,10 +174,10 @@ class Scheduler:
         request.prefill_tokens = request.pending_tokens
         request.cached_tokens = session.kv.length
         self._metrics.generates_active.inc()
-        self._metrics.prefill_tokens.observe(request.prefill_tokens)
         if session.limit_tokens is not None and len(session.history) >= session.limit_tokens:
             self._end(request, request.finished(StopReason.TRUNCATED, self._clock()))
             return
+        self._metrics.prefill_tokens.observe(request.prefill_tokens)
         request.sampler = Sampler.start(
             request.params.sampling,
             request.seed,
@@ -204,14 +207,17 @@ class Scheduler:
             self._fail_session(batch[failed.index], failed.violation)
             return
         except Exception as error:
+            self.failed_steps += 1
             self._fail_all(batch, error)
             return
+        self.failed_steps = 0
         self._metrics.step_seconds.observe(self._clock() - began)
         self._metrics.step_rows.observe(sum(len(block.token_ids) for block in blocks))
         for request, block, sample in zip(batch, blocks, samples, strict=True):
-            # Served: to the back of the line.
-            self._running.remove(request)
-            self._running.append(request)
+            # Served: to the back of the line. At once, or a drain would see nobody running.
+            with self._wake:
+                self._running.remove(request)
+                self._running.append(request)
             try:
                 self._settle(request, block, sample)
             except InvariantViolated as violation:
@@ -309,19 +315,20 @@ class Scheduler:
         if request.state is RequestState.RUNNING:
             self._metrics.generates_active.dec()
         request.move(RequestState.ENDED)
-        self._metrics.generates.labels(outcome=_outcome(event)).inc()
-        self._metrics.history_tokens.observe(len(request.session.history))
-        if not request.session.is_closed and not request.session.failure_reason:
-            try:
+        try:
+            if not request.session.is_closed and not request.session.failure_reason:
                 request.session.kv.check()
-            except InvariantViolated as violation:
-                event = Failed(violation)
-                self._condemn(request.session, violation)
-        with self._wake:
-            self._running.remove(request)
-        # The session is free before the client hears of the end: its next call must not find it busy.
-        self._store.free(request.session)
-        request.listener(event)
+        except InvariantViolated as violation:
+            event = Failed(violation)
+            self._condemn(request.session, violation)
+        finally:
+            with self._wake:
+                self._running.remove(request)
+            # The session is free before the client hears of the end: its next call must not find it busy.
+            self._store.free(request.session)
+            self._metrics.generates.labels(outcome=_outcome(event)).inc()
+            self._metrics.history_tokens.observe(len(request.session.history))
+            request.listener(event)
 
     def _fail_session(self, request: Request, violation: InvariantViolated) -> None:
         self._condemn(request.session, violation)
@@ -338,7 +345,10 @@ class Scheduler:
         logger.error("incident %s: a step failed", incident, exc_info=error)
         for request in requests:
             if request.state is not RequestState.ENDED:
-                self._end(request, Failed(InternalError(incident)))
+                try:
+                    self._end(request, Failed(InternalError(incident)))
+                except Exception:
+                    logger.exception("incident %s: a Generate could not be ended cleanly", incident)
 
 
 def _outcome(event: Event) -> str:

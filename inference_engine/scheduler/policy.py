@@ -20,7 +20,9 @@ class Candidate:
 
 
 def choose(candidates: Sequence[Candidate], *, step_rows: int, max_batch: int) -> list[int]:
-    """Indexes of the candidates to run: at most `max_batch`, of `step_rows` rows together or fewer, at least one."""
+    """Indexes of the candidates to run, at least one and at most `max_batch`.
+
+    Rows together stay within `step_rows`, but for one chunk beside decoders."""
     if max_batch == 1:
         return [0] if candidates else []
     decodes = [index for index, candidate in enumerate(candidates) if not candidate.is_prefilling]
@@ -28,9 +30,13 @@ def choose(candidates: Sequence[Candidate], *, step_rows: int, max_batch: int) -
     # A place is kept for a prefill, else max_batch decoders would starve it.
     chosen = decodes[: max_batch - 1 if prefills else max_batch]
     rows = sum(candidates[index].rows for index in chosen)
-    allowed = 1 if chosen else max_batch
-    for index in prefills[:allowed]:
-        if not chosen or rows + candidates[index].rows <= step_rows:
-            chosen.append(index)
-            rows += candidates[index].rows
+    # One prefill always goes along, however full the step is: decoders that keep coming must not starve it.
+    for index in prefills[:1]:
+        chosen.append(index)
+        rows += candidates[index].rows
+    if not decodes:
+        for index in prefills[1:max_batch]:
+            if rows + candidates[index].rows <= step_rows:
+                chosen.append(index)
+                rows += candidates[index].rows
     return chosen

@@ -82,7 +82,7 @@ class Request:
             prefill_seconds=self.prefill_seconds,
             total_seconds=now - self.accepted_at,
             seed=self.seed,
-            prefilled_tokens=self.prefill_tokens,
+            prefilled_tokens=min(self.prefill_tokens, max(0, kv.length - self.cached_tokens)),
             cached_tokens=self.cached_tokens,
             attended_positions=self.last_query + 1 - evicted,
             evicted_positions=evicted,

@@ -47,6 +47,7 @@ class RuntimeService:
         self._config = config
         info = engine.info()
         self._mode, self._model_id = info.mode, info.facts.model_id
+        self._max_append_tokens = info.config.max_append_tokens
 
     async def create_session(self, request: pb.CreateSessionRequest, context: Context) -> pb.CreateSessionResponse:
         strategy = convert.strategy_from_wire(request.strategy) if request.HasField("strategy") else None
@@ -65,7 +66,9 @@ class RuntimeService:
         return convert.opened_to_wire(opened, mode=self._mode, model_id=self._model_id)
 
     async def append_tokens(self, request: pb.AppendTokensRequest, context: Context) -> pb.AppendTokensResponse:
-        token_ids = list(request.token_ids)
+        # Too many ids are refused by their count, before they are made into numbers.
+        too_many = len(request.token_ids) > self._max_append_tokens
+        token_ids = request.token_ids if too_many else list(request.token_ids)
         expected = request.expected_history_length if request.HasField("expected_history_length") else None
         owner = caller()
 

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from inference_engine.errors import NoCapacity, SessionBusy, SessionEvicted, SessionNotFound
+from inference_engine.errors import InvariantViolated, NoCapacity, SessionBusy, SessionEvicted, SessionNotFound
 from inference_engine.kv.session_kv import KVContext, SessionKV
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
@@ -133,8 +133,10 @@ class SessionStore:
     def acquire(self, session: Session, operation: Operation) -> None:
         """Let `operation` hold the session. Raises SessionBusy at once if something else does."""
         with self._lock:
-            if session.is_closed:
-                raise SessionNotFound
+            # It may have ended since it was found; then this says how.
+            self.find(session.session_id, session.owner)
+            if session.failure_reason:
+                raise InvariantViolated(session.failure_reason, "the session failed earlier")
             if session.operation is not None:
                 raise SessionBusy(0.0)
             session.operation = operation
@@ -184,27 +186,38 @@ class SessionStore:
             )
 
     def _reserve(self, strategy: KVStrategy, limit_tokens: int | None, owner: str) -> SessionKV:
+        needed = strategy.bound(self._context.geometry, limit_tokens).peak_bytes
         while True:
-            try:
-                if len(self._sessions) >= self._max_sessions:
+            idle = self._idle(owner)
+            if len(self._sessions) >= self._max_sessions:
+                if not idle:
                     raise NoCapacity(
                         f"the server holds {self._max_sessions} sessions already, its maximum; close some",
                         retry_after_seconds=1.0,
                         max_sessions=self._max_sessions,
                     )
+                self._evict(idle[0], "lru")
+                continue
+            try:
                 return SessionKV(strategy, self._context, limit_tokens)
             except NoCapacity:
-                idle = self._least_recently_used_idle(owner)
-                if idle is None:
+                # A failed session holds no bytes any more, and answers for itself until its TTL.
+                holding = [session for session in idle if not session.failure_reason]
+                pool = self._context.pool
+                within_reach = pool.capacity_bytes - pool.reserved_bytes
+                within_reach += sum(session.kv.bound.peak_bytes for session in holding)
+                if not holding or within_reach < needed:
                     raise
-                self._evict(idle, "lru")
+                self._evict(holding[0], "lru")
 
-    def _least_recently_used_idle(self, owner: str) -> Session | None:
+    def _idle(self, owner: str) -> list[Session]:
+        """The owner's sessions that may make room, least recently used first."""
         horizon = self._clock() - self._evictable_seconds
-        for session in self._sessions.values():
-            if session.owner == owner and session.operation is None and session.used_at <= horizon:
-                return session
-        return None
+        return [
+            session
+            for session in self._sessions.values()
+            if session.owner == owner and session.operation is None and session.used_at <= horizon
+        ]
 
     def _evict(self, session: Session, cause: str) -> None:
         self._evicted[session.session_id] = (session.owner, cause)

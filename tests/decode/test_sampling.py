@@ -116,6 +116,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     ("field", "value"),
     [
         ("temperature", -0.1),
+        ("temperature", 5e-324),
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("top_p", 0.0),
@@ -124,6 +125,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
         ("min_p", -0.1),
         ("min_p", math.nan),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-30),
         ("repetition_penalty", math.inf),
         ("top_k", -1),
         ("logit_bias", {1: math.nan}),

@@ -168,6 +168,7 @@ def test_a_session_ends_at_its_limit_and_says_so() -> None:
         again = drain(engine.generate(session, GenerateParams(max_tokens=5)))[-1]
         assert isinstance(again, Finished)
         assert (again.stop_reason, again.generated_tokens) == (StopReason.TRUNCATED, 0)
+        assert again.prefilled_tokens == 0
 
 
 def test_each_generate_prefills_only_what_is_new() -> None:
@@ -366,6 +367,33 @@ def test_a_session_that_can_never_fit_evicts_nobody() -> None:
         assert engine.session_info(small).history_length == 20
 
 
+def test_nobody_is_evicted_for_a_session_that_would_not_fit_all_the_same() -> None:
+    clock = Clock()
+    with tiny_engine(clock=clock, kv_bytes=bytes_for(1.5)) as engine:
+        engine.create_session(owner="somebody else")
+        mine = opened(engine, strategy=SinkWindow(sink=1, window=8))
+        clock.now += 1000
+        with pytest.raises(NoCapacity):
+            engine.create_session(strategy=Full())
+        assert engine.session_info(mine).history_length == 20
+
+
+def test_a_failed_session_answers_for_itself_even_when_room_is_needed() -> None:
+    clock = Clock()
+    with tiny_engine(clock=clock, kv_bytes=bytes_for(1.5)) as engine:
+        failed = opened(engine)
+        engine._store.find(failed, "").cached_tokens += 100
+        with pytest.raises(InvariantViolated):
+            drain(engine.generate(failed, GenerateParams(max_tokens=1)))
+        clock.now += 70
+        held = opened(engine)
+        clock.now += 70
+        opened(engine)  # takes the place of `held`
+        with pytest.raises(SessionEvicted):
+            engine.session_info(held)
+        assert engine.session_info(failed).failure_reason == "INV2"
+
+
 def test_idle_sessions_expire_on_their_own() -> None:
     clock = Clock()
     with tiny_engine(clock=clock, session_idle_ttl_seconds=100) as engine:
@@ -476,7 +504,13 @@ def test_a_forward_that_fails_leaves_every_session_as_it_was(monkeypatch: pytest
             with pytest.raises(InternalError) as failure:
                 drain(engine.generate(session, GenerateParams(max_tokens=3)))
             assert "OutOfMemory" not in failure.value.message
+            assert engine.is_alive()
+            for _ in range(2):
+                with pytest.raises(InternalError):
+                    drain(engine.generate(session, GenerateParams(max_tokens=3)))
+            assert not engine.is_alive(), "a device that fails every forward is not well"
         second = generate(engine, session, 4)
+        assert engine.is_alive()
         with tiny_engine() as fresh:
             assert [*first, *second] == generate(fresh, opened(fresh), 8)
 

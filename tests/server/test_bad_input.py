@@ -93,6 +93,8 @@ async def test_a_message_over_the_limit_is_refused_by_the_transport(client: Clie
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"repetition_penalty": -1.0}, "repetition_penalty"),
         ({"repetition_penalty": INFINITY}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-30}, "repetition_penalty"),
+        ({"temperature": 1e-45}, "temperature"),
         ({"logit_bias": {1: NAN}}, "logit_bias"),
         ({"logit_bias": {1: -INFINITY}}, "logit_bias"),
         ({"logit_bias": {1: 1001.0}}, "logit_bias"),
@@ -118,7 +120,7 @@ async def test_a_number_out_of_range_is_refused_by_name(client: Client, fields: 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"temperature": 1e-45},
+        {"temperature": 1e-6},
         {"temperature": 100.0, "top_k": 2**32 - 1},
         {"temperature": 1.0, "top_p": 1e-45},
         {"temperature": 1.0, "min_p": 1.0},

@@ -227,7 +227,7 @@ class GenerateRequest(_message.Message):
     seed: _builtins.int
     """Randomness is a function of (seed, absolute position) alone. Absent: drawn by the server and returned in done."""
     temperature: _builtins.float
-    """Absent or 0: greedy. Finite, at most 100."""
+    """Absent or 0: greedy. Else from 2^-20 (about 1e-6) to 100."""
     top_p: _builtins.float
     """In (0, 1]; 1 or absent: off."""
     top_k: _builtins.int
@@ -235,7 +235,7 @@ class GenerateRequest(_message.Message):
     min_p: _builtins.float
     """In [0, 1]; 0 or absent: off. Keeps tokens with at least min_p times the likeliest token's probability."""
     repetition_penalty: _builtins.float
-    """Greater than 0, at most 100; 1 or absent: off. Applied to every id of the whole history."""
+    """From 2^-7 (about 0.008) to 100; 1 or absent: off. Applied to every id of the whole history."""
     logprobs: _builtins.bool
     """The log-probability of each token under the raw logits, in `token` frames. Needs token_details."""
     token_details: _builtins.bool
