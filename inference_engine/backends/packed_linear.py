@@ -30,9 +30,15 @@ class PackedLinear(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         """states [..., in_features]; returns [..., out_features]."""
         rows = states.numel() // self.in_features
-        flat = F.pad(states.reshape(rows, self.in_features), (0, 0, 0, kernel_rows(rows) - rows))
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(flat, self._packed, self.bias, "none", [], "")
-        return out[:rows].view(*states.shape[:-1], self.out_features)
+        padding = kernel_rows(rows) - rows
+        if not padding:
+            return self._product(states)
+        padded = F.pad(states.reshape(rows, self.in_features), (0, 0, 0, padding))
+        return self._product(padded)[:rows].view(*states.shape[:-1], self.out_features)
+
+    def _product(self, states: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(states, self._packed, self.bias, "none", [], "")
+        return out
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
