@@ -1,0 +1,212 @@
+"""Attention that reads a keep-set: the sink, the local rows, and the k distant blocks most likely to matter.
+
+    position   0 … 3 | 4 … 127 | 128 … 255 | 256 … 383 | 384 … 511 | 512 … 900        sink = 4, block = 128, k = 2
+    block        0   |    0    |     1     |     2     |     3     |  4 … 7
+    read       ■ ■ ■ |         |   ■ ■ ■   |           |   ■ ■ ■   | ■ ■ ■ ■ ■        a query at 900, local from 512
+
+`select` chooses the blocks; `gather_attend` reads exactly the union, in one softmax, with work and memory that depend
+on what is read, not on what is kept; `masked_attend` is what that means, spelled out over every row. A row counts once
+whatever the edges: of a chosen block only the rows in [sink, local start) are read, since the others are read anyway.
+
+    queries [T, Hq, D] · keys, values [Hkv, S, D], row s at position s · kept [T, Hkv, K] block ids, -1 for none
+
+Results are states, (out [T, Hq, D], lse [T, Hq]), both float32 as all arithmetic is; lse is the logarithm of what the
+softmax divides by, head sinks included. Source: the gather-decode of the Constant-Support reports (sink block, local
+blocks and top-k distant blocks under bounds scores).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_engine.kernels.topk import TopK, topk, topk_by_sorting
+
+# Queries whose rows are gathered at the same time: what a step holds besides its result does not grow with its rows.
+QUERIES_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class KeepSet:
+    """The blocks each query reads, per KV head, and what finding them took.
+
+    blocks: [T, Hkv, min(k, B)] int64, distinct, ascending, -1 where there are fewer candidates.
+    counts: [T, Hkv] int64, how many. passes, iterations: [T, Hkv] int64, as in `TopK`; 0 where rows were sorted.
+    """
+
+    blocks: Tensor
+    counts: Tensor
+    passes: Tensor
+    iterations: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Always:
+    """The rows a query reads whatever was selected, worked out on the host once for all layers alike.
+
+    rows: [T, A] int64, first the sink's, then the local ones; -1 is padding. local_starts: [T] int64.
+    """
+
+    rows: Tensor
+    local_starts: Tensor
+    sink: int
+
+    def of(self, queries: slice) -> Always:
+        return Always(self.rows[queries], self.local_starts[queries], self.sink)
+
+
+def always_read(
+    positions: NDArray[np.int64],
+    local_starts: NDArray[np.int64],
+    *,
+    sink: int,
+    device: torch.device | str,
+    width: int | None = None,
+) -> Always:
+    """Rows [0, sink) and [local start, position] of each query, every one once.
+
+    width: pad to so many, for shapes that do not depend on which queries share a step; None: the longest decides.
+    """
+    assert (local_starts <= positions).all(), "a query's own row is local"
+    assert sink >= 0, f"sink is {sink}"
+    starts = np.maximum(local_starts, sink)
+    local = starts[:, None] + np.arange(max(0, int((positions - starts).max()) + 1))
+    rows = np.concatenate([np.broadcast_to(np.arange(sink), (len(positions), sink)), local], axis=1)
+    rows = np.where(rows <= positions[:, None], rows, -1)
+    if width is not None:
+        assert width >= rows.shape[1], f"{rows.shape[1]} rows do not fit a width of {width}"
+        rows = np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=-1)
+    return Always(torch.from_numpy(rows).to(device), torch.from_numpy(local_starts).to(device), sink)
+
+
+def distant_blocks(always: Always, *, block: int, count: int) -> Tensor:
+    """[T, count] bool, the candidates: blocks with a row that is neither sink nor local, and before the query.
+
+    When sink and local start are multiples of `block`, these are the blocks wholly outside both; otherwise the blocks
+    they cut are candidates as well, or the rest of such a block could never be read.
+    """
+    first = torch.arange(count, device=always.rows.device) * block
+    return first.clamp(min=always.sink) < (first + block).minimum(always.local_starts[:, None])
+
+
+def select(
+    scores: Tensor,
+    candidates: Tensor,
+    k: int,
+    hint: Tensor | None = None,
+    *,
+    capacity: int | None = None,
+    searched: bool = True,
+) -> KeepSet:
+    """The k candidate blocks [T, B] of highest scores [T, Hkv, B]; all of them where there are no more than k.
+
+    hint: [T, Hkv, any] or broadcast to it, blocks chosen a step ago, -1 for none. hint and capacity: as in `topk`.
+    searched: False sorts instead, whatever the hint, and finds the same blocks. In plain torch that is quicker for rows
+    as short as these, and does not wait for a CUDA device; searching is what a fast kernel does.
+    """
+    if searched:
+        found = topk(scores, k, hint, candidates=candidates[:, None], capacity=capacity)
+    else:
+        none = torch.zeros(scores.shape[:-1], dtype=torch.int64, device=scores.device)
+        found = TopK(topk_by_sorting(scores, k, candidates=candidates[:, None]), none, none)
+    return KeepSet(found.indices, (found.indices >= 0).sum(-1), found.passes, found.iterations)
+
+
+def gather_attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    kept: Tensor,
+    always: Always,
+    *,
+    block: int,
+    scaling: float,
+    softcap: float | None = None,
+    head_sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over sink, local rows and kept blocks, and no other row; softcap and head_sinks as in `attend`.
+
+    The last block may be cut short by S. A block must not stand twice in a query's list.
+    """
+    outs, lses = [], []
+    for first in range(0, len(queries), QUERIES_AT_ONCE):
+        some = slice(first, first + QUERIES_AT_ONCE)
+        rows, seen = rows_read(kept[some], always.of(some), block=block, count=keys.shape[1])
+        some_keys, some_values = gather_rows(keys, rows), gather_rows(values, rows)
+        out, lse = attend_rows(queries[some], some_keys, some_values, seen, scaling, softcap, head_sinks)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def rows_read(kept: Tensor, always: Always, *, block: int, count: int) -> tuple[Tensor, Tensor]:
+    """The rows [T, Hkv, R] of the union, in `count` rows, and which of them are meant [T, Hkv, R]; others are row 0."""
+    in_blocks = kept[..., None] * block + torch.arange(block, device=kept.device)
+    distant = (in_blocks >= always.sink) & (in_blocks < always.local_starts[:, None, None, None])
+    besides = always.rows[:, None].expand(-1, kept.shape[1], -1)
+    rows = torch.cat([besides, in_blocks.flatten(2)], dim=-1)
+    seen = torch.cat([besides >= 0, (distant & (kept >= 0)[..., None]).flatten(2)], dim=-1) & (rows < count)
+    return rows.where(seen, 0), seen
+
+
+def gather_rows(states: Tensor, rows: Tensor) -> Tensor:
+    """Rows [T, Hkv, R] of `states` [Hkv, S, D] -> [T, Hkv, R, D], a copy.
+
+    A row must lie in one piece, and a whole number of rows apart from every other, as in the arena or any projection.
+    """
+    heads, count, head_dim = states.shape
+    by_head, by_row, by_channel = states.stride()
+    assert by_channel == 1 and by_head % head_dim == by_row % head_dim == 0, f"strides {states.stride()}"
+    # Selecting whole rows of one flat view is a memory copy; indexing by head and row goes number by number.
+    last = (heads - 1) * by_head + (count - 1) * by_row
+    flat = states.as_strided((last // head_dim + 1, head_dim), (head_dim, 1))
+    lanes = torch.arange(heads, device=rows.device)[:, None] * (by_head // head_dim)
+    picked = flat.index_select(0, (lanes + rows * (by_row // head_dim)).flatten())
+    return picked.view(*rows.shape, head_dim)
+
+
+def masked_attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    head_sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The definition: attention over all S rows, those outside `seen` [T, Hkv, S] masked."""
+    return attend_rows(queries, keys[None], values[None], seen, scaling, softcap, head_sinks)
+
+
+def attend_rows(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    head_sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each query over rows of its own: keys, values [T or 1, Hkv, R, D], seen [T, Hkv, R].
+
+    A query that sees no row, and has no head sink, has out 0 and lse -inf.
+    """
+    count, query_heads, head_dim = queries.shape
+    kv_heads = keys.shape[1]
+    scores = queries.float().reshape(count, kv_heads, -1, head_dim) @ keys.float().mT * scaling  # [T, Hkv, group, R]
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~seen[:, :, None], float("-inf"))
+    if head_sinks is not None:
+        column = head_sinks.float().view(1, kv_heads, -1, 1).expand(count, -1, -1, -1)
+        scores = torch.cat([scores, column], dim=-1)
+    lse = scores.logsumexp(dim=-1)
+    # A softmax over nothing is 0/0. Only that is set to 0: a NaN from elsewhere stays in sight.
+    weights = scores.softmax(dim=-1).masked_fill(lse.isneginf()[..., None], 0)[..., : seen.shape[-1]]
+    out = weights @ values.float()
+    return out.view(count, query_heads, -1), lse.view(count, query_heads)

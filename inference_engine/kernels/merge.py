@@ -1,0 +1,87 @@
+"""Attention with its log-sum-exp, so that attention over parts of the rows can be merged into attention over them all.
+
+    state of a set of rows = (out, lse)     out = Σ softmax(s)_i · v_i,   lse = ln Σ exp(s_i),   s = a query's scores
+
+    merge(state of A, state of B) = state of A ∪ B, for disjoint A and B, in any order and any grouping
+
+The state of no rows is (0, -inf), and merging it changes nothing, to the bit. All arithmetic is in float32; with scores
+of size m an lse is exact to about 1e-7 · m, and the weights of a merge as well.
+Source: Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv 1805.02867.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attend_state(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the rows a query sees: (out [T, Hq, D], lse [T, Hq]), both float32.
+
+    queries: [T, Hq, D] · keys, values: [Hkv, S, D], S may be 0.
+    mask: additive, [T, S], or [T, Hq, S] when heads see different rows; None when every query sees every key.
+    softcap: as in `attend`.
+    A query that sees no key has out 0 and lse -inf.
+    """
+    scores = attention_scores(queries, keys, scaling=scaling, softcap=softcap)
+    if mask is not None:
+        scores = scores + (mask if mask.ndim == scores.ndim else mask[:, None])
+    return reduce_scores(scores, values)
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine attention over two disjoint sets of rows into attention over their union.
+
+    out_* [..., D], lse_* [...], float32; returns (out, lse) of the same shapes.
+    A side that saw no row has lse -inf and does not contribute; if neither saw one, out is 0 and lse is -inf.
+    """
+    top = _finite(torch.maximum(lse_a, lse_b))
+    weight_a, weight_b = torch.exp(lse_a - top), torch.exp(lse_b - top)
+    total = weight_a + weight_b
+    out = weight_a[..., None] * out_a + weight_b[..., None] * out_b
+    return out / total.masked_fill(total == 0, 1)[..., None], top + torch.log(total)
+
+
+def with_head_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Let one logit per head, which carries no value, join each row's softmax (gpt-oss).
+
+    out [T, Hq, D] or [Hq, D], lse without D, sinks [Hq]. A sink counts once: fold it into the whole, never into parts
+    that are merged later.
+    """
+    return merge_states(out, lse, torch.zeros_like(out), sinks.float().expand_as(lse))
+
+
+def attention_scores(queries: Tensor, keys: Tensor, *, scaling: float, softcap: float | None = None) -> Tensor:
+    """Scores [T, Hq, S] in float32 of queries [T, Hq, D] against keys [Hkv, S, D], before any mask."""
+    rows, query_heads, head_dim = queries.shape
+    kv_heads, count = keys.shape[:2]
+    folded = queries.transpose(0, 1).reshape(kv_heads, -1, head_dim)  # [Hkv, group · T, D]
+    scores = folded.float() @ keys.float().transpose(-1, -2) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    return scores.reshape(query_heads, rows, count).transpose(0, 1)
+
+
+def reduce_scores(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of scores [T, Hq, S], -inf where unseen, over values [Hkv, S, D]: (out [T, Hq, D], lse [T, Hq])."""
+    rows, query_heads, count = scores.shape
+    kv_heads, _, head_dim = values.shape
+    lse = torch.logsumexp(scores, dim=-1)
+    # A softmax over nothing is 0/0. Only such rows are set to 0: a NaN from elsewhere stays in sight.
+    weights = scores.softmax(dim=-1).masked_fill(lse.isneginf()[..., None], 0)
+    folded = weights.transpose(0, 1).reshape(kv_heads, query_heads // kv_heads * rows, count)
+    out = (folded @ values.float()).reshape(query_heads, rows, head_dim)
+    return out.transpose(0, 1), lse
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """0 in the place of -inf, so that -inf can be subtracted from without becoming NaN."""
+    return lse.masked_fill(lse.isneginf(), 0)

@@ -1,0 +1,90 @@
+"""Block bounds: never below a score of the block, and as tight as two vectors can be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference_engine.kernels.bounds import block_bounds, block_means, bounds_scores, mean_scores
+
+SCALING = 0.37
+# Sums of D float32 products in another order.
+ROUNDING = 1e-5
+
+each_group = pytest.mark.parametrize("group", [1, 3, 4])
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@each_group
+@pytest.mark.parametrize("block", [1, 16, 64, 128])
+def test_no_key_of_a_block_scores_above_its_bound(group: int, block: int) -> None:
+    queries, keys = draw(5, 2 * group, 24, seed=1), draw(2, 3 * block, 24, seed=2)
+    bound = bounds_scores(queries, *block_bounds(keys, block), SCALING)
+    exact = torch.einsum("thd,hsd->ths", queries, keys.repeat_interleave(group, dim=0)) * SCALING
+    best = exact.view(5, 2, group, 3, block).amax(dim=(2, 4))  # of the block's keys and the group's heads
+    assert bound.shape == best.shape == (5, 2, 3)
+    assert (bound >= best - ROUNDING).all()
+    if block == 1:
+        torch.testing.assert_close(bound, best, rtol=ROUNDING, atol=ROUNDING)
+
+
+@each_group
+def test_it_is_the_formula_for_every_head_with_repeated_keys_and_the_best_head_of_a_group(group: int) -> None:
+    queries, keys = draw(7, 3 * group, 20, seed=3), draw(3, 5 * 16, 20, seed=4)
+    low, high = block_bounds(keys, 16)
+    low_of_head, high_of_head = (bound.repeat_interleave(group, dim=0) for bound in (low, high))
+    per_channel = torch.maximum(
+        queries[:, :, None] * low_of_head[None],
+        queries[:, :, None] * high_of_head[None],
+    )
+    per_head = per_channel.sum(-1) * SCALING  # [T, Hq, B]
+    expected = torch.stack([per_head[:, head * group : (head + 1) * group].amax(1) for head in range(3)], dim=1)
+    torch.testing.assert_close(bounds_scores(queries, low, high, SCALING), expected, rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_bounds_are_the_extremes_of_each_channel() -> None:
+    keys = torch.tensor([[1.0, -5.0], [3.0, 2.0], [0.0, 0.0], [-1.0, 7.0]])
+    low, high = block_bounds(keys, 2)
+    assert low.tolist() == [[1.0, -5.0], [-1.0, 0.0]]
+    assert high.tolist() == [[3.0, 2.0], [0.0, 7.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bounds_keep_the_type_of_the_keys_and_scores_are_summed_in_float32(dtype: torch.dtype) -> None:
+    queries, keys = draw(2, 4, 64).to(dtype), draw(2, 64, 64).to(dtype)
+    low, high = block_bounds(keys, 16)
+    assert low.dtype == high.dtype == dtype
+    scores = bounds_scores(queries, low, high, SCALING)
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores, bounds_scores(queries.float(), low.float(), high.float(), SCALING))
+
+
+def test_keys_that_do_not_fill_their_blocks_are_refused() -> None:
+    with pytest.raises(AssertionError, match="33 keys"):
+        block_bounds(draw(2, 33, 4), 16)
+
+
+def test_bounds_find_a_rare_key_for_one_head_and_means_lose_it() -> None:
+    group, block, dim, blocks = 4, 128, 32, 12
+    queries, keys = draw(1, group, dim, seed=5) * 0.1, draw(1, blocks * block, dim, seed=6)
+    wanted = torch.zeros(dim)
+    wanted[3] = 8.0
+    queries[0, 2] = wanted  # one head looks for it
+    queries[0, 3] = -wanted  # and another away from it
+    keys[0, 7 * block + 55, 3] = 9.0  # one key of block 7 has it
+    assert bounds_scores(queries, *block_bounds(keys, block), SCALING).argmax() == 7
+    assert mean_scores(queries, block_means(keys, block), SCALING).argmax() != 7
+
+
+@each_group
+def test_mean_scores_are_the_mean_score_of_every_head_and_key(group: int) -> None:
+    queries, keys = draw(5, 2 * group, 24, seed=1), draw(2, 3 * 16, 24, seed=2)
+    exact = torch.einsum("thd,hsd->ths", queries, keys.repeat_interleave(group, dim=0)) * SCALING
+    expected = exact.view(5, 2, group, 3, 16).mean(dim=(2, 4))
+    torch.testing.assert_close(
+        mean_scores(queries, block_means(keys, 16), SCALING), expected, rtol=ROUNDING, atol=ROUNDING
+    )

@@ -1,0 +1,174 @@
+"""Attention in parts: cut the rows anywhere, merge the parts, and it is one softmax again."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from inference_engine.kernels.attention import attend
+from inference_engine.kernels.merge import attend_state, merge_states, with_head_sinks
+
+# Two ways to add up the same float32 numbers, of size 1.
+ROUNDING = 5e-6
+HEADS, KV_HEADS, DIM, SCALING = 6, 2, 5, 5**-0.5
+
+State = tuple[Tensor, Tensor]
+
+
+def problem(rows: int, count: int, seed: int, *, size: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    queries = torch.randn(rows, HEADS, DIM, generator=rng) * size
+    keys, values = torch.randn(2, KV_HEADS, count, DIM, generator=rng)
+    return queries, keys, values
+
+
+def one_softmax(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> State:
+    """Head by head, in float64."""
+    group = HEADS // KV_HEADS
+    keys, values = keys.double().repeat_interleave(group, 0), values.double().repeat_interleave(group, 0)
+    scores = torch.einsum("thd,hsd->ths", queries.double(), keys) * SCALING
+    if mask is not None:
+        scores = scores + mask.double()
+    out = torch.einsum("ths,hsd->thd", scores.softmax(-1), values)
+    return out.float(), scores.logsumexp(-1).float()
+
+
+def empty_like(out: Tensor, lse: Tensor) -> State:
+    return torch.zeros_like(out), torch.full_like(lse, float("-inf"))
+
+
+def assert_same(actual: State, expected: State) -> None:
+    """To the bit."""
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def assert_close(actual: State, expected: State) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=ROUNDING, atol=ROUNDING)
+
+
+@settings(deadline=None)
+@given(cuts=st.lists(st.integers(0, 37), max_size=4), seed=st.integers(0, 99), rows=st.integers(1, 3))
+def test_rows_cut_anywhere_and_merged_are_one_softmax(cuts: list[int], seed: int, rows: int) -> None:
+    queries, keys, values = problem(rows, 37, seed)
+    edges = [0, *sorted(cuts), 37]  # equal cuts leave empty parts
+    merged: State | None = None
+    for start, end in itertools.pairwise(edges):
+        part = attend_state(queries, keys[:, start:end], values[:, start:end], None, scaling=SCALING)
+        merged = part if merged is None else merge_states(*merged, *part)
+    assert merged is not None
+    assert_close(merged, one_softmax(queries, keys, values))
+
+
+def test_rows_dealt_out_by_a_mask_merge_as_well() -> None:
+    queries, keys, values = problem(3, 23, 0)
+    ours = torch.arange(23) % 3 == torch.arange(HEADS)[:, None] % 3  # each head deals them differently
+    masks = [torch.zeros(3, HEADS, 23).masked_fill(seen, float("-inf")) for seen in (ours, ~ours)]
+    one, other = (attend_state(queries, keys, values, mask, scaling=SCALING) for mask in masks)
+    assert_close(merge_states(*one, *other), one_softmax(queries, keys, values))
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_it_is_the_attention_the_models_use(softcap: float | None) -> None:
+    queries, keys, values = problem(4, 19, 1)
+    mask = torch.zeros(4, 19).masked_fill(torch.ones(4, 19).triu(16).bool(), float("-inf"))
+    out, _ = attend_state(queries, keys, values, mask, scaling=SCALING, softcap=softcap)
+    expected = attend(queries, keys, values, mask, scaling=SCALING, softcap=softcap)
+    torch.testing.assert_close(out, expected, rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_bfloat16_rows_are_added_up_in_float32() -> None:
+    queries, keys, values = (x.bfloat16() for x in problem(2, 41, 2))
+    state = attend_state(queries, keys, values, None, scaling=SCALING)
+    assert {x.dtype for x in state} == {torch.float32}
+    assert_close(state, one_softmax(queries, keys, values))
+
+
+@pytest.mark.parametrize("count", [0, 7], ids=["no keys", "all masked"])
+def test_a_query_that_sees_nothing_has_out_zero_and_lse_minus_infinity(count: int) -> None:
+    queries, keys, values = problem(2, count, 3)
+    out, lse = attend_state(queries, keys, values, torch.full((2, count), float("-inf")), scaling=SCALING)
+    assert_same((out, lse), empty_like(out, lse))
+
+
+def test_merging_nothing_changes_no_bit() -> None:
+    state = attend_state(*problem(3, 11, 4), None, scaling=SCALING)
+    empty = empty_like(*state)
+    assert_same(merge_states(*state, *empty), state)
+    assert_same(merge_states(*empty, *state), state)
+    assert_same(merge_states(*empty, *empty), empty)
+
+
+def states(seed: int) -> State:
+    rng = torch.Generator().manual_seed(seed)
+    out = torch.randn(2, HEADS, DIM, generator=rng)
+    lse = torch.randn(2, HEADS, generator=rng)
+    lse[0, 0] = float("-inf")
+    return out.masked_fill(lse.isneginf()[..., None], 0), lse
+
+
+@given(seeds=st.tuples(*[st.integers(0, 999)] * 3))
+def test_the_order_of_merging_does_not_matter(seeds: tuple[int, int, int]) -> None:
+    a, b, c = (states(seed) for seed in seeds)
+    assert_same(merge_states(*a, *b), merge_states(*b, *a))
+    left = merge_states(*merge_states(*a, *b), *c)
+    right = merge_states(*a, *merge_states(*b, *c))
+    assert_close(left, right)
+
+
+@pytest.mark.parametrize("shift", [-1e4, 1e4])
+def test_only_the_difference_of_two_sides_decides_however_large_both_are(shift: float) -> None:
+    near, far = torch.ones(1, 1, DIM), -torch.ones(1, 1, DIM)
+    lse = torch.full((1, 1), shift)
+    out, total = merge_states(near, lse, far, lse)
+    torch.testing.assert_close(out, torch.zeros_like(out))
+    torch.testing.assert_close(total, lse + torch.log(torch.tensor(2.0)))
+
+
+def test_a_side_that_is_far_smaller_vanishes() -> None:
+    near, far = torch.ones(1, 1, DIM), -torch.ones(1, 1, DIM)
+    high, low = torch.full((1, 1), 1e4), torch.full((1, 1), -1e4)
+    assert_same(merge_states(near, high, far, low), (near, high))
+    assert_same(merge_states(near, low, far, high), (far, high))
+
+
+def test_scores_of_ten_thousand_overflow_nowhere() -> None:
+    queries, keys, values = problem(2, 13, 5, size=1e4)
+    assert (queries.abs().amax() * keys.abs().amax() * SCALING) > 1e4
+    parts = [attend_state(queries, keys[:, s], values[:, s], None, scaling=SCALING) for s in (slice(6), slice(6, 13))]
+    out, lse = merge_states(*parts[0], *parts[1])
+    # float32 knows scores of this size to about 0.01, and so the weights to a hundredth.
+    expected_out, expected_lse = one_softmax(queries, keys, values)
+    torch.testing.assert_close(out, expected_out, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=0.01)
+
+
+def test_a_nan_in_the_rows_is_not_hidden() -> None:
+    queries, keys, values = problem(1, 3, 6)
+    keys[0, 1] = float("nan")
+    out, lse = attend_state(queries, keys, values, None, scaling=SCALING)
+    assert out[:, : HEADS // KV_HEADS].isnan().all()
+    assert lse[:, : HEADS // KV_HEADS].isnan().all()
+
+
+def test_sinks_folded_in_at_the_end_are_sinks_in_the_softmax() -> None:
+    queries, keys, values = problem(3, 17, 7)
+    sinks = torch.linspace(-4, 4, HEADS)
+    parts = [attend_state(queries, keys[:, s], values[:, s], None, scaling=SCALING) for s in (slice(9), slice(9, 17))]
+    out, lse = with_head_sinks(*merge_states(*parts[0], *parts[1]), sinks)
+    expected = attend(queries, keys, values, None, scaling=SCALING, head_sinks=sinks)
+    _, whole = one_softmax(queries, keys, values)
+    assert_close((out, lse), (expected, torch.logaddexp(whole, sinks.expand_as(whole))))
+
+
+def test_a_sink_takes_all_of_a_query_that_sees_no_key() -> None:
+    queries, keys, values = problem(1, 0, 8)
+    sinks = torch.linspace(-4, 4, HEADS)
+    out, lse = with_head_sinks(*attend_state(queries, keys, values, None, scaling=SCALING), sinks)
+    assert_same((out, lse), (torch.zeros_like(out), sinks[None]))
