@@ -1,0 +1,72 @@
+"""The compressor interface: a vector becomes bytes, and comes back nearly as it was.
+
+A vector is one head's K or V of one position, the last dimension of a tensor. Each is coded by itself: its bytes depend
+on no other vector and not on how many are given at once, so rows can be coded, moved and read back one by one.
+
+Laws, tested over every registered compressor: `row_bytes` are the bytes `encode` makes, vectors are independent to the
+bit, the error stays within `error_bound`.
+
+Arithmetic is in float32. A vector with NaN or infinity in it, or with a magnitude above 1e38, comes back as anything,
+NaN and infinity included, and harms no other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from inference_engine.errors import InvalidArgument
+
+LARGEST_HEAD = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVCompressor(ABC):
+    """A spec without state. `name` is what the registry knows it by.
+
+    Nothing here waits for the device: no result of array arithmetic is looked at on the host.
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    def check(self, head_dim: int) -> None:
+        """Raise InvalidArgument for `codec`, with value and limits, if heads of this size cannot be coded."""
+        require_head(1 <= head_dim <= LARGEST_HEAD, self.name, f"from 1 to {LARGEST_HEAD}", head_dim)
+
+    @abstractmethod
+    def row_bytes(self, head_dim: int) -> int:
+        """Bytes one vector takes, scales included."""
+
+    @abstractmethod
+    def encode(self, vectors: Tensor) -> Tensor:
+        """[..., D] of any float dtype -> uint8 [..., row_bytes(D)] on the same device. Raises as `check` does."""
+
+    @abstractmethod
+    def decode(self, codes: Tensor, head_dim: int) -> Tensor:
+        """uint8 [..., row_bytes(D)], as `encode` made them -> float32 [..., D]."""
+
+    @abstractmethod
+    def error_bound(self, vectors: Tensor) -> Tensor:
+        """[..., D] -> float32 [...]: a number that the length of decode(encode(v)) − v cannot exceed.
+
+        Worked out from the vector and the geometry of the code, without coding it. For a vector that is not finite it
+        says nothing.
+        """
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def require_head(fits: bool, name: str, sizes: str, head_dim: int) -> None:
+    """Raise InvalidArgument for `codec` unless a head of `head_dim` fits `name`, which takes sizes as in `sizes`."""
+    if not fits:
+        raise InvalidArgument(
+            "codec",
+            f"{name} takes head sizes {sizes}, this model has {head_dim}; int8, int4 and bfloat16 take any",
+            codec=name,
+            head_dim=head_dim,
+        )

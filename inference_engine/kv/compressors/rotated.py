@@ -1,0 +1,263 @@
+"""Compressors that rotate first: one scale, and the nearest points of some code in units of it.
+
+    vector v ──÷ 2^e──▶ H·v ──÷ scale──▶ nearest points ──▶ scale (2 bytes) | points (packed)
+                                                             H·(points · scale) ≈ v
+
+After a Hadamard rotation every entry has about the same spread, whatever channels stood out before. A fitted compressor
+tries several scales and keeps the one with the least error; reading costs the same.
+
+Sources: the rotation before scalar codes, Ashkboos et al., QuaRot, arXiv 2404.00456; levels for Gaussian numbers after
+it, Zandieh et al., TurboQuant, arXiv 2504.19874; the levels, Lloyd, Least squares quantization in PCM, 1982.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from inference_engine.kv.compressor import LARGEST_HEAD, require_head
+from inference_engine.kv.compressors.bits import pack, packed_bytes, unpack
+from inference_engine.kv.compressors.columns import ColumnCompressor, sum_rows
+from inference_engine.kv.compressors.hadamard import is_power_of_two, rotate
+from inference_engine.kv.compressors.scales import SCALE_BYTES, load_scales, round_scales, store_scales
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RotatedCompressor(ColumnCompressor):
+    """What a family adds: which scales to try, the nearest points, and their bits."""
+
+    block: ClassVar[int] = 1  # entries that are coded together
+    has_signed_scale: ClassVar[bool] = False
+
+    @abstractmethod
+    def _scales(self, turned: Tensor) -> list[Tensor]:
+        """[D, N] -> scales [1, N] to try, the first being the one that `_misses` reckons with."""
+
+    @abstractmethod
+    def _nearest(self, scaled: Tensor) -> Tensor:
+        """[D, N] in units of the scale -> points of the code, [D, N]."""
+
+    @abstractmethod
+    def _misses(self, scaled: Tensor) -> Tensor:
+        """[D, N] in units of the scale -> [any, N]: lengths that the errors of its parts cannot exceed."""
+
+    @abstractmethod
+    def _pack(self, points: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _unpack(self, packed: Tensor, head_dim: int) -> Tensor: ...
+
+    @abstractmethod
+    def _points_bytes(self, head_dim: int) -> int: ...
+
+    def _refit(self, turned: Tensor, points: Tensor, scale: Tensor) -> Tensor:
+        """A scale that serves the points chosen at `scale` at least as well."""
+        return scale
+
+    def check(self, head_dim: int) -> None:
+        require_head(
+            is_power_of_two(head_dim) and self.block <= head_dim <= LARGEST_HEAD,
+            self.name,
+            f"that are powers of two from {self.block} to {LARGEST_HEAD}",
+            head_dim,
+        )
+
+    def row_bytes(self, head_dim: int) -> int:
+        return SCALE_BYTES + self._points_bytes(head_dim)
+
+    def _encode(self, columns: Tensor, powers: Tensor) -> Tensor:
+        scale, points = self._fit(rotate(columns))
+        # H·H = D, a power of two: undone here, so that reading needs no factor.
+        stored = store_scales(scale * (powers / len(columns)), is_signed=self.has_signed_scale)
+        return torch.cat((stored, self._pack(points)))
+
+    def _decode(self, codes: Tensor, head_dim: int) -> Tensor:
+        scale = load_scales(codes[:SCALE_BYTES], 1, is_signed=self.has_signed_scale)
+        return rotate(self._unpack(codes[SCALE_BYTES:], head_dim) * scale)
+
+    def _bound(self, columns: Tensor) -> Tensor:
+        turned = rotate(columns)
+        scale = self._round(self._scales(turned)[0])
+        misses = self._misses(turned / scale)
+        bound: Tensor = torch.linalg.vector_norm(misses, dim=0) * scale[0].abs() / math.sqrt(len(columns))
+        return bound
+
+    def _fit(self, turned: Tensor) -> tuple[Tensor, Tensor]:
+        """[D, N] -> (scale [1, N], points [D, N]): the best of the scales to try."""
+        first, *others = self._scales(turned)
+        best_scale, best = self._fit_at(turned, first)
+        if not others:
+            return best_scale, best
+        least = _misfit(turned, best_scale, best)
+        for start in others:
+            scale, points = self._fit_at(turned, start)
+            misfit = _misfit(turned, scale, points)
+            is_better = misfit < least
+            least = torch.where(is_better, misfit, least)
+            best_scale = torch.where(is_better, scale, best_scale)
+            best = torch.where(is_better, points, best)
+        return best_scale, best
+
+    def _fit_at(self, turned: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+        start = self._round(start)
+        points = self._nearest(turned / start)
+        return self._refit(turned, points, start), points
+
+    def _round(self, scale: Tensor) -> Tensor:
+        return round_scales(scale, is_signed=self.has_signed_scale)
+
+
+def _misfit(turned: Tensor, scale: Tensor, points: Tensor) -> Tensor:
+    """The squared error, [1, N]."""
+    return sum_rows((points * scale - turned).square())
+
+
+def narrower(scale: Tensor, *, is_fitted: bool) -> list[Tensor]:
+    """A scale under which nothing is cut off, and if `is_fitted` narrower ones: finer steps, some entries cut."""
+    return [scale, *(scale * (1 - 0.05 * step) for step in range(1, 8))] if is_fitted else [scale]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RotatedInteger(RotatedCompressor):
+    """Equal steps from −2^(bits−1) to 2^(bits−1) − 1, `bits` bits each.
+
+    The scale has a sign: the entry of the largest magnitude becomes the lowest level, so that no level is wasted.
+    Coding a decoded vector again gives the same bytes, if the scale is not fitted.
+    """
+
+    has_signed_scale: ClassVar[bool] = True
+
+    bits: int
+    is_fitted: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"had{self.bits}fit" if self.is_fitted else f"had{self.bits}"
+
+    @property
+    def _levels(self) -> int:
+        """On either side of zero; the upper side has one fewer."""
+        return 1 << (self.bits - 1)
+
+    def _points_bytes(self, head_dim: int) -> int:
+        return packed_bytes(head_dim, self.bits)
+
+    def _scales(self, turned: Tensor) -> list[Tensor]:
+        high, low = turned.amax(dim=0, keepdim=True), turned.amin(dim=0, keepdim=True)
+        largest = torch.where(high >= -low, high.clamp(min=2.0**-40), low)
+        return narrower(largest * (-1 / self._levels), is_fitted=self.is_fitted)
+
+    def _nearest(self, scaled: Tensor) -> Tensor:
+        return scaled.round().clamp_(-self._levels, self._levels - 1)
+
+    def _misses(self, scaled: Tensor) -> Tensor:
+        # Half a step, or what lies beyond the outermost level.
+        beyond = torch.maximum(scaled - (self._levels - 1), -self._levels - scaled)
+        return beyond.clamp(min=0.5)
+
+    def _pack(self, points: Tensor) -> Tensor:
+        return pack((points + self._levels).to(torch.uint8), self.bits)
+
+    def _unpack(self, packed: Tensor, head_dim: int) -> Tensor:
+        points: Tensor = unpack(packed, head_dim, self.bits).float() - self._levels
+        return points
+
+
+# The positive half of the levels that lose least on Gaussian numbers of unit variance: each is the mean of the numbers
+# nearest to it.
+_GAUSSIAN_LEVELS: dict[int, tuple[float, ...]] = {
+    3: (0.24509, 0.75601, 1.34391, 2.15195),
+    4: (0.12840, 0.38805, 0.65676, 0.94234, 1.25623, 1.61805, 2.06902, 2.73259),
+    6: (
+        *(0.03341, 0.10028, 0.16730, 0.23457, 0.30219, 0.37028, 0.43895, 0.50831),
+        *(0.57850, 0.64966, 0.72192, 0.79547, 0.87048, 0.94715, 1.02574, 1.10649),
+        *(1.18972, 1.27579, 1.36514, 1.45828, 1.55583, 1.65859, 1.76754, 1.88398),
+        *(2.00961, 2.14681, 2.29898, 2.47130, 2.67227, 2.91741, 3.24044, 3.74410),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lloyd(RotatedCompressor):
+    """The levels of Lloyd and Max for Gaussian numbers, which is what a rotated vector's entries are like.
+
+    Several scales about the vector's spread are tried, and each is then replaced by the one that fits its levels best
+    (least squares). Coding a decoded vector again may therefore give other bytes.
+    """
+
+    bits: int
+
+    @property
+    def name(self) -> str:
+        return f"lloyd{self.bits}"
+
+    def _points_bytes(self, head_dim: int) -> int:
+        return packed_bytes(head_dim, self.bits)
+
+    def _scales(self, turned: Tensor) -> list[Tensor]:
+        spread = (sum_rows(turned.square()) * (1 / len(turned))).sqrt().clamp(min=2.0**-40)
+        return [spread, *(spread * factor for factor in (0.8, 0.9, 1.1, 1.2))]
+
+    def _nearest(self, scaled: Tensor) -> Tensor:
+        return _look_up(_gaussian_tables(self.bits, scaled.device).nearest, _cells(scaled))
+
+    def _refit(self, turned: Tensor, points: Tensor, scale: Tensor) -> Tensor:
+        return self._round(sum_rows(turned * points) / sum_rows(points.square()))
+
+    def _misses(self, scaled: Tensor) -> Tensor:
+        tables = _gaussian_tables(self.bits, scaled.device)
+        gaps = tables.levels.diff() / 2
+        widest = torch.cat((gaps[:1], torch.maximum(gaps[:-1], gaps[1:]), gaps[-1:])) + 0.5 / _CELLS
+        indices = _look_up(tables.indices, _cells(scaled))
+        within = torch.maximum(_look_up(widest, indices), scaled.abs() - tables.levels[-1])
+        # The fitted scale is rounded once more, by 2^-9 of points no longer than the vector.
+        rounding = torch.linalg.vector_norm(scaled, dim=0, keepdim=True) * 2.0**-9
+        return torch.cat((within, rounding))
+
+    def _pack(self, points: Tensor) -> Tensor:
+        return pack(_look_up(_gaussian_tables(self.bits, points.device).indices, _cells(points)), self.bits)
+
+    def _unpack(self, packed: Tensor, head_dim: int) -> Tensor:
+        return _look_up(_gaussian_tables(self.bits, packed.device).levels, unpack(packed, head_dim, self.bits))
+
+
+_CELLS = 512  # to a unit
+_FARTHEST = 4  # units from zero; what lies beyond has the outermost level
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tables:
+    """levels, from the lowest; then for each cell of the line the level nearest to its middle, and that one's number.
+
+    A search for each entry takes a hundred times as long on a CPU. That an entry near the border of two levels may get
+    the wrong one costs less than a thousandth of the error.
+    """
+
+    levels: Tensor
+    nearest: Tensor
+    indices: Tensor
+
+
+@lru_cache
+def _gaussian_tables(bits: int, device: torch.device) -> _Tables:
+    half = _GAUSSIAN_LEVELS[bits]
+    levels = torch.tensor([*(-level for level in reversed(half)), *half])
+    middles = (torch.arange(2 * _FARTHEST * _CELLS) + 0.5) / _CELLS - _FARTHEST
+    indices = (middles[:, None] - levels).abs().argmin(dim=1)
+    return _Tables(levels.to(device), levels[indices].to(device), indices.to(device, torch.uint8))
+
+
+def _cells(scaled: Tensor) -> Tensor:
+    """int32: the cell of the line that each entry lies in."""
+    return (scaled * _CELLS + _FARTHEST * _CELLS).clamp_(0, 2 * _FARTHEST * _CELLS - 1).to(torch.int32)
+
+
+def _look_up(table: Tensor, places: Tensor) -> Tensor:
+    """table[places]"""
+    return table.index_select(0, places.to(torch.int32).view(-1)).view(places.shape)
