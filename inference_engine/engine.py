@@ -33,10 +33,11 @@ from inference_engine.errors import (
 )
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.token_codec import TokenCodec
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.loop import Scheduler
-from inference_engine.scheduler.request import Listener, Request
-from inference_engine.session.journal import Journal, MemoryJournal, TokenIds
+from inference_engine.scheduler.request import Forced, Listener, OnLogits, Request
+from inference_engine.session.journal import Journal, MemoryJournal, SessionRecord, TokenIds, TokensRecord
 from inference_engine.session.session import Operation, Session
 from inference_engine.session.store import SessionStore
 from inference_engine.types import (
@@ -150,9 +151,10 @@ class Engine:
         *,
         journal: Journal | None = None,
         metrics: EngineMetrics | None = None,
+        latent: TokenCodec | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Allocate the pool and start the engine's thread.
+        """Allocate the pool and start the engine's thread. `latent` serves sessions that restore rows from a latent.
 
         Raises ConfigError or BackendError for what cannot be had.
         """
@@ -166,9 +168,11 @@ class Engine:
         self._geometry = forward.geometry(
             mode=self.config.mode, page_tokens=self.config.page_tokens, segment_tokens=self.config.segment_tokens
         )
-        self._default_strategy = parse_strategy(self.config.strategy)
+        self._default_strategy = parse_strategy(self.config.strategy).resolved(self._geometry)
         self._default_strategy.check(self._geometry)
-        self._context = forward.open(self._geometry, self.config.kv_bytes or forward.free_bytes() // _KV_SHARE)
+        opened = forward.open(self._geometry, self.config.kv_bytes or forward.free_bytes() // _KV_SHARE)
+        self._context = replace(opened, latent=latent)
+        self._check_ready(self._default_strategy)
         self._warn_if_too_small()
         self._store = SessionStore(
             self._context,
@@ -204,8 +208,9 @@ class Engine:
     ) -> SessionOpened:
         """Open a session, its memory reserved for good. Raises InvalidArgument, NoCapacity or Draining."""
         self._refuse_when_draining()
-        spec = strategy or self._default_strategy
+        spec = (strategy or self._default_strategy).resolved(self._geometry)
         spec.check(self._geometry)
+        self._check_ready(spec)
         self._check_ids("eos_token_ids", eos_token_ids, at_most=MAX_STOP_TOKEN_IDS)
         if len(label) > MAX_LABEL_CHARACTERS or not (label.isprintable()):
             raise InvalidArgument(
@@ -216,6 +221,21 @@ class Engine:
         return SessionOpened(
             session_id=session.session_id, strategy=spec, bound=session.kv.bound, limit_tokens=session.limit_tokens
         )
+
+    def rebuild_session(self, began: SessionRecord, records: Sequence[TokensRecord]) -> SessionOpened:
+        """A new session with the history of a recorded one, marks included, so that it goes on as that one would."""
+        opened = self.create_session(
+            strategy=parse_strategy(began.strategy),
+            eos_token_ids=began.eos_token_ids,
+            limit_tokens=began.limit_tokens,
+            owner=began.owner,
+        )
+        session = self._find(opened.session_id, began.owner)
+        with self._holding(session, Operation.APPEND, 0.0), self._store.locked():
+            for record in records:
+                assert record.position == len(session.history), "records follow each other"
+                session.record(self._journal, record.token_ids, record.mark)
+        return opened
 
     def append(
         self,
@@ -259,28 +279,30 @@ class Engine:
         session = self._find(session_id, owner)
         self._check_params(params)
         self._refuse_when_draining()
-        self._acquire(session, Operation.GENERATE, wait_seconds)
-        try:
-            _check_length(session, params.expected_history_length)
-            if not len(session.history):
-                raise InvalidArgument("session_id", "the session's history is empty; append tokens before generating")
-            events: queue.SimpleQueue[Event] | None = None
-            if listener is None:
-                events = queue.SimpleQueue()
-                listener = events.put
-            request = Request(
-                session=session,
-                params=params,
-                seed=secrets.randbits(64) if params.sampling.seed is None else params.sampling.seed,
-                listener=listener,
-                stop_ids=session.eos_token_ids | frozenset(params.stop_token_ids),
-                accepted_at=self._clock(),
-            )
-            self._scheduler.submit(request)
-        except BaseException:
-            self._store.free(session)
-            raise
-        return Generation(request, self._scheduler, events)
+        return self._start(session, params, listener, wait_seconds)
+
+    def score(
+        self,
+        session_id: str,
+        token_ids: Sequence[int],
+        on_logits: OnLogits,
+        *,
+        owner: str = "",
+        wait_seconds: float = 0.0,
+    ) -> Generation:
+        """Add `token_ids` to the history as if the model had generated them, in blocks, and show what it thought.
+
+        `on_logits(position, logits)` is called on the engine's thread for each block in order: float32 [n, V] on the
+        device, row j predicts the token at `position + j`; each given token is predicted exactly once. The tensor is
+        the callee's to keep. Iterate the Generation to wait for the end; an error of `on_logits` ends it.
+        """
+        session = self._find(session_id, owner)
+        ids = self._as_ids(token_ids)
+        if not len(ids):
+            raise InvalidArgument("token_ids", "must hold at least one id to score")
+        params = GenerateParams(max_tokens=len(ids))
+        self._refuse_when_draining()
+        return self._start(session, params, None, wait_seconds, Forced(ids, on_logits))
 
     def session_info(self, session_id: str, *, owner: str = "") -> SessionInfo:
         """Never waits, and does not count as use of the session."""
@@ -310,6 +332,40 @@ class Engine:
     def when_free(self, session_id: str, callback: Callable[[], None]) -> None:
         """Call back once, from any thread, when nothing holds the session (at once if nothing does, or it is gone)."""
         self._store.when_free(session_id, callback)
+
+    def _start(
+        self,
+        session: Session,
+        params: GenerateParams,
+        listener: Listener | None,
+        wait_seconds: float,
+        forced: Forced | None = None,
+    ) -> Generation:
+        self._acquire(session, Operation.GENERATE, wait_seconds)
+        try:
+            _check_length(session, params.expected_history_length)
+            if not len(session.history):
+                raise InvalidArgument("session_id", "the session's history is empty; append tokens before generating")
+            if forced is not None:
+                session.check_room(len(forced.token_ids))
+            events: queue.SimpleQueue[Event] | None = None
+            if listener is None:
+                events = queue.SimpleQueue()
+                listener = events.put
+            request = Request(
+                session=session,
+                params=params,
+                seed=secrets.randbits(64) if params.sampling.seed is None else params.sampling.seed,
+                listener=listener,
+                stop_ids=session.eos_token_ids | frozenset(params.stop_token_ids),
+                accepted_at=self._clock(),
+                forced=forced,
+            )
+            self._scheduler.submit(request)
+        except BaseException:
+            self._store.free(session)
+            raise
+        return Generation(request, self._scheduler, events)
 
     # -- the engine itself ------------------------------------------------------------------------------------------
 
@@ -355,6 +411,10 @@ class Engine:
         if session.failure_reason:
             raise InvariantViolated(session.failure_reason, "the session failed earlier")
         return session
+
+    def _check_ready(self, strategy: KVStrategy) -> None:
+        if (restorer := strategy.restorer()) is not None:
+            restorer.ready(self._context)
 
     def _warn_if_too_small(self) -> None:
         longest = self._default_strategy.length_limit(self._geometry)

@@ -159,6 +159,7 @@ class Finished:
     cached_tokens: int
     attended_positions: int
     evicted_positions: int
+    restored_positions: int = 0  # of the attended ones, those read in coded or restored form
 
 
 @dataclass(frozen=True, slots=True)

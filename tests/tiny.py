@@ -1,4 +1,4 @@
-"""TinyModel: a two-layer random model with grouped queries and one windowed layer, and engines around it.
+"""TinyModel: a three-layer random model with grouped queries and one windowed layer, and engines around it.
 
 Made from a seed, so no test needs a download. Its weights are large enough that greedy tokens are far apart.
 """
@@ -29,14 +29,14 @@ def tiny_config(*, windowed: bool = True) -> Qwen3Config:
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=TRAINED_POSITIONS,
         use_sliding_window=windowed,
         sliding_window=NATIVE_WINDOW if windowed else None,
-        layer_types=["sliding_attention" if windowed else "full_attention", "full_attention"],
+        layer_types=["sliding_attention" if windowed else "full_attention", "full_attention", "full_attention"],
         initializer_range=0.3,
         pad_token_id=None,
         bos_token_id=None,

@@ -18,8 +18,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from inference_engine.backends.base import Step
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.errors import ModelError
+from inference_engine.kv.context import KVContext
 from inference_engine.kv.plan import StepPlan
-from inference_engine.kv.session_kv import KVContext, SessionKV
+from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import Mode, ModelFacts

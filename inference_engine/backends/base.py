@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.plan import StepPlan
-from inference_engine.kv.session_kv import KVContext
 from inference_engine.types import Mode, ModelFacts
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from inference_engine.backends.base import Step
 from inference_engine.backends.quanta import probe_quanta
+from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.pool import Pool
-from inference_engine.kv.session_kv import KVContext
 from inference_engine.models.seam import Seam
 from inference_engine.types import Mode, ModelFacts
 
@@ -61,7 +61,7 @@ class TorchForward:
         return KVContext(
             geometry=geometry,
             pool=Pool(geometry, capacity_bytes, self._zeros),
-            move_keys=self.seam.move_keys,
+            rotate=self.seam.rotate,
             device=self._device,
         )
 

@@ -33,7 +33,10 @@ HELP = {
     "threads": ("N", "CPU threads; 0: one a core"),
     "cache_dir": ("FOLDER", "where fetched models are kept; empty: the user's cache folder"),
     "mode": ("MODE", "batched, or fixed-shape: equal histories give equal bits, at a price per token"),
-    "strategy": ("SPEC", "what sessions keep: full, sink_window, sink_window:sink=4,window=1024"),
+    "strategy": (
+        "SPEC",
+        "what sessions keep: full, sink_window:sink=4,window=1024, layer_window:full_layers=5+11, restored",
+    ),
     "kv_bytes": ("SIZE", "memory for K/V, such as 4GiB; 0: a quarter of what is free"),
     "max_sessions": ("N", "sessions open at the same time"),
     "max_queued": ("N", "Generates that may wait for their turn"),

@@ -1,8 +1,8 @@
 """The verifier: runs the target over a block of rows of several sessions.
 
-A block is the tokens of one session that have no K/V yet: a chunk of prefill, or the last sampled token. Its last
-row's logits give the next token when the block reaches the end of the history. One synchronisation per step: the token
-ids come back together.
+A block is the tokens of one session that have no K/V yet: a chunk of prefill, the last sampled token, or tokens whose
+likelihood is asked for. Its last row's logits give the next token when the block reaches the end of the history. One
+synchronisation per step: the token ids come back together.
 """
 
 from __future__ import annotations
@@ -19,18 +19,24 @@ from torch import Tensor
 from inference_engine.backends.base import Forward, Step
 from inference_engine.decode.sampling import Sampler, logprob
 from inference_engine.errors import InvariantViolated
+from inference_engine.kv.context import KVContext
 from inference_engine.kv.plan import Span, StepPlan
-from inference_engine.kv.session_kv import KVContext, SessionKV
+from inference_engine.kv.session_kv import SessionKV
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """Rows of one session for one step. `sampler` is None when more prefill follows and no logits are wanted."""
+    """Rows of one session for one step. `sampler` is None when no token is wanted: more prefill follows, or a score.
+
+    wanted_logits: of how many of its last rows the logits are wanted as they are.
+    """
 
     kv: SessionKV
     token_ids: NDArray[np.uint32]
+    generated: NDArray[np.bool_] | None = None  # which of them the model generated; None: none
     sampler: Sampler | None = None
     wants_logprob: bool = False
+    wanted_logits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,14 @@ class Sample:
     token_id: int
     logprob: float | None
     is_finite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a block gave: a sample where a sampler was, logits [wanted_logits, V] float32 where they were wanted."""
+
+    sample: Sample | None = None
+    logits: Tensor | None = None
 
 
 class BlockFailed(Exception):
@@ -58,8 +72,8 @@ class Verifier:
         self._forward = forward
         self._context = context
 
-    def run(self, blocks: Sequence[Block]) -> list[Sample | None]:
-        """Forward all blocks in one step; a sample stands where one was wanted.
+    def run(self, blocks: Sequence[Block]) -> list[Outcome]:
+        """Forward all blocks in one step.
 
         The rows are staged: the caller commits each session, to the length it accepts. If the forward raises, nothing
         is staged and every session is as it was. Raises BlockFailed for a broken invariant.
@@ -67,7 +81,7 @@ class Verifier:
         try:
             for index, block in enumerate(blocks):
                 try:
-                    block.kv.stage(len(block.token_ids))
+                    block.kv.stage(len(block.token_ids), block.generated)
                 except InvariantViolated as violation:
                     raise BlockFailed(index, violation) from violation
             return self._forward_and_sample(blocks)
@@ -75,29 +89,34 @@ class Verifier:
             for block in blocks:
                 # A device that failed the forward may fail this too; the sessions' tables are right all the same.
                 with contextlib.suppress(RuntimeError):
-                    block.kv.commit(block.kv.length)
+                    block.kv.commit(block.kv.next_position)
             raise
 
     @torch.inference_mode()
-    def _forward_and_sample(self, blocks: Sequence[Block]) -> list[Sample | None]:
+    def _forward_and_sample(self, blocks: Sequence[Block]) -> list[Outcome]:
         context = self._context
         plan = StepPlan(
             [block.kv for block in blocks], context.geometry, context.pool, mask_dtype=self._forward.compute_dtype
         )
         token_ids = np.zeros(plan.row_count, dtype=np.int64)
         wanted: list[int] = []  # packed rows whose logits are computed
-        last: dict[int, int] = {}  # block -> its last row's place in `wanted`
-        for index, (block, span) in enumerate(zip(blocks, plan.spans, strict=True)):
+        ends: list[int] = []  # per block, one past its last row's place in `wanted`
+        for block, span in zip(blocks, plan.spans, strict=True):
             token_ids[span.real] = block.token_ids
-            if block.sampler is not None:
-                quad = _aligned_rows(span, context.geometry.row_quantum)
-                last[index] = len(wanted) + quad.index(span.real.stop - 1)
-                wanted.extend(quad)
+            count = max(block.wanted_logits, 1 if block.sampler is not None else 0)
+            rows = _aligned_rows(span, context.geometry.row_quantum, count)
+            ends.append(len(wanted) + (span.real.stop - rows.start if count else 0))
+            wanted.extend(rows)
         logits = self._forward.run(Step(token_ids, plan, wanted))
-        return self._sample(blocks, last, logits)
+        samples = self._sample(blocks, ends, logits)
+        return [
+            Outcome(sample, logits[end - block.wanted_logits : end].clone() if block.wanted_logits else None)
+            for block, end, sample in zip(blocks, ends, samples, strict=True)
+        ]
 
-    def _sample(self, blocks: Sequence[Block], last: dict[int, int], logits: Tensor) -> list[Sample | None]:
+    def _sample(self, blocks: Sequence[Block], ends: Sequence[int], logits: Tensor) -> list[Sample | None]:
         samples: list[Sample | None] = [None] * len(blocks)
+        last = {index: ends[index] - 1 for index, block in enumerate(blocks) if block.sampler is not None}
         if not last:
             return samples
         rows = logits[list(last.values())]
@@ -108,7 +127,7 @@ class Verifier:
             block = blocks[index]
             assert block.sampler is not None
             if not block.sampler.is_plain_greedy:
-                tokens[place] = block.sampler.draw(rows[place], block.kv.length + block.kv.staged)
+                tokens[place] = block.sampler.draw(rows[place], block.kv.next_position + block.kv.staged)
             if block.wants_logprob:
                 logprobs[place] = logprob(rows[place], tokens[place])
         # The step's one synchronisation: ids are exact in float64.
@@ -119,8 +138,10 @@ class Verifier:
         return samples
 
 
-def _aligned_rows(span: Span, quantum: int) -> list[int]:
-    """The whole quantum of packed rows that the span's last row belongs to."""
-    last = span.real.stop - 1
-    first = span.rows.start + (last - span.rows.start) // quantum * quantum
-    return list(range(first, first + quantum))
+def _aligned_rows(span: Span, quantum: int, count: int) -> range:
+    """The whole quanta of packed rows that the span's last `count` rows belong to."""
+    if not count:
+        return range(0)
+    start = span.rows.start
+    first = start + (span.real.stop - count - start) // quantum * quantum
+    return range(first, start - (start - span.real.stop) // quantum * quantum)

@@ -59,7 +59,11 @@ class Geometry:
         """Numbers that slabs are multiples of: a row begins there whatever the head size."""
         return math.lcm(*(layer.head_dim for layer in self.layers))
 
+    @property
+    def opening_tokens(self) -> int:
+        """Slots that are opened together. Padded keys are read (and masked), so they come with the rows they pad."""
+        return math.lcm(self.page_tokens, self.key_quantum)
+
     def round_up(self, rows: int) -> int:
         """Rows that `rows` take in memory."""
-        unit = math.lcm(self.page_tokens, self.key_quantum)
-        return -(-rows // unit) * unit
+        return -(-rows // self.opening_tokens) * self.opening_tokens

@@ -29,11 +29,46 @@ Array = Any  # a numpy array or a torch tensor: `visible` is written in operator
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BlockSelector:
+    """What a generated token reads of a layer that keeps every row: sink, window, and the blocks that matter most.
+
+    sink and the start of the window are taken in whole blocks. count: distant blocks per KV head.
+    scorer: `bounds` (smallest and largest of each key channel), or `mean`, the ablation that fails.
+    """
+
+    block: int
+    sink: int
+    window: int
+    count: int
+    scorer: str = "bounds"
+
+    @property
+    def sink_rows(self) -> int:
+        return -(-self.sink // self.block) * self.block
+
+    def local_starts(self, positions: Positions) -> Positions:
+        """The first row of each query's window."""
+        return np.maximum(0, (positions - self.window) // self.block * self.block)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that a query reads at most, its own included."""
+        return self.sink_rows + self.window + self.block + self.count * self.block
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRule:
-    """What a strategy asks of one layer: the first `sink` rows and the last `window` (None: every row)."""
+    """What a strategy asks of one layer: the first `sink` rows and the last `window` (None: every row) can be read.
+
+    exact: how many of the last rows stay as they are; the readable rows before them are read as the session's restorer
+    gives them back. None: every readable row stays as it is.
+    selector: which of the readable rows a generated token reads; appended ones read all. None: all.
+    """
 
     sink: int = 0
     window: int | None = None
+    exact: int | None = None
+    selector: BlockSelector | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,10 +80,22 @@ class Layout:
     native_window: int | None
     segment: int
     capacity: int  # slots per KV head that can hold a position
+    spare: int  # slots beyond the capacity that keep the sink's keys where they were, so that they can be moved anew
+    selector: BlockSelector | None = None
 
     @staticmethod
-    def of(rule: LayerRule, geometry: Geometry, native_window: int | None, limit_tokens: int | None) -> Layout:
-        """Lay `rule` out for histories of up to `limit_tokens` (None: endless), within the layer's own window."""
+    def of(
+        rule: LayerRule,
+        geometry: Geometry,
+        native_window: int | None,
+        limit_tokens: int | None,
+        *,
+        moves_sink: bool = True,
+    ) -> Layout:
+        """Lay `rule` out for histories of up to `limit_tokens` (None: endless), within the layer's own window.
+
+        moves_sink: False for rows that are only stored, so that no second copy of the sink's keys is needed.
+        """
         sink, window = rule.sink, rule.window
         if native_window is not None and (window is None or window >= native_window):
             # The model itself never looks further back than this, sinks included.
@@ -66,17 +113,19 @@ class Layout:
             native_window=native_window,
             segment=segment,
             capacity=geometry.round_up(rows),
+            spare=0 if window is None or not moves_sink else sink,
+            selector=rule.selector if window is None else None,
         )
 
     @property
-    def spare(self) -> int:
-        """Slots beyond the capacity that keep the sink's keys where they were, so that they can be moved anew."""
-        return 0 if self.window is None else self.sink
+    def blocks(self) -> int:
+        """Slots that hold what is known of each block of rows."""
+        return 0 if self.selector is None else -(-self.capacity // self.selector.block)
 
     @property
     def lane(self) -> int:
         """Slots per KV head in all."""
-        return self.capacity + self.spare
+        return self.capacity + self.spare + self.blocks
 
     def slots(self, positions: Positions) -> Positions:
         """The slot of each position."""

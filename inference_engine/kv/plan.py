@@ -18,22 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.kernels.attention import attend
+from inference_engine.kernels.gather import always_read, distant_blocks
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.layout import Positions
+from inference_engine.kv.lanes import LaneGroup
+from inference_engine.kv.layout import BlockSelector, Positions
 from inference_engine.kv.pool import Arena, Pool
-from inference_engine.kv.session_kv import LayerGroup, SessionKV
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """One session's keys in one group of layers, for this step."""
-
-    starts: dict[int, int]  # first arena row, by layer
-    heads: int
-    lane: int
-    count: int
-    mask: Tensor | None
+from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.views import DenseView, GatherView, Lane, Scoring, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +33,7 @@ class Span:
 
     rows: slice
     real: slice
-    views: dict[int, _View]  # by layer
+    views: dict[int, View]  # by layer
 
     @property
     def count(self) -> int:
@@ -63,8 +54,8 @@ class StepPlan:
         placed: list[tuple[SessionKV, Positions, int]] = []  # session, positions with padding, first packed row
         total = 0
         for session in sessions:
-            first = session.length - session.length % quantum
-            last = -(-(session.length + session.staged) // quantum) * quantum
+            first = session.next_position - session.next_position % quantum
+            last = -(-(session.next_position + session.staged) // quantum) * quantum
             placed.append((session, np.arange(first, last, dtype=np.int64), total))
             total += last - first
         self.row_count = total
@@ -95,23 +86,11 @@ class StepPlan:
         if copy := self._copies.get(layer):
             rows, target = copy
             arena.keys.index_copy_(0, target, _by_row(keys[:, :, rows]))
-        outs = []
-        for span in self.spans:
-            view = span.views[layer]
-            dim = queries.shape[-1]
-            shape, stride = (view.heads, view.count, dim), (view.lane * dim, dim, 1)
-            offset = view.starts[layer] * dim
-            outs.append(
-                attend(
-                    queries[0, :, span.rows].transpose(0, 1),
-                    arena.keys.as_strided(shape, stride, offset),
-                    arena.values.as_strided(shape, stride, offset),
-                    view.mask,
-                    scaling=scaling,
-                    softcap=softcap,
-                    head_sinks=head_sinks,
-                )
-            )
+        scoring = Scoring(scaling=scaling, softcap=softcap, head_sinks=head_sinks)
+        outs = [
+            span.views[layer].read(layer, queries[0, :, span.rows].transpose(0, 1), arena, scoring)
+            for span in self.spans
+        ]
         return (outs[0] if len(outs) == 1 else torch.cat(outs))[None]
 
     def _arena(self, layer: int) -> Arena:
@@ -134,22 +113,60 @@ class StepPlan:
         return [tensors[layer.kv_heads][index] for index, layer in enumerate(self._geometry.layers)]
 
     def _plan_span(self, session: SessionKV, positions: Positions, base: int) -> Span:
-        views: dict[int, _View] = {}
+        views: dict[int, View] = {}
+        real = self._real(session, base)
         for group in session.groups:
-            count = group.open_slots(session.length + session.staged)
+            count = group.open_slots(session.next_position + session.staged)
             quantum = self._geometry.key_quantum
             count = min(group.layout.capacity, -(-count // quantum) * quantum)
-            view = _View(
-                dict(zip(group.layers.tolist(), group.starts.tolist(), strict=True)),
-                group.kv_heads,
-                group.layout.lane,
-                count,
-                self._mask(group, positions, count),
+            lane = Lane(
+                starts=dict(zip(group.layers.tolist(), group.starts.tolist(), strict=True)),
+                heads=group.kv_heads,
+                lane=group.layout.lane,
             )
+            view: View
+            if group.layout.selector is not None and session.staged_generated.any():
+                view = self._gather_view(group, group.layout.selector, lane, session, positions, count)
+            else:
+                view = DenseView(lane=lane, count=count, mask=self._mask(group, positions, count))
             views.update(dict.fromkeys(group.layers.tolist(), view))
-        return Span(slice(base, base + len(positions)), self._real(session, base), views)
+        return Span(slice(base, base + len(positions)), real, views)
 
-    def _mask(self, group: LayerGroup, positions: Positions, count: int) -> Tensor | None:
+    def _gather_view(
+        self,
+        group: LaneGroup,
+        selector: BlockSelector,
+        lane: Lane,
+        session: SessionKV,
+        positions: Positions,
+        count: int,
+    ) -> GatherView:
+        first = session.next_position % self._geometry.row_quantum  # padding rows before the real ones
+        rows = first + np.flatnonzero(session.staged_generated)
+        queries = positions[rows]
+        is_fixed = self._geometry.key_quantum > 1
+        always = always_read(
+            queries,
+            selector.local_starts(queries),
+            sink=selector.sink_rows,
+            device=self._device,
+            width=selector.sink_rows + selector.window + selector.block if is_fixed else None,
+        )
+        has_appended = not session.staged_generated.all()
+        layout = group.layout
+        return GatherView(
+            lane=lane,
+            selector=selector,
+            capacity=layout.capacity,
+            summaries_from=layout.capacity + layout.spare,
+            generated=torch.from_numpy(rows).to(self._device),
+            always=always,
+            candidates=distant_blocks(always, block=selector.block, count=layout.blocks),
+            row_by_row=is_fixed,
+            dense=DenseView(lane=lane, count=count, mask=self._mask(group, positions, count)) if has_appended else None,
+        )
+
+    def _mask(self, group: LaneGroup, positions: Positions, count: int) -> Tensor | None:
         """[T, count] additive. None when every query sees every key, which a lone decode row often does."""
         held = group.held[:count]
         if len(positions) == 1:
@@ -188,12 +205,12 @@ class StepPlan:
         }
 
     def _real(self, session: SessionKV, base: int) -> slice:
-        first = base + session.length % self._geometry.row_quantum
+        first = base + session.next_position % self._geometry.row_quantum
         return slice(first, first + session.staged)
 
 
 def _staged(session: SessionKV) -> Positions:
-    return np.arange(session.length, session.length + session.staged, dtype=np.int64)
+    return np.arange(session.next_position, session.next_position + session.staged, dtype=np.int64)
 
 
 def _by_row(states: Tensor) -> Tensor:

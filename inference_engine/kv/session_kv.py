@@ -1,67 +1,28 @@
-"""One session's K and V: its slab, which position lies in which slot, and the life of its rows.
+"""One session's K and V: which rows it holds, where, and their life.
 
     stage(n)       the next n positions get slots; their rows are written by this step's attention
     commit(length) staged rows below `length` stay, the rest are wiped; then, at a segment boundary, rows leave
 
 Eviction happens in `commit`, never before, so a rejected draft leaves no trace. Slots are wiped when they are opened,
-rejected or evicted: the slab's bytes are a function of the committed rows alone.
+rejected or evicted: the lanes' bytes are a function of the committed rows alone.
+
+Where a strategy has its old rows restored (`kv/sleeping.py`), a session wakes for a Generate and sleeps after it.
+Awake, it is a session like any other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from inference_engine.errors import InvariantViolated, NoCapacity
-from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.layout import Layout, Positions
-from inference_engine.kv.pool import Pool
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.lanes import LaneGroup
+from inference_engine.kv.sleeping import SleepingRows
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Bound, Footprint
-
-# move(rotated keys [H, n, D], shift, rotary name) -> the keys as they would be `shift` positions later
-MoveKeys = Callable[[Tensor, int, str], Tensor]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KVContext:
-    """What a session's K/V live in: the model's geometry, the shared pool, the model's own rotation."""
-
-    geometry: Geometry
-    pool: Pool
-    move_keys: MoveKeys
-    device: torch.device
-
-
-@dataclass(kw_only=True, slots=True)
-class LayerGroup:
-    """Layers that share a layout and a shape, and so share every slot."""
-
-    layers: NDArray[np.int64]
-    starts: NDArray[np.int64]  # first arena row of each layer's slab
-    layout: Layout
-    kv_heads: int
-    head_dim: int
-    rotary: str
-    held: Positions = field(init=False)  # the position each slot holds, -1 for none
-
-    def __post_init__(self) -> None:
-        self.held = np.full(self.layout.capacity, -1, dtype=np.int64)
-
-    def rows(self, slots: Positions) -> NDArray[np.int64]:
-        """Arena rows of `slots` in every layer and head: [layers, slots, Hkv]."""
-        heads = np.arange(self.kv_heads, dtype=np.int64) * self.layout.lane
-        return self.starts[:, None, None] + slots[None, :, None] + heads[None, None, :]
-
-    def open_slots(self, length: int) -> int:
-        """Slots that histories of `length` have touched."""
-        return min(length, self.layout.capacity)
 
 
 class SessionKV:
@@ -71,19 +32,21 @@ class SessionKV:
     """
 
     def __init__(self, strategy: KVStrategy, context: KVContext, limit_tokens: int | None) -> None:
-        """Reserve the slab. Raises NoCapacity, with nothing taken, if the pool has no room for it."""
-        geometry = context.geometry
+        """Reserve what is sustained. Raises NoCapacity, with nothing taken, if the pool has no room for it."""
         self.strategy = strategy
         self.context = context
         self.limit_tokens = limit_tokens
         self.length = 0  # committed positions
-        self.staged = 0  # positions staged beyond them
+        self.staged = 0  # positions staged beyond `next_position`
+        self.staged_generated: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self.evicted = 0  # committed positions that no query can read any more
-        self.bound: Bound = strategy.bound(geometry, limit_tokens)
-        self._demands = strategy.demands(geometry, limit_tokens)
-        self.groups: tuple[LayerGroup, ...] = ()
-        starts = context.pool.reserve(self._demands)
-        if starts is None:
+        self.bound: Bound = strategy.bound(context.geometry, limit_tokens)
+        self._resident: list[LaneGroup] = []
+        self._sleeping: SleepingRows | None = None
+        self._replayed: int | None = None  # while rows are computed again: how far
+        self._is_awake = False
+        if not self._reserve():
+            self.release()
             raise NoCapacity(
                 f"the session needs {self.bound.peak_bytes} bytes of K/V; {context.pool.reserved_bytes} of "
                 f"{context.pool.capacity_bytes} are reserved by other sessions. Close sessions, or ask for a smaller "
@@ -92,10 +55,72 @@ class SessionKV:
                 needed_bytes=self.bound.peak_bytes,
                 capacity_bytes=context.pool.capacity_bytes,
             )
-        self._starts = starts
-        layouts = strategy.layouts(geometry, limit_tokens)
-        self._has_windows = any(layout.window is not None for layout in layouts)
-        self.groups = _group_layers(layouts, geometry, starts)
+
+    def _reserve(self) -> bool:
+        plan = self.strategy.placement(self.context.geometry, self.limit_tokens)
+        for layers, layout in plan.resident:
+            group = LaneGroup.reserve(self.context, layers, layout)
+            if group is None:
+                return False
+            self._resident.append(group)
+        self._has_windows = plan.has_windows
+        if plan.restorer is None:
+            self._is_awake = True
+            return True
+        self._sleeping = SleepingRows.reserve(self.context, plan)
+        return self._sleeping is not None
+
+    @property
+    def groups(self) -> tuple[LaneGroup, ...]:
+        """The lanes that attention reads."""
+        return (*self._resident, *(self._sleeping.lanes if self._sleeping is not None else ()))
+
+    # -- waking and sleeping ----------------------------------------------------------------------------------------
+
+    @property
+    def next_position(self) -> int:
+        """The position whose row comes next: `length`, unless rows are being computed again."""
+        return self.length if self._replayed is None else self._replayed
+
+    @property
+    def pending_replay(self) -> int:
+        """Positions whose rows have to be computed again before new ones."""
+        if self._sleeping is None or (self._is_awake and self._replayed is None):
+            return 0
+        return self._sleeping.replay_end(self.length) - (self._replayed or 0)
+
+    def wake(self, tokens: int) -> bool:
+        """Get ready for histories of up to `tokens`. False, and nothing taken, if the pool has no room now.
+
+        Old rows are restored from the archive, or, where nothing is kept of them, are to be staged again from position
+        0 (`next_position`).
+        """
+        if self._sleeping is None or self._is_awake:
+            return True
+        limit = tokens if self.limit_tokens is None else min(tokens, self.limit_tokens)
+        plan = self.strategy.placement(self.context.geometry, max(limit, self.length))
+        if not self._sleeping.reserve_lanes(plan):
+            return False
+        if self._sleeping.replay_end(self.length):
+            self._replayed = 0
+        else:
+            self._sleeping.open_lanes(0, self.length)
+            if not self._sleeping.replays:
+                self._sleeping.restore(self.length)
+            self._sleeping.take_exact_rows(self.length)
+        self._is_awake = True
+        return True
+
+    def sleep(self) -> None:
+        """Keep the exact rows, give the lanes back. What was not committed is gone."""
+        assert self.staged == 0
+        if self._sleeping is None or not self._is_awake:
+            return
+        if self._replayed is None:
+            self._sleeping.put_exact_rows_away(self.length)
+        self._replayed = None
+        self._is_awake = False
+        self._sleeping.drop_lanes()
 
     # -- the life of rows -------------------------------------------------------------------------------------------
 
@@ -105,117 +130,93 @@ class SessionKV:
         Where rows leave, that is up to the end of the open segment; where none ever does, segments are no concern.
         """
         segment = self.context.geometry.segment_tokens
-        to_limit = math.inf if self.limit_tokens is None else self.limit_tokens - self.length
-        to_boundary = segment - self.length % segment if self._has_windows else math.inf
-        return int(min(to_limit, to_boundary))
+        at = self.next_position
+        to_limit = math.inf if self.limit_tokens is None else self.limit_tokens - at
+        to_boundary = segment - at % segment if self._has_windows else math.inf
+        to_replayed = math.inf if self._replayed is None else self.pending_replay
+        return int(min(to_limit, to_boundary, to_replayed))
 
-    def stage(self, count: int) -> None:
-        """Give the next `count` positions their slots. They are not committed yet."""
+    def stage(self, count: int, generated: NDArray[np.bool_] | None = None) -> None:
+        """Give the next `count` positions their slots. They are not committed yet.
+
+        generated: [count], which of them the model generated; None: none. It decides what they read, where a strategy
+        makes a difference.
+        """
+        assert self._is_awake, "a session has to wake before it stages"
         assert self.staged == 0 and 0 < count <= self.room(), (self.staged, count, self.room())
-        positions = np.arange(self.length, self.length + count, dtype=np.int64)
+        first = self.next_position
+        positions = np.arange(first, first + count, dtype=np.int64)
         for group in self.groups:
-            opened, needed = (self._open_rows(group, length) for length in (self.length, self.length + count))
-            self._wipe(group, np.arange(opened, needed, dtype=np.int64))
+            opened, needed = (group.open_rows(length) for length in (first, first + count))
+            group.wipe(np.arange(opened, needed, dtype=np.int64))
             if (group.held[group.layout.slots(positions)] >= 0).any():
-                raise InvariantViolated("INV1", f"a slot for positions from {self.length} is still held")
+                raise InvariantViolated("INV1", f"a slot for positions from {first} is still held")
         for group in self.groups:
             group.held[group.layout.slots(positions)] = positions
         self.staged = count
+        self.staged_generated = np.zeros(count, dtype=np.bool_) if generated is None else generated
 
     def commit(self, length: int) -> None:
         """Keep staged rows below `length`, wipe the others, and evict what no later query may see."""
-        if not self.length <= length <= self.length + self.staged:
-            raise InvariantViolated("INV2", f"commit to {length} of {self.length} and {self.staged} staged positions")
-        rejected = np.arange(length, self.length + self.staged, dtype=np.int64)
-        before = self.length
-        self.length, self.staged = length, 0
-        if length // self.context.geometry.segment_tokens > before // self.context.geometry.segment_tokens:
-            self.evicted = self.strategy.evicted(self.context.geometry, length)
+        before = self.next_position
+        if not before <= length <= before + self.staged:
+            raise InvariantViolated("INV2", f"commit to {length} of {before} and {self.staged} staged positions")
+        rejected = np.arange(length, before + self.staged, dtype=np.int64)
+        self.staged = 0
+        if self._replayed is None:
+            self.length = length
+            if length // self.context.geometry.segment_tokens > before // self.context.geometry.segment_tokens:
+                self.evicted = self.strategy.evicted(self.context.geometry, length)
+        else:
+            self._replayed = length
         # The tables first, the device second: should the device fail, the tables are right.
         for group in self.groups:
             group.held[group.layout.slots(rejected)] = -1
         for group in self.groups:
-            self._wipe(group, group.layout.slots(rejected))
+            group.wipe(group.layout.slots(rejected))
+            group.summarize(before, length)
+        if self._replayed is None and self._sleeping is not None:
+            self._sleeping.archive(before, length)
+        for group in self.groups:
             if group.layout.horizon(length) > group.layout.horizon(before):
-                self._evict(group)
+                group.evict(length)
+        if self._sleeping is not None and self._replayed is not None and not self.pending_replay:
+            self._sleeping.open_lanes(self._replayed, self.length)
+            self._sleeping.take_exact_rows(self.length)
+            self._replayed = None
 
     def check(self) -> None:
         """INV-1: per layer, resident and evicted positions add up to the cached length."""
+        cached = self.next_position + self.staged
         for group in self.groups:
             resident = int(np.count_nonzero(group.held >= 0))
-            gone = max(0, group.layout.horizon(self.length) - group.layout.sink)
-            if resident + gone != self.length + self.staged:
+            gone = max(0, group.layout.horizon(self.next_position) - group.layout.sink)
+            if resident + gone != cached:
                 raise InvariantViolated(
-                    "INV1", f"{resident} resident and {gone} evicted positions where {self.length} are cached"
+                    "INV1", f"{resident} resident and {gone} evicted positions where {cached} are cached"
                 )
 
     def release(self) -> None:
-        """Give the slab back. Safe to call twice; the session's rows are unreachable afterwards."""
-        if self.groups:
-            self.context.pool.release(self._demands, self._starts)
-            self.groups = ()
+        """Give everything back. Safe to call twice; the session's rows are unreachable afterwards."""
+        for group in self._resident:
+            group.release()
+        if self._sleeping is not None:
+            self._sleeping.release()
+        self._resident, self._sleeping, self._is_awake = [], None, False
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
     def footprint(self) -> Footprint:
-        """Bytes of opened pages, and of the sink's second copies."""
-        itemsize = self.context.geometry.itemsize
-        rows = copies = 0
-        for group in self.groups:
-            row_bytes = 2 * group.kv_heads * group.head_dim * itemsize * len(group.layers)
-            rows += self._open_rows(group, self.length + self.staged) * row_bytes
-            copies += min(group.layout.spare, self.length + self.staged) * row_bytes
-        return Footprint({"rows": rows, "sink_copy": copies})
-
-    # -- helpers ----------------------------------------------------------------------------------------------------
-
-    def _open_rows(self, group: LayerGroup, length: int) -> int:
-        page = self.context.geometry.page_tokens
-        if self.context.geometry.key_quantum > 1 and length:
-            # Padded keys are read (and masked), so they are opened with the rows they pad.
-            page = math.lcm(page, self.context.geometry.key_quantum)
-        return min(group.layout.capacity, -(-group.open_slots(length) // page) * page)
-
-    def _wipe(self, group: LayerGroup, slots: Positions) -> None:
-        if len(slots):
-            rows = torch.from_numpy(group.rows(slots).reshape(-1)).to(self.context.device)
-            arena = self.context.pool.arenas[group.head_dim]
-            arena.keys.index_fill_(0, rows, 0)
-            arena.values.index_fill_(0, rows, 0)
-
-    def _evict(self, group: LayerGroup) -> None:
-        layout = group.layout
-        leaving = np.flatnonzero((group.held >= layout.sink) & (group.held < layout.horizon(self.length)))
-        group.held[leaving] = -1
-        self._wipe(group, leaving)
-        shift = layout.sink_shift(self.length)
-        if shift:
-            self._move_sink(group, shift)
-
-    def _move_sink(self, group: LayerGroup, shift: int) -> None:
-        """Let the sink's keys stand `shift` positions after their own. Always from the copies, so no error adds up."""
-        layout, device = group.layout, self.context.device
-        sink = np.arange(layout.sink, dtype=np.int64)
-        source = group.rows(layout.capacity + sink).transpose(0, 2, 1)  # [layers, Hkv, sink]
-        target = group.rows(sink).transpose(0, 2, 1).reshape(-1)
-        keys = self.context.pool.arenas[group.head_dim].keys
-        own = keys[torch.from_numpy(source.reshape(-1).copy()).to(device)].view(-1, layout.sink, group.head_dim)
-        moved = self.context.move_keys(own, shift, group.rotary)
-        keys.index_copy_(0, torch.from_numpy(target.copy()).to(device), moved.reshape(-1, group.head_dim))
-
-
-def _group_layers(layouts: tuple[Layout, ...], geometry: Geometry, starts: tuple[int, ...]) -> tuple[LayerGroup, ...]:
-    members: dict[tuple[Layout, int, int, str], list[int]] = {}
-    for index, (layer, layout) in enumerate(zip(geometry.layers, layouts, strict=True)):
-        members.setdefault((layout, layer.kv_heads, layer.head_dim, layer.rotary), []).append(index)
-    return tuple(
-        LayerGroup(
-            layers=np.array(layers, dtype=np.int64),
-            starts=np.array([starts[index] for index in layers], dtype=np.int64),
-            layout=layout,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            rotary=rotary,
-        )
-        for (layout, kv_heads, head_dim, rotary), layers in members.items()
-    )
+        """Bytes of opened pages by kind: rows, the sink's second copies, the archive, the lanes of a woken session."""
+        length = self.next_position + self.staged
+        held = {"rows": 0, "sink_copy": 0}
+        for group in self._resident:
+            held["rows"] += group.open_rows(length) * group.row_bytes
+            held["sink_copy"] += min(group.layout.spare, length) * group.row_bytes
+            if group.layout.selector is not None:
+                blocks = self.length // group.layout.selector.block
+                held["bounds"] = held.get("bounds", 0) + blocks * group.row_bytes
+        if self._sleeping is not None:
+            for kind, count in self._sleeping.held_bytes(self.length, length).items():
+                held[kind] = held.get(kind, 0) + count
+        return Footprint(held)

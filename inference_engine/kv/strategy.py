@@ -7,14 +7,45 @@ nothing asks which strategy it has. A new one is a file in `strategies/` and its
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from inference_engine.errors import InvalidArgument
 from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.lanes import LayerSet, alike, lane_demand
 from inference_engine.kv.layout import LayerRule, Layout
 from inference_engine.kv.pool import Demand
+from inference_engine.kv.restorer import KeptLayers, Restorer
 from inference_engine.types import Bound
+
+Option = int | str | tuple[int, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SleepingLayout:
+    """A layer whose old rows are restored: its exact rows at any time, and every readable row while awake."""
+
+    exact: Layout
+    awake: Layout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Where the rows of a session lie, by sets of alike layers."""
+
+    resident: tuple[tuple[LayerSet, Layout], ...]
+    sleeping: tuple[tuple[LayerSet, SleepingLayout], ...]
+    kept: tuple[KeptLayers, ...]  # one for each of `sleeping`
+    restorer: Restorer | None
+
+    @property
+    def has_windows(self) -> bool:
+        """Does any row ever leave, change its form, or become distant?"""
+        if self.restorer is not None and not self.restorer.replays:
+            return True
+        layouts = [layout for _, layout in self.resident] + [pair.awake for _, pair in self.sleeping]
+        return any(layout.window is not None or layout.selector is not None for layout in layouts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,42 +58,68 @@ class KVStrategy(ABC):
     def rule(self, layer: int, geometry: Geometry) -> LayerRule:
         """What layer number `layer` keeps."""
 
+    def restorer(self) -> Restorer | None:
+        """How rows past a rule's `exact` are kept; None if no rule has one."""
+        return None
+
     def check(self, geometry: Geometry) -> None:
         """Raise InvalidArgument, naming the option, if a model of this geometry cannot be served this way."""
+
+    def resolved(self, geometry: Geometry) -> KVStrategy:
+        """This spec with the defaults that depend on the model filled in."""
+        return self
 
     def length_limit(self, geometry: Geometry) -> int | None:
         """The longest history in tokens, or None if sessions can go on for ever."""
         return geometry.trained_positions
 
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Option]:
         return asdict(self)
 
-    def layouts(self, geometry: Geometry, limit_tokens: int | None) -> tuple[Layout, ...]:
-        """Each layer's layout for a session of at most `limit_tokens`."""
-        return tuple(
-            Layout.of(self.rule(index, geometry), geometry, layer.native_window, limit_tokens)
-            for index, layer in enumerate(geometry.layers)
-        )
-
-    def demands(self, geometry: Geometry, limit_tokens: int | None) -> tuple[Demand, ...]:
-        """Each layer's part of the slab."""
-        unit = geometry.alignment
-        return tuple(
-            Demand(
-                head_dim=layer.head_dim,
-                elements=-(-layer.kv_heads * layout.lane * layer.head_dim // unit) * unit,
-            )
-            for layer, layout in zip(geometry.layers, self.layouts(geometry, limit_tokens), strict=True)
+    def placement(self, geometry: Geometry, limit_tokens: int | None) -> Placement:
+        """Where the rows of a session of at most `limit_tokens` lie."""
+        restorer = self.restorer()
+        rules = {index: self.rule(index, geometry) for index in range(len(geometry.layers))}
+        sleeping = [index for index, rule in rules.items() if restorer and _sleeps(restorer, rule, geometry, index)]
+        keys = {index: (rule, geometry.layers[index].native_window) for index, rule in rules.items()}
+        sleepers = alike(geometry, {index: keys[index] for index in sleeping})
+        exact = [
+            Layout.of(LayerRule(sink=rule.sink, window=rule.exact), geometry, native, limit_tokens, moves_sink=False)
+            for _, (rule, native) in sleepers
+        ]
+        return Placement(
+            resident=tuple(
+                (layers, Layout.of(rule, geometry, native, limit_tokens))
+                for layers, (rule, native) in alike(
+                    geometry, {index: key for index, key in keys.items() if index not in sleeping}
+                )
+            ),
+            sleeping=tuple(
+                (layers, SleepingLayout(exact=layout, awake=Layout.of(rule, geometry, native, limit_tokens)))
+                for (layers, (rule, native)), layout in zip(sleepers, exact, strict=True)
+            ),
+            kept=tuple(
+                KeptLayers.of(layers, geometry, layout, rule.window, limit_tokens)
+                for (layers, (rule, _)), layout in zip(sleepers, exact, strict=True)
+                if restorer is not None and not restorer.replays
+            ),
+            restorer=restorer,
         )
 
     def bound(self, geometry: Geometry, limit_tokens: int | None) -> Bound:
         """Bytes of K/V such a session may hold. Page rounding, rings and the sink's second copy are in it.
 
-        Rows of a running step are staged in the slab itself, so the peak is no higher than what is sustained.
+        Rows of a running step are staged in the lanes themselves. Where old rows are restored, the lanes that hold them
+        while the session is awake are the difference between the peak and what is sustained.
         """
-        elements = sum(demand.elements for demand in self.demands(geometry, limit_tokens))
-        held = 2 * elements * geometry.itemsize
-        return Bound(sustained_bytes=held, peak_bytes=held)
+        placement = self.placement(geometry, limit_tokens)
+        resident = _lanes(geometry, placement.resident)
+        exact = _lanes(geometry, [(layers, pair.exact) for layers, pair in placement.sleeping])
+        awake = _lanes(geometry, [(layers, pair.awake) for layers, pair in placement.sleeping])
+        archive = placement.restorer.demands(geometry, placement.kept) if placement.restorer else ()
+        sustained = sum(demand.elements for demand in (*resident, *exact, *archive))
+        peak = sustained + sum(demand.elements for demand in awake)
+        return Bound(sustained_bytes=2 * sustained * geometry.itemsize, peak_bytes=2 * peak * geometry.itemsize)
 
     def evicted(self, geometry: Geometry, length: int) -> int:
         """Positions among the first `length` that no layer can read any more because of the strategy.
@@ -78,9 +135,43 @@ class KVStrategy(ABC):
             lost = min(lost, max(0, start - rule.window - rule.sink))
         return lost
 
+    def restored(self, geometry: Geometry, query: int) -> int:
+        """Positions that the query at `query` reads in restored form, in at least one layer."""
+        restorer = self.restorer()
+        most = 0
+        for index in range(len(geometry.layers)):
+            rule = self.rule(index, geometry)
+            if restorer is None or rule.exact is None or not _sleeps(restorer, rule, geometry, index):
+                continue
+            start = query - query % geometry.segment_tokens
+            first = rule.sink if rule.window is None else max(rule.sink, start - rule.window)
+            most = max(most, start - rule.exact - first)
+        return most
+
     def __str__(self) -> str:
-        options = ",".join(f"{key}={value}" for key, value in self.options().items())
+        options = ",".join(
+            f"{key}={'+'.join(map(str, value)) if isinstance(value, tuple) else value}"
+            for key, value in self.options().items()
+            if value is not None and value != ()
+        )
         return f"{self.name}:{options}" if options else self.name
+
+
+def _sleeps(restorer: Restorer, rule: LayerRule, geometry: Geometry, layer: int) -> bool:
+    """Are this layer's lanes there only while the session is awake?
+
+    A replay runs through every layer, so all need lanes of their own then. Otherwise layers with a native window keep
+    their rows: the model never looks at older ones.
+    """
+    if restorer.replays:
+        return True
+    return rule.exact is not None and geometry.layers[layer].native_window is None
+
+
+def _lanes(geometry: Geometry, lanes: Sequence[tuple[LayerSet, Layout]]) -> list[Demand]:
+    return [
+        demand for layers, layout in lanes for demand in [lane_demand(geometry, layers, layout)] * len(layers.layers)
+    ]
 
 
 def require(condition: bool, field: str, message: str, **limits: int) -> None:

@@ -163,14 +163,15 @@ class Seam:
         self._rotary.is_beyond_trained = bool(positions.max() >= self.trained_positions)
         return SeamBatch(plan, self.layers)
 
-    def move_keys(self, keys: Tensor, shift: int, name: str) -> Tensor:
-        """Rotated keys [H, n, D] as they would be `shift` positions later."""
-        self._rotary.is_beyond_trained = shift >= self.trained_positions
-        positions = torch.full((1, keys.shape[1]), shift, dtype=torch.long, device=keys.device)
-        cos, sin = self._rotary(keys, positions, None if name == _DEFAULT_ROTARY else name)
+    def rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:
+        """Rotated keys [H, n, D] as they would be `shifts` [n] positions later (negative: before)."""
+        far = shifts.abs()
+        self._rotary.is_beyond_trained = bool(far.max() >= self.trained_positions)
+        cos, sin = self._rotary(keys, far[None], None if name == _DEFAULT_ROTARY else name)
         scale = float((cos[0, 0].double() ** 2 + sin[0, 0].double() ** 2).mean().sqrt())
         # Some kinds scale cos and sin (yarn): the keys carry that factor already.
-        return self._apply(keys[None], keys[None], cos / scale, sin / scale)[1][0]
+        cos, sin = cos / scale, torch.where((shifts < 0)[None, :, None], -sin, sin) / scale
+        return self._apply(keys[None], keys[None], cos, sin)[1][0]
 
 
 def _attention_modules(model: PreTrainedModel, config: PretrainedConfig) -> list[nn.Module]:

@@ -13,14 +13,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from torch import Tensor
 
 from inference_engine.config import EngineConfig
 from inference_engine.decode.sampling import Sampler
-from inference_engine.decode.verifier import Block, BlockFailed, Sample, Verifier
+from inference_engine.decode.verifier import Block, BlockFailed, Outcome, Sample, Verifier
 from inference_engine.errors import (
     Draining,
     InternalError,
     InvariantViolated,
+    NoCapacity,
     NonFiniteLogits,
     Overloaded,
     SessionClosed,
@@ -169,6 +171,12 @@ class Scheduler:
 
     def _begin(self, request: Request) -> None:
         session = request.session
+        needed = len(session.history) + request.params.max_tokens
+        if not session.kv.wake(needed):
+            if any(other.state is RequestState.RUNNING for other in self._running):
+                return  # they give room back when they end
+            self._end(request, Failed(_no_room_to_wake(session, needed)))
+            return
         request.move(RequestState.RUNNING)
         request.started_at = request.token_at = self._clock()
         request.prefill_tokens = request.pending_tokens
@@ -187,7 +195,7 @@ class Scheduler:
         )
 
     def _step(self) -> None:
-        requests = list(self._running)
+        requests = [request for request in self._running if request.state is RequestState.RUNNING]
         if not requests:
             return
         # Beside decoders a prefill moves a segment at a time, so that nobody waits long for a token.
@@ -202,7 +210,7 @@ class Scheduler:
         blocks = [self._block(requests[index], candidates[index].rows) for index in chosen]
         began = self._clock()
         try:
-            samples = self._verifier.run(blocks)
+            outcomes = self._verifier.run(blocks)
         except BlockFailed as failed:
             self._fail_session(batch[failed.index], failed.violation)
             return
@@ -213,13 +221,13 @@ class Scheduler:
         self.failed_steps = 0
         self._metrics.step_seconds.observe(self._clock() - began)
         self._metrics.step_rows.observe(sum(len(block.token_ids) for block in blocks))
-        for request, block, sample in zip(batch, blocks, samples, strict=True):
+        for request, block, outcome in zip(batch, blocks, outcomes, strict=True):
             # Served: to the back of the line. At once, or a drain would see nobody running.
             with self._wake:
                 self._running.remove(request)
                 self._running.append(request)
             try:
-                self._settle(request, block, sample)
+                self._settle(request, block, outcome)
             except InvariantViolated as violation:
                 self._fail_session(request, violation)
             except Exception as error:
@@ -227,50 +235,71 @@ class Scheduler:
 
     def _block(self, request: Request, rows: int) -> Block:
         is_last = rows == request.pending_tokens
+        is_scored = request.forced is not None
+        wanted = rows if request.has_recorded_forced else int(is_last and is_scored)
         return Block(
             kv=request.session.kv,
             token_ids=request.session.pending_ids(rows),
-            sampler=request.sampler if is_last else None,
+            generated=request.session.pending_generated(rows),
+            sampler=request.sampler if is_last and not is_scored else None,
             wants_logprob=request.params.logprobs,
+            wanted_logits=wanted,
         )
 
     # -- after a step -----------------------------------------------------------------------------------------------
 
-    def _settle(self, request: Request, block: Block, sample: Sample | None) -> None:
+    def _settle(self, request: Request, block: Block, outcome: Outcome) -> None:
         """Commit what this step gave the request: history first, then rows, then the client hears of it."""
-        session, kv = request.session, request.session.kv
+        session, kv, sample = request.session, request.session.kv, outcome.sample
+        first = kv.next_position
         try:
-            kept = self._accept(request, block, sample)
+            kept = self._accept(request, block, outcome)
         except BaseException:
-            kv.commit(kv.length)
+            kv.commit(first)
             raise
-        kv.commit(kv.length + kept)
+        kv.commit(first + kept)
         session.refresh_facts()
         if request.is_prefilling:
+            request.prefilled_tokens += kept
             self._metrics.prefilled_tokens.inc(kept)
-            request.listener(Progress(kv.length - request.cached_tokens, request.prefill_tokens))
+            request.listener(Progress(request.prefilled_tokens, request.prefill_tokens))
         if sample is not None and not sample.is_finite:
             self._metrics.non_finite_logits.inc()
             self._end(request, Failed(NonFiniteLogits(len(session.history))))
+        elif outcome.logits is not None and kept:
+            self._report_logits(request, first + kept, outcome.logits)
         elif sample is not None and kept == len(block.token_ids):
             self._report_token(request, sample)
 
-    def _accept(self, request: Request, block: Block, sample: Sample | None) -> int:
+    def _accept(self, request: Request, block: Block, outcome: Outcome) -> int:
         """Record the sample, unless the request was stopped while the step ran; returns how many rows to keep.
 
         A last row whose sample nobody takes is not kept: its logits would be lost, and the next Generate needs them.
         """
-        rows = len(block.token_ids)
-        if sample is None:
-            return rows
-        if not sample.is_finite:
-            return 0
-        session = request.session
-        with self._store.locked():
-            if session.is_closed or request.stop is not None:
-                return rows - 1
-            session.record(self._journal, np.array([sample.token_id], dtype=np.uint32), Mark.GENERATED)
+        rows, session, sample = len(block.token_ids), request.session, outcome.sample
+        if sample is not None:
+            if not sample.is_finite:
+                return 0
+            with self._store.locked():
+                if session.is_closed or request.stop is not None:
+                    return rows - 1
+                session.record(self._journal, np.array([sample.token_id], dtype=np.uint32), Mark.GENERATED)
+        elif outcome.logits is not None and request.forced is not None and not request.has_recorded_forced:
+            with self._store.locked():
+                if session.is_closed or request.stop is not None:
+                    return rows - 1
+                session.record(self._journal, request.forced.token_ids, Mark.GENERATED)
+                request.has_recorded_forced = True
+                request.prefill_tokens += len(request.forced.token_ids) - 1
         return rows
+
+    def _report_logits(self, request: Request, position: int, logits: Tensor) -> None:
+        """Hand over the logits of a block whose last row predicts the token at `position`."""
+        assert request.forced is not None
+        request.last_query = position - 1
+        request.forced.on_logits(position - len(logits) + 1, logits)
+        if not request.pending_tokens:
+            self._end(request, request.finished(StopReason.MAX_TOKENS, self._clock()))
 
     def _report_token(self, request: Request, sample: Sample) -> None:
         session = request.session
@@ -318,6 +347,8 @@ class Scheduler:
         try:
             if not request.session.is_closed and not request.session.failure_reason:
                 request.session.kv.check()
+                request.session.kv.sleep()
+                request.session.refresh_facts()
         except InvariantViolated as violation:
             event = Failed(violation)
             self._condemn(request.session, violation)
@@ -349,6 +380,17 @@ class Scheduler:
                     self._end(request, Failed(InternalError(incident)))
                 except Exception:
                     logger.exception("incident %s: a Generate could not be ended cleanly", incident)
+
+
+def _no_room_to_wake(session: Session, tokens: int) -> NoCapacity:
+    pool = session.kv.context.pool
+    return NoCapacity(
+        f"restoring the session's rows for {tokens} tokens needs up to "
+        f"{session.kv.bound.peak_bytes - session.kv.bound.sustained_bytes} bytes of K/V; {pool.reserved_bytes} of "
+        f"{pool.capacity_bytes} are reserved by other sessions. Close sessions, or ask for fewer max_tokens",
+        retry_after_seconds=1.0,
+        capacity_bytes=pool.capacity_bytes,
+    )
 
 
 def _outcome(event: Event) -> str:

@@ -12,11 +12,23 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from inference_engine.decode.sampling import Sampler
+from inference_engine.session.journal import TokenIds
 from inference_engine.session.session import Session
 from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason
 
 Listener = Callable[[Event], None]
+OnLogits = Callable[[int, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """Tokens to be taken as if the model had generated them, and who wants to see the logits that predict them."""
+
+    token_ids: TokenIds
+    on_logits: OnLogits
 
 
 class RequestState(enum.Enum):
@@ -42,6 +54,8 @@ class Request:
     listener: Listener
     stop_ids: frozenset[int]
     accepted_at: float
+    forced: Forced | None = None  # None: tokens are sampled
+    has_recorded_forced: bool = False
     state: RequestState = RequestState.QUEUED
     sampler: Sampler | None = None
     # None until somebody wants the request to end; then how it shall end.
@@ -50,6 +64,7 @@ class Request:
     token_at: float = 0.0
     prefill_seconds: float = 0.0
     prefill_tokens: int = 0
+    prefilled_tokens: int = 0
     cached_tokens: int = 0
     generated: int = 0
     last_query: int = field(default=-1)  # position of the last row whose logits were sampled
@@ -65,16 +80,23 @@ class Request:
 
     @property
     def pending_tokens(self) -> int:
-        """Recorded tokens that have no K/V yet. One, the last sampled, while decoding."""
-        return len(self.session.history) - self.session.kv.length
+        """Recorded tokens that have no K/V yet, or have to be computed again. One, the last sampled, while decoding.
+
+        The last forced token is left for the next Generate, as the last sampled one is.
+        """
+        kv = self.session.kv
+        return len(self.session.history) - kv.length + kv.pending_replay - self.has_recorded_forced
 
     @property
     def is_prefilling(self) -> bool:
+        """Before the first new token. A score prefills from its beginning to its end."""
         return self.generated == 0
 
     def finished(self, reason: StopReason, now: float) -> Finished:
         kv = self.session.kv
-        evicted = kv.strategy.evicted(kv.context.geometry, self.last_query) if self.last_query >= 0 else 0
+        strategy, geometry = kv.strategy, kv.context.geometry
+        has_asked = self.last_query >= 0
+        evicted = strategy.evicted(geometry, self.last_query) if has_asked else 0
         return Finished(
             stop_reason=reason,
             generated_tokens=self.generated,
@@ -82,10 +104,11 @@ class Request:
             prefill_seconds=self.prefill_seconds,
             total_seconds=now - self.accepted_at,
             seed=self.seed,
-            prefilled_tokens=min(self.prefill_tokens, max(0, kv.length - self.cached_tokens)),
+            prefilled_tokens=self.prefilled_tokens,
             cached_tokens=self.cached_tokens,
             attended_positions=self.last_query + 1 - evicted,
             evicted_positions=evicted,
+            restored_positions=strategy.restored(geometry, self.last_query) if has_asked else 0,
         )
 
     def ending(self, how: StopReason | BaseException, now: float) -> Finished | Failed:

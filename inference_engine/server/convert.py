@@ -7,6 +7,7 @@ Checks that need only the message are made while converting; InvalidArgument nam
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from inference_engine.engine import EngineInfo, SessionInfo, SessionOpened
 from inference_engine.errors import InvalidArgument
@@ -41,7 +42,9 @@ def strategy_from_wire(message: pb.Strategy) -> KVStrategy:
         raise InvalidArgument(
             "strategy", f"no strategy this server knows is set; it knows {', '.join(strategy_names())}"
         )
-    options = {field.name: value for field, value in getattr(message, arm).ListFields()}
+    options = {
+        field.name: tuple(value) if field.is_repeated else value for field, value in getattr(message, arm).ListFields()
+    }
     try:
         return make_strategy(arm, **options)
     except InvalidArgument as error:
@@ -60,12 +63,9 @@ def in_strategy(error: InvalidArgument, arm: str) -> InvalidArgument:
 
 
 def strategy_to_wire(strategy: KVStrategy) -> pb.Strategy:
-    message = pb.Strategy()
-    arm = getattr(message, strategy.name)
-    arm.SetInParent()
-    for name, value in strategy.options().items():
-        setattr(arm, name, value)
-    return message
+    # An option that is None stays absent.
+    arms: dict[str, Any] = {strategy.name: strategy.options()}
+    return pb.Strategy(**arms)
 
 
 def params_from_wire(request: pb.GenerateRequest) -> GenerateParams:
@@ -136,6 +136,7 @@ def _done_to_wire(event: Finished) -> pb.GenerateDone:
         attended_position_count=event.attended_positions,
         evicted_position_count=event.evicted_positions,
         history_length=event.history_length,
+        restored_position_count=event.restored_positions,
     )
 
 

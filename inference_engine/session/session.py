@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inference_engine.errors import HistoryLimit, InvariantViolated
 from inference_engine.kv.session_kv import SessionKV
@@ -65,9 +66,15 @@ class Session:
         self.history.extend(token_ids, mark)
 
     def pending_ids(self, limit: int) -> TokenIds:
-        """The next token ids that have no K/V yet, at most `limit`, as a copy."""
-        start = self.kv.length
+        """The next token ids whose K/V are to be computed, at most `limit`, as a copy."""
+        start = self.kv.next_position
         return np.array(self.history.ids(start, start + limit))
+
+    def pending_generated(self, limit: int) -> NDArray[np.bool_]:
+        """Which of the tokens of `pending_ids` the model generated."""
+        start = self.kv.next_position
+        generated: NDArray[np.bool_] = self.history.marks(start, start + limit) == Mark.GENERATED
+        return generated
 
     def refresh_facts(self) -> None:
         """Engine's thread, after a commit: publish what other threads may read. Raises InvariantViolated."""

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from inference_engine.errors import InvariantViolated, NoCapacity, SessionBusy, SessionEvicted, SessionNotFound
-from inference_engine.kv.session_kv import KVContext, SessionKV
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.journal import Journal, SessionRecord
@@ -199,16 +200,33 @@ class SessionStore:
                 self._evict(idle[0], "lru")
                 continue
             try:
+                self._keep_room_to_wake(strategy, limit_tokens)
                 return SessionKV(strategy, self._context, limit_tokens)
             except NoCapacity:
                 # A failed session holds no bytes any more, and answers for itself until its TTL.
                 holding = [session for session in idle if not session.failure_reason]
                 pool = self._context.pool
                 within_reach = pool.capacity_bytes - pool.reserved_bytes
-                within_reach += sum(session.kv.bound.peak_bytes for session in holding)
+                within_reach += sum(session.kv.bound.sustained_bytes for session in holding)
                 if not holding or within_reach < needed:
                     raise
                 self._evict(holding[0], "lru")
+
+    def _keep_room_to_wake(self, strategy: KVStrategy, limit_tokens: int | None) -> None:
+        """Raise NoCapacity if the new session left too little room for the most that one session needs to wake."""
+        new = strategy.bound(self._context.geometry, limit_tokens)
+        bounds = [session.kv.bound for session in self._sessions.values() if not session.failure_reason] + [new]
+        sustained = sum(bound.sustained_bytes for bound in bounds)
+        waking = max(bound.peak_bytes - bound.sustained_bytes for bound in bounds)
+        capacity = self._context.pool.capacity_bytes
+        if waking and sustained + waking > capacity:
+            raise NoCapacity(
+                f"with this session {sustained} bytes of K/V would be reserved and {waking} are needed to wake one, "
+                f"of {capacity} in all. Close sessions, or ask for a smaller limit_tokens or another strategy",
+                retry_after_seconds=1.0,
+                needed_bytes=sustained + waking,
+                capacity_bytes=capacity,
+            )
 
     def _idle(self, owner: str) -> list[Session]:
         """The owner's sessions that may make room, least recently used first."""

@@ -157,7 +157,7 @@ def test_moving_keys_equals_rotating_them_at_the_later_positions(
             cos, sin = module(raw, torch.arange(first, first + 5)[None], name)
             return seam._apply(raw[None], raw[None], cos, sin)[1][0]
 
-        torch.testing.assert_close(seam.move_keys(at(0), 77, layer.rotary), at(77), atol=1e-5, rtol=0)
+        torch.testing.assert_close(seam.rotate(at(0), torch.full((5,), 77), layer.rotary), at(77), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["llama", "glm"])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from inference_engine.errors import ConfigError, InvalidArgument
 from inference_engine.kv.geometry import Geometry, LayerGeometry
-from inference_engine.kv.strategies import make_strategy, parse_strategy
-from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.strategies import make_strategy, parse_strategy, strategy_names
+from inference_engine.kv.strategy import KVStrategy, Option
 from tests.laws.variants import all_strategies, each_strategy
 
 LAYER = LayerGeometry(query_heads=4, kv_heads=2, head_dim=16)
 GEOMETRY = Geometry(layers=(LAYER,) * 3, itemsize=4, trained_positions=2048, page_tokens=16, segment_tokens=256)
+SLIDING = replace(GEOMETRY, layers=(LAYER, replace(LAYER, native_window=100), LAYER))
 
 
 @each_strategy
@@ -21,7 +24,20 @@ def test_a_strategy_survives_its_text_form(strategy: KVStrategy) -> None:
 
 
 def test_defaults_are_filled_in() -> None:
-    assert parse_strategy("sink_window:window=99").options() == {"sink": 4, "window": 99}
+    assert parse_strategy("sink_window:window=99") == make_strategy("sink_window", sink=4, window=99)
+
+
+def test_numbers_texts_and_lists_of_numbers_are_written_as_people_write_them() -> None:
+    layers = make_strategy("layer_window", window=512, full_layers=(5, 11, 17))
+    assert parse_strategy("layer_window:window=512,full_layers=5+11+17") == layers
+    assert parse_strategy(" layer_window : window = 512 , full_layers = 5+11+17 ") == layers
+    assert parse_strategy("layer_window:full_layers=5") == make_strategy("layer_window", full_layers=(5,))
+    assert parse_strategy("restored:source=recompute") == make_strategy("restored", source="recompute")
+
+
+def test_options_that_were_not_given_are_not_written() -> None:
+    assert str(make_strategy("sink_window")) == "sink_window:sink=4,window=1024"
+    assert str(make_strategy("layer_window", full_layers=(5, 11))).endswith("full_layers=5+11")
 
 
 @pytest.mark.parametrize(
@@ -31,22 +47,76 @@ def test_defaults_are_filled_in() -> None:
         ("full", {"window": 3}, "strategy"),
         ("sink_window", {"window": 0}, "window"),
         ("sink_window", {"sink": -1}, "sink"),
+        ("layer_window", {"full_layers": (1,), "window": 0}, "window"),
+        ("layer_window", {"full_layers": (1,), "sink": -1}, "sink"),
+        ("layer_window", {}, "full_layers"),
+        ("layer_window", {"full_layers": ()}, "full_layers"),
+        ("layer_window", {"full_layers": (-1,)}, "full_layers"),
+        ("layer_window", {"full_layers": (2, 0, 2)}, "full_layers"),
+        ("restored", {"source": "dreams"}, "source"),
     ],
 )
-def test_a_wrong_option_is_refused_by_name(name: str, options: dict[str, int], field: str) -> None:
+def test_a_wrong_option_is_refused_by_name(name: str, options: dict[str, Option], field: str) -> None:
     with pytest.raises(InvalidArgument) as refusal:
         make_strategy(name, **options)
     assert refusal.value.field == field
 
 
-def test_a_window_the_model_was_not_trained_for_is_refused_before_anything_is_allocated() -> None:
-    make_strategy("sink_window", sink=4, window=2048 - 256 - 4).check(GEOMETRY)
+@pytest.mark.parametrize(("name", "rest"), [("sink_window", {}), ("layer_window", {"full_layers": (0,)})])
+def test_a_window_the_model_was_not_trained_for_is_refused_before_anything_is_allocated(
+    name: str, rest: dict[str, Option]
+) -> None:
+    make_strategy(name, sink=4, window=2048 - 256 - 4, **rest).check(GEOMETRY)
     with pytest.raises(InvalidArgument, match="2048") as refusal:
-        make_strategy("sink_window", sink=4, window=2048 - 256 - 3).check(GEOMETRY)
+        make_strategy(name, sink=4, window=2048 - 256 - 3, **rest).check(GEOMETRY)
     assert refusal.value.field == "window"
 
 
-@pytest.mark.parametrize("text", ["sink_window:window", "sink_window:window=x", "gone", "full:sink=1"])
+def test_layers_that_the_model_does_not_have_are_refused_with_their_count() -> None:
+    make_strategy("layer_window", full_layers=(0, 2)).check(GEOMETRY)
+    with pytest.raises(InvalidArgument, match="3 layers, 0 to 2; got 3, 9") as refusal:
+        make_strategy("layer_window", full_layers=(0, 3, 9)).check(GEOMETRY)
+    assert (refusal.value.field, refusal.value.metadata["layers"]) == ("full_layers", "3")
+
+
+def test_layers_that_slide_by_themselves_cannot_be_kept_full_and_those_that_can_are_named() -> None:
+    with pytest.raises(InvalidArgument, match=r"got 1, .* kept full: 0, 2") as refusal:
+        make_strategy("layer_window", full_layers=(0, 1)).check(SLIDING)
+    assert refusal.value.field == "full_layers"
+
+
+def test_layer_window_holds_every_row_of_its_full_layers_and_of_the_others_what_sink_window_holds() -> None:
+    full, window, layers = (
+        make_strategy(name, **options).bound(GEOMETRY, 2000).peak_bytes
+        for name, options in (
+            ("full", {}),
+            ("sink_window", {"window": 99}),
+            ("layer_window", {"window": 99, "full_layers": (1,)}),
+        )
+    )
+    assert layers == full // 3 + window // 3 * 2
+
+
+def test_a_window_leaves_layers_that_slide_by_themselves_alone() -> None:
+    narrow = make_strategy("layer_window", window=9, full_layers=(0, 2))
+    assert narrow.bound(SLIDING, 2000) == make_strategy("full").bound(SLIDING, 2000)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sink_window:window",
+        "sink_window:window=x",
+        "sink_window:window=²",
+        "sink_window:window=1+2",
+        "gone",
+        "full:sink=1",
+        "layer_window:full_layers=",
+        "layer_window:full_layers=1++2",
+        "layer_window:full_layers=1+x",
+        "restored:source=",
+    ],
+)
 def test_text_that_names_no_strategy_is_a_config_error(text: str) -> None:
     with pytest.raises(ConfigError, match="strategy"):
         parse_strategy(text)
@@ -66,4 +136,4 @@ def test_bytes_of_full_are_rows_rounded_to_pages(limit: int) -> None:
 
 
 def test_every_strategy_has_a_small_variant_for_the_laws() -> None:
-    assert {strategy.name for strategy in all_strategies()} >= {"full", "sink_window"}
+    assert {strategy.name for strategy in all_strategies()} == set(strategy_names())

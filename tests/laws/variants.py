@@ -10,14 +10,33 @@ import pytest
 
 from inference_engine.engine import Engine
 from inference_engine.kv.strategies import make_strategy, strategy_names
-from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.strategy import KVStrategy, Option
 from inference_engine.types import Event, GenerateParams, Mode, Sampling, TokenCommitted
 from tests.tiny import VOCABULARY, tiny_engine
 
-_SMALL_OPTIONS: dict[str, list[dict[str, int]]] = {
-    "full": [{}],
+_SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
+    "full": [{}, {"codec": "identity", "exact_window": 8, "exact_layers": (0,)}, {"codec": "int8", "exact_window": 16}],
     # The second window is wider than TinyModel's own, the third is narrower and no multiple of a page, without a sink.
-    "sink_window": [{"sink": 4, "window": 16}, {"sink": 3, "window": 40}, {"sink": 0, "window": 7}],
+    "sink_window": [
+        {"sink": 4, "window": 16},
+        {"sink": 3, "window": 40},
+        {"sink": 0, "window": 7},
+        {"sink": 2, "window": 44, "codec": "int8", "exact_window": 9},
+    ],
+    # The last layer full; TinyModel's first is sliding by itself, what is between is windowed.
+    "layer_window": [
+        {"sink": 4, "window": 16, "full_layers": (2,)},
+        {"sink": 0, "window": 7, "full_layers": (2,)},
+        {"sink": 3, "window": 44, "full_layers": (2,), "codec": "int8", "exact_window": 9},
+        {"sink": 4, "window": 16, "full_layers": (2,), "codec": "int8", "exact_window": 20, "exact_layers": (1,)},
+    ],
+    # Exact windows narrower and wider than TinyModel's own; without a sink.
+    # Few blocks; and a budget that reads everything.
+    "gather": [
+        {"block": 8, "sink": 4, "window": 16, "budget": 48},
+        {"block": 4, "sink": 0, "window": 20, "budget": 400},
+    ],
+    "restored": [{"sink": 4, "window": 16}, {"sink": 0, "window": 40}],
 }
 
 # Several times every window, and not a multiple of a segment.

@@ -134,6 +134,10 @@ async def test_the_last_numbers_within_range_generate(client: Client, fields: di
     assert len(await client.generate(session_id, 4, **fields)) == 4
 
 
+def layers_kept_full(*layers: int) -> pb.Strategy:
+    return pb.Strategy(layer_window=pb.LayerWindowStrategy(window=32, full_layers=layers))
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -142,6 +146,36 @@ async def test_the_last_numbers_within_range_generate(client: Client, fields: di
         ({"strategy": pb.Strategy(sink_window=pb.SinkWindowStrategy(window=0))}, "strategy.sink_window.window"),
         ({"strategy": pb.Strategy(sink_window=pb.SinkWindowStrategy(window=2**32 - 1))}, "strategy.sink_window.window"),
         ({"strategy": pb.Strategy(sink_window=pb.SinkWindowStrategy(sink=2**32 - 1))}, "strategy.sink_window.window"),
+        ({"strategy": pb.Strategy(layer_window=pb.LayerWindowStrategy())}, "strategy.layer_window.full_layers"),
+        ({"strategy": layers_kept_full(1, 1)}, "strategy.layer_window.full_layers"),
+        ({"strategy": layers_kept_full(1, 3)}, "strategy.layer_window.full_layers"),  # there are three
+        ({"strategy": layers_kept_full(0, 1)}, "strategy.layer_window.full_layers"),  # the first slides by itself
+        ({"strategy": pb.Strategy(restored=pb.RestoredStrategy(window=0))}, "strategy.restored.window"),
+        ({"strategy": pb.Strategy(restored=pb.RestoredStrategy(window=2**32 - 1))}, "strategy.restored.window"),
+        ({"strategy": pb.Strategy(restored=pb.RestoredStrategy(source="dreams"))}, "strategy.restored.source"),
+        (
+            {"strategy": pb.Strategy(restored=pb.RestoredStrategy(source="latent", window=32))},
+            "strategy.restored.source",
+        ),
+        (
+            {"strategy": pb.Strategy(restored=pb.RestoredStrategy(bytes_per_token=64))},
+            "strategy.restored.bytes_per_token",
+        ),
+        ({"strategy": pb.Strategy(gather=pb.GatherStrategy(block=0))}, "strategy.gather.block"),
+        ({"strategy": pb.Strategy(gather=pb.GatherStrategy(block=129))}, "strategy.gather.block"),
+        ({"strategy": pb.Strategy(gather=pb.GatherStrategy(budget=700))}, "strategy.gather.budget"),
+        ({"strategy": pb.Strategy(gather=pb.GatherStrategy(window=2**32 - 1))}, "strategy.gather.budget"),
+        (
+            {"strategy": pb.Strategy(gather=pb.GatherStrategy(window=8, sink=0, block=4, budget=64))},
+            "strategy.gather.window",
+        ),
+        ({"strategy": pb.Strategy(gather=pb.GatherStrategy(scorer="luck"))}, "strategy.gather.scorer"),
+        ({"strategy": pb.Strategy(full=pb.FullStrategy(exact_window=9))}, "strategy.full.exact_window"),
+        ({"strategy": pb.Strategy(full=pb.FullStrategy(codec="no such"))}, "strategy.full.codec"),
+        (
+            {"strategy": pb.Strategy(full=pb.FullStrategy(codec="int8", exact_layers=[1, 3]))},
+            "strategy.full.exact_layers",
+        ),
         ({"limit_tokens": 0}, "limit_tokens"),
         ({"limit_tokens": 2**64 - 1}, "limit_tokens"),
         ({"eos_token_ids": [VOCABULARY]}, "eos_token_ids"),

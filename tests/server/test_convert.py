@@ -5,30 +5,78 @@ from typing import Any
 import pytest
 
 from inference_engine.errors import InvalidArgument
+from inference_engine.kv import strategies
 from inference_engine.kv.strategies import make_strategy, strategy_names
-from inference_engine.server.convert import in_strategy, params_from_wire, strategy_from_wire, strategy_to_wire
-from inference_engine.types import Sampling
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.server.convert import (
+    framer_for,
+    in_strategy,
+    params_from_wire,
+    strategy_from_wire,
+    strategy_to_wire,
+)
+from inference_engine.types import Finished, Sampling, StopReason
 from kakeya.v1 import runtime_pb2 as pb
+from tests.laws.variants import each_strategy
 
 ARMS: dict[str, Any] = {arm.name: arm.message_type for arm in pb.Strategy.DESCRIPTOR.oneofs_by_name["kind"].fields}
+
+FINISHED = Finished(
+    stop_reason=StopReason.EOS,
+    generated_tokens=1,
+    history_length=31,
+    prefill_seconds=0.0,
+    total_seconds=0.0,
+    seed=0,
+    prefilled_tokens=30,
+    cached_tokens=0,
+    attended_positions=30,
+    evicted_positions=0,
+    restored_positions=20,
+)
 
 
 def test_the_wire_has_one_arm_for_each_strategy() -> None:
     assert set(ARMS) == set(strategy_names())
 
 
-@pytest.mark.parametrize("name", strategy_names())
-def test_the_fields_of_an_arm_are_the_options_of_its_strategy(name: str) -> None:
-    assert {field.name for field in ARMS[name].fields} == set(make_strategy(name).options())
+@each_strategy
+def test_the_fields_of_an_arm_are_the_options_of_its_strategy(strategy: KVStrategy) -> None:
+    assert {field.name for field in ARMS[strategy.name].fields} == set(strategy.options())
 
 
-@pytest.mark.parametrize("name", strategy_names())
-def test_a_strategy_survives_the_wire(name: str) -> None:
-    changed = {option: value + 1 for option, value in make_strategy(name).options().items()}
-    for strategy in (make_strategy(name), make_strategy(name, **changed)):
-        message = pb.Strategy.FromString(strategy_to_wire(strategy).SerializeToString())
-        assert message.WhichOneof("kind") == name
-        assert strategy_from_wire(message) == strategy
+@each_strategy
+def test_a_strategy_survives_the_wire(strategy: KVStrategy) -> None:
+    message = pb.Strategy.FromString(strategy_to_wire(strategy).SerializeToString())
+    assert message.WhichOneof("kind") == strategy.name
+    assert strategy_from_wire(message) == strategy
+
+
+def test_numbers_texts_and_lists_of_numbers_are_options() -> None:
+    layers = pb.Strategy(layer_window=pb.LayerWindowStrategy(full_layers=[5, 2], window=9))
+    assert strategy_from_wire(layers) == make_strategy("layer_window", full_layers=(5, 2), window=9)
+    source = pb.Strategy(restored=pb.RestoredStrategy(source="recompute"))
+    assert strategy_from_wire(source) == make_strategy("restored", source="recompute")
+
+
+def test_an_option_that_was_not_given_stays_absent() -> None:
+    arm = strategy_to_wire(make_strategy("sink_window")).sink_window
+    assert (arm.HasField("codec"), arm.HasField("exact_window"), list(arm.exact_layers)) == (False, False, [])
+    assert (arm.sink, arm.window) == (4, 1024)
+
+
+def test_an_arm_that_this_server_has_no_strategy_for_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(strategies._STRATEGIES, "restored")
+    with pytest.raises(InvalidArgument, match="no strategy 'restored'; there are full, sink_window") as refusal:
+        strategy_from_wire(pb.Strategy(restored=pb.RestoredStrategy()))
+    assert refusal.value.field == "strategy"
+
+
+@pytest.mark.parametrize("layers", [[], [3, 3]])
+def test_a_wrong_list_is_refused_by_the_path_of_its_field(layers: list[int]) -> None:
+    with pytest.raises(InvalidArgument) as refusal:
+        strategy_from_wire(pb.Strategy(layer_window=pb.LayerWindowStrategy(full_layers=layers)))
+    assert refusal.value.field == "strategy.layer_window.full_layers"
 
 
 def test_an_option_that_is_zero_is_not_an_option_that_is_absent() -> None:
@@ -45,6 +93,12 @@ def test_a_renamed_error_keeps_what_else_it_says() -> None:
     error = in_strategy(InvalidArgument("window", "too wide", trained_positions=512), "sink_window")
     assert error.field == error.metadata["field"] == "strategy.sink_window.window"
     assert error.metadata["trained_positions"] == "512"
+
+
+def test_done_says_how_many_positions_were_read_in_another_form() -> None:
+    frame = framer_for(pb.GenerateRequest())(FINISHED)
+    assert frame is not None
+    assert (frame.done.attended_position_count, frame.done.restored_position_count) == (30, 20)
 
 
 def test_a_request_that_says_nothing_is_greedy_with_everything_off() -> None:

@@ -1,4 +1,4 @@
-"""Full strategy: every row stays. The reference all others are measured against, and the server's default."""
+"""Full strategy: every row stays. Without a codec, the reference all others are measured against, and the default."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import ClassVar
 
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
-from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.strategies.coding import RowKeeping
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Full(KVStrategy):
+class Full(RowKeeping):
     """Keeps all rows; the session ends at the model's trained positions."""
 
     name: ClassVar[str] = "full"
 
     def rule(self, layer: int, geometry: Geometry) -> LayerRule:
-        return LayerRule()
+        return self.coded(LayerRule(), layer)

@@ -14,11 +14,12 @@ from typing import ClassVar
 
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
-from inference_engine.kv.strategy import KVStrategy, require
+from inference_engine.kv.strategies.coding import RowKeeping
+from inference_engine.kv.strategy import require
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SinkWindow(KVStrategy):
+class SinkWindow(RowKeeping):
     """Keeps `sink` first and `window` last positions (and the segment being filled)."""
 
     name: ClassVar[str] = "sink_window"
@@ -27,10 +28,12 @@ class SinkWindow(KVStrategy):
     window: int = 1024
 
     def __post_init__(self) -> None:
+        RowKeeping.__post_init__(self)
         require(self.sink >= 0, "sink", f"must be ≥ 0, got {self.sink}")
         require(self.window >= 1, "window", f"must be ≥ 1, got {self.window}")
 
     def check(self, geometry: Geometry) -> None:
+        RowKeeping.check(self, geometry)
         reach = self.sink + self.window + geometry.segment_tokens
         room = geometry.trained_positions
         require(
@@ -43,7 +46,7 @@ class SinkWindow(KVStrategy):
         )
 
     def rule(self, layer: int, geometry: Geometry) -> LayerRule:
-        return LayerRule(sink=self.sink, window=self.window)
+        return self.coded(LayerRule(sink=self.sink, window=self.window), layer)
 
     def length_limit(self, geometry: Geometry) -> int | None:
         return None

@@ -13,11 +13,12 @@ import kakeya.tokenization
 
 PUBLIC = """
 AppendTooLarge AsyncClient AsyncGenerateStream AsyncSession CallerError Client ConnectionFailed
-DeadlineExceeded Draining Full GenerateResult GenerateStream HistoryLengthMismatch HistoryLimit InternalError
-InvalidArgument InvalidMessages InvalidTokenIds InvariantViolated KakeyaError Mode NoCapacity NonFiniteLogits
-Overloaded Progress ProtocolError RetryPolicy RetryableError ServerError ServerInfo Session SessionBusy
-SessionClosed SessionEvicted SessionInfo SessionNotFound SinkWindow SlowConsumer StateError StopReason
-Strategy TLS TemplateError TokenDetail TokenOutOfRange TokenizerError TransportError Unauthenticated
+DeadlineExceeded Draining Full Gather GenerateResult GenerateStream HistoryLengthMismatch HistoryLimit
+InternalError InvalidArgument InvalidMessages InvalidTokenIds InvariantViolated KakeyaError LayerWindow Mode
+NoCapacity NonFiniteLogits Overloaded Progress ProtocolError Restored RetryPolicy RetryableError ServerError
+ServerInfo Session SessionBusy SessionClosed SessionEvicted SessionInfo SessionNotFound SinkWindow
+SlowConsumer StateError StopReason Strategy TLS TemplateError TokenDetail TokenOutOfRange TokenizerError
+TransportError Unauthenticated
 """
 
 

@@ -97,10 +97,30 @@ async def test_a_full_session_has_a_limit_and_a_smaller_one_reserves_less(client
     await do(small.close)
 
 
+async def test_a_session_with_full_layers_tells_them_and_every_number_in_force(client: Any, do: Do) -> None:
+    session = await do(client.create_session, kakeya.LayerWindow(full_layers=(2,), window=30))
+    assert session.strategy == kakeya.LayerWindow(full_layers=(2,), sink=4, window=30)
+    assert session.limit_tokens == 512
+    await do(session.close)
+
+
+async def test_a_layer_that_the_model_does_not_have_is_refused_by_the_fields_name(client: Any, do: Do) -> None:
+    with pytest.raises(kakeya.InvalidArgument, match="3 layers") as caught:
+        await do(client.create_session, kakeya.LayerWindow(full_layers=(2, 7), window=30))
+    assert caught.value.field == "strategy.layer_window.full_layers"
+
+
+async def test_a_result_accounts_for_every_position(session: Any, do: Do) -> None:
+    await do(session.append, PROMPT)
+    result = await do(session.generate(4).result)
+    assert (result.evicted_positions, result.restored_positions) == (0, 0)
+    assert result.attended_positions == result.history_length - 1
+
+
 async def test_server_info_has_the_model_and_the_limits(client: Any, do: Do) -> None:
     info = await do(client.server_info)
     assert (info.model_id, info.vocab_size, info.trained_positions) == ("tiny", 128, 512)
-    assert {"full", "sink_window"} <= set(info.strategies)
+    assert {"full", "sink_window", "layer_window"} <= set(info.strategies)
     assert info.default_strategy == kakeya.Full()
     assert info.max_append_tokens == 40
 

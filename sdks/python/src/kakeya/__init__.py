@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         Unauthenticated,
     )
     from kakeya._retry import RetryPolicy
-    from kakeya._strategies import Full, SinkWindow, Strategy
+    from kakeya._strategies import Full, Gather, LayerWindow, Restored, SinkWindow, Strategy
     from kakeya._sync import Client, GenerateStream, Session
     from kakeya._values import GenerateResult, Mode, Progress, ServerInfo, SessionInfo, StopReason, TokenDetail
 
@@ -67,6 +67,7 @@ __all__ = [
     "DeadlineExceeded",
     "Draining",
     "Full",
+    "Gather",
     "GenerateResult",
     "GenerateStream",
     "HistoryLengthMismatch",
@@ -77,12 +78,14 @@ __all__ = [
     "InvalidTokenIds",
     "InvariantViolated",
     "KakeyaError",
+    "LayerWindow",
     "Mode",
     "NoCapacity",
     "NonFiniteLogits",
     "Overloaded",
     "Progress",
     "ProtocolError",
+    "Restored",
     "RetryPolicy",
     "RetryableError",
     "ServerError",
@@ -110,7 +113,7 @@ _HOME = {
     "_async": ("AsyncClient", "AsyncGenerateStream", "AsyncSession"),
     "_channel": ("TLS",),
     "_retry": ("RetryPolicy",),
-    "_strategies": ("Full", "SinkWindow", "Strategy"),
+    "_strategies": ("Full", "Gather", "LayerWindow", "Restored", "SinkWindow", "Strategy"),
     "_sync": ("Client", "GenerateStream", "Session"),
     "_values": ("GenerateResult", "Mode", "Progress", "ServerInfo", "SessionInfo", "StopReason", "TokenDetail"),
 }

@@ -16,7 +16,7 @@ def create_session(
     strategy: Strategy | None, eos_token_ids: Iterable[int], limit_tokens: int | None, label: str
 ) -> pb.CreateSessionRequest:
     if strategy is not None and not isinstance(strategy, Strategy):
-        raise invalid("strategy", f"must be Full(), SinkWindow(…) or None, got {strategy!r}")
+        raise invalid("strategy", f"must be a strategy such as Full() or SinkWindow(…), or None, got {strategy!r}")
     if not isinstance(label, str):
         raise invalid("label", f"must be a text, got {label!r}")
     return pb.CreateSessionRequest(

@@ -56,7 +56,7 @@ class SessionBase:
 
     @property
     def peak_bytes(self) -> int:
-        """K/V the session holds at most ever; the server has reserved it."""
+        """K/V the session holds at most ever, a running Generate included."""
         return self._created.peak_bytes
 
     @property

@@ -1,63 +1,195 @@
 """KV strategies as frozen values: what a session keeps in memory, chosen when it is created.
 
-A new strategy is a class here with `_to_wire` and an arm in `from_wire`.
+A new strategy is a class here, named in `_KINDS`; its fields are named like those of its arm on the wire.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from kakeya._checks import whole_number
+from kakeya._checks import invalid, whole_number
 from kakeya.v1 import runtime_pb2 as pb
+
+_UINT32 = 2**32
 
 
 class Strategy(ABC):
     """Base of the strategies. None in place of one means the server's default."""
 
+    _arm: ClassVar[str]
+
     @abstractmethod
+    def __post_init__(self) -> None:
+        """Check what protobuf would take wrongly. Raises InvalidArgument."""
+
+    def __repr__(self) -> str:
+        given = {name: getattr(self, name) for name in _arm_fields(self._arm)}
+        shown = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None and value != ())
+        return f"{type(self).__name__}({shown})"
+
     def _to_wire(self) -> pb.Strategy:
-        """The strategy as a protobuf message."""
+        """The strategy as a protobuf message. What is None stays absent."""
+        options: dict[str, Any] = {name: getattr(self, name) for name in _arm_fields(self._arm)}
+        arms: dict[str, Any] = {self._arm: options}
+        return pb.Strategy(**arms)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Full(Strategy):
-    """Every row stays. The session ends at the model's trained positions."""
+    """Every row stays. The session ends at the model's trained positions.
 
-    def _to_wire(self) -> pb.Strategy:
-        return pb.Strategy(full=pb.FullStrategy())
+    codec: the name of a compressor, such as "int8", that keeps the rows behind the last `exact_window` positions in
+    fewer bytes, except in `exact_layers`. None: every row stays as it is. None leaves a number to the server.
+    """
+
+    _arm: ClassVar[str] = "full"
+
+    codec: str | None = None
+    exact_window: int | None = None
+    exact_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_coding(self.codec, self.exact_window, self.exact_layers)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class SinkWindow(Strategy):
     """The first `sink` rows and at least the last `window` rows stay; the rest are evicted and never read again.
 
-    None leaves a number to the server; a session's `strategy` has the numbers in force.
+    None leaves a number to the server; a session's `strategy` has the numbers in force. The codec is as in `Full`.
     """
+
+    _arm: ClassVar[str] = "sink_window"
 
     sink: int | None = None
     window: int | None = None
+    codec: str | None = None
+    exact_window: int | None = None
+    exact_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.sink is not None:
-            whole_number(self.sink, "sink", below=2**32)
-        if self.window is not None:
-            whole_number(self.window, "window", at_least=1, below=2**32)
+        _check_window(self.sink, self.window)
+        _check_coding(self.codec, self.exact_window, self.exact_layers)
 
-    def _to_wire(self) -> pb.Strategy:
-        return pb.Strategy(sink_window=pb.SinkWindowStrategy(sink=self.sink, window=self.window))
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class LayerWindow(Strategy):
+    """Every row stays in `full_layers`, numbered from 0; sink and window in the others, as in `SinkWindow`.
+
+    Which layers a model needs to find again what was said long ago is a fact of the model. Layers with a sliding window
+    of its own stay as they are and cannot be named. The session ends at the model's trained positions.
+    """
+
+    _arm: ClassVar[str] = "layer_window"
+
+    full_layers: tuple[int, ...]
+    sink: int | None = None
+    window: int | None = None
+    codec: str | None = None
+    exact_window: int | None = None
+    exact_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_layers(self.full_layers, "full_layers")
+        _check_window(self.sink, self.window)
+        _check_coding(self.codec, self.exact_window, self.exact_layers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Restored(Strategy):
+    """The rows of `SinkWindow` stay; each Generate has the others restored and reads every position.
+
+    source: where they come back from; "recompute" computes them again from the token ids, "latent" decodes
+    `bytes_per_token` kept of each, where the server can. None leaves an option to the server. The session ends at the
+    model's trained positions.
+    """
+
+    _arm: ClassVar[str] = "restored"
+
+    sink: int | None = None
+    window: int | None = None
+    source: str | None = None
+    bytes_per_token: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_window(self.sink, self.window)
+        _check_name(self.source, "source")
+        _check_number(self.bytes_per_token, "bytes_per_token", at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Gather(Strategy):
+    """Every row stays; a generated token reads `budget` of them: sink, window, and the blocks that answer it best.
+
+    Appended tokens read every row. block: positions of a block. scorer: how blocks are chosen. None leaves an option to
+    the server. The session ends at the model's trained positions.
+    """
+
+    _arm: ClassVar[str] = "gather"
+
+    budget: int | None = None
+    block: int | None = None
+    sink: int | None = None
+    window: int | None = None
+    scorer: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_number(self.budget, "budget", at_least=1)
+        _check_number(self.block, "block", at_least=1)
+        _check_window(self.sink, self.window)
+        _check_name(self.scorer, "scorer")
+
+
+_KINDS: dict[str, type[Strategy]] = {kind._arm: kind for kind in (Full, SinkWindow, LayerWindow, Restored, Gather)}
 
 
 def from_wire(message: pb.Strategy) -> Strategy | None:
     """The strategy of a reply; None if it is of a kind newer than this SDK."""
-    match message.WhichOneof("kind"):
-        case "full":
-            return Full()
-        case "sink_window":
-            arm = message.sink_window
-            return SinkWindow(
-                sink=arm.sink if arm.HasField("sink") else None,
-                window=arm.window if arm.HasField("window") else None,
-            )
-        case _:
-            return None
+    name = message.WhichOneof("kind")
+    if name is None or name not in _KINDS:
+        return None
+    arm = getattr(message, name)
+    options: dict[str, Any] = {}
+    for option, is_repeated in _arm_fields(name).items():
+        if is_repeated:
+            options[option] = tuple(getattr(arm, option))
+        elif arm.HasField(option):
+            options[option] = getattr(arm, option)
+    return _KINDS[name](**options)
+
+
+def _arm_fields(arm: str) -> dict[str, bool]:
+    """The fields of an arm by name: is it a list?"""
+    descriptor = getattr(pb.Strategy(), arm).DESCRIPTOR
+    return {field.name: field.is_repeated for field in descriptor.fields}
+
+
+def _check_window(sink: int | None, window: int | None) -> None:
+    _check_number(sink, "sink", at_least=0)
+    _check_number(window, "window", at_least=1)
+
+
+def _check_coding(codec: str | None, exact_window: int | None, exact_layers: tuple[int, ...]) -> None:
+    _check_name(codec, "codec")
+    _check_number(exact_window, "exact_window", at_least=1)
+    _check_layers(exact_layers, "exact_layers")
+
+
+def _check_number(value: int | None, field: str, *, at_least: int) -> None:
+    if value is not None:
+        whole_number(value, field, at_least=at_least, below=_UINT32)
+
+
+def _check_name(value: str | None, field: str) -> None:
+    if not (value is None or (isinstance(value, str) and value)):
+        raise invalid(field, f"must be a name or None, got {value!r}")
+
+
+def _check_layers(layers: tuple[int, ...], field: str) -> None:
+    # A list would not compare equal to what a session's `strategy` says, and could change later.
+    if not isinstance(layers, tuple):
+        raise invalid(field, f"must be a tuple of layer numbers, got {layers!r}")
+    for index, layer in enumerate(layers):
+        whole_number(layer, f"{field}[{index}]", below=_UINT32)

@@ -79,6 +79,7 @@ class Fold:
             cached_tokens=done.cached_token_count,
             attended_positions=done.attended_position_count,
             evicted_positions=done.evicted_position_count,
+            restored_positions=done.restored_position_count,
             truncated_tokens=self._truncated_tokens,
         )
 

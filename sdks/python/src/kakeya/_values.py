@@ -74,6 +74,7 @@ class GenerateResult:
     cached_tokens: int  # history whose K/V were there already
     attended_positions: int  # readable by the last token
     evicted_positions: int  # not readable by it
+    restored_positions: int  # of the attended ones, those it read in a coded or restored form
     truncated_tokens: int  # positions that were unreadable already at the first token
 
     @property
@@ -89,8 +90,8 @@ class SessionInfo:
     cached_tokens: int  # positions with K/V, evicted ones included; the rest of the history waits for prefill
     evicted_tokens: int
     kv_live_bytes: int  # held now
-    sustained_bytes: int  # held at most between Generates
-    peak_bytes: int  # held at most ever; reserved
+    sustained_bytes: int  # held at most between Generates; reserved
+    peak_bytes: int  # held at most ever
     limit_tokens: int | None  # longest history the session can reach; None: no limit
     strategy: Strategy | None  # None: of a kind newer than this SDK
     is_generating: bool

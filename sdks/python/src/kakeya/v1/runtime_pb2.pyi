@@ -100,9 +100,9 @@ class CreateSessionResponse(_message.Message):
     session_id: _builtins.str
     """Opaque, unguessable."""
     sustained_bytes: _builtins.int
-    """Bytes of K/V the session holds at most between Generates."""
+    """Bytes of K/V the session holds at most between Generates; reserved until it is closed."""
     peak_bytes: _builtins.int
-    """Bytes of K/V the session holds at most at any time; reserved until it is closed."""
+    """Bytes of K/V the session holds at most at any time. What is more than sustained_bytes is held while a Generate runs."""
     limit_tokens: _builtins.int
     """Longest history the session can reach, in tokens. Absent: there is no limit."""
     mode: Global___Mode.ValueType
@@ -404,6 +404,7 @@ class GenerateDone(_message.Message):
     ATTENDED_POSITION_COUNT_FIELD_NUMBER: _builtins.int
     EVICTED_POSITION_COUNT_FIELD_NUMBER: _builtins.int
     HISTORY_LENGTH_FIELD_NUMBER: _builtins.int
+    RESTORED_POSITION_COUNT_FIELD_NUMBER: _builtins.int
     stop_reason: Global___GenerateDone.StopReason.ValueType
     generated_token_count: _builtins.int
     prefill_duration_seconds: _builtins.float
@@ -411,13 +412,17 @@ class GenerateDone(_message.Message):
     seed: _builtins.int
     """The seed in force: the one given, or the one drawn."""
     prefilled_token_count: _builtins.int
-    """Tokens of history this Generate had to prefill, and those whose K/V were already there."""
+    """Tokens of history this Generate had to compute, positions included whose K/V are computed again, and those whose K/V
+    were already there.
+    """
     cached_token_count: _builtins.int
     attended_position_count: _builtins.int
     """Positions the last token could read, and positions it could not because they were evicted."""
     evicted_position_count: _builtins.int
     history_length: _builtins.int
     """Tokens in the history when the stream ended."""
+    restored_position_count: _builtins.int
+    """Of the attended positions, those that the last token read in a coded or restored form, in some layer at least."""
     def __init__(
         self,
         *,
@@ -431,10 +436,11 @@ class GenerateDone(_message.Message):
         attended_position_count: _builtins.int = ...,
         evicted_position_count: _builtins.int = ...,
         history_length: _builtins.int = ...,
+        restored_position_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attended_position_count", b"attended_position_count", "cached_token_count", b"cached_token_count", "evicted_position_count", b"evicted_position_count", "generated_token_count", b"generated_token_count", "history_length", b"history_length", "prefill_duration_seconds", b"prefill_duration_seconds", "prefilled_token_count", b"prefilled_token_count", "seed", b"seed", "stop_reason", b"stop_reason", "total_duration_seconds", b"total_duration_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attended_position_count", b"attended_position_count", "cached_token_count", b"cached_token_count", "evicted_position_count", b"evicted_position_count", "generated_token_count", b"generated_token_count", "history_length", b"history_length", "prefill_duration_seconds", b"prefill_duration_seconds", "prefilled_token_count", b"prefilled_token_count", "restored_position_count", b"restored_position_count", "seed", b"seed", "stop_reason", b"stop_reason", "total_duration_seconds", b"total_duration_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -469,7 +475,7 @@ class GenerateAccepted(_message.Message):
     queue_position: _builtins.int
     """Generates that were ahead of this one when it was accepted."""
     prefill_token_count: _builtins.int
-    """Tokens of history to prefill before the first new token."""
+    """Tokens of history to prefill before the first new token, positions included whose K/V are computed again."""
     def __init__(
         self,
         *,
@@ -491,6 +497,7 @@ class PrefillProgress(_message.Message):
     DONE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TOTAL_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     done_token_count: _builtins.int
+    """Tokens computed so far and in all, positions included whose K/V are computed again."""
     total_token_count: _builtins.int
     def __init__(
         self,
@@ -746,27 +753,41 @@ Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
 
 @_typing.final
 class Strategy(_message.Message):
-    """How a session treats its K/V. One arm per strategy; all fields optional, the server fills in its defaults."""
+    """How a session treats its K/V. One arm per strategy; fields may be absent, the server fills in its defaults. What the
+    server or its model cannot do is INVALID_ARGUMENT with the field's name, before anything is reserved.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FULL_FIELD_NUMBER: _builtins.int
     SINK_WINDOW_FIELD_NUMBER: _builtins.int
+    LAYER_WINDOW_FIELD_NUMBER: _builtins.int
+    RESTORED_FIELD_NUMBER: _builtins.int
+    GATHER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def full(self) -> Global___FullStrategy: ...
     @_builtins.property
     def sink_window(self) -> Global___SinkWindowStrategy: ...
+    @_builtins.property
+    def layer_window(self) -> Global___LayerWindowStrategy: ...
+    @_builtins.property
+    def restored(self) -> Global___RestoredStrategy: ...
+    @_builtins.property
+    def gather(self) -> Global___GatherStrategy: ...
     def __init__(
         self,
         *,
         full: Global___FullStrategy | None = ...,
         sink_window: Global___SinkWindowStrategy | None = ...,
+        layer_window: Global___LayerWindowStrategy | None = ...,
+        restored: Global___RestoredStrategy | None = ...,
+        gather: Global___GatherStrategy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "kind", b"kind", "sink_window", b"sink_window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "gather", b"gather", "kind", b"kind", "layer_window", b"layer_window", "restored", b"restored", "sink_window", b"sink_window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "kind", b"kind", "sink_window", b"sink_window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "gather", b"gather", "kind", b"kind", "layer_window", b"layer_window", "restored", b"restored", "sink_window", b"sink_window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["full", "sink_window"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["full", "sink_window", "layer_window", "restored", "gather"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -778,14 +799,38 @@ class FullStrategy(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    CODEC_FIELD_NUMBER: _builtins.int
+    EXACT_WINDOW_FIELD_NUMBER: _builtins.int
+    EXACT_LAYERS_FIELD_NUMBER: _builtins.int
+    codec: _builtins.str
+    """Name of a compressor, such as "int8", that keeps the rows behind the last exact_window positions in fewer bytes, the
+    first few rows excepted. Absent: every row stays as it is.
+    """
+    exact_window: _builtins.int
+    """The last positions whose rows stay as they are, at least 1. Only with a codec; absent: 128."""
+    @_builtins.property
+    def exact_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Layers, numbered from 0, whose rows are never coded. Only with a codec."""
+
     def __init__(
         self,
+        *,
+        codec: _builtins.str | None = ...,
+        exact_window: _builtins.int | None = ...,
+        exact_layers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_codec", b"_codec", "_exact_window", b"_exact_window", "codec", b"codec", "exact_window", b"exact_window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_codec", b"_codec", "_exact_window", b"_exact_window", "codec", b"codec", "exact_layers", b"exact_layers", "exact_window", b"exact_window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__codec: _TypeAlias = _typing.Literal["codec"]  # noqa: Y015
+    _WhichOneofArgType__codec: _TypeAlias = _typing.Literal["_codec", b"_codec"]  # noqa: Y015
+    _WhichOneofReturnType__exact_window: _TypeAlias = _typing.Literal["exact_window"]  # noqa: Y015
+    _WhichOneofArgType__exact_window: _TypeAlias = _typing.Literal["_exact_window", b"_exact_window"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__codec) -> _WhichOneofReturnType__codec | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exact_window) -> _WhichOneofReturnType__exact_window | None: ...
 
 Global___FullStrategy: _TypeAlias = FullStrategy  # noqa: Y015
 
@@ -797,26 +842,219 @@ class SinkWindowStrategy(_message.Message):
 
     SINK_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
+    EXACT_WINDOW_FIELD_NUMBER: _builtins.int
+    EXACT_LAYERS_FIELD_NUMBER: _builtins.int
     sink: _builtins.int
     window: _builtins.int
     """At least 1."""
+    codec: _builtins.str
+    """As in FullStrategy, for the rows within the window."""
+    exact_window: _builtins.int
+    @_builtins.property
+    def exact_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         sink: _builtins.int | None = ...,
         window: _builtins.int | None = ...,
+        codec: _builtins.str | None = ...,
+        exact_window: _builtins.int | None = ...,
+        exact_layers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_sink", b"_sink", "_window", b"_window", "sink", b"sink", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_codec", b"_codec", "_exact_window", b"_exact_window", "_sink", b"_sink", "_window", b"_window", "codec", b"codec", "exact_window", b"exact_window", "sink", b"sink", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sink", b"_sink", "_window", b"_window", "sink", b"sink", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_codec", b"_codec", "_exact_window", b"_exact_window", "_sink", b"_sink", "_window", b"_window", "codec", b"codec", "exact_layers", b"exact_layers", "exact_window", b"exact_window", "sink", b"sink", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__codec: _TypeAlias = _typing.Literal["codec"]  # noqa: Y015
+    _WhichOneofArgType__codec: _TypeAlias = _typing.Literal["_codec", b"_codec"]  # noqa: Y015
+    _WhichOneofReturnType__exact_window: _TypeAlias = _typing.Literal["exact_window"]  # noqa: Y015
+    _WhichOneofArgType__exact_window: _TypeAlias = _typing.Literal["_exact_window", b"_exact_window"]  # noqa: Y015
     _WhichOneofReturnType__sink: _TypeAlias = _typing.Literal["sink"]  # noqa: Y015
     _WhichOneofArgType__sink: _TypeAlias = _typing.Literal["_sink", b"_sink"]  # noqa: Y015
     _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
     _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__codec) -> _WhichOneofReturnType__codec | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exact_window) -> _WhichOneofReturnType__exact_window | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sink) -> _WhichOneofReturnType__sink | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__window) -> _WhichOneofReturnType__window | None: ...
 
 Global___SinkWindowStrategy: _TypeAlias = SinkWindowStrategy  # noqa: Y015
+
+@_typing.final
+class LayerWindowStrategy(_message.Message):
+    """In the layers of `full_layers` every row stays, in the others those of SinkWindowStrategy. Layers with a sliding
+    window of the model's own stay as they are. The session ends at the model's trained positions.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SINK_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    FULL_LAYERS_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
+    EXACT_WINDOW_FIELD_NUMBER: _builtins.int
+    EXACT_LAYERS_FIELD_NUMBER: _builtins.int
+    sink: _builtins.int
+    window: _builtins.int
+    """At least 1."""
+    codec: _builtins.str
+    """As in FullStrategy."""
+    exact_window: _builtins.int
+    @_builtins.property
+    def full_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbered from 0. At least one, none twice, none with a sliding window of the model's own."""
+
+    @_builtins.property
+    def exact_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        sink: _builtins.int | None = ...,
+        window: _builtins.int | None = ...,
+        full_layers: _abc.Iterable[_builtins.int] | None = ...,
+        codec: _builtins.str | None = ...,
+        exact_window: _builtins.int | None = ...,
+        exact_layers: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_codec", b"_codec", "_exact_window", b"_exact_window", "_sink", b"_sink", "_window", b"_window", "codec", b"codec", "exact_window", b"exact_window", "sink", b"sink", "window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_codec", b"_codec", "_exact_window", b"_exact_window", "_sink", b"_sink", "_window", b"_window", "codec", b"codec", "exact_layers", b"exact_layers", "exact_window", b"exact_window", "full_layers", b"full_layers", "sink", b"sink", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__codec: _TypeAlias = _typing.Literal["codec"]  # noqa: Y015
+    _WhichOneofArgType__codec: _TypeAlias = _typing.Literal["_codec", b"_codec"]  # noqa: Y015
+    _WhichOneofReturnType__exact_window: _TypeAlias = _typing.Literal["exact_window"]  # noqa: Y015
+    _WhichOneofArgType__exact_window: _TypeAlias = _typing.Literal["_exact_window", b"_exact_window"]  # noqa: Y015
+    _WhichOneofReturnType__sink: _TypeAlias = _typing.Literal["sink"]  # noqa: Y015
+    _WhichOneofArgType__sink: _TypeAlias = _typing.Literal["_sink", b"_sink"]  # noqa: Y015
+    _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
+    _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__codec) -> _WhichOneofReturnType__codec | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exact_window) -> _WhichOneofReturnType__exact_window | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sink) -> _WhichOneofReturnType__sink | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__window) -> _WhichOneofReturnType__window | None: ...
+
+Global___LayerWindowStrategy: _TypeAlias = LayerWindowStrategy  # noqa: Y015
+
+@_typing.final
+class RestoredStrategy(_message.Message):
+    """The rows of SinkWindowStrategy stay; each Generate has the others restored and reads every position. The session ends
+    at the model's trained positions.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SINK_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    sink: _builtins.int
+    window: _builtins.int
+    """At least 1."""
+    source: _builtins.str
+    """Where evicted rows come back from. Absent or "recompute": computed again from the token ids, exact, at the price of
+    a prefill of the whole history. "latent": from a thin code kept of each evicted position, close to what they were;
+    needs a server that has the codec for its model.
+    """
+    bytes_per_token: _builtins.int
+    """Bytes of the code kept of each evicted position, at least 1. Only with the source "latent"; absent: a twentieth of
+    the position's rows in bfloat16.
+    """
+    def __init__(
+        self,
+        *,
+        sink: _builtins.int | None = ...,
+        window: _builtins.int | None = ...,
+        source: _builtins.str | None = ...,
+        bytes_per_token: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bytes_per_token", b"_bytes_per_token", "_sink", b"_sink", "_source", b"_source", "_window", b"_window", "bytes_per_token", b"bytes_per_token", "sink", b"sink", "source", b"source", "window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bytes_per_token", b"_bytes_per_token", "_sink", b"_sink", "_source", b"_source", "_window", b"_window", "bytes_per_token", b"bytes_per_token", "sink", b"sink", "source", b"source", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bytes_per_token: _TypeAlias = _typing.Literal["bytes_per_token"]  # noqa: Y015
+    _WhichOneofArgType__bytes_per_token: _TypeAlias = _typing.Literal["_bytes_per_token", b"_bytes_per_token"]  # noqa: Y015
+    _WhichOneofReturnType__sink: _TypeAlias = _typing.Literal["sink"]  # noqa: Y015
+    _WhichOneofArgType__sink: _TypeAlias = _typing.Literal["_sink", b"_sink"]  # noqa: Y015
+    _WhichOneofReturnType__source: _TypeAlias = _typing.Literal["source"]  # noqa: Y015
+    _WhichOneofArgType__source: _TypeAlias = _typing.Literal["_source", b"_source"]  # noqa: Y015
+    _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
+    _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bytes_per_token) -> _WhichOneofReturnType__bytes_per_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sink) -> _WhichOneofReturnType__sink | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__source) -> _WhichOneofReturnType__source | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__window) -> _WhichOneofReturnType__window | None: ...
+
+Global___RestoredStrategy: _TypeAlias = RestoredStrategy  # noqa: Y015
+
+@_typing.final
+class GatherStrategy(_message.Message):
+    """Every row stays. Appended tokens read all of them; generated tokens read the first `sink` positions, the last `window`
+    and the blocks in between that answer best, `budget` rows in all. The session ends at the model's trained positions.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUDGET_FIELD_NUMBER: _builtins.int
+    BLOCK_FIELD_NUMBER: _builtins.int
+    SINK_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    SCORER_FIELD_NUMBER: _builtins.int
+    budget: _builtins.int
+    """Rows a generated token may read, at least the sink, the window and a block."""
+    block: _builtins.int
+    """Positions of a block, a multiple of the server's page."""
+    sink: _builtins.int
+    window: _builtins.int
+    """At least the server's segment_tokens."""
+    scorer: _builtins.str
+    """How blocks are chosen. Absent or "bounds": by what their keys can score at most. "mean": by their mean key, worse,
+    for comparison.
+    """
+    def __init__(
+        self,
+        *,
+        budget: _builtins.int | None = ...,
+        block: _builtins.int | None = ...,
+        sink: _builtins.int | None = ...,
+        window: _builtins.int | None = ...,
+        scorer: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_block", b"_block", "_budget", b"_budget", "_scorer", b"_scorer", "_sink", b"_sink", "_window", b"_window", "block", b"block", "budget", b"budget", "scorer", b"scorer", "sink", b"sink", "window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block", b"_block", "_budget", b"_budget", "_scorer", b"_scorer", "_sink", b"_sink", "_window", b"_window", "block", b"block", "budget", b"budget", "scorer", b"scorer", "sink", b"sink", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__block: _TypeAlias = _typing.Literal["block"]  # noqa: Y015
+    _WhichOneofArgType__block: _TypeAlias = _typing.Literal["_block", b"_block"]  # noqa: Y015
+    _WhichOneofReturnType__budget: _TypeAlias = _typing.Literal["budget"]  # noqa: Y015
+    _WhichOneofArgType__budget: _TypeAlias = _typing.Literal["_budget", b"_budget"]  # noqa: Y015
+    _WhichOneofReturnType__scorer: _TypeAlias = _typing.Literal["scorer"]  # noqa: Y015
+    _WhichOneofArgType__scorer: _TypeAlias = _typing.Literal["_scorer", b"_scorer"]  # noqa: Y015
+    _WhichOneofReturnType__sink: _TypeAlias = _typing.Literal["sink"]  # noqa: Y015
+    _WhichOneofArgType__sink: _TypeAlias = _typing.Literal["_sink", b"_sink"]  # noqa: Y015
+    _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
+    _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__block) -> _WhichOneofReturnType__block | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__budget) -> _WhichOneofReturnType__budget | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__scorer) -> _WhichOneofReturnType__scorer | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sink) -> _WhichOneofReturnType__sink | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__window) -> _WhichOneofReturnType__window | None: ...
+
+Global___GatherStrategy: _TypeAlias = GatherStrategy  # noqa: Y015

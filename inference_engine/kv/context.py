@@ -1,0 +1,27 @@
+"""What the K/V of every session live in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.pool import Pool
+from inference_engine.kv.token_codec import TokenCodec
+
+# rotate(keys [H, n, D], shifts [n], rotary name): the keys as they would be so many positions later (negative: before)
+Rotate = Callable[[Tensor, Tensor, str], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVContext:
+    """The model's geometry, the shared pool, the model's own rotation, and the latent codec if one is loaded."""
+
+    geometry: Geometry
+    pool: Pool
+    rotate: Rotate
+    device: torch.device
+    latent: TokenCodec | None = None

@@ -1,0 +1,191 @@
+"""Lanes: where the rows of alike layers lie in the pool, and which position is in which slot.
+
+A group is a set of layers that share a layout and a shape, and so share every slot. It is reserved whole and given
+back whole; writing, reading and wiping go by position or slot, for all its layers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_engine.kernels.bounds import block_bounds, block_means
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.layout import BlockSelector, Layout, Positions
+from inference_engine.kv.pool import Arena, Demand
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSet:
+    """Layers of one shape."""
+
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    rotary: str
+
+
+def alike(geometry: Geometry, keys: Mapping[int, Key]) -> tuple[tuple[LayerSet, Key], ...]:
+    """The layers of `keys` in sets of equal shape and equal key."""
+    members: dict[tuple[Key, int, int, str], list[int]] = {}
+    for index, key in keys.items():
+        layer = geometry.layers[index]
+        members.setdefault((key, layer.kv_heads, layer.head_dim, layer.rotary), []).append(index)
+    return tuple(
+        (LayerSet(layers=tuple(layers), kv_heads=kv_heads, head_dim=head_dim, rotary=rotary), key)
+        for (key, kv_heads, head_dim, rotary), layers in members.items()
+    )
+
+
+def lane_demand(geometry: Geometry, layers: LayerSet, layout: Layout) -> Demand:
+    """What one layer of the set needs of the pool."""
+    unit = geometry.alignment
+    elements = layers.kv_heads * layout.lane * layers.head_dim
+    return Demand(head_dim=layers.head_dim, elements=-(-elements // unit) * unit)
+
+
+def summaries(keys: Tensor, selector: BlockSelector) -> tuple[Tensor, Tensor]:
+    """What the selector's scorer wants to know of each block: [..., S, D] -> two of [..., B, D]."""
+    if selector.scorer == "mean":
+        means = block_means(keys, selector.block)
+        return means, means
+    return block_bounds(keys, selector.block)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class LaneGroup:
+    """The lanes of a set of layers. `held` says which position each slot holds, -1 for none."""
+
+    layers: NDArray[np.int64]
+    starts: NDArray[np.int64]  # first arena row of each layer's lanes
+    layout: Layout
+    kv_heads: int
+    head_dim: int
+    rotary: str
+    context: KVContext
+    held: Positions = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.held = np.full(self.layout.capacity, -1, dtype=np.int64)
+
+    @staticmethod
+    def reserve(context: KVContext, layers: LayerSet, layout: Layout) -> LaneGroup | None:
+        """Take the lanes from the pool; None, and nothing taken, if there is no room."""
+        starts = context.pool.reserve([lane_demand(context.geometry, layers, layout)] * len(layers.layers))
+        if starts is None:
+            return None
+        return LaneGroup(
+            layers=np.array(layers.layers, dtype=np.int64),
+            starts=np.array(starts, dtype=np.int64),
+            layout=layout,
+            kv_heads=layers.kv_heads,
+            head_dim=layers.head_dim,
+            rotary=layers.rotary,
+            context=context,
+        )
+
+    def release(self) -> None:
+        layers = LayerSet(
+            layers=tuple(self.layers.tolist()), kv_heads=self.kv_heads, head_dim=self.head_dim, rotary=self.rotary
+        )
+        demand = lane_demand(self.context.geometry, layers, self.layout)
+        self.context.pool.release([demand] * len(self.layers), self.starts.tolist())
+
+    @property
+    def arena(self) -> Arena:
+        return self.context.pool.arenas[self.head_dim]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one position in all layers of the group."""
+        return 2 * self.kv_heads * self.head_dim * self.context.geometry.itemsize * len(self.layers)
+
+    def rows(self, slots: Positions) -> NDArray[np.int64]:
+        """Arena rows of `slots` in every layer and head: [layers, slots, Hkv]."""
+        heads = np.arange(self.kv_heads, dtype=np.int64) * self.layout.lane
+        return self.starts[:, None, None] + slots[None, :, None] + heads[None, None, :]
+
+    def open_slots(self, length: int) -> int:
+        """Slots that histories of `length` have touched."""
+        return min(length, self.layout.capacity)
+
+    def open_rows(self, length: int) -> int:
+        """Slots in the pages that histories of `length` have opened."""
+        page = self.context.geometry.opening_tokens
+        return min(self.layout.capacity, -(-self.open_slots(length) // page) * page)
+
+    def wipe(self, slots: Positions) -> None:
+        if len(slots):
+            rows = self._index(slots)
+            self.arena.keys.index_fill_(0, rows, 0)
+            self.arena.values.index_fill_(0, rows, 0)
+
+    def read(self, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Keys, rotated at their own positions, and values of `positions`: [layers, n, Hkv, D] each."""
+        slots = self.layout.slots(positions)
+        own = np.where(positions < self.layout.spare, self.layout.capacity + positions, slots)
+        shape = (len(self.layers), len(positions), self.kv_heads, self.head_dim)
+        return self.arena.keys[self._index(own)].view(shape), self.arena.values[self._index(slots)].view(shape)
+
+    def write(self, positions: Positions, keys: Tensor, values: Tensor) -> None:
+        """Put rows [layers, n, Hkv, D], keys rotated at their own positions, where they belong, and hold them."""
+        if not len(positions):
+            return
+        slots = self.layout.slots(positions)
+        dtype = self.arena.keys.dtype
+        flat = keys.to(dtype).reshape(-1, self.head_dim)
+        self.arena.keys.index_copy_(0, self._index(slots), flat)
+        self.arena.values.index_copy_(0, self._index(slots), values.to(dtype).reshape(-1, self.head_dim))
+        sink = np.flatnonzero(positions < self.layout.spare)
+        if len(sink):
+            copies = self._index(self.layout.capacity + positions[sink])
+            chosen = keys[:, torch.from_numpy(sink).to(keys.device)]
+            self.arena.keys.index_copy_(0, copies, chosen.to(dtype).reshape(-1, self.head_dim))
+        self.held[slots] = positions
+
+    def evict(self, length: int) -> None:
+        """Let leave what no query of a history of `length` may see; the sink moves up to the oldest row that stays."""
+        leaving = np.flatnonzero((self.held >= self.layout.sink) & (self.held < self.layout.horizon(length)))
+        self.held[leaving] = -1
+        self.wipe(leaving)
+        if shift := self.layout.sink_shift(length):
+            self.move_sink(shift)
+
+    def move_sink(self, shift: int) -> None:
+        """Let the sink's keys stand `shift` positions after their own. Always from the copies, so no error adds up."""
+        sink = np.arange(self.layout.sink, dtype=np.int64)
+        source = self.rows(self.layout.capacity + sink).transpose(0, 2, 1)  # [layers, Hkv, sink]
+        target = self.rows(sink).transpose(0, 2, 1).reshape(-1)
+        device = self.context.device
+        own = self.arena.keys[torch.from_numpy(source.reshape(-1).copy()).to(device)]
+        shifts = torch.full((self.layout.sink,), shift, dtype=torch.long, device=device)
+        moved = self.context.rotate(own.view(-1, self.layout.sink, self.head_dim), shifts, self.rotary)
+        self.arena.keys.index_copy_(0, torch.from_numpy(target.copy()).to(device), moved.reshape(-1, self.head_dim))
+
+    def summarize(self, before: int, length: int) -> None:
+        """Note the bounds of the blocks that became whole while the history went from `before` to `length`."""
+        selector = self.layout.selector
+        if selector is None:
+            return
+        whole = np.arange(before // selector.block, length // selector.block, dtype=np.int64)
+        if not len(whole):
+            return
+        slots = (whole[:, None] * selector.block + np.arange(selector.block)).reshape(-1)
+        shape = (len(self.layers), len(slots), self.kv_heads, self.head_dim)
+        keys = self.arena.keys[self._index(slots)].view(shape).transpose(1, 2)  # [layers, Hkv, n · block, D]
+        low, high = summaries(keys, selector)
+        target = self._index(self.layout.capacity + self.layout.spare + whole)
+        for states, summary in ((self.arena.keys, low), (self.arena.values, high)):
+            states.index_copy_(0, target, summary.transpose(1, 2).to(states.dtype).reshape(-1, self.head_dim))
+
+    def _index(self, slots: Positions) -> Tensor:
+        return torch.from_numpy(self.rows(slots).reshape(-1)).to(self.context.device)

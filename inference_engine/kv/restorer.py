@@ -1,0 +1,137 @@
+"""The restorer interface: what is kept of rows that left the exact window, and how they come back.
+
+A `Restorer` is the spec; an `Archive` is one session's share of it, in the pool like everything else a session holds.
+Rows travel in blocks, one per set of layers that share their slots: keys unrotated, values as they are, float32.
+
+    keep     rows that leave the exact window, at a segment boundary → what every later query reads in their place
+    restore  the same rows again, when the session wakes: waking changes nothing, so both give equal values
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.lanes import LayerSet
+from inference_engine.kv.layout import Layout, Positions
+from inference_engine.kv.pool import Demand
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Rows of one set of layers: keys and values [layers, n, Hkv, D], float32, keys unrotated."""
+
+    positions: Positions
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptLayers:
+    """Layers whose old rows are kept otherwise, and where: codes of positions from `sink` go round `capacity` slots."""
+
+    layers: LayerSet
+    sink: int
+    capacity: int
+
+    @staticmethod
+    def of(layers: LayerSet, geometry: Geometry, exact: Layout, window: int | None, limit: int | None) -> KeptLayers:
+        """Room for all rows between the exact window and `window` (None: all) that sessions of `limit` can have.
+
+        limit None: endless, then there is a window.
+        """
+        if window is None:
+            assert limit is not None, "a layer that keeps every row needs a length limit"
+            rows = exact.horizon(limit) - exact.sink
+        else:
+            assert exact.window is not None and window > exact.window
+            rows = window - exact.window + geometry.segment_tokens
+            rows = rows if limit is None else min(rows, exact.horizon(limit) - exact.sink)
+        return KeptLayers(layers=layers, sink=exact.sink, capacity=max(0, rows))
+
+    def slots(self, positions: Positions) -> Positions:
+        return (positions - self.sink) % max(1, self.capacity)
+
+
+class Archive(ABC):
+    """One session's evicted rows, as the restorer keeps them. Engine's thread only, but for `release`."""
+
+    @abstractmethod
+    def begin(self, blocks: Sequence[RowBlock]) -> None:
+        """Called once, before the first rows are kept, with every row after the sink so far."""
+
+    @abstractmethod
+    def keep(self, blocks: Sequence[RowBlock]) -> Sequence[RowBlock]:
+        """Store rows that leave the exact window; returns them as they will be read from now on."""
+
+    @abstractmethod
+    def restore(self, positions: Sequence[Positions]) -> Sequence[RowBlock]:
+        """Rows that were kept, per set of layers."""
+
+    @abstractmethod
+    def held_bytes(self, counts: Sequence[int]) -> int:
+        """Bytes in use when `counts` rows have been kept per set of layers, page rounding included."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the memory back."""
+
+
+class Restorer(ABC):
+    """How a strategy keeps rows that left the exact window."""
+
+    # True: nothing is kept; rows come back by running the model over the token ids again.
+    replays: ClassVar[bool] = False
+
+    @abstractmethod
+    def check(self, geometry: Geometry, layers: Sequence[int]) -> None:
+        """Raise InvalidArgument if rows of these layers cannot be kept this way."""
+
+    def ready(self, context: KVContext) -> None:
+        """Raise InvalidArgument if the engine lacks what this restorer needs."""
+
+    @abstractmethod
+    def demands(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:
+        """What a session's archive takes of the pool."""
+
+    @abstractmethod
+    def open(self, context: KVContext, kept: Sequence[KeptLayers]) -> Archive | None:
+        """Reserve an archive; None, and nothing taken, if there is no room."""
+
+
+class Recompute(Restorer):
+    """Keeps nothing: evicted rows are computed again from the token ids. Exact, and as dear as a prefill."""
+
+    replays = True
+
+    def check(self, geometry: Geometry, layers: Sequence[int]) -> None:
+        pass
+
+    def demands(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:
+        return ()
+
+    def open(self, context: KVContext, kept: Sequence[KeptLayers]) -> Archive | None:
+        return _EmptyArchive()
+
+
+class _EmptyArchive(Archive):
+    def begin(self, blocks: Sequence[RowBlock]) -> None:
+        pass
+
+    def keep(self, blocks: Sequence[RowBlock]) -> Sequence[RowBlock]:
+        return blocks
+
+    def restore(self, positions: Sequence[Positions]) -> Sequence[RowBlock]:
+        raise AssertionError("a restorer that replays is not asked for rows")
+
+    def held_bytes(self, counts: Sequence[int]) -> int:
+        return 0
+
+    def release(self) -> None:
+        pass

@@ -1,0 +1,67 @@
+"""What strategies that keep rows have in common: older rows may be kept through a compressor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inference_engine.kv.coded_rows import Coded
+from inference_engine.kv.compressors import make_compressor
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.layout import LayerRule
+from inference_engine.kv.restorer import Restorer
+from inference_engine.kv.strategy import KVStrategy, require
+
+DEFAULT_EXACT_WINDOW = 128
+# The first rows draw much of every query's attention: in a coded layer they always stay as they are.
+EXACT_SINK = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowKeeping(KVStrategy):
+    """codec: the compressor that keeps rows older than `exact_window` positions; None: rows stay as they are.
+
+    exact_layers: layers whose rows are never coded.
+    """
+
+    codec: str | None = None
+    exact_window: int | None = None
+    exact_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.codec is None:
+            require(
+                self.exact_window is None, "exact_window", f"has no meaning without a codec, got {self.exact_window}"
+            )
+            require(not self.exact_layers, "exact_layers", f"has no meaning without a codec, got {self.exact_layers}")
+            return
+        make_compressor(self.codec)
+        if self.exact_window is None:
+            # The default is filled in, so that the strategy in force says it.
+            object.__setattr__(self, "exact_window", DEFAULT_EXACT_WINDOW)
+        assert self.exact_window is not None
+        require(self.exact_window >= 1, "exact_window", f"must be ≥ 1, got {self.exact_window}")
+
+    def check(self, geometry: Geometry) -> None:
+        count = len(geometry.layers)
+        for layer in self.exact_layers:
+            require(
+                0 <= layer < count,
+                "exact_layers",
+                f"the model has layers 0 to {count - 1}, got {layer}",
+                layers=count,
+            )
+        if (restorer := self.restorer()) is not None:
+            restorer.check(geometry, [index for index in range(count) if index not in self.exact_layers])
+
+    def restorer(self) -> Restorer | None:
+        return None if self.codec is None else Coded(make_compressor(self.codec))
+
+    def coded(self, rule: LayerRule, layer: int) -> LayerRule:
+        """`rule` with its older rows coded, where there is a codec, this layer is coded, and rows are old enough."""
+        if self.codec is None or layer in self.exact_layers:
+            return rule
+        assert self.exact_window is not None
+        if rule.window is not None and rule.window <= self.exact_window:
+            return rule
+        sink = rule.sink if rule.window is not None else max(rule.sink, EXACT_SINK)
+        return LayerRule(sink=sink, window=rule.window, exact=self.exact_window)

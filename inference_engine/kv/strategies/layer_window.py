@@ -1,0 +1,89 @@
+"""Layer-window strategy: most layers keep a sink and a window, a chosen few keep every row.
+
+    layer       0 1 2 3 4 [5] 6 … 10 [11] 12 …       full_layers = (5, 11)
+    keeps       w w w w w  all w … w  all  w …       w = sink ∪ window
+
+Retrieval lives in few layers: with enough of them kept full, a fact far behind the window is found again, at the bytes
+of those layers alone; with too few it is as lost as under `sink_window`. How many, and which, is a fact of the model
+and is measured. Layers with a sliding window of the model's own stay as they are, whatever `window` says.
+
+The windowed layers are those of `sink_window` in everything, the sink's distance included: once rows have left, its
+keys stand right before the window. True distances would stay within the trained range here, because full layers end
+the session there; moved, a windowed layer means the same under both strategies. Full layers read every key at its true
+distance. Until the first row leaves nothing is moved, and the session equals `full`.
+
+Sources: Wu et al., Retrieval Head, arXiv 2404.15574 (few heads retrieve, in every model); Xiao et al., DuoAttention,
+arXiv 2410.10819 (those heads full, the others sink and window). Here the unit is the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.layout import LayerRule
+from inference_engine.kv.strategies.coding import RowKeeping
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.kv.strategy import require
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerWindow(RowKeeping):
+    """Keeps every row in `full_layers`, which must be given; `sink` and `window` positions in the others."""
+
+    name: ClassVar[str] = "layer_window"
+
+    sink: int = 4
+    window: int = 1024
+    full_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        RowKeeping.__post_init__(self)
+        self._windowed()  # checks its options
+        layers = self.full_layers
+        require(
+            len(layers) >= 1,
+            "full_layers",
+            "must name at least one layer, got none; a session that keeps no layer full is sink_window",
+            at_least=1,
+        )
+        require(min(layers) >= 0, "full_layers", f"layers are numbered from 0, got {_listed(layers)}", at_least=0)
+        twice = sorted({layer for layer in layers if layers.count(layer) > 1})
+        require(not twice, "full_layers", f"must name each layer once, got {_listed(twice)} more than once")
+
+    def check(self, geometry: Geometry) -> None:
+        RowKeeping.check(self, geometry)
+        self._windowed().check(geometry)
+        count = len(geometry.layers)
+        absent = [layer for layer in self.full_layers if layer >= count]
+        require(
+            not absent,
+            "full_layers",
+            f"the model has {count} layers, 0 to {count - 1}; got {_listed(absent)}",
+            layers=count,
+        )
+        # To let them pass would be to promise a reach that they do not have.
+        sliding = [layer for layer in self.full_layers if geometry.layers[layer].native_window is not None]
+        able = [index for index, layer in enumerate(geometry.layers) if layer.native_window is None]
+        require(
+            not sliding,
+            "full_layers",
+            f"got {_listed(sliding)}, where the model itself looks no further back than a sliding window; "
+            f"layers that can be kept full: {_listed(able) or 'none'}",
+            layers=count,
+        )
+
+    def rule(self, layer: int, geometry: Geometry) -> LayerRule:
+        if layer in self.full_layers or geometry.layers[layer].native_window is not None:
+            return self.coded(LayerRule(), layer)
+        return self.coded(LayerRule(sink=self.sink, window=self.window), layer)
+
+    def _windowed(self) -> SinkWindow:
+        """What holds for the windowed layers."""
+        return SinkWindow(sink=self.sink, window=self.window)
+
+
+def _listed(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers))

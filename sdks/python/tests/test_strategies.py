@@ -1,0 +1,95 @@
+"""Strategies as values: what they say on the wire, what they refuse, how they read."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+import kakeya
+from kakeya._strategies import from_wire
+from kakeya.v1 import runtime_pb2 as pb
+
+ARMS: dict[str, Any] = {arm.name: arm.message_type for arm in pb.Strategy.DESCRIPTOR.oneofs_by_name["kind"].fields}
+CODING: dict[str, Any] = {"codec": "int8", "exact_window": 64, "exact_layers": (0, 29)}
+EVERY_OPTION = [
+    kakeya.Full(**CODING),
+    kakeya.SinkWindow(sink=0, window=9, **CODING),
+    kakeya.LayerWindow(full_layers=(11, 5), sink=0, window=9, **CODING),
+    kakeya.Restored(sink=0, window=9, source="latent", bytes_per_token=192),
+    kakeya.Gather(budget=300, block=16, sink=0, window=256, scorer="bounds"),
+]
+FEWEST_OPTIONS = [
+    kakeya.Full(),
+    kakeya.SinkWindow(),
+    kakeya.LayerWindow(full_layers=(5,)),
+    kakeya.Restored(),
+    kakeya.Gather(),
+]
+
+
+@pytest.mark.parametrize("strategy", EVERY_OPTION + FEWEST_OPTIONS, ids=repr)
+def test_a_strategy_survives_the_wire(strategy: Any) -> None:
+    message = pb.Strategy.FromString(strategy._to_wire().SerializeToString())
+    assert from_wire(message) == strategy
+
+
+def test_there_is_a_value_for_every_arm_with_an_option_for_every_field() -> None:
+    values = {str(strategy._to_wire().WhichOneof("kind")): strategy for strategy in EVERY_OPTION}
+    assert set(values) == set(ARMS)
+    for name, arm in ARMS.items():
+        sent = getattr(values[name]._to_wire(), name)
+        assert {field.name for field, _ in sent.ListFields()} == {field.name for field in arm.fields}
+        assert {field.name for field in fields(typing.cast(Any, values[name]))} == {field.name for field in arm.fields}
+
+
+@pytest.mark.parametrize("strategy", FEWEST_OPTIONS, ids=repr)
+def test_what_was_not_given_is_left_to_the_server_and_not_shown(strategy: Any) -> None:
+    sent = getattr(strategy._to_wire(), strategy._to_wire().WhichOneof("kind"))
+    assert {field.name for field, _ in sent.ListFields()} <= {"full_layers"}
+    assert "None" not in repr(strategy)
+
+
+def test_a_value_reads_as_it_is_written() -> None:
+    assert repr(kakeya.LayerWindow(full_layers=(5, 11), window=9)) == "LayerWindow(window=9, full_layers=(5, 11))"
+    assert repr(kakeya.Full()) == "Full()"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "named"),
+    [
+        (kakeya.SinkWindow, {"window": 0}, "window"),
+        (kakeya.SinkWindow, {"sink": -1}, "sink"),
+        (kakeya.SinkWindow, {"window": 2.0}, "window"),
+        (kakeya.SinkWindow, {"window": 2**32}, "window"),
+        (kakeya.LayerWindow, {"full_layers": [5, 11]}, "full_layers"),
+        (kakeya.LayerWindow, {"full_layers": 5}, "full_layers"),
+        (kakeya.LayerWindow, {"full_layers": (5, True)}, "full_layers[1]"),
+        (kakeya.LayerWindow, {"full_layers": (-1,)}, "full_layers[0]"),
+        (kakeya.Restored, {"source": ""}, "source"),
+        (kakeya.Restored, {"bytes_per_token": 0}, "bytes_per_token"),
+        (kakeya.Gather, {"budget": 0}, "budget"),
+        (kakeya.Gather, {"block": 1.5}, "block"),
+        (kakeya.Full, {"codec": 8}, "codec"),
+        (kakeya.Full, {"codec": "int8", "exact_window": 0}, "exact_window"),
+        (kakeya.Full, {"codec": "int8", "exact_layers": (2**32,)}, "exact_layers[0]"),
+    ],
+    ids=str,
+)
+def test_what_would_not_survive_the_wire_is_refused_by_name(kind: Any, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(kakeya.InvalidArgument) as refusal:
+        kind(**options)
+    assert refusal.value.field == named
+
+
+def test_a_strategy_without_a_kind_cannot_be_made() -> None:
+    kind: Any = kakeya.Strategy
+    with pytest.raises(TypeError, match="abstract"):
+        kind()
+
+
+def test_a_kind_newer_than_this_sdk_is_none() -> None:
+    assert from_wire(pb.Strategy()) is None
+    assert from_wire(pb.Strategy.FromString(b"\xfa\x01\x00")) is None

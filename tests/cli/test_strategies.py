@@ -1,0 +1,21 @@
+"""A strategy as people write it, on its way from the command line over the SDK to the server."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference_engine.cli.conversation import sdk_strategy
+from inference_engine.errors import ConfigError
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.server.convert import strategy_from_wire
+from tests.laws.variants import each_strategy
+
+
+@each_strategy
+def test_what_was_written_arrives(strategy: KVStrategy) -> None:
+    assert strategy_from_wire(sdk_strategy(str(strategy))._to_wire()) == strategy
+
+
+def test_what_is_no_strategy_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(ConfigError, match="full_layers"):
+        sdk_strategy("layer_window:window=9")

@@ -1,0 +1,76 @@
+"""Sessions whose old rows are restored need room for the time of a Generate: who gets it, who waits, who is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference_engine.engine import Engine
+from inference_engine.errors import NoCapacity
+from inference_engine.kv.strategies import make_strategy
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.types import Finished, GenerateParams, Mode
+from tests.laws.variants import drain, engine_for, generate, same, text
+
+LIMIT = 256
+RESTORED: list[KVStrategy] = [
+    make_strategy("restored", sink=4, window=16),
+    make_strategy("full", codec="int8", exact_window=16),
+]
+each_restored = pytest.mark.parametrize("strategy", RESTORED, ids=str)
+
+
+def engine_with_room(strategy: KVStrategy, *, sessions: int, awake: float) -> Engine:
+    """An engine whose pool holds so many sessions asleep, and `awake` of them awake."""
+    with engine_for(Mode.BATCHED) as roomy:
+        bound = roomy.create_session(strategy=strategy, limit_tokens=LIMIT).bound
+        waking = bound.peak_bytes - bound.sustained_bytes
+        unit = 2 * roomy._geometry.alignment * roomy._geometry.itemsize
+    return engine_for(Mode.BATCHED, kv_bytes=sessions * bound.sustained_bytes + int(awake * waking) + unit)
+
+
+@each_restored
+def test_a_generate_waits_until_there_is_room_to_wake_its_session(strategy: KVStrategy) -> None:
+    with engine_with_room(strategy, sessions=2, awake=1.5) as engine:
+        alone = engine.create_session(strategy=strategy, limit_tokens=LIMIT).session_id
+        engine.append(alone, text(100))
+        expected = generate(engine, alone, LIMIT - 100)
+        engine.close_session(alone)
+        pair = [engine.create_session(strategy=strategy, limit_tokens=LIMIT).session_id for _ in range(2)]
+        for session in pair:
+            engine.append(session, text(100))
+        # Both want lanes for the whole limit, and there is room for one of them.
+        running = [engine.generate(id_, GenerateParams(max_tokens=LIMIT - 100, logprobs=True)) for id_ in pair]
+        for generation in running:
+            events = drain(generation)
+            assert isinstance(events[-1], Finished)
+            ours = [(event.token_id, event.logprob) for event in events if hasattr(event, "logprob")]
+            assert same(ours, expected, Mode.BATCHED)
+
+
+@each_restored
+def test_sessions_are_refused_when_none_of_them_could_wake(strategy: KVStrategy) -> None:
+    with engine_with_room(strategy, sessions=2, awake=1.0) as engine:
+        for _ in range(2):
+            engine.create_session(strategy=strategy, limit_tokens=LIMIT)
+        with pytest.raises(NoCapacity, match="wake"):
+            engine.create_session(strategy=strategy, limit_tokens=LIMIT)
+
+
+@each_restored
+def test_a_cancelled_generate_puts_its_session_to_sleep_and_the_next_goes_on(strategy: KVStrategy) -> None:
+    with engine_for(Mode.BATCHED) as engine:
+        whole, cut = (engine.create_session(strategy=strategy).session_id for _ in range(2))
+        for session in (whole, cut):
+            engine.append(session, text(90))
+        expected = generate(engine, whole, 40)
+        generation = engine.generate(cut, GenerateParams(max_tokens=400))
+        next(event for event in generation if hasattr(event, "logprob"))
+        generation.cancel()
+        done = drain(generation)[-1]
+        assert isinstance(done, Finished)
+        info = engine.session_info(cut)
+        assert info.kv_live_bytes <= info.bound.sustained_bytes
+        assert engine.info().kv_reserved_bytes == 2 * info.bound.sustained_bytes
+        more = generate(engine, cut, 40)
+        kept = done.history_length - 90
+        assert [token for token, _ in expected[kept:]] == [token for token, _ in more[: 40 - kept]]

@@ -1,0 +1,62 @@
+"""Rotation, levels and fitted scales."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from inference_engine.kv.compressors import make_compressor
+from inference_engine.kv.compressors.hadamard import rotate
+from inference_engine.kv.compressors.rotated import _GAUSSIAN_LEVELS, Lloyd
+from tests.kv.codec_cases import gaussian, lengths
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 8, 256])
+def test_the_rotation_is_sylvesters_and_its_own_inverse(head_dim: int) -> None:
+    matrix = rotate(torch.eye(head_dim))
+    places = torch.arange(head_dim)
+    shared = torch.tensor([[(int(row) & int(column)).bit_count() for column in places] for row in places])
+    assert torch.equal(matrix, 1.0 - 2.0 * (shared % 2))
+    assert torch.equal(rotate(matrix), head_dim * torch.eye(head_dim))
+
+
+@pytest.mark.parametrize("bits", sorted(_GAUSSIAN_LEVELS))
+def test_every_level_is_the_mean_of_the_gaussian_numbers_nearest_to_it(bits: int) -> None:
+    levels = _GAUSSIAN_LEVELS[bits]
+    assert len(levels) == 2 ** (bits - 1)
+    borders = [0.0, *((one + other) / 2 for one, other in pairwise(levels)), math.inf]
+    for level, (low, high) in zip(levels, pairwise(borders), strict=True):
+        density = (math.exp(-low * low / 2) - math.exp(-high * high / 2)) / math.sqrt(2 * math.pi)
+        share = (math.erfc(low / math.sqrt(2)) - math.erfc(high / math.sqrt(2))) / 2
+        assert level == pytest.approx(density / share, abs=2e-5)
+
+
+@pytest.mark.parametrize(("bits", "least"), [(3, 0.03454), (4, 0.009497), (6, 0.0006442)])
+def test_levels_lose_what_theory_says_on_gaussian_numbers(bits: int, least: float) -> None:
+    numbers = gaussian(64, 20_000)
+    error = (Lloyd(bits=bits)._nearest(numbers) - numbers).square().mean()
+    assert float(error) == pytest.approx(least, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["had4", "d4q9", "e8q7"])
+def test_a_fitted_scale_loses_less(name: str) -> None:
+    vectors = gaussian(500, 64)
+    plain, fitted = (
+        lengths(compressor.decode(compressor.encode(vectors), 64) - vectors)
+        for compressor in (make_compressor(name), make_compressor(f"{name}fit"))
+    )
+    assert (fitted <= plain * (1 + 1e-6)).all(), "never more, for any vector"
+    assert fitted.square().sum() < 0.95 * plain.square().sum()
+
+
+def test_the_entry_of_the_largest_magnitude_has_the_lowest_level_whatever_its_sign() -> None:
+    # Rotated, [n, 0, 0, …] is the same number everywhere: the scale's sign makes it the lowest level exactly.
+    vectors = torch.zeros(2, 64)
+    vectors[:, 0] = torch.tensor([1.0, -1.0])
+    compressor = make_compressor("had4")
+    codes = compressor.encode(vectors)
+    assert codes[:, 2:].eq(0).all()
+    assert torch.equal(compressor.decode(codes, 64), vectors)
