@@ -101,9 +101,12 @@ class ModelConfig:
     linear: str = "auto"  # packed for oneDNN where it can be (on a CPU); "packed" insists, "plain" never
     threads: int = 0  # 0: as many as the machine has cores
     cache_dir: str = ""  # "": the user's cache folder
+    latent: str = "auto"  # the latent codec: a folder, "auto" for the one in the cache if there is one, or "none"
 
     def __post_init__(self) -> None:
         _at_least(self, threads=0)
+        if not self.latent:
+            raise ConfigError("latent must be auto, none or a folder, got an empty text")
         if self.linear not in ("auto", "packed", "plain"):
             raise ConfigError(f"linear must be auto, packed or plain, got {self.linear!r}")
         if self.dtype not in ("float32", "bfloat16"):

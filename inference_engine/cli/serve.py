@@ -60,9 +60,11 @@ def run(args: argparse.Namespace) -> int:
         from inference_engine.engine import Engine
         from inference_engine.kv.strategies import parse_strategy
         from inference_engine.server.run import serve
+        from kv_cache_proposer.latents import find_latent
 
         parse_strategy(engine_config.strategy)
-        engine = Engine(open_backend(model), engine_config)
+        latent = find_latent(model)
+        engine = Engine(open_backend(model), engine_config, latent=latent)
 
     def ready(handle: ServerHandle) -> None:
         print(ready_line(handle, engine), flush=True)

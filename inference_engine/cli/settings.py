@@ -32,6 +32,7 @@ HELP = {
     ),
     "threads": ("N", "CPU threads; 0: one a core"),
     "cache_dir": ("FOLDER", "where fetched models are kept; empty: the user's cache folder"),
+    "latent": ("FOLDER", "what `kakeya train latent` made; auto: the one in the cache, if there is one; none: none"),
     "mode": ("MODE", "batched, or fixed-shape: equal histories give equal bits, at a price per token"),
     "strategy": (
         "SPEC",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from inference_engine.config import forbid_model_hub
 from inference_engine.errors import BackendError, ModelError
+from inference_engine.models.checksums import sha256_of
 from inference_engine.models.fetch import check_fetched, model_folder
 from inference_engine.models.folder import check_content, check_names, weight_files
 from inference_engine.models.manifest import Manifest, check_manifest, has_manifest
@@ -98,7 +99,7 @@ def load_model(
         vocab_size=_positive(text, "vocab_size", checked.folder),
         dtype=dtype,
         device=device,
-        weights_sha256=_weights_sha256(checked),
+        weights_sha256=weights_digest(checked) if checked.manifest else None,
     )
 
 
@@ -169,8 +170,10 @@ def _check_device(device: str) -> None:
         raise BackendError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
-def _weights_sha256(checked: CheckedFolder) -> str | None:
-    if checked.manifest is None:
-        return None
-    digests = [checked.manifest.files[name].sha256 for name in weight_files(checked.folder)]
+def weights_digest(checked: CheckedFolder) -> str:
+    """SHA-256 of the weights (for shards, of the list of their digests): the manifest's, or worked out now."""
+    digests = [
+        checked.manifest.files[name].sha256 if checked.manifest else sha256_of(checked.folder / name)
+        for name in weight_files(checked.folder)
+    ]
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()

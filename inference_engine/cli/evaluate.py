@@ -1,0 +1,168 @@
+"""`kakeya evaluate`: what a strategy costs and what it forgets, measured on this machine; a record for each run.
+
+    kakeya evaluate needle --strategies sink_window:window=256 --lengths 512 1024
+    kakeya evaluate report
+
+Every experiment is a module of `inference_engine/evaluation` that offers `add_arguments(parser)`, `main(arguments,
+target)`, which returns the payload of a record, and perhaps `draw(payload, folder)`. A new one is a line in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inference_engine.cli.settings import add_config_file, add_settings, settings
+from inference_engine.config import EngineConfig, ModelConfig, configure_threads_environment, forbid_model_hub
+from inference_engine.errors import ConfigError
+from inference_engine.models import check_model
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+# Of the engine's settings, those that answers, speed or memory may depend on.
+ENGINE = ("mode", "kv_bytes", "max_sessions", "max_batch", "step_tokens", "segment_tokens", "page_tokens")
+# What says where things are on this machine is no part of the command that makes a record again.
+_PLACES = ("--results", "--config", "--cache-dir", "--latent")
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """needs_model: whether `main` gets a running target, or None."""
+
+    module: str
+    help: str
+    needs_model: bool = True
+
+
+EXPERIMENTS = {
+    "needle": Experiment("inference_engine.evaluation.needle", "planted facts found, against full, with a control"),
+    "fidelity": Experiment("inference_engine.evaluation.fidelity", "perplexity, KL and agreement, against full"),
+    "cost": Experiment("inference_engine.evaluation.cost", "time to first token, tokens/s and bytes"),
+    "backstop": Experiment("inference_engine.evaluation.backstop", "the fewest layers that must be kept full"),
+    "regime-map": Experiment("inference_engine.evaluation.regime_map", "which strategy pays where", needs_model=False),
+}
+
+
+class _ExperimentParser(argparse.ArgumentParser):
+    """A parser that learns its experiment's arguments, and so imports it, only when it is used."""
+
+    experiment: Experiment | None = None
+    _is_complete = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.experiment is not None and not self._is_complete:
+            self._is_complete = True
+            module_of(self.experiment).add_arguments(self)
+        parsed, rest = super().parse_known_args(args, namespace)
+        parsed.typed = tuple(args or ())
+        return parsed, rest
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("evaluate", help="measure strategies against full, and keep the records")
+    commands = parser.add_subparsers(
+        dest="experiment", required=True, metavar="EXPERIMENT", parser_class=_ExperimentParser
+    )
+    for name, experiment in EXPERIMENTS.items():
+        one = commands.add_parser(name, help=experiment.help, description=experiment.help, allow_abbrev=False)
+        assert isinstance(one, _ExperimentParser)
+        one.experiment = experiment
+        _add_results(one)
+        one.add_argument("--name", metavar="NAME", help="the record's folder (default: experiment and model)")
+        one.add_argument("--quick", action="store_true", help="few trials: does it work, and roughly what comes out")
+        add_config_file(one)
+        if experiment.needs_model:
+            add_settings(one, ModelConfig)
+            add_settings(one, EngineConfig, only=ENGINE)
+        one.set_defaults(run=run)
+    report = commands.add_parser("report", help="make the index page of all records again", allow_abbrev=False)
+    _add_results(report)
+    report.set_defaults(run=run_report)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one experiment and write its record. Raises KakeyaError for what is refused or void; nothing is written."""
+    experiment = EXPERIMENTS[args.experiment]
+    _check_name(args.name)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    module = module_of(experiment)
+    if experiment.needs_model:
+        model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
+        model_id = check_model(model.model, cache=model.cache_path).model_id
+
+        from inference_engine.evaluation.models import open_target
+        from kv_cache_proposer.latents import find_latent
+
+        with open_target(model, engine, latent=find_latent(model)) as target:
+            payload = module.main(args, target)
+    else:
+        model_id = ""
+        payload = module.main(args, None)
+
+    from inference_engine.evaluation.record import write_record
+
+    name = args.name or "_".join(filter(None, (args.experiment.replace("-", "_"), model_id)))
+    payload = {"command": command(args.experiment, args.typed), **payload}
+    path = write_record(name, payload, **({"results_dir": args.results} if args.results else {}))
+    if draw := getattr(module, "draw", None):
+        draw(payload, path.parent)
+    for value_name, value in payload["values"].items():
+        print(f"{value_name}: {value['median']:g} {value['unit']}")
+    print(path)
+    return 0
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """Write the index page. Raises KakeyaError for a record that cannot be read."""
+    from inference_engine.evaluation.report import rebuild
+
+    print(rebuild(args.results) if args.results else rebuild())
+    return 0
+
+
+def command(name: str, typed: Sequence[str]) -> str:
+    """The command as typed, but for this machine's folders: files of the repository are named from its root."""
+    words = ["kakeya", "evaluate", name]
+    rest = iter(typed)
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        if flag in _PLACES:
+            if not equals:
+                next(rest)
+        elif flag.startswith("--") and equals:
+            words.append(f"{flag}={_without_folder(value)}")
+        else:
+            words.append(_without_folder(word))
+    return shlex.join(words)
+
+
+def _without_folder(word: str) -> str:
+    from inference_engine.evaluation.record import ROOT
+
+    path = Path(word)
+    if not path.is_absolute():
+        return word
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--results", type=Path, metavar="DIR", help="where records are kept (default: results)")
+
+
+def _check_name(name: str | None) -> None:
+    if name is not None and (Path(name).name != name or name in ("", ".", "..")):
+        raise ConfigError(f"--name must be the name of a folder, not a path, got {name!r}")
+
+
+def module_of(experiment: Experiment) -> Any:
+    # Both before anything imports torch or transformers.
+    configure_threads_environment()
+    forbid_model_hub()
+    return importlib.import_module(experiment.module)

@@ -1,0 +1,435 @@
+"""The backstop: how few layers, and which, have to keep every row so that far facts are still found.
+
+    rank    all layers full; window one at a time; the more its answers move away from full's, the higher it ranks
+    sweep   keep the K highest full, and K evenly spaced ones as the dumb alternative; count answers unlike full's
+    report  critical mass: the smallest K that answers as full does
+
+`sink_window`, which keeps no layer full, must miss every fact behind its window, or the run says nothing. Layers with a
+window of the model's own stay as they are and are no candidates.
+
+Source: the kept-full layers of a windowed hybrid ("recall backstop"), and Wu et al., Retrieval Head, arXiv 2404.15574.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from inference_engine.engine import Engine
+from inference_engine.errors import InvalidArgument
+from inference_engine.evaluation import fidelity, needle, record
+from inference_engine.evaluation.answers import Asked, answer_all
+from inference_engine.evaluation.arguments import geometry_of, require_at_least
+from inference_engine.evaluation.fidelity import Passage
+from inference_engine.evaluation.haystack import KINDS, digest
+from inference_engine.evaluation.models import Target
+from inference_engine.evaluation.prompts import Prompts
+from inference_engine.evaluation.tasks import TASKS, Grade
+from inference_engine.evaluation.trials import EvaluationVoid, pair
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.layer_window import LayerWindow
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.kv.strategy import KVStrategy
+
+logger = logging.getLogger(__name__)
+
+NONE, RANKED, EVEN = "none", "ranked", "evenly spaced"
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+FULL_FINDS = "needles found by full"
+MOST_DIFFERING = 0.03  # of the answers may be unlike full's: 1 in 40, 3 in 100
+_RANK_SEED = 1_000_003  # added to the seed for the needles that rank layers, so that none of them is in the sweep
+
+Damage = Callable[[Sequence[tuple[int, ...]]], Sequence[float]]  # of each set of layers kept full, together
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Windows:
+    """What the layers keep that are not kept full."""
+
+    sink: int
+    window: int
+
+    def control(self) -> SinkWindow:
+        """The strategy that keeps none full."""
+        return SinkWindow(sink=self.sink, window=self.window)
+
+    def keeping(self, full_layers: Sequence[int]) -> KVStrategy:
+        """The strategy that keeps `full_layers` full and windows the others."""
+        if not full_layers:
+            return self.control()
+        return LayerWindow(sink=self.sink, window=self.window, full_layers=tuple(sorted(full_layers)))
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A set of layers kept full, and how it was chosen."""
+
+    order: str
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What was measured of one set.
+
+    differing: answers unlike full's; lost: those that full has right and it has not. reach_tokens: the farthest needle
+    up to which none that full finds was missed. divergence: KL(full ‖ set), mean over the texts' forced tokens.
+    bytes_per_token: what a session of this length may hold between Generates, by token.
+    """
+
+    kept: Kept
+    hits: int
+    trials: int
+    differing: int
+    lost: int
+    reach_tokens: int
+    divergence: float
+    bytes_per_token: float
+
+    @property
+    def answers_as_full(self) -> bool:
+        return self.differing <= MOST_DIFFERING * self.trials
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "chosen": self.kept.order,
+            "layers full": len(self.kept.layers),
+            "which": " ".join(map(str, self.kept.layers)),
+            "found": self.hits,
+            "trials": self.trials,
+            "unlike full's": self.differing,
+            "lost": self.lost,
+            "as full": self.answers_as_full,
+            "reach, tokens": self.reach_tokens,
+            "kl": self.divergence,
+            "bytes per token": self.bytes_per_token,
+        }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sink", type=int, default=4, metavar="N", help="first ids that windowed layers keep")
+    parser.add_argument("--window", type=int, default=256, metavar="N", help="last ids that windowed layers keep")
+    parser.add_argument("--length", type=int, default=2048, metavar="N", help="ids of a prompt, and of a text")
+    parser.add_argument("--kind", choices=KINDS, default="prose", help="of text around the needles, and of texts")
+    parser.add_argument("--task", choices=tuple(TASKS), default="single", help="what is planted and asked")
+    parser.add_argument("--trials", type=int, default=40, metavar="N", help="needles that every set is asked for")
+    parser.add_argument(
+        "--counts", nargs="+", type=int, metavar="K", help="layers to keep full (default: some, and all)"
+    )
+    parser.add_argument(
+        "--search", choices=("ablation", "greedy"), default="ablation",
+        help="rank layers by windowing each alone, or by giving up one after the other (slower)",
+    )  # fmt: skip
+    parser.add_argument("--rank-prompts", type=int, default=6, metavar="N", help="other needles, to rank layers by")
+    parser.add_argument("--texts", type=int, default=2, metavar="N", help="to measure KL to full on")
+    parser.add_argument("--count", type=int, default=128, metavar="N", help="ids that are forced, of each text")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of needles and texts")
+
+
+def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
+    """Measure and return the record's payload.
+
+    Raises EvaluationVoid if `sink_window` finds what it cannot see or full finds nothing, InvalidArgument for layers,
+    lengths or numbers that cannot be.
+    """
+    require_at_least(arguments, trials=1, rank_prompts=1, texts=1, count=1)
+    trials, rank_prompts, texts = arguments.trials, arguments.rank_prompts, arguments.texts
+    if arguments.quick:
+        trials, rank_prompts, texts = min(needle.QUICK_TRIALS, trials), 1, 1
+    task, kind, length, seed = TASKS[arguments.task], arguments.kind, arguments.length, arguments.seed
+    geometry, windows = geometry_of(target), Windows(sink=arguments.sink, window=arguments.window)
+    layers = candidates(geometry)
+    counts = _counts(arguments.counts, len(layers))
+
+    answers = right_answers(target, windows, arguments.task, kind, length, count=rank_prompts, seed=seed)
+    ranking = rank(layers, damage_to_answers(target.engine, windows, answers), is_greedy=arguments.search == "greedy")
+    logger.info("layers, the most needed first: %s", ranking.order)
+    sets = chosen_sets(ranking.order, layers, counts)
+    strategies = [windows.keeping(kept.layers) for kept in sets]
+    (cell,) = needle.measure(
+        target,
+        strategies=strategies,
+        control=windows.control(),
+        tasks=[task],
+        kinds=[kind],
+        lengths=[length],
+        trials=trials,
+        seed=seed,
+    )
+    passages = [
+        fidelity.text_passage(target.tokenizer, kind, length, arguments.count, f"{seed}/{number}")
+        for number in range(texts)
+    ]
+    found = describe(
+        sets,
+        windows,
+        geometry,
+        hits={name: cell.hits(name) for name in cell.grades},
+        distances=[length - prompt.fact_end for prompt in cell.prompts],
+        divergence=divergences(target.engine, strategies, passages),
+        length=length,
+    )
+    told = values(cell.hits(str(Full())), found)
+    return {
+        "what": "How few layers, and which, must keep every row so that far facts are found as full finds them.",
+        "config": {
+            **target.describe(),
+            "sink": windows.sink,
+            "window": windows.window,
+            "task": task.name,
+            "kind": kind,
+            "length": length,
+            "trials": trials,
+            "search": arguments.search,
+            "rank_prompts": len(answers),
+            "texts": texts,
+            "forced_tokens": arguments.count,
+            "candidates": list(layers),
+            "texts_sha256": digest(kind),
+        },
+        "seeds": [seed],
+        "values": told,
+        "headlines": [name for name in told if name == FULL_FINDS or "critical mass" in name],
+        "baseline": "full, on the same prompts and texts; evenly spaced layers against ranked ones",
+        "tables": {
+            "sweep": [one.row() for one in found],
+            "ranking": [
+                {"place": place, "layer": layer, "harm, nats": ranking.harm[layer]}
+                for place, layer in enumerate(ranking.order, start=1)
+            ],
+            "control": [{"strategy": str(windows.control()), "eligible": len(cell.eligible), "found": 0}],
+        },
+    }
+
+
+def draw(payload: Mapping[str, Any], folder: Path) -> None:
+    """Needles found, and KL to full, over the number of layers kept full."""
+    rows = payload["tables"]["sweep"]
+    for name, column, y_label in (("recall", "found", "needles found"), ("kl", "kl", "KL to full, nats")):
+        record.plot_lines(
+            folder / f"backstop_{name}.png",
+            title=f"{y_label}, with K layers kept full",
+            x_label="layers kept full",
+            y_label=y_label,
+            lines={
+                order: (
+                    [row["layers full"] for row in rows if row["chosen"] in (NONE, order)],
+                    [row[column] for row in rows if row["chosen"] in (NONE, order)],
+                )
+                for order in (RANKED, EVEN)
+            },
+        )
+
+
+def candidates(geometry: Geometry) -> tuple[int, ...]:
+    """Layers that look at everything by the model's own design, and so can be windowed or kept.
+
+    Raises InvalidArgument if there is none.
+    """
+    layers = tuple(index for index, layer in enumerate(geometry.layers) if layer.native_window is None)
+    if not layers:
+        raise InvalidArgument("model", f"all {len(geometry.layers)} layers slide by themselves: none can be kept full")
+    return layers
+
+
+def _counts(asked: Sequence[int] | None, most: int) -> list[int]:
+    if asked is None:
+        return [*(count for count in COUNTS if count < most), most]
+    if not 1 <= min(asked) <= max(asked) <= most:
+        raise InvalidArgument("counts", f"must be from 1 to {most}, the layers that can be kept full, got {asked}")
+    return sorted(set(asked))
+
+
+# -- which layers -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranking:
+    """Layers, the most needed first. harm: what giving each up did to the answers when it was ranked, in nats."""
+
+    order: tuple[int, ...]
+    harm: Mapping[int, float]
+
+
+def rank(layers: Sequence[int], damage: Damage, *, is_greedy: bool = False) -> Ranking:
+    """Rank layers by what windowing each alone does, or greedily: by what it does beside those given up before.
+
+    The greedy search sees when layers stand in for each other, at the price of L² / 2 measurements instead of L.
+    """
+    if not is_greedy:
+        harm = dict(zip(layers, damage([_without(layers, one) for one in layers]), strict=True))
+        return Ranking(order=tuple(sorted(layers, key=lambda layer: (-harm[layer], layer))), harm=harm)
+    kept, given_up, harm = tuple(layers), [], {}
+    while kept:
+        harms = damage([_without(kept, one) for one in kept])
+        least = int(np.argmin(harms))
+        harm[kept[least]] = harms[least]
+        given_up.append(kept[least])
+        kept = _without(kept, kept[least])
+    return Ranking(order=tuple(reversed(given_up)), harm=harm)
+
+
+def _without(layers: Sequence[int], one: int) -> tuple[int, ...]:
+    return tuple(layer for layer in layers if layer != one)
+
+
+def evenly(layers: Sequence[int], count: int) -> tuple[int, ...]:
+    """`count` of the layers, evenly spaced."""
+    assert 0 <= count <= len(layers)
+    return tuple(layers[(2 * index + 1) * len(layers) // (2 * count)] for index in range(count))
+
+
+def damage_to_answers(engine: Engine, windows: Windows, answers: Sequence[Passage]) -> Damage:
+    """Measures KL(full ‖ kept) at the tokens of right answers, forced after their questions: mean over all of them."""
+
+    def damage(kept: Sequence[tuple[int, ...]]) -> list[float]:
+        return divergences(engine, [windows.keeping(layers) for layers in kept], answers)
+
+    return damage
+
+
+def divergences(engine: Engine, strategies: Sequence[KVStrategy], passages: Sequence[Passage]) -> list[float]:
+    """KL(full ‖ strategy) of each, mean over the forced tokens of all passages.
+
+    Raises InvalidArgument if the engine refuses any.
+    """
+    pieces: list[list[fidelity.Floats]] = [[] for _ in strategies]
+    for passage in passages:
+        scores, refused = fidelity.compare(engine, strategies, passage)
+        if refused:
+            raise InvalidArgument("length", "; ".join(f"{name}: {reason}" for name, reason in refused.items()))
+        for place, strategy in enumerate(strategies):
+            pieces[place].append(scores[str(strategy)].divergence)
+    return [float(np.concatenate(piece).mean()) for piece in pieces]
+
+
+def right_answers(
+    target: Target, windows: Windows, task: str, kind: str, length: int, *, count: int, seed: int
+) -> list[Passage]:
+    """Full's own answers to questions that it answers rightly, each after its prompt; none of them is in the sweep.
+
+    Raises EvaluationVoid if no fact is out of the window's reach, or full is never right.
+    """
+    asked, build = TASKS[task], Prompts(target.tokenizer)
+    prompts = [
+        build.build(
+            kind,
+            length,
+            asked.make(trial, seed + _RANK_SEED),
+            asked.depths(trial, count),
+            f"rank/{seed}/{asked.haystack(trial)}",
+        )
+        for trial in range(count)
+    ]
+    segment = target.engine.config.segment_tokens
+    far = [
+        prompt
+        for prompt in prompts
+        if prompt.is_out_of_reach(sink=windows.sink, window=windows.window, segment_tokens=segment)
+    ]
+    answers = answer_all(
+        target.engine,
+        [Asked(strategy=Full(), token_ids=prompt.token_ids) for prompt in far],
+        answer_tokens=asked.answer_tokens,
+        stop_ids=target.stop_ids,
+    )
+    right = [
+        Passage(kind="answer", prefix=prompt.token_ids, forced=tuple(answer))
+        for prompt, answer in zip(far, answers, strict=True)
+        if prompt.question.grade(target.tokenizer.decode(answer, skip_special_tokens=True)) is Grade.EXACT
+    ]
+    if not right:
+        raise EvaluationVoid(
+            f"of {count} facts to rank layers by, {len(far)} are out of the window's reach and full finds none of "
+            "them: ask for other lengths, easier text, a narrower window, or more --rank-prompts"
+        )
+    return right
+
+
+# -- how many ---------------------------------------------------------------------------------------------------------
+
+
+def chosen_sets(order: Sequence[int], layers: Sequence[int], counts: Sequence[int]) -> list[Kept]:
+    """The sets to measure: none, then for each count the first of `order`, and as many evenly spaced."""
+    sets = [Kept(NONE, ())]
+    for count in counts:
+        sets += [Kept(RANKED, tuple(sorted(order[:count]))), Kept(EVEN, evenly(layers, count))]
+    return sets
+
+
+def describe(
+    sets: Sequence[Kept],
+    windows: Windows,
+    geometry: Geometry,
+    *,
+    hits: Mapping[str, Sequence[bool]],
+    distances: Sequence[int],
+    divergence: Sequence[float],
+    length: int,
+) -> list[Found]:
+    """What was measured of each set, beside full.
+
+    hits: by strategy, needle by needle. distances: from each needle to the end of its prompt. divergence: of each set.
+    Raises EvaluationVoid if full found nothing: then there is no recall to keep.
+    """
+    full = hits[str(Full())]
+    if not any(full):
+        raise EvaluationVoid(f"full attention found none of {len(full)} needles: there is no recall to keep")
+    found = []
+    for kept, nats in zip(sets, divergence, strict=True):
+        strategy = windows.keeping(kept.layers)
+        own = hits[str(strategy)]
+        paired = pair(full, own)
+        found.append(
+            Found(
+                kept=kept,
+                hits=sum(own),
+                trials=len(own),
+                differing=paired.discordant,
+                lost=paired.only_baseline,
+                reach_tokens=reach(own, full, distances),
+                divergence=nats,
+                bytes_per_token=strategy.bound(geometry, length).sustained_bytes / length,
+            )
+        )
+    return found
+
+
+def reach(hits: Sequence[bool], full: Sequence[bool], distances: Sequence[int]) -> int:
+    """The distance up to which no needle that full finds was missed; 0 if the nearest was."""
+    farthest = 0
+    for distance, hit, expected in sorted(zip(distances, hits, full, strict=True)):
+        if expected and not hit:
+            break
+        farthest = distance
+    return farthest
+
+
+def critical_mass(found: Sequence[Found], order: str) -> Found | None:
+    """The smallest set of that order that answers as full does."""
+    able = [one for one in found if one.kept.order == order and one.answers_as_full]
+    return min(able, key=lambda one: len(one.kept.layers), default=None)
+
+
+def values(full: Sequence[bool], found: Sequence[Found]) -> dict[str, dict[str, Any]]:
+    """What a record says of a sweep."""
+    told = {FULL_FINDS: record.exact(sum(full), f"of {len(full)}")}
+    for order in (RANKED, EVEN):
+        if mass := critical_mass(found, order):
+            told[f"critical mass, {order}"] = record.exact(len(mass.kept.layers), "layers")
+            told[f"bytes per token at critical mass, {order}"] = record.exact(mass.bytes_per_token, "bytes/token")
+    for one in found:
+        words = f"{one.kept.order}, {len(one.kept.layers)} layers full"
+        told[f"needles found, {words}"] = record.exact(one.hits, f"of {one.trials}")
+        told[f"answers unlike full's, {words}"] = record.exact(one.differing, f"of {one.trials}")
+        told[f"recall reach, {words}"] = record.exact(one.reach_tokens, "tokens")
+        told[f"KL to full, mean, {words}"] = record.exact(one.divergence, "nats")
+        told[f"bytes per token, {words}"] = record.exact(one.bytes_per_token, "bytes/token")
+    return told

@@ -1,0 +1,108 @@
+"""A target to evaluate: the engine that the server uses, on one model, with the tokenizer that a client would have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inference_engine.config import EngineConfig, ModelConfig, configure_threads_environment, forbid_model_hub
+from inference_engine.errors import ModelError
+from inference_engine.models import check_model, tokenizer_folder, weights_digest
+from inference_engine.models.folder import read_json
+
+if TYPE_CHECKING:
+    from inference_engine.backends.base import Forward
+    from inference_engine.engine import Engine
+    from inference_engine.kv.token_codec import TokenCodec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Target:
+    """stop_ids: every id that ends a turn or a text of this model. weights_sha256: None if nothing vouches for them.
+
+    `forward` is for evaluations that need further engines on the same weights, one after another.
+    """
+
+    engine: Engine
+    forward: Forward
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    model: ModelConfig
+    weights_sha256: str | None
+
+    @property
+    def model_id(self) -> str:
+        return self.engine.info().facts.model_id
+
+    @property
+    def can_chat(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+    def describe(self) -> dict[str, Any]:
+        """What a record's config says of the target: what ran where, and the settings that numbers depend on."""
+        import torch
+
+        facts, config = self.engine.info().facts, self.engine.config
+        return {
+            "model": facts.model_id,
+            "weights_sha256": self.weights_sha256,
+            "device": torch.cuda.get_device_name(facts.device) if facts.device.startswith("cuda") else facts.device,
+            "dtype": facts.dtype,
+            "linear": self.model.linear,
+            "mode": config.mode.value,
+            "segment_tokens": config.segment_tokens,
+            "page_tokens": config.page_tokens,
+            "step_tokens": config.step_tokens,
+            "max_batch": config.max_batch,
+        }
+
+
+@contextmanager
+def open_target(model: ModelConfig, engine: EngineConfig, *, latent: TokenCodec | None = None) -> Iterator[Target]:
+    """Load the model and its tokenizer and start an engine, with `latent` if sessions are to be restored from it.
+
+    Raises ModelError, BackendError or ConfigError for what cannot be had.
+    """
+    configure_threads_environment()
+    forbid_model_hub()
+    folder = tokenizer_folder(model.model, model.cache_path)
+    checked = check_model(model.model, cache=model.cache_path)
+    tokenizer = _load_tokenizer(folder)
+
+    from inference_engine.backends import open_backend
+    from inference_engine.engine import Engine
+
+    forward = open_backend(model)
+    with Engine(forward, engine, latent=latent) as running:
+        yield Target(
+            engine=running,
+            forward=forward,
+            tokenizer=tokenizer,
+            stop_ids=_stop_ids(folder, tokenizer),
+            model=model,
+            weights_sha256=weights_digest(checked) if checked.manifest else None,
+        )
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        # Whatever a folder from somewhere else makes the library raise, it is the folder's fault.
+        raise ModelError(f"{folder}: transformers cannot load its tokenizer: {error}") from error
+
+
+def _stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """The tokenizer's own end, and those that the model's generation settings name."""
+    found = {tokenizer.eos_token_id} - {None}
+    if (settings := folder / "generation_config.json").is_file():
+        named = read_json(settings).get("eos_token_id")
+        found |= set(named if isinstance(named, list) else [named]) - {None}
+    if not found:
+        raise ModelError(f"{folder}: neither the tokenizer nor generation_config.json names an end-of-text token")
+    return tuple(sorted(found))

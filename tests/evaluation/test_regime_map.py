@@ -1,0 +1,227 @@
+"""The map is fitted on what a cost record says, and recommends only what was shown to serve."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference_engine.errors import InvalidArgument
+from inference_engine.evaluation.record import VALUE_KEYS, exact, write_record
+from inference_engine.evaluation.regime_map import (
+    FACTS,
+    FLUENT,
+    MEMORIES,
+    Candidate,
+    add_arguments,
+    candidates,
+    draw,
+    lines,
+    main,
+    plot,
+    recommend,
+    steps_of,
+    values,
+)
+
+WEIGHT_BYTES = 1_000_000
+
+
+def cost_row(strategy: str, length: int, batch: int, read: int, *, finds: bool = False) -> dict[str, Any]:
+    seconds = (WEIGHT_BYTES + batch * read) / 1e9 + 0.002 + (0.001 if finds else 0.0)
+    return {
+        "strategy": strategy,
+        "length": length,
+        "batch": batch,
+        "bytes_read": read,
+        "finds": finds,
+        "token_seconds": seconds,
+        "kv_bytes": 1000 if strategy == "sink_window" else 500 * length,
+    }
+
+
+ROWS = [
+    cost_row(name, length, batch, read, finds=name == "gather")
+    for length in (100, 1000, 5000)
+    for batch in (1, 4)
+    for name, read in (("full", 500 * length), ("sink_window", 40_000), ("gather", 60_000 + 4 * length))
+]
+FULL = Candidate(strategy="full", length=1000, tokens_per_second=100.0, kv_bytes=1000)
+WINDOW = replace(FULL, strategy="sink_window", tokens_per_second=150.0, kv_bytes=90, perplexity=1.01)
+LAYERS = replace(FULL, strategy="layer_window", tokens_per_second=120.0, kv_bytes=400, perplexity=1.005)
+GATHER = replace(FULL, strategy="gather", tokens_per_second=140.0, perplexity=1.001)
+
+
+def table(*candidates: Candidate) -> dict[tuple[str, str], str]:
+    return {(row["memory"], row["task"]): row["strategy"] for row in recommend(candidates)}
+
+
+def test_a_record_of_the_map_holds_the_terms_and_the_held_out_error() -> None:
+    dense, others = steps_of(ROWS)
+    bill, told = values(dense, others, WEIGHT_BYTES)
+    assert all(set(VALUE_KEYS) <= value.keys() for value in told.values())
+    assert told["effective bandwidth"]["median"] == pytest.approx(1e9)
+    assert told["fixed cost of a step"]["median"] == pytest.approx(0.002)
+    assert told["price of finding, gather"]["median"] == pytest.approx(0.001)
+    assert told["R² on dense rows, in sample"]["median"] == pytest.approx(1.0)
+    assert told["R² on speed ÷ full of rows never fitted"]["median"] == pytest.approx(1.0)
+    for name in ("sink_window", "gather"):
+        assert told[f"error on rows never fitted, {name}, largest"]["median"] < 1e-9
+    assert told["error on rows never fitted, gather"]["count"] == 5
+    assert bill.finding_seconds.keys() == {"gather"}
+
+
+def test_a_cost_record_without_full_is_refused() -> None:
+    with pytest.raises(ValueError, match="no rows of full"):
+        steps_of([row for row in ROWS if row["strategy"] != "full"])
+
+
+def test_the_map_is_drawn_for_one_batch_and_for_several(tmp_path: Path) -> None:
+    for name, rows in (("one", [row for row in ROWS if row["batch"] == 1]), ("two", ROWS)):
+        dense, others = steps_of(rows)
+        bill, _ = values(dense, others, WEIGHT_BYTES)
+        plot(tmp_path / f"{name}.png", lines(bill, [*dense, *others]))
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+
+
+def test_the_fastest_that_serves_the_task_within_the_memory_is_recommended() -> None:
+    told = table(
+        FULL,
+        replace(WINDOW, differing=38, trials=40),
+        replace(LAYERS, differing=1, trials=40),
+        replace(GATHER, differing=1, trials=40),
+    )
+    (all_words, _), (half_words, _), (tenth_words, _) = MEMORIES
+    assert told[all_words, FACTS] == "gather"
+    assert told[all_words, FLUENT] == "sink_window"
+    assert told[half_words, FACTS] == "layer_window"
+    assert told[tenth_words, FLUENT] == "sink_window"
+    assert told[tenth_words, FACTS] == "none of those measured"
+
+
+def test_what_was_not_measured_is_not_recommended() -> None:
+    told = table(FULL, WINDOW, replace(GATHER, perplexity=None, differing=0, trials=40))
+    assert told[MEMORIES[0][0], FACTS] == "full"
+    assert told[MEMORIES[0][0], FLUENT] == "sink_window"
+    nobody = [row for row in recommend([FULL, WINDOW]) if row["strategy"].startswith("none") and row["task"] == FACTS]
+    assert nobody[-1]["because"] == "what is that small was not shown to serve the task"
+
+
+@pytest.mark.parametrize(
+    ("differing", "trials", "serves"), [(1, 40, True), (2, 40, False), (3, 100, True), (1, 10, False)]
+)
+def test_recall_holds_with_one_answer_in_forty_or_three_in_a_hundred_unlike_fulls(
+    differing: int, trials: int, serves: bool
+) -> None:
+    assert replace(GATHER, differing=differing, trials=trials).serves(FACTS) is serves
+
+
+def test_a_strategy_that_spoils_the_text_serves_no_task() -> None:
+    spoilt = replace(GATHER, differing=0, trials=40, perplexity=1.2)
+    assert not spoilt.serves(FACTS)
+    assert not spoilt.serves(FLUENT)
+
+
+def test_equally_fast_strategies_are_told_apart_by_their_bytes() -> None:
+    same = replace(LAYERS, tokens_per_second=146.0, differing=0, trials=40)
+    assert table(FULL, WINDOW, same)[MEMORIES[0][0], FLUENT] == "sink_window"
+    assert table(FULL, replace(WINDOW, kv_bytes=500), same)[MEMORIES[0][0], FLUENT] == "layer_window"
+
+
+def test_sessions_alone_and_together_are_recommended_for_apart() -> None:
+    batched = [replace(FULL, batch=4), replace(WINDOW, batch=4, tokens_per_second=90.0)]
+    rows = recommend([FULL, WINDOW, *batched])
+    told = {
+        row["sessions at once"]: row["strategy"]
+        for row in rows
+        if row["task"] == FLUENT and row["memory"] == MEMORIES[0][0]
+    }
+    assert told == {1: "sink_window", 4: "full"}
+
+
+def test_the_worst_cell_of_a_strategy_speaks_for_it() -> None:
+    def pairs(kind: str, length: int, discordant: int) -> dict[str, Any]:
+        both = {"both": 40 - discordant, "only full": discordant, "only it": 0, "neither": 0}
+        return {"strategy": "gather", "kind": kind, "length": length, "discordant": discordant, **both}
+
+    needle = {"tables": {"against full": [pairs("prose", 1000, 0), pairs("code", 1000, 7), pairs("prose", 5000, 1)]}}
+    ratios = [("gather", 1000, 1.004), ("gather", 1000, 1.003), ("full", 1000, 1.0)]
+    fidelity = {
+        "tables": {
+            "fidelity": [
+                {"strategy": name, "length": length, "perplexity ÷ full": ratio} for name, length, ratio in ratios
+            ]
+        }
+    }
+    found = {(one.strategy, one.length, one.batch): one for one in candidates(ROWS, [needle], [fidelity])}
+    assert (found["gather", 1000, 4].differing, found["gather", 1000, 4].trials) == (7, 40)
+    assert found["gather", 1000, 1].perplexity == 1.004
+    assert (found["gather", 5000, 1].differing, found["gather", 5000, 1].perplexity) == (1, None)
+    assert (found["gather", 100, 1].differing, found["sink_window", 1000, 1].perplexity) == (None, None)
+
+
+def write_cost(folder: Path, **changes: Any) -> Path:
+    config = {"model": "tiny", "dtype": "float32", "device": "cpu", "weight_bytes": WEIGHT_BYTES}
+    payload = {
+        "command": "kakeya evaluate cost",
+        "config": config,
+        "seeds": [0],
+        "values": {"decode": exact(1.0, "tokens/s")},
+        "baseline": "full",
+        "tables": {"cost": ROWS},
+        **changes,
+    }
+    return write_record("cost_tiny", payload, results_dir=folder)
+
+
+def parse(*typed: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(typed)
+
+
+def test_a_map_is_made_from_a_cost_record_alone(tmp_path: Path) -> None:
+    payload = main(parse("--cost", str(write_cost(tmp_path))), None)
+    path = write_record("regime_map", {"command": "kakeya evaluate regime-map", **payload}, results_dir=tmp_path)
+    draw(payload, path.parent)
+    assert (path.parent / "regime_map.png").exists()
+    assert {row["strategy"] for row in payload["tables"]["recommendation"] if row["task"] == FACTS} == {
+        "full",
+        "none of those measured",
+    }
+    assert len(payload["tables"]["steps"]) == len(ROWS)
+    assert set(payload["headlines"]) == set(payload["values"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tables": {}}, "no table 'cost'"),
+        ({"tables": {"cost": [row for row in ROWS if row["strategy"] != "full"]}}, "no rows of full"),
+        ({"tables": {"cost": [row for row in ROWS if row["length"] == 100 and row["batch"] == 1]}}, "two lengths"),
+    ],
+)
+def test_a_record_that_tells_nothing_is_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidArgument, match=reason):
+        main(parse("--cost", str(write_cost(tmp_path, **changes))), None)
+
+
+def test_what_is_no_record_is_refused_and_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent.json", tmp_path / "broken.json"):
+        (tmp_path / "broken.json").write_text("{", encoding="utf-8")
+        with pytest.raises(InvalidArgument, match=path.name):
+            main(parse("--cost", str(path)), None)
+
+
+def test_records_of_two_models_make_no_map(tmp_path: Path) -> None:
+    config = {"model": "other", "dtype": "float32", "device": "cpu"}
+    needle = write_cost(tmp_path / "other", config=config, tables={"against full": []})
+    with pytest.raises(InvalidArgument, match="model 'tiny', another record of 'other'"):
+        main(parse("--cost", str(write_cost(tmp_path)), "--needle", str(needle)), None)
+
+
+def test_a_length_where_full_was_not_measured_is_left_out() -> None:
+    assert recommend([replace(WINDOW, length=2000)]) == []
