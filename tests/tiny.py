@@ -14,14 +14,19 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
+from inference_engine.kv.latent_rows import latent_layers
 from inference_engine.models.seam import ATTENTION, Seam
-from inference_engine.types import ModelFacts
+from inference_engine.types import Mode, ModelFacts
+from kv_cache_proposer.f_theta.codec import LatentCodec
+from kv_cache_proposer.training.latent import calibrate
 
 VOCABULARY = 128
 TRAINED_POSITIONS = 512
 NATIVE_WINDOW = 24
+LATENT_BYTES = 160  # of at most 192: 128 numbers in 12 bits each
+PAGES = {"page_tokens": 4, "segment_tokens": 16}
 # Small units, so that windows wrap and segments end within a short test.
-SMALL = {"page_tokens": 4, "segment_tokens": 16, "step_tokens": 64, "kv_bytes": 64 * 2**20}
+SMALL = {**PAGES, "step_tokens": 64, "kv_bytes": 64 * 2**20}
 
 
 def tiny_config(*, windowed: bool = True) -> Qwen3Config:
@@ -66,8 +71,25 @@ def tiny_forward(*, seed: int = 0, windowed: bool = True) -> TorchForward:
     return TorchForward(seam, facts, torch.device("cpu"))
 
 
+@lru_cache(maxsize=8)
+def tiny_latent(*, seed: int = 0, windowed: bool = True) -> LatentCodec:
+    """A latent codec for TinyModel, calibrated on random ids, fine enough that restoring differs little from full."""
+    tokens = torch.randint(0, VOCABULARY, (8, 256), generator=torch.Generator().manual_seed(1))
+    return calibrate(
+        tiny_model(seed=seed, windowed=windowed),
+        torch.split(tokens, 4),
+        layers=latent_layers(tiny_forward(seed=seed, windowed=windowed).geometry(mode=Mode.BATCHED, **PAGES)),
+        bytes_per_token=LATENT_BYTES,
+        group_layers=2,
+    )
+
+
 def tiny_engine(*, seed: int = 0, windowed: bool = True, **settings: Any) -> Engine:
-    """An engine on TinyModel. `settings` change EngineConfig; `clock` and `journal` go to the engine."""
-    extras = {name: settings.pop(name) for name in ("clock", "journal") if name in settings}
+    """An engine on TinyModel, a latent codec loaded.
+
+    `settings` change EngineConfig; `clock`, `journal` and `latent` go to the engine.
+    """
+    extras: dict[str, Any] = {"latent": tiny_latent(seed=seed, windowed=windowed)}
+    extras |= {name: settings.pop(name) for name in ("clock", "journal", "latent") if name in settings}
     config = EngineConfig(**{**SMALL, **settings})
     return Engine(tiny_forward(seed=seed, windowed=windowed), config, **extras)

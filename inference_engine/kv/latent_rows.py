@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from inference_engine.errors import InvalidArgument
@@ -149,7 +150,11 @@ class _LatentArchive(Archive):
         return self._decoded(wanted, codes)
 
     def _decoded(self, positions: Positions, codes: Tensor) -> list[RowBlock]:
-        keys, values = self._codec.decode(codes)
+        geometry = self._context.geometry
+        if geometry.row_quantum > 1:
+            # Rows are decoded as many at a time when they leave and when they come back, or bits would differ.
+            codes = F.pad(codes, (0, 0, 0, -len(codes) % geometry.segment_tokens))
+        keys, values = ([rows[: len(positions)] for rows in states] for states in self._codec.decode(codes))
         by_layer = {layer: place for place, layer in enumerate(self._codec.layers)}
         return [
             RowBlock(

@@ -1,0 +1,192 @@
+"""One thin latent per token: K and V of all covered layers as `bytes_per_token` bytes, and back.
+
+    encode   rows → Basis.analyse → coefficients ÷ (deviation · scale) → nearest level → code → packed bits
+    decode   the same, backwards
+
+    one token   | group 0: scale, codes of component 0, 1, 2, … | group 1: scale, codes … |
+
+A group begins on a whole byte, so a layer is restored from its own group's bytes. The scale is the root mean square of
+the token's coefficients over their deviations: 8 bits, sixteen steps to a doubling. What the calibration text does not
+resemble has large coefficients; the scale follows them, where fixed levels would clip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kv_cache_proposer.f_theta.allocation import allocate_bytes
+from kv_cache_proposer.f_theta.basis import Basis
+from kv_cache_proposer.f_theta.errors import LatentError
+from kv_cache_proposer.f_theta.levels import MAX_BITS, laplace_distortion, laplace_levels
+from kv_cache_proposer.f_theta.packing import Packing
+from kv_cache_proposer.f_theta.rows import LayerShape, join
+
+SCALE_BYTES = 1
+_SCALE_STEPS = 16  # to a doubling
+_SCALE_ONE = 128  # the code of scale 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GroupCoder:
+    """A basis and the bits of each of its components, never rising, none of them 0."""
+
+    basis: Basis
+    packing: Packing
+    levels: tuple[Tensor, ...] = field(repr=False)  # for each run of the packing, its levels, ascending
+
+    @property
+    def packed_bytes(self) -> int:
+        return SCALE_BYTES + self.packing.packed_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.basis.nbytes + sum(table.nbytes for table in self.levels)
+
+    def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        vectors = join(self.basis.group, keys, values)
+        units = self.basis.analyse(vectors) / self.basis.deviations
+        scale_codes = _scale_codes(units)
+        units = units / _scales(scale_codes)
+        codes = [
+            torch.bucketize(units[:, run.first : run.first + run.count].contiguous(), (table[1:] + table[:-1]) / 2)
+            for run, table in zip(self.packing.runs(), self.levels, strict=True)
+        ]
+        return torch.cat((scale_codes, self.packing.pack(codes, len(vectors), vectors.device)), dim=1)
+
+    def coefficients(self, packed: Tensor) -> Tensor:
+        """uint8 [n, packed_bytes] → float32 [n, C]."""
+        codes = self.packing.unpack(packed[:, SCALE_BYTES:])
+        units = torch.cat([table[part] for table, part in zip(self.levels, codes, strict=True)], dim=1)
+        return units * self.basis.deviations * _scales(packed[:, :SCALE_BYTES])
+
+    def to(self, device: torch.device | str) -> GroupCoder:
+        return replace(self, basis=self.basis.to(device), levels=tuple(table.to(device) for table in self.levels))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LatentCodec:
+    """A calibrated code for the rows of one model. Its tensors lie on one device; rows to encode must too."""
+
+    coders: tuple[GroupCoder, ...]
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(part.packed_bytes for part in self.coders)
+
+    @property
+    def least_bytes_per_token(self) -> int:
+        """The fewest bytes that `at` can give: a scale and a byte of codes for each group."""
+        return len(self.coders) * (SCALE_BYTES + 1)
+
+    @property
+    def shapes(self) -> tuple[LayerShape, ...]:
+        return tuple(shape for part in self.coders for shape in part.basis.group.shapes)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The model's layers that the latent covers, ascending."""
+        return tuple(shape.layer for shape in self.shapes)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of bases, means, weights and levels: held once, however many sessions there are."""
+        return sum(part.shared_bytes for part in self.coders)
+
+    @property
+    def device(self) -> torch.device:
+        return self.coders[0].basis.mean.device
+
+    def to(self, device: torch.device | str) -> LatentCodec:
+        return replace(self, coders=tuple(part.to(device) for part in self.coders))
+
+    def at(self, bytes_per_token: int) -> LatentCodec:
+        """The same bases at fewer bytes: bits shared out again, components left without bits dropped.
+
+        Raises LatentError for more bytes than this codec has: their components are gone.
+        """
+        if bytes_per_token > self.bytes_per_token:
+            raise LatentError(
+                f"a codec of {self.bytes_per_token} bytes per token cannot be refined to {bytes_per_token}; fit one at "
+                "the largest number of bytes in use"
+            )
+        return code(tuple(part.basis for part in self.coders), bytes_per_token)
+
+    def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        """Unrotated rows of each covered layer, [n, Hkv, D] in any float dtype, as uint8 [n, bytes_per_token].
+
+        A row's code depends on that row alone, up to rounding in matrix products. Raises NonFiniteRows with the layer.
+        """
+        if not len(keys) == len(values) == len(self.layers):
+            raise LatentError(
+                f"the latent covers {len(self.layers)} layers, got keys of {len(keys)} and values of {len(values)}"
+            )
+        codes: list[Tensor] = []
+        first = 0
+        for part in self.coders:
+            last = first + len(part.basis.group.shapes)
+            codes.append(part.encode(keys[first:last], values[first:last]))
+            first = last
+        return torch.cat(codes, dim=1)
+
+    def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        """K and V, unrotated, float32 [n, Hkv, D], of each layer asked for, in that order; None asks for all.
+
+        Only the groups of those layers are unpacked, and only those layers' part of the basis is used.
+        """
+        if codes.dtype != torch.uint8 or codes.ndim != 2 or codes.shape[1] != self.bytes_per_token:
+            raise LatentError(
+                f"codes must be uint8 [n, {self.bytes_per_token}], got {codes.dtype} {list(codes.shape)}; "
+                "they are of another codec or rate"
+            )
+        wanted = self.layers if layers is None else tuple(layers)
+        if unknown := sorted(set(wanted) - set(self.layers)):
+            raise LatentError(f"layers {unknown} are not in this latent, which covers {list(self.layers)}")
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        packed = torch.split(codes, [part.packed_bytes for part in self.coders], dim=1)
+        for part, own in zip(self.coders, packed, strict=True):
+            indices = [index for index, shape in enumerate(part.basis.group.shapes) if shape.layer in wanted]
+            if indices:
+                coefficients = part.coefficients(own)
+                for index in indices:
+                    layer = part.basis.group.shapes[index].layer
+                    found[layer] = part.basis.synthesise(coefficients, index)
+        return [found[layer][0] for layer in wanted], [found[layer][1] for layer in wanted]
+
+
+def code(bases: Sequence[Basis], bytes_per_token: int) -> LatentCodec:
+    """Share out a token's bytes over the bases' components, and drop components that get none.
+
+    Raises LatentError for fewer bytes than a codec needs, or more than its components can take.
+    """
+    least = len(bases) * (SCALE_BYTES + 1)
+    if bytes_per_token < least:
+        raise LatentError(f"{bytes_per_token} bytes per token are too few for {len(bases)} groups; at least {least}")
+    distortions = [laplace_distortion(bits) for bits in range(MAX_BITS + 1)]
+    variances = [basis.deviations.double().square() for basis in bases]
+    shares = allocate_bytes(variances, bytes_per_token - len(bases) * SCALE_BYTES, distortions)
+    widths = [tuple(int(bits) for bits in share if bits) for share in shares]
+    return LatentCodec(
+        coders=tuple(coder(basis.truncated(len(own)), own) for basis, own in zip(bases, widths, strict=True))
+    )
+
+
+def coder(basis: Basis, widths: tuple[int, ...]) -> GroupCoder:
+    """Code each component of the basis with its number of bits."""
+    packing = Packing(widths)
+    levels = tuple(laplace_levels(run.width).to(basis.mean.device) for run in packing.runs())
+    return GroupCoder(basis=basis, packing=packing, levels=levels)
+
+
+def _scale_codes(units: Tensor) -> Tensor:
+    """The root mean square of each row [n, C] on a logarithmic scale, uint8 [n, 1]."""
+    size = units.square().mean(dim=1, keepdim=True).sqrt()
+    steps = size.clamp_min(torch.finfo(torch.float32).tiny).log2() * _SCALE_STEPS
+    return (steps.round() + _SCALE_ONE).clamp(0, 255).to(torch.uint8)
+
+
+def _scales(codes: Tensor) -> Tensor:
+    return ((codes.float() - _SCALE_ONE) / _SCALE_STEPS).exp2()

@@ -1,0 +1,78 @@
+"""What calibration remembers of a text: sums over its tokens, never the tokens or their rows.
+
+Per group of layers the mean and covariance of the joined rows; per layer and KV head E[q qᵀ] of the queries that read
+it. Products are formed in float32 around the first batch's mean, so that they do not cancel, and summed in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kv_cache_proposer.f_theta.errors import LatentError
+from kv_cache_proposer.f_theta.rows import Group, LayerShape, join, make_groups
+
+
+class Statistics:
+    """Running sums for the layers `shapes`, with a basis to come for each `group_layers` of them."""
+
+    def __init__(self, shapes: Sequence[LayerShape], *, group_layers: int, device: torch.device | str = "cpu") -> None:
+        self.groups: tuple[Group, ...] = make_groups(shapes, group_layers)
+        self.tokens = 0
+        self._device = torch.device(device)
+        self._shifts: list[Tensor] = []  # [W] per group: float32, near the mean
+        self._sums = [self._zeros(group.width) for group in self.groups]
+        self._products = [self._zeros(group.width, group.width) for group in self.groups]
+        self._queries = {
+            shape.layer: self._zeros(shape.kv_heads, shape.head_dim, shape.head_dim) for shape in self.shapes
+        }
+
+    @property
+    def shapes(self) -> tuple[LayerShape, ...]:
+        return tuple(shape for group in self.groups for shape in group.shapes)
+
+    def add(self, keys: Sequence[Tensor], values: Sequence[Tensor], queries: Sequence[Tensor]) -> None:
+        """Per covered layer, unrotated: keys and values [n, Hkv, D], queries [n, Hq, D]. Raises NonFiniteRows."""
+        first = 0
+        joined: list[Tensor] = []
+        for group in self.groups:
+            last = first + len(group.shapes)
+            joined.append(join(group, keys[first:last], values[first:last]).to(self._device))
+            first = last
+        if not self._shifts:
+            self._shifts = [vectors.mean(0) for vectors in joined]
+        for index, vectors in enumerate(joined):
+            centred = vectors - self._shifts[index]
+            self._sums[index] += centred.sum(0)
+            self._products[index] += centred.T @ centred
+        for shape, rows in zip(self.shapes, queries, strict=True):
+            # Query heads of one group are neighbours: [n, Hq, D] → [Hkv, n · group, D].
+            grouped = rows.to(self._device).float().reshape(len(rows), shape.kv_heads, -1, shape.head_dim)
+            per_head = grouped.transpose(0, 1).flatten(1, 2)
+            self._queries[shape.layer] += per_head.transpose(1, 2) @ per_head
+        self.tokens += len(joined[0])
+
+    def mean(self, group: int) -> Tensor:
+        """[W] float64."""
+        self._check()
+        return self._shifts[group].double() + self._sums[group] / self.tokens
+
+    def covariance(self, group: int) -> Tensor:
+        """[W, W] float64."""
+        self._check()
+        offset = self._sums[group] / self.tokens
+        return self._products[group] / self.tokens - torch.outer(offset, offset)
+
+    def query_moment(self, layer: int) -> Tensor:
+        """Σ over the group's query heads of E[q qᵀ], [Hkv, D, D] float64."""
+        self._check()
+        return self._queries[layer] / self.tokens
+
+    def _check(self) -> None:
+        if not self.tokens:
+            raise LatentError("no token was counted yet; add rows of a calibration text first")
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self._device)

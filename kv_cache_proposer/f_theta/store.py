@@ -1,0 +1,178 @@
+"""A codec on disk: tensors in safetensors, everything else in JSON beside them.
+
+    latent.safetensors   per group: mean, components (int8: and scales), deviations, bits; per layer: weights, inverses
+    latent.json          format and version, the target's digest, layers, rate, how it was made, what was measured,
+                         SHA-256 of the tensors
+
+What was saved is what is loaded, bit for bit, and it is loaded whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from inference_engine.models.checksums import sha256_of
+from inference_engine.models.folder import read_json
+from inference_engine.models.safetensors_header import check_safetensors
+from kv_cache_proposer.f_theta.basis import Basis
+from kv_cache_proposer.f_theta.codec import LatentCodec, coder
+from kv_cache_proposer.f_theta.components import PRECISIONS, Components
+from kv_cache_proposer.f_theta.errors import ForeignLatent, LatentError
+from kv_cache_proposer.f_theta.levels import MAX_BITS
+from kv_cache_proposer.f_theta.rows import Group, LayerShape
+
+TENSORS = "latent.safetensors"
+MANIFEST = "latent.json"
+FORMAT = "kakeya-latent"
+FORMAT_VERSION = 1
+
+_WAY_OUT = "calibrate it again"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentManifest:
+    """What a stored codec says of itself.
+
+    target_digest: of the weights it was calibrated for, in the caller's own form. recipe, seeds, metrics: whatever a
+    stranger needs to make it again and to compare.
+    """
+
+    target_digest: str
+    calibration_tokens: int
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    seeds: Mapping[str, int] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def save_codec(codec: LatentCodec, folder: Path, manifest: LatentManifest) -> None:
+    """Write both files, the manifest last: a folder without it holds no codec."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    save_file(_tensors(codec), folder / TENSORS)
+    content = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        **asdict(manifest),
+        "bytes_per_token": codec.bytes_per_token,
+        "shared_bytes": codec.shared_bytes,
+        "groups": [[asdict(shape) for shape in part.basis.group.shapes] for part in codec.coders],
+        "tensors_sha256": sha256_of(folder / TENSORS),
+    }
+    draft = folder / f"{MANIFEST}.partial"
+    draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    draft.replace(folder / MANIFEST)
+
+
+def load_codec(
+    folder: Path, *, target_digest: str, device: torch.device | str = "cpu"
+) -> tuple[LatentCodec, LatentManifest]:
+    """Raises ForeignLatent for another model's codec, ModelError naming what is missing, damaged or of wrong shape."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise LatentError(f"{folder}: no {MANIFEST}, so there is no latent codec here; {_WAY_OUT}")
+    content = read_json(path)
+    stated = (content.get("format"), content.get("format_version"))
+    if stated != (FORMAT, FORMAT_VERSION):
+        raise LatentError(f"{path}: format {stated} cannot be read, only {(FORMAT, FORMAT_VERSION)}; {_WAY_OUT}")
+    try:
+        manifest = LatentManifest(**{name: content[name] for name in LatentManifest.__dataclass_fields__})
+        groups = [Group(tuple(LayerShape(**shape) for shape in shapes)) for shapes in content["groups"]]
+        stated_bytes, stated_sha256 = int(content["bytes_per_token"]), str(content["tensors_sha256"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise LatentError(f"{path}: damaged: {type(error).__name__}: {error}; {_WAY_OUT}") from error
+    if manifest.target_digest != target_digest:
+        raise ForeignLatent(
+            f"{folder}: calibrated for the model with digest {manifest.target_digest}, this one has {target_digest}; "
+            "calibrate one for this model"
+        )
+    tensors = _read(folder / TENSORS, stated_sha256)
+    coders = tuple(coder(*_take_group(tensors, index, group, folder / TENSORS)) for index, group in enumerate(groups))
+    if tensors:
+        raise LatentError(f"{folder / TENSORS}: tensors nobody knows: {', '.join(sorted(tensors))}; {_WAY_OUT}")
+    codec = LatentCodec(coders=coders)
+    if codec.bytes_per_token != stated_bytes:
+        raise LatentError(
+            f"{folder}: its bits take {codec.bytes_per_token} bytes per token, {MANIFEST} says {stated_bytes}; "
+            f"{_WAY_OUT}"
+        )
+    return codec.to(device), manifest
+
+
+def _tensors(codec: LatentCodec) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for index, part in enumerate(codec.coders):
+        basis = part.basis
+        found |= {
+            f"group.{index}.mean": basis.mean,
+            f"group.{index}.components": basis.components.entries,
+            f"group.{index}.deviations": basis.deviations,
+            f"group.{index}.bits": torch.tensor(part.packing.widths, dtype=torch.uint8),
+        }
+        if basis.components.scales is not None:
+            found[f"group.{index}.scales"] = basis.components.scales
+        for shape, weights, inverses in zip(basis.group.shapes, basis.weights, basis.inverses, strict=True):
+            found[f"layer.{shape.layer}.weights"] = weights
+            found[f"layer.{shape.layer}.inverses"] = inverses
+    return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
+
+
+def _read(path: Path, stated_sha256: str) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise LatentError(f"{path}: missing; {_WAY_OUT}")
+    check_safetensors(path)
+    if (sha256 := sha256_of(path)) != stated_sha256:
+        raise LatentError(f"{path}: SHA-256 is {sha256}, {MANIFEST} says {stated_sha256}; {_WAY_OUT}")
+    try:
+        return load_file(path)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise LatentError(f"{path}: damaged: {error}; {_WAY_OUT}") from error
+
+
+def _take_group(tensors: dict[str, Tensor], index: int, group: Group, path: Path) -> tuple[Basis, tuple[int, ...]]:
+    def take(name: str, dtypes: tuple[torch.dtype, ...], *shape: int) -> Tensor:
+        tensor = tensors.pop(name, None)
+        if tensor is None:
+            raise LatentError(f"{path}: {name} is missing; {_WAY_OUT}")
+        if tensor.shape != shape or tensor.dtype not in dtypes:
+            raise LatentError(
+                f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {list(shape)}; {_WAY_OUT}"
+            )
+        if not bool(torch.isfinite(tensor).all()):
+            raise LatentError(f"{path}: {name} holds NaN or infinity; {_WAY_OUT}")
+        return tensor
+
+    prefix = f"group.{index}"
+    single = (torch.float32,)
+    deviations = tensors.get(f"{prefix}.deviations")
+    count = len(deviations) if deviations is not None and deviations.ndim else 0
+    entries = take(f"{prefix}.components", tuple(PRECISIONS.values()), group.width, count)
+    is_int8 = entries.dtype == torch.int8
+    scales = take(f"{prefix}.scales", single, len(group.head_sizes), count) if is_int8 else None
+    blocks = [(2, shape.kv_heads, shape.head_dim, shape.head_dim) for shape in group.shapes]
+    basis = Basis(
+        group=group,
+        mean=take(f"{prefix}.mean", single, group.width),
+        weights=tuple(
+            take(f"layer.{shape.layer}.weights", single, *block)
+            for shape, block in zip(group.shapes, blocks, strict=True)
+        ),
+        inverses=tuple(
+            take(f"layer.{shape.layer}.inverses", single, *block)
+            for shape, block in zip(group.shapes, blocks, strict=True)
+        ),
+        components=Components(entries=entries, head_sizes=group.head_sizes, scales=scales),
+        deviations=take(f"{prefix}.deviations", single, count),
+    )
+    bits = tuple(take(f"{prefix}.bits", (torch.uint8,), count).tolist())
+    if not bits or not all(MAX_BITS >= a >= b >= 1 for a, b in zip(bits, (*bits[1:], 1), strict=True)):
+        raise LatentError(f"{path}: {prefix}.bits must fall from at most {MAX_BITS} to at least 1; {_WAY_OUT}")
+    return basis, bits

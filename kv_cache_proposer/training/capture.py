@@ -1,0 +1,121 @@
+"""Unrotated queries, keys and values of every layer of a transformers model, read by hooks while it runs over tokens.
+
+    q_proj k_proj v_proj            the projections; what they give is already per head, only flat
+    q_norm k_norm v_norm            where a model has them, their output counts: it is what the model rotates
+
+Only the model's body runs: logits are not needed. Nothing of the model changes, and the hooks are gone afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from inference_engine.errors import ModelError
+
+_KINDS = ("q", "k", "v")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRows:
+    """What one layer computed for N tokens: queries [N, Hq, D], keys and values [N, Hkv, D], none of them rotated."""
+
+    layer: int
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+def capture(model: nn.Module, batches: Iterable[Tensor], *, layers: Sequence[int]) -> Iterator[list[LayerRows]]:
+    """Run the model over each batch of token ids [sequences, T] and yield its rows, one entry for each of `layers`.
+
+    N is sequences × T, sequence after sequence. The rows stay on the model's device, in its dtype.
+    Raises ModelError for a model whose attention has no q_proj, k_proj and v_proj.
+    """
+    attentions = attention_modules(model)
+    if missing := [layer for layer in layers if layer not in attentions]:
+        raise ModelError(f"{type(model).__name__} has no attention with q_proj, k_proj and v_proj in layers {missing}")
+    recorders = [_Recorder(layer, attentions[layer]) for layer in layers]
+    body = getattr(model, "base_model", model)
+    device = next(model.parameters()).device
+    try:
+        for tokens in batches:
+            with torch.no_grad():
+                body(input_ids=tokens.to(device), use_cache=False)
+            yield [recorder.take() for recorder in recorders]
+    finally:
+        for recorder in recorders:
+            recorder.remove()
+
+
+def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """The model's attention modules by layer: those that know their layer and have the three projections."""
+    found: dict[int, nn.Module] = {}
+    for module in model.modules():
+        layer = getattr(module, "layer_idx", None)
+        if isinstance(layer, int) and all(hasattr(module, f"{kind}_proj") for kind in _KINDS):
+            found[layer] = module
+    return found
+
+
+def output_projections(model: nn.Module, *, layers: Sequence[int]) -> dict[int, Tensor]:
+    """Each layer's Wo [hidden, Hq · D], as the model holds it. Raises ModelError where there is none."""
+    attentions = attention_modules(model)
+    found: dict[int, Tensor] = {}
+    for layer in layers:
+        projection = getattr(attentions.get(layer), "o_proj", None)
+        if not isinstance(projection, nn.Linear):
+            raise ModelError(f"{type(model).__name__}: layer {layer} has no linear o_proj to weigh values by")
+        found[layer] = projection.weight.detach()
+    return found
+
+
+class _Recorder:
+    """Hooks on one attention module. `take` hands out what the last forward gave and forgets it."""
+
+    def __init__(self, layer: int, attention: nn.Module) -> None:
+        self._layer = layer
+        self._head_dim = int(getattr(attention, "head_dim", 0))
+        if self._head_dim < 1:
+            raise ModelError(f"layer {layer}: {type(attention).__name__} does not say its head_dim")
+        self._rows: dict[str, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        for kind in _KINDS:
+            projection: nn.Module = getattr(attention, f"{kind}_proj")
+            self._handles.append(projection.register_forward_hook(self._projected(kind)))
+            norm = getattr(attention, f"{kind}_norm", None)
+            if isinstance(norm, nn.Module):
+                self._handles.append(norm.register_forward_hook(self._normed(kind)))
+
+    def take(self) -> LayerRows:
+        if missing := [kind for kind in _KINDS if kind not in self._rows]:
+            raise ModelError(f"layer {self._layer} computed no {', '.join(missing)} of its own; it cannot be captured")
+        rows = LayerRows(self._layer, *(self._rows[kind] for kind in _KINDS))
+        self._rows = {}
+        return rows
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _projected(self, kind: str) -> Any:
+        def hook(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            self._rows[kind] = output.reshape(-1, output.shape[-1] // self._head_dim, self._head_dim)
+
+        return hook
+
+    def _normed(self, kind: str) -> Any:
+        def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            # Norms are called on [B, T, H · D], on [B, T, H, D] or, in Gemma, on [B, H, T, D]. What went into the norm
+            # came out of the projection, so it tells which; shapes alone do not when T equals H.
+            projected, before = self._rows[kind], inputs[0]
+            is_heads_first = before.ndim == 4 and not torch.equal(before.reshape(projected.shape), projected)
+            rows = output.transpose(1, 2) if is_heads_first else output
+            self._rows[kind] = rows.reshape(projected.shape)
+
+        return hook

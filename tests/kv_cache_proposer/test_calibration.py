@@ -1,0 +1,117 @@
+"""Rows captured from real model classes are the ones the model attends with, and a codec can be made from them."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from inference_engine.errors import ModelError
+from kv_cache_proposer.f_theta.errors import LatentError
+from kv_cache_proposer.training.capture import capture, output_projections
+from kv_cache_proposer.training.latent import calibrate, collect, measure
+
+# As many tokens as KV heads: shapes alone do not say which axis is which.
+HEADS = 2
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": HEADS,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "max_position_embeddings": 128,
+}
+ROTATION = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def llama() -> PreTrainedModel:
+    return build(LlamaForCausalLM, LlamaConfig(**SIZES))
+
+
+def qwen3() -> PreTrainedModel:
+    return build(Qwen3ForCausalLM, Qwen3Config(**SIZES))
+
+
+def gemma3() -> PreTrainedModel:
+    config = Gemma3TextConfig(**SIZES, layer_types=["sliding_attention", "full_attention", "full_attention"])
+    return build(Gemma3ForCausalLM, config)
+
+
+def build(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = kind(config).eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):  # else norms would be the identity of their scale
+                nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+def tokens(sequences: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 64, (sequences, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("make", [llama, qwen3, gemma3])
+@pytest.mark.parametrize("length", [HEADS, 4, 11])
+def test_rows_before_rotation_have_the_lengths_of_the_models_own_cache(make, length: int) -> None:
+    model = make()
+    ids = tokens(3, length)
+    (rows,) = capture(model, [ids], layers=range(3))
+    with torch.no_grad():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+    for row in rows:
+        keys, values = cache.layers[row.layer].keys, cache.layers[row.layer].values
+        # A rotation keeps each pair's length; position 0 is not rotated at all.
+        own = row.keys.view(3, length, HEADS, 8).transpose(1, 2)
+        torch.testing.assert_close(own[:, :, 0], keys[:, :, 0], **ROTATION)
+        pairs = [x.unflatten(-1, (2, 4)).square().sum(-2) for x in (own, keys)]
+        torch.testing.assert_close(*pairs, **ROTATION)
+        torch.testing.assert_close(row.values.view(3, length, HEADS, 8).transpose(1, 2), values, **ROTATION)
+        assert row.queries.shape == (3 * length, 4, 8)
+
+
+def test_no_hook_stays_behind_when_capture_is_left_early() -> None:
+    model = llama()
+    for _ in capture(model, [tokens(1, 5), tokens(1, 5)], layers=[1]):
+        break
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_model_without_the_projections_is_refused() -> None:
+    with pytest.raises(ModelError, match="q_proj, k_proj and v_proj"):
+        next(capture(nn.Linear(2, 2), [tokens(1, 2)], layers=[0]))
+    with pytest.raises(ModelError, match="layer 0"):
+        output_projections(nn.Linear(2, 2), layers=[0])
+
+
+@pytest.mark.parametrize("make", [llama, qwen3, gemma3])
+def test_a_calibrated_codec_restores_text_it_has_not_seen(make) -> None:
+    model = make()
+    texts = [tokens(8, 64, seed) for seed in range(4)]
+    done: list[int] = []
+    codec = calibrate(model, texts, layers=[1, 2], bytes_per_token=48, group_layers=2, advance=done.append)
+    unseen = [tokens(4, 33, seed=9)]
+    coarse, fine = measure(model, unseen, codec.at(8)), measure(model, unseen, codec)
+    assert sum(done) == 4 * 8 * 64
+    assert codec.layers == (1, 2)
+    assert fine.overall < coarse.overall < 1.0
+    assert all(fine.by_layer[layer] < coarse.by_layer[layer] for layer in codec.layers)
+
+
+def test_no_text_is_refused() -> None:
+    model = llama()
+    with pytest.raises(LatentError, match="no calibration text"):
+        collect(model, [], layers=[0], group_layers=1)

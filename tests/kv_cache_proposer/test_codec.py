@@ -1,0 +1,151 @@
+"""What a latent codec promises: exact bytes, less error for more of them, layers that come back alone."""
+
+import math
+
+import pytest
+import torch
+
+from kv_cache_proposer.f_theta.codec import LatentCodec
+from kv_cache_proposer.f_theta.components import PRECISIONS
+from kv_cache_proposer.f_theta.errors import LatentError, NonFiniteRows
+from tests.kv_cache_proposer.correlated import SHAPES, make_codec, make_rows, relative_error
+
+# Products over other numbers of rows may round otherwise; a code next to an edge may then move by one level.
+FLOAT32 = {"atol": 1e-4, "rtol": 1e-4}
+
+LAYERS = tuple(shape.layer for shape in SHAPES)
+
+
+@pytest.fixture(scope="module")
+def codec() -> LatentCodec:
+    return make_codec(24)
+
+
+@pytest.mark.parametrize("bytes_per_token", [6, 7, 13, 24, 41])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_token_takes_exactly_the_bytes_asked_for(bytes_per_token: int, precision: str) -> None:
+    codec = make_codec(bytes_per_token, precision=precision)
+    rows = make_rows(37)
+    codes = codec.encode(rows.keys, rows.values)
+    assert codec.bytes_per_token == bytes_per_token
+    assert codes.shape == (37, bytes_per_token)
+    assert codes.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("group_layers", [1, 2, 5])
+def test_more_bytes_mean_less_error(group_layers: int) -> None:
+    codec = make_codec(48, group_layers=group_layers)
+    rows = make_rows(500, seed=2)
+    errors = [relative_error(codec.at(size), rows) for size in (10, 14, 20, 30, 48)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < errors[0] / 8
+
+
+def test_one_basis_for_related_layers_beats_a_basis_for_each() -> None:
+    rows = make_rows(500, seed=2)
+    assert (
+        relative_error(make_codec(16, group_layers=5), rows) < relative_error(make_codec(16, group_layers=1), rows) / 4
+    )
+
+
+def test_a_codec_taken_down_equals_one_fitted_there() -> None:
+    rows = make_rows(50)
+    down, fitted = make_codec(40).at(17), make_codec(17)
+    assert torch.equal(down.encode(rows.keys, rows.values), fitted.encode(rows.keys, rows.values))
+
+
+def test_a_codec_cannot_be_refined(codec: LatentCodec) -> None:
+    with pytest.raises(LatentError, match="24 bytes per token cannot be refined to 25"):
+        codec.at(25)
+
+
+def test_too_few_bytes_are_refused(codec: LatentCodec) -> None:
+    with pytest.raises(LatentError, match="at least 6"):
+        codec.at(5)
+
+
+@pytest.mark.parametrize("layers", [[4], [5, 0], [3, 1], []])
+def test_layers_alone_come_back_as_in_the_whole(codec: LatentCodec, layers: list[int]) -> None:
+    rows = make_rows(29)
+    codes = codec.encode(rows.keys, rows.values)
+    all_keys, all_values = codec.decode(codes)
+    keys, values = codec.decode(codes, layers)
+    indices = [LAYERS.index(layer) for layer in layers]
+    assert all(torch.equal(a, all_keys[index]) for a, index in zip(keys, indices, strict=True))
+    assert all(torch.equal(a, all_values[index]) for a, index in zip(values, indices, strict=True))
+
+
+def test_a_row_comes_back_alike_whatever_it_is_encoded_with(codec: LatentCodec) -> None:
+    rows = make_rows(101)
+    keys, values = codec.decode(codec.encode(rows.keys, rows.values))
+    for first, last in ((0, 1), (1, 18), (18, 101)):
+        part = rows[first:last]
+        own_keys, own_values = codec.decode(codec.encode(part.keys, part.values))
+        for own, whole in zip([*own_keys, *own_values], [*keys, *values], strict=True):
+            torch.testing.assert_close(own, whole[first:last], **FLOAT32)
+
+
+def test_what_was_restored_is_restored_again_alike(codec: LatentCodec) -> None:
+    rows = make_rows(64)
+    once = codec.decode(codec.encode(rows.keys, rows.values))
+    twice = codec.decode(codec.encode(*once))
+    error = sum(float((a - b).square().sum()) for a, b in zip(once[0], twice[0], strict=True))
+    first_error = sum(float((a - b).square().sum()) for a, b in zip(rows.keys, once[0], strict=True))
+    assert error < first_error
+
+
+def test_rows_far_from_the_calibration_text_are_followed_by_the_scale(codec: LatentCodec) -> None:
+    assert relative_error(codec, make_rows(200, seed=3, outlier=20.0)) < 2 * relative_error(
+        codec, make_rows(200, seed=3)
+    )
+
+
+def test_rows_in_bfloat16_are_taken(codec: LatentCodec) -> None:
+    rows = make_rows(20)
+    keys, _ = codec.decode(codec.encode([k.bfloat16() for k in rows.keys], [v.bfloat16() for v in rows.values]))
+    assert all(key.dtype == torch.float32 for key in keys)
+
+
+def test_no_rows_give_no_codes(codec: LatentCodec) -> None:
+    rows = make_rows(0)
+    codes = codec.encode(rows.keys, rows.values)
+    keys, _ = codec.decode(codes)
+    assert codes.shape == (0, 24)
+    assert [key.shape for key in keys] == [(0, shape.kv_heads, shape.head_dim) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_rows_that_are_not_finite_are_refused_by_layer(codec: LatentCodec, part: str, bad: float) -> None:
+    rows = make_rows(5)
+    getattr(rows, part)[2][3, 1, 2] = bad
+    with pytest.raises(NonFiniteRows, match=f"layer 3: {part}") as caught:
+        codec.encode(rows.keys, rows.values)
+    assert (caught.value.layer, caught.value.part) == (3, part)
+
+
+def test_rows_of_another_shape_are_refused_by_layer(codec: LatentCodec) -> None:
+    rows = make_rows(5)
+    rows.values[3] = rows.values[3][:, :, :9]
+    with pytest.raises(LatentError, match=r"layer 4: values must be \[n, 1, 10\], got \[5, 1, 9\]"):
+        codec.encode(rows.keys, rows.values)
+
+
+def test_codes_of_another_rate_are_refused(codec: LatentCodec) -> None:
+    with pytest.raises(LatentError, match=r"uint8 \[n, 24\]"):
+        codec.decode(torch.zeros((3, 23), dtype=torch.uint8))
+
+
+def test_a_layer_the_latent_does_not_cover_is_refused(codec: LatentCodec) -> None:
+    with pytest.raises(LatentError, match=r"\[2\]"):
+        codec.decode(torch.zeros((1, 24), dtype=torch.uint8), [2])
+
+
+@pytest.mark.parametrize(("precision", "itemsize", "worse"), [("float16", 2, 1.001), ("int8", 1, 1.1)])
+def test_rounded_components_take_less_and_lose_little(precision: str, itemsize: int, worse: float) -> None:
+    plain, rounded = make_codec(24, precision="float32"), make_codec(24, precision=precision)
+    rows = make_rows(500, seed=2)
+    saved = sum(part.basis.components.entries.numel() * (4 - itemsize) for part in rounded.coders)
+    added = sum(part.basis.components.nbytes - part.basis.components.entries.nbytes for part in rounded.coders)
+    assert plain.shared_bytes - rounded.shared_bytes == saved - added
+    assert relative_error(rounded, rows) < worse * relative_error(plain, rows)

@@ -1,0 +1,122 @@
+"""A stored codec comes back bit for bit, or not at all."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from inference_engine.errors import ModelError
+from inference_engine.models.checksums import sha256_of
+from kv_cache_proposer.f_theta.components import PRECISIONS
+from kv_cache_proposer.f_theta.errors import ForeignLatent, LatentError
+from kv_cache_proposer.f_theta.store import MANIFEST, TENSORS, LatentManifest, load_codec, save_codec
+from tests.kv_cache_proposer.correlated import make_codec, make_rows
+
+DIGEST = "5f" * 32
+MADE = LatentManifest(
+    target_digest=DIGEST, calibration_tokens=3000, recipe={"kinds": ["code", "chat"]}, seeds={"text": 3}, metrics={}
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_codec(make_codec(19, precision="int8"), tmp_path / "latent", MADE)
+    return tmp_path / "latent"
+
+
+def rewrite_manifest(folder: Path, **changes: object) -> None:
+    path = folder / MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def rewrite_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Other tensors, with a manifest that vouches for them."""
+    save_file(tensors, folder / TENSORS)
+    rewrite_manifest(folder, tensors_sha256=sha256_of(folder / TENSORS))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_codec_comes_back_bit_for_bit(tmp_path: Path, precision: str) -> None:
+    codec = make_codec(19, precision=precision)
+    save_codec(codec, tmp_path, MADE)
+    loaded, manifest = load_codec(tmp_path, target_digest=DIGEST)
+    rows = make_rows(40)
+    codes = codec.encode(rows.keys, rows.values)
+    assert manifest == MADE
+    assert loaded.shared_bytes == codec.shared_bytes
+    assert torch.equal(loaded.encode(rows.keys, rows.values), codes)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.decode(codes)[0], codec.decode(codes)[0], strict=True))
+
+
+def test_another_models_codec_is_refused(folder: Path) -> None:
+    with pytest.raises(ForeignLatent, match=f"{DIGEST}, this one has abc"):
+        load_codec(folder, target_digest="abc")
+
+
+def test_the_refusal_is_a_model_error() -> None:
+    assert issubclass(ForeignLatent, LatentError) and issubclass(LatentError, ModelError)
+
+
+@pytest.mark.parametrize("name", ["group.0.mean", "group.1.components", "group.2.bits", "layer.3.inverses"])
+def test_a_missing_tensor_is_named(folder: Path, name: str) -> None:
+    tensors = load_file(folder / TENSORS)
+    del tensors[name]
+    rewrite_tensors(folder, tensors)
+    with pytest.raises(LatentError, match=f"{name} is missing"):
+        load_codec(folder, target_digest=DIGEST)
+
+
+def test_an_unknown_tensor_is_named(folder: Path) -> None:
+    rewrite_tensors(folder, {**load_file(folder / TENSORS), "layer.9.weights": torch.zeros(2)})
+    with pytest.raises(LatentError, match=r"layer\.9\.weights"):
+        load_codec(folder, target_digest=DIGEST)
+
+
+@pytest.mark.parametrize("name", ["group.0.mean", "group.1.scales", "layer.5.weights"])
+def test_a_tensor_of_wrong_shape_is_named(folder: Path, name: str) -> None:
+    tensors = load_file(folder / TENSORS)
+    rewrite_tensors(folder, {**tensors, name: tensors[name][:-1].clone()})
+    with pytest.raises(LatentError, match=name):
+        load_codec(folder, target_digest=DIGEST)
+
+
+def test_a_tensor_that_is_not_finite_is_named(folder: Path) -> None:
+    tensors = load_file(folder / TENSORS)
+    tensors["group.1.deviations"][0] = torch.nan
+    rewrite_tensors(folder, tensors)
+    with pytest.raises(LatentError, match=r"group\.1\.deviations holds NaN"):
+        load_codec(folder, target_digest=DIGEST)
+
+
+def test_tensors_that_the_manifest_does_not_vouch_for_are_refused(folder: Path) -> None:
+    save_file(load_file(folder / TENSORS), folder / TENSORS, metadata={"edited": "yes"})
+    with pytest.raises(LatentError, match="SHA-256"):
+        load_codec(folder, target_digest=DIGEST)
+
+
+def test_a_truncated_file_is_refused(folder: Path) -> None:
+    path = folder / TENSORS
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(ModelError, match="truncated"):
+        load_codec(folder, target_digest=DIGEST)
+
+
+def test_another_version_of_the_format_is_refused(folder: Path) -> None:
+    rewrite_manifest(folder, format_version=2)
+    with pytest.raises(LatentError, match="format"):
+        load_codec(folder, target_digest=DIGEST)
+
+
+def test_a_manifest_without_a_field_is_refused(folder: Path) -> None:
+    content = json.loads((folder / MANIFEST).read_text())
+    del content["groups"]
+    (folder / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(LatentError, match="groups"):
+        load_codec(folder, target_digest=DIGEST)
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LatentError, match="no latent"):
+        load_codec(tmp_path, target_digest=DIGEST)
