@@ -2,7 +2,8 @@
 
 Vectors are turned on their side, [D, N], so that each operation runs along the batch: many vectors in one go, whatever
 the head size. What a column becomes depends on that column alone, to the bit: families use element-wise operations,
-maxima and `sum_rows`, and never a matrix product or `Tensor.sum`, whose order of summation changes with the batch.
+maxima and `sum_rows`, and never a matrix product or `Tensor.sum`, whose order of summation changes with the batch. Nor
+a root: CPUs and GPUs round it differently, and codes are to be the same on both.
 """
 
 from __future__ import annotations

@@ -187,8 +187,9 @@ _GAUSSIAN_LEVELS: dict[int, tuple[float, ...]] = {
 class Lloyd(RotatedCompressor):
     """The levels of Lloyd and Max for Gaussian numbers, which is what a rotated vector's entries are like.
 
-    Several scales about the vector's spread are tried, and each is then replaced by the one that fits its levels best
-    (least squares). Coding a decoded vector again may therefore give other bytes.
+    Scales about the vector's spread are tried, and about the one that gives the largest entry the outermost level; each
+    is then replaced by the one that fits its levels best (least squares). Coding a decoded vector again may therefore
+    give other bytes.
     """
 
     bits: int
@@ -201,8 +202,11 @@ class Lloyd(RotatedCompressor):
         return packed_bytes(head_dim, self.bits)
 
     def _scales(self, turned: Tensor) -> list[Tensor]:
-        spread = (sum_rows(turned.square()) * (1 / len(turned))).sqrt().clamp(min=2.0**-40)
-        return [spread, *(spread * factor for factor in (0.8, 0.9, 1.1, 1.2))]
+        # By the mean magnitude: a root is not rounded alike on every device.
+        spread = sum_rows(turned.abs()) * (_GAUSSIAN_SPREAD / len(turned))
+        largest = turned.abs().amax(dim=0, keepdim=True) * (1 / _GAUSSIAN_LEVELS[self.bits][-1])
+        starts = (spread, spread * 0.87, spread * 1.13, largest, largest * 0.9)
+        return [start.clamp(min=2.0**-40) for start in starts]
 
     def _nearest(self, scaled: Tensor) -> Tensor:
         return _look_up(_gaussian_tables(self.bits, scaled.device).nearest, _cells(scaled))
@@ -227,6 +231,7 @@ class Lloyd(RotatedCompressor):
         return _look_up(_gaussian_tables(self.bits, packed.device).levels, unpack(packed, head_dim, self.bits))
 
 
+_GAUSSIAN_SPREAD = math.sqrt(math.pi / 2)  # standard deviation of Gaussian numbers, in mean magnitudes
 _CELLS = 512  # to a unit
 _FARTHEST = 4  # units from zero; what lies beyond has the outermost level
 
