@@ -31,6 +31,7 @@ from inference_engine.errors import (
     SessionClosed,
     TokenOutOfRange,
 )
+from inference_engine.kv.query_rings import MatchTotals
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.kv.token_codec import TokenCodec
@@ -322,6 +323,10 @@ class Engine:
             failure_reason=session.failure_reason,
             is_generating=session.operation is Operation.GENERATE,
         )
+
+    def match_statistics(self, session_id: str, *, owner: str = "") -> dict[int, MatchTotals]:
+        """What matching past queries saved and missed, by layer; empty where a strategy matches none. Never waits."""
+        return self._store.find(session_id, owner).kv.statistics()
 
     def close_session(self, session_id: str, *, owner: str = "") -> int:
         """End a session at once; returns its final length. A running Generate ends with Failed(SessionClosed)."""

@@ -45,6 +45,9 @@ EXPERIMENTS = {
     "needle": Experiment("inference_engine.evaluation.needle", "planted facts found, against full, with a control"),
     "fidelity": Experiment("inference_engine.evaluation.fidelity", "perplexity, KL and agreement, against full"),
     "cost": Experiment("inference_engine.evaluation.cost", "time to first token, tokens/s and bytes"),
+    "mac-statistics": Experiment(
+        "inference_engine.evaluation.mac_statistics", "how often mac matches, what it skips, what that costs"
+    ),
     "backstop": Experiment("inference_engine.evaluation.backstop", "the fewest layers that must be kept full"),
     "regime-map": Experiment("inference_engine.evaluation.regime_map", "which strategy pays where", needs_model=False),
 }

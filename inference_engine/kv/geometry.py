@@ -56,8 +56,8 @@ class Geometry:
 
     @property
     def alignment(self) -> int:
-        """Numbers that slabs are multiples of: a row begins there whatever the head size."""
-        return math.lcm(*(layer.head_dim for layer in self.layers))
+        """Numbers that slabs are multiples of: there a row begins whatever its head size, and a word of 8 bytes."""
+        return math.lcm(8, *(layer.head_dim for layer in self.layers))
 
     @property
     def opening_tokens(self) -> int:

@@ -20,6 +20,7 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import BlockSelector, Layout, Positions
 from inference_engine.kv.pool import Arena, Demand
+from inference_engine.kv.query_rings import QueryRings, ring_demand
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -53,6 +54,14 @@ def lane_demand(geometry: Geometry, layers: LayerSet, layout: Layout) -> Demand:
     return Demand(head_dim=layers.head_dim, elements=-(-elements // unit) * unit)
 
 
+def demands(geometry: Geometry, layers: LayerSet, layout: Layout) -> list[Demand]:
+    """What the set needs of the pool: each layer's lanes, then, where queries are matched, each layer's ring."""
+    lanes = [lane_demand(geometry, layers, layout)] * len(layers.layers)
+    if layout.matcher is None:
+        return lanes
+    return lanes + [ring_demand(geometry, layer, layout.matcher) for layer in layers.layers]
+
+
 def summaries(keys: Tensor, selector: BlockSelector) -> tuple[Tensor, Tensor]:
     """What the selector's scorer wants to know of each block: [..., S, D] -> two of [..., B, D]."""
     if selector.scorer == "mean":
@@ -72,6 +81,7 @@ class LaneGroup:
     head_dim: int
     rotary: str
     context: KVContext
+    rings: QueryRings | None = None
     held: Positions = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,25 +90,30 @@ class LaneGroup:
     @staticmethod
     def reserve(context: KVContext, layers: LayerSet, layout: Layout) -> LaneGroup | None:
         """Take the lanes from the pool; None, and nothing taken, if there is no room."""
-        starts = context.pool.reserve([lane_demand(context.geometry, layers, layout)] * len(layers.layers))
+        starts = context.pool.reserve(demands(context.geometry, layers, layout))
         if starts is None:
             return None
+        count = len(layers.layers)
+        rings = None
+        if layout.matcher is not None:
+            rings = QueryRings(layout.matcher, dict(zip(layers.layers, starts[count:], strict=True)), context)
         return LaneGroup(
             layers=np.array(layers.layers, dtype=np.int64),
-            starts=np.array(starts, dtype=np.int64),
+            starts=np.array(starts[:count], dtype=np.int64),
             layout=layout,
             kv_heads=layers.kv_heads,
             head_dim=layers.head_dim,
             rotary=layers.rotary,
             context=context,
+            rings=rings,
         )
 
     def release(self) -> None:
         layers = LayerSet(
             layers=tuple(self.layers.tolist()), kv_heads=self.kv_heads, head_dim=self.head_dim, rotary=self.rotary
         )
-        demand = lane_demand(self.context.geometry, layers, self.layout)
-        self.context.pool.release([demand] * len(self.layers), self.starts.tolist())
+        starts = [*self.starts.tolist(), *(self.rings.starts if self.rings is not None else ())]
+        self.context.pool.release(demands(self.context.geometry, layers, self.layout), starts)
 
     @property
     def arena(self) -> Arena:

@@ -57,18 +57,33 @@ class BlockSelector:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class QueryMatcher:
+    """How a generated token takes over what an earlier one saw; see `kernels/mac.py`, which says what each number does.
+
+    chain_limit: None for no limit.
+    """
+
+    ring: int
+    band: int
+    threshold: float
+    chain_limit: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRule:
     """What a strategy asks of one layer: the first `sink` rows and the last `window` (None: every row) can be read.
 
     exact: how many of the last rows stay as they are; the readable rows before them are read as the session's restorer
     gives them back. None: every readable row stays as it is.
     selector: which of the readable rows a generated token reads; appended ones read all. None: all.
+    matcher: whose attention to the readable rows a generated token may take over; appended ones do not. None: nobody's.
     """
 
     sink: int = 0
     window: int | None = None
     exact: int | None = None
     selector: BlockSelector | None = None
+    matcher: QueryMatcher | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +97,7 @@ class Layout:
     capacity: int  # slots per KV head that can hold a position
     spare: int  # slots beyond the capacity that keep the sink's keys where they were, so that they can be moved anew
     selector: BlockSelector | None = None
+    matcher: QueryMatcher | None = None
 
     @staticmethod
     def of(
@@ -115,6 +131,7 @@ class Layout:
             capacity=geometry.round_up(rows),
             spare=0 if window is None or not moves_sink else sink,
             selector=rule.selector if window is None else None,
+            matcher=rule.matcher if window is None else None,
         )
 
     @property

@@ -23,8 +23,9 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.lanes import LaneGroup
 from inference_engine.kv.layout import BlockSelector, Positions
 from inference_engine.kv.pool import Arena, Pool
+from inference_engine.kv.query_rings import QueryRings
 from inference_engine.kv.session_kv import SessionKV
-from inference_engine.kv.views import DenseView, GatherView, Lane, Scoring, View
+from inference_engine.kv.views import DenseView, GatherView, Lane, MacView, Scoring, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,8 @@ class StepPlan:
             view: View
             if group.layout.selector is not None and session.staged_generated.any():
                 view = self._gather_view(group, group.layout.selector, lane, session, positions, count)
+            elif group.rings is not None and session.staged_generated.any():
+                view = self._mac_view(group, group.rings, lane, session, positions, count)
             else:
                 view = DenseView(lane=lane, count=count, mask=self._mask(group, positions, count))
             views.update(dict.fromkeys(group.layers.tolist(), view))
@@ -141,8 +144,7 @@ class StepPlan:
         positions: Positions,
         count: int,
     ) -> GatherView:
-        first = session.next_position % self._geometry.row_quantum  # padding rows before the real ones
-        rows = first + np.flatnonzero(session.staged_generated)
+        rows = self._generated(session)
         queries = positions[rows]
         is_fixed = self._geometry.key_quantum > 1
         always = always_read(
@@ -165,6 +167,24 @@ class StepPlan:
             row_by_row=is_fixed,
             dense=DenseView(lane=lane, count=count, mask=self._mask(group, positions, count)) if has_appended else None,
         )
+
+    def _mac_view(
+        self, group: LaneGroup, rings: QueryRings, lane: Lane, session: SessionKV, positions: Positions, count: int
+    ) -> MacView:
+        rows = self._generated(session)
+        has_appended = not session.staged_generated.all()
+        return MacView(
+            lane=lane,
+            rings=rings,
+            generated=torch.from_numpy(rows).to(self._device),
+            positions=positions[rows].tolist(),
+            unrotations=_unrotations(group, positions[rows]),
+            dense=DenseView(lane=lane, count=count, mask=self._mask(group, positions, count)) if has_appended else None,
+        )
+
+    def _generated(self, session: SessionKV) -> NDArray[np.int64]:
+        """Which of a session's rows, counted from its padding on, the model generated."""
+        return session.next_position % self._geometry.row_quantum + np.flatnonzero(session.staged_generated)
 
     def _mask(self, group: LaneGroup, positions: Positions, count: int) -> Tensor | None:
         """[T, count] additive. None when every query sees every key, which a lone decode row often does."""
@@ -207,6 +227,15 @@ class StepPlan:
     def _real(self, session: SessionKV, base: int) -> slice:
         first = base + session.next_position % self._geometry.row_quantum
         return slice(first, first + session.staged)
+
+
+def _unrotations(group: LaneGroup, positions: Positions) -> Tensor:
+    """[n, D, D], the matrices that undo the rotations of `positions`, so that no layer has to ask for one."""
+    context = group.context
+    units = torch.eye(group.head_dim, device=context.device)[:, None]  # [D, 1, D], as if each were a head
+    shifts = torch.from_numpy(-positions).to(context.device)
+    # One at a time: a rotation may depend, in its last digit, on those that come with it.
+    return torch.stack([context.rotate(units, shift, group.rotary)[:, 0] for shift in shifts[:, None]])
 
 
 def _staged(session: SessionKV) -> Positions:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from inference_engine.errors import InvariantViolated, NoCapacity
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.lanes import LaneGroup
+from inference_engine.kv.query_rings import MatchTotals
 from inference_engine.kv.sleeping import SleepingRows
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Bound, Footprint
@@ -151,6 +152,8 @@ class SessionKV:
             group.wipe(np.arange(opened, needed, dtype=np.int64))
             if (group.held[group.layout.slots(positions)] >= 0).any():
                 raise InvariantViolated("INV1", f"a slot for positions from {first} is still held")
+            if group.rings is not None and generated is not None and generated.any():
+                group.rings.stage()
         for group in self.groups:
             group.held[group.layout.slots(positions)] = positions
         self.staged = count
@@ -175,6 +178,8 @@ class SessionKV:
         for group in self.groups:
             group.wipe(group.layout.slots(rejected))
             group.summarize(before, length)
+            if group.rings is not None:
+                group.rings.commit(length)
         if self._replayed is None and self._sleeping is not None:
             self._sleeping.archive(before, length)
         for group in self.groups:
@@ -184,6 +189,14 @@ class SessionKV:
             self._sleeping.open_lanes(self._replayed, self.length)
             self._sleeping.take_exact_rows(self.length)
             self._replayed = None
+
+    def statistics(self) -> dict[int, MatchTotals]:
+        """What matching past queries saved and missed, by layer; empty where a strategy does not match any."""
+        by_layer: dict[int, MatchTotals] = {}
+        for group in self.groups:
+            if group.rings is not None:
+                by_layer.update(group.rings.totals)
+        return by_layer
 
     def check(self) -> None:
         """INV-1: per layer, resident and evicted positions add up to the cached length."""
@@ -207,7 +220,8 @@ class SessionKV:
     # -- facts ------------------------------------------------------------------------------------------------------
 
     def footprint(self) -> Footprint:
-        """Bytes of opened pages by kind: rows, the sink's second copies, the archive, the lanes of a woken session."""
+        """Bytes of opened pages by kind: rows, the sink's second copies, bounds of blocks, rings of past queries, the
+        archive, the lanes of a woken session."""
         length = self.next_position + self.staged
         held = {"rows": 0, "sink_copy": 0}
         for group in self._resident:
@@ -216,6 +230,8 @@ class SessionKV:
             if group.layout.selector is not None:
                 blocks = self.length // group.layout.selector.block
                 held["bounds"] = held.get("bounds", 0) + blocks * group.row_bytes
+            if group.rings is not None:
+                held["mac"] = held.get("mac", 0) + group.rings.held_bytes
         if self._sleeping is not None:
             for kind, count in self._sleeping.held_bytes(self.length, length).items():
                 held[kind] = held.get(kind, 0) + count

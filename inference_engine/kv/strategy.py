@@ -13,13 +13,13 @@ from typing import ClassVar
 
 from inference_engine.errors import InvalidArgument
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.lanes import LayerSet, alike, lane_demand
+from inference_engine.kv.lanes import LayerSet, alike, demands
 from inference_engine.kv.layout import LayerRule, Layout
 from inference_engine.kv.pool import Demand
 from inference_engine.kv.restorer import KeptLayers, Restorer
 from inference_engine.types import Bound
 
-Option = int | str | tuple[int, ...] | None
+Option = int | float | str | tuple[int, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +41,15 @@ class Placement:
 
     @property
     def has_windows(self) -> bool:
-        """Does any row ever leave, change its form, or become distant?"""
+        """Are there rows that must not share a step with those before their segment?
+
+        Rows leave there, change their form or become distant; and a matched row brings a rotation matrix of its own,
+        so that a step of many of them needs a limit.
+        """
         if self.restorer is not None and not self.restorer.replays:
             return True
         layouts = [layout for _, layout in self.resident] + [pair.awake for _, pair in self.sleeping]
-        return any(layout.window is not None or layout.selector is not None for layout in layouts)
+        return any((layout.window, layout.selector, layout.matcher) != (None, None, None) for layout in layouts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,9 +173,7 @@ def _sleeps(restorer: Restorer, rule: LayerRule, geometry: Geometry, layer: int)
 
 
 def _lanes(geometry: Geometry, lanes: Sequence[tuple[LayerSet, Layout]]) -> list[Demand]:
-    return [
-        demand for layers, layout in lanes for demand in [lane_demand(geometry, layers, layout)] * len(layers.layers)
-    ]
+    return [demand for layers, layout in lanes for demand in demands(geometry, layers, layout)]
 
 
 def require(condition: bool, field: str, message: str, **limits: int) -> None:

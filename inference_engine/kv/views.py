@@ -1,11 +1,11 @@
-"""How one session's rows of a step read its keys, in one group of layers: every readable key, or a keep-set of them.
+"""How one session's rows of a step read its keys, in one group of layers: every readable key, or some of them.
 
 A view is made once a step, on the host, and then asked layer after layer. It holds no session.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,8 +15,10 @@ from torch import Tensor
 from inference_engine.kernels.attention import attend
 from inference_engine.kernels.bounds import bounds_scores, mean_scores
 from inference_engine.kernels.gather import Always, gather_attend, select
+from inference_engine.kernels.mac import mac_attend
 from inference_engine.kv.layout import BlockSelector
 from inference_engine.kv.pool import Arena
+from inference_engine.kv.query_rings import QueryRings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,4 +114,51 @@ class GatherView:
             softcap=scoring.softcap,
             head_sinks=scoring.head_sinks,
         )
+        return out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MacView:
+    """Lets the rows `generated` take over what earlier ones saw, one after another; reads as `dense` for the others.
+
+    What a row leaves is found by the later rows of the step at once, and by later steps if the row is committed. Each
+    row is an operation of its own, with shapes that depend on its position alone.
+    """
+
+    lane: Lane
+    rings: QueryRings
+    generated: Tensor  # row numbers [G]
+    positions: Sequence[int]  # of these rows
+    unrotations: Tensor  # [G, D, D]: what a rotated query of each row is multiplied by to be as it was before
+    dense: DenseView | None  # None: every row is generated
+
+    def read(self, layer: int, queries: Tensor, arena: Arena, scoring: Scoring) -> Tensor:
+        out = torch.zeros_like(queries) if self.dense is None else self.dense.read(layer, queries, arena, scoring)
+        matcher = self.rings.matcher
+        keys, values = (
+            self.lane.slots(states, layer, 0, self.positions[-1] + 1) for states in (arena.keys, arena.values)
+        )
+        state = self.rings.state(layer, len(self.positions))
+        outs, left = [], []
+        for query, unrotation, position in zip(queries[self.generated], self.unrotations, self.positions, strict=True):
+            row, entry, stats = mac_attend(
+                state,
+                query.float() @ unrotation,
+                query,
+                keys,
+                values,
+                position,
+                band=matcher.band,
+                threshold=matcher.threshold,
+                scaling=scoring.scaling,
+                chain_limit=matcher.chain_limit,
+                softcap=scoring.softcap,
+                head_sinks=scoring.head_sinks,
+            )
+            if len(self.positions) > 1:
+                state.commit([entry])
+            outs.append(row)
+            left.append((entry, stats))
+        self.rings.leave(layer, left)
+        out[self.generated] = torch.stack(outs).to(out.dtype)
         return out

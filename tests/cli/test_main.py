@@ -14,7 +14,7 @@ from inference_engine import __version__
 from inference_engine.cli import doctor
 from inference_engine.cli.main import main
 
-COMMANDS = ("serve", "chat", "demo", "doctor", "models")
+COMMANDS = ("serve", "chat", "demo", "doctor", "models", "evaluate", "train")
 
 
 def status_of(*arguments: str) -> int | str | None:

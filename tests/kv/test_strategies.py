@@ -33,6 +33,9 @@ def test_numbers_texts_and_lists_of_numbers_are_written_as_people_write_them() -
     assert parse_strategy(" layer_window : window = 512 , full_layers = 5+11+17 ") == layers
     assert parse_strategy("layer_window:full_layers=5") == make_strategy("layer_window", full_layers=(5,))
     assert parse_strategy("restored:source=recompute") == make_strategy("restored", source="recompute")
+    assert parse_strategy("mac:threshold=0.5,ring=9") == make_strategy("mac", threshold=0.5, ring=9)
+    assert parse_strategy("mac:threshold=1,chain_limit=-1") == make_strategy("mac", threshold=1.0, chain_limit=-1)
+    assert parse_strategy(str(make_strategy("mac", threshold=1e-7))) == make_strategy("mac", threshold=1e-7)
 
 
 def test_options_that_were_not_given_are_not_written() -> None:
@@ -54,6 +57,11 @@ def test_options_that_were_not_given_are_not_written() -> None:
         ("layer_window", {"full_layers": (-1,)}, "full_layers"),
         ("layer_window", {"full_layers": (2, 0, 2)}, "full_layers"),
         ("restored", {"source": "dreams"}, "source"),
+        ("mac", {"ring": 0}, "ring"),
+        ("mac", {"band": -1}, "band"),
+        ("mac", {"threshold": -0.1}, "threshold"),
+        ("mac", {"threshold": float("nan")}, "threshold"),
+        ("mac", {"chain_limit": -2}, "chain_limit"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(name: str, options: dict[str, Option], field: str) -> None:
@@ -115,6 +123,11 @@ def test_a_window_leaves_layers_that_slide_by_themselves_alone() -> None:
         "layer_window:full_layers=1++2",
         "layer_window:full_layers=1+x",
         "restored:source=",
+        "mac:threshold=",
+        "mac:threshold=near",
+        "mac:threshold=nan",
+        "mac:threshold=0.5+0.6",
+        "mac:ring=9.0",
     ],
 )
 def test_text_that_names_no_strategy_is_a_config_error(text: str) -> None:

@@ -165,6 +165,16 @@ def test_gather_with_a_budget_for_everything_equals_full_and_with_less_differs(m
 
 
 @each_mode
+def test_mac_without_matches_equals_full_and_with_them_differs(mode: Mode) -> None:
+    """Degenerate and off-switch. Sums are taken in another order, so equality is up to rounding in both modes."""
+    with engine_for(mode) as engine:
+        never, often = (make_strategy("mac", ring=30, band=6, threshold=threshold) for threshold in (0.0, 1.5))
+        full = generate(engine, opened(engine, Full(), text()))
+        assert same(generate(engine, opened(engine, never, text())), full, Mode.BATCHED)
+        assert not same(generate(engine, opened(engine, often, text())), full, Mode.BATCHED)
+
+
+@each_mode
 def test_restored_by_recomputing_equals_full(mode: Mode) -> None:
     """Through turns, so that rows really are evicted and come back."""
     with engine_for(mode) as engine:

@@ -12,7 +12,7 @@ from inference_engine.engine import Engine
 from inference_engine.kv.strategies import make_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, Option
 from inference_engine.types import Event, GenerateParams, Mode, Sampling, TokenCommitted
-from tests.tiny import VOCABULARY, tiny_engine
+from tests.tiny import LATENT_BYTES, VOCABULARY, tiny_engine
 
 _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
     "full": [{}, {"codec": "identity", "exact_window": 8, "exact_layers": (0,)}, {"codec": "int8", "exact_window": 16}],
@@ -36,7 +36,16 @@ _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
         {"block": 8, "sink": 4, "window": 16, "budget": 48},
         {"block": 4, "sink": 0, "window": 20, "budget": 400},
     ],
-    "restored": [{"sink": 4, "window": 16}, {"sink": 0, "window": 40}],
+    # Matches in about every other row, chains among them; and none ever.
+    "mac": [
+        {"ring": 24, "band": 6, "threshold": 0.6, "chain_limit": 2},
+        {"ring": 9, "band": 0, "threshold": 0.0},
+    ],
+    "restored": [
+        {"sink": 4, "window": 16},
+        {"sink": 0, "window": 40},
+        {"sink": 2, "window": 12, "source": "latent", "bytes_per_token": LATENT_BYTES},
+    ],
 }
 
 # Several times every window, and not a multiple of a segment.

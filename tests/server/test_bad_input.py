@@ -153,9 +153,10 @@ def layers_kept_full(*layers: int) -> pb.Strategy:
         ({"strategy": pb.Strategy(restored=pb.RestoredStrategy(window=0))}, "strategy.restored.window"),
         ({"strategy": pb.Strategy(restored=pb.RestoredStrategy(window=2**32 - 1))}, "strategy.restored.window"),
         ({"strategy": pb.Strategy(restored=pb.RestoredStrategy(source="dreams"))}, "strategy.restored.source"),
+        # The latent codec that is loaded has fewer bytes.
         (
-            {"strategy": pb.Strategy(restored=pb.RestoredStrategy(source="latent", window=32))},
-            "strategy.restored.source",
+            {"strategy": pb.Strategy(restored=pb.RestoredStrategy(source="latent", window=32, bytes_per_token=4096))},
+            "strategy.restored.bytes_per_token",
         ),
         (
             {"strategy": pb.Strategy(restored=pb.RestoredStrategy(bytes_per_token=64))},
@@ -170,6 +171,13 @@ def layers_kept_full(*layers: int) -> pb.Strategy:
             "strategy.gather.window",
         ),
         ({"strategy": pb.Strategy(gather=pb.GatherStrategy(scorer="luck"))}, "strategy.gather.scorer"),
+        ({"strategy": pb.Strategy(mac=pb.MacStrategy(ring=0))}, "strategy.mac.ring"),
+        ({"strategy": pb.Strategy(mac=pb.MacStrategy(ring=2**32 - 1))}, "strategy.mac.ring"),
+        ({"strategy": pb.Strategy(mac=pb.MacStrategy(band=2**32 - 1))}, "strategy.mac.band"),
+        ({"strategy": pb.Strategy(mac=pb.MacStrategy(threshold=NAN))}, "strategy.mac.threshold"),
+        ({"strategy": pb.Strategy(mac=pb.MacStrategy(threshold=-0.5))}, "strategy.mac.threshold"),
+        ({"strategy": pb.Strategy(mac=pb.MacStrategy(threshold=INFINITY))}, "strategy.mac.threshold"),
+        ({"strategy": pb.Strategy(mac=pb.MacStrategy(chain_limit=-2))}, "strategy.mac.chain_limit"),
         ({"strategy": pb.Strategy(full=pb.FullStrategy(exact_window=9))}, "strategy.full.exact_window"),
         ({"strategy": pb.Strategy(full=pb.FullStrategy(codec="no such"))}, "strategy.full.codec"),
         (

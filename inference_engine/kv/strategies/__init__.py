@@ -10,14 +10,16 @@ from inference_engine.errors import ConfigError, InvalidArgument
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.layer_window import LayerWindow
+from inference_engine.kv.strategies.mac import Mac
 from inference_engine.kv.strategies.restored import Restored
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy, Option
 
 _STRATEGIES: dict[str, type[KVStrategy]] = {
-    kind.name: kind for kind in (Full, SinkWindow, LayerWindow, Restored, Gather)
+    kind.name: kind for kind in (Full, SinkWindow, LayerWindow, Restored, Gather, Mac)
 }
 _NUMBER = re.compile(r"-?\d+", re.ASCII)
+_FRACTION = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?", re.ASCII | re.IGNORECASE)
 
 
 def strategy_names() -> tuple[str, ...]:
@@ -53,7 +55,7 @@ def parse_strategy(text: str) -> KVStrategy:
 
 
 def _option_types(name: str) -> dict[str, object]:
-    """Each option's declared type: a whole number, a text or numbers, some of them or None. Empty for no strategy."""
+    """Each option's declared type: a number, a text or whole numbers, some of them or None. Empty for no strategy."""
     kind = _STRATEGIES.get(name)
     if kind is None:
         return {}
@@ -67,6 +69,10 @@ def _read(value: str, declared: object) -> Option:
         if not value:
             raise ValueError("option=name")
         return value
+    if float in (declared, *get_args(declared)):
+        if not _FRACTION.fullmatch(value):
+            raise ValueError("option=number")
+        return float(value)
     numbers = value.split("+")
     is_list = get_origin(declared) is tuple
     if not all(_NUMBER.fullmatch(number) for number in numbers) or not (is_list or len(numbers) == 1):

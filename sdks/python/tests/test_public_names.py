@@ -14,7 +14,7 @@ import kakeya.tokenization
 PUBLIC = """
 AppendTooLarge AsyncClient AsyncGenerateStream AsyncSession CallerError Client ConnectionFailed
 DeadlineExceeded Draining Full Gather GenerateResult GenerateStream HistoryLengthMismatch HistoryLimit
-InternalError InvalidArgument InvalidMessages InvalidTokenIds InvariantViolated KakeyaError LayerWindow Mode
+InternalError InvalidArgument InvalidMessages InvalidTokenIds InvariantViolated KakeyaError LayerWindow Mac Mode
 NoCapacity NonFiniteLogits Overloaded Progress ProtocolError Restored RetryPolicy RetryableError ServerError
 ServerInfo Session SessionBusy SessionClosed SessionEvicted SessionInfo SessionNotFound SinkWindow
 SlowConsumer StateError StopReason Strategy TLS TemplateError TokenDetail TokenOutOfRange TokenizerError

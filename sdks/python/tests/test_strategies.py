@@ -20,6 +20,7 @@ EVERY_OPTION = [
     kakeya.LayerWindow(full_layers=(11, 5), sink=0, window=9, **CODING),
     kakeya.Restored(sink=0, window=9, source="latent", bytes_per_token=192),
     kakeya.Gather(budget=300, block=16, sink=0, window=256, scorer="bounds"),
+    kakeya.Mac(ring=128, band=0, threshold=0.55, chain_limit=-1),
 ]
 FEWEST_OPTIONS = [
     kakeya.Full(),
@@ -27,6 +28,7 @@ FEWEST_OPTIONS = [
     kakeya.LayerWindow(full_layers=(5,)),
     kakeya.Restored(),
     kakeya.Gather(),
+    kakeya.Mac(),
 ]
 
 
@@ -72,6 +74,13 @@ def test_a_value_reads_as_it_is_written() -> None:
         (kakeya.Restored, {"bytes_per_token": 0}, "bytes_per_token"),
         (kakeya.Gather, {"budget": 0}, "budget"),
         (kakeya.Gather, {"block": 1.5}, "block"),
+        (kakeya.Mac, {"ring": 0}, "ring"),
+        (kakeya.Mac, {"band": -1}, "band"),
+        (kakeya.Mac, {"threshold": -0.1}, "threshold"),
+        (kakeya.Mac, {"threshold": float("nan")}, "threshold"),
+        (kakeya.Mac, {"threshold": True}, "threshold"),
+        (kakeya.Mac, {"chain_limit": -2}, "chain_limit"),
+        (kakeya.Mac, {"chain_limit": 2**31}, "chain_limit"),
         (kakeya.Full, {"codec": 8}, "codec"),
         (kakeya.Full, {"codec": "int8", "exact_window": 0}, "exact_window"),
         (kakeya.Full, {"codec": "int8", "exact_layers": (2**32,)}, "exact_layers[0]"),

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         Unauthenticated,
     )
     from kakeya._retry import RetryPolicy
-    from kakeya._strategies import Full, Gather, LayerWindow, Restored, SinkWindow, Strategy
+    from kakeya._strategies import Full, Gather, LayerWindow, Mac, Restored, SinkWindow, Strategy
     from kakeya._sync import Client, GenerateStream, Session
     from kakeya._values import GenerateResult, Mode, Progress, ServerInfo, SessionInfo, StopReason, TokenDetail
 
@@ -79,6 +79,7 @@ __all__ = [
     "InvariantViolated",
     "KakeyaError",
     "LayerWindow",
+    "Mac",
     "Mode",
     "NoCapacity",
     "NonFiniteLogits",
@@ -113,7 +114,7 @@ _HOME = {
     "_async": ("AsyncClient", "AsyncGenerateStream", "AsyncSession"),
     "_channel": ("TLS",),
     "_retry": ("RetryPolicy",),
-    "_strategies": ("Full", "Gather", "LayerWindow", "Restored", "SinkWindow", "Strategy"),
+    "_strategies": ("Full", "Gather", "LayerWindow", "Mac", "Restored", "SinkWindow", "Strategy"),
     "_sync": ("Client", "GenerateStream", "Session"),
     "_values": ("GenerateResult", "Mode", "Progress", "ServerInfo", "SessionInfo", "StopReason", "TokenDetail"),
 }

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kakeya._checks import invalid, whole_number
+from kakeya._checks import finite, invalid, whole_number
 from kakeya.v1 import runtime_pb2 as pb
 
 _UINT32 = 2**32
@@ -142,7 +142,33 @@ class Gather(Strategy):
         _check_name(self.scorer, "scorer")
 
 
-_KINDS: dict[str, type[Strategy]] = {kind._arm: kind for kind in (Full, SinkWindow, LayerWindow, Restored, Gather)}
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Mac(Strategy):
+    """Every row stays; a generated token takes over what a similar recent one saw, and reads only what came later.
+
+    Appended tokens read every row. ring: positions searched for a similar query. band: rows before it that are read
+    again. threshold: how near it has to be, as a share of the distance of unlike queries; 0: nothing is taken over.
+    chain_limit: links back to a token that read every row, -1 for any number. None leaves an option to the server. The
+    session ends at the model's trained positions.
+    """
+
+    _arm: ClassVar[str] = "mac"
+
+    ring: int | None = None
+    band: int | None = None
+    threshold: float | None = None
+    chain_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_number(self.ring, "ring", at_least=1)
+        _check_number(self.band, "band", at_least=0)
+        if self.threshold is not None and finite(self.threshold, "threshold") < 0:
+            raise invalid("threshold", f"must be at least 0, got {self.threshold!r}")
+        if self.chain_limit is not None:
+            whole_number(self.chain_limit, "chain_limit", at_least=-1, below=2**31)
+
+
+_KINDS: dict[str, type[Strategy]] = {kind._arm: kind for kind in (Full, SinkWindow, LayerWindow, Restored, Gather, Mac)}
 
 
 def from_wire(message: pb.Strategy) -> Strategy | None:

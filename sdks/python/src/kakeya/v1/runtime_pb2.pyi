@@ -764,6 +764,7 @@ class Strategy(_message.Message):
     LAYER_WINDOW_FIELD_NUMBER: _builtins.int
     RESTORED_FIELD_NUMBER: _builtins.int
     GATHER_FIELD_NUMBER: _builtins.int
+    MAC_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def full(self) -> Global___FullStrategy: ...
     @_builtins.property
@@ -774,6 +775,8 @@ class Strategy(_message.Message):
     def restored(self) -> Global___RestoredStrategy: ...
     @_builtins.property
     def gather(self) -> Global___GatherStrategy: ...
+    @_builtins.property
+    def mac(self) -> Global___MacStrategy: ...
     def __init__(
         self,
         *,
@@ -782,12 +785,13 @@ class Strategy(_message.Message):
         layer_window: Global___LayerWindowStrategy | None = ...,
         restored: Global___RestoredStrategy | None = ...,
         gather: Global___GatherStrategy | None = ...,
+        mac: Global___MacStrategy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "gather", b"gather", "kind", b"kind", "layer_window", b"layer_window", "restored", b"restored", "sink_window", b"sink_window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "gather", b"gather", "kind", b"kind", "layer_window", b"layer_window", "mac", b"mac", "restored", b"restored", "sink_window", b"sink_window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "gather", b"gather", "kind", b"kind", "layer_window", b"layer_window", "restored", b"restored", "sink_window", b"sink_window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "gather", b"gather", "kind", b"kind", "layer_window", b"layer_window", "mac", b"mac", "restored", b"restored", "sink_window", b"sink_window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["full", "sink_window", "layer_window", "restored", "gather"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["full", "sink_window", "layer_window", "restored", "gather", "mac"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1058,3 +1062,59 @@ class GatherStrategy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__window) -> _WhichOneofReturnType__window | None: ...
 
 Global___GatherStrategy: _TypeAlias = GatherStrategy  # noqa: Y015
+
+@_typing.final
+class MacStrategy(_message.Message):
+    """Every row stays. Appended tokens read all of them. A generated token whose query is near that of a recent generated
+    token takes over what that one saw of rows more than `band` before it, and reads only the later ones. The session ends
+    at the model's trained positions.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RING_FIELD_NUMBER: _builtins.int
+    BAND_FIELD_NUMBER: _builtins.int
+    THRESHOLD_FIELD_NUMBER: _builtins.int
+    CHAIN_LIMIT_FIELD_NUMBER: _builtins.int
+    ring: _builtins.int
+    """Positions that are searched for a near query, at least 1."""
+    band: _builtins.int
+    """Rows before the near query's token that are read again."""
+    threshold: _builtins.float
+    """How near, as a share of the distance between two queries that have nothing in common: finite, at least 0. 0: no
+    query is near, and every row is read.
+    """
+    chain_limit: _builtins.int
+    """What a token saw may contain what another one saw, and so on; this is how many links back may lie to a token that
+    read every row. -1: any number. Errors grow along the links.
+    """
+    def __init__(
+        self,
+        *,
+        ring: _builtins.int | None = ...,
+        band: _builtins.int | None = ...,
+        threshold: _builtins.float | None = ...,
+        chain_limit: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_band", b"_band", "_chain_limit", b"_chain_limit", "_ring", b"_ring", "_threshold", b"_threshold", "band", b"band", "chain_limit", b"chain_limit", "ring", b"ring", "threshold", b"threshold"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_band", b"_band", "_chain_limit", b"_chain_limit", "_ring", b"_ring", "_threshold", b"_threshold", "band", b"band", "chain_limit", b"chain_limit", "ring", b"ring", "threshold", b"threshold"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__band: _TypeAlias = _typing.Literal["band"]  # noqa: Y015
+    _WhichOneofArgType__band: _TypeAlias = _typing.Literal["_band", b"_band"]  # noqa: Y015
+    _WhichOneofReturnType__chain_limit: _TypeAlias = _typing.Literal["chain_limit"]  # noqa: Y015
+    _WhichOneofArgType__chain_limit: _TypeAlias = _typing.Literal["_chain_limit", b"_chain_limit"]  # noqa: Y015
+    _WhichOneofReturnType__ring: _TypeAlias = _typing.Literal["ring"]  # noqa: Y015
+    _WhichOneofArgType__ring: _TypeAlias = _typing.Literal["_ring", b"_ring"]  # noqa: Y015
+    _WhichOneofReturnType__threshold: _TypeAlias = _typing.Literal["threshold"]  # noqa: Y015
+    _WhichOneofArgType__threshold: _TypeAlias = _typing.Literal["_threshold", b"_threshold"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__band) -> _WhichOneofReturnType__band | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__chain_limit) -> _WhichOneofReturnType__chain_limit | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ring) -> _WhichOneofReturnType__ring | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__threshold) -> _WhichOneofReturnType__threshold | None: ...
+
+Global___MacStrategy: _TypeAlias = MacStrategy  # noqa: Y015

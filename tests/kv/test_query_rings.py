@@ -1,0 +1,145 @@
+"""Rings of past queries: where they lie, and that a session reads with them what the kernel alone would."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from inference_engine.kernels.mac import MacEntry, MacState, MacStats, mac_attend
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import Geometry, LayerGeometry
+from inference_engine.kv.layout import QueryMatcher
+from inference_engine.kv.pool import Pool
+from inference_engine.kv.query_rings import QueryRings, ring_demand
+from inference_engine.kv.strategies.mac import Mac
+from tests.laws.test_session_kv_laws import LAYERS, Rows, awake, context, feed, step, turn
+
+MAC = Mac(ring=24, band=6, threshold=0.6, chain_limit=1)
+MATCHER = QueryMatcher(ring=5, band=1, threshold=0.5, chain_limit=0)
+SCALING = 0.35  # that of `step`
+
+
+def by_kernel(rows: Rows, layer: int, given: int, length: int) -> tuple[list[Tensor], list[MacStats]]:
+    """What the rows from `given` to `length` read if the model generated them: outputs [Hq, D] and statistics."""
+    shape = LAYERS[layer]
+    state = MacState.allocate(shape.query_heads, shape.head_dim, MAC.ring)
+    positions = torch.arange(length)
+    queries, keys = (turn(states[layer][:, :length], positions) for states in (rows.q, rows.k))
+    outs, told = [], []
+    for position in range(given, length):
+        out, entry, stats = mac_attend(
+            state,
+            rows.q[layer][:, position],
+            queries[:, position],
+            keys,
+            rows.v[layer],
+            position,
+            band=MAC.band,
+            threshold=MAC.threshold,
+            scaling=SCALING,
+            chain_limit=MAC.chain_limit,
+        )
+        state.commit([entry])
+        outs.append(out)
+        told.append(stats)
+    return outs, told
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_generated_rows_read_what_the_kernel_gives_and_are_counted(layer: int) -> None:
+    rows = Rows(120)
+    kv = awake(MAC, context())
+    feed(kv, rows, 60)
+    assert kv.statistics() == {}
+    ours = feed(kv, rows, 120, chunk=7, generated=True)[layer]
+    outs, told = by_kernel(rows, layer, 60, 120)
+    torch.testing.assert_close(ours, torch.stack(outs), atol=2e-5, rtol=0)
+
+    totals = kv.statistics()[layer]
+    hits = torch.stack([stats.hits for stats in told])
+    read = torch.stack([stats.rows_read for stats in told])
+    assert 0 < int(hits.sum()) < hits.numel()
+    assert torch.equal(totals.hits, hits.sum(0))
+    assert torch.equal(totals.rows_read, read.sum(0))
+    assert torch.equal(totals.group_rows_read, read.view(60, LAYERS[layer].kv_heads, -1).amax(-1).sum(0))
+    assert (totals.rows, totals.rows_present) == (60, sum(range(61, 121)))
+    for ours_sum, name in ((totals.band_mass, "band_mass"), (totals.reused_mass, "reused_mass")):
+        torch.testing.assert_close(ours_sum, torch.stack([getattr(stats, name) for stats in told]).sum(0))
+
+
+def test_a_query_asked_again_is_found_wherever_it_stands() -> None:
+    """What is compared is the query before its rotation."""
+    rows = Rows(60)
+    for queries in rows.q:
+        queries[:] = queries[:, :1].clone()
+    kv = awake(Mac(ring=24, band=6, threshold=1e-3, chain_limit=-1), context())
+    feed(kv, rows, 20)
+    feed(kv, rows, 60, generated=True)
+    assert all((totals.hits == 39).all() for totals in kv.statistics().values()), "all but the first"
+
+
+def test_rejected_rows_are_not_counted() -> None:
+    rows = Rows(60)
+    kv = awake(MAC, context())
+    feed(kv, rows, 40)
+    step(kv, rows, 4, commit=40, generated=True)
+    assert kv.statistics() == {}
+    assert "mac" in kv.footprint().by_kind
+    assert kv.footprint().by_kind["mac"] == 0
+    step(kv, rows, 4, commit=42, generated=True)
+    assert {totals.rows for totals in kv.statistics().values()} == {2}
+    assert kv.footprint().by_kind["mac"] > 0
+
+
+def test_layers_with_a_window_of_their_own_match_nothing_and_keep_no_ring() -> None:
+    rows = Rows(60)
+    kv = awake(MAC, context())
+    feed(kv, rows, 60, generated=True)
+    own = {layer for layer, shape in enumerate(LAYERS) if shape.native_window is not None}
+    assert kv.statistics().keys() == set(range(len(LAYERS))) - own
+
+
+@pytest.mark.parametrize("head_dim", [2, 6, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_ring_is_exact_in_a_pool_of_any_type_and_stays_within_its_slab(dtype: torch.dtype, head_dim: int) -> None:
+    heads = 4
+    layer = LayerGeometry(query_heads=heads, kv_heads=2, head_dim=head_dim)
+    geometry = Geometry(layers=(layer,) * 2, itemsize=dtype.itemsize, trained_positions=64)
+    pool = Pool(geometry, 2**16, lambda count: torch.zeros(count, dtype=dtype))
+    device = torch.device("cpu")
+    kv_context = KVContext(geometry=geometry, pool=pool, rotate=lambda keys, *_: keys, device=device)
+    demand = ring_demand(geometry, 0, MATCHER)
+    taken = pool.reserve([demand] * 3)
+    assert taken is not None
+    arena = pool.arenas[head_dim]
+    for states in (arena.keys, arena.values):
+        states.fill_(1)  # what an earlier session left
+
+    rings = QueryRings(MATCHER, {0: taken[0], 1: taken[2]}, kv_context)
+    alone = MacState.allocate(heads, head_dim, MATCHER.ring)
+    rings.stage()
+    random = torch.Generator().manual_seed(0)
+    entries = [
+        MacEntry(
+            position=position,
+            query=torch.randn(heads, head_dim, generator=random),
+            out=torch.randn(heads, head_dim, generator=random),
+            lse=torch.randn(heads, generator=random),
+            depth=torch.full((heads,), position % 3, dtype=torch.int32),
+        )
+        for position in range(3, 3 + MATCHER.ring)
+    ]
+    stats = MacStats(**{name: torch.zeros(heads) for name in MacStats.__slots__})
+    rings.leave(1, [(entry, stats) for entry in entries])
+    rings.commit(100)
+    alone.commit(entries)
+    for name in MacState.__slots__:
+        assert torch.equal(getattr(rings.state(1, 1), name), getattr(alone, name)), name
+        assert not getattr(rings.state(0, 1), name).any(), "the other layer's is empty"
+    rows = demand.elements // head_dim
+    between = np.arange(taken[1], taken[1] + rows)
+    for states in (arena.keys, arena.values):
+        assert (states[between] == 1).all()
+    assert rings.held_bytes <= 2 * 2 * demand.elements * dtype.itemsize
