@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _SEQUENCE = 1024
+# Rows further back than this count as restored when it is measured where their errors are felt.
+_SENSITIVITY_TOKENS, _SINK, _WINDOW = 512, 4, 64
 _BATCH_SEQUENCES = 4
 # Of the calibration tokens: how much is conversation, tool calls, and, where no files are given, prose and code.
 _CONVERSATION, _TOOL_CALLS = 0.25, 0.1
@@ -40,7 +43,7 @@ def add_parser(subparsers: Subparsers) -> None:
     latent = commands.add_parser(
         "latent",
         help="the code that keeps one thin latent per evicted token",
-        description="Reads text, runs the model over it once, and works out a code for its K and V. No gradient.",
+        description="Runs the model over text, measures where errors in K and V are felt, and works out a code for them.",
     )
     add_config_file(latent)
     latent.add_argument("--tokens", type=int, default=75_000, metavar="N", help="of calibration text (default: 75000)")
@@ -76,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     from kv_cache_proposer.f_theta.store import LatentManifest, save_codec
     from kv_cache_proposer.latents import latent_folder
     from kv_cache_proposer.training.latent import calibrate, measure
+    from kv_cache_proposer.training.sensitivity import measure_sensitivity
 
     with open_target(model, EngineConfig()) as target:
         geometry = target.forward.geometry(mode=EngineConfig().mode, page_tokens=16, segment_tokens=256)
@@ -90,6 +94,19 @@ def run(args: argparse.Namespace) -> int:
     checked = check_model(model.model, cache=model.cache_path)
     loaded = load_model(model.model, cache=model.cache_path, device=model.device, dtype=model.dtype, attention="sdpa")
     with Progress(console=console) as progress:
+        importances = None
+        if args.sensitivity_sequences:
+            some = calibration[: args.sensitivity_sequences, :_SENSITIVITY_TOKENS]
+            task = progress.add_task("measuring where errors are felt", total=some.numel())
+            importances = measure_sensitivity(
+                loaded.model,
+                [some],
+                layers=layers,
+                sink=_SINK,
+                window=_WINDOW,
+                seed=args.seed,
+                advance=partial(progress.advance, task),
+            )
         task = progress.add_task("reading", total=calibration.numel())
         codec = calibrate(
             loaded.model,
@@ -97,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
             layers=layers,
             bytes_per_token=bytes_per_token,
             group_layers=args.group_layers,
-            advance=lambda tokens: progress.advance(task, tokens),
+            importances=importances,
+            advance=partial(progress.advance, task),
         )
     loss = measure(loaded.model, torch.split(test, _BATCH_SEQUENCES), codec)
     folder = args.out or latent_folder(checked.model_id, model.cache_path)
@@ -108,6 +126,7 @@ def run(args: argparse.Namespace) -> int:
             "group_layers": args.group_layers,
             "tokens": {name: sum(map(len, part)) for name, part in shares.items()},
             "own_text": bool(args.text),
+            "sensitivity_sequences": args.sensitivity_sequences,
         },
         seeds={"text": args.seed},
         metrics={"weighted_error": loss.overall},

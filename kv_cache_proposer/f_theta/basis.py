@@ -2,9 +2,8 @@
 
     vector [W]  −  mean  →  · weights (per layer, K or V, and head)  →  · components [W, C]  →  coefficients [C]
 
-Weighting makes plain squared error the error attention feels, up to a factor per block: for K, of the scores
-E[(q·δk)²]; for V, of what leaves the layer, |Wo δv|². Each block is scaled to its own variance, so that no layer is
-given up for a louder one. The components are the leading eigenvectors of the weighted covariance.
+Weights are square roots of importances (`importance.py`), so that plain squared error in the weighted space is the
+error the model feels. The components are the leading eigenvectors of the weighted covariance.
 """
 
 from __future__ import annotations
@@ -18,11 +17,6 @@ from torch import Tensor
 from kv_cache_proposer.f_theta.components import Components
 from kv_cache_proposer.f_theta.rows import Group
 
-# Directions that queries never take still get this share of the strongest direction's weight (as a square), so that
-# the weights can be inverted.
-_WEIGHT_FLOOR = 1e-4
-# Heads of one layer are scaled to their own variance, but not below this share of the layer's largest.
-_VARIANCE_FLOOR = 1e-6
 # Components whose variance is below this share of the largest count as constant.
 _RANK_FLOOR = 1e-12
 
@@ -82,18 +76,13 @@ class Basis:
 
 
 def fit_basis(group: Group, mean: Tensor, covariance: Tensor, importances: Sequence[Tensor]) -> Basis:
-    """All W components of a group. mean [W], covariance [W, W]; importances per layer [2 (K, V), Hkv, D, D], float64.
+    """All W components of a group. mean [W], covariance [W, W], importances per layer [2, Hkv, D, D]; all float64.
 
-    An importance is the matrix M of the error δᵀ M δ, positive semi-definite, of any magnitude.
+    Importances must be positive definite, and in one unit for all groups whose components will share bits.
     """
-    weights: list[Tensor] = []
-    inverses: list[Tensor] = []
-    for shape, start, importance in zip(group.shapes, group.offsets, importances, strict=True):
-        own = covariance[start : start + shape.width, start : start + shape.width]
-        variances = own.diagonal().view(2, shape.kv_heads, shape.head_dim).mean(-1)
-        weight, inverse = _roots(importance, variances)
-        weights.append(weight)
-        inverses.append(inverse)
+    roots = [_roots(importance) for importance in importances]
+    weights = [root for root, _ in roots]
+    inverses = [inverse for _, inverse in roots]
     half = _through_rows(covariance, group, weights)
     weighted = _through_rows(half.T.contiguous(), group, weights)
     eigenvalues, eigenvectors = torch.linalg.eigh((weighted + weighted.T) / 2)
@@ -110,15 +99,10 @@ def fit_basis(group: Group, mean: Tensor, covariance: Tensor, importances: Seque
     )
 
 
-def _roots(importance: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric square roots of the importances and their inverses, [2, Hkv, D, D]; variances [2, Hkv] of the rows."""
-    tiny = torch.finfo(torch.float32).tiny
-    # A head that never varies must not be scaled up without bound.
-    variances = variances.clamp_min(variances.max() * _VARIANCE_FLOOR).clamp_min(tiny)
-    size = importance.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(tiny) * variances
-    eigenvalues, vectors = torch.linalg.eigh(importance / size[..., None, None])
-    strongest = eigenvalues[..., -1:].clamp_min(tiny)
-    roots = eigenvalues.clamp_min(strongest * _WEIGHT_FLOOR).sqrt()
+def _roots(importance: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric square roots of matrices [..., D, D], and their inverses."""
+    eigenvalues, vectors = torch.linalg.eigh(importance)
+    roots = eigenvalues.clamp_min(torch.finfo(torch.float32).tiny).sqrt()
     transposed = vectors.transpose(-2, -1)
     return (vectors * roots[..., None, :]) @ transposed, (vectors / roots[..., None, :]) @ transposed
 

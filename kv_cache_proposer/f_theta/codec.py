@@ -5,9 +5,12 @@
 
     one token   | group 0: scale, codes of component 0, 1, 2, … | group 1: scale, codes … |
 
-A group begins on a whole byte, so a layer is restored from its own group's bytes. The scale is the root mean square of
-the token's coefficients over their deviations: 8 bits, sixteen steps to a doubling. What the calibration text does not
-resemble has large coefficients; the scale follows them, where fixed levels would clip.
+A group begins on a whole byte, so a layer is restored from its own group's bytes.
+
+The scale says how large the token's coefficients are compared with their deviations: 8 bits, sixteen steps to a
+doubling. It goes half the way, in logarithm, from 1 to their root mean square: coefficients of one token rise and fall
+together, but not all of them. On SmolLM2 that loses a tenth less than no scale, or than going all the way. What the
+calibration text does not resemble is followed, where fixed levels would clip.
 """
 
 from __future__ import annotations
@@ -182,9 +185,10 @@ def coder(basis: Basis, widths: tuple[int, ...]) -> GroupCoder:
 
 
 def _scale_codes(units: Tensor) -> Tensor:
-    """The root mean square of each row [n, C] on a logarithmic scale, uint8 [n, 1]."""
-    size = units.square().mean(dim=1, keepdim=True).sqrt()
-    steps = size.clamp_min(torch.finfo(torch.float32).tiny).log2() * _SCALE_STEPS
+    """The scale of each row [n, C], uint8 [n, 1]."""
+    energy = units.square().mean(dim=1, keepdim=True)
+    # The square root of the root mean square: a quarter of the energy's logarithm.
+    steps = energy.clamp_min(torch.finfo(torch.float32).tiny).log2() * (_SCALE_STEPS / 4)
     return (steps.round() + _SCALE_ONE).clamp(0, 255).to(torch.uint8)
 
 

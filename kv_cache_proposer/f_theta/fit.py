@@ -1,49 +1,44 @@
-"""From statistics of a text to a codec, in closed form."""
+"""From statistics of a text, and what matters of its rows, to a codec: in closed form."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import torch
-from torch import Tensor
-
-from kv_cache_proposer.f_theta.basis import Basis, fit_basis
+from kv_cache_proposer.f_theta.basis import fit_basis
 from kv_cache_proposer.f_theta.codec import LatentCodec, code
 from kv_cache_proposer.f_theta.errors import LatentError
-from kv_cache_proposer.f_theta.rows import LayerShape
+from kv_cache_proposer.f_theta.importance import Importances, regularised
 from kv_cache_proposer.f_theta.statistics import Statistics
 
 
 def fit(
     statistics: Statistics,
-    output_projections: Mapping[int, Tensor],
+    importances: Importances,
     *,
     bytes_per_token: int,
+    shrinkage: float = 0.1,
     precision: str = "float16",
 ) -> LatentCodec:
     """A codec on the statistics' device, for `bytes_per_token` and, through `LatentCodec.at`, for any fewer.
 
-    output_projections: Wo [hidden, Hq · D] of every covered layer. precision: what components are held in, one of
-    PRECISIONS; what they lose is in the codec from the start, so a stored codec is the one that was measured.
+    importances: of every covered layer, from `importance` or `training.sensitivity`. shrinkage: see `regularised`.
+    precision: what components are held in, one of PRECISIONS; what they lose is in the codec from the start, so a
+    stored codec is the one that was measured.
 
     The eigenvectors of one group of W numbers take some 9 W³ operations and 5 W² numbers of memory.
     """
-    bases: list[Basis] = []
-    for index, group in enumerate(statistics.groups):
-        importances = [
-            torch.stack((statistics.query_moment(shape.layer), _value_moment(shape, output_projections)))
-            for shape in group.shapes
-        ]
-        basis = fit_basis(group, statistics.mean(index), statistics.covariance(index), importances)
-        bases.append(basis)
+    if missing := [shape.layer for shape in statistics.shapes if shape.layer not in importances]:
+        raise LatentError(f"layers {missing} are in the statistics but have no importances")
+    device = statistics.mean(0).device
+    weighed = regularised(
+        {shape.layer: importances[shape.layer].double().to(device) for shape in statistics.shapes}, shrinkage
+    )
+    bases = [
+        fit_basis(
+            group,
+            statistics.mean(index),
+            statistics.covariance(index),
+            [weighed[shape.layer] for shape in group.shapes],
+        )
+        for index, group in enumerate(statistics.groups)
+    ]
     codec = code(bases, bytes_per_token)
     return code([part.basis.at_precision(precision) for part in codec.coders], bytes_per_token)
-
-
-def _value_moment(shape: LayerShape, output_projections: Mapping[int, Tensor]) -> Tensor:
-    """Σ over the group's query heads of Woᵀ Wo, [Hkv, D, D] float64: the squared length of what a value adds."""
-    if shape.layer not in output_projections:
-        raise LatentError(f"layer {shape.layer} is in the statistics but its output projection was not given")
-    projection = output_projections[shape.layer].double()
-    heads = projection.view(len(projection), shape.kv_heads, -1, shape.head_dim)  # [hidden, Hkv, group, D]
-    return torch.einsum("ohgd,ohge->hde", heads, heads)

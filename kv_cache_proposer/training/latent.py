@@ -1,7 +1,7 @@
 """Calibration: a model and token ids in, a latent codec and what it loses out.
 
-One forward over the text, one eigen-decomposition per group of layers; no gradient. The text decides what the latent
-resolves: use text like that of the sessions to come, several languages and formats of it, and measure on other text.
+One forward over the text, one eigen-decomposition per group of layers. The text decides what the latent resolves: use
+text like that of the sessions to come, several languages and formats of it, and measure on other text.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kv_cache_proposer.f_theta.codec import LatentCodec
 from kv_cache_proposer.f_theta.errors import LatentError
 from kv_cache_proposer.f_theta.fit import fit
+from kv_cache_proposer.f_theta.importance import Importances, from_projections
 from kv_cache_proposer.f_theta.rows import LayerShape, join
 from kv_cache_proposer.f_theta.statistics import Statistics
 from kv_cache_proposer.training.capture import LayerRows, capture, output_projections
@@ -24,8 +25,10 @@ Advance = Callable[[int], None]  # called with the tokens done since the last ca
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """Squared error of restored rows over the squared distance of the rows from their mean, both as attention feels
-    them; 0 is perfect, 1 is what the mean alone would give. by_layer: the same for each layer."""
+    """Squared error of restored rows over the squared distance of the rows from their mean, both weighed by importance.
+
+    0 is perfect, 1 is what the mean alone would give. by_layer: the same for each layer.
+    """
 
     overall: float
     by_layer: Mapping[int, float]
@@ -64,14 +67,20 @@ def calibrate(
     *,
     layers: Sequence[int],
     bytes_per_token: int,
-    group_layers: int = 10,
+    group_layers: int = 15,
+    importances: Importances | None = None,
     precision: str = "float16",
     advance: Advance | None = None,
 ) -> LatentCodec:
-    """A codec for the model, on the model's device. The arguments are those of `collect` and `fit`."""
+    """A codec for the model, on the model's device. The arguments are those of `collect` and `fit`.
+
+    importances: from `measure_sensitivity`, which loses a third less; None takes them from the text's queries and the
+    model's output projections, and needs no gradient.
+    """
     statistics = collect(model, batches, layers=layers, group_layers=group_layers, advance=advance)
-    projections = output_projections(model, layers=layers)
-    return fit(statistics, projections, bytes_per_token=bytes_per_token, precision=precision)
+    if importances is None:
+        importances = from_projections(statistics, output_projections(model, layers=layers))
+    return fit(statistics, importances, bytes_per_token=bytes_per_token, precision=precision)
 
 
 def measure(model: nn.Module, batches: Iterable[Tensor], codec: LatentCodec) -> Loss:

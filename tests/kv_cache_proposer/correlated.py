@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kv_cache_proposer.f_theta.codec import LatentCodec
 from kv_cache_proposer.f_theta.fit import fit
+from kv_cache_proposer.f_theta.importance import from_projections
 from kv_cache_proposer.f_theta.rows import LayerShape
 from kv_cache_proposer.f_theta.statistics import Statistics
 
@@ -75,7 +76,8 @@ def make_statistics(rows: Rows | None = None, *, group_layers: int = 2, chunk: i
 
 def make_codec(bytes_per_token: int = 24, *, group_layers: int = 2, precision: str = "float16") -> LatentCodec:
     statistics = make_statistics(group_layers=group_layers)
-    return fit(statistics, make_projections(), bytes_per_token=bytes_per_token, precision=precision)
+    importances = from_projections(statistics, make_projections())
+    return fit(statistics, importances, bytes_per_token=bytes_per_token, precision=precision)
 
 
 def relative_error(codec: LatentCodec, rows: Rows) -> float:

@@ -1,72 +1,32 @@
 """Rows captured from real model classes are the ones the model attends with, and a codec can be made from them."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
 from inference_engine.errors import ModelError
 from kv_cache_proposer.f_theta.errors import LatentError
 from kv_cache_proposer.training.capture import capture, output_projections
 from kv_cache_proposer.training.latent import calibrate, collect, measure
+from tests.kv_cache_proposer.small_models import HEADS, gemma3, llama, qwen3, tokens
 
-# As many tokens as KV heads: shapes alone do not say which axis is which.
-HEADS = 2
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": HEADS,
-    "head_dim": 8,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "max_position_embeddings": 128,
-}
-ROTATION = {"atol": 1e-5, "rtol": 1e-5}
+Make = Callable[[], PreTrainedModel]
+
+# Of a rotation in float32.
+ROUNDING = 1e-5
 
 
-def llama() -> PreTrainedModel:
-    return build(LlamaForCausalLM, LlamaConfig(**SIZES))
-
-
-def qwen3() -> PreTrainedModel:
-    return build(Qwen3ForCausalLM, Qwen3Config(**SIZES))
-
-
-def gemma3() -> PreTrainedModel:
-    config = Gemma3TextConfig(**SIZES, layer_types=["sliding_attention", "full_attention", "full_attention"])
-    return build(Gemma3ForCausalLM, config)
-
-
-def build(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    config._attn_implementation = "eager"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = kind(config).eval()
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):  # else norms would be the identity of their scale
-                nn.init.uniform_(parameter, 0.5, 1.5)
-    return model
-
-
-def tokens(sequences: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(1, 64, (sequences, length), generator=torch.Generator().manual_seed(seed))
-
-
+# HEADS tokens: then shapes alone do not say which axis is which.
 @pytest.mark.parametrize("make", [llama, qwen3, gemma3])
 @pytest.mark.parametrize("length", [HEADS, 4, 11])
-def test_rows_before_rotation_have_the_lengths_of_the_models_own_cache(make, length: int) -> None:
+def test_rows_before_rotation_have_the_lengths_of_the_models_own_cache(
+    make: Callable[[], PreTrainedModel], length: int
+) -> None:
     model = make()
     ids = tokens(3, length)
     (rows,) = capture(model, [ids], layers=range(3))
@@ -76,10 +36,12 @@ def test_rows_before_rotation_have_the_lengths_of_the_models_own_cache(make, len
         keys, values = cache.layers[row.layer].keys, cache.layers[row.layer].values
         # A rotation keeps each pair's length; position 0 is not rotated at all.
         own = row.keys.view(3, length, HEADS, 8).transpose(1, 2)
-        torch.testing.assert_close(own[:, :, 0], keys[:, :, 0], **ROTATION)
+        torch.testing.assert_close(own[:, :, 0], keys[:, :, 0], atol=ROUNDING, rtol=ROUNDING)
         pairs = [x.unflatten(-1, (2, 4)).square().sum(-2) for x in (own, keys)]
-        torch.testing.assert_close(*pairs, **ROTATION)
-        torch.testing.assert_close(row.values.view(3, length, HEADS, 8).transpose(1, 2), values, **ROTATION)
+        torch.testing.assert_close(*pairs, atol=ROUNDING, rtol=ROUNDING)
+        torch.testing.assert_close(
+            row.values.view(3, length, HEADS, 8).transpose(1, 2), values, atol=ROUNDING, rtol=ROUNDING
+        )
         assert row.queries.shape == (3 * length, 4, 8)
 
 
@@ -98,7 +60,7 @@ def test_a_model_without_the_projections_is_refused() -> None:
 
 
 @pytest.mark.parametrize("make", [llama, qwen3, gemma3])
-def test_a_calibrated_codec_restores_text_it_has_not_seen(make) -> None:
+def test_a_calibrated_codec_restores_text_it_has_not_seen(make: Make) -> None:
     model = make()
     texts = [tokens(8, 64, seed) for seed in range(4)]
     done: list[int] = []

@@ -11,7 +11,7 @@ from kv_cache_proposer.f_theta.errors import LatentError, NonFiniteRows
 from tests.kv_cache_proposer.correlated import SHAPES, make_codec, make_rows, relative_error
 
 # Products over other numbers of rows may round otherwise; a code next to an edge may then move by one level.
-FLOAT32 = {"atol": 1e-4, "rtol": 1e-4}
+FLOAT32 = 1e-4
 
 LAYERS = tuple(shape.layer for shape in SHAPES)
 
@@ -82,7 +82,7 @@ def test_a_row_comes_back_alike_whatever_it_is_encoded_with(codec: LatentCodec) 
         part = rows[first:last]
         own_keys, own_values = codec.decode(codec.encode(part.keys, part.values))
         for own, whole in zip([*own_keys, *own_values], [*keys, *values], strict=True):
-            torch.testing.assert_close(own, whole[first:last], **FLOAT32)
+            torch.testing.assert_close(own, whole[first:last], atol=FLOAT32, rtol=FLOAT32)
 
 
 def test_what_was_restored_is_restored_again_alike(codec: LatentCodec) -> None:
@@ -95,9 +95,11 @@ def test_what_was_restored_is_restored_again_alike(codec: LatentCodec) -> None:
 
 
 def test_rows_far_from_the_calibration_text_are_followed_by_the_scale(codec: LatentCodec) -> None:
-    assert relative_error(codec, make_rows(200, seed=3, outlier=20.0)) < 2 * relative_error(
-        codec, make_rows(200, seed=3)
-    )
+    usual, far = make_rows(200, seed=3), make_rows(200, seed=3, outlier=5.0)
+    # Levels reach some ten deviations, and so far away nothing but the scale can follow.
+    farther = make_rows(200, seed=3, outlier=50.0)
+    assert relative_error(codec, far) < 2 * relative_error(codec, usual)
+    assert relative_error(codec, farther) < 0.1
 
 
 def test_rows_in_bfloat16_are_taken(codec: LatentCodec) -> None:

@@ -1,0 +1,58 @@
+"""Small random models of real classes, with norms that do something, and random ids for them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+HEADS = 2
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": HEADS,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "max_position_embeddings": 128,
+}
+
+
+def llama() -> PreTrainedModel:
+    return build(LlamaForCausalLM, LlamaConfig(**SIZES))
+
+
+def qwen3() -> PreTrainedModel:
+    return build(Qwen3ForCausalLM, Qwen3Config(**SIZES))
+
+
+def gemma3() -> PreTrainedModel:
+    config = Gemma3TextConfig(**SIZES, layer_types=["sliding_attention", "full_attention", "full_attention"])
+    return build(Gemma3ForCausalLM, config)
+
+
+def build(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = kind(config).eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):  # else norms would be the identity of their scale
+                nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+def tokens(sequences: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 64, (sequences, length), generator=torch.Generator().manual_seed(seed))
