@@ -43,7 +43,7 @@ def add_parser(subparsers: Subparsers) -> None:
     latent = commands.add_parser(
         "latent",
         help="the code that keeps one thin latent per evicted token",
-        description="Runs the model over text, measures where errors in K and V are felt, and works out a code for them.",
+        description="Runs the model over text, measures where errors are felt, and works out a code for its K and V.",
     )
     add_config_file(latent)
     latent.add_argument("--tokens", type=int, default=75_000, metavar="N", help="of calibration text (default: 75000)")
@@ -53,7 +53,14 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="N",
         help="the most that sessions can ask for; they may ask for less (default: a tenth of the rows in bfloat16)",
     )
-    latent.add_argument("--group-layers", type=int, default=10, metavar="N", help="layers that share a basis")
+    latent.add_argument("--group-layers", type=int, default=15, metavar="N", help="layers that share a basis")
+    latent.add_argument(
+        "--sensitivity-sequences",
+        type=int,
+        default=16,
+        metavar="N",
+        help=f"of {_SENSITIVITY_TOKENS} tokens, to measure by gradient where errors are felt; 0: guess it from weights",
+    )
     latent.add_argument("--text", nargs="+", type=Path, default=[], metavar="FILE", help="calibration text of your own")
     latent.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the order of text and of the conversations"
@@ -84,10 +91,11 @@ def run(args: argparse.Namespace) -> int:
     with open_target(model, EngineConfig()) as target:
         geometry = target.forward.geometry(mode=EngineConfig().mode, page_tokens=16, segment_tokens=256)
         layers = latent_layers(geometry)
+        sequence = min(_SEQUENCE, geometry.trained_positions)
         bytes_per_token = args.bytes_per_token or 2 * default_bytes_per_token(geometry)
         with console.status("letting the model talk with itself"):
-            shares = _corpus(args, target)
-    sequences = _sequences([ids for part in shares.values() for ids in part], args.tokens)
+            shares = _corpus(args, target, sequence)
+    sequences = _sequences([ids for part in shares.values() for ids in part], args.tokens, sequence)
     held_out = max(1, len(sequences) // 20)
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(args.seed))
     test, calibration = sequences[order[:held_out]], sequences[order[held_out:]]
@@ -139,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _corpus(args: argparse.Namespace, target: Target) -> dict[str, list[list[int]]]:
+def _corpus(args: argparse.Namespace, target: Target, sequence: int) -> dict[str, list[list[int]]]:
     """Token ids by kind, each kind about as long as its share."""
     from inference_engine.evaluation.haystack import calibration_texts
     from kv_cache_proposer.training.conversations import converse
@@ -153,9 +161,9 @@ def _corpus(args: argparse.Namespace, target: Target) -> dict[str, list[list[int
             target.engine,
             tokenizer,
             stop_ids=target.stop_ids,
-            count=max(1, wanted // _SEQUENCE),
+            count=max(1, wanted // sequence),
             turns=_TURNS,
-            tokens=_SEQUENCE,
+            tokens=sequence,
             seed=args.seed,
         )
     found["tool calls"] = _take(tokenizer, tool_calls(args.seed), int(args.tokens * _TOOL_CALLS))
@@ -197,12 +205,12 @@ def _take(tokenizer: Any, texts: Iterator[str], count: int) -> list[list[int]]:
     return found
 
 
-def _sequences(texts: list[list[int]], tokens: int) -> Tensor:
-    """[n, _SEQUENCE]: the texts one after another. Raises ConfigError if they do not fill two sequences."""
+def _sequences(texts: list[list[int]], tokens: int, length: int) -> Tensor:
+    """[n, length]: the texts one after another. Raises ConfigError if they do not fill two sequences."""
     import torch
 
     ids = [token for text in texts for token in text][:tokens]
-    count = len(ids) // _SEQUENCE
+    count = len(ids) // length
     if count < 2:
-        raise ConfigError(f"the text has {len(ids)} tokens, at least {2 * _SEQUENCE} are needed")
-    return torch.tensor(ids[: count * _SEQUENCE]).view(count, _SEQUENCE)
+        raise ConfigError(f"the text has {len(ids)} tokens, at least {2 * length} are needed")
+    return torch.tensor(ids[: count * length]).view(count, length)
