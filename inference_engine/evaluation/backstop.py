@@ -5,7 +5,7 @@
     report  critical mass: the smallest K that answers as full does
 
 `sink_window`, which keeps no layer full, must miss every fact behind its window, or the run says nothing. Layers with a
-window of the model's own stay as they are and are no candidates.
+window of the model's own stay as they are and are no candidates; only that control narrows them, too.
 
 Source: the kept-full layers of a windowed hybrid ("recall backstop"), and Wu et al., Retrieval Head, arXiv 2404.15574.
 """

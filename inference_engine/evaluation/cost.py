@@ -10,6 +10,7 @@ batch at once, from the moment each of them has its first token until the first 
 from __future__ import annotations
 
 import argparse
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Bound, Event, Failed, Finished, GenerateParams, TokenCommitted
+
+logger = logging.getLogger(__name__)
 
 _TEXT_BEYOND = 20_000  # ids of text beyond the longest history, so that histories differ
 
@@ -306,6 +309,7 @@ def measure(
                     except (InvalidArgument, NoCapacity) as refusal:
                         left_out[str(cell)] = refusal.message
                         continue
+                    logger.info("round %d of %d, %s: %.2f ms a token", number, rounds, cell, 1e3 * result.token_seconds)
                     if number:
                         found.setdefault(cell, []).append(result)
     return found, left_out

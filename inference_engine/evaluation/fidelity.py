@@ -11,6 +11,7 @@ between full's two likeliest tokens, too. Perplexity and recall see different fa
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,8 @@ from inference_engine.evaluation.haystack import KINDS, digest, filler
 from inference_engine.evaluation.models import Target
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
+
+logger = logging.getLogger(__name__)
 
 FULL = "full"
 MARGINS = ((0.0, 0.1), (0.1, 1.0), (1.0, math.inf))  # of logits
@@ -291,6 +294,7 @@ def measure(
         kind, length = passage.kind, len(passage.prefix)
         scores, refused = compare(engine, strategies, passage)
         for name, one in scores.items():
+            logger.info("%s at %d, %s: KL to full %.4g", kind, length, name, one.divergence.mean())
             found.setdefault(Cell(strategy=name, kind=kind, length=length), []).append(one)
         for name, reason in refused.items():
             left_out[str(Cell(strategy=name, kind=kind, length=length))] = reason

@@ -33,6 +33,8 @@ FACTS = "finds facts anywhere in the context"
 FLUENT = "goes on fluently; far facts may be lost"
 MOST_PERPLEXITY = 1.02  # ÷ full, of the worst kind of text
 MOST_DIFFERING = 0.03  # of the answers may be unlike full's: 1 in 40, 3 in 100
+NOBODY = "none of those measured"
+_LATE = 3  # times full's
 _NOISE = 0.05  # of speed: within it, fewer bytes win
 
 
@@ -74,7 +76,7 @@ def main(arguments: argparse.Namespace, _target: object) -> dict[str, Any]:
     except ValueError as error:
         raise InvalidArgument("cost", str(error)) from None
     return {
-        "what": "Where each strategy pays: t = (W + B · A) ÷ β + c0, and c1 for finding; fitted on full alone.",
+        "what": "Where each strategy pays: a decode step told by the bytes it moves, fitted on full alone.",
         "config": {
             **cost["config"],
             "measured_on": cost["machine"],
@@ -131,30 +133,53 @@ def steps_of(cost_rows: Sequence[Mapping[str, Any]]) -> tuple[list[Step], list[S
 
 
 def values(dense: Sequence[Step], others: Sequence[Step], weight_bytes: int) -> tuple[Bill, dict[str, dict[str, Any]]]:
-    """The fitted model, and what a record says of it."""
-    bill, unseen = fit_finding(fit(dense, weight_bytes), others)
+    """The fitted model, and what a record says of it.
+
+    With rows of several batches it is the form with sessions; how the source's form does on the same rows is told, too.
+    """
+    source, source_unseen = fit_finding(fit(dense, weight_bytes), others)
+    with_sessions = len({step.batch for step in dense}) > 1 and len({step.length for step in dense}) > 1
+    bill, unseen = source, source_unseen
+    if with_sessions:
+        bill, unseen = fit_finding(fit(dense, weight_bytes, with_sessions=True), others)
     told = {
         "effective bandwidth": record.exact(bill.bytes_per_second, "bytes/s"),
         "fixed cost of a step": record.exact(bill.step_seconds, "s"),
+    }
+    if bill.session_seconds is not None:
+        told["cost of a session in a step"] = record.exact(bill.session_seconds, "s")
+    for name, seconds in bill.finding_seconds.items():
+        told[f"price of finding, {name}"] = record.exact(seconds, "s")
+    told |= _quality(bill, dense, unseen)
+    if errors := leave_one_out(dense, weight_bytes, with_sessions=with_sessions):
+        told["error on dense rows, each left out of its fit"] = record.summarize(errors, "share")
+        told["error on dense rows, each left out of its fit, largest"] = record.exact(max(errors), "share")
+    for name in dict.fromkeys(step.strategy for step in unseen):
+        errors = relative_errors(bill, [step for step in unseen if step.strategy == name])
+        told[f"error on rows never fitted, {name}"] = record.summarize(errors, "share")
+        told[f"error on rows never fitted, {name}, largest"] = record.exact(max(errors), "share")
+    if with_sessions:
+        told |= {
+            f"{name}, without a cost of sessions": value
+            for name, value in _quality(source, dense, source_unseen).items()
+        }
+    return bill, told
+
+
+def _quality(bill: Bill, dense: Sequence[Step], unseen: Sequence[Step]) -> dict[str, dict[str, Any]]:
+    told = {
         "R² on dense rows, in sample": record.exact(
             r_squared([step.seconds for step in dense], [bill.predict(step) for step in dense]), "R²"
         ),
         "error on dense rows, in sample": record.summarize(relative_errors(bill, dense), "share"),
     }
-    if errors := leave_one_out(dense, weight_bytes):
-        told["error on dense rows, each left out of its fit"] = record.summarize(errors, "share")
-        told["error on dense rows, each left out of its fit, largest"] = record.exact(max(errors), "share")
-    for name, seconds in bill.finding_seconds.items():
-        told[f"price of finding, {name}"] = record.exact(seconds, "s")
-    for name in dict.fromkeys(step.strategy for step in unseen):
-        errors = relative_errors(bill, [step for step in unseen if step.strategy == name])
-        told[f"error on rows never fitted, {name}"] = record.summarize(errors, "share")
-        told[f"error on rows never fitted, {name}, largest"] = record.exact(max(errors), "share")
+    if unseen:
+        told["error on rows never fitted"] = record.summarize(relative_errors(bill, unseen), "share")
     pairs = speedups(bill, dense, unseen)
     if len({measured for _, measured, _ in pairs}) > 1:
         fitted = r_squared([measured for _, measured, _ in pairs], [predicted for _, _, predicted in pairs])
         told["R² on speed ÷ full of rows never fitted"] = record.exact(fitted, "R²")
-    return bill, told
+    return told
 
 
 def lines(bill: Bill, steps: Sequence[Step]) -> list[dict[str, Any]]:
@@ -195,11 +220,11 @@ def plot(path: Path, told: Sequence[Mapping[str, Any]]) -> None:
             right.plot(lengths, [1e3 * line["predicted_seconds"] for line in course], dash, color=color, linewidth=1)
             right.scatter(lengths, [1e3 * line["measured_seconds"] for line in course], s=18, color=color)
     ends = [1e3 * line[key] for line in told for key in ("predicted_seconds", "measured_seconds")]
-    left.plot([min(ends), max(ends)], [min(ends), max(ends)], color="0.7", linewidth=1, zorder=0)
+    left.plot([0, max(ends)], [0, max(ends)], color="0.7", linewidth=1, zorder=0)
     left.set(title="Decode step: measured against predicted", xlabel="predicted, ms", ylabel="measured, ms")
-    left.set_xscale("log")
-    left.set_yscale("log")
     left.legend(fontsize=7)
+    left.set_xlim(left=0)
+    left.set_ylim(bottom=0)
     batch_words = f"batch {batches[0]}" + (f" (solid) and {batches[-1]} (dashed)" if len(batches) > 1 else "")
     right.set(title=f"Dots measured, lines predicted; {batch_words}", xlabel="context, tokens", ylabel="step, ms")
     right.set_xscale("log", base=2)
@@ -217,6 +242,7 @@ def plot(path: Path, told: Sequence[Mapping[str, Any]]) -> None:
 class Candidate:
     """A strategy at a length, with `batch` sessions decoding at once, as measured. None: not measured.
 
+    kv_bytes: of a session, between Generates. resume_seconds: until a later Generate has its first token.
     differing: answers unlike full's, of `trials` needles. perplexity: ÷ full, of the worst kind of text.
     """
 
@@ -225,6 +251,7 @@ class Candidate:
     batch: int = 1
     tokens_per_second: float
     kv_bytes: int
+    resume_seconds: float = 0.0
     differing: int | None = None
     trials: int = 0
     perplexity: float | None = None
@@ -238,6 +265,9 @@ class Candidate:
     @property
     def is_fluent(self) -> bool:
         return self.strategy == FULL or (self.perplexity is not None and self.perplexity <= MOST_PERPLEXITY)
+
+    def was_tried(self, task: str) -> bool:
+        return self.strategy == FULL or (self.perplexity is not None and (task == FLUENT or self.differing is not None))
 
     def serves(self, task: str) -> bool:
         return self.is_fluent and (task == FLUENT or self.recalls)
@@ -266,6 +296,7 @@ def candidates(
             batch=row["batch"],
             tokens_per_second=row["batch"] / row["token_seconds"],
             kv_bytes=row["kv_bytes"],
+            resume_seconds=row["resume_seconds"],
             differing=recall[place][0] if (place := (row["strategy"], row["length"])) in recall else None,
             trials=recall[place][1] if place in recall else 0,
             perplexity=perplexity.get(place),
@@ -278,7 +309,7 @@ def recommend(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
     """For each context, number of sessions, memory and task, the strategy to use and why: a table in plain words.
 
     The fastest that serves the task wins; of those within noise of it, the one that holds the fewest bytes. Where full
-    was not measured there is nothing to compare with, and no line.
+    was not measured, or nothing is that small, there is nothing to choose from, and no line.
     """
     table = []
     for length, batch in sorted({(candidate.length, candidate.batch) for candidate in candidates}):
@@ -287,16 +318,17 @@ def recommend(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
         if full is None:
             continue
         for words, share in MEMORIES:
-            for task in (FACTS, FLUENT):
-                best = _best([one for one in here if one.serves(task) and one.kv_bytes <= share * full.kv_bytes])
+            small = [one for one in here if one.kv_bytes <= share * full.kv_bytes]
+            for task in (FACTS, FLUENT) if small else ():
+                best = _best([one for one in small if one.serves(task)])
                 table.append(
                     {
                         "context, tokens": length,
                         "sessions at once": batch,
                         "memory": words,
                         "task": task,
-                        "strategy": best.strategy if best else "none of those measured",
-                        "because": _because(best, full) if best else _nobody(here, task, share * full.kv_bytes),
+                        "strategy": best.strategy if best else NOBODY,
+                        "because": _because(best, full, small, task),
                     }
                 )
     return table
@@ -310,8 +342,13 @@ def _best(able: Sequence[Candidate]) -> Candidate | None:
     return min(near, key=lambda one: (one.kv_bytes, one.strategy != FULL))
 
 
-def _because(best: Candidate, full: Candidate) -> str:
+def _because(best: Candidate | None, full: Candidate, small: Sequence[Candidate], task: str) -> str:
+    unknown = [one for one in small if not one.was_tried(task)]
+    if best is None:
+        return "what is that small was not shown to serve the task" if unknown else "what is that small fails the task"
     if best is full:
+        if any(one.tokens_per_second > full.tokens_per_second for one in unknown):
+            return "what was faster was not shown to serve the task"
         return "nothing that serves the task was faster, or as fast with fewer bytes"
     said = [
         f"{best.tokens_per_second / full.tokens_per_second:.2f} × full's speed",
@@ -321,12 +358,6 @@ def _because(best: Candidate, full: Candidate) -> str:
         said.append(f"{best.perplexity:.3f} × its perplexity")
     if best.differing is not None:
         said.append(f"{best.differing} of {best.trials} answers unlike full's")
+    if best.resume_seconds > _LATE * full.resume_seconds:
+        said.append(f"but a later Generate begins after {best.resume_seconds:.2g} s, not {full.resume_seconds:.2g}")
     return ", ".join(said)
-
-
-def _nobody(here: Sequence[Candidate], task: str, most_bytes: float) -> str:
-    small = [one for one in here if one.kv_bytes <= most_bytes]
-    if not small:
-        return "nothing measured is that small"
-    unknown = [one for one in small if one.perplexity is None or (task == FACTS and one.differing is None)]
-    return "what is that small was not shown to serve the task" if unknown else "what is that small fails the task"

@@ -1,11 +1,14 @@
 """The traffic model: what a decode step costs, told by the bytes it moves.
 
-    t(n, B) = (W + B · A(n)) / β + c0            + c1 where a step has to find what it reads
+    t(n, B) = (W + B · A(n)) / β + c0           + c1 where a step has to find what it reads          the source's form
+    t(n, B) = (W + B · A(n)) / β + c0 + B · c2  + B · c1                                             with sessions
 
 W weight bytes, read once a step; A(n) bytes of K/V that one session's token reads at length n; B sessions. β (effective
-bandwidth) and c0 (fixed cost of a step) are fitted on dense rows alone, by relative least squares, so that a short
-context counts as much as a long one. The other strategies are then predicted without any freedom, but for c1, the price
-of finding, which is fitted on one row of each strategy that has one.
+bandwidth), c0 (fixed cost of a step) and c2 (what a session costs however little it reads: its arithmetic, its own
+attention calls) are fitted on dense rows alone, by relative least squares, so that a short context counts as much as a
+long one. The other strategies are then predicted without any freedom, but for c1, the price of finding, which is fitted
+on one row of each strategy that has one. The source's engine attends for all sessions in one kernel and has no c2.
+β is that of K/V: where weights are read faster than that, c0 comes out below 0, and says so.
 
 Source: "Attention Pays Its Bill", BRL-2026-07, sections 2 and 9.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -97,37 +100,55 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bill:
-    """The model with its terms. finding_seconds: c1 by strategy; one that is not in it does not search."""
+    """The model with its terms. session_seconds: c2; None for the source's form, where finding is paid once a step.
+
+    finding_seconds: c1 by strategy; one that is not in it does not search.
+    """
 
     weight_bytes: int
     bytes_per_second: float
     step_seconds: float
+    session_seconds: float | None = None
     finding_seconds: Mapping[str, float] = field(default_factory=dict)
 
-    def seconds(self, strategy: str, batch: int, bytes_read: float) -> float:
-        moved = (self.weight_bytes + batch * bytes_read) / self.bytes_per_second
-        return moved + self.step_seconds + self.finding_seconds.get(strategy, 0.0)
-
     def predict(self, step: Step) -> float:
-        return self.seconds(step.strategy, step.batch, step.bytes_read)
+        moved = (self.weight_bytes + step.batch * step.bytes_read) / self.bytes_per_second
+        finding = self.finding_seconds.get(step.strategy, 0.0)
+        if self.session_seconds is None:
+            return moved + self.step_seconds + finding
+        return moved + self.step_seconds + step.batch * (self.session_seconds + finding)
 
 
-def fit(dense: Sequence[Step], weight_bytes: int) -> Bill:
-    """β and c0 from dense steps. Raises ValueError if they cannot tell the two apart."""
-    reads = np.array([step.batch * step.bytes_read for step in dense], dtype=np.float64)
+def fit(dense: Sequence[Step], weight_bytes: int, *, with_sessions: bool = False) -> Bill:
+    """β, c0 and perhaps c2 from dense steps. Raises ValueError if they cannot tell the terms apart."""
+    bill = _fit(dense, weight_bytes, with_sessions)
+    if bill is None:
+        needed = "two lengths and two batches" if with_sessions else "two lengths or batches"
+        raise ValueError(f"the traffic model needs dense steps of at least {needed}")
+    if bill.bytes_per_second <= 0:
+        raise ValueError("dense steps do not get slower with what they read: measure longer contexts")
+    return bill
+
+
+def _fit(dense: Sequence[Step], weight_bytes: int, with_sessions: bool) -> Bill | None:
+    """As `fit`, but β may be negative, and None stands for too few steps."""
     seconds = np.array([step.seconds for step in dense], dtype=np.float64)
-    if len(set(reads.tolist())) < 2:
-        raise ValueError("the traffic model needs dense steps of at least two lengths or batches")
-    terms = np.stack([np.ones_like(reads), reads], axis=1) / seconds[:, None]
-    (fixed, per_byte), *_ = np.linalg.lstsq(terms, np.ones_like(seconds), rcond=None)
-    if per_byte <= 0:
-        raise ValueError(
-            f"dense steps do not get slower with what they read (slope {per_byte:.3g} s/byte): measure longer contexts"
-        )
+    reads = np.array([step.batch * step.bytes_read for step in dense], dtype=np.float64)
+    columns = [np.ones_like(reads), reads]
+    if with_sessions:
+        columns.append(np.array([step.batch for step in dense], dtype=np.float64))
+    # To a common scale, or the rank could not be told from rounding.
+    scales = np.array([np.abs(column).max(initial=1.0) for column in columns])
+    terms = np.stack(columns, axis=1) / scales / seconds[:, None]
+    if np.linalg.matrix_rank(terms, rtol=1e-9) < len(columns):
+        return None
+    found = np.linalg.lstsq(terms, np.ones_like(seconds), rcond=None)[0] / scales
+    fixed, per_byte = float(found[0]), float(found[1])
     return Bill(
         weight_bytes=weight_bytes,
-        bytes_per_second=float(1 / per_byte),
-        step_seconds=float(fixed - weight_bytes * per_byte),
+        bytes_per_second=1 / per_byte if per_byte else math.inf,
+        step_seconds=fixed - weight_bytes * per_byte,
+        session_seconds=float(found[2]) if with_sessions else None,
     )
 
 
@@ -137,15 +158,10 @@ def fit_finding(bill: Bill, others: Sequence[Step]) -> tuple[Bill, list[Step]]:
     fitted: list[Step] = []
     for name in dict.fromkeys(step.strategy for step in others if step.finds):
         one = min((step for step in others if step.strategy == name), key=lambda step: step.batch * step.bytes_read)
-        finding[name] = one.seconds - bill.predict(one)
+        missing = one.seconds - bill.predict(one)
+        finding[name] = missing if bill.session_seconds is None else missing / one.batch
         fitted.append(one)
-    with_finding = Bill(
-        weight_bytes=bill.weight_bytes,
-        bytes_per_second=bill.bytes_per_second,
-        step_seconds=bill.step_seconds,
-        finding_seconds=finding,
-    )
-    return with_finding, [step for step in others if step not in fitted]
+    return replace(bill, finding_seconds=finding), [step for step in others if step not in fitted]
 
 
 # -- how good it is --------------------------------------------------------------------------------------------------
@@ -163,14 +179,15 @@ def relative_errors(bill: Bill, steps: Sequence[Step]) -> list[float]:
     return [abs(bill.predict(step) - step.seconds) / step.seconds for step in steps]
 
 
-def leave_one_out(dense: Sequence[Step], weight_bytes: int) -> list[float]:
-    """The relative error at each dense step of a fit on all others; empty where fewer than three are left to fit."""
-    if len(dense) < 4:
-        return []
-    return [
-        relative_errors(fit([*dense[:index], *dense[index + 1 :]], weight_bytes), [step])[0]
-        for index, step in enumerate(dense)
-    ]
+def leave_one_out(dense: Sequence[Step], weight_bytes: int, *, with_sessions: bool = False) -> list[float]:
+    """The relative error at each dense step of a fit on all others; empty where any of those fits is not to be had."""
+    errors = []
+    for index, step in enumerate(dense):
+        bill = _fit([*dense[:index], *dense[index + 1 :]], weight_bytes, with_sessions)
+        if bill is None:
+            return []
+        errors += relative_errors(bill, [step])
+    return errors
 
 
 def speedups(bill: Bill, dense: Sequence[Step], others: Sequence[Step]) -> list[tuple[Step, float, float]]:

@@ -64,7 +64,7 @@ class SessionKV:
             if group is None:
                 return False
             self._resident.append(group)
-        self._has_windows = plan.has_windows
+        self._has_windows, self._is_selective = plan.has_windows, plan.is_selective
         if plan.restorer is None:
             self._is_awake = True
             return True
@@ -125,15 +125,17 @@ class SessionKV:
 
     # -- the life of rows -------------------------------------------------------------------------------------------
 
-    def room(self) -> int:
-        """Positions that can be staged in one step, within the limit.
+    def room(self, *, generated: bool = True) -> int:
+        """Positions that can be staged in one step, within the limit; generated: the model generated some of them.
 
-        Where rows leave, that is up to the end of the open segment; where none ever does, segments are no concern.
+        Where rows leave, or generated ones read selectively, that is up to the end of the open segment; otherwise
+        segments are no concern.
         """
         segment = self.context.geometry.segment_tokens
         at = self.next_position
         to_limit = math.inf if self.limit_tokens is None else self.limit_tokens - at
-        to_boundary = segment - at % segment if self._has_windows else math.inf
+        is_cut = self._has_windows or (self._is_selective and generated)
+        to_boundary = segment - at % segment if is_cut else math.inf
         to_replayed = math.inf if self._replayed is None else self.pending_replay
         return int(min(to_limit, to_boundary, to_replayed))
 
@@ -144,7 +146,8 @@ class SessionKV:
         makes a difference.
         """
         assert self._is_awake, "a session has to wake before it stages"
-        assert self.staged == 0 and 0 < count <= self.room(), (self.staged, count, self.room())
+        room = self.room(generated=generated is not None and bool(generated.any()))
+        assert self.staged == 0 and 0 < count <= room, (self.staged, count, room)
         first = self.next_position
         positions = np.arange(first, first + count, dtype=np.int64)
         for group in self.groups:

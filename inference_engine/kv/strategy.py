@@ -41,15 +41,23 @@ class Placement:
 
     @property
     def has_windows(self) -> bool:
-        """Are there rows that must not share a step with those before their segment?
-
-        Rows leave there, change their form or become distant; and a matched row brings a rotation matrix of its own,
-        so that a step of many of them needs a limit.
-        """
+        """Does any row ever leave, or change its form? Then rows do not share a step with those of other segments."""
         if self.restorer is not None and not self.restorer.replays:
             return True
-        layouts = [layout for _, layout in self.resident] + [pair.awake for _, pair in self.sleeping]
-        return any((layout.window, layout.selector, layout.matcher) != (None, None, None) for layout in layouts)
+        return any(layout.window is not None for layout in self._layouts)
+
+    @property
+    def is_selective(self) -> bool:
+        """Do generated tokens read less than all? Then they do not share a step with rows of other segments.
+
+        What is distant must be committed, and a matched row brings a rotation matrix of its own, so that a step of many
+        of them needs a limit. Appended tokens read everything: a prefill needs no such care.
+        """
+        return any((layout.selector, layout.matcher) != (None, None) for layout in self._layouts)
+
+    @property
+    def _layouts(self) -> list[Layout]:
+        return [layout for _, layout in self.resident] + [pair.awake for _, pair in self.sleeping]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -202,7 +202,7 @@ class Scheduler:
         alone = all(request.is_prefilling for request in requests)
         most = self._config.step_tokens if alone else self._config.segment_tokens
         candidates = [
-            Candidate(min(request.pending_tokens, request.session.kv.room(), most), request.is_prefilling)
+            Candidate(min(request.pending_tokens, self._room(request), most), request.is_prefilling)
             for request in requests
         ]
         chosen = choose(candidates, step_rows=self._config.step_tokens, max_batch=self._config.max_batch)
@@ -232,6 +232,12 @@ class Scheduler:
                 self._fail_session(request, violation)
             except Exception as error:
                 self._fail_all([request], error)
+
+    @staticmethod
+    def _room(request: Request) -> int:
+        session = request.session
+        generated = session.pending_generated(request.pending_tokens)
+        return session.kv.room(generated=bool(generated.any()))
 
     def _block(self, request: Request, rows: int) -> Block:
         is_last = rows == request.pending_tokens
