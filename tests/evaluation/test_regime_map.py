@@ -15,6 +15,7 @@ from inference_engine.evaluation.regime_map import (
     FACTS,
     FLUENT,
     MEMORIES,
+    NOBODY,
     Candidate,
     add_arguments,
     candidates,
@@ -31,7 +32,7 @@ WEIGHT_BYTES = 1_000_000
 
 
 def cost_row(strategy: str, length: int, batch: int, read: int, *, finds: bool = False) -> dict[str, Any]:
-    seconds = (WEIGHT_BYTES + batch * read) / 1e9 + 0.002 + (0.001 if finds else 0.0)
+    seconds = (WEIGHT_BYTES + batch * read) / 1e9 + 0.002 + (0.001 * batch if finds else 0.0)
     return {
         "strategy": strategy,
         "length": length,
@@ -39,6 +40,7 @@ def cost_row(strategy: str, length: int, batch: int, read: int, *, finds: bool =
         "bytes_read": read,
         "finds": finds,
         "token_seconds": seconds,
+        "resume_seconds": seconds,
         "kv_bytes": 1000 if strategy == "sink_window" else 500 * length,
     }
 
@@ -99,15 +101,26 @@ def test_the_fastest_that_serves_the_task_within_the_memory_is_recommended() -> 
     assert told[all_words, FLUENT] == "sink_window"
     assert told[half_words, FACTS] == "layer_window"
     assert told[tenth_words, FLUENT] == "sink_window"
-    assert told[tenth_words, FACTS] == "none of those measured"
+    assert told[tenth_words, FACTS] == NOBODY
 
 
 def test_what_was_not_measured_is_not_recommended() -> None:
     told = table(FULL, WINDOW, replace(GATHER, perplexity=None, differing=0, trials=40))
     assert told[MEMORIES[0][0], FACTS] == "full"
     assert told[MEMORIES[0][0], FLUENT] == "sink_window"
-    nobody = [row for row in recommend([FULL, WINDOW]) if row["strategy"].startswith("none") and row["task"] == FACTS]
-    assert nobody[-1]["because"] == "what is that small was not shown to serve the task"
+    said = {(row["memory"], row["task"]): row["because"] for row in recommend([FULL, WINDOW])}
+    assert said[MEMORIES[0][0], FACTS] == "what was faster was not shown to serve the task"
+    assert said[MEMORIES[1][0], FACTS] == "what is that small was not shown to serve the task"
+
+
+def test_memory_that_nothing_measured_fits_into_has_no_line() -> None:
+    assert {memory for memory, _ in table(FULL, LAYERS)} == {MEMORIES[0][0], MEMORIES[1][0]}
+
+
+def test_what_makes_later_calls_wait_is_recommended_with_that_warning() -> None:
+    recompute = replace(WINDOW, strategy="restored", differing=0, trials=40, resume_seconds=6.0)
+    rows = recommend([replace(FULL, resume_seconds=0.06), recompute])
+    assert all(row["because"].endswith("but a later Generate begins after 6 s, not 0.06") for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +203,7 @@ def test_a_map_is_made_from_a_cost_record_alone(tmp_path: Path) -> None:
     assert (path.parent / "regime_map.png").exists()
     assert {row["strategy"] for row in payload["tables"]["recommendation"] if row["task"] == FACTS} == {
         "full",
-        "none of those measured",
+        NOBODY,
     }
     assert len(payload["tables"]["steps"]) == len(ROWS)
     assert set(payload["headlines"]) == set(payload["values"])

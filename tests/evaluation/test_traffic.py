@@ -53,15 +53,16 @@ GEOMETRY = Geometry(
 )
 
 
-def step(strategy: str, length: int, batch: int, read: float, *, finds: bool = False) -> Step:
-    return Step(
+def step(strategy: str, length: int, batch: int, read: float, *, finds: bool = False, truth: Bill = TRUTH) -> Step:
+    bare = Step(
         strategy=strategy,
         length=length,
         batch=batch,
         bytes_read=read,
-        seconds=TRUTH.seconds(strategy, batch, read),
+        seconds=0.0,
         finds=finds,
     )
+    return replace(bare, seconds=truth.predict(bare))
 
 
 DENSE = [step("full", length, batch, 46_080.0 * length) for length in (500, 1000, 4000, 8191) for batch in (1, 3)]
@@ -139,12 +140,33 @@ def test_the_price_of_finding_is_fitted_on_one_row_and_predicts_the_others() -> 
     assert max(relative_errors(bill, unseen)) < 1e-9
 
 
+def test_what_a_session_costs_by_itself_is_recovered_where_batches_differ() -> None:
+    truth = replace(TRUTH, session_seconds=0.0009)
+    places = [(length, batch) for length in (500, 1000, 4000) for batch in (1, 2, 4)]
+    dense = [step("full", length, batch, 46_080.0 * length, truth=truth) for length, batch in places]
+    sparse = [step("finds", length, batch, 5e6, finds=True, truth=truth) for length, batch in places]
+    bill, unseen = fit_finding(fit(dense, WEIGHT_BYTES, with_sessions=True), sparse)
+    assert bill.session_seconds == pytest.approx(truth.session_seconds)
+    assert bill.bytes_per_second == pytest.approx(truth.bytes_per_second)
+    assert bill.finding_seconds == pytest.approx(truth.finding_seconds)
+    assert max(relative_errors(bill, unseen)) < 1e-9
+    assert max(leave_one_out(dense, WEIGHT_BYTES, with_sessions=True)) < 1e-9
+    without, unseen = fit_finding(fit(dense, WEIGHT_BYTES), sparse)
+    assert max(relative_errors(without, unseen)) > 0.05
+
+
+def test_one_batch_cannot_tell_sessions_from_steps() -> None:
+    alone = [step for step in DENSE if step.batch == 1]
+    with pytest.raises(ValueError, match="two lengths and two batches"):
+        fit(alone, WEIGHT_BYTES, with_sessions=True)
+
+
 def test_leaving_a_dense_row_out_shows_an_outlier_that_the_sample_hides() -> None:
     *others, last = DENSE
     spoilt = [*others, replace(last, seconds=2 * last.seconds)]
     assert max(leave_one_out(DENSE, WEIGHT_BYTES)) < 1e-9
     assert leave_one_out(spoilt, WEIGHT_BYTES)[-1] == pytest.approx(0.5)
-    assert leave_one_out(DENSE[:3], WEIGHT_BYTES) == []
+    assert leave_one_out(DENSE[:2], WEIGHT_BYTES) == []
 
 
 def test_speed_is_told_against_full_at_the_same_place() -> None:
