@@ -18,6 +18,8 @@ TYPED := inference_engine kv_cache_proposer sdks/python/src $(sort $(dir $(wildc
 LINTED := $(SOURCES) sdks/python
 
 ARGS ?=
+EVALUATED ?= sink_window:window=64 restored:window=64 full:codec=lloyd4,exact_window=64 \
+    gather:block=16,sink=16,window=256,budget=608 mac
 TURNS ?= 200
 
 # Checks come before tests and share one installation: the steps run one after another, even under -j.
@@ -82,8 +84,15 @@ bench: $(INSTALLED) ## measure decode, prefill and the server's overhead; record
 	@$(BIN)/python scripts/bench_decode.py $(ARGS)
 	@$(BIN)/python scripts/bench_server.py $(ARGS)
 
-evaluate: $(INSTALLED) ## compare greedy output with transformers' own on the real model
-	@$(BIN)/python scripts/evaluate_greedy.py $(ARGS)
+evaluate: $(INSTALLED) ## greedy output against transformers; what each strategy forgets, on the CPU; the index of records
+	@$(BIN)/kakeya models fetch smollm2-135m
+	@$(BIN)/python scripts/evaluate_greedy.py
+	@$(BIN)/kakeya evaluate needle --segment-tokens 64 --lengths 512 --trials 10 --name needle_cpu \
+	    --strategies $(EVALUATED) $(ARGS)
+	@$(BIN)/kakeya evaluate fidelity --segment-tokens 64 --lengths 512 1024 --texts 2 --name fidelity_cpu \
+	    --strategies $(EVALUATED) $(ARGS)
+	@$(BIN)/kakeya evaluate cost --lengths 1024 --batches 1 --rounds 3 --name cost_cpu --strategies $(EVALUATED) $(ARGS)
+	@$(BIN)/kakeya evaluate report
 
 soak: $(INSTALLED) ## one session for TURNS=200 turns; record and plot in results/
 	@$(BIN)/python scripts/bench_agentic/bench_session_long_run.py --turns $(TURNS) $(ARGS)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from inference_engine.cli import recall_demo
 from inference_engine.cli.child import child_server
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
 from inference_engine.cli.text import shown_on
@@ -50,6 +51,9 @@ def add_parser(subparsers: Subparsers) -> None:
     add_settings(parser, ModelConfig)
     add_settings(parser, EngineConfig, only=CONVERSATION)
     parser.add_argument("--max-tokens", type=int, default=48, metavar="N", help="longest answer (default: 48)")
+    parser.add_argument(
+        "--recall", action="store_true", help="instead: tell a fact, push it out of the window, ask for it"
+    )
     parser.set_defaults(run=run)
 
 
@@ -68,16 +72,21 @@ def run(args: argparse.Namespace) -> int:
 
             from inference_engine.cli.conversation import load_chat_tokenizer, open_conversation
             from kakeya import Client
+            from kv_cache_proposer.latents import find_latent
 
             tokenizer = load_chat_tokenizer(folder)
             target = child.wait_ready()
         client = stack.enter_context(Client(target))
+        if args.recall:
+            found = recall_demo.recall(client, tokenizer, recall_demo.strategies(find_latent(model) is not None))
+            recall_demo.show(found, console)
+            return 0
         conversation = open_conversation(client, tokenizer, strategy=None, system=SYSTEM, label="kakeya demo")
         with conversation.session as session:
             limit = "no length limit" if session.limit_tokens is None else f"at most {session.limit_tokens:,} tokens"
             console.print(
                 f"A session with {session.model_id} at {target}: {engine.strategy}, {limit}, "
-                f"{decimal(session.peak_bytes)} of K/V reserved.\n",
+                f"{decimal(session.sustained_bytes)} of K/V reserved, {decimal(session.peak_bytes)} at most.\n",
                 markup=False,
                 soft_wrap=True,
             )
@@ -106,10 +115,11 @@ def check(turn: Turn) -> None:
         raise KakeyaError(f"no token was generated; the Generate ended with {result.stop_reason.value}")
     # The token sampled last has no K/V yet: it is computed with the tokens appended after it.
     new = len(turn.appended_ids) + (result.cached_tokens > 0)
-    if result.prefilled_tokens != new:
-        raise KakeyaError(f"{result.prefilled_tokens} tokens were prefilled, only {new} were new")
+    # Where evicted rows are computed again, they are prefilled beside the new ones.
+    if result.prefilled_tokens < new or (result.prefilled_tokens > new and not result.restored_positions):
+        raise KakeyaError(f"{result.prefilled_tokens} tokens were prefilled, {new} were new")
     if info.kv_live_bytes > info.peak_bytes:
-        raise KakeyaError(f"{info.kv_live_bytes} bytes are held, more than the {info.peak_bytes} reserved")
+        raise KakeyaError(f"{info.kv_live_bytes} bytes are held, more than the {info.peak_bytes} promised")
     if violations := info.inv1_violations + info.inv2_violations + info.inv3_violations:
         raise KakeyaError(f"{violations} invariants of the session were violated")
 
@@ -146,10 +156,16 @@ def _closing(turns: Sequence[Turn]) -> str:
     paid = sum(result.prefilled_tokens for result in results)
     spared = sum(result.cached_tokens for result in results)
     evicted = turns[-1].info.evicted_tokens
+    new = sum(len(turn.appended_ids) for turn in turns)
+    begun = "Each turn prefilled its new tokens only"
+    if paid > new + len(turns):
+        begun = "Each turn prefilled its new tokens, and computed again those whose rows had left"
     text = (
-        f"Each turn prefilled its new tokens only: {paid} in all, and {spared} were read from the session's K/V. "
+        f"{begun}: {paid} in all, and {spared} were read from the session's K/V. "
         f"Sending the whole conversation every turn would have prefilled {paid + spared}."
     )
+    if restored := max(result.restored_positions for result in results):
+        text += f"\nUp to {restored} positions were read in coded or restored form."
     if evicted:
         text += f"\n{evicted} positions left the session's memory on the way and can no longer be read."
     return text

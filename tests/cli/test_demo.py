@@ -25,6 +25,14 @@ def test_the_demo_holds_a_conversation_with_the_real_model() -> None:
     assert prefilled + cached == whole > 2 * prefilled
 
 
+@pytest.mark.real_model
+def test_a_fact_that_left_the_window_is_lost_to_it_and_comes_back_to_a_restored_session() -> None:
+    done = kakeya("demo", "--recall", "--latent=none")
+    assert (done.returncode, done.stderr) == (0, "")
+    marks = re.findall(r"^ (Full|SinkWindow|Restored)\(.*([✓✗])", done.stdout, re.MULTILINE)
+    assert dict(marks) == {"Full": "✓", "SinkWindow": "✗", "Restored": "✓"}
+
+
 def test_a_window_forgets_and_the_demo_says_so(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--kv-bytes=64MiB", "--max-tokens=4", "--strategy=sink_window:window=32")
     assert main(("demo", "--model", str(tiny_folder), *arguments)) == 0
