@@ -10,7 +10,7 @@
         ├── SessionBusy, HistoryLengthMismatch, SessionClosed
         ├── HistoryLimit, AppendTooLarge, NoCapacity, Overloaded
         ├── Draining, DeadlineExceeded, Unauthenticated
-        ├── InvariantViolated, NonFiniteLogits
+        ├── InvariantViolated, NonFiniteLogits, RestorationFailed
         └── InternalError
 
 Each says what was wrong, the value, and the way out. `server/status.py` alone turns them into gRPC statuses.
@@ -177,6 +177,18 @@ class NonFiniteLogits(RequestError):
     def __init__(self, position: int) -> None:
         super().__init__(
             f"the model gave NaN or infinity for position {position}; nothing was sampled", position=position
+        )
+
+
+class RestorationFailed(RequestError):
+    """Rows that had left the exact window could not be kept or brought back. The history is kept."""
+
+    reason = "RESTORATION_FAILED"
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(
+            f"the session's evicted rows could not be restored: {type(cause).__name__}: {cause}. The history is kept; "
+            "generate again, or go on with it in a session of another strategy"
         )
 
 

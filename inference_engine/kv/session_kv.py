@@ -17,7 +17,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_engine.errors import InvariantViolated, NoCapacity
+from inference_engine.errors import InvariantViolated, NoCapacity, RestorationFailed
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.lanes import LaneGroup
 from inference_engine.kv.query_rings import MatchTotals
@@ -94,7 +94,7 @@ class SessionKV:
         """Get ready for histories of up to `tokens`. False, and nothing taken, if the pool has no room now.
 
         Old rows are restored from the archive, or, where nothing is kept of them, are to be staged again from position
-        0 (`next_position`).
+        0 (`next_position`). Raises RestorationFailed, and the session sleeps on as it was.
         """
         if self._sleeping is None or self._is_awake:
             return True
@@ -106,8 +106,12 @@ class SessionKV:
             self._replayed = 0
         else:
             self._sleeping.open_lanes(0, self.length)
-            if not self._sleeping.replays:
-                self._sleeping.restore(self.length)
+            try:
+                if not self._sleeping.replays:
+                    self._sleeping.restore(self.length)
+            except RestorationFailed:
+                self._sleeping.drop_lanes()
+                raise
             self._sleeping.take_exact_rows(self.length)
         self._is_awake = True
         return True
@@ -122,6 +126,17 @@ class SessionKV:
         self._replayed = None
         self._is_awake = False
         self._sleeping.drop_lanes()
+
+    def forget(self) -> None:
+        """Drop every row, as if nothing had been committed: what was kept of them cannot be trusted any more."""
+        for group in self._resident:
+            group.wipe(np.flatnonzero(group.held >= 0))
+            group.held[:] = -1
+        if self._sleeping is not None:
+            self._sleeping.forget()
+            self._is_awake = False
+        self.length = self.staged = self.evicted = 0
+        self._replayed = None
 
     # -- the life of rows -------------------------------------------------------------------------------------------
 
@@ -163,7 +178,10 @@ class SessionKV:
         self.staged_generated = np.zeros(count, dtype=np.bool_) if generated is None else generated
 
     def commit(self, length: int) -> None:
-        """Keep staged rows below `length`, wipe the others, and evict what no later query may see."""
+        """Keep staged rows below `length`, wipe the others, and evict what no later query may see.
+
+        Raises RestorationFailed if rows that leave the exact window cannot be kept; then `forget` is all that is left.
+        """
         before = self.next_position
         if not before <= length <= before + self.staged:
             raise InvariantViolated("INV2", f"commit to {length} of {before} and {self.staged} staged positions")

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inference_engine.errors import RestorationFailed
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.lanes import LaneGroup, LayerSet
 from inference_engine.kv.layout import Positions
@@ -115,12 +116,15 @@ class SleepingRows:
         return min(sleeper.exact.layout.horizon(length) for sleeper in self._sleepers) if self.replays else 0
 
     def restore(self, length: int) -> None:
-        """Put the archived rows into the lanes."""
+        """Put the archived rows into the lanes. Raises RestorationFailed."""
         # A segment at a time: decoding needs some room beside the result.
         step = self._context.geometry.segment_tokens
         ranges = [sleeper.archived_positions(0, length) for sleeper in self._sleepers]
-        for first in range(0, max(len(positions) for positions in ranges), step):
-            self._write(self._archive.restore([positions[first : first + step] for positions in ranges]))
+        try:
+            for first in range(0, max(len(positions) for positions in ranges), step):
+                self._write(self._archive.restore([positions[first : first + step] for positions in ranges]))
+        except Exception as error:
+            raise RestorationFailed(error) from error
 
     def open_lanes(self, opened: int, length: int) -> None:
         """Wipe the pages a history of `length` has beyond those of one of `opened`."""
@@ -149,14 +153,28 @@ class SleepingRows:
     # -- rows that leave the exact window ---------------------------------------------------------------------------
 
     def archive(self, before: int, length: int) -> None:
-        """Rows that left the exact window go into the archive, and are read as it gives them back."""
+        """Rows that left the exact window go into the archive, and are read as it gives them back.
+
+        Raises RestorationFailed; the rows are then of no use any more.
+        """
         leaving = [sleeper.archived_positions(before, length) for sleeper in self._sleepers]
         if self.replays or not any(len(positions) for positions in leaving):
             return
-        if not any(sleeper.exact.layout.horizon(before) > sleeper.exact.layout.sink for sleeper in self._sleepers):
-            firsts = [self._first_positions(sleeper, length) for sleeper in self._sleepers]
-            self._archive.begin(self._blocks(firsts))
-        self._write(self._archive.keep(self._blocks(leaving)))
+        try:
+            if not any(sleeper.exact.layout.horizon(before) > sleeper.exact.layout.sink for sleeper in self._sleepers):
+                firsts = [self._first_positions(sleeper, length) for sleeper in self._sleepers]
+                self._archive.begin(self._blocks(firsts))
+            self._write(self._archive.keep(self._blocks(leaving)))
+        except Exception as error:
+            raise RestorationFailed(error) from error
+
+    def forget(self) -> None:
+        """Go back to an empty history, asleep."""
+        self.drop_lanes()
+        for sleeper in self._sleepers:
+            sleeper.exact.wipe(np.flatnonzero(sleeper.exact.held >= 0))
+            sleeper.exact.held[:] = -1
+        self._slept = 0
 
     def _first_positions(self, sleeper: _Sleeper, length: int) -> Positions:
         """Every position after the sink that the lanes hold when the first rows leave the exact window."""

@@ -25,6 +25,7 @@ from inference_engine.errors import (
     NoCapacity,
     NonFiniteLogits,
     Overloaded,
+    RestorationFailed,
     SessionClosed,
 )
 from inference_engine.metrics import EngineMetrics
@@ -172,7 +173,13 @@ class Scheduler:
     def _begin(self, request: Request) -> None:
         session = request.session
         needed = len(session.history) + request.params.max_tokens
-        if not session.kv.wake(needed):
+        try:
+            is_awake = session.kv.wake(needed)
+        except RestorationFailed as failed:
+            logger.exception("a session could not wake")
+            self._end(request, Failed(failed))
+            return
+        if not is_awake:
             if any(other.state is RequestState.RUNNING for other in self._running):
                 return  # they give room back when they end
             self._end(request, Failed(_no_room_to_wake(session, needed)))
@@ -263,8 +270,7 @@ class Scheduler:
         except BaseException:
             kv.commit(first)
             raise
-        kv.commit(first + kept)
-        session.refresh_facts()
+        failure = self._commit(session, first + kept)
         if request.is_prefilling:
             request.prefilled_tokens += kept
             self._metrics.prefilled_tokens.inc(kept)
@@ -276,6 +282,20 @@ class Scheduler:
             self._report_logits(request, first + kept, outcome.logits)
         elif sample is not None and kept == len(block.token_ids):
             self._report_token(request, sample)
+        if failure is not None and request.state is RequestState.RUNNING:
+            self._end(request, Failed(failure))
+
+    @staticmethod
+    def _commit(session: Session, length: int) -> RestorationFailed | None:
+        """Commit the session's rows. If old ones could not be kept, all are dropped: the history has them still."""
+        try:
+            session.kv.commit(length)
+        except RestorationFailed as failed:
+            logger.exception("rows could not be kept")
+            session.forget_rows()
+            return failed
+        session.refresh_facts()
+        return None
 
     def _accept(self, request: Request, block: Block, outcome: Outcome) -> int:
         """Record the sample, unless the request was stopped while the step ran; returns how many rows to keep.

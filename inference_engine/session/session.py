@@ -76,6 +76,12 @@ class Session:
         generated: NDArray[np.bool_] = self.history.marks(start, start + limit) == Mark.GENERATED
         return generated
 
+    def forget_rows(self) -> None:
+        """Engine's thread: drop all K/V. The history stays, and is prefilled again when it is needed."""
+        self.kv.forget()
+        self.cached_tokens = 0
+        self.refresh_facts()
+
     def refresh_facts(self) -> None:
         """Engine's thread, after a commit: publish what other threads may read. Raises InvariantViolated."""
         length = self.kv.length

@@ -30,7 +30,7 @@ EVERY_REASON = {
     "INV3": ("FAILED_PRECONDITION", kakeya.InvariantViolated, kakeya.ServerError),
     "NON_FINITE_LOGITS": ("INTERNAL", kakeya.NonFiniteLogits, kakeya.ServerError),
     "INTERNAL": ("INTERNAL", kakeya.InternalError, kakeya.ServerError),
-    "RESTORATION_FAILED": ("INTERNAL", kakeya.ServerError, kakeya.ServerError),
+    "RESTORATION_FAILED": ("INTERNAL", kakeya.RestorationFailed, kakeya.ServerError),
     "DEADLINE": ("DEADLINE_EXCEEDED", kakeya.DeadlineExceeded, TimeoutError),
 }
 

@@ -15,8 +15,8 @@ PUBLIC = """
 AppendTooLarge AsyncClient AsyncGenerateStream AsyncSession CallerError Client ConnectionFailed
 DeadlineExceeded Draining Full Gather GenerateResult GenerateStream HistoryLengthMismatch HistoryLimit
 InternalError InvalidArgument InvalidMessages InvalidTokenIds InvariantViolated KakeyaError LayerWindow Mac Mode
-NoCapacity NonFiniteLogits Overloaded Progress ProtocolError Restored RetryPolicy RetryableError ServerError
-ServerInfo Session SessionBusy SessionClosed SessionEvicted SessionInfo SessionNotFound SinkWindow
+NoCapacity NonFiniteLogits Overloaded Progress ProtocolError RestorationFailed Restored RetryPolicy RetryableError
+ServerError ServerInfo Session SessionBusy SessionClosed SessionEvicted SessionInfo SessionNotFound SinkWindow
 SlowConsumer StateError StopReason Strategy TLS TemplateError TokenDetail TokenOutOfRange TokenizerError
 TransportError Unauthenticated
 """

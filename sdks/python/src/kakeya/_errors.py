@@ -11,7 +11,7 @@
     ├── RetryableError              wait (`retry_after_seconds`) and try again
     │   └── SessionBusy, NoCapacity, Overloaded, Draining
     ├── ServerError                 the server's fault
-    │   └── InvariantViolated, NonFiniteLogits, InternalError, ProtocolError
+    │   └── InvariantViolated, NonFiniteLogits, RestorationFailed, InternalError, ProtocolError
     ├── DeadlineExceeded            the call took longer than its timeout      (also TimeoutError)
     └── TransportError              the network or a proxy, not the runtime
         └── ConnectionFailed                                                   (also ConnectionError)
@@ -196,6 +196,10 @@ class InvariantViolated(ServerError):
 
 class NonFiniteLogits(ServerError):
     """The model produced NaN or infinity; nothing was sampled."""
+
+
+class RestorationFailed(ServerError):
+    """Rows that had left the exact window could not be brought back; the history is kept."""
 
 
 class InternalError(ServerError):

@@ -32,6 +32,7 @@ _BY_REASON: dict[str, type[errors.KakeyaError]] = {
     "INV2": errors.InvariantViolated,
     "INV3": errors.InvariantViolated,
     "NON_FINITE_LOGITS": errors.NonFiniteLogits,
+    "RESTORATION_FAILED": errors.RestorationFailed,
     "INTERNAL": errors.InternalError,
     "DEADLINE": errors.DeadlineExceeded,
 }

@@ -1,0 +1,87 @@
+"""A codec that fails ends its own Generate by name, keeps the history, and touches nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from torch import Tensor
+
+from inference_engine.engine import Engine
+from inference_engine.errors import RestorationFailed
+from inference_engine.kv.strategies import make_strategy
+from inference_engine.types import GenerateParams, Mode, TokenCommitted
+from kv_cache_proposer.f_theta.codec import LatentCodec
+from tests.laws.variants import drain, engine_for, generate, same, text
+from tests.tiny import LATENT_BYTES, tiny_latent
+
+LATENT = make_strategy("restored", sink=4, window=16, source="latent", bytes_per_token=LATENT_BYTES)
+
+
+class Failing:
+    """TinyModel's own codec, but for the moments in which it is told to fail."""
+
+    def __init__(self) -> None:
+        self._codec: LatentCodec = tiny_latent()
+        self.fails_in = ""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self._codec.layers
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self._codec.bytes_per_token
+
+    least_bytes_per_token = 1
+
+    def at(self, bytes_per_token: int) -> Failing:
+        return self
+
+    def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        if self.fails_in == "encode":
+            raise ValueError("layer 1 holds a number that is not finite")
+        return self._codec.encode(keys, values)
+
+    def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        if self.fails_in == "decode":
+            raise ValueError("codes of another codec")
+        return self._codec.decode(codes, layers)
+
+
+def until_it_fails(engine: Engine, session: str, count: int) -> tuple[int, RestorationFailed]:
+    """How many tokens were heard of, and what ended the Generate."""
+    heard = 0
+    try:
+        for event in engine.generate(session, GenerateParams(max_tokens=count)):
+            heard += isinstance(event, TokenCommitted)
+    except RestorationFailed as failure:
+        return heard, failure
+    raise AssertionError("nothing failed")
+
+
+@pytest.mark.parametrize("moment", ["encode", "decode"])
+def test_a_failing_codec_ends_its_generate_by_name_and_keeps_the_history(moment: str) -> None:
+    codec = Failing()
+    with engine_for(Mode.BATCHED, latent=codec) as engine:
+        session = engine.create_session(strategy=LATENT).session_id
+        engine.append(session, text(60))
+        told = generate(engine, session, 5)
+        codec.fails_in = moment
+        neighbour = engine.create_session().session_id
+        engine.append(neighbour, text(30))
+        beside = engine.generate(neighbour, GenerateParams(max_tokens=30))
+        heard, failure = until_it_fails(engine, session, 40)
+        assert failure.reason == "RESTORATION_FAILED"
+        drain(beside)
+        info = engine.session_info(session)
+        assert info.history_length == 60 + 5 + heard
+        assert not info.failure_reason
+        assert info.kv_live_bytes <= info.bound.sustained_bytes
+        codec.fails_in = ""
+        again = engine.create_session(strategy=LATENT).session_id
+        engine.append(again, text(60))
+        assert same(generate(engine, again, 5), told, Mode.BATCHED)
+        generate(engine, again, heard or 1)
+        if heard:
+            assert same(generate(engine, session, 10), generate(engine, again, 10), Mode.BATCHED)
