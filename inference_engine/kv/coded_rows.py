@@ -117,6 +117,8 @@ class _CodedGroup:
         return flat[first : first + count].view(self._kept.capacity, heads, self._row_bytes)
 
     def begin(self, block: RowBlock) -> None:
+        if not len(block.positions):
+            return
         for means, rows in zip(self._means, (block.keys, block.values), strict=True):
             for place, mean in zip(means, rows.mean(dim=1), strict=bool(means)):
                 place.copy_(mean)

@@ -148,7 +148,7 @@ class Layout:
         """The slot of each position."""
         if self.window is None:
             return positions
-        ring = self.capacity - self.sink
+        ring = max(1, self.capacity - self.sink)  # a limit shorter than the sink leaves none, and needs none
         return np.where(positions < self.sink, positions, self.sink + (positions - self.sink) % ring)
 
     def segment_start(self, position: int) -> int:

@@ -32,6 +32,8 @@ class RunAllocator:
 
     def take(self, count: int) -> int | None:
         """The start of a free run of `count` units, now taken; None if there is none that long."""
+        if not count:
+            return 0  # nothing is taken, so that nothing can lie inside a free run
         for index, length in enumerate(self._lengths):
             if length >= count:
                 start = self._starts[index]
@@ -45,6 +47,8 @@ class RunAllocator:
         return None
 
     def give_back(self, start: int, count: int) -> None:
+        if not count:
+            return
         index = bisect_left(self._starts, start)
         assert index == len(self._starts) or start + count <= self._starts[index], "freed twice"
         assert index == 0 or self._starts[index - 1] + self._lengths[index - 1] <= start, "freed twice"

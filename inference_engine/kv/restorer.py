@@ -64,7 +64,10 @@ class Archive(ABC):
 
     @abstractmethod
     def begin(self, blocks: Sequence[RowBlock]) -> None:
-        """Called once, before the first rows are kept, with every row after the sink so far."""
+        """Called before the first rows of a set of layers are kept, with all its rows after the sink so far.
+
+        The block of a set that does not begin now is empty.
+        """
 
     @abstractmethod
     def keep(self, blocks: Sequence[RowBlock]) -> Sequence[RowBlock]:

@@ -105,16 +105,21 @@ class SessionKV:
         if self._sleeping.replay_end(self.length):
             self._replayed = 0
         else:
-            self._sleeping.open_lanes(0, self.length)
             try:
+                self._sleeping.open_lanes(0, self.length)
                 if not self._sleeping.replays:
                     self._sleeping.restore(self.length)
-            except RestorationFailed:
+                self._sleeping.take_exact_rows(self.length)
+            except Exception as error:
                 self._sleeping.drop_lanes()
-                raise
-            self._sleeping.take_exact_rows(self.length)
+                raise RestorationFailed(error) from error
         self._is_awake = True
         return True
+
+    @property
+    def takes_lanes(self) -> bool:
+        """Does the session need lanes of its own to wake, and give them back when it sleeps?"""
+        return self._sleeping is not None
 
     def sleep(self) -> None:
         """Keep the exact rows, give the lanes back. What was not committed is gone."""

@@ -116,15 +116,12 @@ class SleepingRows:
         return min(sleeper.exact.layout.horizon(length) for sleeper in self._sleepers) if self.replays else 0
 
     def restore(self, length: int) -> None:
-        """Put the archived rows into the lanes. Raises RestorationFailed."""
+        """Put the archived rows into the lanes."""
         # A segment at a time: decoding needs some room beside the result.
         step = self._context.geometry.segment_tokens
         ranges = [sleeper.archived_positions(0, length) for sleeper in self._sleepers]
-        try:
-            for first in range(0, max(len(positions) for positions in ranges), step):
-                self._write(self._archive.restore([positions[first : first + step] for positions in ranges]))
-        except Exception as error:
-            raise RestorationFailed(error) from error
+        for first in range(0, max(len(positions) for positions in ranges), step):
+            self._write(self._archive.restore([positions[first : first + step] for positions in ranges]))
 
     def open_lanes(self, opened: int, length: int) -> None:
         """Wipe the pages a history of `length` has beyond those of one of `opened`."""
@@ -161,8 +158,8 @@ class SleepingRows:
         if self.replays or not any(len(positions) for positions in leaving):
             return
         try:
-            if not any(sleeper.exact.layout.horizon(before) > sleeper.exact.layout.sink for sleeper in self._sleepers):
-                firsts = [self._first_positions(sleeper, length) for sleeper in self._sleepers]
+            firsts = [self._first_positions(sleeper, before, length) for sleeper in self._sleepers]
+            if any(len(positions) for positions in firsts):
                 self._archive.begin(self._blocks(firsts))
             self._write(self._archive.keep(self._blocks(leaving)))
         except Exception as error:
@@ -176,9 +173,11 @@ class SleepingRows:
             sleeper.exact.held[:] = -1
         self._slept = 0
 
-    def _first_positions(self, sleeper: _Sleeper, length: int) -> Positions:
-        """Every position after the sink that the lanes hold when the first rows leave the exact window."""
+    def _first_positions(self, sleeper: _Sleeper, before: int, length: int) -> Positions:
+        """If these layers' first rows leave the exact window now: every position after the sink that the lanes hold."""
         layout = sleeper.exact.layout
+        if not layout.horizon(before) <= layout.sink < layout.horizon(length):
+            return np.zeros(0, dtype=np.int64)
         first = max(layout.sink, sleeper.awake.layout.horizon(length - 1))
         return np.arange(first, layout.segment_start(length), dtype=np.int64)
 

@@ -162,13 +162,16 @@ class Scheduler:
                 self._fail_all(list(self._running), error)
 
     def _end_stopped(self) -> None:
+        is_waited_for = False
         for request in list(self._running):
             if request.session.is_closed:
                 self._end(request, Failed(SessionClosed()))
             elif request.stop is not None:
                 self._end(request, request.ending(request.stop(), self._clock()))
-            elif request.state is RequestState.QUEUED:
+            elif request.state is RequestState.QUEUED and not (is_waited_for and request.session.kv.takes_lanes):
                 self._begin(request)
+                # Who waits for room to wake is not overtaken by others who need some, too.
+                is_waited_for |= request.state is RequestState.QUEUED
 
     def _begin(self, request: Request) -> None:
         session = request.session
@@ -180,7 +183,8 @@ class Scheduler:
             self._end(request, Failed(failed))
             return
         if not is_awake:
-            if any(other.state is RequestState.RUNNING for other in self._running):
+            running = (other for other in self._running if other.state is RequestState.RUNNING)
+            if any(other.session.kv.takes_lanes for other in running):
                 return  # they give room back when they end
             self._end(request, Failed(_no_room_to_wake(session, needed)))
             return
@@ -209,7 +213,9 @@ class Scheduler:
         alone = all(request.is_prefilling for request in requests)
         most = self._config.step_tokens if alone else self._config.segment_tokens
         candidates = [
-            Candidate(min(request.pending_tokens, self._room(request), most), request.is_prefilling)
+            Candidate(
+                min(request.pending_tokens, self._room(request), self._most(request, most)), request.is_prefilling
+            )
             for request in requests
         ]
         chosen = choose(candidates, step_rows=self._config.step_tokens, max_batch=self._config.max_batch)
@@ -239,6 +245,10 @@ class Scheduler:
                 self._fail_session(request, violation)
             except Exception as error:
                 self._fail_all([request], error)
+
+    def _most(self, request: Request, most: int) -> int:
+        """Of a block whose logits are all wanted, no more rows than a segment: logits are large."""
+        return min(most, self._config.segment_tokens) if request.has_recorded_forced else most
 
     @staticmethod
     def _room(request: Request) -> int:
@@ -373,8 +383,7 @@ class Scheduler:
         try:
             if not request.session.is_closed and not request.session.failure_reason:
                 request.session.kv.check()
-                request.session.kv.sleep()
-                request.session.refresh_facts()
+                self._put_to_sleep(request.session)
         except InvariantViolated as violation:
             event = Failed(violation)
             self._condemn(request.session, violation)
@@ -386,6 +395,17 @@ class Scheduler:
             self._metrics.generates.labels(outcome=_outcome(event)).inc()
             self._metrics.history_tokens.observe(len(request.session.history))
             request.listener(event)
+
+    @staticmethod
+    def _put_to_sleep(session: Session) -> None:
+        try:
+            session.kv.sleep()
+        except Exception:
+            # The history is whole; its rows are computed anew by the next Generate.
+            logger.exception("a session's rows could not be put away")
+            session.forget_rows()
+        else:
+            session.refresh_facts()
 
     def _fail_session(self, request: Request, violation: InvariantViolated) -> None:
         self._condemn(request.session, violation)

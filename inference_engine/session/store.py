@@ -12,7 +12,7 @@ import itertools
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from inference_engine.errors import InvariantViolated, NoCapacity, SessionBusy, SessionEvicted, SessionNotFound
@@ -187,7 +187,7 @@ class SessionStore:
             )
 
     def _reserve(self, strategy: KVStrategy, limit_tokens: int | None, owner: str) -> SessionKV:
-        needed = strategy.bound(self._context.geometry, limit_tokens).peak_bytes
+        needed = strategy.bound(self._context.geometry, limit_tokens).sustained_bytes
         while True:
             idle = self._idle(owner)
             if len(self._sessions) >= self._max_sessions:
@@ -199,23 +199,31 @@ class SessionStore:
                     )
                 self._evict(idle[0], "lru")
                 continue
+            # A failed session holds no bytes any more, and answers for itself until its TTL.
+            holding = [session for session in idle if not session.failure_reason]
             try:
                 self._keep_room_to_wake(strategy, limit_tokens)
                 return SessionKV(strategy, self._context, limit_tokens)
             except NoCapacity:
-                # A failed session holds no bytes any more, and answers for itself until its TTL.
-                holding = [session for session in idle if not session.failure_reason]
                 pool = self._context.pool
                 within_reach = pool.capacity_bytes - pool.reserved_bytes
                 within_reach += sum(session.kv.bound.sustained_bytes for session in holding)
                 if not holding or within_reach < needed:
                     raise
+                # Nobody is evicted for a session that would be refused even then.
+                self._keep_room_to_wake(strategy, limit_tokens, without=holding)
                 self._evict(holding[0], "lru")
 
-    def _keep_room_to_wake(self, strategy: KVStrategy, limit_tokens: int | None) -> None:
-        """Raise NoCapacity if the new session left too little room for the most that one session needs to wake."""
+    def _keep_room_to_wake(
+        self, strategy: KVStrategy, limit_tokens: int | None, *, without: Sequence[Session] = ()
+    ) -> None:
+        """Raise NoCapacity if the new session left too little room for the most that one session needs to wake.
+
+        without: sessions that would be evicted first.
+        """
         new = strategy.bound(self._context.geometry, limit_tokens)
-        bounds = [session.kv.bound for session in self._sessions.values() if not session.failure_reason] + [new]
+        staying = [session for session in self._sessions.values() if session not in without]
+        bounds = [session.kv.bound for session in staying if not session.failure_reason] + [new]
         sustained = sum(bound.sustained_bytes for bound in bounds)
         waking = max(bound.peak_bytes - bound.sustained_bytes for bound in bounds)
         capacity = self._context.pool.capacity_bytes

@@ -73,3 +73,20 @@ def test_a_cancelled_generate_puts_its_session_to_sleep_and_the_next_goes_on(str
         more = generate(engine, cut, 40)
         kept = done.history_length - 90
         assert [token for token, _ in expected[kept:]] == [token for token, _ in more[: 40 - kept]]
+
+
+def test_nobody_is_evicted_for_a_session_that_would_be_refused_even_then() -> None:
+    restored = make_strategy("restored", sink=4, window=16)
+    now = [0.0]
+    with engine_for(Mode.BATCHED) as roomy:
+        wide = roomy.create_session(strategy=restored, limit_tokens=500).bound
+        narrow = roomy.create_session(limit_tokens=100).bound
+    room = wide.peak_bytes + 3 * narrow.peak_bytes
+    with engine_for(Mode.BATCHED, kv_bytes=room + 2**12, clock=lambda: now[0]) as engine:
+        engine.create_session(strategy=restored, limit_tokens=500, owner="somebody else")
+        mine = [engine.create_session(limit_tokens=100, owner="me").session_id for _ in range(2)]
+        now[0] = 1000.0
+        # Without my idle sessions it would fit, but the other owner's session could not wake any more.
+        with pytest.raises(NoCapacity):
+            engine.create_session(limit_tokens=450, owner="me")
+        assert all(engine.session_info(session, owner="me").history_length == 0 for session in mine)

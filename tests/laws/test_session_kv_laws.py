@@ -319,6 +319,20 @@ def test_a_released_slab_is_whole_again_and_the_next_session_starts_empty(strate
     assert all(torch.equal(one, other) for one, other in zip(expected, again, strict=True))
 
 
+@each_strategy
+@pytest.mark.parametrize("limit", [1, SEGMENT - 1, SEGMENT + 3, 3 * SEGMENT])
+def test_a_session_of_any_limit_gives_back_what_it_took(strategy: KVStrategy, limit: int) -> None:
+    """Also where the limit leaves nothing to code, and where nobody else holds memory."""
+    ctx = context()
+    kv = SessionKV(strategy, ctx, limit)
+    assert kv.wake(limit)
+    feed(kv, Rows(limit), limit)
+    kv.sleep()
+    kv.release()
+    assert ctx.pool.reserved_bytes == 0
+    assert SessionKV(Full(), ctx, LIMIT).bound.peak_bytes == ctx.pool.reserved_bytes
+
+
 def test_a_session_that_does_not_fit_is_refused_and_takes_nothing() -> None:
     one = Full().bound(context().geometry, LIMIT).peak_bytes
     ctx = context(capacity_rows=one * 3 // 2 // context().geometry.row_bytes)

@@ -29,8 +29,9 @@ _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
         {"sink": 0, "window": 7, "full_layers": (2,)},
         {"sink": 3, "window": 44, "full_layers": (2,), "codec": "int8", "exact_window": 9},
         {"sink": 4, "window": 16, "full_layers": (2,), "codec": "int8", "exact_window": 20, "exact_layers": (1,)},
+        # A sink wider than a segment: the sets of layers begin to code at different times.
+        {"sink": 20, "window": 40, "full_layers": (2,), "codec": "int8", "exact_window": 5},
     ],
-    # Exact windows narrower and wider than TinyModel's own; without a sink.
     # Few blocks; and a budget that reads everything.
     "gather": [
         {"block": 8, "sink": 4, "window": 16, "budget": 48},
@@ -41,6 +42,7 @@ _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
         {"ring": 24, "band": 6, "threshold": 0.6, "chain_limit": 2},
         {"ring": 9, "band": 0, "threshold": 0.0},
     ],
+    # Exact windows narrower and wider than TinyModel's own; without a sink.
     "restored": [
         {"sink": 4, "window": 16},
         {"sink": 0, "window": 40},
