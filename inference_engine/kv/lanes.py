@@ -167,6 +167,11 @@ class LaneGroup:
             self.arena.keys.index_copy_(0, copies, chosen.to(dtype).reshape(-1, self.head_dim))
         self.held[slots] = positions
 
+    def drop(self, positions: Positions) -> None:
+        """Wipe the rows of positions that were rejected, the second copies of a sink's keys among them."""
+        copies = self.layout.capacity + positions[positions < self.layout.spare]
+        self.wipe(np.concatenate([self.layout.slots(positions), copies]))
+
     def evict(self, length: int) -> None:
         """Let leave what no query of a history of `length` may see; the sink moves up to the oldest row that stays."""
         leaving = np.flatnonzero((self.held >= self.layout.sink) & (self.held < self.layout.horizon(length)))

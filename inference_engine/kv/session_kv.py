@@ -202,7 +202,7 @@ class SessionKV:
         for group in self.groups:
             group.held[group.layout.slots(rejected)] = -1
         for group in self.groups:
-            group.wipe(group.layout.slots(rejected))
+            group.drop(rejected)
             group.summarize(before, length)
             if group.rings is not None:
                 group.rings.commit(length)
