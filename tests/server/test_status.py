@@ -30,6 +30,7 @@ EXAMPLES = {
     "FAILED_PRECONDITION INV2": errors.InvariantViolated("INV2", "went back"),
     "FAILED_PRECONDITION INV3": errors.InvariantViolated("INV3", "splits differ"),
     "INTERNAL NON_FINITE_LOGITS": errors.NonFiniteLogits(12),
+    "INTERNAL RESTORATION_FAILED": errors.RestorationFailed(ValueError("codes of another codec")),
     "DEADLINE_EXCEEDED DEADLINE": errors.DeadlineExceeded(40),
     "INTERNAL INTERNAL": errors.InternalError("c0ffee"),
 }
