@@ -3,7 +3,7 @@
     arena of K, per layer   [capacity, Hkv, row bytes] codes of keys      | arena of V: the same of values
 
 What is coded is the unrotated key minus a per-channel mean, and the value minus its mean: keys have a large constant
-part per channel that a code would otherwise spend its bits on (measured on SmolLM2: 3.7 times less squared error at
+part per channel that a code would otherwise spend its bits on (record `codec_error`, lloyd4: 3.9 times less error at
 equal bytes). The means are those of the session's own first rows: they need no calibration, are a function of the
 history, and take one row. Decoding gives unrotated rows; the model's own rotation puts keys back at their positions.
 """
