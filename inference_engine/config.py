@@ -53,6 +53,7 @@ class EngineConfig:
     max_sessions: int = 1024
     max_queued: int = 256
     max_batch: int = 64  # Generates in one forward
+    draft_tokens: int = 0  # guesses in each draft, where there is a drafter; 0: as many as pay, none among them
     step_tokens: int = 0  # rows in one forward, of prefills and decodes; 0: 512 on a CPU, 4096 elsewhere
     segment_tokens: int = 256
     page_tokens: int = 16
@@ -68,6 +69,7 @@ class EngineConfig:
             max_sessions=1,
             max_queued=1,
             max_batch=1,
+            draft_tokens=0,
             page_tokens=1,
             max_append_tokens=1,
             max_generate_tokens=1,
@@ -102,11 +104,14 @@ class ModelConfig:
     threads: int = 0  # 0: as many as the machine has cores
     cache_dir: str = ""  # "": the user's cache folder
     latent: str = "auto"  # the latent codec: a folder, "auto" for the one in the cache if there is one, or "none"
+    drafter: str = "auto"  # "ngram", a trained one's folder, "auto" for a trained one if there is one, or "none"
 
     def __post_init__(self) -> None:
         _at_least(self, threads=0)
         if not self.latent:
             raise ConfigError("latent must be auto, none or a folder, got an empty text")
+        if not self.drafter:
+            raise ConfigError("drafter must be auto, none, ngram or a folder, got an empty text")
         if self.linear not in ("auto", "packed", "plain"):
             raise ConfigError(f"linear must be auto, packed or plain, got {self.linear!r}")
         if self.dtype not in ("float32", "bfloat16"):

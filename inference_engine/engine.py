@@ -18,6 +18,7 @@ import numpy as np
 
 from inference_engine.backends.base import Forward
 from inference_engine.config import EngineConfig
+from inference_engine.decode.drafting import Drafter
 from inference_engine.decode.verifier import Verifier
 from inference_engine.errors import (
     AppendTooLarge,
@@ -86,6 +87,8 @@ class SessionInfo:
     inv1_violations: int
     inv2_violations: int
     inv3_violations: int
+    drafted_tokens: int
+    accepted_tokens: int
     idle_seconds: float
     failure_reason: str
     is_generating: bool
@@ -99,6 +102,7 @@ class EngineInfo:
     default_strategy: KVStrategy
     kv_capacity_bytes: int
     kv_reserved_bytes: int
+    drafter: str  # "": there is none
     config: EngineConfig
 
 
@@ -153,10 +157,12 @@ class Engine:
         journal: Journal | None = None,
         metrics: EngineMetrics | None = None,
         latent: TokenCodec | None = None,
+        drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Allocate the pool and start the engine's thread. `latent` serves sessions that restore rows from a latent.
+        """Allocate the pool and start the engine's thread.
 
+        latent: serves sessions that restore rows from a latent. drafter: guesses ahead for Generates that allow it.
         Raises ConfigError or BackendError for what cannot be had.
         """
         config = config or EngineConfig()
@@ -164,6 +170,7 @@ class Engine:
         self.config = replace(config, step_tokens=step_tokens)
         self.metrics = metrics or EngineMetrics()
         self._forward = forward
+        self._drafter = drafter
         self._clock = clock
         self._journal = journal or MemoryJournal()
         self._geometry = forward.geometry(
@@ -172,7 +179,7 @@ class Engine:
         self._default_strategy = parse_strategy(self.config.strategy).resolved(self._geometry)
         self._default_strategy.check(self._geometry)
         opened = forward.open(self._geometry, self.config.kv_bytes or forward.free_bytes() // _KV_SHARE)
-        self._context = replace(opened, latent=latent)
+        self._context = replace(opened, latent=latent, draft_memories=drafter)
         self._check_ready(self._default_strategy)
         self._warn_if_too_small()
         self._store = SessionStore(
@@ -185,13 +192,14 @@ class Engine:
             evictable_seconds=self.config.session_evictable_seconds,
         )
         self._scheduler = Scheduler(
-            Verifier(forward, self._context),
+            Verifier(forward, self._context, tap_layers=() if drafter is None else drafter.tap_layers),
             self._store,
             self._journal,
             self.metrics,
             self.config,
             clock,
             vocab_size=forward.facts.vocab_size,
+            drafter=drafter,
         )
         self._is_draining = False
         self._scheduler.start()
@@ -319,6 +327,8 @@ class Engine:
             inv1_violations=session.violations.inv1,
             inv2_violations=session.violations.inv2,
             inv3_violations=session.violations.inv3,
+            drafted_tokens=session.drafted_tokens,
+            accepted_tokens=session.accepted_tokens,
             idle_seconds=max(0.0, self._clock() - session.used_at),
             failure_reason=session.failure_reason,
             is_generating=session.operation is Operation.GENERATE,
@@ -382,6 +392,7 @@ class Engine:
             default_strategy=self._default_strategy,
             kv_capacity_bytes=self._context.pool.capacity_bytes,
             kv_reserved_bytes=self._context.pool.reserved_bytes,
+            drafter="" if self._drafter is None else self._drafter.name,
             config=self.config,
         )
 

@@ -73,6 +73,15 @@ class EngineMetrics:
         self.inter_token_seconds = self._histogram(
             "generate_inter_token_seconds", "Seconds between two tokens of one Generate.", _STEP_SECONDS
         )
+        self.drafted_tokens = self._counter(
+            "generate_drafted_tokens_total", "Guesses of the drafter that were verified."
+        )
+        self.accepted_tokens = self._counter(
+            "generate_accepted_tokens_total", "Guesses of the drafter that were right."
+        )
+        self.drafter_failures = self._counter(
+            "generate_drafter_failures_total", "Generates that went on without the drafter because it raised."
+        )
         self.non_finite_logits = self._counter(
             "generate_non_finite_logits_total", "Generates failed because the model gave NaN or infinity."
         )

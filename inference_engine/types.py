@@ -106,6 +106,7 @@ class GenerateParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
     expected_history_length: int | None = None
+    drafting: bool = True  # may a drafter guess ahead? It changes no token, only how fast they come
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", f"must be ≥ 1, got {self.max_tokens}")
@@ -160,6 +161,9 @@ class Finished:
     attended_positions: int
     evicted_positions: int
     restored_positions: int = 0  # of the attended ones, those read in coded or restored form
+    drafted_tokens: int = 0  # guesses of a drafter that were verified, and how many of them were right
+    accepted_tokens: int = 0
+    is_degraded: bool = False  # the drafter failed; the tokens are what they would have been
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,20 +178,26 @@ Event = Accepted | Progress | Truncated | TokenCommitted | Finished | Failed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """Bytes of K/V a session may hold: between Generates, and ever."""
+    """Bytes of K/V a session may hold: between Generates, and ever.
+
+    tier_bytes: beside those, at any time in the second tier: host memory where the device is another, else a file.
+    """
 
     sustained_bytes: int
     peak_bytes: int
+    tier_bytes: int = 0
 
     def __post_init__(self) -> None:
         assert 0 <= self.sustained_bytes <= self.peak_bytes
+        assert self.tier_bytes >= 0
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes actually held, by kind (`rows`, `sink_copy`, …)."""
+    """Bytes actually held on the device, by kind (`rows`, `sink_copy`, …), and beside those in the second tier."""
 
     by_kind: Mapping[str, int]
+    tier_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:

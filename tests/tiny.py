@@ -87,9 +87,9 @@ def tiny_latent(*, seed: int = 0, windowed: bool = True) -> LatentCodec:
 def tiny_engine(*, seed: int = 0, windowed: bool = True, **settings: Any) -> Engine:
     """An engine on TinyModel, a latent codec loaded.
 
-    `settings` change EngineConfig; `clock`, `journal` and `latent` go to the engine.
+    `settings` change EngineConfig; `clock`, `journal`, `latent` and `drafter` go to the engine.
     """
     extras: dict[str, Any] = {"latent": tiny_latent(seed=seed, windowed=windowed)}
-    extras |= {name: settings.pop(name) for name in ("clock", "journal", "latent") if name in settings}
+    extras |= {name: settings.pop(name) for name in ("clock", "journal", "latent", "drafter") if name in settings}
     config = EngineConfig(**{**SMALL, **settings})
     return Engine(tiny_forward(seed=seed, windowed=windowed), config, **extras)

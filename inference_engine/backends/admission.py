@@ -136,7 +136,7 @@ def _in_chunks_beside_a_stranger(forward: TorchForward, context: KVContext, text
         plan = StepPlan([stranger, ours], context.geometry, context.pool, mask_dtype=forward.compute_dtype)
         real = plan.spans[1].real
         step = Step(np.concatenate([chunk[::-1], chunk]), plan, range(real.start, real.stop))
-        logits.append(forward.run(step))
+        logits.append(forward.run(step).logits)
         for session in (stranger, ours):
             session.commit(session.length + len(chunk))
     return torch.cat(logits)

@@ -1,4 +1,4 @@
-"""What the decode room needs of a device: rows in, logits out. One protocol above all backends.
+"""What the decode room needs of a device: rows in, logits and hidden states out. One protocol above all backends.
 
 A backend loads weights, allocates arenas and runs the forward. It may substitute modules or lower the step, under one
 law: equal logits.
@@ -23,11 +23,27 @@ from inference_engine.types import Mode, ModelFacts
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward: the packed rows' token ids [N] (padding included), their plan, the rows whose logits are wanted."""
+    """One forward: the packed rows' token ids [N] (padding included), their plan, the rows whose logits are wanted.
+
+    tap_layers: the layers after which the hidden states of all rows are wanted, ascending.
+    """
 
     token_ids: NDArray[np.int64]
     plan: StepPlan
     logit_rows: Sequence[int]
+    tap_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a forward gave, on the device.
+
+    logits: float32 [len(logit_rows), V]. taps: [N, len(tap_layers), hidden] in the model's dtype; None if none are
+    wanted.
+    """
+
+    logits: Tensor
+    taps: Tensor | None = None
 
 
 class Forward(Protocol):
@@ -51,5 +67,5 @@ class Forward(Protocol):
     def open(self, geometry: Geometry, capacity_bytes: int) -> KVContext:
         """Allocate the arenas."""
 
-    def run(self, step: Step) -> Tensor:
-        """One forward over all layers. Returns float32 logits [len(logit_rows), V] on the device."""
+    def run(self, step: Step) -> Result:
+        """One forward over all layers."""

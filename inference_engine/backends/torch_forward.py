@@ -11,7 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from inference_engine.backends.base import Step
+from inference_engine.backends.base import Result, Step
 from inference_engine.backends.quanta import probe_quanta
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
@@ -72,8 +72,8 @@ class TorchForward:
             return torch.from_numpy(np.zeros(count * dtype.itemsize, dtype=np.uint8)).view(dtype)
         return torch.zeros(count, dtype=dtype, device=self._device)
 
-    def run(self, step: Step) -> Tensor:
-        with torch.inference_mode():
+    def run(self, step: Step) -> Result:
+        with torch.inference_mode(), self.seam.tapped(step.tap_layers) as states:
             batch = self.seam.batch(step.plan, step.plan.positions)
             out = self.seam.model(
                 input_ids=torch.from_numpy(step.token_ids)[None].to(self._device),
@@ -83,7 +83,7 @@ class TorchForward:
                 batch=batch,
             )
             logits: Tensor = out.logits
-            return logits[0].float()
+            return Result(logits[0].float(), torch.stack(states, dim=1) if states else None)
 
 
 def use_threads(count: int) -> None:

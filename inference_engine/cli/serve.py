@@ -60,11 +60,13 @@ def run(args: argparse.Namespace) -> int:
         from inference_engine.engine import Engine
         from inference_engine.kv.strategies import parse_strategy
         from inference_engine.server.run import serve
+        from kv_cache_proposer.drafters import find_drafter
         from kv_cache_proposer.latents import find_latent
 
         parse_strategy(engine_config.strategy)
         latent = find_latent(model)
-        engine = Engine(open_backend(model), engine_config, latent=latent)
+        forward = open_backend(model)
+        engine = Engine(forward, engine_config, latent=latent, drafter=find_drafter(model))
 
     def ready(handle: ServerHandle) -> None:
         print(ready_line(handle, engine), flush=True)

@@ -33,6 +33,7 @@ HELP = {
     "threads": ("N", "CPU threads; 0: one a core"),
     "cache_dir": ("FOLDER", "where fetched models are kept; empty: the user's cache folder"),
     "latent": ("FOLDER", "what `kakeya train latent` made; auto: the one in the cache, if there is one; none: none"),
+    "drafter": ("NAME|FOLDER", "what guesses ahead: ngram, what `kakeya train drafter` made, auto or none"),
     "mode": ("MODE", "batched, or fixed-shape: equal histories give equal bits, at a price per token"),
     "strategy": (
         "SPEC",
@@ -42,6 +43,7 @@ HELP = {
     "max_sessions": ("N", "sessions open at the same time"),
     "max_queued": ("N", "Generates that may wait for their turn"),
     "max_batch": ("N", "Generates in one forward"),
+    "draft_tokens": ("N", "guesses in each draft; 0: as many as pay, none among them"),
     "step_tokens": ("N", "rows in one forward"),
     "segment_tokens": ("N", "the unit of prefill and eviction"),
     "page_tokens": ("N", "the unit of allocation"),

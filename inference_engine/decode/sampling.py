@@ -8,6 +8,7 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,14 +50,21 @@ class Sampler:
         """The token is the largest raw logit: rows of many such requests can be taken at once."""
         return self.sampling.is_greedy and self.seen is None and self.bias is None
 
-    def draw(self, logits: Tensor, position: int) -> Tensor:
-        """The token for `position` from raw float32 `logits` [V], as a scalar tensor: no synchronisation."""
+    def draw(self, logits: Tensor, position: int, drafted: Sequence[int] = ()) -> Tensor:
+        """The token for `position` from raw float32 `logits` [V], as a scalar tensor: no synchronisation.
+
+        drafted: tokens before `position` that have not been observed.
+        """
         sampling = self.sampling
         if self.seen is not None:
+            seen = self.seen
+            if drafted:
+                seen = seen.clone()
+                seen[torch.tensor(drafted, device=seen.device)] = True
             penalised = torch.where(
                 logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty
             )
-            logits = torch.where(self.seen, penalised, logits)
+            logits = torch.where(seen, penalised, logits)
         if self.bias is not None:
             logits = logits + self.bias
         if sampling.is_greedy:

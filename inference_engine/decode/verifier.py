@@ -3,6 +3,13 @@
 A block is the tokens of one session that have no K/V yet: a chunk of prefill, the last sampled token, or tokens whose
 likelihood is asked for. Its last row's logits give the next token when the block reaches the end of the history. One
 synchronisation per step: the token ids come back together.
+
+    drafted     a b c d         four guesses after the last token x
+    rows        x a b c d       each row gives the target's own sample of what follows it
+    samples     a b y           a and b were right; y is the sample in c's place, and what came after c counts no more
+
+So a draft decides how many tokens a step gives, and never which (Leviathan et al., arXiv 2211.17192; here a guess has
+to equal the keyed sample, which is the same distribution and the same tokens as without a draft).
 """
 
 from __future__ import annotations
@@ -28,20 +35,29 @@ from inference_engine.kv.session_kv import SessionKV
 class Block:
     """Rows of one session for one step. `sampler` is None when no token is wanted: more prefill follows, or a score.
 
+    drafted: how many of the last ids are a drafter's guesses, counted as generated.
     wanted_logits: of how many of its last rows the logits are wanted as they are.
+    wants_taps: the rows' hidden states are wanted, after the layers that the verifier was told.
     """
 
     kv: SessionKV
     token_ids: NDArray[np.uint32]
     generated: NDArray[np.bool_] | None = None  # which of them the model generated; None: none
+    drafted: int = 0
     sampler: Sampler | None = None
     wants_logprob: bool = False
     wanted_logits: int = 0
+    wants_taps: bool = False
+
+    @property
+    def sampled(self) -> int:
+        """Of how many of its last rows a sample is drawn."""
+        return 0 if self.sampler is None else 1 + self.drafted
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a block's last row gave. `is_finite` is False if its logits were not: then there is no token."""
+    """What a row gave. `is_finite` is False if its logits were not: then there is no token."""
 
     token_id: int
     logprob: float | None
@@ -50,10 +66,15 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a block gave: a sample where a sampler was, logits [wanted_logits, V] float32 where they were wanted."""
+    """What a block gave.
 
-    sample: Sample | None = None
+    samples: where a sampler was, those that follow from each other: one for each guess that was right, and one more.
+    logits: [wanted_logits, V] float32. taps: [rows, layers, hidden].
+    """
+
+    samples: tuple[Sample, ...] = ()
     logits: Tensor | None = None
+    taps: Tensor | None = None
 
 
 class BlockFailed(Exception):
@@ -68,9 +89,11 @@ class BlockFailed(Exception):
 class Verifier:
     """The target model at work. Only the engine's thread calls it."""
 
-    def __init__(self, forward: Forward, context: KVContext) -> None:
+    def __init__(self, forward: Forward, context: KVContext, *, tap_layers: tuple[int, ...] = ()) -> None:
+        """tap_layers: after which layers hidden states are taken, for blocks that want them."""
         self._forward = forward
         self._context = context
+        self._tap_layers = tap_layers
 
     def run(self, blocks: Sequence[Block]) -> list[Outcome]:
         """Forward all blocks in one step.
@@ -103,39 +126,56 @@ class Verifier:
         ends: list[int] = []  # per block, one past its last row's place in `wanted`
         for block, span in zip(blocks, plan.spans, strict=True):
             token_ids[span.real] = block.token_ids
-            count = max(block.wanted_logits, 1 if block.sampler is not None else 0)
+            count = max(block.wanted_logits, block.sampled)
             rows = _aligned_rows(span, context.geometry.row_quantum, count)
             ends.append(len(wanted) + (span.real.stop - rows.start if count else 0))
             wanted.extend(rows)
-        logits = self._forward.run(Step(token_ids, plan, wanted))
-        samples = self._sample(blocks, ends, logits)
+        tap_layers = self._tap_layers if any(block.wants_taps for block in blocks) else ()
+        result = self._forward.run(Step(token_ids, plan, wanted, tap_layers))
+        samples = self._sample(blocks, ends, result.logits)
         return [
-            Outcome(sample, logits[end - block.wanted_logits : end].clone() if block.wanted_logits else None)
-            for block, end, sample in zip(blocks, ends, samples, strict=True)
+            Outcome(
+                samples=_agreeing(block, drawn),
+                logits=result.logits[end - block.wanted_logits : end].clone() if block.wanted_logits else None,
+                taps=result.taps[span.real] if result.taps is not None and block.wants_taps else None,
+            )
+            for block, span, end, drawn in zip(blocks, plan.spans, ends, samples, strict=True)
         ]
 
-    def _sample(self, blocks: Sequence[Block], ends: Sequence[int], logits: Tensor) -> list[Sample | None]:
-        samples: list[Sample | None] = [None] * len(blocks)
-        last = {index: ends[index] - 1 for index, block in enumerate(blocks) if block.sampler is not None}
-        if not last:
-            return samples
-        rows = logits[list(last.values())]
+    def _sample(self, blocks: Sequence[Block], ends: Sequence[int], logits: Tensor) -> list[list[Sample]]:
+        """For each block a sample of each of its last rows, as if every guess before it were right."""
+        places = [(index, row) for index, block in enumerate(blocks) for row in range(block.sampled)]
+        drawn: list[list[Sample]] = [[] for _ in blocks]
+        if not places:
+            return drawn
+        rows = logits[[ends[index] - blocks[index].sampled + row for index, row in places]]
         finite = torch.isfinite(rows).all(dim=-1)
         tokens = rows.argmax(dim=-1)
-        logprobs = torch.zeros(len(last), device=rows.device)
-        for place, index in enumerate(last):
+        logprobs = torch.zeros(len(places), device=rows.device)
+        for place, (index, row) in enumerate(places):
             block = blocks[index]
             assert block.sampler is not None
             if not block.sampler.is_plain_greedy:
-                tokens[place] = block.sampler.draw(rows[place], block.kv.next_position + block.kv.staged)
+                position = block.kv.next_position + block.kv.staged - block.drafted + row
+                guesses = block.token_ids[len(block.token_ids) - block.drafted :][:row].tolist()
+                tokens[place] = block.sampler.draw(rows[place], position, guesses)
             if block.wants_logprob:
                 logprobs[place] = logprob(rows[place], tokens[place])
         # The step's one synchronisation: ids are exact in float64.
         table = torch.stack([tokens.double(), finite.double(), logprobs.double()]).tolist()
-        for place, index in enumerate(last):
+        for place, (index, _) in enumerate(places):
             wants = blocks[index].wants_logprob
-            samples[index] = Sample(int(table[0][place]), table[2][place] if wants else None, bool(table[1][place]))
-        return samples
+            drawn[index].append(Sample(int(table[0][place]), table[2][place] if wants else None, bool(table[1][place])))
+        return drawn
+
+
+def _agreeing(block: Block, samples: Sequence[Sample]) -> tuple[Sample, ...]:
+    """The samples up to the first that is not the guess in its place, that one included."""
+    guesses = block.token_ids[len(block.token_ids) - block.drafted :].tolist()
+    for count, (sample, guess) in enumerate(zip(samples, guesses, strict=False), start=1):
+        if sample.token_id != guess or not sample.is_finite:
+            return tuple(samples[:count])
+    return tuple(samples)
 
 
 def _aligned_rows(span: Span, quantum: int, count: int) -> range:

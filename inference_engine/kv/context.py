@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from inference_engine.kv.draft_memory import DraftMemories
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.pool import Pool
 from inference_engine.kv.token_codec import TokenCodec
@@ -18,10 +19,12 @@ Rotate = Callable[[Tensor, Tensor, str], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVContext:
-    """The model's geometry, the shared pool, the model's own rotation, and the latent codec if one is loaded."""
+    """The model's geometry, the shared pool, the model's own rotation, and what is loaded beside the model: a latent
+    codec, a drafter that remembers sessions."""
 
     geometry: Geometry
     pool: Pool
     rotate: Rotate
     device: torch.device
     latent: TokenCodec | None = None
+    draft_memories: DraftMemories | None = None

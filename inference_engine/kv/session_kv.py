@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from inference_engine.errors import InvariantViolated, NoCapacity, RestorationFailed
 from inference_engine.kv.context import KVContext
+from inference_engine.kv.draft_memory import DraftMemory
 from inference_engine.kv.lanes import LaneGroup
 from inference_engine.kv.query_rings import MatchTotals
 from inference_engine.kv.sleeping import SleepingRows
@@ -41,7 +42,8 @@ class SessionKV:
         self.staged = 0  # positions staged beyond `next_position`
         self.staged_generated: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self.evicted = 0  # committed positions that no query can read any more
-        self.bound: Bound = strategy.bound(context.geometry, limit_tokens)
+        self.bound = bound_of(strategy, context, limit_tokens)
+        self.draft_memory: DraftMemory | None = None  # what a drafter remembers of the session
         self._resident: list[LaneGroup] = []
         self._sleeping: SleepingRows | None = None
         self._replayed: int | None = None  # while rows are computed again: how far
@@ -58,6 +60,11 @@ class SessionKV:
             )
 
     def _reserve(self) -> bool:
+        memories = self.context.draft_memories
+        if memories is not None and memories.demands(self.context.geometry):
+            self.draft_memory = memories.open(self.context)
+            if self.draft_memory is None:
+                return False
         plan = self.strategy.placement(self.context.geometry, self.limit_tokens)
         for layers, layout in plan.resident:
             group = LaneGroup.reserve(self.context, layers, layout)
@@ -241,13 +248,15 @@ class SessionKV:
             group.release()
         if self._sleeping is not None:
             self._sleeping.release()
+        if self.draft_memory is not None:
+            self.draft_memory.release()
         self._resident, self._sleeping, self._is_awake = [], None, False
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
     def footprint(self) -> Footprint:
         """Bytes of opened pages by kind: rows, the sink's second copies, bounds of blocks, rings of past queries, the
-        archive, the lanes of a woken session."""
+        archive, the lanes of a woken session, what a drafter remembers."""
         length = self.next_position + self.staged
         held = {"rows": 0, "sink_copy": 0}
         for group in self._resident:
@@ -261,4 +270,14 @@ class SessionKV:
         if self._sleeping is not None:
             for kind, count in self._sleeping.held_bytes(self.length, length).items():
                 held[kind] = held.get(kind, 0) + count
+        if self.draft_memory is not None:
+            held["draft"] = self.draft_memory.held_bytes()
         return Footprint(held)
+
+
+def bound_of(strategy: KVStrategy, context: KVContext, limit_tokens: int | None) -> Bound:
+    """Bytes that a session may hold: its rows by its strategy, and what a drafter remembers of it."""
+    rows = strategy.bound(context.geometry, limit_tokens)
+    demands = () if context.draft_memories is None else context.draft_memories.demands(context.geometry)
+    draft = 2 * sum(demand.elements for demand in demands) * context.geometry.itemsize
+    return Bound(sustained_bytes=rows.sustained_bytes + draft, peak_bytes=rows.peak_bytes + draft)

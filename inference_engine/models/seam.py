@@ -10,7 +10,8 @@ rotary kinds: a neighbour would move your logits.)
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -154,6 +155,7 @@ class Seam:
         self.dtype: torch.dtype = model.dtype
         self.trained_positions: int = config.max_position_embeddings
         attentions = _attention_modules(model, config)
+        self._blocks = _parents(model, attentions)
         self.layers: tuple[LayerGeometry, ...] = _read_layers(config, attentions)
         self._apply = _rotation_function(attentions[0])
         self._rotary = _replace_rotary(model, self.trained_positions)
@@ -162,6 +164,21 @@ class Seam:
         """Get ready for one forward. positions: [N], absolute."""
         self._rotary.is_beyond_trained = bool(positions.max() >= self.trained_positions)
         return SeamBatch(plan, self.layers)
+
+    @contextmanager
+    def tapped(self, layers: Sequence[int]) -> Iterator[list[Tensor]]:
+        """Within, a forward leaves here the hidden states [N, hidden] after each of `layers`, which ascend."""
+        states: list[Tensor] = []
+
+        def keep(_module: nn.Module, _inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+            states.append((output if isinstance(output, Tensor) else output[0])[0])
+
+        handles = [self._blocks[layer].register_forward_hook(keep) for layer in layers]
+        try:
+            yield states
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:
         """Rotated keys [H, n, D] as they would be `shifts` [n] positions later (negative: before)."""
@@ -187,6 +204,12 @@ def _attention_modules(model: PreTrainedModel, config: PretrainedConfig) -> list
             "only models whose every layer is attention can be served"
         )
     return [found[index] for index in range(config.num_hidden_layers)]
+
+
+def _parents(model: PreTrainedModel, modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The module that each of `modules` is a part of: a layer, where these are its attention."""
+    found = {child: parent for parent in model.modules() for child in parent.children()}
+    return [found[module] for module in modules]
 
 
 def _read_layers(config: PretrainedConfig, attentions: list[nn.Module]) -> tuple[LayerGeometry, ...]:

@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from inference_engine.config import EngineConfig
+from inference_engine.decode.drafting import Drafter, TokenIds
 from inference_engine.decode.sampling import Sampler
 from inference_engine.decode.verifier import Block, BlockFailed, Outcome, Sample, Verifier
 from inference_engine.errors import (
@@ -29,6 +30,7 @@ from inference_engine.errors import (
     SessionClosed,
 )
 from inference_engine.metrics import EngineMetrics
+from inference_engine.scheduler.drafting import Drafting
 from inference_engine.scheduler.policy import Candidate, choose
 from inference_engine.scheduler.request import Request, RequestState
 from inference_engine.session.journal import Journal
@@ -65,6 +67,7 @@ class Scheduler:
         clock: Callable[[], float],
         *,
         vocab_size: int,
+        drafter: Drafter | None = None,
     ) -> None:
         self._verifier = verifier
         self._store = store
@@ -73,6 +76,7 @@ class Scheduler:
         self._config = config
         self._clock = clock
         self._vocab_size = vocab_size
+        self._drafting = Drafting(drafter, metrics, clock, draft_tokens=config.draft_tokens) if drafter else None
         self._wake = threading.Condition()
         self._queued: deque[Request] = deque()
         self._running: deque[Request] = deque()  # longest unserved first
@@ -220,7 +224,11 @@ class Scheduler:
         ]
         chosen = choose(candidates, step_rows=self._config.step_tokens, max_batch=self._config.max_batch)
         batch = [requests[index] for index in chosen]
-        blocks = [self._block(requests[index], candidates[index].rows) for index in chosen]
+        is_decoding = not any(request.is_prefilling for request in batch)
+        drafts: dict[Request, TokenIds] = {}
+        if self._drafting is not None and is_decoding:
+            drafts = self._drafting.draft(batch, self._config.step_tokens - len(batch))
+        blocks = [self._block(requests[index], candidates[index].rows, drafts.get(requests[index])) for index in chosen]
         began = self._clock()
         try:
             outcomes = self._verifier.run(blocks)
@@ -232,8 +240,11 @@ class Scheduler:
             self._fail_all(batch, error)
             return
         self.failed_steps = 0
-        self._metrics.step_seconds.observe(self._clock() - began)
-        self._metrics.step_rows.observe(sum(len(block.token_ids) for block in blocks))
+        seconds, rows = self._clock() - began, sum(len(block.token_ids) for block in blocks)
+        self._metrics.step_seconds.observe(seconds)
+        self._metrics.step_rows.observe(rows)
+        if self._drafting is not None and is_decoding:
+            self._drafting.took(len(batch), rows, seconds)
         for request, block, outcome in zip(batch, blocks, outcomes, strict=True):
             # Served: to the back of the line. At once, or a drain would see nobody running.
             with self._wake:
@@ -245,6 +256,8 @@ class Scheduler:
                 self._fail_session(request, violation)
             except Exception as error:
                 self._fail_all([request], error)
+        if self._drafting is not None:
+            self._drafting.observe()
 
     def _most(self, request: Request, most: int) -> int:
         """Of a block whose logits are all wanted, no more rows than a segment: logits are large."""
@@ -256,42 +269,49 @@ class Scheduler:
         generated = session.pending_generated(request.pending_tokens)
         return session.kv.room(generated=bool(generated.any()))
 
-    def _block(self, request: Request, rows: int) -> Block:
+    def _block(self, request: Request, rows: int, draft: TokenIds | None = None) -> Block:
         is_last = rows == request.pending_tokens
         is_scored = request.forced is not None
         wanted = rows if request.has_recorded_forced else int(is_last and is_scored)
+        token_ids, generated = request.session.pending_ids(rows), request.session.pending_generated(rows)
+        if draft is not None:
+            token_ids = np.concatenate([token_ids, draft])
+            generated = np.concatenate([generated, np.ones(len(draft), dtype=np.bool_)])
         return Block(
             kv=request.session.kv,
-            token_ids=request.session.pending_ids(rows),
-            generated=request.session.pending_generated(rows),
+            token_ids=token_ids,
+            generated=generated,
+            drafted=0 if draft is None else len(draft),
             sampler=request.sampler if is_last and not is_scored else None,
             wants_logprob=request.params.logprobs,
             wanted_logits=wanted,
+            wants_taps=self._drafting is not None and self._drafting.wants_taps(request),
         )
 
     # -- after a step -----------------------------------------------------------------------------------------------
 
     def _settle(self, request: Request, block: Block, outcome: Outcome) -> None:
         """Commit what this step gave the request: history first, then rows, then the client hears of it."""
-        session, kv, sample = request.session, request.session.kv, outcome.sample
+        session, kv = request.session, request.session.kv
         first = kv.next_position
         try:
-            kept = self._accept(request, block, outcome)
+            kept, taken = self._accept(request, block, outcome)
         except BaseException:
             kv.commit(first)
             raise
         failure = self._commit(session, first + kept)
+        if self._drafting is not None:
+            self._drafting.settle(request, block, outcome, first=first, kept=kept)
         if request.is_prefilling:
             request.prefilled_tokens += kept
             self._metrics.prefilled_tokens.inc(kept)
             request.listener(Progress(request.prefilled_tokens, request.prefill_tokens))
-        if sample is not None and not sample.is_finite:
+        if outcome.logits is not None and kept:
+            self._report_logits(request, first + kept, outcome.logits)
+        self._report_tokens(request, taken)
+        if outcome.samples and not outcome.samples[-1].is_finite and request.state is RequestState.RUNNING:
             self._metrics.non_finite_logits.inc()
             self._end(request, Failed(NonFiniteLogits(len(session.history))))
-        elif outcome.logits is not None and kept:
-            self._report_logits(request, first + kept, outcome.logits)
-        elif sample is not None and kept == len(block.token_ids):
-            self._report_token(request, sample)
         if failure is not None and request.state is RequestState.RUNNING:
             self._end(request, Failed(failure))
 
@@ -307,27 +327,30 @@ class Scheduler:
         session.refresh_facts()
         return None
 
-    def _accept(self, request: Request, block: Block, outcome: Outcome) -> int:
-        """Record the sample, unless the request was stopped while the step ran; returns how many rows to keep.
+    def _accept(self, request: Request, block: Block, outcome: Outcome) -> tuple[int, Sequence[Sample]]:
+        """Record the samples, unless the request was stopped while the step ran; how many rows to keep, and for what.
 
-        A last row whose sample nobody takes is not kept: its logits would be lost, and the next Generate needs them.
+        A row whose sample nobody takes is not kept: its logits would be lost, and the next Generate needs them.
         """
-        rows, session, sample = len(block.token_ids), request.session, outcome.sample
-        if sample is not None:
-            if not sample.is_finite:
-                return 0
+        rows, session = len(block.token_ids), request.session
+        if block.sampler is not None:
+            taken = _up_to_stop(outcome.samples, request.stop_ids)
+            if not taken:
+                return 0, ()
             with self._store.locked():
                 if session.is_closed or request.stop is not None:
-                    return rows - 1
-                session.record(self._journal, np.array([sample.token_id], dtype=np.uint32), Mark.GENERATED)
-        elif outcome.logits is not None and request.forced is not None and not request.has_recorded_forced:
+                    return rows - block.drafted - 1, ()
+                ids = np.array([sample.token_id for sample in taken], dtype=np.uint32)
+                session.record(self._journal, ids, Mark.GENERATED)
+            return rows - block.drafted + len(taken) - 1, taken
+        if outcome.logits is not None and request.forced is not None and not request.has_recorded_forced:
             with self._store.locked():
                 if session.is_closed or request.stop is not None:
-                    return rows - 1
+                    return rows - 1, ()
                 session.record(self._journal, request.forced.token_ids, Mark.GENERATED)
                 request.has_recorded_forced = True
                 request.prefill_tokens += len(request.forced.token_ids) - 1
-        return rows
+        return rows, ()
 
     def _report_logits(self, request: Request, position: int, logits: Tensor) -> None:
         """Hand over the logits of a block whose last row predicts the token at `position`."""
@@ -337,26 +360,26 @@ class Scheduler:
         if not request.pending_tokens:
             self._end(request, request.finished(StopReason.MAX_TOKENS, self._clock()))
 
-    def _report_token(self, request: Request, sample: Sample) -> None:
-        session = request.session
-        position = len(session.history) - 1
-        now = self._clock()
-        if request.generated == 0:
+    def _report_tokens(self, request: Request, samples: Sequence[Sample]) -> None:
+        """Tell of tokens that are at the history's end."""
+        session, now = request.session, self._clock()
+        if samples and request.generated == 0:
             request.prefill_seconds = now - request.started_at
             self._metrics.prefill_seconds.observe(request.prefill_seconds)
             self._metrics.first_token_seconds.observe(now - request.accepted_at)
-            if dropped := self._unreadable(session, position - 1):
+            if dropped := self._unreadable(session, len(session.history) - len(samples) - 1):
                 request.listener(Truncated(dropped))
-        else:
-            self._metrics.inter_token_seconds.observe(now - request.token_at)
-        request.token_at = now
-        request.last_query = position - 1
-        request.generated += 1
-        assert request.sampler is not None
-        request.sampler.observe(sample.token_id)
-        self._metrics.generated_tokens.inc()
-        request.listener(TokenCommitted(sample.token_id, position, sample.logprob))
-        if reason := self._stop_reason(request, sample.token_id):
+        for position, sample in enumerate(samples, start=len(session.history) - len(samples)):
+            if request.generated:
+                self._metrics.inter_token_seconds.observe(now - request.token_at)
+            request.token_at = now
+            request.last_query = position - 1
+            request.generated += 1
+            assert request.sampler is not None
+            request.sampler.observe(sample.token_id)
+            self._metrics.generated_tokens.inc()
+            request.listener(TokenCommitted(sample.token_id, position, sample.logprob))
+        if samples and (reason := self._stop_reason(request, samples[-1].token_id)):
             self._end(request, request.finished(reason, now))
 
     @staticmethod
@@ -426,6 +449,16 @@ class Scheduler:
                     self._end(request, Failed(InternalError(incident)))
                 except Exception:
                     logger.exception("incident %s: a Generate could not be ended cleanly", incident)
+
+
+def _up_to_stop(samples: Sequence[Sample], stop_ids: frozenset[int]) -> Sequence[Sample]:
+    """The finite samples up to the first that ends the Generate, that one included."""
+    for count, sample in enumerate(samples):
+        if not sample.is_finite:
+            return samples[:count]
+        if sample.token_id in stop_ids:
+            return samples[: count + 1]
+    return samples
 
 
 def _no_room_to_wake(session: Session, tokens: int) -> NoCapacity:

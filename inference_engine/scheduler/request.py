@@ -68,6 +68,9 @@ class Request:
     cached_tokens: int = 0
     generated: int = 0
     last_query: int = field(default=-1)  # position of the last row whose logits were sampled
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    is_degraded: bool = False  # the drafter failed and is not asked again
 
     def move(self, state: RequestState) -> None:
         assert state in _MOVES[self.state], (self.state, state)
@@ -109,6 +112,9 @@ class Request:
             attended_positions=self.last_query + 1 - evicted,
             evicted_positions=evicted,
             restored_positions=strategy.restored(geometry, self.last_query) if has_asked else 0,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
+            is_degraded=self.is_degraded,
         )
 
     def ending(self, how: StopReason | BaseException, now: float) -> Finished | Failed:

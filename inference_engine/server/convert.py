@@ -87,6 +87,7 @@ def params_from_wire(request: pb.GenerateRequest) -> GenerateParams:
         expected_history_length=request.expected_history_length
         if request.HasField("expected_history_length")
         else None,
+        drafting=request.drafting if request.HasField("drafting") else True,
     )
 
 
@@ -137,6 +138,9 @@ def _done_to_wire(event: Finished) -> pb.GenerateDone:
         evicted_position_count=event.evicted_positions,
         history_length=event.history_length,
         restored_position_count=event.restored_positions,
+        drafted_token_count=event.drafted_tokens,
+        accepted_token_count=event.accepted_tokens,
+        degraded=event.is_degraded,
     )
 
 
@@ -168,6 +172,8 @@ def session_info_to_wire(info: SessionInfo) -> pb.GetSessionInfoResponse:
         limit_tokens=info.limit_tokens,
         failure_reason=info.failure_reason,
         generating=info.is_generating,
+        drafted_token_count=info.drafted_tokens,
+        accepted_token_count=info.accepted_tokens,
     )
 
 
@@ -189,4 +195,5 @@ def server_info_to_wire(info: EngineInfo, *, version: str, max_message_bytes: in
         kv_reserved_bytes=info.kv_reserved_bytes,
         segment_tokens=info.config.segment_tokens,
         session_idle_ttl_seconds=info.config.session_idle_ttl_seconds,
+        drafter=info.drafter,
     )

@@ -36,7 +36,7 @@ class Violations:
         setattr(self, name, getattr(self, name) + 1)
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False, weakref_slot=True)
 class Session:
     """Owned by the store. `history` grows only through `record`; `kv` is touched by the engine's thread only."""
 
@@ -54,6 +54,8 @@ class Session:
     live_bytes: int = 0
     evicted_tokens: int = 0
     cached_tokens: int = 0
+    drafted_tokens: int = 0  # guesses of a drafter that were verified, and how many of them were right
+    accepted_tokens: int = 0
     violations: Violations = field(default_factory=Violations)
 
     def check_room(self, adding: int) -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from inference_engine.errors import InvariantViolated, NoCapacity, SessionBusy, SessionEvicted, SessionNotFound
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.session_kv import SessionKV, bound_of
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.journal import Journal, SessionRecord
@@ -176,7 +176,7 @@ class SessionStore:
 
     def _refuse_what_can_never_fit(self, strategy: KVStrategy, limit_tokens: int | None) -> None:
         """No session is evicted for one that would not fit into the empty pool either."""
-        needed = strategy.bound(self._context.geometry, limit_tokens).peak_bytes
+        needed = bound_of(strategy, self._context, limit_tokens).peak_bytes
         capacity = self._context.pool.capacity_bytes
         if needed > capacity:
             raise NoCapacity(
@@ -187,7 +187,7 @@ class SessionStore:
             )
 
     def _reserve(self, strategy: KVStrategy, limit_tokens: int | None, owner: str) -> SessionKV:
-        needed = strategy.bound(self._context.geometry, limit_tokens).sustained_bytes
+        needed = bound_of(strategy, self._context, limit_tokens).sustained_bytes
         while True:
             idle = self._idle(owner)
             if len(self._sessions) >= self._max_sessions:
@@ -221,7 +221,7 @@ class SessionStore:
 
         without: sessions that would be evicted first.
         """
-        new = strategy.bound(self._context.geometry, limit_tokens)
+        new = bound_of(strategy, self._context, limit_tokens)
         staying = [session for session in self._sessions.values() if session not in without]
         bounds = [session.kv.bound for session in staying if not session.failure_reason] + [new]
         sustained = sum(bound.sustained_bytes for bound in bounds)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from inference_engine.backends.base import Step
+from inference_engine.backends.base import Result, Step
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.engine import Engine, Generation
 from inference_engine.errors import (
@@ -229,7 +229,7 @@ def test_a_stop_that_comes_while_a_step_runs_loses_nothing(monkeypatch: pytest.M
         started: queue.SimpleQueue[Generation] = queue.SimpleQueue()
         run, steps = TorchForward.run, 0
 
-        def stopping(self: TorchForward, step: Step) -> torch.Tensor:
+        def stopping(self: TorchForward, step: Step) -> Result:
             nonlocal steps
             steps += 1
             if steps == at_step + 1:  # the history takes two chunks

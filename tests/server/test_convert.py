@@ -33,6 +33,9 @@ FINISHED = Finished(
     attended_positions=30,
     evicted_positions=0,
     restored_positions=20,
+    drafted_tokens=12,
+    accepted_tokens=7,
+    is_degraded=True,
 )
 
 
@@ -99,6 +102,17 @@ def test_done_says_how_many_positions_were_read_in_another_form() -> None:
     frame = framer_for(pb.GenerateRequest())(FINISHED)
     assert frame is not None
     assert (frame.done.attended_position_count, frame.done.restored_position_count) == (30, 20)
+
+
+def test_done_says_what_became_of_drafts() -> None:
+    frame = framer_for(pb.GenerateRequest())(FINISHED)
+    assert frame is not None
+    assert (frame.done.drafted_token_count, frame.done.accepted_token_count, frame.done.degraded) == (12, 7, True)
+
+
+def test_drafting_is_on_unless_it_is_switched_off() -> None:
+    assert params_from_wire(pb.GenerateRequest(max_tokens=1)).drafting
+    assert not params_from_wire(pb.GenerateRequest(max_tokens=1, drafting=False)).drafting
 
 
 def test_a_request_that_says_nothing_is_greedy_with_everything_off() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from inference_engine.backends.base import Result
 from inference_engine.engine import Engine
 from tests.server.wire import HISTORY, Client, refused
 
@@ -15,8 +16,8 @@ async def test_logits_that_are_not_finite_are_never_sampled(
     session_id = await client.open()
     run = engine._forward.run
 
-    def broken(step: Any) -> torch.Tensor:
-        return torch.full_like(run(step), torch.nan)
+    def broken(step: Any) -> Result:
+        return Result(torch.full_like(run(step).logits, torch.nan))
 
     with monkeypatch.context() as patch:
         patch.setattr(engine._forward, "run", broken)

@@ -181,6 +181,7 @@ class AsyncSession(SessionBase):
         logprobs: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
         expected_history_length: int | None = None,
+        drafting: bool = True,
         timeout: Timeout = DEFAULT,
     ) -> AsyncGenerateStream:
         """As `Session.generate`."""
@@ -199,6 +200,7 @@ class AsyncSession(SessionBase):
             logprobs=logprobs,
             progress=on_progress is not None,
             expected_history_length=expected_history_length,
+            drafting=drafting,
         )
         fold = Fold(wants_logprobs=logprobs, on_progress=on_progress)
         return self._client._stream(request, timeout, fold, self._tail)

@@ -42,6 +42,7 @@ def generate(
     logprobs: bool,
     progress: bool,
     expected_history_length: int | None,
+    drafting: bool,
 ) -> pb.GenerateRequest:
     """The request for one Generate. It always asks for detailed frames: they tell the history length as it grows."""
     bias = dict(logit_bias or {})
@@ -64,6 +65,7 @@ def generate(
         token_details=True,
         progress=progress or None,
         expected_history_length=history_length(expected_history_length),
+        drafting=None if drafting else False,
     )
 
 

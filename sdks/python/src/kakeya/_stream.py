@@ -81,6 +81,9 @@ class Fold:
             evicted_positions=done.evicted_position_count,
             restored_positions=done.restored_position_count,
             truncated_tokens=self._truncated_tokens,
+            drafted_tokens=done.drafted_token_count,
+            accepted_tokens=done.accepted_token_count,
+            is_degraded=done.degraded,
         )
 
 

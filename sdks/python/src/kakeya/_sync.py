@@ -171,13 +171,15 @@ class Session(SessionBase):
         logprobs: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
         expected_history_length: int | None = None,
+        drafting: bool = True,
         timeout: Timeout = DEFAULT,
     ) -> GenerateStream:
         """Generate from the history; what is generated becomes part of it, token by token.
 
         Greedy unless `temperature` is above 0. The same seed at the same position draws the same token; without one the
         server draws it, and the result has it. `on_progress` is called, while the stream is read, before the first
-        token. Never repeated by itself.
+        token. `drafting=False` keeps the server's drafter from guessing ahead, which changes no token, only how fast
+        they come. Never repeated by itself.
         """
         self._require_open()
         request = requests.generate(
@@ -194,6 +196,7 @@ class Session(SessionBase):
             logprobs=logprobs,
             progress=on_progress is not None,
             expected_history_length=expected_history_length,
+            drafting=drafting,
         )
         fold = Fold(wants_logprobs=logprobs, on_progress=on_progress)
         return self._client._stream(request, timeout, fold, self._tail)

@@ -76,6 +76,9 @@ class GenerateResult:
     evicted_positions: int  # not readable by it
     restored_positions: int  # of the attended ones, those it read in a coded or restored form
     truncated_tokens: int  # positions that were unreadable already at the first token
+    drafted_tokens: int  # guesses of the server's drafter that were verified
+    accepted_tokens: int  # how many of them were right
+    is_degraded: bool  # the drafter failed and was not asked again; the tokens are what they would have been
 
     @property
     def generated_tokens(self) -> int:
@@ -100,6 +103,8 @@ class SessionInfo:
     inv1_violations: int
     inv2_violations: int
     inv3_violations: int
+    drafted_tokens: int  # guesses of the server's drafter that were verified in all Generates
+    accepted_tokens: int  # how many of them were right
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +127,7 @@ class ServerInfo:
     kv_reserved_bytes: int
     segment_tokens: int
     session_idle_ttl_seconds: float
+    drafter: str  # what guesses ahead in Generates that allow it; empty: nothing does
 
 
 def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
@@ -140,6 +146,8 @@ def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
         inv1_violations=reply.cache_invariant_inv1_violations,
         inv2_violations=reply.cache_invariant_inv2_violations,
         inv3_violations=reply.cache_invariant_inv3_violations,
+        drafted_tokens=reply.drafted_token_count,
+        accepted_tokens=reply.accepted_token_count,
     )
 
 
@@ -161,4 +169,5 @@ def server_info(reply: pb.GetServerInfoResponse) -> ServerInfo:
         kv_reserved_bytes=reply.kv_reserved_bytes,
         segment_tokens=reply.segment_tokens,
         session_idle_ttl_seconds=reply.session_idle_ttl_seconds,
+        drafter=reply.drafter,
     )

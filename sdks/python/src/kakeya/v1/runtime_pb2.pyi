@@ -221,6 +221,7 @@ class GenerateRequest(_message.Message):
     TOKEN_DETAILS_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     EXPECTED_HISTORY_LENGTH_FIELD_NUMBER: _builtins.int
+    DRAFTING_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     max_tokens: _builtins.int
     """At least 1, at most the server's max_tokens_limit."""
@@ -244,6 +245,8 @@ class GenerateRequest(_message.Message):
     """Ask for an `accepted` frame and `progress` frames before the first token."""
     expected_history_length: _builtins.int
     """If present and different from the history length, nothing is generated: ABORTED, HISTORY_LENGTH_MISMATCH."""
+    drafting: _builtins.bool
+    """May the server's drafter guess ahead? That changes no token, only how fast they come. Absent: true."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end this Generate, beside the session's eos_token_ids. At most 64."""
@@ -269,11 +272,14 @@ class GenerateRequest(_message.Message):
         token_details: _builtins.bool | None = ...,
         progress: _builtins.bool | None = ...,
         expected_history_length: _builtins.int | None = ...,
+        drafting: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_history_length", b"_expected_history_length", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "expected_history_length", b"expected_history_length", "logprobs", b"logprobs", "min_p", b"min_p", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "logprobs", b"logprobs", "min_p", b"min_p", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_history_length", b"_expected_history_length", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "expected_history_length", b"expected_history_length", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__drafting: _TypeAlias = _typing.Literal["drafting"]  # noqa: Y015
+    _WhichOneofArgType__drafting: _TypeAlias = _typing.Literal["_drafting", b"_drafting"]  # noqa: Y015
     _WhichOneofReturnType__expected_history_length: _TypeAlias = _typing.Literal["expected_history_length"]  # noqa: Y015
     _WhichOneofArgType__expected_history_length: _TypeAlias = _typing.Literal["_expected_history_length", b"_expected_history_length"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
@@ -294,6 +300,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drafting) -> _WhichOneofReturnType__drafting | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_history_length) -> _WhichOneofReturnType__expected_history_length | None: ...
     @_typing.overload
@@ -405,6 +413,9 @@ class GenerateDone(_message.Message):
     EVICTED_POSITION_COUNT_FIELD_NUMBER: _builtins.int
     HISTORY_LENGTH_FIELD_NUMBER: _builtins.int
     RESTORED_POSITION_COUNT_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    DEGRADED_FIELD_NUMBER: _builtins.int
     stop_reason: Global___GenerateDone.StopReason.ValueType
     generated_token_count: _builtins.int
     prefill_duration_seconds: _builtins.float
@@ -423,6 +434,11 @@ class GenerateDone(_message.Message):
     """Tokens in the history when the stream ended."""
     restored_position_count: _builtins.int
     """Of the attended positions, those that the last token read in a coded or restored form, in some layer at least."""
+    drafted_token_count: _builtins.int
+    """Guesses of the server's drafter that were verified, and how many of them were right."""
+    accepted_token_count: _builtins.int
+    degraded: _builtins.bool
+    """The drafter failed and was not asked again. The tokens are what they would have been."""
     def __init__(
         self,
         *,
@@ -437,10 +453,13 @@ class GenerateDone(_message.Message):
         evicted_position_count: _builtins.int = ...,
         history_length: _builtins.int = ...,
         restored_position_count: _builtins.int = ...,
+        drafted_token_count: _builtins.int = ...,
+        accepted_token_count: _builtins.int = ...,
+        degraded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attended_position_count", b"attended_position_count", "cached_token_count", b"cached_token_count", "evicted_position_count", b"evicted_position_count", "generated_token_count", b"generated_token_count", "history_length", b"history_length", "prefill_duration_seconds", b"prefill_duration_seconds", "prefilled_token_count", b"prefilled_token_count", "restored_position_count", b"restored_position_count", "seed", b"seed", "stop_reason", b"stop_reason", "total_duration_seconds", b"total_duration_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "attended_position_count", b"attended_position_count", "cached_token_count", b"cached_token_count", "degraded", b"degraded", "drafted_token_count", b"drafted_token_count", "evicted_position_count", b"evicted_position_count", "generated_token_count", b"generated_token_count", "history_length", b"history_length", "prefill_duration_seconds", b"prefill_duration_seconds", "prefilled_token_count", b"prefilled_token_count", "restored_position_count", b"restored_position_count", "seed", b"seed", "stop_reason", b"stop_reason", "total_duration_seconds", b"total_duration_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -617,6 +636,8 @@ class GetSessionInfoResponse(_message.Message):
     FAILURE_REASON_FIELD_NUMBER: _builtins.int
     GENERATING_FIELD_NUMBER: _builtins.int
     CACHE_INVARIANT_INV3_VIOLATIONS_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     history_length: _builtins.int
     kv_live_bytes: _builtins.int
     """Bytes of K/V actually held now, summed over what holds them."""
@@ -634,6 +655,9 @@ class GetSessionInfoResponse(_message.Message):
     generating: _builtins.bool
     """A Generate is running."""
     cache_invariant_inv3_violations: _builtins.int
+    drafted_token_count: _builtins.int
+    """Guesses of the server's drafter that were verified in all Generates, and how many of them were right."""
+    accepted_token_count: _builtins.int
     @_builtins.property
     def strategy(self) -> Global___Strategy: ...
     def __init__(
@@ -653,10 +677,12 @@ class GetSessionInfoResponse(_message.Message):
         failure_reason: _builtins.str = ...,
         generating: _builtins.bool = ...,
         cache_invariant_inv3_violations: _builtins.int = ...,
+        drafted_token_count: _builtins.int = ...,
+        accepted_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "cache_invariant_inv1_violations", b"cache_invariant_inv1_violations", "cache_invariant_inv2_violations", b"cache_invariant_inv2_violations", "cache_invariant_inv3_violations", b"cache_invariant_inv3_violations", "cached_token_count", b"cached_token_count", "evicted_token_count", b"evicted_token_count", "failure_reason", b"failure_reason", "generating", b"generating", "history_length", b"history_length", "idle_seconds", b"idle_seconds", "kv_live_bytes", b"kv_live_bytes", "limit_tokens", b"limit_tokens", "peak_bytes", b"peak_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "accepted_token_count", b"accepted_token_count", "cache_invariant_inv1_violations", b"cache_invariant_inv1_violations", "cache_invariant_inv2_violations", b"cache_invariant_inv2_violations", "cache_invariant_inv3_violations", b"cache_invariant_inv3_violations", "cached_token_count", b"cached_token_count", "drafted_token_count", b"drafted_token_count", "evicted_token_count", b"evicted_token_count", "failure_reason", b"failure_reason", "generating", b"generating", "history_length", b"history_length", "idle_seconds", b"idle_seconds", "kv_live_bytes", b"kv_live_bytes", "limit_tokens", b"limit_tokens", "peak_bytes", b"peak_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
@@ -699,6 +725,7 @@ class GetServerInfoResponse(_message.Message):
     KV_RESERVED_BYTES_FIELD_NUMBER: _builtins.int
     SEGMENT_TOKENS_FIELD_NUMBER: _builtins.int
     SESSION_IDLE_TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     model_id: _builtins.str
     vocab_size: _builtins.int
@@ -717,6 +744,8 @@ class GetServerInfoResponse(_message.Message):
     segment_tokens: _builtins.int
     """Positions that leave memory together; the unit of prefill."""
     session_idle_ttl_seconds: _builtins.float
+    drafter: _builtins.str
+    """What guesses ahead in Generates that allow it. Empty: nothing does."""
     @_builtins.property
     def strategies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the strategies that CreateSession accepts."""
@@ -742,10 +771,11 @@ class GetServerInfoResponse(_message.Message):
         kv_reserved_bytes: _builtins.int = ...,
         segment_tokens: _builtins.int = ...,
         session_idle_ttl_seconds: _builtins.float = ...,
+        drafter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_strategy", b"default_strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_strategy", b"default_strategy", "device", b"device", "dtype", b"dtype", "kv_capacity_bytes", b"kv_capacity_bytes", "kv_reserved_bytes", b"kv_reserved_bytes", "max_append_tokens", b"max_append_tokens", "max_message_bytes", b"max_message_bytes", "max_tokens_limit", b"max_tokens_limit", "mode", b"mode", "model_id", b"model_id", "segment_tokens", b"segment_tokens", "session_idle_ttl_seconds", b"session_idle_ttl_seconds", "strategies", b"strategies", "trained_position_count", b"trained_position_count", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_strategy", b"default_strategy", "device", b"device", "drafter", b"drafter", "dtype", b"dtype", "kv_capacity_bytes", b"kv_capacity_bytes", "kv_reserved_bytes", b"kv_reserved_bytes", "max_append_tokens", b"max_append_tokens", "max_message_bytes", b"max_message_bytes", "max_tokens_limit", b"max_tokens_limit", "mode", b"mode", "model_id", b"model_id", "segment_tokens", b"segment_tokens", "session_idle_ttl_seconds", b"session_idle_ttl_seconds", "strategies", b"strategies", "trained_position_count", b"trained_position_count", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

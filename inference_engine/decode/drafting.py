@@ -1,0 +1,73 @@
+"""What a drafter is to the engine: cheap guesses at what a session's model will say next.
+
+    propose   sessions that want a draft → token ids for the positions after their history
+    observe   rows that were committed → whatever the drafter wants to remember of them
+
+A draft is a guess and nothing else: the target samples every position itself, and a guess stays if it is that sample.
+So a drafter, however wrong, never changes a token. Drafters lie above the engine; this is all it knows of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_engine.kv.draft_memory import DraftMemories, DraftMemory
+
+__all__ = ["DraftMemory", "Drafter", "Seen", "TokenIds", "Wanted"]
+
+TokenIds = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Rows of one session that were committed in a step, in order of position.
+
+    Positions never go back, but those of an append that was not observed (drafting failed meanwhile) may be missing.
+    taps: [n, len(tap_layers), hidden], the target's hidden states after those layers, in its dtype and on its device;
+    None if the drafter asks for none.
+    """
+
+    memory: DraftMemory | None
+    first: int
+    token_ids: TokenIds  # [n]
+    taps: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One session that could use a draft of at most `limit` tokens, at least one.
+
+    history: every recorded id; the last one was just sampled and has no row yet. The draft begins after it.
+    """
+
+    memory: DraftMemory | None
+    history: TokenIds
+    limit: int
+
+
+class Drafter(DraftMemories, Protocol):
+    """A drafter on the target's device. Only the engine's thread calls it, but for `demands` and `open`."""
+
+    @property
+    def name(self) -> str:
+        """What it is called, for people."""
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """The target's layers after which it wants hidden states, ascending; () for none."""
+
+    @property
+    def longest(self) -> int:
+        """The most tokens it can propose at once."""
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """Rows of several sessions were committed."""
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[TokenIds]:
+        """A draft for each, of at most its limit; an empty one where the drafter has nothing to say."""

@@ -1,0 +1,190 @@
+"""Drafting beside the loop: who gets a draft in this step, how long, and what becomes of a drafter that fails.
+
+A drafter never changes a token, so nothing here is needed for an answer to be right. One that raises is not asked again
+by that Generate, which goes on plainly and says so at its end.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from inference_engine.decode.draft_length import Acceptance, StepSeconds, best_length, steps_between
+from inference_engine.decode.drafting import Drafter, Seen, TokenIds, Wanted
+from inference_engine.decode.verifier import Block, Outcome
+from inference_engine.metrics import EngineMetrics
+from inference_engine.scheduler.request import Request
+from inference_engine.session.session import Session
+
+logger = logging.getLogger(__name__)
+
+# While drafts do not pay, what may be spent on finding out whether they would again.
+_WATCH_SHARE = 0.01
+_PROBE_STEPS, _PROBE_LENGTH = 256, 4
+_SECONDS_MEMORY = 0.9
+_NONE: TokenIds = np.zeros(0, dtype=np.uint32)
+
+
+@dataclass(slots=True)
+class _Pace:
+    """What is known of drafts for one session, over all its Generates."""
+
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    # A draft that was not verified, to be compared as tokens come.
+    watched: TokenIds = field(default_factory=_NONE.copy)
+    watched_right: int = 0
+    steps_since_watch: int = 0
+    steps_since_draft: int = 0
+
+    def watch(self, draft: TokenIds) -> None:
+        self.watched, self.watched_right, self.steps_since_watch = draft, 0, 0
+
+    def compare(self, token_id: int) -> None:
+        if not len(self.watched):
+            return
+        is_right = int(self.watched[self.watched_right]) == token_id
+        self.watched_right += is_right
+        if not is_right or self.watched_right == len(self.watched):
+            self.acceptance.saw(len(self.watched), self.watched_right)
+            self.watched = _NONE
+
+
+class Drafting:
+    """One drafter for all sessions of an engine."""
+
+    def __init__(
+        self, drafter: Drafter, metrics: EngineMetrics, clock: Callable[[], float], *, draft_tokens: int
+    ) -> None:
+        """draft_tokens: how many guesses each draft has; 0: as many as pay."""
+        self._drafter = drafter
+        self._metrics = metrics
+        self._clock = clock
+        self._fixed = draft_tokens
+        self._steps: dict[int, StepSeconds] = {}
+        self._draft_seconds = 0.0
+        self._paces: WeakKeyDictionary[Session, _Pace] = WeakKeyDictionary()
+        self._seen: list[tuple[Request, Seen]] = []
+
+    def wants_taps(self, request: Request) -> bool:
+        return bool(self._drafter.tap_layers) and self._is_served(request)
+
+    def _pace(self, request: Request) -> _Pace:
+        return self._paces.setdefault(request.session, _Pace())
+
+    # -- before a step ----------------------------------------------------------------------------------------------
+
+    def draft(self, decoding: Sequence[Request], rows_left: int) -> dict[Request, TokenIds]:
+        """Guesses for the requests that a step decodes, one row each; all guesses together at most `rows_left`."""
+        wanted: list[tuple[Request, int, bool]] = []
+        for request in decoding:
+            longest = min(self._drafter.longest, self._room(request), rows_left // len(decoding))
+            if longest > 0 and self._is_served(request):
+                length, is_watched = self._length(request, longest, len(decoding))
+                if length:
+                    wanted.append((request, length, is_watched))
+        if not wanted:
+            return {}
+        began = self._clock()
+        try:
+            drafts = self._drafter.propose(
+                [
+                    Wanted(request.session.kv.draft_memory, request.session.history.ids(), length)
+                    for request, length, _ in wanted
+                ]
+            )
+        except Exception:
+            logger.exception("the drafter cannot propose")
+            self._degrade([request for request, _, _ in wanted])
+            return {}
+        self._learn_draft_seconds(self._clock() - began)
+        given: dict[Request, TokenIds] = {}
+        for (request, length, is_watched), whole in zip(wanted, drafts, strict=True):
+            draft = whole[:length]
+            if is_watched:
+                self._pace(request).watch(draft)
+            elif len(draft):
+                given[request] = draft
+        return given
+
+    def _is_served(self, request: Request) -> bool:
+        return request.params.drafting and not request.is_degraded and request.forced is None
+
+    @staticmethod
+    def _room(request: Request) -> int:
+        """Guesses whose rows have a place, and after which a token may still come."""
+        session = request.session
+        room = min(session.kv.room() - 1, request.params.max_tokens - request.generated - 1)
+        return room if session.limit_tokens is None else min(room, session.limit_tokens - len(session.history) - 1)
+
+    def _length(self, request: Request, longest: int, sessions: int) -> tuple[int, bool]:
+        """How many guesses, and whether only to watch them."""
+        if self._fixed:
+            return min(self._fixed, longest), False
+        pace, step = self._pace(request), self._steps_of(sessions)
+        pace.steps_since_watch += 1
+        pace.steps_since_draft += 1
+        cost = self._draft_seconds / sessions
+        length = best_length(pace.acceptance, step, sessions=sessions, longest=longest, draft_seconds=cost)
+        if length or pace.steps_since_draft > _PROBE_STEPS:
+            pace.steps_since_draft = 0
+            pace.watched = _NONE
+            return length or min(_PROBE_LENGTH, longest), False
+        if not len(pace.watched):
+            apart = steps_between(cost, step.expected(sessions) or 0.0, _WATCH_SHARE)
+            if pace.steps_since_watch >= apart:
+                return longest, True
+        return 0, False
+
+    # -- after a step -----------------------------------------------------------------------------------------------
+
+    def took(self, sessions: int, rows: int, seconds: float) -> None:
+        """A step that decoded and did nothing else took so long."""
+        self._steps_of(sessions).saw(rows, seconds)
+
+    def settle(self, request: Request, block: Block, outcome: Outcome, *, first: int, kept: int) -> None:
+        """The block's first `kept` rows, from position `first` on, were committed."""
+        if block.drafted:
+            accepted = len(outcome.samples) - 1
+            for counter in (request, request.session):
+                counter.drafted_tokens += block.drafted
+                counter.accepted_tokens += accepted
+            self._metrics.drafted_tokens.inc(block.drafted)
+            self._metrics.accepted_tokens.inc(accepted)
+            self._pace(request).acceptance.saw(block.drafted, accepted)
+        elif outcome.samples:
+            self._pace(request).compare(outcome.samples[0].token_id)
+        memory = request.session.kv.draft_memory
+        if kept and self._is_served(request) and (memory is not None or outcome.taps is not None):
+            taps = None if outcome.taps is None else outcome.taps[:kept]
+            self._seen.append((request, Seen(memory, first, block.token_ids[:kept], taps)))
+
+    def observe(self) -> None:
+        """Tell the drafter what the step committed."""
+        seen, self._seen = self._seen, []
+        # A session that was closed meanwhile has no memory any more.
+        seen = [(request, rows) for request, rows in seen if not request.session.is_closed]
+        if not seen:
+            return
+        try:
+            self._drafter.observe([rows for _, rows in seen])
+        except Exception:
+            logger.exception("the drafter cannot observe")
+            self._degrade([request for request, _ in seen])
+
+    def _steps_of(self, sessions: int) -> StepSeconds:
+        return self._steps.setdefault(sessions.bit_length(), StepSeconds())
+
+    def _learn_draft_seconds(self, seconds: float) -> None:
+        known = self._draft_seconds or seconds
+        self._draft_seconds = _SECONDS_MEMORY * known + (1 - _SECONDS_MEMORY) * min(seconds, 3 * known)
+
+    def _degrade(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            request.is_degraded = True
+            self._metrics.drafter_failures.inc()
+            if request.session.kv.draft_memory is not None:
+                request.session.kv.draft_memory.forget()

@@ -1,0 +1,87 @@
+"""Prompt lookup: what followed the last time the history ended like this is proposed again.
+
+    history   … the cat sat on the mat and then the cat sat on
+                └───────┬────────┘              └────┬────┘
+                the latest earlier copy of the end   ends here: propose "the mat and …"
+
+Costs one comparison of the history with its last id, remembers nothing, and needs no training: it drafts well where
+text is quoted, edited or called again, and has nothing to say elsewhere.
+Source: Saxena, Prompt Lookup Decoding, 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from inference_engine.decode.drafting import DraftMemory, Seen, TokenIds, Wanted
+from inference_engine.errors import ConfigError
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.pool import Demand
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NgramDrafter:
+    """Looks for the longest copy of the history's end, of `max_ngram` down to `min_ngram` ids; the latest one wins.
+
+    horizon: how many of the last ids are searched.
+    """
+
+    max_ngram: int = 8
+    min_ngram: int = 2
+    longest: int = 16
+    horizon: int = 16_384
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_ngram <= self.max_ngram < self.horizon:
+            raise ConfigError(
+                "min_ngram, max_ngram and horizon must be at least 1 and ascend, "
+                f"got {self.min_ngram}, {self.max_ngram}, {self.horizon}"
+            )
+        if self.longest < 1:
+            raise ConfigError(f"longest must be at least 1, got {self.longest}")
+
+    @property
+    def name(self) -> str:
+        return "ngram"
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return ()
+
+    def demands(self, geometry: Geometry) -> tuple[Demand, ...]:
+        return ()
+
+    def open(self, context: KVContext) -> DraftMemory | None:
+        return None
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        pass
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[TokenIds]:
+        return [self._continue(one.history[-self.horizon :], min(one.limit, self.longest)) for one in wanted]
+
+    def _continue(self, ids: TokenIds, count: int) -> TokenIds:
+        start = self._after_copy(ids)
+        if start is None:
+            return ids[:0]
+        # Where the copy runs into the end it repeats itself: "a b a b" goes on with "a b".
+        found = ids[start : start + count]
+        return np.resize(found, count) if start + count > len(ids) else found.copy()
+
+    def _after_copy(self, ids: TokenIds) -> int | None:
+        """Where the continuation of the best copy begins; None if the end is new."""
+        if len(ids) <= self.min_ngram:
+            return None
+        ends = np.flatnonzero(ids[:-1] == ids[-1])  # last places of copies, ascending
+        best, length = ends, 1
+        while len(best) and length < self.max_ngram:
+            longer = best[best >= length]
+            longer = longer[ids[longer - length] == ids[-1 - length]]
+            if not len(longer):
+                break
+            best, length = longer, length + 1
+        return int(best[-1]) + 1 if len(best) and length >= self.min_ngram else None

@@ -1,0 +1,92 @@
+"""How long a draft should be: a pure matter of what drafts gave and what steps took."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference_engine.decode.draft_length import Acceptance, StepSeconds, best_length, steps_between
+
+
+def seen(*drafts: tuple[int, int]) -> Acceptance:
+    acceptance = Acceptance()
+    for proposed, accepted in drafts:
+        acceptance.saw(proposed, accepted)
+    return acceptance
+
+
+def line(fixed: float, per_row: float, *, rows: tuple[int, ...] = (1, 2, 5, 9)) -> StepSeconds:
+    steps = StepSeconds()
+    for _ in range(50):
+        for count in rows:
+            steps.saw(count, fixed + per_row * count)
+    return steps
+
+
+def longest(acceptance: Acceptance, steps: StepSeconds, *, sessions: int = 1, draft_seconds: float = 0.0) -> int:
+    return best_length(acceptance, steps, sessions=sessions, longest=8, draft_seconds=draft_seconds)
+
+
+RIGHT, WRONG = seen(*[(8, 8)] * 100), seen(*[(8, 0)] * 100)
+
+
+def test_right_guesses_are_worth_the_longest_draft_where_rows_are_cheap() -> None:
+    assert longest(RIGHT, line(1.0, 0.01)) == 8
+
+
+def test_wrong_guesses_are_worth_none() -> None:
+    assert longest(WRONG, line(1.0, 0.01)) == 0
+
+
+def test_right_guesses_are_worth_none_where_a_row_costs_a_step() -> None:
+    assert longest(RIGHT, line(0.0, 1.0)) == 0
+
+
+def test_a_dear_drafter_has_to_be_right_more_often() -> None:
+    some = seen(*[(8, 2)] * 100)
+    assert longest(some, line(1.0, 0.05)) > 0
+    assert longest(some, line(1.0, 0.05), draft_seconds=2.5) == 0
+
+
+def test_the_draft_ends_where_guesses_stop_being_right() -> None:
+    assert longest(seen(*[(8, 3)] * 100), line(1.0, 0.1)) == 3
+
+
+def test_neighbours_who_wait_for_the_guesses_count() -> None:
+    half = seen(*[(1, 1), (1, 0)] * 50)
+    assert longest(half, line(1.0, 0.3)) > 0
+    assert longest(half, line(1.0, 0.3, rows=(8, 9, 12)), sessions=8) == 0
+
+
+def test_the_longest_draft_is_tried_while_nothing_is_known() -> None:
+    assert longest(Acceptance(), StepSeconds()) == 8
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_steps_of_one_size_say_nothing_of_the_price_of_a_row(rows: int) -> None:
+    steps = line(1.0, 0.5, rows=(rows,))
+    assert steps.expected(rows + 5) == steps.expected(rows)
+
+
+def test_one_slow_step_does_not_change_much() -> None:
+    steps = line(1.0, 0.1)
+    before = steps.expected(4)
+    steps.saw(9, 100.0)
+    after = steps.expected(4)
+    assert before is not None and after is not None
+    assert after < 1.1 * before
+
+
+def test_what_was_seen_long_ago_is_forgotten() -> None:
+    turned = seen(*[(4, 0)] * 100, *[(4, 4)] * 100)
+    assert turned.rate(0) > 0.95
+
+
+def test_places_that_were_never_reached_resemble_the_last_one() -> None:
+    acceptance = seen(*[(2, 2)] * 100)
+    assert acceptance.rate(7) == acceptance.rate(1) > 0.95
+
+
+def test_watching_takes_its_share_of_the_time_and_no_more() -> None:
+    assert steps_between(0.5, 10.0, 0.01) == 5
+    assert steps_between(1e-6, 10.0, 0.01) == 1
+    assert steps_between(1.0, 0.0, 0.01) == 1
