@@ -50,6 +50,8 @@ class EngineConfig:
     mode: Mode = Mode.BATCHED
     strategy: str = "full"
     kv_bytes: int = 0  # 0: a quarter of the device's free memory when the engine starts
+    tier_bytes: int = 0  # for rows off the device; 0: a quarter of free host memory, or on a CPU of the folder's disk
+    tier_dir: str = ""  # the folder for rows that leave a CPU's memory; "": the system's for temporary files
     max_sessions: int = 1024
     max_queued: int = 256
     max_batch: int = 64  # Generates in one forward
@@ -66,6 +68,7 @@ class EngineConfig:
         _at_least(
             self,
             kv_bytes=0,
+            tier_bytes=0,
             max_sessions=1,
             max_queued=1,
             max_batch=1,

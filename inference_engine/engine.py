@@ -35,6 +35,8 @@ from inference_engine.errors import (
 from inference_engine.kv.query_rings import MatchTotals
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.tier import open_tier
+from inference_engine.kv.tier_rows import TransferTotals
 from inference_engine.kv.token_codec import TokenCodec
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.loop import Scheduler
@@ -81,6 +83,7 @@ class SessionInfo:
     cached_tokens: int
     evicted_tokens: int
     kv_live_bytes: int
+    tier_live_bytes: int
     bound: Bound
     strategy: KVStrategy
     limit_tokens: int | None
@@ -102,6 +105,8 @@ class EngineInfo:
     default_strategy: KVStrategy
     kv_capacity_bytes: int
     kv_reserved_bytes: int
+    tier_capacity_bytes: int
+    tier_reserved_bytes: int
     drafter: str  # "": there is none
     config: EngineConfig
 
@@ -179,7 +184,14 @@ class Engine:
         self._default_strategy = parse_strategy(self.config.strategy).resolved(self._geometry)
         self._default_strategy.check(self._geometry)
         opened = forward.open(self._geometry, self.config.kv_bytes or forward.free_bytes() // _KV_SHARE)
-        self._context = replace(opened, latent=latent, draft_memories=drafter)
+        tier = open_tier(
+            forward.device,
+            capacity_bytes=self.config.tier_bytes,
+            share=_KV_SHARE,
+            folder=self.config.tier_dir,
+            count=self.metrics.count_transfer,
+        )
+        self._context = replace(opened, latent=latent, draft_memories=drafter, tier=tier)
         self._check_ready(self._default_strategy)
         self._warn_if_too_small()
         self._store = SessionStore(
@@ -321,6 +333,7 @@ class Engine:
             cached_tokens=session.cached_tokens,
             evicted_tokens=session.evicted_tokens,
             kv_live_bytes=session.live_bytes,
+            tier_live_bytes=session.tier_live_bytes,
             bound=session.kv.bound,
             strategy=session.kv.strategy,
             limit_tokens=session.limit_tokens,
@@ -337,6 +350,10 @@ class Engine:
     def match_statistics(self, session_id: str, *, owner: str = "") -> dict[int, MatchTotals]:
         """What matching past queries saved and missed, by layer; empty where a strategy matches none. Never waits."""
         return self._store.find(session_id, owner).kv.statistics()
+
+    def transfer_statistics(self, session_id: str, *, owner: str = "") -> TransferTotals:
+        """What moved between the device and the second tier; zeros where a strategy has none. Never waits."""
+        return self._store.find(session_id, owner).kv.transfers()
 
     def close_session(self, session_id: str, *, owner: str = "") -> int:
         """End a session at once; returns its final length. A running Generate ends with Failed(SessionClosed)."""
@@ -385,6 +402,8 @@ class Engine:
     # -- the engine itself ------------------------------------------------------------------------------------------
 
     def info(self) -> EngineInfo:
+        tier = self._context.tier
+        assert tier is not None
         return EngineInfo(
             facts=self._forward.facts,
             mode=self.config.mode,
@@ -392,6 +411,8 @@ class Engine:
             default_strategy=self._default_strategy,
             kv_capacity_bytes=self._context.pool.capacity_bytes,
             kv_reserved_bytes=self._context.pool.reserved_bytes,
+            tier_capacity_bytes=tier.capacity_bytes,
+            tier_reserved_bytes=tier.reserved_bytes,
             drafter="" if self._drafter is None else self._drafter.name,
             config=self.config,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 SESSION_OUTCOMES = ("closed", "evicted", "failed")
+TRANSFERS = ("kept", "streamed", "fetched")
 EVICTION_REASONS = ("ttl", "lru")
 GENERATE_OUTCOMES = ("max_tokens", "eos", "truncated", "cancelled", "deadline", "closed", "draining", "failed")
 INVARIANTS = ("INV1", "INV2", "INV3")
@@ -52,6 +53,21 @@ class EngineMetrics:
         self.kv_live_bytes = self._gauge("session_kv_live_bytes", "Bytes of K/V held, summed over sessions.")
         self.kv_reserved_bytes = self._gauge("session_kv_reserved_bytes", "Bytes of K/V promised to open sessions.")
         self.kv_capacity_bytes = self._gauge("session_kv_capacity_bytes", "Bytes of K/V that may be promised.")
+        self.tier_live_bytes = self._gauge(
+            "session_tier_live_bytes", "Bytes of K/V held off the device, summed over sessions."
+        )
+        self.tier_reserved_bytes = self._gauge(
+            "session_tier_reserved_bytes", "Bytes off the device promised to open sessions."
+        )
+        self.tier_capacity_bytes = self._gauge(
+            "session_tier_capacity_bytes", "Bytes off the device that may be promised."
+        )
+        self.tier_transfers = self._counter(
+            "session_tier_transfer_bytes_total",
+            "Bytes of K/V that left the device, came by to be read whole, or were fetched as selected blocks.",
+            transfer=TRANSFERS,
+        )
+        self._tier_transfers = {kind: self.tier_transfers.labels(kind) for kind in TRANSFERS}
 
     def _add_generates(self) -> None:
         self.generates_active = self._gauge("generate_active", "Generates running now.")
@@ -73,12 +89,8 @@ class EngineMetrics:
         self.inter_token_seconds = self._histogram(
             "generate_inter_token_seconds", "Seconds between two tokens of one Generate.", _STEP_SECONDS
         )
-        self.drafted_tokens = self._counter(
-            "generate_drafted_tokens_total", "Guesses of the drafter that were verified."
-        )
-        self.accepted_tokens = self._counter(
-            "generate_accepted_tokens_total", "Guesses of the drafter that were right."
-        )
+        self.drafted_tokens = self._counter("generate_drafted_tokens_total", "Guesses that were verified.")
+        self.accepted_tokens = self._counter("generate_accepted_tokens_total", "Guesses that were right.")
         self.drafter_failures = self._counter(
             "generate_drafter_failures_total", "Generates that went on without the drafter because it raised."
         )
@@ -114,6 +126,10 @@ class EngineMetrics:
     def set_build_info(self, *, version: str, model: str, device: str, dtype: str, mode: str) -> None:
         self._build_info.clear()
         self._build_info.labels(version=version, model=model, device=device, dtype=dtype, mode=mode).set(1)
+
+    def count_transfer(self, kind: str, count: int) -> None:
+        """`count` bytes moved between the device and the second tier; kind: one of TRANSFERS."""
+        self._tier_transfers[kind].inc(count)
 
     def _gauge(self, name: str, help_text: str) -> Gauge:
         return Gauge(name, help_text, registry=self.registry)

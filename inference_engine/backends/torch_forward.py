@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
-from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -15,6 +12,7 @@ from inference_engine.backends.base import Result, Step
 from inference_engine.backends.quanta import probe_quanta
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.host_memory import free_host_bytes
 from inference_engine.kv.pool import Pool
 from inference_engine.models.seam import Seam
 from inference_engine.types import Mode, ModelFacts
@@ -55,7 +53,7 @@ class TorchForward:
     def free_bytes(self) -> int:
         if self._device.type == "cuda":
             return int(torch.cuda.mem_get_info(self._device)[0])
-        return int(min(psutil.virtual_memory().available, _container_bytes()))
+        return free_host_bytes()
 
     def open(self, geometry: Geometry, capacity_bytes: int) -> KVContext:
         return KVContext(
@@ -91,14 +89,3 @@ def use_threads(count: int) -> None:
     affinity = getattr(os, "sched_getaffinity", None)
     usable = len(affinity(0)) if affinity else os.cpu_count() or 1
     torch.set_num_threads(count or usable)
-
-
-def _container_bytes() -> float:
-    """Memory that the container around this process still allows; infinite where there is none."""
-    folder = Path("/sys/fs/cgroup")
-    try:
-        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
-        used = int((folder / "memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return math.inf
-    return math.inf if limit == "max" else max(0, int(limit) - used)

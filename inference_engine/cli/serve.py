@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         parse_strategy(engine_config.strategy)
         latent = find_latent(model)
         forward = open_backend(model)
-        engine = Engine(forward, engine_config, latent=latent, drafter=find_drafter(model))
+        engine = Engine(forward, engine_config, latent=latent, drafter=find_drafter(model, forward))
 
     def ready(handle: ServerHandle) -> None:
         print(ready_line(handle, engine), flush=True)

@@ -40,6 +40,8 @@ HELP = {
         "what sessions keep: full, sink_window:sink=4,window=1024, layer_window:full_layers=5+11, restored",
     ),
     "kv_bytes": ("SIZE", "memory for K/V, such as 4GiB; 0: a quarter of what is free"),
+    "tier_bytes": ("SIZE", "memory or disk for rows off the device; 0: a quarter of what is free"),
+    "tier_dir": ("FOLDER", "for rows that leave a CPU's memory; empty: the system's folder for temporary files"),
     "max_sessions": ("N", "sessions open at the same time"),
     "max_queued": ("N", "Generates that may wait for their turn"),
     "max_batch": ("N", "Generates in one forward"),

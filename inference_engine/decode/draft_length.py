@@ -3,25 +3,30 @@
     tokens a second with n guesses = (others + 1 + r₁ + r₁r₂ + … + r₁…rₙ) ÷ (seconds(rows + n) + drafting)
 
 rᵢ is how often the guess in place i was right when those before it were. Steps are measured as they come, in groups of
-as many sessions; older ones count less. The longest draft is tried while nothing is known of its cost.
+as many sessions; older ones count less. A number of rows that no step has had yet is taken to cost what the next
+smaller one does, so it is tried, and then known.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 _PRIOR_RATE, _PRIOR_WEIGHT = 0.6, 2.0
 _DRAFT_MEMORY = 0.95  # what a draft counts when the next one has come
-_STEP_MEMORY = 0.98
+_STEP_MEMORY = 0.9
 _OUTLIER = 3.0  # a step that took this many times what was expected counts no more than that
+# Few lengths, so that what a step of each takes is soon known, and kernels meet few shapes.
+_LENGTHS = (1, 2, 4, 7, 15, 31)
 _LEAST_GAIN = 1.02  # a draft that promises less is not worth its risk
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """How often a session's guesses are right, by their place in the draft."""
+    """How often guesses are right, by their place in the draft. Begins as `like` another one, if there is one."""
 
+    like: Acceptance | None = None
     _right: list[float] = field(default_factory=list)
     _tried: list[float] = field(default_factory=list)
 
@@ -37,59 +42,65 @@ class Acceptance:
 
     def rate(self, place: int) -> float:
         """How often the guess in `place` (from 0) is right if those before it are; unseen places resemble the last."""
-        if not self._tried:
-            return _PRIOR_RATE
-        place = min(place, len(self._tried) - 1)
-        return self._right[place] / self._tried[place]
+        if place < len(self._tried):
+            return self._right[place] / self._tried[place]
+        if self.like is not None:
+            return self.like.rate(place)
+        return self.rate(len(self._tried) - 1) if self._tried else _PRIOR_RATE
+
+
+@dataclass(slots=True)
+class RecentSeconds:
+    """What something takes, as it was lately. The first time does not count: it prepares kernels and memory."""
+
+    seconds: float | None = None
+    _is_warm: bool = False
+
+    def saw(self, seconds: float) -> None:
+        if not self._is_warm:
+            self._is_warm = True
+        elif self.seconds is None:
+            self.seconds = seconds
+        else:
+            known = self.seconds
+            self.seconds = _STEP_MEMORY * known + (1 - _STEP_MEMORY) * min(seconds, _OUTLIER * known)
 
 
 @dataclass(slots=True)
 class StepSeconds:
-    """A line through the seconds of steps over their rows."""
+    """What steps took, by their rows."""
 
-    _known_rows: set[int] = field(default_factory=set)
-    _weight: float = 0.0
-    _rows: float = 0.0
-    _seconds: float = 0.0
-    _rows_rows: float = 0.0
-    _rows_seconds: float = 0.0
+    _by_rows: dict[int, RecentSeconds] = field(default_factory=dict)
 
     def saw(self, rows: int, seconds: float) -> None:
-        if rows not in self._known_rows:
-            # The first step of its shape prepares kernels.
-            self._known_rows.add(rows)
-            return
-        expected = self.expected(rows)
-        if expected is not None:
-            seconds = min(seconds, _OUTLIER * expected)
-        for name, value in (
-            ("_weight", 1.0),
-            ("_rows", rows),
-            ("_seconds", seconds),
-            ("_rows_rows", rows * rows),
-            ("_rows_seconds", rows * seconds),
-        ):
-            setattr(self, name, _STEP_MEMORY * getattr(self, name) + value)
+        self._by_rows.setdefault(rows, RecentSeconds()).saw(seconds)
 
     def expected(self, rows: int) -> float | None:
-        """Seconds of a step of `rows`; None before any was seen. More rows never count as faster."""
-        if not self._weight:
+        """Seconds of a step of `rows`; between known numbers of rows, on the line; None before any is known."""
+        known = sorted(count for count, recent in self._by_rows.items() if recent.seconds is not None)
+        if not known:
             return None
-        mean_rows, mean_seconds = self._rows / self._weight, self._seconds / self._weight
-        spread = self._rows_rows / self._weight - mean_rows**2
-        together = self._rows_seconds / self._weight - mean_rows * mean_seconds
-        slope = max(0.0, together / spread) if spread > 1e-6 else 0.0
-        return max(mean_seconds / 10, mean_seconds + slope * (rows - mean_rows))
+        after = bisect_right(known, rows)
+        if not after or after == len(known) or known[after - 1] == rows:
+            return self._known(known[max(0, after - 1)])
+        below, above = known[after - 1], known[after]
+        share = (rows - below) / (above - below)
+        return (1 - share) * self._known(below) + share * self._known(above)
+
+    def _known(self, rows: int) -> float:
+        seconds = self._by_rows[rows].seconds
+        assert seconds is not None
+        return seconds
 
 
 def best_length(acceptance: Acceptance, step: StepSeconds, *, sessions: int, longest: int, draft_seconds: float) -> int:
-    """How many guesses give the most tokens a second, at most `longest`; 0: a plain step does.
+    """How many guesses give the most tokens a second, at most `longest`; 0: a plain step does, or is not known yet.
 
     sessions: how many decode in the step, one row each beside the guesses. draft_seconds: what a draft costs.
     """
     plain = step.expected(sessions)
     if plain is None:
-        return longest
+        return 0
     best, best_rate = 0, _LEAST_GAIN * sessions / plain
     tokens, chance = float(sessions), 1.0
     for length in range(1, longest + 1):
@@ -97,7 +108,7 @@ def best_length(acceptance: Acceptance, step: StepSeconds, *, sessions: int, lon
         tokens += chance
         seconds = step.expected(sessions + length)
         assert seconds is not None
-        if (rate := tokens / (seconds + draft_seconds)) > best_rate:
+        if length in _LENGTHS and (rate := tokens / (seconds + draft_seconds)) > best_rate:
             best, best_rate = length, rate
     return best
 

@@ -92,14 +92,15 @@ class Verifier:
     def __init__(self, forward: Forward, context: KVContext, *, tap_layers: tuple[int, ...] = ()) -> None:
         """tap_layers: after which layers hidden states are taken, for blocks that want them."""
         self._forward = forward
-        self._context = context
+        self.context = context  # what the sessions live in
         self._tap_layers = tap_layers
 
     def run(self, blocks: Sequence[Block]) -> list[Outcome]:
         """Forward all blocks in one step.
 
         The rows are staged: the caller commits each session, to the length it accepts. If the forward raises, nothing
-        is staged and every session is as it was. Raises BlockFailed for a broken invariant.
+        is staged and every session is as it was. Raises BlockFailed for a broken invariant, SpanFailed, with the
+        block's index, for old rows that could not be had.
         """
         try:
             for index, block in enumerate(blocks):
@@ -117,7 +118,7 @@ class Verifier:
 
     @torch.inference_mode()
     def _forward_and_sample(self, blocks: Sequence[Block]) -> list[Outcome]:
-        context = self._context
+        context = self.context
         plan = StepPlan(
             [block.kv for block in blocks], context.geometry, context.pool, mask_dtype=self._forward.compute_dtype
         )

@@ -75,8 +75,9 @@ class _CodedArchive(Archive):
         for group, block in zip(self._groups, blocks, strict=True):
             group.begin(block)
 
-    def keep(self, blocks: Sequence[RowBlock]) -> Sequence[RowBlock]:
-        return [group.keep(block) for group, block in zip(self._groups, blocks, strict=True)]
+    def keep(self, blocks: Sequence[RowBlock]) -> None:
+        for group, block in zip(self._groups, blocks, strict=True):
+            group.keep(block)
 
     def restore(self, positions: Sequence[Positions]) -> Sequence[RowBlock]:
         return [group.restore(asked) for group, asked in zip(self._groups, positions, strict=True)]
@@ -123,18 +124,14 @@ class _CodedGroup:
             for place, mean in zip(means, rows.mean(dim=1), strict=bool(means)):
                 place.copy_(mean)
 
-    def keep(self, block: RowBlock) -> RowBlock:
+    def keep(self, block: RowBlock) -> None:
         if not len(block.positions):
-            return block
+            return
         slots = self._slots(block.positions, block.keys.device)
-        read = []
         for index, rows in enumerate((block.keys, block.values)):
-            mean = self._mean(index)
-            codes = self._compressor.encode(rows - mean)
+            codes = self._compressor.encode(rows - self._mean(index))
             for place, code in zip(self._codes[index], codes, strict=True):
                 place.index_copy_(0, slots, code)
-            read.append(self._compressor.decode(codes, self._kept.layers.head_dim) + mean)
-        return RowBlock(block.positions, read[0], read[1])
 
     def restore(self, positions: Positions) -> RowBlock:
         device = self._codes[0][0].device if self._kept.capacity else torch.device("cpu")

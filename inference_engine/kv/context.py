@@ -11,6 +11,7 @@ from torch import Tensor
 from inference_engine.kv.draft_memory import DraftMemories
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.pool import Pool
+from inference_engine.kv.tier import Tier
 from inference_engine.kv.token_codec import TokenCodec
 
 # rotate(keys [H, n, D], shifts [n], rotary name): the keys as they would be so many positions later (negative: before)
@@ -20,7 +21,7 @@ Rotate = Callable[[Tensor, Tensor, str], Tensor]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVContext:
     """The model's geometry, the shared pool, the model's own rotation, and what is loaded beside the model: a latent
-    codec, a drafter that remembers sessions."""
+    codec, a drafter that remembers sessions, a second tier for rows."""
 
     geometry: Geometry
     pool: Pool
@@ -28,3 +29,4 @@ class KVContext:
     device: torch.device
     latent: TokenCodec | None = None
     draft_memories: DraftMemories | None = None
+    tier: Tier | None = None

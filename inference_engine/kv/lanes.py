@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kernels.bounds import block_bounds, block_means
+from inference_engine.kv.chunk_view import RowSource, chunks_between
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.layout import BlockSelector, Layout, Positions
+from inference_engine.kv.layout import BlockSelector, Layout, Positions, TierLayout
 from inference_engine.kv.pool import Arena, Demand
 from inference_engine.kv.query_rings import QueryRings, ring_demand
+from inference_engine.kv.tier_rows import TierRows
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -62,12 +64,34 @@ def demands(geometry: Geometry, layers: LayerSet, layout: Layout) -> list[Demand
     return lanes + [ring_demand(geometry, layer, layout.matcher) for layer in layers.layers]
 
 
+def tier_bytes(geometry: Geometry, layers: LayerSet, layout: Layout) -> int:
+    """What the set needs of the second tier."""
+    if layout.tier is None:
+        return 0
+    rows = layout.tier.chunks * layout.tier.chunk
+    return 2 * rows * layers.kv_heads * layers.head_dim * geometry.itemsize * len(layers.layers)
+
+
 def summaries(keys: Tensor, selector: BlockSelector) -> tuple[Tensor, Tensor]:
     """What the selector's scorer wants to know of each block: [..., S, D] -> two of [..., B, D]."""
     if selector.scorer == "mean":
         means = block_means(keys, selector.block)
         return means, means
     return block_bounds(keys, selector.block)
+
+
+def _open_tier(
+    context: KVContext, layers: LayerSet, layout: Layout, tier: TierLayout, starts: tuple[int, ...]
+) -> TierRows:
+    return TierRows(
+        context,
+        layout,
+        tier,
+        layers=layers.layers,
+        starts=starts[: len(layers.layers)],
+        kv_heads=layers.kv_heads,
+        head_dim=layers.head_dim,
+    )
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -82,6 +106,8 @@ class LaneGroup:
     rotary: str
     context: KVContext
     rings: QueryRings | None = None
+    source: RowSource | None = None  # where the rows are that have left and are read all the same
+    tier: TierRows | None = None  # that source, if it is the second tier
     held: Positions = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +115,10 @@ class LaneGroup:
 
     @staticmethod
     def reserve(context: KVContext, layers: LayerSet, layout: Layout) -> LaneGroup | None:
-        """Take the lanes from the pool; None, and nothing taken, if there is no room."""
+        """Take the lanes from the pool; None, and nothing taken, if there is no room.
+
+        Raises Overloaded, with nothing taken, if the second tier cannot be had after all.
+        """
         starts = context.pool.reserve(demands(context.geometry, layers, layout))
         if starts is None:
             return None
@@ -97,6 +126,11 @@ class LaneGroup:
         rings = None
         if layout.matcher is not None:
             rings = QueryRings(layout.matcher, dict(zip(layers.layers, starts[count:], strict=True)), context)
+        try:
+            tier = None if layout.tier is None else _open_tier(context, layers, layout, layout.tier, starts)
+        except BaseException:
+            context.pool.release(demands(context.geometry, layers, layout), starts)
+            raise
         return LaneGroup(
             layers=np.array(layers.layers, dtype=np.int64),
             starts=np.array(starts[:count], dtype=np.int64),
@@ -106,9 +140,13 @@ class LaneGroup:
             rotary=layers.rotary,
             context=context,
             rings=rings,
+            source=tier,
+            tier=tier,
         )
 
     def release(self) -> None:
+        if self.tier is not None:
+            self.tier.release()
         layers = LayerSet(
             layers=tuple(self.layers.tolist()), kv_heads=self.kv_heads, head_dim=self.head_dim, rotary=self.rotary
         )
@@ -128,6 +166,13 @@ class LaneGroup:
         """Arena rows of `slots` in every layer and head: [layers, slots, Hkv]."""
         heads = np.arange(self.kv_heads, dtype=np.int64) * self.layout.lane
         return self.starts[:, None, None] + slots[None, :, None] + heads[None, None, :]
+
+    def chunks(self, position: int) -> tuple[range, ...]:
+        """Positions that queries in the segment of `position` read from the source."""
+        if self.source is None:
+            return ()
+        size = self.context.geometry.segment_tokens if self.layout.tier is None else self.layout.tier.chunk
+        return chunks_between(self.layout.sink, self.layout.horizon(position), size)
 
     def open_slots(self, length: int) -> int:
         """Slots that histories of `length` have touched."""
@@ -173,8 +218,14 @@ class LaneGroup:
         self.wipe(np.concatenate([self.layout.slots(positions), copies]))
 
     def evict(self, length: int) -> None:
-        """Let leave what no query of a history of `length` may see; the sink moves up to the oldest row that stays."""
+        """Let leave what no query of a history of `length` may see; the sink moves up to the oldest row that stays.
+
+        To the second tier, if there is one. Raises RestorationFailed if it cannot keep them.
+        """
         leaving = np.flatnonzero((self.held >= self.layout.sink) & (self.held < self.layout.horizon(length)))
+        if self.tier is not None:
+            positions = np.sort(self.held[leaving])
+            self.tier.keep(positions, *self.read(positions))
         self.held[leaving] = -1
         self.wipe(leaving)
         if shift := self.layout.sink_shift(length):
@@ -199,11 +250,11 @@ class LaneGroup:
         whole = np.arange(before // selector.block, length // selector.block, dtype=np.int64)
         if not len(whole):
             return
-        slots = (whole[:, None] * selector.block + np.arange(selector.block)).reshape(-1)
+        slots = self.layout.slots((whole[:, None] * selector.block + np.arange(selector.block)).reshape(-1))
         shape = (len(self.layers), len(slots), self.kv_heads, self.head_dim)
         keys = self.arena.keys[self._index(slots)].view(shape).transpose(1, 2)  # [layers, Hkv, n · block, D]
         low, high = summaries(keys, selector)
-        target = self._index(self.layout.capacity + self.layout.spare + whole)
+        target = self._index(self.layout.summaries_from + whole)
         for states, summary in ((self.arena.keys, low), (self.arena.values, high)):
             states.index_copy_(0, target, summary.transpose(1, 2).to(states.dtype).reshape(-1, self.head_dim))
 

@@ -12,10 +12,14 @@ between.
 The distance to the sink is capped (Xiao et al., StreamingLLM, arXiv 2309.17453, section 3.2): sink keys are read as if
 they stood right before the oldest row of the window. All queries of a segment see them at the same place, so their
 keys are rotated once per segment.
+
+Where there is a second tier, rows that leave the ring go there and are still seen; nothing is moved, and they leave in
+whole blocks.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +29,8 @@ from numpy.typing import NDArray
 from inference_engine.kv.geometry import Geometry
 
 Positions = NDArray[np.int64]
+# Rows of the second tier are read a chunk at a time: few operations for many rows, and little of a layer at once.
+_SEGMENTS_IN_A_CHUNK = 4
 Array = Any  # a numpy array or a torch tensor: `visible` is written in operators that both have
 
 
@@ -77,6 +83,8 @@ class LayerRule:
     gives them back. None: every readable row stays as it is.
     selector: which of the readable rows a generated token reads; appended ones read all. None: all.
     matcher: whose attention to the readable rows a generated token may take over; appended ones do not. None: nobody's.
+    resident: with a selector, how many of the last rows stay on the device; those before them, the selector's sink
+    excepted, go to the second tier and are fetched to be read. None: every readable row stays on the device.
     """
 
     sink: int = 0
@@ -84,6 +92,27 @@ class LayerRule:
     exact: int | None = None
     selector: BlockSelector | None = None
     matcher: QueryMatcher | None = None
+    resident: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TierLayout:
+    """What a layer has beside its resident rows.
+
+    blocks: of `block` rows, in the whole history; what is known of each stays on the device.
+    rows: at most so many are in the second tier, the first of them the one after the sink, in chunks of `chunk`.
+    fetched: blocks of those that the lane of a KV head has room for.
+    """
+
+    block: int
+    blocks: int
+    rows: int
+    chunk: int
+    fetched: int
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.rows // self.chunk)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +127,7 @@ class Layout:
     spare: int  # slots beyond the capacity that keep the sink's keys where they were, so that they can be moved anew
     selector: BlockSelector | None = None
     matcher: QueryMatcher | None = None
+    tier: TierLayout | None = None
 
     @staticmethod
     def of(
@@ -117,6 +147,9 @@ class Layout:
             # The model itself never looks further back than this, sinks included.
             sink, window = 0, native_window
         segment = geometry.segment_tokens
+        if window is None and rule.resident is not None:
+            assert rule.selector is not None and limit_tokens is not None
+            return _tiered(rule.selector, rule.resident, geometry, limit_tokens)
         if window is None:
             assert limit_tokens is not None, "a layer that keeps every row needs a length limit"
             rows = limit_tokens
@@ -137,12 +170,24 @@ class Layout:
     @property
     def blocks(self) -> int:
         """Slots that hold what is known of each block of rows."""
+        if self.tier is not None:
+            return self.tier.blocks
         return 0 if self.selector is None else -(-self.capacity // self.selector.block)
 
     @property
     def lane(self) -> int:
         """Slots per KV head in all."""
-        return self.capacity + self.spare + self.blocks
+        return self.fetched_from + (0 if self.tier is None else self.tier.fetched * self.tier.block)
+
+    @property
+    def summaries_from(self) -> int:
+        """The first slot of what is known of blocks."""
+        return self.capacity + self.spare
+
+    @property
+    def fetched_from(self) -> int:
+        """The first slot of fetched blocks."""
+        return self.summaries_from + self.blocks
 
     def slots(self, positions: Positions) -> Positions:
         """The slot of each position."""
@@ -155,17 +200,23 @@ class Layout:
         return position - position % self.segment
 
     def horizon(self, position: int) -> int:
-        """First position outside the sink that a query at `position` may see under the strategy."""
+        """First position outside the sink whose row is there for queries in the segment of `position`.
+
+        Those before it cannot be seen, or, where there is a second tier, are there.
+        """
         if self.window is None:
             return 0
-        return max(0, self.segment_start(position) - self.window)
+        first = self.segment_start(position) - self.window
+        if self.tier is not None:
+            first -= first % self.tier.block
+        return max(0, first)
 
     def sink_shift(self, position: int) -> int:
         """How far the sink's keys are moved forward for queries in the segment of `position`.
 
-        0 as long as nothing was evicted, so that a short session equals full attention.
+        0 as long as nothing was evicted, so that a short session equals full attention, and where sinks do not move.
         """
-        return max(0, self.horizon(position) - self.sink) if self.sink else 0
+        return max(0, self.horizon(position) - self.sink) if self.spare else 0
 
     def visible(self, queries: Array, held: Array) -> Array:
         """[T, S]: may the query at queries[t] see the row that holds position held[s]? (-1: an empty slot)
@@ -173,9 +224,39 @@ class Layout:
         Both are arrays of whole numbers of one kind, numpy's or torch's; the answer is of the same kind.
         """
         seen = (held >= 0) & (held <= queries[:, None])
-        if self.window is not None:
+        if self.window is not None and self.tier is None:
             horizons = queries - queries % self.segment - self.window
             seen &= (held < self.sink) | (held >= horizons[:, None])
         if self.native_window is not None:
             seen &= held > queries[:, None] - self.native_window
         return seen
+
+
+def _tiered(selector: BlockSelector, resident: int, geometry: Geometry, limit_tokens: int) -> Layout:
+    """Rows leave in whole blocks, so that a block is in one place, and in one piece wherever the ring begins anew."""
+    block, segment = selector.block, geometry.segment_tokens
+    resident = _round_up(resident, block)
+    # A segment may begin within a block, whose first rows then stay as long as its last.
+    ring = _round_up(resident + segment + block - math.gcd(block, segment), block)
+    before_end = limit_tokens - limit_tokens % segment - resident
+    rows = max(0, before_end // block * block - selector.sink_rows)
+    return Layout(
+        sink=selector.sink_rows,
+        window=resident,
+        native_window=None,
+        segment=segment,
+        capacity=min(geometry.round_up(limit_tokens), selector.sink_rows + ring),
+        spare=0,
+        selector=selector,
+        tier=TierLayout(
+            block=block,
+            blocks=-(-limit_tokens // block),
+            rows=rows,
+            chunk=_round_up(_SEGMENTS_IN_A_CHUNK * segment, block),
+            fetched=min(selector.count, rows // block),
+        ),
+    )
+
+
+def _round_up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit

@@ -18,13 +18,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.gather import always_read, distant_blocks
+from inference_engine.kv.chunk_view import ChunkView, Portion
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.lanes import LaneGroup
 from inference_engine.kv.layout import BlockSelector, Positions
 from inference_engine.kv.pool import Arena, Pool
 from inference_engine.kv.query_rings import QueryRings
 from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.tier_view import TierView
 from inference_engine.kv.views import DenseView, GatherView, Lane, MacView, Scoring, View
 
 
@@ -39,6 +42,15 @@ class Span:
     @property
     def count(self) -> int:
         return int(self.real.stop - self.real.start)
+
+
+class SpanFailed(Exception):
+    """Old rows of span number `index` could not be had; the other sessions of the step have no part in it."""
+
+    def __init__(self, index: int, failure: RestorationFailed) -> None:
+        super().__init__(str(failure))
+        self.index = index
+        self.failure = failure
 
 
 class StepPlan:
@@ -78,7 +90,7 @@ class StepPlan:
     ) -> Tensor:
         """Write the step's rows of `layer` and attend.
 
-        All [1, H, N, D], queries and keys rotated; returns [1, N, Hq, D].
+        All [1, H, N, D], queries and keys rotated; returns [1, N, Hq, D]. Raises SpanFailed.
         """
         arena = self._arena(layer)
         write = self._writes[layer]
@@ -88,10 +100,12 @@ class StepPlan:
             rows, target = copy
             arena.keys.index_copy_(0, target, _by_row(keys[:, :, rows]))
         scoring = Scoring(scaling=scaling, softcap=softcap, head_sinks=head_sinks)
-        outs = [
-            span.views[layer].read(layer, queries[0, :, span.rows].transpose(0, 1), arena, scoring)
-            for span in self.spans
-        ]
+        outs = []
+        for index, span in enumerate(self.spans):
+            try:
+                outs.append(span.views[layer].read(layer, queries[0, :, span.rows].transpose(0, 1), arena, scoring))
+            except RestorationFailed as failure:
+                raise SpanFailed(index, failure) from failure
         return (outs[0] if len(outs) == 1 else torch.cat(outs))[None]
 
     def _arena(self, layer: int) -> Arena:
@@ -117,9 +131,7 @@ class StepPlan:
         views: dict[int, View] = {}
         real = self._real(session, base)
         for group in session.groups:
-            count = group.open_slots(session.next_position + session.staged)
-            quantum = self._geometry.key_quantum
-            count = min(group.layout.capacity, -(-count // quantum) * quantum)
+            count = self._slot_count(group, session.next_position + session.staged)
             lane = Lane(
                 starts=dict(zip(group.layers.tolist(), group.starts.tolist(), strict=True)),
                 heads=group.kv_heads,
@@ -131,7 +143,7 @@ class StepPlan:
             elif group.rings is not None and session.staged_generated.any():
                 view = self._mac_view(group, group.rings, lane, session, positions, count)
             else:
-                view = DenseView(lane=lane, count=count, mask=self._mask(group, positions, count))
+                view = self._dense_view(group, lane, session, positions, count)
             views.update(dict.fromkeys(group.layers.tolist(), view))
         return Span(slice(base, base + len(positions)), real, views)
 
@@ -156,17 +168,27 @@ class StepPlan:
         )
         has_appended = not session.staged_generated.all()
         layout = group.layout
-        return GatherView(
+        view = GatherView(
             lane=lane,
             selector=selector,
             capacity=layout.capacity,
-            summaries_from=layout.capacity + layout.spare,
+            summaries_from=layout.summaries_from,
             generated=torch.from_numpy(rows).to(self._device),
             always=always,
             candidates=distant_blocks(always, block=selector.block, count=layout.blocks),
             row_by_row=is_fixed,
-            dense=DenseView(lane=lane, count=count, mask=self._mask(group, positions, count)) if has_appended else None,
+            dense=self._dense_view(group, lane, session, positions, count) if has_appended else None,
         )
+        if group.tier is None:
+            return view
+        return TierView.of(view, group.tier, queries)
+
+    def _dense_view(self, group: LaneGroup, lane: Lane, session: SessionKV, positions: Positions, count: int) -> View:
+        """For rows that read everything: lanes, and what is elsewhere chunk by chunk."""
+        if group.source is not None and (chunks := group.chunks(session.next_position)):
+            portions = self._portions(group, positions)
+            return ChunkView(lane=lane, portions=portions, source=group.source, chunks=chunks)
+        return DenseView(lane=lane, count=count, mask=self._mask(group, positions, count))
 
     def _mac_view(
         self, group: LaneGroup, rings: QueryRings, lane: Lane, session: SessionKV, positions: Positions, count: int
@@ -181,6 +203,22 @@ class StepPlan:
             unrotations=_unrotations(group, positions[rows]),
             dense=DenseView(lane=lane, count=count, mask=self._mask(group, positions, count)) if has_appended else None,
         )
+
+    def _portions(self, group: LaneGroup, positions: Positions) -> list[Portion]:
+        """All rows together; in fixed-shape mode quantum by quantum, each with as many slots as its last row needs."""
+        quantum = self._geometry.row_quantum
+        size = quantum if quantum > 1 else len(positions)
+        portions = []
+        for first in range(0, len(positions), size):
+            rows = slice(first, first + size)
+            count = self._slot_count(group, int(positions[rows][-1]) + 1)
+            portions.append(Portion(rows=rows, count=count, mask=self._mask(group, positions[rows], count)))
+        return portions
+
+    def _slot_count(self, group: LaneGroup, length: int) -> int:
+        """Slots to read for a history of `length`, padded as keys are."""
+        quantum = self._geometry.key_quantum
+        return min(group.layout.capacity, -(-group.open_slots(length) // quantum) * quantum)
 
     def _generated(self, session: SessionKV) -> NDArray[np.int64]:
         """Which of a session's rows, counted from its padding on, the model generated."""

@@ -3,8 +3,8 @@
 A `Restorer` is the spec; an `Archive` is one session's share of it, in the pool like everything else a session holds.
 Rows travel in blocks, one per set of layers that share their slots: keys unrotated, values as they are, float32.
 
-    keep     rows that leave the exact window, at a segment boundary → what every later query reads in their place
-    restore  the same rows again, when the session wakes: waking changes nothing, so both give equal values
+    keep     rows that leave the exact window, at a segment boundary
+    restore  what every later query reads in their place: at once, when the session wakes, or chunk by chunk
 """
 
 from __future__ import annotations
@@ -59,6 +59,15 @@ class KeptLayers:
         return (positions - self.sink) % max(1, self.capacity)
 
 
+def chunk_demand(geometry: Geometry, kept: Sequence[KeptLayers]) -> Demand:
+    """Room for a segment of rows of one layer, whichever of them takes most."""
+    rows = geometry.segment_tokens
+    widest = max(kept, key=lambda group: group.layers.kv_heads * group.layers.head_dim)
+    elements = widest.layers.kv_heads * widest.layers.head_dim * min(rows, max(group.capacity for group in kept))
+    unit = geometry.alignment
+    return Demand(head_dim=widest.layers.head_dim, elements=-(-elements // unit) * unit)
+
+
 class Archive(ABC):
     """One session's evicted rows, as the restorer keeps them. Engine's thread only, but for `release`."""
 
@@ -70,16 +79,28 @@ class Archive(ABC):
         """
 
     @abstractmethod
-    def keep(self, blocks: Sequence[RowBlock]) -> Sequence[RowBlock]:
-        """Store rows that leave the exact window; returns them as they will be read from now on."""
+    def keep(self, blocks: Sequence[RowBlock]) -> None:
+        """Store rows that leave the exact window. Per set of layers they follow those kept before."""
 
     @abstractmethod
     def restore(self, positions: Sequence[Positions]) -> Sequence[RowBlock]:
-        """Rows that were kept, per set of layers."""
+        """Rows that were kept, per set of layers; always equal for equal positions."""
+
+    def restore_layer(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Rows of one layer, where the restorer streams: keys, unrotated, and values, float32 [n, Hkv, D]."""
+        raise AssertionError("this restorer does not stream")
 
     @abstractmethod
     def held_bytes(self, counts: Sequence[int]) -> int:
         """Bytes in use when `counts` rows have been kept per set of layers, page rounding included."""
+
+    def tier_bytes(self, counts: Sequence[int]) -> int:
+        """As `held_bytes`, of what lies in the second tier."""
+        return 0
+
+    def forget(self) -> None:
+        """Nothing is kept any more."""
+        return
 
     @abstractmethod
     def release(self) -> None:
@@ -92,6 +113,11 @@ class Restorer(ABC):
     # True: nothing is kept; rows come back by running the model over the token ids again.
     replays: ClassVar[bool] = False
 
+    @property
+    def streams(self) -> bool:
+        """Are rows restored in attention, chunk by chunk, instead of into lanes when the session wakes?"""
+        return False
+
     @abstractmethod
     def check(self, geometry: Geometry, layers: Sequence[int]) -> None:
         """Raise InvalidArgument if rows of these layers cannot be kept this way."""
@@ -103,9 +129,16 @@ class Restorer(ABC):
     def demands(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:
         """What a session's archive takes of the pool."""
 
+    def tier_bytes(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> int:
+        """What it takes of the second tier."""
+        return 0
+
     @abstractmethod
     def open(self, context: KVContext, kept: Sequence[KeptLayers]) -> Archive | None:
-        """Reserve an archive; None, and nothing taken, if there is no room."""
+        """Reserve an archive; None, and nothing taken, if the pool has no room.
+
+        Raises Overloaded, nothing taken, if the second tier cannot be had after all.
+        """
 
 
 class Recompute(Restorer):
@@ -127,8 +160,8 @@ class _EmptyArchive(Archive):
     def begin(self, blocks: Sequence[RowBlock]) -> None:
         pass
 
-    def keep(self, blocks: Sequence[RowBlock]) -> Sequence[RowBlock]:
-        return blocks
+    def keep(self, blocks: Sequence[RowBlock]) -> None:
+        pass
 
     def restore(self, positions: Sequence[Positions]) -> Sequence[RowBlock]:
         raise AssertionError("a restorer that replays is not asked for rows")

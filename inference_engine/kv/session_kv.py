@@ -6,24 +6,29 @@
 Eviction happens in `commit`, never before, so a rejected draft leaves no trace. Slots are wiped when they are opened,
 rejected or evicted: the lanes' bytes are a function of the committed rows alone.
 
-Where a strategy has its old rows restored (`kv/sleeping.py`), a session wakes for a Generate and sleeps after it.
+Where a strategy has its old rows restored (`kv/archived_rows.py`), a session wakes for a Generate and sleeps after it.
 Awake, it is a session like any other.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_engine.errors import InvariantViolated, NoCapacity, RestorationFailed
+from inference_engine.errors import InvariantViolated, NoCapacity
+from inference_engine.kv.archived_rows import ArchivedRows
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.draft_memory import DraftMemory
 from inference_engine.kv.lanes import LaneGroup
 from inference_engine.kv.query_rings import MatchTotals
 from inference_engine.kv.sleeping import SleepingRows
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.streaming import StreamingRows
+from inference_engine.kv.tier_rows import TransferTotals
 from inference_engine.types import Bound, Footprint
 
 
@@ -34,7 +39,7 @@ class SessionKV:
     """
 
     def __init__(self, strategy: KVStrategy, context: KVContext, limit_tokens: int | None) -> None:
-        """Reserve what is sustained. Raises NoCapacity, with nothing taken, if the pool has no room for it."""
+        """Reserve what is sustained. Raises NoCapacity, with nothing taken, if there is no room for it."""
         self.strategy = strategy
         self.context = context
         self.limit_tokens = limit_tokens
@@ -45,10 +50,16 @@ class SessionKV:
         self.bound = bound_of(strategy, context, limit_tokens)
         self.draft_memory: DraftMemory | None = None  # what a drafter remembers of the session
         self._resident: list[LaneGroup] = []
-        self._sleeping: SleepingRows | None = None
+        self._archived: ArchivedRows | None = None
         self._replayed: int | None = None  # while rows are computed again: how far
         self._is_awake = False
-        if not self._reserve():
+        self._tier_bytes = 0  # reserved of the second tier
+        try:
+            is_reserved = self._reserve()
+        except BaseException:
+            self.release()
+            raise
+        if not is_reserved:
             self.release()
             raise NoCapacity(
                 f"the session needs {self.bound.peak_bytes} bytes of K/V; {context.pool.reserved_bytes} of "
@@ -60,6 +71,10 @@ class SessionKV:
             )
 
     def _reserve(self) -> bool:
+        if self.bound.tier_bytes:
+            assert self.context.tier is not None, "this engine has no second tier"
+            self.context.tier.reserve(self.bound.tier_bytes)
+            self._tier_bytes = self.bound.tier_bytes
         memories = self.context.draft_memories
         if memories is not None and memories.demands(self.context.geometry):
             self.draft_memory = memories.open(self.context)
@@ -75,13 +90,14 @@ class SessionKV:
         if plan.restorer is None:
             self._is_awake = True
             return True
-        self._sleeping = SleepingRows.reserve(self.context, plan)
-        return self._sleeping is not None
+        kind = StreamingRows if plan.restorer.streams else SleepingRows
+        self._archived = kind.reserve(self.context, plan)
+        return self._archived is not None
 
     @property
     def groups(self) -> tuple[LaneGroup, ...]:
         """The lanes that attention reads."""
-        return (*self._resident, *(self._sleeping.lanes if self._sleeping is not None else ()))
+        return (*self._resident, *(self._archived.lanes if self._archived is not None else ()))
 
     # -- waking and sleeping ----------------------------------------------------------------------------------------
 
@@ -93,59 +109,50 @@ class SessionKV:
     @property
     def pending_replay(self) -> int:
         """Positions whose rows have to be computed again before new ones."""
-        if self._sleeping is None or (self._is_awake and self._replayed is None):
+        if self._archived is None or (self._is_awake and self._replayed is None):
             return 0
-        return self._sleeping.replay_end(self.length) - (self._replayed or 0)
+        return self._archived.replay_end(self.length) - (self._replayed or 0)
 
     def wake(self, tokens: int) -> bool:
         """Get ready for histories of up to `tokens`. False, and nothing taken, if the pool has no room now.
 
-        Old rows are restored from the archive, or, where nothing is kept of them, are to be staged again from position
-        0 (`next_position`). Raises RestorationFailed, and the session sleeps on as it was.
+        Old rows are restored from the archive, now or in attention, or, where nothing is kept of them, are to be staged
+        again from position 0 (`next_position`). Raises RestorationFailed, and the session sleeps on as it was.
         """
-        if self._sleeping is None or self._is_awake:
+        if self._archived is None or self._is_awake:
             return True
         limit = tokens if self.limit_tokens is None else min(tokens, self.limit_tokens)
         plan = self.strategy.placement(self.context.geometry, max(limit, self.length))
-        if not self._sleeping.reserve_lanes(plan):
+        if not self._archived.wake(plan, self.length):
             return False
-        if self._sleeping.replay_end(self.length):
+        if self._archived.replay_end(self.length):
             self._replayed = 0
-        else:
-            try:
-                self._sleeping.open_lanes(0, self.length)
-                if not self._sleeping.replays:
-                    self._sleeping.restore(self.length)
-                self._sleeping.take_exact_rows(self.length)
-            except Exception as error:
-                self._sleeping.drop_lanes()
-                raise RestorationFailed(error) from error
         self._is_awake = True
         return True
 
     @property
-    def takes_lanes(self) -> bool:
-        """Does the session need lanes of its own to wake, and give them back when it sleeps?"""
-        return self._sleeping is not None
+    def takes_room(self) -> bool:
+        """Does the session need room to wake, and give it back when it sleeps?"""
+        return self._archived is not None
 
     def sleep(self) -> None:
-        """Keep the exact rows, give the lanes back. What was not committed is gone."""
+        """Keep the exact rows, give back what waking took. What was not committed is gone."""
         assert self.staged == 0
-        if self._sleeping is None or not self._is_awake:
+        if self._archived is None or not self._is_awake:
             return
-        if self._replayed is None:
-            self._sleeping.put_exact_rows_away(self.length)
+        self._archived.sleep(self.length if self._replayed is None else None)
         self._replayed = None
         self._is_awake = False
-        self._sleeping.drop_lanes()
 
     def forget(self) -> None:
         """Drop every row, as if nothing had been committed: what was kept of them cannot be trusted any more."""
         for group in self._resident:
             group.wipe(np.flatnonzero(group.held >= 0))
             group.held[:] = -1
-        if self._sleeping is not None:
-            self._sleeping.forget()
+            if group.tier is not None:
+                group.tier.forget()
+        if self._archived is not None:
+            self._archived.forget()
             self._is_awake = False
         self.length = self.staged = self.evicted = 0
         self._replayed = None
@@ -213,14 +220,15 @@ class SessionKV:
             group.summarize(before, length)
             if group.rings is not None:
                 group.rings.commit(length)
-        if self._replayed is None and self._sleeping is not None:
-            self._sleeping.archive(before, length)
+        if self._replayed is None and self._archived is not None:
+            self._archived.archive(before, length)
         for group in self.groups:
             if group.layout.horizon(length) > group.layout.horizon(before):
                 group.evict(length)
-        if self._sleeping is not None and self._replayed is not None and not self.pending_replay:
-            self._sleeping.open_lanes(self._replayed, self.length)
-            self._sleeping.take_exact_rows(self.length)
+            if group.tier is not None:
+                group.tier.commit(length)
+        if self._archived is not None and self._replayed is not None and not self.pending_replay:
+            self._archived.end_replay(self._replayed, self.length)
             self._replayed = None
 
     def statistics(self) -> dict[int, MatchTotals]:
@@ -230,6 +238,11 @@ class SessionKV:
             if group.rings is not None:
                 by_layer.update(group.rings.totals)
         return by_layer
+
+    def transfers(self) -> TransferTotals:
+        """What moved between the device and the second tier; nothing where a strategy has none."""
+        tiers = [group.tier for group in self._resident if group.tier is not None]
+        return reduce(TransferTotals.beside, (tier.totals for tier in tiers), TransferTotals())
 
     def check(self) -> None:
         """INV-1: per layer, resident and evicted positions add up to the cached length."""
@@ -246,19 +259,23 @@ class SessionKV:
         """Give everything back. Safe to call twice; the session's rows are unreachable afterwards."""
         for group in self._resident:
             group.release()
-        if self._sleeping is not None:
-            self._sleeping.release()
+        if self._archived is not None:
+            self._archived.release()
         if self.draft_memory is not None:
             self.draft_memory.release()
-        self._resident, self._sleeping, self._is_awake = [], None, False
+        if self._tier_bytes and self.context.tier is not None:
+            self.context.tier.release(self._tier_bytes)
+            self._tier_bytes = 0
+        self._resident, self._archived, self._is_awake = [], None, False
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
     def footprint(self) -> Footprint:
         """Bytes of opened pages by kind: rows, the sink's second copies, bounds of blocks, rings of past queries, the
-        archive, the lanes of a woken session, what a drafter remembers."""
+        archive, the lanes of a woken session, what a drafter remembers, blocks fetched from the second tier."""
         length = self.next_position + self.staged
         held = {"rows": 0, "sink_copy": 0}
+        beyond = 0
         for group in self._resident:
             held["rows"] += group.open_rows(length) * group.row_bytes
             held["sink_copy"] += min(group.layout.spare, length) * group.row_bytes
@@ -267,12 +284,16 @@ class SessionKV:
                 held["bounds"] = held.get("bounds", 0) + blocks * group.row_bytes
             if group.rings is not None:
                 held["mac"] = held.get("mac", 0) + group.rings.held_bytes
-        if self._sleeping is not None:
-            for kind, count in self._sleeping.held_bytes(self.length, length).items():
+            if group.tier is not None:
+                held["fetched"] = held.get("fetched", 0) + group.tier.fetched_bytes
+                beyond += group.tier.held_bytes
+        if self._archived is not None:
+            for kind, count in self._archived.held_bytes(self.length, length).items():
                 held[kind] = held.get(kind, 0) + count
+            beyond += self._archived.tier_bytes(self.length)
         if self.draft_memory is not None:
             held["draft"] = self.draft_memory.held_bytes()
-        return Footprint(held)
+        return Footprint(held, tier_bytes=beyond)
 
 
 def bound_of(strategy: KVStrategy, context: KVContext, limit_tokens: int | None) -> Bound:
@@ -280,4 +301,4 @@ def bound_of(strategy: KVStrategy, context: KVContext, limit_tokens: int | None)
     rows = strategy.bound(context.geometry, limit_tokens)
     demands = () if context.draft_memories is None else context.draft_memories.demands(context.geometry)
     draft = 2 * sum(demand.elements for demand in demands) * context.geometry.itemsize
-    return Bound(sustained_bytes=rows.sustained_bytes + draft, peak_bytes=rows.peak_bytes + draft)
+    return replace(rows, sustained_bytes=rows.sustained_bytes + draft, peak_bytes=rows.peak_bytes + draft)

@@ -13,10 +13,10 @@ from typing import ClassVar
 
 from inference_engine.errors import InvalidArgument
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.lanes import LayerSet, alike, demands
+from inference_engine.kv.lanes import LayerSet, alike, demands, tier_bytes
 from inference_engine.kv.layout import LayerRule, Layout
 from inference_engine.kv.pool import Demand
-from inference_engine.kv.restorer import KeptLayers, Restorer
+from inference_engine.kv.restorer import KeptLayers, Restorer, chunk_demand
 from inference_engine.types import Bound
 
 Option = int | float | str | tuple[int, ...] | None
@@ -24,7 +24,10 @@ Option = int | float | str | tuple[int, ...] | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SleepingLayout:
-    """A layer whose old rows are restored: its exact rows at any time, and every readable row while awake."""
+    """A layer whose old rows are restored: its exact rows at any time, and every readable row while awake.
+
+    Where the restorer streams, no lanes are laid out for the latter.
+    """
 
     exact: Layout
     awake: Layout
@@ -115,23 +118,35 @@ class KVStrategy(ABC):
                 for (layers, (rule, _)), layout in zip(sleepers, exact, strict=True)
                 if restorer is not None and not restorer.replays
             ),
-            restorer=restorer,
+            # Where every row stays as it is as long as it stays, there is nothing to restore.
+            restorer=restorer if sleeping else None,
         )
 
     def bound(self, geometry: Geometry, limit_tokens: int | None) -> Bound:
         """Bytes of K/V such a session may hold. Page rounding, rings and the sink's second copy are in it.
 
         Rows of a running step are staged in the lanes themselves. Where old rows are restored, the lanes that hold them
-        while the session is awake are the difference between the peak and what is sustained.
+        while the session is awake, or the room for a chunk of them, are the difference between the peak and what is
+        sustained.
         """
         placement = self.placement(geometry, limit_tokens)
         resident = _lanes(geometry, placement.resident)
         exact = _lanes(geometry, [(layers, pair.exact) for layers, pair in placement.sleeping])
-        awake = _lanes(geometry, [(layers, pair.awake) for layers, pair in placement.sleeping])
+        if placement.restorer is not None and placement.restorer.streams:
+            awake = [chunk_demand(geometry, placement.kept)]
+        else:
+            awake = _lanes(geometry, [(layers, pair.awake) for layers, pair in placement.sleeping])
         archive = placement.restorer.demands(geometry, placement.kept) if placement.restorer else ()
         sustained = sum(demand.elements for demand in (*resident, *exact, *archive))
+        tier = sum(tier_bytes(geometry, layers, layout) for layers, layout in placement.resident)
+        if placement.restorer is not None:
+            tier += placement.restorer.tier_bytes(geometry, placement.kept)
         peak = sustained + sum(demand.elements for demand in awake)
-        return Bound(sustained_bytes=2 * sustained * geometry.itemsize, peak_bytes=2 * peak * geometry.itemsize)
+        return Bound(
+            sustained_bytes=2 * sustained * geometry.itemsize,
+            peak_bytes=2 * peak * geometry.itemsize,
+            tier_bytes=tier,
+        )
 
     def evicted(self, geometry: Geometry, length: int) -> int:
         """Positions among the first `length` that no layer can read any more because of the strategy.

@@ -83,7 +83,7 @@ class GatherView:
     always: Always  # of these rows
     candidates: Tensor  # [G, B]
     row_by_row: bool  # shapes that do not depend on which rows share a step
-    dense: DenseView | None  # None: every row is generated
+    dense: View | None  # None: every row is generated
 
     def read(self, layer: int, queries: Tensor, arena: Arena, scoring: Scoring) -> Tensor:
         out = torch.zeros_like(queries) if self.dense is None else self.dense.read(layer, queries, arena, scoring)
@@ -95,19 +95,11 @@ class GatherView:
         return out
 
     def _gather(self, layer: int, queries: Tensor, rows: slice, arena: Arena, scoring: Scoring) -> Tensor:
-        blocks = self.candidates.shape[1]
-        low = self.lane.slots(arena.keys, layer, self.summaries_from, blocks)
-        if self.selector.scorer == "mean":
-            scores = mean_scores(queries, low, scoring.scaling)
-        else:
-            high = self.lane.slots(arena.values, layer, self.summaries_from, blocks)
-            scores = bounds_scores(queries, low, high, scoring.scaling)
-        kept = select(scores, self.candidates[rows], self.selector.count, searched=False)
         out, _ = gather_attend(
             queries,
             self.lane.slots(arena.keys, layer, 0, self.capacity),
             self.lane.slots(arena.values, layer, 0, self.capacity),
-            kept.blocks,
+            self._select(layer, queries, rows, arena, scoring),
             self.always.of(rows),
             block=self.selector.block,
             scaling=scoring.scaling,
@@ -115,6 +107,17 @@ class GatherView:
             head_sinks=scoring.head_sinks,
         )
         return out
+
+    def _select(self, layer: int, queries: Tensor, rows: slice, arena: Arena, scoring: Scoring) -> Tensor:
+        """The distant blocks that these rows read: [T, Hkv, K], -1 for none."""
+        blocks = self.candidates.shape[1]
+        low = self.lane.slots(arena.keys, layer, self.summaries_from, blocks)
+        if self.selector.scorer == "mean":
+            scores = mean_scores(queries, low, scoring.scaling)
+        else:
+            high = self.lane.slots(arena.values, layer, self.summaries_from, blocks)
+            scores = bounds_scores(queries, low, high, scoring.scaling)
+        return select(scores, self.candidates[rows], self.selector.count, searched=False).blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 
-from inference_engine.decode.draft_length import Acceptance, StepSeconds, best_length, steps_between
+from inference_engine.decode.draft_length import Acceptance, RecentSeconds, StepSeconds, best_length, steps_between
 from inference_engine.decode.drafting import Drafter, Seen, TokenIds, Wanted
 from inference_engine.decode.verifier import Block, Outcome
 from inference_engine.metrics import EngineMetrics
@@ -25,7 +26,8 @@ logger = logging.getLogger(__name__)
 # While drafts do not pay, what may be spent on finding out whether they would again.
 _WATCH_SHARE = 0.01
 _PROBE_STEPS, _PROBE_LENGTH = 256, 4
-_SECONDS_MEMORY = 0.9
+# Rows of decoding that a drafter is told of together, while nobody needs it to know them.
+_TOLD_TOGETHER = 16
 _NONE: TokenIds = np.zeros(0, dtype=np.uint32)
 
 
@@ -33,7 +35,7 @@ _NONE: TokenIds = np.zeros(0, dtype=np.uint32)
 class _Pace:
     """What is known of drafts for one session, over all its Generates."""
 
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    acceptance: Acceptance
     # A draft that was not verified, to be compared as tokens come.
     watched: TokenIds = field(default_factory=_NONE.copy)
     watched_right: int = 0
@@ -65,7 +67,8 @@ class Drafting:
         self._clock = clock
         self._fixed = draft_tokens
         self._steps: dict[int, StepSeconds] = {}
-        self._draft_seconds = 0.0
+        self._draft_seconds = RecentSeconds()
+        self._acceptance = Acceptance()  # over all sessions: what a new one begins with
         self._paces: WeakKeyDictionary[Session, _Pace] = WeakKeyDictionary()
         self._seen: list[tuple[Request, Seen]] = []
 
@@ -73,7 +76,7 @@ class Drafting:
         return bool(self._drafter.tap_layers) and self._is_served(request)
 
     def _pace(self, request: Request) -> _Pace:
-        return self._paces.setdefault(request.session, _Pace())
+        return self._paces.setdefault(request.session, _Pace(Acceptance(self._acceptance)))
 
     # -- before a step ----------------------------------------------------------------------------------------------
 
@@ -88,6 +91,8 @@ class Drafting:
                     wanted.append((request, length, is_watched))
         if not wanted:
             return {}
+        self.tell()
+        wanted = [entry for entry in wanted if not entry[0].is_degraded]
         began = self._clock()
         try:
             drafts = self._drafter.propose(
@@ -100,7 +105,7 @@ class Drafting:
             logger.exception("the drafter cannot propose")
             self._degrade([request for request, _, _ in wanted])
             return {}
-        self._learn_draft_seconds(self._clock() - began)
+        self._draft_seconds.saw(self._clock() - began)
         given: dict[Request, TokenIds] = {}
         for (request, length, is_watched), whole in zip(wanted, drafts, strict=True):
             draft = whole[:length]
@@ -127,7 +132,7 @@ class Drafting:
         pace, step = self._pace(request), self._steps_of(sessions)
         pace.steps_since_watch += 1
         pace.steps_since_draft += 1
-        cost = self._draft_seconds / sessions
+        cost = (self._draft_seconds.seconds or 0.0) / sessions
         length = best_length(pace.acceptance, step, sessions=sessions, longest=longest, draft_seconds=cost)
         if length or pace.steps_since_draft > _PROBE_STEPS:
             pace.steps_since_draft = 0
@@ -154,7 +159,8 @@ class Drafting:
                 counter.accepted_tokens += accepted
             self._metrics.drafted_tokens.inc(block.drafted)
             self._metrics.accepted_tokens.inc(accepted)
-            self._pace(request).acceptance.saw(block.drafted, accepted)
+            for acceptance in (self._pace(request).acceptance, self._acceptance):
+                acceptance.saw(block.drafted, accepted)
         elif outcome.samples:
             self._pace(request).compare(outcome.samples[0].token_id)
         memory = request.session.kv.draft_memory
@@ -163,24 +169,25 @@ class Drafting:
             self._seen.append((request, Seen(memory, first, block.token_ids[:kept], taps)))
 
     def observe(self) -> None:
-        """Tell the drafter what the step committed."""
-        seen, self._seen = self._seen, []
+        """A step has ended: tell the drafter of it, now or soon."""
+        if sum(len(seen.token_ids) for _, seen in self._seen) >= _TOLD_TOGETHER:
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell the drafter what steps committed that it does not know yet."""
         # A session that was closed meanwhile has no memory any more.
-        seen = [(request, rows) for request, rows in seen if not request.session.is_closed]
-        if not seen:
+        told = [(request, seen) for request, seen in self._seen if not request.session.is_closed]
+        self._seen = []
+        if not told:
             return
         try:
-            self._drafter.observe([rows for _, rows in seen])
+            self._drafter.observe(_joined([seen for _, seen in told]))
         except Exception:
             logger.exception("the drafter cannot observe")
-            self._degrade([request for request, _ in seen])
+            self._degrade(list(dict.fromkeys(request for request, _ in told)))
 
     def _steps_of(self, sessions: int) -> StepSeconds:
         return self._steps.setdefault(sessions.bit_length(), StepSeconds())
-
-    def _learn_draft_seconds(self, seconds: float) -> None:
-        known = self._draft_seconds or seconds
-        self._draft_seconds = _SECONDS_MEMORY * known + (1 - _SECONDS_MEMORY) * min(seconds, 3 * known)
 
     def _degrade(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -188,3 +195,24 @@ class Drafting:
             self._metrics.drafter_failures.inc()
             if request.session.kv.draft_memory is not None:
                 request.session.kv.draft_memory.forget()
+
+
+def _joined(told: Sequence[Seen]) -> list[Seen]:
+    """Rows of one session that follow each other become one entry."""
+    joined: list[list[Seen]] = []
+    last: dict[int, list[Seen]] = {}
+    for seen in told:
+        run = last.get(id(seen.memory))
+        if run is None or seen.memory is None or run[-1].first + len(run[-1].token_ids) != seen.first:
+            run = last[id(seen.memory)] = []
+            joined.append(run)
+        run.append(seen)
+    return [
+        Seen(
+            run[0].memory,
+            run[0].first,
+            np.concatenate([seen.token_ids for seen in run]),
+            None if run[0].taps is None else torch.cat([seen.taps for seen in run if seen.taps is not None]),
+        )
+        for run in joined
+    ]

@@ -29,6 +29,7 @@ from inference_engine.errors import (
     RestorationFailed,
     SessionClosed,
 )
+from inference_engine.kv.plan import SpanFailed
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.drafting import Drafting
 from inference_engine.scheduler.policy import Candidate, choose
@@ -172,7 +173,7 @@ class Scheduler:
                 self._end(request, Failed(SessionClosed()))
             elif request.stop is not None:
                 self._end(request, request.ending(request.stop(), self._clock()))
-            elif request.state is RequestState.QUEUED and not (is_waited_for and request.session.kv.takes_lanes):
+            elif request.state is RequestState.QUEUED and not (is_waited_for and request.session.kv.takes_room):
                 self._begin(request)
                 # Who waits for room to wake is not overtaken by others who need some, too.
                 is_waited_for |= request.state is RequestState.QUEUED
@@ -188,7 +189,7 @@ class Scheduler:
             return
         if not is_awake:
             running = (other for other in self._running if other.state is RequestState.RUNNING)
-            if any(other.session.kv.takes_lanes for other in running):
+            if any(other.session.kv.takes_room for other in running):
                 return  # they give room back when they end
             self._end(request, Failed(_no_room_to_wake(session, needed)))
             return
@@ -234,6 +235,10 @@ class Scheduler:
             outcomes = self._verifier.run(blocks)
         except BlockFailed as failed:
             self._fail_session(batch[failed.index], failed.violation)
+            return
+        except SpanFailed as failed:
+            logger.exception("a session's old rows could not be read")
+            self._end(batch[failed.index], Failed(failed.failure))
             return
         except Exception as error:
             self.failed_steps += 1
@@ -403,6 +408,8 @@ class Scheduler:
         if request.state is RequestState.RUNNING:
             self._metrics.generates_active.dec()
         request.move(RequestState.ENDED)
+        if self._drafting is not None:
+            self._drafting.tell()
         try:
             if not request.session.is_closed and not request.session.failure_reason:
                 request.session.kv.check()

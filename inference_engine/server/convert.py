@@ -153,6 +153,7 @@ def opened_to_wire(opened: SessionOpened, *, mode: Mode, model_id: str) -> pb.Cr
         limit_tokens=opened.limit_tokens,
         mode=_MODES[mode],
         model_id=model_id,
+        tier_bytes=opened.bound.tier_bytes,
     )
 
 
@@ -172,6 +173,8 @@ def session_info_to_wire(info: SessionInfo) -> pb.GetSessionInfoResponse:
         limit_tokens=info.limit_tokens,
         failure_reason=info.failure_reason,
         generating=info.is_generating,
+        tier_live_bytes=info.tier_live_bytes,
+        tier_bytes=info.bound.tier_bytes,
         drafted_token_count=info.drafted_tokens,
         accepted_token_count=info.accepted_tokens,
     )
@@ -193,6 +196,8 @@ def server_info_to_wire(info: EngineInfo, *, version: str, max_message_bytes: in
         max_message_bytes=max_message_bytes,
         kv_capacity_bytes=info.kv_capacity_bytes,
         kv_reserved_bytes=info.kv_reserved_bytes,
+        tier_capacity_bytes=info.tier_capacity_bytes,
+        tier_reserved_bytes=info.tier_reserved_bytes,
         segment_tokens=info.config.segment_tokens,
         session_idle_ttl_seconds=info.config.session_idle_ttl_seconds,
         drafter=info.drafter,

@@ -51,7 +51,8 @@ class Session:
     waiters: list[Callable[[], None]] = field(default_factory=list)
     is_closed: bool = False
     failure_reason: str = ""
-    live_bytes: int = 0
+    live_bytes: int = 0  # on the device
+    tier_live_bytes: int = 0  # in the second tier
     evicted_tokens: int = 0
     cached_tokens: int = 0
     drafted_tokens: int = 0  # guesses of a drafter that were verified, and how many of them were right
@@ -91,6 +92,7 @@ class Session:
             raise InvariantViolated("INV1", f"{length} positions are cached of {len(self.history)} recorded")
         if length < self.cached_tokens:
             raise InvariantViolated("INV2", f"the cache went back from {self.cached_tokens} to {length} positions")
-        self.live_bytes = self.kv.footprint().total_bytes
+        footprint = self.kv.footprint()
+        self.live_bytes, self.tier_live_bytes = footprint.total_bytes, footprint.tier_bytes
         self.evicted_tokens = self.kv.evicted
         self.cached_tokens = length

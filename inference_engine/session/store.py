@@ -22,6 +22,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.journal import Journal, SessionRecord
 from inference_engine.session.session import Operation, Session
+from inference_engine.types import Bound
 
 _TOMBSTONES = 10_000
 
@@ -51,6 +52,7 @@ class SessionStore:
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
         self._evicted: OrderedDict[str, tuple[str, str]] = OrderedDict()  # id -> owner, cause
         metrics.kv_capacity_bytes.set(context.pool.capacity_bytes)
+        metrics.tier_capacity_bytes.set(0 if context.tier is None else context.tier.capacity_bytes)
 
     # -- create, find, end ------------------------------------------------------------------------------------------
 
@@ -102,7 +104,7 @@ class SessionStore:
         """The session broke an invariant: free its memory, keep its facts readable until its TTL."""
         with self._lock:
             session.failure_reason = reason
-            session.live_bytes = 0
+            session.live_bytes = session.tier_live_bytes = 0
             session.kv.release()
             self._journal.close(session.session_id)
             self._metrics.sessions_total.labels(outcome="failed").inc()
@@ -176,7 +178,10 @@ class SessionStore:
 
     def _refuse_what_can_never_fit(self, strategy: KVStrategy, limit_tokens: int | None) -> None:
         """No session is evicted for one that would not fit into the empty pool either."""
-        needed = bound_of(strategy, self._context, limit_tokens).peak_bytes
+        bound = bound_of(strategy, self._context, limit_tokens)
+        if self._context.tier is not None:
+            self._context.tier.refuse_what_can_never_fit(bound.tier_bytes)
+        needed = bound.peak_bytes
         capacity = self._context.pool.capacity_bytes
         if needed > capacity:
             raise NoCapacity(
@@ -187,7 +192,7 @@ class SessionStore:
             )
 
     def _reserve(self, strategy: KVStrategy, limit_tokens: int | None, owner: str) -> SessionKV:
-        needed = bound_of(strategy, self._context, limit_tokens).sustained_bytes
+        needed = bound_of(strategy, self._context, limit_tokens)
         while True:
             idle = self._idle(owner)
             if len(self._sessions) >= self._max_sessions:
@@ -208,11 +213,21 @@ class SessionStore:
                 pool = self._context.pool
                 within_reach = pool.capacity_bytes - pool.reserved_bytes
                 within_reach += sum(session.kv.bound.sustained_bytes for session in holding)
-                if not holding or within_reach < needed:
+                if not holding or within_reach < needed.sustained_bytes:
                     raise
+                if (short := self._short_of_tier(needed)) > 0:
+                    # Only those that hold some of it can make room there.
+                    holding = [session for session in holding if session.kv.bound.tier_bytes]
+                    if sum(session.kv.bound.tier_bytes for session in holding) < short:
+                        raise
                 # Nobody is evicted for a session that would be refused even then.
                 self._keep_room_to_wake(strategy, limit_tokens, without=holding)
                 self._evict(holding[0], "lru")
+
+    def _short_of_tier(self, needed: Bound) -> int:
+        """Bytes of the second tier that would have to be given back first."""
+        tier = self._context.tier
+        return 0 if tier is None else needed.tier_bytes - (tier.capacity_bytes - tier.reserved_bytes)
 
     def _keep_room_to_wake(
         self, strategy: KVStrategy, limit_tokens: int | None, *, without: Sequence[Session] = ()
@@ -266,3 +281,6 @@ class SessionStore:
         self._metrics.sessions_active.set(len(self._sessions))
         self._metrics.kv_live_bytes.set(sum(session.live_bytes for session in self._sessions.values()))
         self._metrics.kv_reserved_bytes.set(self._context.pool.reserved_bytes)
+        if self._context.tier is not None:
+            self._metrics.tier_reserved_bytes.set(self._context.tier.reserved_bytes)
+            self._metrics.tier_live_bytes.set(sum(session.tier_live_bytes for session in self._sessions.values()))

@@ -10,12 +10,16 @@ from torch import Tensor
 from inference_engine.engine import Engine
 from inference_engine.errors import RestorationFailed
 from inference_engine.kv.strategies import make_strategy
+from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Mode, TokenCommitted
 from kv_cache_proposer.f_theta.codec import LatentCodec
 from tests.laws.variants import drain, engine_for, generate, same, text
 from tests.tiny import LATENT_BYTES, tiny_latent
 
-LATENT = make_strategy("restored", sink=4, window=16, source="latent", bytes_per_token=LATENT_BYTES)
+HOLD, STREAM = (
+    make_strategy("restored", sink=4, window=16, source="latent", bytes_per_token=LATENT_BYTES, mode=mode)
+    for mode in ("hold", "stream")
+)
 
 
 class Failing:
@@ -60,11 +64,12 @@ def until_it_fails(engine: Engine, session: str, count: int) -> tuple[int, Resto
     raise AssertionError("nothing failed")
 
 
+@pytest.mark.parametrize("strategy", [HOLD, STREAM], ids=str)
 @pytest.mark.parametrize("moment", ["encode", "decode"])
-def test_a_failing_codec_ends_its_generate_by_name_and_keeps_the_history(moment: str) -> None:
+def test_a_failing_codec_ends_its_generate_by_name_and_keeps_the_history(strategy: KVStrategy, moment: str) -> None:
     codec = Failing()
     with engine_for(Mode.BATCHED, latent=codec) as engine:
-        session = engine.create_session(strategy=LATENT).session_id
+        session = engine.create_session(strategy=strategy).session_id
         engine.append(session, text(60))
         told = generate(engine, session, 5)
         codec.fails_in = moment
@@ -79,7 +84,7 @@ def test_a_failing_codec_ends_its_generate_by_name_and_keeps_the_history(moment:
         assert not info.failure_reason
         assert info.kv_live_bytes <= info.bound.sustained_bytes
         codec.fails_in = ""
-        again = engine.create_session(strategy=LATENT).session_id
+        again = engine.create_session(strategy=strategy).session_id
         engine.append(again, text(60))
         assert same(generate(engine, again, 5), told, Mode.BATCHED)
         generate(engine, again, heard or 1)

@@ -165,6 +165,25 @@ def test_gather_with_a_budget_for_everything_equals_full_and_with_less_differs(m
 
 
 @each_mode
+def test_tiered_equals_full_with_a_budget_for_everything_and_gather_with_less(mode: Mode) -> None:
+    """Degenerate and off-switch: where rows lie changes nothing but rounding, in both modes."""
+    options = {"block": 4, "sink": 0, "window": 20}
+    with engine_for(mode) as engine:
+        full, gather, wide, narrow = (
+            generate(engine, opened(engine, strategy, text()))
+            for strategy in (
+                Full(),
+                make_strategy("gather", **options, budget=40),
+                make_strategy("tiered", **options, budget=400, resident_tokens=20),
+                make_strategy("tiered", **options, budget=40, resident_tokens=20),
+            )
+        )
+    assert same(wide, full, Mode.BATCHED)
+    assert same(narrow, gather, Mode.BATCHED)
+    assert not same(narrow, full, Mode.BATCHED)
+
+
+@each_mode
 def test_mac_without_matches_equals_full_and_with_them_differs(mode: Mode) -> None:
     """Degenerate and off-switch. Sums are taken in another order, so equality is up to rounding in both modes."""
     with engine_for(mode) as engine:

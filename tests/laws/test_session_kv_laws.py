@@ -20,6 +20,7 @@ from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.tier import HostTier
 from tests.laws.variants import each_strategy
 from tests.tiny import LATENT_BYTES
 
@@ -69,7 +70,8 @@ class HalfTokens:
         rows = [
             part.view(-1, *shape) for part, shape in zip(torch.split(numbers, sizes, dim=1), shapes * 2, strict=True)
         ]
-        return rows[: len(shapes)], rows[len(shapes) :]
+        places = [self.layers.index(layer) for layer in (self.layers if layers is None else layers)]
+        return [rows[place] for place in places], [rows[len(shapes) + place] for place in places]
 
 
 def context(*, row_quantum: int = 1, key_quantum: int = 1, capacity_rows: int = 4 * LIMIT) -> KVContext:
@@ -89,6 +91,7 @@ def context(*, row_quantum: int = 1, key_quantum: int = 1, capacity_rows: int = 
         rotate=lambda keys, shifts, _: turn(keys, shifts),
         device=torch.device("cpu"),
         latent=HalfTokens(),
+        tier=HostTier(2**24, is_pinned=False),
     )
 
 

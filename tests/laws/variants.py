@@ -14,6 +14,8 @@ from inference_engine.kv.strategy import KVStrategy, Option
 from inference_engine.types import Event, GenerateParams, Mode, Sampling, TokenCommitted
 from tests.tiny import LATENT_BYTES, VOCABULARY, tiny_engine
 
+LATENT: dict[str, Option] = {"sink": 2, "source": "latent", "bytes_per_token": LATENT_BYTES}
+
 _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
     "full": [{}, {"codec": "identity", "exact_window": 8, "exact_layers": (0,)}, {"codec": "int8", "exact_window": 16}],
     # The second window is wider than TinyModel's own, the third is narrower and no multiple of a page, without a sink.
@@ -22,6 +24,8 @@ _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
         {"sink": 3, "window": 40},
         {"sink": 0, "window": 7},
         {"sink": 2, "window": 44, "codec": "int8", "exact_window": 9},
+        # Rows leave before they are old enough to be coded.
+        {"sink": 2, "window": 9, "codec": "int8", "exact_window": 20},
     ],
     # The last layer full; TinyModel's first is sliding by itself, what is between is windowed.
     "layer_window": [
@@ -37,6 +41,12 @@ _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
         {"block": 8, "sink": 4, "window": 16, "budget": 48},
         {"block": 4, "sink": 0, "window": 20, "budget": 400},
     ],
+    # Windows narrower and wider than a segment, blocks that do not divide one; and a budget that reads everything.
+    "tiered": [
+        {"block": 8, "sink": 4, "window": 16, "budget": 48, "resident_tokens": 20},
+        {"block": 12, "sink": 0, "window": 20, "budget": 68, "resident_tokens": 40},
+        {"block": 4, "sink": 0, "window": 20, "budget": 400, "resident_tokens": 20},
+    ],
     # Matches in about every other row, chains among them; and none ever.
     "mac": [
         {"ring": 24, "band": 6, "threshold": 0.6, "chain_limit": 2},
@@ -46,7 +56,11 @@ _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
     "restored": [
         {"sink": 4, "window": 16},
         {"sink": 0, "window": 40},
-        {"sink": 2, "window": 12, "source": "latent", "bytes_per_token": LATENT_BYTES},
+        {**LATENT, "window": 12},
+        {**LATENT, "sink": 3, "window": 13, "mode": "stream"},
+        # Few latents on the device: a segment pushes out all of them, and some of its own.
+        {**LATENT, "window": 16, "resident_latent_bytes": 1800},
+        {**LATENT, "sink": 0, "window": 9, "resident_latent_bytes": 7000, "mode": "stream"},
     ],
 }
 

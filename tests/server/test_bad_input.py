@@ -162,6 +162,13 @@ def layers_kept_full(*layers: int) -> pb.Strategy:
             {"strategy": pb.Strategy(restored=pb.RestoredStrategy(bytes_per_token=64))},
             "strategy.restored.bytes_per_token",
         ),
+        ({"strategy": pb.Strategy(restored=pb.RestoredStrategy(mode="sleepy"))}, "strategy.restored.mode"),
+        # Nothing is kept that could be read chunk by chunk, or that could be put elsewhere.
+        ({"strategy": pb.Strategy(restored=pb.RestoredStrategy(mode="stream"))}, "strategy.restored.mode"),
+        (
+            {"strategy": pb.Strategy(restored=pb.RestoredStrategy(resident_latent_bytes=2**63))},
+            "strategy.restored.resident_latent_bytes",
+        ),
         ({"strategy": pb.Strategy(gather=pb.GatherStrategy(block=0))}, "strategy.gather.block"),
         ({"strategy": pb.Strategy(gather=pb.GatherStrategy(block=129))}, "strategy.gather.block"),
         ({"strategy": pb.Strategy(gather=pb.GatherStrategy(budget=700))}, "strategy.gather.budget"),
@@ -171,6 +178,21 @@ def layers_kept_full(*layers: int) -> pb.Strategy:
             "strategy.gather.window",
         ),
         ({"strategy": pb.Strategy(gather=pb.GatherStrategy(scorer="luck"))}, "strategy.gather.scorer"),
+        ({"strategy": pb.Strategy(tiered=pb.TieredStrategy(block=0))}, "strategy.tiered.block"),
+        ({"strategy": pb.Strategy(tiered=pb.TieredStrategy(block=129))}, "strategy.tiered.block"),
+        ({"strategy": pb.Strategy(tiered=pb.TieredStrategy(budget=700))}, "strategy.tiered.budget"),
+        (
+            {"strategy": pb.Strategy(tiered=pb.TieredStrategy(window=8, sink=0, block=4, budget=64))},
+            "strategy.tiered.window",
+        ),
+        (
+            {"strategy": pb.Strategy(tiered=pb.TieredStrategy(resident_tokens=511))},
+            "strategy.tiered.resident_tokens",
+        ),
+        (
+            {"strategy": pb.Strategy(tiered=pb.TieredStrategy(resident_tokens=2**32 - 1))},
+            "strategy.tiered.resident_tokens",
+        ),
         ({"strategy": pb.Strategy(mac=pb.MacStrategy(ring=0))}, "strategy.mac.ring"),
         ({"strategy": pb.Strategy(mac=pb.MacStrategy(ring=2**32 - 1))}, "strategy.mac.ring"),
         ({"strategy": pb.Strategy(mac=pb.MacStrategy(band=2**32 - 1))}, "strategy.mac.band"),

@@ -13,10 +13,11 @@ from inference_engine.kv.strategies.layer_window import LayerWindow
 from inference_engine.kv.strategies.mac import Mac
 from inference_engine.kv.strategies.restored import Restored
 from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.kv.strategies.tiered import Tiered
 from inference_engine.kv.strategy import KVStrategy, Option
 
 _STRATEGIES: dict[str, type[KVStrategy]] = {
-    kind.name: kind for kind in (Full, SinkWindow, LayerWindow, Restored, Gather, Mac)
+    kind.name: kind for kind in (Full, SinkWindow, LayerWindow, Restored, Gather, Tiered, Mac)
 }
 _NUMBER = re.compile(r"-?\d+", re.ASCII)
 _FRACTION = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?", re.ASCII | re.IGNORECASE)

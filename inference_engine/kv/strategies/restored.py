@@ -1,12 +1,18 @@
 """Restored strategy: sink and window stay exact, every evicted row comes back.
 
     asleep   ■ ■ ■ ■ |               | ■ ■ ■ ■ ■      sink and window, and what the source keeps of the rest
-    awake    ■ ■ ■ ■ | □ □ □ □ □ □ □ | ■ ■ ■ ■ ■      the rest restored, for the time of a Generate
+    hold     ■ ■ ■ ■ | □ □ □ □ □ □ □ | ■ ■ ■ ■ ■      the rest restored, for the time of a Generate
+    stream   ■ ■ ■ ■ |     | □ □ |   | ■ ■ ■ ■ ■      a chunk of the rest at a time, in every layer of every step
 
 Source `latent` keeps one thin code per evicted position across all layers, `bytes_per_token` of it, and gives back rows
 close to what they were. Source `recompute` keeps nothing: evicted rows are computed again from the token ids. It is
 exact, equal to `full` up to rounding, holds the bytes of `sink_window` between Generates, and costs a prefill of the
 whole history at each.
+
+Mode `hold` restores once and holds all rows while it generates; `stream` holds no more than a chunk of one layer, and
+decodes every evicted position again in each step. It is for sources that are local in position, which `latent` is.
+With `resident_latent_bytes` no more of the latents than that stay on the device: older ones lie in the second tier, and
+are read from there when they are restored.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy, require
 
 _SOURCES = ("latent", "recompute")
+_MODES = ("hold", "stream")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +41,8 @@ class Restored(KVStrategy):
     window: int = 1024
     source: str = "recompute"
     bytes_per_token: int | None = None  # of the latent; None: a twentieth of the rows in bfloat16
+    mode: str = "hold"
+    resident_latent_bytes: int | None = None  # on the device; older ones go to the second tier. None: no limit
 
     def __post_init__(self) -> None:
         require(self.sink >= 0, "sink", f"must be ≥ 0, got {self.sink}")
@@ -41,10 +50,19 @@ class Restored(KVStrategy):
         require(
             self.source in _SOURCES, "source", f"there is no source {self.source!r}; there are {', '.join(_SOURCES)}"
         )
-
+        require(self.mode in _MODES, "mode", f"there is no mode {self.mode!r}; there are {', '.join(_MODES)}")
+        require(
+            self.mode == "hold" or self.source == "latent",
+            "mode",
+            f"{self.mode} would be a prefill for each token with source {self.source}; use hold, or source latent",
+        )
         if self.bytes_per_token is not None:
             require(self.source == "latent", "bytes_per_token", f"has no meaning with source {self.source}")
             require(self.bytes_per_token >= 1, "bytes_per_token", f"must be ≥ 1, got {self.bytes_per_token}")
+        if self.resident_latent_bytes is not None:
+            limit = self.resident_latent_bytes
+            require(self.source == "latent", "resident_latent_bytes", f"has no meaning with source {self.source}")
+            require(limit >= 0, "resident_latent_bytes", f"must be ≥ 0, got {limit}")
 
     def check(self, geometry: Geometry) -> None:
         SinkWindow(sink=self.sink, window=self.window).check(geometry)
@@ -59,4 +77,6 @@ class Restored(KVStrategy):
         return LayerRule(sink=self.sink, exact=self.window)
 
     def restorer(self) -> Restorer:
-        return Latent(self.bytes_per_token) if self.source == "latent" else Recompute()
+        if self.source == "recompute":
+            return Recompute()
+        return Latent(self.bytes_per_token, self.resident_latent_bytes, is_streamed=self.mode == "stream")

@@ -17,7 +17,7 @@ DeadlineExceeded Draining Full Gather GenerateResult GenerateStream HistoryLengt
 InternalError InvalidArgument InvalidMessages InvalidTokenIds InvariantViolated KakeyaError LayerWindow Mac Mode
 NoCapacity NonFiniteLogits Overloaded Progress ProtocolError RestorationFailed Restored RetryPolicy RetryableError
 ServerError ServerInfo Session SessionBusy SessionClosed SessionEvicted SessionInfo SessionNotFound SinkWindow
-SlowConsumer StateError StopReason Strategy TLS TemplateError TokenDetail TokenOutOfRange TokenizerError
+SlowConsumer StateError StopReason Strategy TLS TemplateError Tiered TokenDetail TokenOutOfRange TokenizerError
 TransportError Unauthenticated
 """
 

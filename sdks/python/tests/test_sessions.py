@@ -104,6 +104,20 @@ async def test_a_session_with_full_layers_tells_them_and_every_number_in_force(c
     await do(session.close)
 
 
+async def test_a_tiered_session_tells_what_it_holds_off_the_device(client: Any, do: Do) -> None:
+    tiered = kakeya.Tiered(block=4, sink=0, window=20, budget=40, resident_tokens=20)
+    session = await do(client.create_session, tiered)
+    assert session.strategy == tiered
+    for _ in range(5):
+        await do(session.append, PROMPT * (40 // len(PROMPT)))
+    await do(session.generate(4).result)
+    info = await do(session.info)
+    assert 0 < info.tier_live_bytes <= info.tier_bytes == session.tier_bytes
+    server = await do(client.server_info)
+    assert session.tier_bytes <= server.tier_reserved_bytes <= server.tier_capacity_bytes
+    await do(session.close)
+
+
 async def test_a_layer_that_the_model_does_not_have_is_refused_by_the_fields_name(client: Any, do: Do) -> None:
     with pytest.raises(kakeya.InvalidArgument, match="3 layers") as caught:
         await do(client.create_session, kakeya.LayerWindow(full_layers=(2, 7), window=30))

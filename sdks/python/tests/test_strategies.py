@@ -18,8 +18,9 @@ EVERY_OPTION = [
     kakeya.Full(**CODING),
     kakeya.SinkWindow(sink=0, window=9, **CODING),
     kakeya.LayerWindow(full_layers=(11, 5), sink=0, window=9, **CODING),
-    kakeya.Restored(sink=0, window=9, source="latent", bytes_per_token=192),
+    kakeya.Restored(sink=0, window=9, source="latent", bytes_per_token=192, mode="stream", resident_latent_bytes=2**40),
     kakeya.Gather(budget=300, block=16, sink=0, window=256, scorer="bounds"),
+    kakeya.Tiered(budget=300, block=16, sink=0, window=256, resident_tokens=512),
     kakeya.Mac(ring=128, band=0, threshold=0.55, chain_limit=-1),
 ]
 FEWEST_OPTIONS = [
@@ -28,6 +29,7 @@ FEWEST_OPTIONS = [
     kakeya.LayerWindow(full_layers=(5,)),
     kakeya.Restored(),
     kakeya.Gather(),
+    kakeya.Tiered(),
     kakeya.Mac(),
 ]
 
@@ -72,8 +74,13 @@ def test_a_value_reads_as_it_is_written() -> None:
         (kakeya.LayerWindow, {"full_layers": (-1,)}, "full_layers[0]"),
         (kakeya.Restored, {"source": ""}, "source"),
         (kakeya.Restored, {"bytes_per_token": 0}, "bytes_per_token"),
+        (kakeya.Restored, {"mode": ""}, "mode"),
+        (kakeya.Restored, {"resident_latent_bytes": -1}, "resident_latent_bytes"),
+        (kakeya.Restored, {"resident_latent_bytes": 2**63}, "resident_latent_bytes"),
         (kakeya.Gather, {"budget": 0}, "budget"),
         (kakeya.Gather, {"block": 1.5}, "block"),
+        (kakeya.Tiered, {"block": 0}, "block"),
+        (kakeya.Tiered, {"resident_tokens": 0}, "resident_tokens"),
         (kakeya.Mac, {"ring": 0}, "ring"),
         (kakeya.Mac, {"band": -1}, "band"),
         (kakeya.Mac, {"threshold": -0.1}, "threshold"),

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         Unauthenticated,
     )
     from kakeya._retry import RetryPolicy
-    from kakeya._strategies import Full, Gather, LayerWindow, Mac, Restored, SinkWindow, Strategy
+    from kakeya._strategies import Full, Gather, LayerWindow, Mac, Restored, SinkWindow, Strategy, Tiered
     from kakeya._sync import Client, GenerateStream, Session
     from kakeya._values import GenerateResult, Mode, Progress, ServerInfo, SessionInfo, StopReason, TokenDetail
 
@@ -105,6 +105,7 @@ __all__ = [
     "StopReason",
     "Strategy",
     "TemplateError",
+    "Tiered",
     "TokenDetail",
     "TokenOutOfRange",
     "TokenizerError",
@@ -116,7 +117,7 @@ _HOME = {
     "_async": ("AsyncClient", "AsyncGenerateStream", "AsyncSession"),
     "_channel": ("TLS",),
     "_retry": ("RetryPolicy",),
-    "_strategies": ("Full", "Gather", "LayerWindow", "Mac", "Restored", "SinkWindow", "Strategy"),
+    "_strategies": ("Full", "Gather", "LayerWindow", "Mac", "Restored", "SinkWindow", "Strategy", "Tiered"),
     "_sync": ("Client", "GenerateStream", "Session"),
     "_values": ("GenerateResult", "Mode", "Progress", "ServerInfo", "SessionInfo", "StopReason", "TokenDetail"),
 }

@@ -60,6 +60,11 @@ class SessionBase:
         return self._created.peak_bytes
 
     @property
+    def tier_bytes(self) -> int:
+        """K/V the session holds at most off the device, in the server's memory or in a file."""
+        return self._created.tier_bytes
+
+    @property
     def limit_tokens(self) -> int | None:
         """The longest history the session can reach; None if there is no limit."""
         return self._created.limit_tokens if self._created.HasField("limit_tokens") else None

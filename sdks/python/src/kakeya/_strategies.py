@@ -102,8 +102,9 @@ class Restored(Strategy):
     """The rows of `SinkWindow` stay; each Generate has the others restored and reads every position.
 
     source: where they come back from; "recompute" computes them again from the token ids, "latent" decodes
-    `bytes_per_token` kept of each, where the server can. None leaves an option to the server. The session ends at the
-    model's trained positions.
+    `bytes_per_token` kept of each, where the server can. mode: "hold" restores once and holds all of them while it
+    generates, "stream" decodes a chunk at a time, for each token again. resident_latent_bytes: how much of what is kept
+    stays on the device. None leaves an option to the server. The session ends at the model's trained positions.
     """
 
     _arm: ClassVar[str] = "restored"
@@ -112,11 +113,16 @@ class Restored(Strategy):
     window: int | None = None
     source: str | None = None
     bytes_per_token: int | None = None
+    mode: str | None = None
+    resident_latent_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check_window(self.sink, self.window)
         _check_name(self.source, "source")
         _check_number(self.bytes_per_token, "bytes_per_token", at_least=1)
+        _check_name(self.mode, "mode")
+        if self.resident_latent_bytes is not None:
+            whole_number(self.resident_latent_bytes, "resident_latent_bytes", at_least=0, below=2**63)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -140,6 +146,29 @@ class Gather(Strategy):
         _check_number(self.block, "block", at_least=1)
         _check_window(self.sink, self.window)
         _check_name(self.scorer, "scorer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Tiered(Strategy):
+    """Every row stays, the last `resident_tokens` and the sink on the device, the others where there is more room.
+
+    Tokens read as with `Gather`; what a generated one needs of the others is fetched. None leaves an option to the
+    server. The session ends at the model's trained positions.
+    """
+
+    _arm: ClassVar[str] = "tiered"
+
+    budget: int | None = None
+    block: int | None = None
+    sink: int | None = None
+    window: int | None = None
+    resident_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_number(self.budget, "budget", at_least=1)
+        _check_number(self.block, "block", at_least=1)
+        _check_window(self.sink, self.window)
+        _check_number(self.resident_tokens, "resident_tokens", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -168,7 +197,9 @@ class Mac(Strategy):
             whole_number(self.chain_limit, "chain_limit", at_least=-1, below=2**31)
 
 
-_KINDS: dict[str, type[Strategy]] = {kind._arm: kind for kind in (Full, SinkWindow, LayerWindow, Restored, Gather, Mac)}
+_KINDS: dict[str, type[Strategy]] = {
+    kind._arm: kind for kind in (Full, SinkWindow, LayerWindow, Restored, Gather, Tiered, Mac)
+}
 
 
 def from_wire(message: pb.Strategy) -> Strategy | None:

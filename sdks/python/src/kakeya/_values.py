@@ -105,6 +105,8 @@ class SessionInfo:
     inv3_violations: int
     drafted_tokens: int  # guesses of the server's drafter that were verified in all Generates
     accepted_tokens: int  # how many of them were right
+    tier_live_bytes: int  # held off the device now, in the server's memory or in a file
+    tier_bytes: int  # held there at most; reserved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +130,8 @@ class ServerInfo:
     segment_tokens: int
     session_idle_ttl_seconds: float
     drafter: str  # what guesses ahead in Generates that allow it; empty: nothing does
+    tier_capacity_bytes: int  # off the device, in the server's memory or in files
+    tier_reserved_bytes: int
 
 
 def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
@@ -148,6 +152,8 @@ def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
         inv3_violations=reply.cache_invariant_inv3_violations,
         drafted_tokens=reply.drafted_token_count,
         accepted_tokens=reply.accepted_token_count,
+        tier_live_bytes=reply.tier_live_bytes,
+        tier_bytes=reply.tier_bytes,
     )
 
 
@@ -170,4 +176,6 @@ def server_info(reply: pb.GetServerInfoResponse) -> ServerInfo:
         segment_tokens=reply.segment_tokens,
         session_idle_ttl_seconds=reply.session_idle_ttl_seconds,
         drafter=reply.drafter,
+        tier_capacity_bytes=reply.tier_capacity_bytes,
+        tier_reserved_bytes=reply.tier_reserved_bytes,
     )

@@ -97,6 +97,7 @@ class CreateSessionResponse(_message.Message):
     LIMIT_TOKENS_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
     MODEL_ID_FIELD_NUMBER: _builtins.int
+    TIER_BYTES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Opaque, unguessable."""
     sustained_bytes: _builtins.int
@@ -107,6 +108,8 @@ class CreateSessionResponse(_message.Message):
     """Longest history the session can reach, in tokens. Absent: there is no limit."""
     mode: Global___Mode.ValueType
     model_id: _builtins.str
+    tier_bytes: _builtins.int
+    """Beside those, bytes of K/V the session holds at most off the device, in the server's memory or in a file; reserved."""
     @_builtins.property
     def strategy(self) -> Global___Strategy:
         """The strategy in force, every default filled in."""
@@ -121,10 +124,11 @@ class CreateSessionResponse(_message.Message):
         limit_tokens: _builtins.int | None = ...,
         mode: Global___Mode.ValueType = ...,
         model_id: _builtins.str = ...,
+        tier_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "mode", b"mode", "model_id", b"model_id", "peak_bytes", b"peak_bytes", "session_id", b"session_id", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "mode", b"mode", "model_id", b"model_id", "peak_bytes", b"peak_bytes", "session_id", b"session_id", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
@@ -638,6 +642,8 @@ class GetSessionInfoResponse(_message.Message):
     CACHE_INVARIANT_INV3_VIOLATIONS_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TIER_LIVE_BYTES_FIELD_NUMBER: _builtins.int
+    TIER_BYTES_FIELD_NUMBER: _builtins.int
     history_length: _builtins.int
     kv_live_bytes: _builtins.int
     """Bytes of K/V actually held now, summed over what holds them."""
@@ -658,6 +664,9 @@ class GetSessionInfoResponse(_message.Message):
     drafted_token_count: _builtins.int
     """Guesses of the server's drafter that were verified in all Generates, and how many of them were right."""
     accepted_token_count: _builtins.int
+    tier_live_bytes: _builtins.int
+    """Bytes of K/V held off the device, in the server's memory or in a file: now, and at most. The others are on it."""
+    tier_bytes: _builtins.int
     @_builtins.property
     def strategy(self) -> Global___Strategy: ...
     def __init__(
@@ -679,10 +688,12 @@ class GetSessionInfoResponse(_message.Message):
         cache_invariant_inv3_violations: _builtins.int = ...,
         drafted_token_count: _builtins.int = ...,
         accepted_token_count: _builtins.int = ...,
+        tier_live_bytes: _builtins.int = ...,
+        tier_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "accepted_token_count", b"accepted_token_count", "cache_invariant_inv1_violations", b"cache_invariant_inv1_violations", "cache_invariant_inv2_violations", b"cache_invariant_inv2_violations", "cache_invariant_inv3_violations", b"cache_invariant_inv3_violations", "cached_token_count", b"cached_token_count", "drafted_token_count", b"drafted_token_count", "evicted_token_count", b"evicted_token_count", "failure_reason", b"failure_reason", "generating", b"generating", "history_length", b"history_length", "idle_seconds", b"idle_seconds", "kv_live_bytes", b"kv_live_bytes", "limit_tokens", b"limit_tokens", "peak_bytes", b"peak_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "accepted_token_count", b"accepted_token_count", "cache_invariant_inv1_violations", b"cache_invariant_inv1_violations", "cache_invariant_inv2_violations", b"cache_invariant_inv2_violations", "cache_invariant_inv3_violations", b"cache_invariant_inv3_violations", "cached_token_count", b"cached_token_count", "drafted_token_count", b"drafted_token_count", "evicted_token_count", b"evicted_token_count", "failure_reason", b"failure_reason", "generating", b"generating", "history_length", b"history_length", "idle_seconds", b"idle_seconds", "kv_live_bytes", b"kv_live_bytes", "limit_tokens", b"limit_tokens", "peak_bytes", b"peak_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes", "tier_live_bytes", b"tier_live_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
@@ -726,6 +737,8 @@ class GetServerInfoResponse(_message.Message):
     SEGMENT_TOKENS_FIELD_NUMBER: _builtins.int
     SESSION_IDLE_TTL_SECONDS_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
+    TIER_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    TIER_RESERVED_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     model_id: _builtins.str
     vocab_size: _builtins.int
@@ -746,6 +759,9 @@ class GetServerInfoResponse(_message.Message):
     session_idle_ttl_seconds: _builtins.float
     drafter: _builtins.str
     """What guesses ahead in Generates that allow it. Empty: nothing does."""
+    tier_capacity_bytes: _builtins.int
+    """Bytes of K/V the server may reserve off the device over all sessions, and those reserved now."""
+    tier_reserved_bytes: _builtins.int
     @_builtins.property
     def strategies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the strategies that CreateSession accepts."""
@@ -772,10 +788,12 @@ class GetServerInfoResponse(_message.Message):
         segment_tokens: _builtins.int = ...,
         session_idle_ttl_seconds: _builtins.float = ...,
         drafter: _builtins.str = ...,
+        tier_capacity_bytes: _builtins.int = ...,
+        tier_reserved_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_strategy", b"default_strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_strategy", b"default_strategy", "device", b"device", "drafter", b"drafter", "dtype", b"dtype", "kv_capacity_bytes", b"kv_capacity_bytes", "kv_reserved_bytes", b"kv_reserved_bytes", "max_append_tokens", b"max_append_tokens", "max_message_bytes", b"max_message_bytes", "max_tokens_limit", b"max_tokens_limit", "mode", b"mode", "model_id", b"model_id", "segment_tokens", b"segment_tokens", "session_idle_ttl_seconds", b"session_idle_ttl_seconds", "strategies", b"strategies", "trained_position_count", b"trained_position_count", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_strategy", b"default_strategy", "device", b"device", "drafter", b"drafter", "dtype", b"dtype", "kv_capacity_bytes", b"kv_capacity_bytes", "kv_reserved_bytes", b"kv_reserved_bytes", "max_append_tokens", b"max_append_tokens", "max_message_bytes", b"max_message_bytes", "max_tokens_limit", b"max_tokens_limit", "mode", b"mode", "model_id", b"model_id", "segment_tokens", b"segment_tokens", "session_idle_ttl_seconds", b"session_idle_ttl_seconds", "strategies", b"strategies", "tier_capacity_bytes", b"tier_capacity_bytes", "tier_reserved_bytes", b"tier_reserved_bytes", "trained_position_count", b"trained_position_count", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -795,6 +813,7 @@ class Strategy(_message.Message):
     RESTORED_FIELD_NUMBER: _builtins.int
     GATHER_FIELD_NUMBER: _builtins.int
     MAC_FIELD_NUMBER: _builtins.int
+    TIERED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def full(self) -> Global___FullStrategy: ...
     @_builtins.property
@@ -807,6 +826,8 @@ class Strategy(_message.Message):
     def gather(self) -> Global___GatherStrategy: ...
     @_builtins.property
     def mac(self) -> Global___MacStrategy: ...
+    @_builtins.property
+    def tiered(self) -> Global___TieredStrategy: ...
     def __init__(
         self,
         *,
@@ -816,12 +837,13 @@ class Strategy(_message.Message):
         restored: Global___RestoredStrategy | None = ...,
         gather: Global___GatherStrategy | None = ...,
         mac: Global___MacStrategy | None = ...,
+        tiered: Global___TieredStrategy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "gather", b"gather", "kind", b"kind", "layer_window", b"layer_window", "mac", b"mac", "restored", b"restored", "sink_window", b"sink_window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "gather", b"gather", "kind", b"kind", "layer_window", b"layer_window", "mac", b"mac", "restored", b"restored", "sink_window", b"sink_window", "tiered", b"tiered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "gather", b"gather", "kind", b"kind", "layer_window", b"layer_window", "mac", b"mac", "restored", b"restored", "sink_window", b"sink_window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "gather", b"gather", "kind", b"kind", "layer_window", b"layer_window", "mac", b"mac", "restored", b"restored", "sink_window", b"sink_window", "tiered", b"tiered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["full", "sink_window", "layer_window", "restored", "gather", "mac"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["full", "sink_window", "layer_window", "restored", "gather", "mac", "tiered"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -990,6 +1012,8 @@ class RestoredStrategy(_message.Message):
     WINDOW_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    RESIDENT_LATENT_BYTES_FIELD_NUMBER: _builtins.int
     sink: _builtins.int
     window: _builtins.int
     """At least 1."""
@@ -1002,6 +1026,15 @@ class RestoredStrategy(_message.Message):
     """Bytes of the code kept of each evicted position, at least 1. Only with the source "latent"; absent: a twentieth of
     the position's rows in bfloat16.
     """
+    mode: _builtins.str
+    """Absent or "hold": evicted rows are restored once for a Generate and held until it ends. "stream": they are decoded
+    again for each token, a chunk of one layer at a time, so that the session never holds more than that; only with the
+    source "latent".
+    """
+    resident_latent_bytes: _builtins.int
+    """Bytes of those codes that stay on the device; older ones go to the server's memory or into a file (tier_bytes).
+    Only with the source "latent"; absent: all stay, 0: none.
+    """
     def __init__(
         self,
         *,
@@ -1009,13 +1042,19 @@ class RestoredStrategy(_message.Message):
         window: _builtins.int | None = ...,
         source: _builtins.str | None = ...,
         bytes_per_token: _builtins.int | None = ...,
+        mode: _builtins.str | None = ...,
+        resident_latent_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_bytes_per_token", b"_bytes_per_token", "_sink", b"_sink", "_source", b"_source", "_window", b"_window", "bytes_per_token", b"bytes_per_token", "sink", b"sink", "source", b"source", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bytes_per_token", b"_bytes_per_token", "_mode", b"_mode", "_resident_latent_bytes", b"_resident_latent_bytes", "_sink", b"_sink", "_source", b"_source", "_window", b"_window", "bytes_per_token", b"bytes_per_token", "mode", b"mode", "resident_latent_bytes", b"resident_latent_bytes", "sink", b"sink", "source", b"source", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bytes_per_token", b"_bytes_per_token", "_sink", b"_sink", "_source", b"_source", "_window", b"_window", "bytes_per_token", b"bytes_per_token", "sink", b"sink", "source", b"source", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bytes_per_token", b"_bytes_per_token", "_mode", b"_mode", "_resident_latent_bytes", b"_resident_latent_bytes", "_sink", b"_sink", "_source", b"_source", "_window", b"_window", "bytes_per_token", b"bytes_per_token", "mode", b"mode", "resident_latent_bytes", b"resident_latent_bytes", "sink", b"sink", "source", b"source", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bytes_per_token: _TypeAlias = _typing.Literal["bytes_per_token"]  # noqa: Y015
     _WhichOneofArgType__bytes_per_token: _TypeAlias = _typing.Literal["_bytes_per_token", b"_bytes_per_token"]  # noqa: Y015
+    _WhichOneofReturnType__mode: _TypeAlias = _typing.Literal["mode"]  # noqa: Y015
+    _WhichOneofArgType__mode: _TypeAlias = _typing.Literal["_mode", b"_mode"]  # noqa: Y015
+    _WhichOneofReturnType__resident_latent_bytes: _TypeAlias = _typing.Literal["resident_latent_bytes"]  # noqa: Y015
+    _WhichOneofArgType__resident_latent_bytes: _TypeAlias = _typing.Literal["_resident_latent_bytes", b"_resident_latent_bytes"]  # noqa: Y015
     _WhichOneofReturnType__sink: _TypeAlias = _typing.Literal["sink"]  # noqa: Y015
     _WhichOneofArgType__sink: _TypeAlias = _typing.Literal["_sink", b"_sink"]  # noqa: Y015
     _WhichOneofReturnType__source: _TypeAlias = _typing.Literal["source"]  # noqa: Y015
@@ -1024,6 +1063,10 @@ class RestoredStrategy(_message.Message):
     _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__bytes_per_token) -> _WhichOneofReturnType__bytes_per_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mode) -> _WhichOneofReturnType__mode | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__resident_latent_bytes) -> _WhichOneofReturnType__resident_latent_bytes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sink) -> _WhichOneofReturnType__sink | None: ...
     @_typing.overload
@@ -1092,6 +1135,63 @@ class GatherStrategy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__window) -> _WhichOneofReturnType__window | None: ...
 
 Global___GatherStrategy: _TypeAlias = GatherStrategy  # noqa: Y015
+
+@_typing.final
+class TieredStrategy(_message.Message):
+    """Every row stays, the last `resident_tokens` and the sink on the device, the others in the server's memory or in a file.
+    What tokens read is as in GatherStrategy; rows that are not on the device are fetched. The session ends at the model's
+    trained positions.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUDGET_FIELD_NUMBER: _builtins.int
+    BLOCK_FIELD_NUMBER: _builtins.int
+    SINK_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    RESIDENT_TOKENS_FIELD_NUMBER: _builtins.int
+    budget: _builtins.int
+    """As in GatherStrategy."""
+    block: _builtins.int
+    sink: _builtins.int
+    window: _builtins.int
+    resident_tokens: _builtins.int
+    """At least the window; rounded up to whole blocks."""
+    def __init__(
+        self,
+        *,
+        budget: _builtins.int | None = ...,
+        block: _builtins.int | None = ...,
+        sink: _builtins.int | None = ...,
+        window: _builtins.int | None = ...,
+        resident_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_block", b"_block", "_budget", b"_budget", "_resident_tokens", b"_resident_tokens", "_sink", b"_sink", "_window", b"_window", "block", b"block", "budget", b"budget", "resident_tokens", b"resident_tokens", "sink", b"sink", "window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block", b"_block", "_budget", b"_budget", "_resident_tokens", b"_resident_tokens", "_sink", b"_sink", "_window", b"_window", "block", b"block", "budget", b"budget", "resident_tokens", b"resident_tokens", "sink", b"sink", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__block: _TypeAlias = _typing.Literal["block"]  # noqa: Y015
+    _WhichOneofArgType__block: _TypeAlias = _typing.Literal["_block", b"_block"]  # noqa: Y015
+    _WhichOneofReturnType__budget: _TypeAlias = _typing.Literal["budget"]  # noqa: Y015
+    _WhichOneofArgType__budget: _TypeAlias = _typing.Literal["_budget", b"_budget"]  # noqa: Y015
+    _WhichOneofReturnType__resident_tokens: _TypeAlias = _typing.Literal["resident_tokens"]  # noqa: Y015
+    _WhichOneofArgType__resident_tokens: _TypeAlias = _typing.Literal["_resident_tokens", b"_resident_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__sink: _TypeAlias = _typing.Literal["sink"]  # noqa: Y015
+    _WhichOneofArgType__sink: _TypeAlias = _typing.Literal["_sink", b"_sink"]  # noqa: Y015
+    _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
+    _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__block) -> _WhichOneofReturnType__block | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__budget) -> _WhichOneofReturnType__budget | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__resident_tokens) -> _WhichOneofReturnType__resident_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sink) -> _WhichOneofReturnType__sink | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__window) -> _WhichOneofReturnType__window | None: ...
+
+Global___TieredStrategy: _TypeAlias = TieredStrategy  # noqa: Y015
 
 @_typing.final
 class MacStrategy(_message.Message):

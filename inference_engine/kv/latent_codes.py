@@ -1,0 +1,188 @@
+"""Where the latents of one session lie: in the pool, and, where that is limited, the older ones in the second tier.
+
+    place    0 1 2 … | … n        counted from the first evicted position
+             tier    | pool       the last `resident` places go round a ring
+
+    pool     arena of K [resident, first half of the bytes]      arena of V [resident, the rest]
+    tier     chunk [1, the two halves, 1, segment, half of the bytes]
+
+A latent is moved as it is, so that it decodes to the same wherever it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.pool import Demand
+from inference_engine.kv.tier import ChunkShape, Store
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentPlaces:
+    """Room for `count` latents of `width` bytes, at most `resident_bytes` of it in the pool (None: all)."""
+
+    count: int
+    width: int
+    resident_bytes: int | None
+    head_dim: int  # by which rows of the arena are told
+    segment: int
+
+    @property
+    def half(self) -> int:
+        return -(-self.width // 2)
+
+    def resident(self, geometry: Geometry) -> int:
+        """Places in the pool. What they take, rounding included, is within `resident_bytes`."""
+        if self.resident_bytes is None:
+            return self.count
+        unit = geometry.alignment * geometry.itemsize
+        return min(self.count, self.resident_bytes // (2 * unit) * unit // self.half)
+
+    def demand(self, geometry: Geometry) -> Demand:
+        elements = -(-self.resident(geometry) * self.half // geometry.itemsize)
+        unit = geometry.alignment
+        return Demand(head_dim=self.head_dim, elements=-(-elements // unit) * unit)
+
+    def chunks(self, geometry: Geometry) -> ChunkShape | None:
+        """What is needed of the second tier: room for the places that are ever pushed out of the pool."""
+        pushed_out = self.count - self.resident(geometry)
+        if not pushed_out:
+            return None
+        return ChunkShape(
+            chunks=-(-pushed_out // self.segment),
+            layers=1,
+            kv_heads=1,
+            chunk_rows=self.segment,
+            head_dim=self.half,
+            dtype=torch.uint8,
+        )
+
+
+class LatentCodes:
+    """The latents themselves. Engine's thread only, but for `release`."""
+
+    def __init__(self, context: KVContext, places: LatentPlaces, start: int, store: Store | None) -> None:
+        self._context = context
+        self._places = places
+        self._demand = places.demand(context.geometry)
+        self._start = start
+        self._store = store
+        self._resident = places.resident(context.geometry)
+        arena = context.pool.arenas[places.head_dim]
+        self._halves = [self._bytes_from(states) for states in (arena.keys, arena.values)]
+        self._end = 0  # places that have been kept
+
+    @staticmethod
+    def reserve(context: KVContext, places: LatentPlaces) -> LatentCodes | None:
+        """None, and nothing taken, if the pool has no room. The session has reserved the bytes of the tier already.
+
+        Raises Overloaded, and nothing is taken, if they cannot be had all the same.
+        """
+        demand, shape = places.demand(context.geometry), places.chunks(context.geometry)
+        starts = context.pool.reserve([demand])
+        if starts is None:
+            return None
+        store = None
+        if shape is not None:
+            assert context.tier is not None, "this engine has no second tier"
+            try:
+                store = context.tier.open(shape)
+            except BaseException:
+                context.pool.release([demand], starts)
+                raise
+        return LatentCodes(context, places, starts[0], store)
+
+    def _bytes_from(self, states: Tensor) -> Tensor:
+        """[resident, half of the bytes] of memory in one arena."""
+        half = self._places.half
+        first = self._start * states.shape[-1] * states.itemsize
+        return states.view(torch.uint8).view(-1)[first : first + self._resident * half].view(self._resident, half)
+
+    def put(self, first: int, codes: Tensor) -> None:
+        """Keep codes [n, width] for the places from `first` on, which follow those kept. Raises OSError."""
+        end = first + len(codes)
+        staying = max(0, end - self._resident)  # the first place in the pool from now on
+        if staying:
+            oldest = max(0, first - self._resident)
+            self._push_out(oldest, self._in_pool(oldest, max(oldest, min(first, staying))))
+            self._push_out(first, codes[: max(0, staying - first)])
+        begin = max(first, staying)
+        slots = self._slots(begin, end)
+        half, fresh = self._places.half, codes[begin - first :]
+        self._halves[0].index_copy_(0, slots, fresh[:, :half])
+        self._halves[1][:, : self._places.width - half].index_copy_(0, slots, fresh[:, half:])
+        self._end = end
+
+    def get(self, first: int, last: int) -> Tensor:
+        """The codes of the places [first, last), uint8 [n, width], on the device: a copy."""
+        pushed_out = max(0, self._end - self._resident)
+        begin = min(max(first, pushed_out), last)
+        parts = [part.to(self._context.device) for part in self._in_tier(first, begin)]
+        return torch.cat([*parts, self._in_pool(begin, last)])
+
+    def clear(self) -> None:
+        self._end = 0
+        if self._store is not None:
+            self._store.clear()
+
+    def release(self) -> None:
+        self._context.pool.release([self._demand], [self._start])
+        if self._store is not None:
+            self._store.close()
+
+    # -- facts ------------------------------------------------------------------------------------------------------
+
+    def held_bytes(self, count: int) -> int:
+        """In the pool, in whole pages, when `count` places have been kept."""
+        page = self._context.geometry.page_tokens
+        return min(self._resident, -(-count // page) * page) * 2 * self._places.half
+
+    def tier_bytes(self, count: int) -> int:
+        """As `held_bytes`, in the second tier."""
+        return 0 if self._store is None else self._store.held_bytes(max(0, count - self._resident))
+
+    # -- pool and tier ----------------------------------------------------------------------------------------------
+
+    def _slots(self, first: int, last: int) -> Tensor:
+        return torch.arange(first, last, device=self._context.device) % max(1, self._resident)
+
+    def _in_pool(self, first: int, last: int) -> Tensor:
+        slots, rest = self._slots(first, last), self._places.width - self._places.half
+        return torch.cat([self._halves[0][slots], self._halves[1][slots, :rest]], dim=1)
+
+    def _in_tier(self, first: int, last: int) -> Sequence[Tensor]:
+        parts = []
+        for chunk, begin, end in self._chunks(first, last):
+            assert self._store is not None
+            states = self._store.read(chunk)[0, :, 0, begin:end]  # [2, n, half]
+            parts.append(torch.cat(tuple(states), dim=1)[:, : self._places.width])
+            self._count("streamed", parts[-1])
+        return parts
+
+    def _push_out(self, first: int, codes: Tensor) -> None:
+        half = self._places.half
+        for chunk, begin, end in self._chunks(first, first + len(codes)):
+            assert self._store is not None
+            at = chunk * self._places.segment - first
+            some = codes[at + begin : at + end]
+            padded = torch.nn.functional.pad(some, (0, 2 * half - self._places.width))
+            self._store.write(chunk, begin, padded.view(-1, 2, half).transpose(0, 1)[None, :, None])
+            self._count("kept", some)
+
+    def _chunks(self, first: int, last: int) -> list[tuple[int, int, int]]:
+        """The places [first, last) as chunks, and where they begin and end in each."""
+        size = self._places.segment
+        return [
+            (chunk, max(first - chunk * size, 0), min(last - chunk * size, size))
+            for chunk in range(first // size, -(-last // size) if last > first else first // size)
+        ]
+
+    def _count(self, kind: str, codes: Tensor) -> None:
+        assert self._context.tier is not None
+        self._context.tier.count(kind, codes.numel())

@@ -1,0 +1,275 @@
+"""The second tier: where rows lie that are kept but not on the device.
+
+    device CUDA    host memory, pinned, a chunk at a time as rows come
+    device CPU     a sparse file that is mapped to be read; it has no name, so that it goes with its session, or with us
+
+Bytes of it are promised when a session is created, whole. What a session then keeps is a `Store`: chunks of equal
+shape, each of which holds `chunk_rows` consecutive rows of several layers, in the dtype they have on the device.
+
+    chunk   [layers, K and V, Hkv, chunk_rows, D]
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference_engine.errors import ConfigError, NoCapacity, Overloaded
+from inference_engine.kv.host_memory import free_host_bytes
+
+# count(kind, bytes): told of every transfer; the kinds are those of `kv/tier_rows.py`.
+Count = Callable[[str, int], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkShape:
+    """What a store consists of."""
+
+    chunks: int
+    layers: int
+    kv_heads: int
+    chunk_rows: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.layers, 2, self.kv_heads, self.chunk_rows, self.head_dim)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+class Store(ABC):
+    """One session's rows of a set of layers. Engine's thread only, but for `close`."""
+
+    @abstractmethod
+    def read(self, chunk: int) -> Tensor:
+        """The chunk, [layers, 2, Hkv, chunk_rows, D], in memory of the host: a view, valid until the next `write`."""
+
+    @abstractmethod
+    def write(self, chunk: int, first: int, states: Tensor) -> None:
+        """Put rows [layers, 2, Hkv, n, D] where they belong, from row `first` of the chunk. Raises OSError."""
+
+    @abstractmethod
+    def held_bytes(self, rows: int) -> int:
+        """Bytes in use when the first `rows` rows have been written."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Let go of all rows."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back. Safe to call twice."""
+
+
+class Tier(ABC):
+    """All that there is of the second tier. `reserve` and `release` are safe from any thread."""
+
+    where: str  # for messages
+
+    def __init__(self, capacity_bytes: int, count: Count | None = None) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.count: Count = count or (lambda _kind, _bytes: None)
+        self._reserved_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def reserved_bytes(self) -> int:
+        with self._lock:
+            return self._reserved_bytes
+
+    def refuse_what_can_never_fit(self, count: int) -> None:
+        """Raise NoCapacity if `count` bytes could not be had of an empty tier either."""
+        if count > self.capacity_bytes:
+            raise NoCapacity(
+                f"the session needs {count} bytes of {self.where} for rows that leave the device, and the server may "
+                f"use {self.capacity_bytes} in all; ask for a smaller limit_tokens or another strategy, or give the "
+                "server more tier_bytes",
+                needed_bytes=count,
+                capacity_bytes=self.capacity_bytes,
+            )
+
+    def reserve(self, count: int) -> None:
+        """Promise `count` bytes to a session. Raises NoCapacity, with nothing taken."""
+        with self._lock:
+            if self._reserved_bytes + count > self.capacity_bytes:
+                raise NoCapacity(
+                    f"the session needs {count} bytes of {self.where} for rows that leave the device; "
+                    f"{self._reserved_bytes} of {self.capacity_bytes} are reserved by other sessions. Close sessions, "
+                    "ask for a smaller limit_tokens, or give the server more tier_bytes",
+                    retry_after_seconds=1.0,
+                    needed_bytes=count,
+                    capacity_bytes=self.capacity_bytes,
+                )
+            self._reserved_bytes += count
+
+    def release(self, count: int) -> None:
+        with self._lock:
+            self._reserved_bytes -= count
+            assert self._reserved_bytes >= 0, "released twice"
+
+    @abstractmethod
+    def open(self, shape: ChunkShape) -> Store:
+        """A store of bytes that were reserved. Raises Overloaded if it cannot be had all the same."""
+
+
+class HostTier(Tier):
+    """Memory of the host. Pinned, a device copies from it by itself, and it is never swapped out."""
+
+    where = "host memory"
+
+    def __init__(self, capacity_bytes: int, count: Count | None = None, *, is_pinned: bool) -> None:
+        super().__init__(capacity_bytes, count)
+        self._is_pinned = is_pinned
+
+    def open(self, shape: ChunkShape) -> Store:
+        return _HostStore(shape, self._is_pinned)
+
+
+class _HostStore(Store):
+    """Each chunk is memory of its own from the system: as many bytes as it says, and given back when it is let go."""
+
+    def __init__(self, shape: ChunkShape, is_pinned: bool) -> None:
+        self._shape = shape
+        self._is_pinned = is_pinned
+        self._chunks: dict[int, Tensor] = {}
+
+    def read(self, chunk: int) -> Tensor:
+        return self._chunks[chunk]
+
+    def write(self, chunk: int, first: int, states: Tensor) -> None:
+        if chunk not in self._chunks:
+            self._chunks[chunk] = self._allocate()
+        self._chunks[chunk][:, :, :, first : first + states.shape[3]].copy_(states)
+
+    def _allocate(self) -> Tensor:
+        memory = mmap.mmap(-1, self._shape.chunk_bytes)
+        if self._is_pinned:
+            _pin(torch.frombuffer(memory, dtype=torch.uint8))
+        return torch.frombuffer(memory, dtype=self._shape.dtype).view(self._shape.sizes)
+
+    def held_bytes(self, rows: int) -> int:
+        return len(self._chunks) * self._shape.chunk_bytes
+
+    def clear(self) -> None:
+        if self._is_pinned and self._chunks:
+            torch.cuda.synchronize()  # a copy may still be on its way
+            for chunk in self._chunks.values():
+                _cuda_runtime().cudaHostUnregister(chunk.data_ptr())
+        self._chunks.clear()
+
+    def close(self) -> None:
+        self.clear()
+
+
+def _pin(memory: Tensor) -> None:
+    """Pin memory that torch did not allocate: its own pinned memory comes in powers of two, and is never given back."""
+    error = int(_cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if error:
+        raise OSError(f"{memory.nbytes} bytes of host memory cannot be pinned: CUDA error {error}")
+
+
+def _cuda_runtime() -> Any:
+    cuda: Any = torch.cuda
+    return cuda.cudart()
+
+
+class FileTier(Tier):
+    """Files in `folder`, one for each set of layers of a session, that exist for as long as they are open."""
+
+    def __init__(self, folder: Path, capacity_bytes: int, count: Count | None = None) -> None:
+        super().__init__(capacity_bytes, count)
+        self._folder = folder
+        self.where = f"files in {folder}"
+
+    def open(self, shape: ChunkShape) -> Store:
+        try:
+            return _FileStore(self._folder, shape)
+        except OSError as error:
+            # Not for want of bytes: nobody is evicted for it.
+            raise Overloaded(
+                f"no file for rows that leave the device could be opened in {self._folder}: {error}. Close sessions, "
+                "or let the server's tier_dir name another folder",
+                retry_after_seconds=1.0,
+            ) from error
+
+
+class _FileStore(Store):
+    """Written by calls, which say when the disk is full, where memory that is mapped would end the process."""
+
+    def __init__(self, folder: Path, shape: ChunkShape) -> None:
+        self._shape = shape
+        with tempfile.TemporaryFile(dir=folder, prefix="kakeya-rows-") as file:
+            # Of an empty file nothing can be mapped, not even nothing.
+            self._size = max(1, shape.chunks) * shape.chunk_bytes
+            file.truncate(self._size)
+            self._mapped: mmap.mmap | None = mmap.mmap(file.fileno(), 0)
+            self._file = os.dup(file.fileno())
+
+    def read(self, chunk: int) -> Tensor:
+        assert self._mapped is not None, "the session has ended"
+        shape = self._shape
+        numbers = shape.chunk_bytes // shape.dtype.itemsize
+        flat = torch.frombuffer(self._mapped, dtype=shape.dtype, count=numbers, offset=chunk * shape.chunk_bytes)
+        return flat.view(shape.sizes)
+
+    def write(self, chunk: int, first: int, states: Tensor) -> None:
+        shape = self._shape
+        row_bytes = shape.head_dim * shape.dtype.itemsize
+        # Of each layer, of K and V and of each head the rows lie in one piece.
+        pieces = states.to("cpu").contiguous().view(-1, states.shape[3] * shape.head_dim).view(torch.uint8).numpy()
+        for index, piece in enumerate(pieces):
+            offset = chunk * shape.chunk_bytes + (index * shape.chunk_rows + first) * row_bytes
+            _write_all(self._file, memoryview(piece), offset)
+
+    def held_bytes(self, rows: int) -> int:
+        return self._shape.chunk_bytes // self._shape.chunk_rows * rows
+
+    def clear(self) -> None:
+        os.ftruncate(self._file, 0)
+        os.ftruncate(self._file, self._size)
+
+    def close(self) -> None:
+        if self._mapped is not None:
+            # Unmapped when the last tensor that looks into it is gone.
+            self._mapped = None
+            os.close(self._file)
+
+
+def _write_all(file: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(file, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def open_tier(device: torch.device, *, capacity_bytes: int, share: int, folder: str, count: Count | None) -> Tier:
+    """The second tier of an engine on `device`.
+
+    capacity_bytes: that may be promised; 0: one part in `share` of what is free. folder: for files, where the device is
+    a CPU; "": the system's for temporary ones. Raises ConfigError if no file can be made there.
+    """
+    if device.type != "cpu":
+        return HostTier(capacity_bytes or free_host_bytes() // share, count, is_pinned=device.type == "cuda")
+    try:
+        place = Path(folder).expanduser() if folder else Path(tempfile.gettempdir())
+        tempfile.TemporaryFile(dir=place).close()
+        return FileTier(place, capacity_bytes or shutil.disk_usage(place).free // share, count)
+    except OSError as error:
+        raise ConfigError(
+            f"tier_dir must name a folder that files can be made in, got {folder or 'none'}: {error}"
+        ) from error

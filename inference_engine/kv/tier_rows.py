@@ -1,0 +1,224 @@
+"""The rows of one session and set of layers that are in the second tier, and the blocks of them that were fetched.
+
+    keep      rows that leave the device, at a segment boundary                                   kind "kept"
+    chunk     all rows of a layer, chunk by chunk, for tokens that read everything                 kind "streamed"
+    fetch     the blocks that a generated token reads, into slots of the session's own lanes       kind "fetched"
+
+Fetched blocks stay where they are until another one needs the place, so that a token which reads what the one before
+it read fetches nothing. Which block is in which place is a function of the committed tokens alone: a rejected one takes
+what it fetched away with it, and what it drove out comes back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_engine.errors import RestorationFailed
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.layout import Layout, Positions, TierLayout
+from inference_engine.kv.pool import Arena
+from inference_engine.kv.tier import ChunkShape
+
+Blocks = NDArray[np.int64]  # block numbers of the history; -1 for none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferTotals:
+    """Bytes moved between the tiers for a session, over its life and in its last step. Blocks are those of one KV head.
+
+    steps: forwards that were committed. blocks_found: read where an earlier token had left them.
+    """
+
+    steps: int = 0
+    kept_bytes: int = 0
+    streamed_bytes: int = 0
+    fetched_bytes: int = 0
+    last_step_bytes: int = 0
+    blocks_fetched: int = 0
+    blocks_found: int = 0
+
+    def beside(self, other: TransferTotals) -> TransferTotals:
+        """Both together, where `other` is of the same steps and other layers."""
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        return TransferTotals(**{**sums, "steps": max(self.steps, other.steps)})
+
+
+class TierRows:
+    """Everything but construction and `release` runs on the engine's thread."""
+
+    def __init__(
+        self,
+        context: KVContext,
+        layout: Layout,
+        tier: TierLayout,
+        *,
+        layers: tuple[int, ...],
+        starts: tuple[int, ...],
+        kv_heads: int,
+        head_dim: int,
+    ) -> None:
+        """Opens a store for the rows. starts: the first arena row of each layer's lanes. Raises Overloaded."""
+        assert context.tier is not None, "this engine has no second tier"
+        self._arena: Arena = context.pool.arenas[head_dim]
+        self._device = context.device
+        self._count = context.tier.count
+        self.layout = layout
+        self._tier = tier
+        self._index = {layer: index for index, layer in enumerate(layers)}
+        self._starts = dict(zip(layers, starts, strict=True))
+        self._store = context.tier.open(
+            chunk_shape(tier, layers=len(layers), kv_heads=kv_heads, head_dim=head_dim, dtype=self._arena.keys.dtype)
+        )
+        self._row_bytes = 2 * head_dim * context.geometry.itemsize  # of one KV head in one layer
+        self.end = layout.sink  # the first position after the sink that is not here
+        self.totals = TransferTotals()
+        self._moved: Counter[str] = Counter()  # by the running step; the names are those of the totals
+        places = np.full((kv_heads, tier.fetched), -1, dtype=np.int64)
+        self._places: dict[int, Blocks] = {layer: places.copy() for layer in layers}
+        # Of the running step and each layer: which blocks were where before it, and after each generated row.
+        self._trail: dict[int, list[tuple[int, Blocks]]] = {}
+
+    # -- rows that leave --------------------------------------------------------------------------------------------
+
+    def keep(self, positions: Positions, keys: Tensor, values: Tensor) -> None:
+        """Store rows [layers, n, Hkv, D] of `positions`, which follow those that are here.
+
+        Raises RestorationFailed; the session's rows cannot be trusted any more.
+        """
+        if not len(positions):
+            return
+        assert positions[0] == self.end and positions[-1] == self.end + len(positions) - 1
+        states = torch.stack([keys, values], dim=1).transpose(2, 3)  # [layers, 2, Hkv, n, D]
+        first, last = (int(at) - self.layout.sink for at in (positions[0], positions[-1] + 1))
+        try:
+            for chunk in range(first // self._tier.chunk, -(-last // self._tier.chunk)):
+                base = chunk * self._tier.chunk
+                begin, end = max(first, base), min(last, base + self._tier.chunk)
+                self._store.write(chunk, begin - base, states[:, :, :, begin - first : end - first])
+        except OSError as error:
+            raise RestorationFailed(error) from error
+        self.end += len(positions)
+        self._moved["kept_bytes"] += states.numel() * states.itemsize
+
+    # -- rows that are read -----------------------------------------------------------------------------------------
+
+    def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the positions [first, last), which lie in one chunk: [Hkv, n, D] each, on the device."""
+        number, begin = divmod(first - self.layout.sink, self._tier.chunk)
+        assert number >= 0 and begin + last - first <= self._tier.chunk and last <= self.end
+        states = self._store.read(number)[self._index[layer]][:, :, begin : begin + last - first]
+        self._moved["streamed_bytes"] += states.numel() * states.itemsize
+        keys, values = states.to(self._device, non_blocking=True)
+        return keys, values
+
+    def fetch(self, layer: int, position: int, wanted: Blocks) -> Positions:
+        """Let the blocks [Hkv, K] be in the lanes, for the row of `position`: the first slot of each, 0 for none.
+
+        Blocks that never left are where they always were.
+        """
+        size = self._tier.block
+        here = (wanted >= 0) & (wanted * size < self.end)
+        places = self._places[layer]
+        trail = self._trail.setdefault(layer, [(-1, places.copy())])
+        before = places.copy()
+        for asked, held in zip(np.where(here, wanted, -1), places, strict=True):
+            _make_room(asked, held)
+        self._load(layer, before)
+        trail.append((position, places.copy()))
+        self._moved["blocks_found"] += int(here.sum() - (places != before).sum())
+        at = (wanted[:, :, None] == places[:, None, :]).argmax(-1) if places.size else np.zeros_like(wanted)
+        resident = self.layout.slots(np.maximum(wanted, 0) * size)
+        slots: Positions = np.where(here, self.layout.fetched_from + at * size, np.where(wanted >= 0, resident, 0))
+        return slots
+
+    def _load(self, layer: int, before: Blocks) -> None:
+        """Copy blocks to their places, where those differ from `before`; wipe what became empty."""
+        places, size = self._places[layer], self._tier.block
+        heads, changed = np.nonzero(places != before)
+        if not len(heads):
+            return
+        blocks = places[heads, changed]
+        starts = self._starts[layer] + heads * self.layout.lane + self.layout.fetched_from + changed * size
+        rows = torch.from_numpy((starts[:, None] + np.arange(size)).reshape(-1)).to(self._device)
+        states = torch.stack(
+            [self._block(layer, *place) for place in zip(heads.tolist(), blocks.tolist(), strict=True)]
+        )
+        for target, source in zip(
+            (self._arena.keys, self._arena.values), states.to(self._device).unbind(1), strict=True
+        ):
+            target.index_copy_(0, rows, source.reshape(-1, target.shape[-1]))
+        fetched = int(np.count_nonzero(blocks >= 0))
+        self._moved["blocks_fetched"] += fetched
+        self._moved["fetched_bytes"] += fetched * size * self._row_bytes
+
+    def _block(self, layer: int, head: int, block: int) -> Tensor:
+        """Keys and values [2, block, D] of one KV head; zeros for no block."""
+        size = self._tier.block
+        if block < 0:
+            return torch.zeros((2, size, self._arena.keys.shape[-1]), dtype=self._arena.keys.dtype)
+        number, begin = divmod(block * size - self.layout.sink, self._tier.chunk)
+        return self._store.read(number)[self._index[layer], :, head, begin : begin + size]
+
+    # -- the life of a step -----------------------------------------------------------------------------------------
+
+    def commit(self, length: int) -> None:
+        """Have fetched blocks as the last generated row below `length` left them, and count what the step moved."""
+        for layer, trail in self._trail.items():
+            after = next(places for position, places in reversed(trail) if position < length)
+            before, self._places[layer] = self._places[layer], after
+            self._load(layer, before)
+        self._trail.clear()
+        moved = {kind: self._moved[f"{kind}_bytes"] for kind in ("kept", "streamed", "fetched")}
+        sums = {name: getattr(self.totals, name) + count for name, count in self._moved.items()}
+        self._moved.clear()
+        self.totals = replace(self.totals, steps=self.totals.steps + 1, last_step_bytes=sum(moved.values()), **sums)
+        for kind, count in moved.items():
+            self._count(kind, count)
+
+    def forget(self) -> None:
+        """Hold no row any more."""
+        self.end = self.layout.sink
+        for layer, before in self._places.items():
+            self._places[layer] = np.full_like(before, -1)
+            self._load(layer, before)
+        self._trail.clear()
+        self._moved.clear()
+        self._store.clear()
+
+    def release(self) -> None:
+        self._store.close()
+
+    # -- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes in the second tier."""
+        return self._store.held_bytes(self.end - self.layout.sink)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of fetched blocks in the lanes."""
+        held = sum(int(np.count_nonzero(places >= 0)) for places in self._places.values())
+        return held * self._tier.block * self._row_bytes
+
+
+def chunk_shape(tier: TierLayout, *, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> ChunkShape:
+    """What a set of so many layers needs of the second tier."""
+    return ChunkShape(
+        chunks=tier.chunks, layers=layers, kv_heads=kv_heads, chunk_rows=tier.chunk, head_dim=head_dim, dtype=dtype
+    )
+
+
+def _make_room(asked: Blocks, held: Blocks) -> None:
+    """Put the blocks `asked` for [K] (-1: none) that are not in `held` [P] where others are that nobody asked for."""
+    missing = np.setdiff1d(asked[asked >= 0], held)
+    free = np.flatnonzero(~np.isin(held, asked[asked >= 0]))
+    # Empty places first: what is there may be asked for again.
+    free = free[np.argsort(held[free] >= 0, kind="stable")]
+    held[free[: len(missing)]] = missing

@@ -1,0 +1,79 @@
+"""The shape of a DFlash drafter, and what it must know of its target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kv_cache_proposer.errors import DrafterError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DFlashConfig:
+    """hidden, embedding_scale: the target's; its raw embeddings times the scale are what the drafter reads.
+
+    tap_layers: the target's layers whose outputs it sees, ascending. block_size: the last token and the masks after
+    it. mask_token_id: an id of the target's that texts do not contain. context_window: positions before the block that
+    it may look at.
+    """
+
+    hidden: int
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    tap_layers: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    context_window: int = 512
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    embedding_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if spec.name == "tap_layers":
+                is_right = bool(value) and list(value) == sorted(set(value)) and value[0] >= 0
+            elif spec.name == "mask_token_id":
+                is_right = isinstance(value, int) and value >= 0
+            elif spec.name in ("rope_theta", "norm_eps", "embedding_scale"):
+                is_right = isinstance(value, (int, float)) and value > 0
+            else:
+                is_right = isinstance(value, int) and value > 0
+            if not is_right:
+                raise DrafterError(f"a drafter's {spec.name} cannot be {value!r}")
+        if self.block_size < 2:
+            raise DrafterError(f"a drafter's block_size must be at least 2, got {self.block_size}")
+        if self.query_heads % self.kv_heads or self.head_dim % 2:
+            raise DrafterError(
+                f"a drafter needs a multiple of its {self.kv_heads} K/V heads as query heads and an even head_dim, "
+                f"got {self.query_heads} and {self.head_dim}"
+            )
+
+    @property
+    def row_numbers(self) -> int:
+        """Numbers of K, and as many of V, that the drafter keeps of one position."""
+        return self.layers * self.kv_heads * self.head_dim
+
+    @staticmethod
+    def from_json(content: Any) -> DFlashConfig:
+        """Raises DrafterError for what is missing or unknown."""
+        try:
+            return DFlashConfig(**{**content, "tap_layers": tuple(content["tap_layers"])})
+        except (KeyError, TypeError) as error:
+            raise DrafterError(f"not a drafter's configuration: {type(error).__name__}: {error}") from error
+
+
+def spread_layers(count: int, target_layers: int) -> tuple[int, ...]:
+    """`count` layers of the target, evenly apart from the second to the third last: where DFlash reads by default.
+
+    Where those are too few, all are there to choose from. Raises DrafterError if these are, too.
+    """
+    if not 1 <= count <= target_layers:
+        raise DrafterError(f"a drafter can read from 1 to {target_layers} layers of this model, not {count}")
+    first, last = (1, target_layers - 3) if count <= target_layers - 3 else (0, target_layers - 1)
+    if count == 1:
+        return (target_layers // 2,)
+    return tuple(round(first + step * (last - first) / (count - 1)) for step in range(count))

@@ -1,0 +1,118 @@
+"""DFlash as the engine sees it: committed rows become the drafter's rows, a block of masks becomes a draft.
+
+    observe   taps of all sessions' rows ── one product ── rows of K and V, into each session's ring
+    propose   [last token, MASK × (B − 1)] of all sessions ── one forward over their rings ── the likeliest ids
+
+Sessions are drafted for together: shorter rings are padded and masked. A draft is greedy even where the target samples:
+what the target would draw is not known before it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_engine.decode.drafting import DraftMemory, Seen, TokenIds, Wanted
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.pool import Demand
+from kv_cache_proposer.dflash.memory import RingMemory, memory_demand, write_rows
+from kv_cache_proposer.dflash.network import DFlashNetwork, Rows
+from kv_cache_proposer.dflash.target import TargetWords
+from kv_cache_proposer.errors import DrafterError
+
+
+class DFlashDrafter:
+    """One network for all sessions. It draws from the target's embedding and head, which stay the target's."""
+
+    def __init__(self, network: DFlashNetwork, words: TargetWords) -> None:
+        """network: on the target's device, in its dtype. Raises DrafterError for a target it does not fit."""
+        config = network.config
+        vocab_size, hidden = words.embeddings.shape
+        if hidden != config.hidden:
+            raise DrafterError(f"the drafter's hidden states have {config.hidden} numbers, the target's {hidden}")
+        if config.mask_token_id >= vocab_size:
+            raise DrafterError(f"the drafter's mask is id {config.mask_token_id}, the target has {vocab_size} ids")
+        self._network = network.eval().requires_grad_(requires_grad=False)
+        self._words = words
+        self._device = words.embeddings.device
+
+    @property
+    def name(self) -> str:
+        return "dflash"
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return self._network.config.tap_layers
+
+    @property
+    def longest(self) -> int:
+        return self._network.config.block_size - 1
+
+    def demands(self, geometry: Geometry) -> tuple[Demand, ...]:
+        return (memory_demand(self._network.config, geometry),)
+
+    def open(self, context: KVContext) -> DraftMemory | None:
+        return RingMemory.reserve(self._network.config, context)
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        seen = [one for one in seen if len(one.token_ids)]
+        if not seen:
+            return
+        memories = [_ring(one.memory) for one in seen]
+        kept = [memory.hold(one.first, len(one.token_ids)) for memory, one in zip(memories, seen, strict=True)]
+        taps, positions = [], []
+        for one, (rows, _) in zip(seen, kept, strict=True):
+            assert one.taps is not None, "taps were asked for"
+            taps.append(one.taps[int(rows[0]) :])
+            positions.append(one.first + rows)
+        place = torch.from_numpy(np.concatenate(positions)).to(self._device)
+        with torch.inference_mode():
+            states = self._network.context(torch.cat(taps)[None], place[None])
+            keys, values = (torch.stack(part)[:, 0] for part in zip(*states, strict=True))
+            write_rows(memories, [slots for _, slots in kept], keys, values)
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[TokenIds]:
+        if not wanted:
+            return []
+        size = self._network.config.block_size
+        limits = [min(one.limit, self.longest) for one in wanted]
+        first = np.array([len(one.history) - 1 for one in wanted], dtype=np.int64)
+        ids = np.full((len(wanted), size), self._network.config.mask_token_id, dtype=np.int64)
+        ids[:, 0] = [int(one.history[-1]) for one in wanted]
+        with torch.inference_mode():
+            context, mask = self._context([_ring(one.memory) for one in wanted], first)
+            block = self._words.embed(torch.from_numpy(ids).to(self._device), self._network.config.embedding_scale)
+            positions = torch.from_numpy(first[:, None] + np.arange(size)).to(self._device)
+            states = self._network(block, positions, context, mask)
+            guesses = self._words.head(states[:, 1 : max(limits) + 1]).argmax(-1).cpu().numpy()
+        return [guesses[place, :limit].astype(np.uint32) for place, limit in enumerate(limits)]
+
+    def _context(self, memories: Sequence[RingMemory], first: NDArray[np.int64]) -> tuple[list[Rows], Tensor]:
+        """Every layer's rows of all sessions, padded to the longest ring in use, and what each block may see."""
+        config = self._network.config
+        count = max(memory.used for memory in memories)
+        visible = np.ones((len(memories), count + config.block_size), dtype=np.bool_)
+        parts: list[tuple[Tensor, Tensor]] = []
+        for place, (memory, position) in enumerate(zip(memories, first.tolist(), strict=True)):
+            visible[place, :count] = memory.visible(position, count)
+            keys, values = memory.states(min(count, memory.used))
+            short = count - keys.shape[2]
+            parts.append((_padded(keys, short), _padded(values, short)))
+        keys, values = (torch.stack(part, dim=1) for part in zip(*parts, strict=True))  # [layers, N, Hkv, count, D]
+        mask = torch.from_numpy(visible).to(self._device)[:, None, None]
+        return list(zip(keys, values, strict=True)), mask
+
+
+def _padded(states: Tensor, count: int) -> Tensor:
+    return F.pad(states, (0, 0, 0, count)) if count else states
+
+
+def _ring(memory: DraftMemory | None) -> RingMemory:
+    assert isinstance(memory, RingMemory), "a session's memory is the one that `open` gave"
+    return memory

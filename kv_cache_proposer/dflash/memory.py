@@ -1,0 +1,120 @@
+"""What a DFlash drafter remembers of a session: K and V of the last `context_window` positions, in every draft layer.
+
+    arena of K   [layers, Hkv, window, D]   a position's slot is its remainder by the window
+    arena of V   likewise
+
+The memory lies in the sessions' pool, is reserved for the session's life, and its slots are written over as the history
+goes on. `held` says which position each slot has: positions that were never observed leave older ones there, which no
+block may see any more. Slots that were never written are zeros where they are read beside others: the pool's bytes may
+be anything, and what is not a number does not go away under a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.pool import Demand
+from kv_cache_proposer.dflash.config import DFlashConfig
+
+Positions = NDArray[np.int64]
+
+
+def memory_demand(config: DFlashConfig, geometry: Geometry) -> Demand:
+    """What one session's memory takes of the pool: its rows, and room to begin them at a multiple of their size."""
+    head_dim = geometry.layers[0].head_dim
+    elements = config.row_numbers * config.context_window + config.head_dim
+    unit = geometry.alignment
+    return Demand(head_dim=head_dim, elements=-(-elements // unit) * unit)
+
+
+class RingMemory:
+    """One session's rows. Only the engine's thread touches them; `reserve` may be called from any."""
+
+    def __init__(self, config: DFlashConfig, context: KVContext, demand: Demand, starts: tuple[int, ...]) -> None:
+        self._config = config
+        self._context = context
+        self._demand = demand
+        self._starts: tuple[int, ...] | None = starts
+        # In rows of the drafter's own head size, whatever the arena's is.
+        self.first_row = -(-starts[0] * demand.head_dim // config.head_dim)
+        self.held: Positions = np.full(config.context_window, -1, dtype=np.int64)
+        self.used = 0  # slots before this one have been written or wiped
+
+    @staticmethod
+    def reserve(config: DFlashConfig, context: KVContext) -> RingMemory | None:
+        """None, and nothing taken, if the pool has no room."""
+        demand = memory_demand(config, context.geometry)
+        starts = context.pool.reserve((demand,))
+        return None if starts is None else RingMemory(config, context, demand, starts)
+
+    def held_bytes(self) -> int:
+        page = self._context.geometry.page_tokens
+        slots = min(self._config.context_window, -(-self.used // page) * page)
+        return slots * 2 * self._config.row_numbers * self._context.geometry.itemsize
+
+    def forget(self) -> None:
+        self.held[:] = -1
+        self.used = 0
+
+    def release(self) -> None:
+        if self._starts is not None:
+            self._context.pool.release((self._demand,), self._starts)
+            self._starts = None
+
+    def hold(self, first: int, count: int) -> tuple[Positions, Positions]:
+        """Make room for `count` positions from `first` on, and take them as held.
+
+        Returns which of the `count` rows are to be written, the last ones, and their slots; then the caller writes.
+        """
+        window = self._config.context_window
+        rows = np.arange(max(0, count - window), count, dtype=np.int64)
+        slots = (first + rows) % window
+        reach = int(slots.max()) + 1
+        if reach > self.used:
+            skipped = np.setdiff1d(np.arange(self.used, reach), slots)
+            if len(skipped):
+                index = torch.from_numpy(self.index(skipped)).to(self._context.device)
+                for arena in self.arenas():
+                    arena.index_fill_(0, index, 0)
+            self.used = reach
+        self.held[slots] = first + rows
+        return rows, slots
+
+    def index(self, slots: Positions) -> NDArray[np.int64]:
+        """Rows of the arena: for each layer and head, those of the slots; flat."""
+        lanes = np.arange(self._config.layers * self._config.kv_heads, dtype=np.int64) * self._config.context_window
+        return (self.first_row + lanes[:, None] + slots[None, :]).reshape(-1)
+
+    def states(self, count: int) -> tuple[Tensor, Tensor]:
+        """K and V of the first `count` slots: [layers, Hkv, count, D] each, views."""
+        config = self._config
+        shape = (config.layers, config.kv_heads, config.context_window, config.head_dim)
+        own = slice(self.first_row, self.first_row + config.layers * config.kv_heads * config.context_window)
+        keys, values = (rows[own].view(shape)[:, :, :count] for rows in self.arenas())
+        return keys, values
+
+    def visible(self, position: int, count: int) -> NDArray[np.bool_]:
+        """Which of the first `count` slots a block that begins at `position` sees: those of the window before it."""
+        held = self.held[:count]
+        return (held >= 0) & (held < position) & (held >= position - self._config.context_window)
+
+    def arenas(self) -> tuple[Tensor, Tensor]:
+        """All of the pool, K and V, as rows of the drafter's head size: [R, D] each."""
+        arena, size = self._context.pool.arenas[self._demand.head_dim], self._config.head_dim
+        whole = arena.keys.numel() // size * size
+        return arena.keys.view(-1)[:whole].view(-1, size), arena.values.view(-1)[:whole].view(-1, size)
+
+
+def write_rows(memories: Sequence[RingMemory], slots: Sequence[Positions], keys: Tensor, values: Tensor) -> None:
+    """Put rows where they belong: keys and values [layers, Hkv, n, D], those of one memory after those of another."""
+    lanes = [memory.index(own).reshape(-1, len(own)) for memory, own in zip(memories, slots, strict=True)]
+    index = torch.from_numpy(np.concatenate(lanes, axis=1).reshape(-1)).to(keys.device)
+    for arena, rows in zip(memories[0].arenas(), (keys, values), strict=True):
+        arena.index_copy_(0, index, rows.to(arena.dtype).reshape(-1, arena.shape[1]))

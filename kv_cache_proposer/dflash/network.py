@@ -1,0 +1,141 @@
+"""The network of a DFlash drafter.
+
+    taps of a token ── fc ── norm ── one context vector ── k_proj, v_proj of every layer ── rows of K and V
+                                                                                             │ read by
+    [last token, MASK, MASK, …] ── target's embedding ── layers ── norm ── target's head ── the guesses
+
+Layers are those of Qwen3 (norm of each query and key head before rotation). Queries come from the block alone; keys and
+values from the context and the block, all of which a block sees of itself. A token's rows depend on nothing but its own
+taps, so they are worked out once and kept. Parameters are named as in published checkpoints.
+Source: DFlash: Block Diffusion for Flash Speculative Decoding, arXiv 2602.06036.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kv_cache_proposer.dflash.config import DFlashConfig
+
+Rows = tuple[Tensor, Tensor]  # K, rotated, and V: [N, Hkv, S, D] each
+Angles = tuple[Tensor, Tensor]  # cos and sin: [N, S, D] float32 each
+
+
+class Norm(nn.Module):
+    """Root mean square normalisation, in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, states: Tensor) -> Tensor:
+        wide = states.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight.float()).to(states.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.group = config.query_heads // config.kv_heads
+        self.q_proj = nn.Linear(config.hidden, config.query_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.query_heads * config.head_dim, config.hidden, bias=False)
+        self.q_norm = Norm(config.head_dim, config.norm_eps)
+        self.k_norm = Norm(config.head_dim, config.norm_eps)
+
+    def rows(self, states: Tensor, angles: Angles) -> Rows:
+        """K and V of states [N, S, hidden]."""
+        return rotate(self.k_norm(self._split(self.k_proj(states))), angles), self._split(self.v_proj(states))
+
+    def forward(self, states: Tensor, angles: Angles, context: Rows, mask: Tensor) -> Tensor:
+        queries = rotate(self.q_norm(self._split(self.q_proj(states))), angles)
+        keys, values = (torch.cat(pair, dim=2) for pair in zip(context, self.rows(states, angles), strict=True))
+        keys, values = keys.repeat_interleave(self.group, dim=1), values.repeat_interleave(self.group, dim=1)
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return projected
+
+    def _split(self, states: Tensor) -> Tensor:
+        """[N, S, H · D] → [N, H, S, D]."""
+        return states.view(*states.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
+        self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
+        self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
+        return out
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(config.hidden, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = Norm(config.hidden, config.norm_eps)
+        self.mlp = Mlp(config)
+
+    def forward(self, states: Tensor, angles: Angles, context: Rows, mask: Tensor) -> Tensor:
+        states = states + self.self_attn(self.input_layernorm(states), angles, context, mask)
+        out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return out
+
+
+class DFlashNetwork(nn.Module):
+    """Its own weights only: the embedding and the head are the target's and stay outside."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.tap_layers) * config.hidden, config.hidden, bias=False)
+        self.hidden_norm = Norm(config.hidden, config.norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = Norm(config.hidden, config.norm_eps)
+
+    def context(self, taps: Tensor, positions: Tensor) -> list[Rows]:
+        """Every layer's K and V of tokens: taps [N, S, taps, hidden], positions [N, S] absolute."""
+        vectors = self.hidden_norm(self.fc(taps.flatten(2)))
+        angles = self.angles(positions)
+        return [layer.self_attn.rows(vectors, angles) for layer in self._layers()]
+
+    def forward(self, block: Tensor, positions: Tensor, context: Sequence[Rows], mask: Tensor) -> Tensor:
+        """Final hidden states of blocks [N, T, hidden], of embeddings, at `positions` [N, T].
+
+        mask: [N or 1, 1, T or 1, S + T], what may be seen of context and block: bool, or 0 and -inf.
+        """
+        angles = self.angles(positions)
+        states = block
+        for layer, rows in zip(self._layers(), context, strict=True):
+            states = layer(states, angles, rows, mask)
+        out: Tensor = self.norm(states)
+        return out
+
+    def angles(self, positions: Tensor) -> Angles:
+        """In float64 until the cosine: far positions keep exact distances."""
+        size = self.config.head_dim
+        exponents = torch.arange(0, size, 2, dtype=torch.float64, device=positions.device) / size
+        angle = positions[..., None].double() * self.config.rope_theta**-exponents
+        angle = torch.cat([angle, angle], dim=-1)
+        return angle.cos().float(), angle.sin().float()
+
+    def _layers(self) -> list[Layer]:
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
+
+def rotate(states: Tensor, angles: Angles) -> Tensor:
+    """states [N, H, S, D], rotated by their positions' angles; dimension i turns with i + D/2."""
+    cos, sin = (part[:, None].to(states.dtype) for part in angles)
+    first, second = states.chunk(2, dim=-1)
+    return states * cos + torch.cat([-second, first], dim=-1) * sin

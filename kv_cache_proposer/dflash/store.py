@@ -1,0 +1,164 @@
+"""A trained drafter on disk: int8 weights in safetensors, everything else in JSON beside them.
+
+    drafter.safetensors   each matrix in int8, and what its rows and columns are multiplied by; vectors in float32
+    drafter.json          format and version, the target's digest, the network's shape, how it was made, what was
+                          measured, SHA-256 of the tensors
+
+It is loaded whole or not at all, and only beside the weights it was trained for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from inference_engine.models.checksums import sha256_of
+from inference_engine.models.folder import read_json
+from inference_engine.models.safetensors_header import check_safetensors
+from kv_cache_proposer.dflash.config import DFlashConfig
+from kv_cache_proposer.dflash.network import DFlashNetwork
+from kv_cache_proposer.errors import DrafterError, ForeignDrafter
+
+TENSORS = "drafter.safetensors"
+MANIFEST = "drafter.json"
+FORMAT = "kakeya-drafter"
+FORMAT_VERSION = 1
+
+_ROWS, _COLUMNS = ".rows", ".columns"
+_LARGEST = 127
+_WAY_OUT = "train it again"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterManifest:
+    """What a stored drafter says of itself. recipe, seeds, commit: what it takes to make it again."""
+
+    target_digest: str
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    seeds: Mapping[str, int] = field(default_factory=dict)
+    commit: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def save_drafter(network: DFlashNetwork, folder: Path, manifest: DrafterManifest) -> None:
+    """Write both files, the manifest last: a folder without it holds no drafter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in network.state_dict().items():
+        tensors |= _rounded(name, tensor.detach().float().cpu())
+    save_file(tensors, folder / TENSORS)
+    content = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        **asdict(manifest),
+        "network": asdict(network.config),
+        "tensors_sha256": sha256_of(folder / TENSORS),
+    }
+    draft = folder / f"{MANIFEST}.partial"
+    draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    draft.replace(folder / MANIFEST)
+
+
+def load_drafter(
+    folder: Path,
+    *,
+    target_digest: str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[DFlashNetwork, DrafterManifest]:
+    """Raises ForeignDrafter for another model's, ModelError naming what is missing, damaged or of wrong shape."""
+    content = _read_manifest(folder)
+    try:
+        manifest = DrafterManifest(**{name: content[name] for name in DrafterManifest.__dataclass_fields__})
+        config, stated_sha256 = DFlashConfig.from_json(content["network"]), str(content["tensors_sha256"])
+    except (KeyError, TypeError) as error:
+        raise DrafterError(f"{folder / MANIFEST}: damaged: {type(error).__name__}: {error}; {_WAY_OUT}") from error
+    if manifest.target_digest != target_digest:
+        raise ForeignDrafter(
+            f"{folder}: trained for the model with digest {manifest.target_digest}, this one has {target_digest}; "
+            "train one for this model"
+        )
+    path = folder / TENSORS
+    tensors = _read_tensors(path, stated_sha256)
+    with torch.device("meta"):
+        network = DFlashNetwork(config)
+    found = {name: _take(tensors, name, tensor.shape, path) for name, tensor in network.state_dict().items()}
+    if tensors:
+        raise DrafterError(f"{path}: tensors nobody knows: {', '.join(sorted(tensors))}; {_WAY_OUT}")
+    network.load_state_dict(found, assign=True)
+    return network.to(device=device, dtype=dtype).eval().requires_grad_(False), manifest
+
+
+def stored_target(folder: Path) -> str:
+    """The digest of the weights that the drafter in `folder` belongs to. Raises DrafterError if there is none."""
+    return str(_read_manifest(folder).get("target_digest"))
+
+
+def stored_shape(folder: Path) -> DFlashConfig:
+    """The shape of the drafter in `folder`. Raises DrafterError if there is none."""
+    return DFlashConfig.from_json(_read_manifest(folder).get("network"))
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise DrafterError(f"{folder}: no {MANIFEST}, so there is no drafter here; {_WAY_OUT}")
+    content: dict[str, Any] = read_json(path)
+    if (stated := (content.get("format"), content.get("format_version"))) != (FORMAT, FORMAT_VERSION):
+        raise DrafterError(f"{path}: format {stated} cannot be read, only {(FORMAT, FORMAT_VERSION)}; {_WAY_OUT}")
+    return content
+
+
+def _rounded(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    if tensor.ndim != 2:
+        return {name: tensor.contiguous()}
+    # Columns too: those that read taps are as far apart as the taps are, and a row would keep the largest only.
+    columns = tensor.abs().amax(dim=0).clamp(min=1e-12)
+    level = tensor / columns
+    rows = level.abs().amax(dim=1).clamp(min=1e-12) / _LARGEST
+    return {name: (level / rows[:, None]).round().to(torch.int8), name + _ROWS: rows, name + _COLUMNS: columns}
+
+
+def _read_tensors(path: Path, stated_sha256: str) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise DrafterError(f"{path}: missing; {_WAY_OUT}")
+    check_safetensors(path)
+    if (sha256 := sha256_of(path)) != stated_sha256:
+        raise DrafterError(f"{path}: SHA-256 is {sha256}, {MANIFEST} says {stated_sha256}; {_WAY_OUT}")
+    try:
+        return load_file(path)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise DrafterError(f"{path}: damaged: {error}; {_WAY_OUT}") from error
+
+
+def _take(tensors: dict[str, Tensor], name: str, shape: torch.Size, path: Path) -> Tensor:
+    """The tensor in float32."""
+    if len(shape) != 2:
+        return _checked(tensors, name, shape, torch.float32, path)
+    entries = _checked(tensors, name, shape, torch.int8, path)
+    rows = _checked(tensors, name + _ROWS, torch.Size(shape[:1]), torch.float32, path)
+    return (
+        entries.float() * rows[:, None] * _checked(tensors, name + _COLUMNS, torch.Size(shape[1:]), torch.float32, path)
+    )
+
+
+def _checked(tensors: dict[str, Tensor], name: str, shape: torch.Size, dtype: torch.dtype, path: Path) -> Tensor:
+    tensor = tensors.pop(name, None)
+    if tensor is None:
+        raise DrafterError(f"{path}: {name} is missing; {_WAY_OUT}")
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise DrafterError(
+            f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}; {_WAY_OUT}"
+        )
+    if not bool(torch.isfinite(tensor).all()):
+        raise DrafterError(f"{path}: {name} holds NaN or infinity; {_WAY_OUT}")
+    return tensor

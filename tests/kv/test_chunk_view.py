@@ -1,0 +1,82 @@
+"""A view that merges chunks gives attention over all rows, whatever joins the softmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference_engine.kernels.attention import attend
+from inference_engine.kv.chunk_view import ChunkView, Portion, chunks_between
+from inference_engine.kv.pool import Arena
+from inference_engine.kv.views import Lane, Scoring
+
+HQ, HKV, D, LAYER = 6, 2, 8, 1
+ELSEWHERE, RESIDENT, QUERIES = 37, 21, 7
+# Sums of some sixty numbers of size 1 in float32, taken in another order.
+ROUNDING = 2e-6
+
+
+class Elsewhere:
+    """Rows in a tensor, and which were asked for."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._rows = keys, values
+        self.asked: list[tuple[int, int, int]] = []
+
+    def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        self.asked.append((layer, first, last))
+        keys, values = (rows[:, first:last] for rows in self._rows)
+        return keys, values
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def portion_of(mask: Tensor, first: int, last: int) -> Portion:
+    """The queries [first, last), without the slots that none of them sees."""
+    count = RESIDENT - QUERIES + last
+    return Portion(rows=slice(first, last), count=count, mask=mask[first:last, :count])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("portion", [QUERIES, 2], ids=["together", "by two"])
+@pytest.mark.parametrize("softcap", [None, 1.5], ids=["no softcap", "softcap"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["no head sinks", "head sinks"])
+def test_chunks_and_lanes_together_are_attention_over_all_rows(
+    dtype: torch.dtype, portion: int, softcap: float | None, sinks: bool
+) -> None:
+    keys, values = (random(HKV, ELSEWHERE + RESIDENT, D, seed=seed).to(dtype) for seed in (0, 1))
+    queries = random(QUERIES, HQ, D, seed=2).to(dtype)
+    head_sinks = random(HQ, seed=3) + 1 if sinks else None
+    # The queries are the last rows, and each sees those up to itself.
+    last = torch.arange(RESIDENT - QUERIES, RESIDENT)
+    mask = torch.zeros(QUERIES, RESIDENT).masked_fill(torch.arange(RESIDENT) > last[:, None], -torch.inf)
+
+    lane = Lane(starts={LAYER: 3}, heads=HKV, lane=RESIDENT + 2)
+    arena = Arena(*(torch.full((3 + HKV * lane.lane, D), torch.nan, dtype=dtype) for _ in range(2)))
+    for states, rows in ((arena.keys, keys), (arena.values, values)):
+        lane.slots(states, LAYER, 0, RESIDENT).copy_(rows[:, ELSEWHERE:])
+    source = Elsewhere(keys, values)
+    view = ChunkView(
+        lane=lane,
+        portions=[portion_of(mask, first, min(first + portion, QUERIES)) for first in range(0, QUERIES, portion)],
+        source=source,
+        chunks=chunks_between(0, ELSEWHERE, 16),
+    )
+    ours = view.read(LAYER, queries, arena, Scoring(scaling=0.35, softcap=softcap, head_sinks=head_sinks))
+
+    everything = torch.cat([torch.zeros(QUERIES, ELSEWHERE), mask], dim=1)
+    expected = attend(
+        queries.float(),
+        keys.float(),
+        values.float(),
+        everything,
+        scaling=0.35,
+        softcap=softcap,
+        head_sinks=head_sinks,
+    )
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours.float(), expected.to(dtype).float(), atol=ROUNDING, rtol=torch.finfo(dtype).eps)
+    assert source.asked == [(LAYER, 0, 16), (LAYER, 16, 32), (LAYER, 32, 37)]

@@ -1,0 +1,102 @@
+"""Latents of a session, wherever they lie: what was put comes back, and the pool never holds more than it may."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import Geometry, LayerGeometry
+from inference_engine.kv.latent_codes import LatentCodes, LatentPlaces
+from inference_engine.kv.pool import Pool
+from inference_engine.kv.tier import HostTier
+
+SEGMENT, COUNT = 16, 150
+GEOMETRY = Geometry(
+    layers=(LayerGeometry(query_heads=4, kv_heads=2, head_dim=16),),
+    itemsize=4,
+    trained_positions=1000,
+    page_tokens=4,
+    segment_tokens=SEGMENT,
+)
+ALL_CODES = torch.randint(0, 256, (COUNT, 33), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+
+
+def _zeros(count: int) -> Tensor:
+    return torch.zeros(count)
+
+
+def room() -> KVContext:
+    return KVContext(
+        geometry=GEOMETRY,
+        pool=Pool(GEOMETRY, 2**17, _zeros),
+        rotate=lambda keys, _shifts, _rotary: keys,
+        device=torch.device("cpu"),
+        tier=HostTier(2**20, is_pinned=False),
+    )
+
+
+def places(resident_bytes: int | None, width: int = 33) -> LatentPlaces:
+    return LatentPlaces(count=COUNT, width=width, resident_bytes=resident_bytes, head_dim=16, segment=SEGMENT)
+
+
+@given(
+    resident_bytes=st.one_of(st.none(), st.integers(0, 7000)),
+    width=st.sampled_from([1, 2, 33]),
+    steps=st.lists(st.integers(1, SEGMENT), min_size=1, max_size=12),
+    asked=st.tuples(st.integers(0, COUNT), st.integers(0, COUNT)),
+)
+def test_what_was_put_comes_back_wherever_it_lies(
+    resident_bytes: int | None, width: int, steps: list[int], asked: tuple[int, int]
+) -> None:
+    codes = LatentCodes.reserve(room(), places(resident_bytes, width))
+    assert codes is not None
+    end = 0
+    for step in steps:
+        count = min(step, COUNT - end)
+        codes.put(end, ALL_CODES[end : end + count, :width])
+        end += count
+    first, last = (min(place, end) for place in sorted(asked))
+    assert torch.equal(codes.get(first, last), ALL_CODES[first:last, :width])
+    assert torch.equal(codes.get(0, end), ALL_CODES[:end, :width])
+
+
+@pytest.mark.parametrize("resident_bytes", [0, 100, 1023, 1024, 3000, 4999, 10**9])
+def test_the_pool_is_asked_for_no_more_than_may_be_resident(resident_bytes: int) -> None:
+    context = room()
+    codes = LatentCodes.reserve(context, places(resident_bytes))
+    assert codes is not None
+    assert codes.held_bytes(COUNT) <= context.pool.reserved_bytes <= resident_bytes
+    # Nothing is gained by leaving places empty: no more than the rounding of a slab is.
+    unit = 2 * GEOMETRY.alignment * GEOMETRY.itemsize
+    wanted = COUNT * 2 * places(None).half
+    assert context.pool.reserved_bytes > min(resident_bytes, wanted) - unit
+    assert not codes.tier_bytes(COUNT) or codes.held_bytes(COUNT) < wanted
+
+
+def test_where_all_latents_fit_no_tier_is_needed() -> None:
+    assert places(None).chunks(GEOMETRY) is None
+    assert places(10**6).chunks(GEOMETRY) is None
+
+
+def test_what_is_pushed_out_stays_within_the_bytes_that_were_asked_for() -> None:
+    codes, shape = LatentCodes.reserve(room(), places(2000)), places(2000).chunks(GEOMETRY)
+    assert codes is not None and shape is not None
+    codes.put(0, ALL_CODES)
+    assert 0 < codes.tier_bytes(COUNT) <= shape.chunks * shape.chunk_bytes
+
+
+def test_cleared_and_released_nothing_is_held() -> None:
+    context = room()
+    codes = LatentCodes.reserve(context, places(2000))
+    assert codes is not None
+    codes.put(0, ALL_CODES)
+    codes.clear()
+    assert codes.tier_bytes(0) == 0
+    codes.put(0, ALL_CODES.flip(0))
+    assert torch.equal(codes.get(0, COUNT), ALL_CODES.flip(0))
+    codes.release()
+    assert context.pool.reserved_bytes == 0

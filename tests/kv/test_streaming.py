@@ -1,0 +1,209 @@
+"""Old rows that are read chunk by chunk: what a session holds and what a step makes does not grow with its history."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from inference_engine.errors import RestorationFailed
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.plan import SpanFailed
+from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.strategies import make_strategy
+from inference_engine.kv.tier import FileTier
+from tests.laws.test_session_kv_laws import LAYERS, SEGMENT, HalfTokens, Rows, context, feed, step
+from tests.tiny import LATENT_BYTES
+
+LIMIT = 200
+SHORT, LONG = 60, 190
+LATENT: dict[str, Any] = {"sink": 3, "window": 13, "source": "latent", "bytes_per_token": LATENT_BYTES}
+HOLD, STREAM = (make_strategy("restored", **LATENT, mode=mode) for mode in ("hold", "stream"))
+WIDEST_ROW_BYTES = max(2 * layer.kv_heads * layer.head_dim * 4 for layer in LAYERS)
+
+
+class WatchedTokens(HalfTokens):
+    """Notes how many rows it decodes, of which layers."""
+
+    def __init__(self) -> None:
+        self.decoded: list[tuple[int, tuple[int, ...]]] = []
+
+    def at(self, bytes_per_token: int) -> WatchedTokens:
+        return self
+
+    def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        self.decoded.append((len(codes), tuple(layers or self.layers)))
+        return super().decode(codes, layers)
+
+
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the bytes of the largest tensor that any operation makes; a view of what was there is not made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        there = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        for made in _tensors(result):
+            if made.untyped_storage().data_ptr() not in there:
+                self.nbytes = max(self.nbytes, made.untyped_storage().nbytes())
+        return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def grown(ctx: KVContext, strategy: Any, length: int) -> SessionKV:
+    kv = SessionKV(strategy, ctx, LIMIT)
+    assert kv.wake(LIMIT)
+    feed(kv, Rows(LIMIT), length)
+    return kv
+
+
+def largest_in_a_turn(strategy: Any, length: int) -> int:
+    """Bytes of the largest tensor made while a session of `length` sleeps, wakes and takes one token."""
+    kv, rows = grown(context(), strategy, length), Rows(LIMIT)
+    with LargestTensor() as largest:
+        kv.sleep()
+        kv.wake(LIMIT)
+        step(kv, rows, 1, generated=True)
+    made: int = largest.nbytes
+    return made
+
+
+def test_no_tensor_of_a_turn_grows_with_the_rows_that_left() -> None:
+    short, long = (largest_in_a_turn(STREAM, length) for length in (SHORT, LONG))
+    # On its way to the rows of one layer this codec makes the numbers of all of them, for one chunk.
+    numbers = sum(2 * LAYERS[layer].kv_heads * LAYERS[layer].head_dim for layer in HalfTokens.layers)
+    assert short == long == SEGMENT * numbers * 4
+
+
+def test_no_more_than_a_segment_of_one_layer_is_ever_decoded() -> None:
+    codec = WatchedTokens()
+    kv = grown(replace(context(), latent=codec), STREAM, LONG)
+    kv.sleep()
+    kv.wake(LIMIT)
+    step(kv, Rows(LIMIT), 1, generated=True)
+    assert codec.decoded
+    assert all(rows <= SEGMENT and len(layers) == 1 for rows, layers in codec.decoded)
+
+
+@pytest.mark.parametrize("length", [SHORT, LONG])
+def test_waking_takes_room_for_one_chunk_whatever_the_length(length: int) -> None:
+    ctx = context()
+    kv = grown(ctx, STREAM, length)
+    assert ctx.pool.reserved_bytes == kv.bound.peak_bytes
+    assert kv.bound.peak_bytes - kv.bound.sustained_bytes == SEGMENT * WIDEST_ROW_BYTES
+    assert kv.footprint().by_kind["restored"] == SEGMENT * WIDEST_ROW_BYTES
+    kv.sleep()
+    assert ctx.pool.reserved_bytes == kv.bound.sustained_bytes
+    assert kv.footprint().by_kind["restored"] == 0
+
+
+def test_holding_all_rows_and_streaming_them_give_the_same() -> None:
+    rows = Rows(LIMIT)
+    held, streamed = (feed(grown(context(), strategy, 1), rows, LIMIT - 3) for strategy in (HOLD, STREAM))
+    for one, other in zip(held, streamed, strict=True):
+        # Equal rows, whose sums are taken in another order.
+        torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-5)
+    nothing = feed(grown(context(), make_strategy("sink_window", sink=3, window=13), 1), rows, LIMIT - 3)
+    assert not torch.allclose(nothing[0], streamed[0], atol=1e-2)
+
+
+def test_a_chunk_that_cannot_be_had_names_the_session_and_leaves_it_as_it_was() -> None:
+    class Breaking(HalfTokens):
+        is_broken = False
+
+        def at(self, bytes_per_token: int) -> Breaking:
+            return self
+
+        def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+            if self.is_broken:
+                raise ValueError("codes of another codec")
+            return super().decode(codes, layers)
+
+    codec = Breaking()
+    ctx = replace(context(), latent=codec)
+    kv = SessionKV(STREAM, ctx, LIMIT)
+    kv.wake(LIMIT)
+    feed(kv, Rows(LIMIT), 2 * SEGMENT)
+    footprint = kv.footprint()
+    codec.is_broken = True
+    with pytest.raises(SpanFailed, match="codes of another codec") as failed:
+        step(kv, Rows(LIMIT), 1)
+    assert failed.value.index == 0
+    assert isinstance(failed.value.failure, RestorationFailed)
+    kv.commit(kv.next_position)
+    assert kv.footprint() == footprint
+    kv.check()
+    codec.is_broken = False
+    step(kv, Rows(LIMIT), 1)
+
+
+@pytest.mark.parametrize("mode", ["hold", "stream"])
+@pytest.mark.parametrize("resident_bytes", [0, 1000, 8000, 10**6])
+def test_latents_read_the_same_wherever_they_lie(mode: str, resident_bytes: int) -> None:
+    """To the bit, through a sleep, a rejection and a replay of everything."""
+    outs = []
+    for limited in (make_strategy("restored", **LATENT, mode=mode, resident_latent_bytes=resident_bytes), None):
+        kv = grown(context(), limited or make_strategy("restored", **LATENT, mode=mode), 70)
+        rows = Rows(LIMIT)
+        kv.sleep()
+        kv.wake(LIMIT)
+        step(kv, Rows(LIMIT, seed=1), kv.room(), commit=kv.length + 1)
+        told = feed(kv, rows, 120)
+        footprint = kv.footprint()
+        assert footprint.tier_bytes <= kv.bound.tier_bytes
+        if limited is not None:
+            assert footprint.by_kind["archive"] <= resident_bytes
+            assert bool(footprint.tier_bytes) == (resident_bytes < 10**6)
+        kv.forget()
+        assert kv.footprint().total_bytes == kv.footprint().tier_bytes == 0
+        kv.wake(LIMIT)
+        outs += [*told, *feed(kv, rows, LONG)]
+        ctx = kv.context
+        kv.release()
+        assert ctx.pool.reserved_bytes == 0
+        assert ctx.tier is not None and ctx.tier.reserved_bytes == 0
+    half = len(outs) // 2
+    for limited_out, out in zip(outs[:half], outs[half:], strict=True):
+        assert torch.equal(limited_out, out)
+
+
+def test_what_is_sustained_does_not_grow_with_the_limit_where_latents_are_limited() -> None:
+    strategy = make_strategy("restored", **LATENT, mode="stream", resident_latent_bytes=4096)
+    # The layers with a window of their own and the exact rows are full-sized at either.
+    one, other = (strategy.bound(context().geometry, limit) for limit in (1000, 8000))
+    assert (one.sustained_bytes, one.peak_bytes) == (other.sustained_bytes, other.peak_bytes)
+    assert one.tier_bytes < other.tier_bytes
+
+
+def test_a_full_disk_fails_the_session_by_name_and_it_can_begin_again(tmp_path: Path) -> None:
+    strategy = make_strategy("restored", **LATENT, resident_latent_bytes=0)
+    kv = SessionKV(strategy, replace(context(), tier=FileTier(tmp_path, 2**20)), LIMIT)
+    kv.wake(LIMIT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", _no_space)
+        with pytest.raises(RestorationFailed, match="No space left"):
+            feed(kv, Rows(LIMIT), SHORT)
+    kv.forget()
+    kv.wake(LIMIT)
+    feed(kv, Rows(LIMIT), SHORT)
+    kv.check()
+    kv.release()
+
+
+def _no_space(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,0 +1,272 @@
+"""Rows in a second tier: where they lie, what is moved, who is promised how much, and what happens when it fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.config import EngineConfig
+from inference_engine.engine import Engine
+from inference_engine.errors import ConfigError, NoCapacity, RestorationFailed, SessionEvicted
+from inference_engine.kv.geometry import Geometry, LayerGeometry
+from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.strategies import make_strategy
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.tier import ChunkShape, FileTier, HostTier, Tier
+from inference_engine.models.seam import ATTENTION, Seam
+from inference_engine.types import GenerateParams, Mode, ModelFacts, TokenCommitted
+from tests.laws.test_session_kv_laws import LAYERS, LIMIT, Rows, awake, context, feed, step
+from tests.laws.variants import drain, engine_for, generate, same, text
+from tests.tiny import SMALL, TRAINED_POSITIONS, VOCABULARY, tiny_model
+
+READING = {"block": 8, "sink": 4, "window": 16, "budget": 48}  # two distant blocks
+GATHER = make_strategy("gather", **READING)
+TIERED = make_strategy("tiered", **READING, resident_tokens=16)
+FAR = make_strategy("tiered", **READING, resident_tokens=512)
+TIERED_ROW_BYTES = sum(layer.row_bytes(4) for layer in LAYERS if layer.native_window is None)
+DEVICES = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(params=["host", "file"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
+    return HostTier(2**24, is_pinned=False) if request.param == "host" else FileTier(tmp_path, 2**24)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_store_gives_back_the_bits_that_were_put_into_it(tier: Tier, dtype: torch.dtype) -> None:
+    shape = ChunkShape(chunks=3, layers=2, kv_heads=3, chunk_rows=7, head_dim=5, dtype=dtype)
+    store = tier.open(shape)
+    rows = torch.randn(2, 2, 3, 15, 5).to(dtype)
+    for chunk, first, last in ((0, 0, 4), (0, 4, 7), (1, 7, 14), (2, 14, 15)):
+        store.write(chunk, first % 7, rows[:, :, :, first:last])
+    assert torch.equal(store.read(0), rows[:, :, :, :7])
+    assert torch.equal(store.read(1), rows[:, :, :, 7:14])
+    assert torch.equal(store.read(2)[:, :, :, :1], rows[:, :, :, 14:])
+    assert 15 * 60 * dtype.itemsize <= store.held_bytes(15) <= 3 * shape.chunk_bytes
+    store.clear()
+    assert store.held_bytes(0) == 0
+    store.write(0, 0, rows[:, :, :, :2])
+    assert torch.equal(store.read(0)[:, :, :, :2], rows[:, :, :, :2])
+    store.close()
+    store.close()
+
+
+def test_a_file_of_rows_has_no_name_and_takes_no_room_before_rows_come(tmp_path: Path) -> None:
+    """It may be larger than the disk."""
+    chunks = 2 * shutil.disk_usage(tmp_path).total // 2**20
+    shape = ChunkShape(chunks=chunks, layers=2, kv_heads=1, chunk_rows=2**12, head_dim=16, dtype=torch.float32)
+    store = FileTier(tmp_path, 2**60).open(shape)
+    rows = torch.ones(2, 2, 1, 3, 16)
+    store.write(chunks - 1, 5, rows)
+    assert torch.equal(store.read(chunks - 1)[:, :, :, 5:8], rows)
+    assert list(tmp_path.iterdir()) == []
+    store.close()
+
+
+@pytest.mark.parametrize("quanta", [(1, 1), (4, 32)], ids=["exact shapes", "padded shapes"])
+def test_generated_tokens_read_what_gather_reads_to_the_bit(quanta: tuple[int, int]) -> None:
+    rows = Rows(LIMIT)
+    outs = []
+    for strategy in (GATHER, TIERED, FAR):
+        kv = awake(strategy, context(row_quantum=quanta[0], key_quantum=quanta[1]))
+        feed(kv, rows, 117)
+        outs.append(feed(kv, rows, LIMIT, 1, generated=True))
+    for layer in range(len(LAYERS)):
+        assert torch.equal(outs[1][layer], outs[0][layer])
+        assert torch.equal(outs[2][layer], outs[0][layer])
+
+
+def test_blocks_that_are_read_again_are_not_fetched_again() -> None:
+    """A query of zeros finds all blocks alike, and takes the first ones every time."""
+    kv, rows = awake(TIERED, context()), Rows(LIMIT)
+    for queries in rows.q:
+        queries.zero_()
+    feed(kv, rows, 150)
+    assert kv.transfers().blocks_fetched == 0
+    step(kv, rows, 1, generated=True)
+    first = kv.transfers()
+    assert first.blocks_fetched == 2 * (2 + 1)  # two blocks for each KV head of the tiered layers
+    assert first.fetched_bytes == first.last_step_bytes == 2 * 8 * 2 * 4 * (2 * 8 + 16)
+    feed(kv, rows, 159, generated=True)
+    last = kv.transfers()
+    assert (last.fetched_bytes, last.last_step_bytes) == (first.fetched_bytes, 0)
+    assert last.blocks_found == 8 * 2 * (2 + 1)
+    assert last.steps == first.steps + 1
+
+
+def test_appended_tokens_stream_every_row_that_left_once_a_layer() -> None:
+    kv, rows = awake(TIERED, context()), Rows(LIMIT)
+    feed(kv, rows, 144)
+    before = kv.transfers()
+    step(kv, rows, 5)
+    beyond = kv.footprint().tier_bytes
+    after = kv.transfers()
+    assert after.streamed_bytes - before.streamed_bytes == after.last_step_bytes
+    # A block of sink and a segment of resident rows; the rest is beyond.
+    assert after.last_step_bytes == (144 - 16 - 8) * TIERED_ROW_BYTES
+    assert beyond >= after.last_step_bytes
+    assert before.kept_bytes == after.last_step_bytes
+
+
+def test_bytes_on_the_device_do_not_grow_with_the_limit_but_for_the_bounds() -> None:
+    layer = LayerGeometry(query_heads=4, kv_heads=2, head_dim=16)
+    geometry = Geometry(layers=(layer,) * 3, itemsize=4, trained_positions=2**20)
+    spec = make_strategy("tiered")
+    short, long = (spec.bound(geometry, limit) for limit in (2**16, 2**20))
+    assert long.peak_bytes - short.peak_bytes == (2**20 - 2**16) // 128 * geometry.row_bytes
+    assert long.tier_bytes - short.tier_bytes == (2**20 - 2**16) * geometry.row_bytes
+    assert make_strategy("gather").bound(geometry, 2**20).tier_bytes == 0
+
+
+def test_bytes_beyond_the_device_are_those_of_the_rows_there_and_within_the_bound(tier: Tier) -> None:
+    ctx = replace(context(), tier=tier)
+    kv = SessionKV(TIERED, ctx, LIMIT)
+    assert tier.reserved_bytes == kv.bound.tier_bytes > 0
+    for length in (1, 17, 60, 199):
+        feed(kv, Rows(LIMIT), length, generated=length > 17)
+        beyond = max(0, length // 16 * 16 - 16 - 8) * TIERED_ROW_BYTES
+        held = kv.footprint()
+        assert beyond <= held.tier_bytes <= kv.bound.tier_bytes
+        assert isinstance(tier, HostTier) or held.tier_bytes == beyond
+        assert held.total_bytes <= kv.bound.sustained_bytes
+    kv.release()
+    kv.release()
+    assert tier.reserved_bytes == ctx.pool.reserved_bytes == 0
+
+
+def test_a_session_for_whose_rows_there_is_no_second_tier_is_refused_and_takes_nothing() -> None:
+    needed = TIERED.bound(context().geometry, LIMIT).tier_bytes
+    ctx = replace(context(), tier=HostTier(needed * 3 // 2, is_pinned=False))
+    first = SessionKV(TIERED, ctx, LIMIT)
+    before = ctx.pool.reserved_bytes
+    with pytest.raises(NoCapacity, match="host memory") as refusal:
+        SessionKV(TIERED, ctx, LIMIT)
+    assert int(refusal.value.metadata["needed_bytes"]) == needed
+    assert ctx.pool.reserved_bytes == before
+    first.release()
+    SessionKV(TIERED, ctx, LIMIT).release()
+
+
+def test_a_rejected_draft_takes_what_it_fetched_away_with_it() -> None:
+    """And what it drove out comes back: every byte of the arenas is as if it had never been."""
+    rows, drafts = Rows(LIMIT), Rows(LIMIT, seed=3)
+    plain, drafted = (awake(TIERED, context()) for _ in range(2))
+    for kv in (plain, drafted):
+        feed(kv, rows, 140)
+        feed(kv, rows, 151, 1, generated=True)
+    step(plain, drafts, 1, generated=True)
+    step(drafted, drafts, 4, commit=152, generated=True)
+    assert drafted.transfers().fetched_bytes > plain.transfers().fetched_bytes
+    for dim, arena in plain.context.pool.arenas.items():
+        other = drafted.context.pool.arenas[dim]
+        assert torch.equal(arena.keys[1:], other.keys[1:])
+        assert torch.equal(arena.values[1:], other.values[1:])
+
+
+# -- through the engine --------------------------------------------------------------------------------------------
+
+
+def opened(engine: Engine, strategy: KVStrategy, history: int = 150) -> str:
+    session = engine.create_session(strategy=strategy).session_id
+    engine.append(session, text(history))
+    return session
+
+
+def test_resident_rows_for_the_whole_history_move_nothing_and_fewer_move_some() -> None:
+    """Off-switch."""
+    with engine_for(Mode.BATCHED) as engine:
+        near, far, gather = (opened(engine, strategy) for strategy in (TIERED, FAR, GATHER))
+        told = [generate(engine, session) for session in (near, far, gather)]
+        assert same(told[0], told[2], Mode.BATCHED)
+        assert same(told[1], told[2], Mode.BATCHED)
+        moved = engine.transfer_statistics(near)
+        assert min(moved.kept_bytes, moved.streamed_bytes, moved.fetched_bytes) > 0
+        still = engine.transfer_statistics(far)
+        assert (still.kept_bytes, still.streamed_bytes, still.fetched_bytes) == (0, 0, 0)
+        counted = engine.metrics.registry.get_sample_value
+        for kind in ("kept", "streamed", "fetched"):
+            name = "session_tier_transfer_bytes_total"
+            assert counted(name, {"transfer": kind}) == getattr(moved, f"{kind}_bytes")
+        info = engine.session_info(near)
+        assert 0 < info.tier_live_bytes <= info.bound.tier_bytes
+        assert counted("session_tier_live_bytes") == info.tier_live_bytes
+        assert engine.info().tier_reserved_bytes == info.bound.tier_bytes
+
+
+def test_a_disk_that_is_full_ends_the_generate_by_name_and_keeps_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with engine_for(Mode.BATCHED) as engine:
+        whole, cut = (opened(engine, TIERED, 40) for _ in range(2))
+        expected = generate(engine, whole, 60)
+        generate(engine, cut, 5)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pwrite", full)
+            with pytest.raises(RestorationFailed, match="no space left"):
+                drain(engine.generate(cut, GenerateParams(max_tokens=55)))
+        info = engine.session_info(cut)
+        heard = info.history_length - 45
+        assert 0 < heard < 55
+        assert (info.failure_reason, info.tier_live_bytes) == ("", 0)
+        again = generate(engine, cut, 55 - heard)
+        assert same(again, expected[5 + heard :], Mode.BATCHED)
+
+
+def test_idle_sessions_make_room_in_the_second_tier_and_no_others_are_evicted_for_it() -> None:
+    now = [0.0]
+    with engine_for(Mode.BATCHED) as roomy:
+        needed = roomy.create_session(strategy=TIERED).bound.tier_bytes
+    with engine_for(Mode.BATCHED, tier_bytes=needed, clock=lambda: now[0]) as engine:
+        plain = engine.create_session().session_id
+        first = engine.create_session(strategy=TIERED).session_id
+        with pytest.raises(NoCapacity, match="tier_bytes"):
+            engine.create_session(strategy=TIERED)
+        now[0] = 1000.0
+        second = engine.create_session(strategy=TIERED).session_id
+        assert engine.session_info(plain).history_length == engine.session_info(second).history_length == 0
+        with pytest.raises(SessionEvicted):
+            engine.session_info(first)
+    with engine_for(Mode.BATCHED, tier_bytes=needed - 1) as engine, pytest.raises(NoCapacity, match="in all"):
+        engine.create_session(strategy=TIERED)
+
+
+def test_a_folder_that_files_cannot_be_made_in_is_a_wrong_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tier_dir"):
+        engine_for(Mode.BATCHED, tier_dir=str(tmp_path / "gone"))
+
+
+def test_a_cancelled_generate_leaves_a_session_that_goes_on() -> None:
+    with engine_for(Mode.BATCHED) as engine:
+        whole, cut = (opened(engine, TIERED) for _ in range(2))
+        expected = generate(engine, whole, 40)
+        generation = engine.generate(cut, GenerateParams(max_tokens=300))
+        next(event for event in generation if isinstance(event, TokenCommitted))
+        generation.cancel()
+        kept = sum(isinstance(event, TokenCommitted) for event in drain(generation)) + 1
+        more = generate(engine, cut, 40)
+        assert [token for token, _ in expected[kept:]] == [token for token, _ in more[: max(0, 40 - kept)]]
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_where_rows_lie_changes_nothing_on_any_device(device: torch.device) -> None:
+    facts = ModelFacts(
+        model_id="tiny", vocab_size=VOCABULARY, trained_positions=TRAINED_POSITIONS, device=str(device), dtype="float32"
+    )
+    forward = TorchForward(Seam(tiny_model(attention=ATTENTION).to(device)), facts, device)
+    settings: dict[str, Any] = {**SMALL}
+    with Engine(forward, EngineConfig(**settings)) as engine:
+        tiered, gather = (opened(engine, strategy) for strategy in (TIERED, GATHER))
+        for turn in range(2):
+            assert same(generate(engine, tiered, 40), generate(engine, gather, 40), Mode.BATCHED)
+            for session in (tiered, gather):
+                engine.append(session, text(50, seed=turn))
+        assert engine.transfer_statistics(tiered).fetched_bytes > 0

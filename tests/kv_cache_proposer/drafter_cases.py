@@ -1,0 +1,40 @@
+"""Small corpora and drafters of TinyModel, for tests."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from kv_cache_proposer.dflash.config import DFlashConfig
+from kv_cache_proposer.dflash.network import DFlashNetwork
+from kv_cache_proposer.training.corpus_store import Text
+from kv_cache_proposer.training.drafter_init import config_for, new_network
+from tests.tiny import tiny_model
+
+MASK = 127
+
+
+def tiny_config(**changes: int) -> DFlashConfig:
+    shape = {"layers": 2, "taps": 2, "block_size": 4, "mask_token_id": MASK, "context_window": 24, **changes}
+    return config_for(tiny_model(), **shape)
+
+
+def tiny_network(*, seed: int = 0, **changes: int) -> DFlashNetwork:
+    return new_network(tiny_config(**changes), seed=seed).eval().requires_grad_(False)
+
+
+@lru_cache(maxsize=2)
+def greedy_texts(count: int = 6, length: int = 45) -> tuple[Text, ...]:
+    """What TinyModel says greedily after eight ids; the last one is held out."""
+    ids = torch.randint(0, MASK, (count, 8), generator=torch.Generator().manual_seed(2))
+    model = tiny_model()
+    with torch.no_grad():
+        while ids.shape[1] < length:
+            ids = torch.cat([ids, model(ids).logits[:, -1:, :MASK].argmax(-1)], dim=1)
+    answers = np.arange(length) >= 8
+    return tuple(
+        Text(row.numpy().astype(np.uint32), answers, "code" if place % 2 else "chat", place >= count - 2)
+        for place, row in enumerate(ids)
+    )

@@ -1,0 +1,217 @@
+"""The drafter drafts in the engine as it learnt to in training, from memory that is bounded, counted and its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from inference_engine.decode.drafting import Drafter, DraftMemory, Seen, Wanted
+from inference_engine.kv.context import KVContext
+from inference_engine.types import Mode
+from kv_cache_proposer.dflash.drafter import DFlashDrafter
+from kv_cache_proposer.dflash.network import DFlashNetwork
+from kv_cache_proposer.dflash.target import words_of
+from kv_cache_proposer.errors import DrafterError
+from kv_cache_proposer.training.drafter_blocks import Texts, blocks_at
+from kv_cache_proposer.training.drafter_measure import draft_states
+from kv_cache_proposer.training.drafter_taps import read_taps
+from tests.kv_cache_proposer.drafter_cases import tiny_network
+from tests.tiny import PAGES, VOCABULARY, tiny_forward, tiny_model
+
+LENGTH = 61
+WINDOW = 24
+
+
+def context(*, kv_bytes: int = 2**20) -> KVContext:
+    """A fresh pool whose memory holds nothing but NaN."""
+    forward = tiny_forward()
+    opened = forward.open(forward.geometry(mode=Mode.BATCHED, **PAGES), kv_bytes)
+    for arena in opened.pool.arenas.values():
+        arena.keys.fill_(torch.nan)
+        arena.values.fill_(torch.nan)
+    return opened
+
+
+def history(seed: int = 0, length: int = LENGTH) -> Tensor:
+    return torch.randint(0, VOCABULARY - 1, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def make_drafter(network: DFlashNetwork | None = None) -> DFlashDrafter:
+    return DFlashDrafter(network or tiny_network(), words_of(tiny_model()))
+
+
+def opened(drafter: DFlashDrafter, place: KVContext) -> DraftMemory:
+    memory = drafter.open(place)
+    assert memory is not None
+    return memory
+
+
+def seen(memory: DraftMemory, ids: Tensor, first: int, end: int, network: DFlashNetwork) -> Seen:
+    taps, _ = read_taps(tiny_model(), ids[None], network.config.tap_layers)
+    return Seen(memory, first, ids[first:end].numpy().astype(np.uint32), taps[0, first:end])
+
+
+def wanted(memory: DraftMemory, ids: Tensor, limit: int = 3) -> Wanted:
+    return Wanted(memory, ids.numpy().astype(np.uint32), limit)
+
+
+def by_training(network: DFlashNetwork, ids: Tensor) -> list[int]:
+    """The draft after `ids` as training computes it: over the whole text at once, without any memory."""
+    texts = Texts(ids[None], torch.ones_like(ids[None], dtype=torch.bool))
+    taps, _ = read_taps(tiny_model(), ids[None], network.config.tap_layers)
+    blocks = blocks_at(texts, torch.tensor([[len(ids) - 1]]), block_size=network.config.block_size)
+    words = words_of(tiny_model())
+    guesses: list[int] = words.head(draft_states(network, words, texts, blocks, taps)).argmax(-1)[0, 0].tolist()
+    return guesses
+
+
+def drafts(drafter: Drafter, asked: Sequence[Wanted]) -> list[list[int]]:
+    return [[int(token) for token in draft] for draft in drafter.propose(asked)]
+
+
+@pytest.mark.parametrize("cuts", [(60,), (1, 2, 3, 60), (5, 30, 31, 59, 60), (23, 24, 25, 48, 60)], ids=str)
+@pytest.mark.parametrize("length", [2, 20, 25, LENGTH])
+def test_a_draft_is_what_training_computes_however_rows_arrived(cuts: tuple[int, ...], length: int) -> None:
+    network = tiny_network()
+    drafter, ids = make_drafter(network), history()[:length]
+    memory = opened(drafter, context())
+    ends = sorted({min(cut, length - 1) for cut in cuts})
+    for first, end in zip([0, *ends], ends, strict=False):
+        drafter.observe([seen(memory, ids, first, end, network)])
+    assert drafts(drafter, [wanted(memory, ids)]) == [by_training(network, ids)]
+
+
+def test_every_position_of_a_growing_history_is_drafted_from_alike() -> None:
+    network = tiny_network()
+    drafter, ids = make_drafter(network), history(3)
+    memory = opened(drafter, context())
+    for length in range(1, LENGTH):
+        assert drafts(drafter, [wanted(memory, ids[:length])]) == [by_training(network, ids[:length])], length
+        drafter.observe([seen(memory, ids, length - 1, length, network)])
+
+
+def test_sessions_drafted_for_together_get_what_each_would_alone() -> None:
+    network = tiny_network()
+    drafter, place = make_drafter(network), context()
+    texts = [history(seed, length) for seed, length in enumerate((LENGTH, 1, 9, 40))]
+    memories = [opened(drafter, place) for _ in texts]
+    drafter.observe([seen(memory, ids, 0, len(ids) - 1, network) for memory, ids in zip(memories, texts, strict=True)])
+    together = drafts(drafter, [wanted(memory, ids) for memory, ids in zip(memories, texts, strict=True)])
+    assert together == [by_training(network, ids) for ids in texts]
+
+
+@pytest.mark.parametrize("missing", [range(10, 20), range(3, 50), range(45, 60), range(LENGTH - 1)], ids=str)
+def test_positions_that_were_not_observed_are_not_seen(missing: range) -> None:
+    """As if the text had held nothing there; older rows in the same slots least of all."""
+    network = tiny_network()
+    drafter, ids = make_drafter(network), history()
+    memory = opened(drafter, context())
+    for first, end in ((0, missing.start), (missing.stop, LENGTH - 1)):
+        if first < end:
+            drafter.observe([seen(memory, ids, first, end, network)])
+    expected = _draft_without(network, ids, missing)
+    assert drafts(drafter, [wanted(memory, ids)]) == [expected]
+
+
+def _draft_without(network: DFlashNetwork, ids: Tensor, missing: range) -> list[int]:
+    size, last = network.config.block_size, len(ids) - 1
+    taps, _ = read_taps(tiny_model(), ids[None], network.config.tap_layers)
+    rows = network.context(taps, torch.arange(len(ids))[None])
+    visible = torch.tensor([max(0, last - WINDOW) <= p < last and p not in missing for p in range(len(ids))])
+    mask = torch.cat([visible, torch.ones(size, dtype=torch.bool)])[None, None, None]
+    block = torch.full((1, size), network.config.mask_token_id)
+    block[0, 0] = ids[-1]
+    words = words_of(tiny_model())
+    states = network(words.embed(block, 1.0), torch.arange(last, last + size)[None], rows, mask)
+    guesses: list[int] = words.head(states[:, 1:]).argmax(-1)[0].tolist()
+    return guesses
+
+
+def test_a_session_that_forgot_drafts_as_a_new_one() -> None:
+    network = tiny_network()
+    drafter, ids = make_drafter(network), history()
+    memory = opened(drafter, context())
+    drafter.observe([seen(memory, history(7), 0, 50, network)])
+    memory.forget()
+    assert memory.held_bytes() == 0
+    drafter.observe([seen(memory, ids, 0, LENGTH - 1, network)])
+    assert drafts(drafter, [wanted(memory, ids)]) == [by_training(network, ids)]
+
+
+def test_a_draft_is_as_long_as_asked() -> None:
+    drafter = make_drafter()
+    memory = opened(drafter, context())
+    whole = drafts(drafter, [wanted(memory, history())])[0]
+    assert drafter.longest == 3 and len(whole) == 3
+    assert drafts(drafter, [wanted(memory, history(), 2), wanted(memory, history(), 9)]) == [whole[:2], whole]
+
+
+def test_memory_is_bounded_counted_and_given_back() -> None:
+    network = tiny_network()
+    drafter, place = make_drafter(network), context()
+    row_bytes = 2 * network.config.row_numbers * place.geometry.itemsize
+    memory = opened(drafter, place)
+    reserved = place.pool.reserved_bytes
+    assert memory.held_bytes() == 0
+    drafter.observe([seen(memory, history(), 0, 5, network)])
+    assert memory.held_bytes() == 8 * row_bytes  # five rows in two pages
+    drafter.observe([seen(memory, history(), 5, LENGTH, network)])
+    assert memory.held_bytes() == WINDOW * row_bytes <= reserved
+    memory.release()
+    memory.release()
+    assert place.pool.reserved_bytes == 0
+
+
+def test_a_full_pool_gives_no_memory_and_takes_none() -> None:
+    drafter = make_drafter()
+    place = context(kv_bytes=3 * 2**14)
+    taken = [drafter.open(place) for _ in range(9)]
+    assert taken[0] is not None and taken[-1] is None
+    for memory in taken:
+        if memory is not None:
+            memory.release()
+    assert place.pool.reserved_bytes == 0
+
+
+@pytest.mark.parametrize("head_dim", [16, 12, 40])
+def test_heads_of_another_size_than_the_targets_touch_no_neighbour(head_dim: int) -> None:
+    config = replace(tiny_network().config, head_dim=head_dim)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = DFlashNetwork(config)
+    drafter, place = make_drafter(network), context()
+    first, memory, last = (opened(drafter, place) for _ in range(3))
+    for neighbour in (first, last):
+        drafter.observe([seen(neighbour, history(4), 0, 40, network)])
+    before = drafts(drafter, [wanted(one, history(4)[:41]) for one in (first, last)])
+    drafter.observe([seen(memory, history(), 0, LENGTH - 1, network)])
+    assert drafts(drafter, [wanted(one, history(4)[:41]) for one in (first, last)]) == before
+    assert drafts(drafter, [wanted(memory, history())]) == [by_training(network, history())]
+
+
+def test_a_network_for_another_width_is_refused() -> None:
+    network = DFlashNetwork(replace(tiny_network().config, hidden=32))
+    with pytest.raises(DrafterError, match="32 numbers, the target's 64"):
+        make_drafter(network)
+
+
+def test_a_mask_that_the_target_does_not_know_is_refused() -> None:
+    network = DFlashNetwork(replace(tiny_network().config, mask_token_id=VOCABULARY))
+    with pytest.raises(DrafterError, match=f"id {VOCABULARY}"):
+        make_drafter(network)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"tap_layers": ()}, {"tap_layers": (2, 1)}, {"block_size": 1}, {"kv_heads": 3}, {"head_dim": 15}],
+    ids=str,
+)
+def test_a_shape_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(DrafterError):
+        replace(tiny_network().config, **change)

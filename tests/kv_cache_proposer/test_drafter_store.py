@@ -1,0 +1,244 @@
+"""A trained drafter comes back as it was saved, or not at all; a published one is taken whole or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from inference_engine.errors import ModelError
+from inference_engine.models.checksums import sha256_of
+from kv_cache_proposer.dflash.published import load_published
+from kv_cache_proposer.dflash.store import MANIFEST, TENSORS, DrafterManifest, load_drafter, save_drafter, stored_target
+from kv_cache_proposer.errors import DrafterError, ForeignDrafter
+from tests.kv_cache_proposer.drafter_cases import tiny_network
+
+DIGEST = "5f" * 32
+MADE = DrafterManifest(
+    target_digest=DIGEST,
+    recipe={"steps": 7},
+    seeds={"training": 3},
+    commit="abc",
+    metrics={"acceptance_length_chat": 2.5},
+)
+
+Edit = Callable[[dict[str, Tensor]], None]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_drafter(tiny_network(), tmp_path / "drafter", MADE)
+    return tmp_path / "drafter"
+
+
+def rewrite_manifest(folder: Path, **changes: object) -> None:
+    path = folder / MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def rewrite_tensors(folder: Path, edit: Edit) -> None:
+    """Other tensors, with a manifest that vouches for them."""
+    tensors = load_file(folder / TENSORS)
+    edit(tensors)
+    save_file(tensors, folder / TENSORS)
+    rewrite_manifest(folder, tensors_sha256=sha256_of(folder / TENSORS))
+
+
+def test_a_drafter_comes_back_rounded_to_its_eighth_bits(folder: Path) -> None:
+    network, (loaded, manifest) = tiny_network(), load_drafter(folder, target_digest=DIGEST)
+    assert manifest == MADE and stored_target(folder) == DIGEST
+    assert loaded.config == network.config
+    for (name, exact), found in zip(network.state_dict().items(), loaded.state_dict().values(), strict=True):
+        if exact.ndim == 1:
+            assert torch.equal(found, exact), name
+        else:
+            level = exact / exact.abs().amax(0)
+            step = level.abs().amax(1, keepdim=True) * exact.abs().amax(0) / 127
+            assert bool(((found - exact).abs() <= 0.51 * step).all()), name
+
+
+def test_what_was_rounded_once_is_saved_again_as_it_is(folder: Path, tmp_path: Path) -> None:
+    loaded, _ = load_drafter(folder, target_digest=DIGEST)
+    save_drafter(loaded, tmp_path / "again", MADE)
+    again, _ = load_drafter(tmp_path / "again", target_digest=DIGEST)
+    for name, tensor in loaded.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_it_takes_about_a_byte_a_weight(folder: Path) -> None:
+    weights = sum(one.numel() for one in tiny_network().parameters() if one.ndim == 2)
+    assert (folder / TENSORS).stat().st_size < 1.5 * weights  # its matrices are small beside their scales
+
+
+def test_a_drafter_is_loaded_in_the_dtype_asked_for(folder: Path) -> None:
+    loaded, _ = load_drafter(folder, target_digest=DIGEST, dtype=torch.bfloat16)
+    assert {one.dtype for one in loaded.parameters()} == {torch.bfloat16}
+
+
+def test_another_models_drafter_is_refused(folder: Path) -> None:
+    with pytest.raises(ForeignDrafter, match=f"{DIGEST}, this one has abc"):
+        load_drafter(folder, target_digest="abc")
+
+
+def drop(name: str) -> Edit:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        del tensors[name]
+
+    return edit
+
+
+def shorten(name: str) -> Edit:
+    return lambda tensors: tensors.update({name: tensors[name][:-1].clone()})
+
+
+def spoil(name: str) -> Edit:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors[name].view(-1)[0] = torch.nan
+
+    return edit
+
+
+DAMAGES: list[tuple[Edit, str]] = [
+    (drop("fc.weight"), "fc.weight is missing"),
+    (drop("layers.1.mlp.up_proj.weight.rows"), "up_proj.weight.rows is missing"),
+    (drop("layers.0.self_attn.q_norm.weight"), "q_norm.weight is missing"),
+    (shorten("layers.0.self_attn.k_proj.weight"), "k_proj.weight is"),
+    (spoil("norm.weight"), "norm.weight holds NaN"),
+    (lambda tensors: tensors.update({"layers.9.weight": torch.zeros(2)}), r"layers\.9\.weight"),
+]
+
+
+@pytest.mark.parametrize(("edit", "message"), DAMAGES, ids=[message for _, message in DAMAGES])
+def test_a_damaged_drafter_is_refused_by_the_name_of_what_is_wrong(folder: Path, edit: Edit, message: str) -> None:
+    rewrite_tensors(folder, edit)
+    with pytest.raises(DrafterError, match=message):
+        load_drafter(folder, target_digest=DIGEST)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format_version": 2}, "format"),
+        ({"network": {"hidden": 64}}, "configuration"),
+        ({"metrics": 3, "tensors_sha256": "0"}, "SHA-256"),
+    ],
+    ids=str,
+)
+def test_a_manifest_that_does_not_fit_is_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
+    rewrite_manifest(folder, **changes)
+    with pytest.raises(DrafterError, match=message):
+        load_drafter(folder, target_digest=DIGEST)
+
+
+def test_a_truncated_file_and_an_empty_folder_are_refused(folder: Path, tmp_path: Path) -> None:
+    (folder / TENSORS).write_bytes((folder / TENSORS).read_bytes()[:-3])
+    with pytest.raises(ModelError, match="truncated"):
+        load_drafter(folder, target_digest=DIGEST)
+    with pytest.raises(DrafterError, match="no drafter"):
+        load_drafter(tmp_path, target_digest=DIGEST)
+
+
+# -- published ones ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """As others save theirs: bfloat16, sizes beside what DFlash adds."""
+    config = tiny_network().config
+    content = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.query_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": 1_000_000,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "block_size": 16,
+        "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 9},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in tiny_network().state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_a_published_drafter_is_loaded_by_its_names(published: Path) -> None:
+    network = load_published(published, embedding_scale=8.0)
+    expected = replace(
+        tiny_network().config,
+        tap_layers=(0, 2),
+        block_size=16,
+        mask_token_id=9,
+        rope_theta=1_000_000,
+        context_window=2048,
+        embedding_scale=8.0,
+    )
+    assert network.config == expected
+    for name, tensor in tiny_network().state_dict().items():
+        assert torch.equal(network.state_dict()[name], tensor.to(torch.bfloat16).float())
+
+
+def test_a_published_drafter_may_state_its_own_embedding_scale(published: Path) -> None:
+    edit_config(published, input_embedding_scale=2.5)
+    assert load_published(published, embedding_scale=8.0).config.embedding_scale == 2.5
+
+
+PUBLISHED_DAMAGES: list[tuple[Edit, str]] = [
+    (drop("hidden_norm.weight"), "1 weights are missing, first hidden_norm.weight"),
+    (drop("layers.1.self_attn.k_norm.weight"), "k_norm.weight"),
+    (lambda tensors: tensors.update({"lm_head.weight": torch.zeros(2)}), "unknown, first lm_head.weight"),
+    (shorten("fc.weight"), "fc.weight is"),
+    (spoil("layers.0.mlp.gate_proj.weight"), "gate_proj.weight holds NaN"),
+]
+
+
+@pytest.mark.parametrize(("edit", "message"), PUBLISHED_DAMAGES, ids=[message for _, message in PUBLISHED_DAMAGES])
+def test_published_weights_are_taken_whole_or_not_at_all(published: Path, edit: Edit, message: str) -> None:
+    path = published / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path)
+    with pytest.raises(DrafterError, match=message):
+        load_published(published, embedding_scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"dflash_config": {"mask_token_id": 9}}, "target_layer_ids"),
+        ({"block_size": "many"}, "block_size"),
+    ],
+    ids=str,
+)
+def test_a_kind_of_drafter_that_cannot_be_run_is_refused(
+    published: Path, changes: dict[str, Any], message: str
+) -> None:
+    edit_config(published, **changes)
+    with pytest.raises(DrafterError, match=message):
+        load_published(published, embedding_scale=1.0)
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_folder_without_a_configuration_is_no_drafter(tmp_path: Path) -> None:
+    with pytest.raises(DrafterError, match="no published drafter"):
+        load_published(tmp_path, embedding_scale=1.0)

@@ -1,0 +1,82 @@
+"""Prompt lookup finds the longest, latest copy of the history's end, as a search by hand would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_engine.decode.drafting import Drafter, Wanted
+from inference_engine.errors import ConfigError
+from kv_cache_proposer.ngram import NgramDrafter
+
+
+def propose(drafter: Drafter, history: Sequence[int], limit: int) -> list[int]:
+    (draft,) = drafter.propose([Wanted(None, np.array(history, dtype=np.uint32), limit)])
+    return [int(token) for token in draft]
+
+
+def by_hand(history: Sequence[int], limit: int, *, max_ngram: int, min_ngram: int) -> list[int]:
+    for length in range(max_ngram, min_ngram - 1, -1):
+        for start in range(len(history) - length - 1, -1, -1):
+            if history[start : start + length] == history[len(history) - length :]:
+                draft = list(history)
+                for place in range(start + length, start + length + limit):
+                    draft.append(draft[place])
+                return draft[len(history) :]
+    return []
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 3), st.integers(0, 3))
+def test_the_draft_is_what_a_search_by_hand_finds(history: list[int], limit: int, least: int, more: int) -> None:
+    drafter = NgramDrafter(max_ngram=least + more, min_ngram=least)
+    assert propose(drafter, history, limit) == by_hand(history, limit, max_ngram=least + more, min_ngram=least)
+
+
+def test_the_latest_of_equally_long_copies_wins() -> None:
+    assert propose(NgramDrafter(), [1, 2, 7, 7, 1, 2, 8, 8, 1, 2], 2) == [8, 8]
+
+
+def test_a_longer_copy_wins_over_a_later_one() -> None:
+    assert propose(NgramDrafter(), [5, 1, 2, 7, 6, 1, 2, 8, 5, 1, 2], 1) == [7]
+
+
+def test_a_repetition_goes_on_past_the_end() -> None:
+    assert propose(NgramDrafter(), [4, 1, 2, 3, 1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_a_draft_is_as_long_as_asked_and_no_longer_than_the_drafter_goes() -> None:
+    repeated = [1, 2] * 30
+    assert len(propose(NgramDrafter(longest=5), repeated, 3)) == 3
+    assert len(propose(NgramDrafter(longest=5), repeated, 30)) == 5
+
+
+def test_ids_before_the_horizon_are_not_searched() -> None:
+    history = [1, 2, 3, *range(10, 40), 1, 2]
+    assert propose(NgramDrafter(), history, 1) == [3]
+    assert propose(NgramDrafter(horizon=32), history, 1) == []
+
+
+def test_the_largest_ids_are_found() -> None:
+    top = 2**32 - 1
+    assert propose(NgramDrafter(), [top, top - 1, 5, top, top - 1], 1) == [5]
+
+
+def test_a_draft_can_be_changed_without_changing_the_history() -> None:
+    history = np.array([1, 2, 3, 1, 2], dtype=np.uint32)
+    NgramDrafter().propose([Wanted(None, history, 1)])[0][0] = 9
+    assert history.tolist() == [1, 2, 3, 1, 2]
+
+
+def test_several_sessions_are_drafted_for_in_order() -> None:
+    wanted = [Wanted(None, np.array(ids, dtype=np.uint32), 1) for ids in ([1, 2, 3, 1, 2], [7], [4, 4, 4])]
+    assert [draft.tolist() for draft in NgramDrafter().propose(wanted)] == [[3], [], [4]]
+
+
+@pytest.mark.parametrize("setting", [{"min_ngram": 0}, {"min_ngram": 9}, {"longest": 0}, {"horizon": 4}])
+def test_settings_that_make_no_sense_are_refused(setting: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=str(next(iter(setting.values())))):
+        NgramDrafter(**setting)
