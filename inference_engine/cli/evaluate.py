@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 # Of the engine's settings, those that answers, speed or memory may depend on.
 ENGINE = ("mode", "kv_bytes", "max_sessions", "max_batch", "step_tokens", "segment_tokens", "page_tokens")
 # What says where things are on this machine is no part of the command that makes a record again.
-_PLACES = ("--results", "--config", "--cache-dir", "--latent")
+_PLACES = ("--results", "--config", "--cache-dir", "--latent", "--disk")
+# What says which code runs stands in the record by itself.
+_NOT_SHOWN = (*_PLACES, "--commit")
+_COMMIT = re.compile(r"[0-9a-f]{7,40}(\+changes)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +48,25 @@ class Experiment:
 EXPERIMENTS = {
     "needle": Experiment("inference_engine.evaluation.needle", "planted facts found, against full, with a control"),
     "fidelity": Experiment("inference_engine.evaluation.fidelity", "perplexity, KL and agreement, against full"),
+    "free-running": Experiment(
+        "inference_engine.evaluation.free_running", "what strategies write when left alone, beside full"
+    ),
     "cost": Experiment("inference_engine.evaluation.cost", "time to first token, tokens/s and bytes"),
     "mac-statistics": Experiment(
         "inference_engine.evaluation.mac_statistics", "how often mac matches, what it skips, what that costs"
     ),
     "backstop": Experiment("inference_engine.evaluation.backstop", "the fewest layers that must be kept full"),
+    "hints": Experiment("inference_engine.evaluation.hints", "how far gather's choice is known from the token before"),
+    "waking": Experiment("inference_engine.evaluation.waking", "what idle sessions hold, and how soon they go on"),
+    "restoration": Experiment(
+        "inference_engine.evaluation.restoration", "the latent beside everything else that holds as many bytes"
+    ),
+    "drafting": Experiment(
+        "inference_engine.evaluation.drafting", "what drafters get right, what that gains, and that it changes no token"
+    ),
+    "pareto": Experiment(
+        "inference_engine.evaluation.pareto", "bytes a token against error, KL, facts and calls", needs_model=False
+    ),
     "regime-map": Experiment("inference_engine.evaluation.regime_map", "which strategy pays where", needs_model=False),
 }
 
@@ -79,6 +97,7 @@ def add_parser(subparsers: Subparsers) -> None:
         one.experiment = experiment
         _add_results(one)
         one.add_argument("--name", metavar="NAME", help="the record's folder (default: experiment and model)")
+        one.add_argument("--commit", metavar="HASH", help="the commit that runs, where there is no repository to ask")
         one.add_argument("--quick", action="store_true", help="few trials: does it work, and roughly what comes out")
         add_config_file(one)
         if experiment.needs_model:
@@ -94,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
     """Run one experiment and write its record. Raises KakeyaError for what is refused or void; nothing is written."""
     experiment = EXPERIMENTS[args.experiment]
     _check_name(args.name)
+    commit = _commit(args.commit)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     module = module_of(experiment)
     if experiment.needs_model:
@@ -101,18 +121,19 @@ def run(args: argparse.Namespace) -> int:
         model_id = check_model(model.model, cache=model.cache_path).model_id
 
         from inference_engine.evaluation.models import open_target
+        from kv_cache_proposer.drafters import find_drafter
         from kv_cache_proposer.latents import find_latent
 
-        with open_target(model, engine, latent=find_latent(model)) as target:
+        with open_target(model, engine, latent=find_latent(model), find_drafter=find_drafter) as target:
             payload = module.main(args, target)
     else:
-        model_id = ""
         payload = module.main(args, None)
+        model_id = payload["config"].get("model", "")
 
     from inference_engine.evaluation.record import write_record
 
     name = args.name or "_".join(filter(None, (args.experiment.replace("-", "_"), model_id)))
-    payload = {"command": command(args.experiment, args.typed), **payload}
+    payload = {"command": command(args.experiment, args.typed), "commit": commit, **payload}
     path = write_record(name, payload, **({"results_dir": args.results} if args.results else {}))
     if draw := getattr(module, "draw", None):
         draw(payload, path.parent)
@@ -136,7 +157,7 @@ def command(name: str, typed: Sequence[str]) -> str:
     rest = iter(typed)
     for word in rest:
         flag, equals, value = word.partition("=")
-        if flag in _PLACES:
+        if flag in _NOT_SHOWN:
             if not equals:
                 next(rest)
         elif flag.startswith("--") and equals:
@@ -162,6 +183,25 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
 def _check_name(name: str | None) -> None:
     if name is not None and (Path(name).name != name or name in ("", ".", "..")):
         raise ConfigError(f"--name must be the name of a folder, not a path, got {name!r}")
+
+
+def _commit(given: str | None) -> str:
+    """The commit that runs: the repository's own, or, where there is none, the one that was given.
+
+    Raises ConfigError for what is no commit, or is another one than is checked out.
+    """
+    from inference_engine.evaluation.record import commit
+
+    found = commit()
+    if given is None:
+        return found
+    if not _COMMIT.fullmatch(given):
+        raise ConfigError(f"--commit must be a commit's hash, of 7 to 40 digits, got {given!r}")
+    if found == "none":
+        return given
+    if not found.startswith(given):
+        raise ConfigError(f"--commit is {given!r}, but {found[:12]!r} is checked out: leave it out, or check that out")
+    return found
 
 
 def module_of(experiment: Experiment) -> Any:

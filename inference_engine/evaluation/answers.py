@@ -1,4 +1,4 @@
-"""Asks an engine many prompts at once, greedily, as many sessions open at a time as its memory holds."""
+"""Asks an engine many prompts at once, as many sessions open at a time as its memory holds."""
 
 from __future__ import annotations
 
@@ -7,27 +7,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inference_engine.engine import Engine
-from inference_engine.errors import NoCapacity, Overloaded
+from inference_engine.errors import NoCapacity, Overloaded, RequestError
+from inference_engine.evaluation.sessions import append_all
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.types import Event, Failed, Finished, GenerateParams, TokenCommitted
+from inference_engine.types import Event, Failed, Finished, GenerateParams, Sampling, TokenCommitted
+
+GREEDY = Sampling()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
     strategy: KVStrategy
     token_ids: tuple[int, ...]
+    sampling: Sampling = GREEDY
 
 
 def answer_all(
-    engine: Engine, asked: Sequence[Asked], *, answer_tokens: int, stop_ids: Sequence[int]
+    engine: Engine,
+    asked: Sequence[Asked],
+    *,
+    answer_tokens: int,
+    stop_ids: Sequence[int],
+    may_fail_with: tuple[type[RequestError], ...] = (),
 ) -> list[list[int]]:
-    """The greedy answer to each prompt, on a session of its own, without the id it stopped at.
+    """The answer to each prompt, on a session of its own, without the id it stopped at.
 
-    Sessions begin in order and run side by side; where memory or the queue is full, the next waits for one to end.
-    Raises InvalidArgument or NoCapacity for a prompt that fits no session at all, and what any Generate failed with;
-    no session is left open.
+    Sessions begin in order and run side by side; where memory or the queue is full, the next waits for one to end. An
+    answer that fails with one of `may_fail_with` is what there was of it. Raises InvalidArgument or NoCapacity for a
+    prompt that fits no session at all, and what any Generate failed with otherwise; no session is left open.
     """
-    asking = _Asking(engine, answer_tokens, stop_ids)
+    asking = _Asking(engine, answer_tokens, stop_ids, may_fail_with)
     try:
         for number, one in enumerate(asked):
             asking.start(number, one)
@@ -39,18 +48,20 @@ def answer_all(
     return [asking.answers[number] for number in range(len(asked))]
 
 
-def check_fits(engine: Engine, strategy: KVStrategy, tokens: int) -> None:
-    """Raise InvalidArgument or NoCapacity if no session of this strategy can hold that many tokens."""
-    engine.close_session(engine.create_session(strategy=strategy, limit_tokens=tokens).session_id)
-
-
 class _Asking:
     """Open sessions by the number of their prompt, and the answers so far."""
 
-    def __init__(self, engine: Engine, answer_tokens: int, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        answer_tokens: int,
+        stop_ids: Sequence[int],
+        may_fail_with: tuple[type[RequestError], ...],
+    ) -> None:
         self._engine = engine
         self._answer_tokens = answer_tokens
         self._stop_ids = stop_ids
+        self._may_fail_with = may_fail_with
         self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         self.sessions: dict[int, str] = {}
         self.answers: dict[int, list[int]] = {}
@@ -71,9 +82,9 @@ class _Asking:
             number, event = self._events.get()
             if isinstance(event, TokenCommitted) and event.token_id not in self._stop_ids:
                 self.answers[number].append(event.token_id)
-            elif isinstance(event, Failed):
+            elif isinstance(event, Failed) and not isinstance(event.error, self._may_fail_with):
                 raise event.error
-            elif isinstance(event, Finished):
+            elif isinstance(event, Finished | Failed):
                 self._engine.close_session(self.sessions.pop(number))
                 return
 
@@ -81,10 +92,8 @@ class _Asking:
         limit = len(one.token_ids) + self._answer_tokens
         opened = self._engine.create_session(strategy=one.strategy, eos_token_ids=self._stop_ids, limit_tokens=limit)
         try:
-            most = self._engine.config.max_append_tokens
-            for begin in range(0, limit - self._answer_tokens, most):
-                self._engine.append(opened.session_id, one.token_ids[begin : begin + most])
-            params = GenerateParams(max_tokens=self._answer_tokens)
+            append_all(self._engine, opened.session_id, one.token_ids)
+            params = GenerateParams(max_tokens=self._answer_tokens, sampling=one.sampling)
             self.answers[number] = []
             self._engine.generate(opened.session_id, params, listener=lambda event: self._events.put((number, event)))
         except BaseException:

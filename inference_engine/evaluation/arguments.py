@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from inference_engine.errors import InvalidArgument, KakeyaError
 from inference_engine.evaluation.models import Target
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategy import KVStrategy
+
+_FAR = 2**20  # tokens: beyond every window, and so many that the rounding to whole pages does not count
 
 
 def strategy_argument(text: str) -> KVStrategy:
@@ -35,3 +38,19 @@ def geometry_of(target: Target) -> Geometry:
     return target.forward.geometry(
         mode=config.mode, page_tokens=config.page_tokens, segment_tokens=config.segment_tokens
     )
+
+
+def bytes_table(target: Target, strategies: Iterable[KVStrategy]) -> list[dict[str, Any]]:
+    """A record's table of what each further token adds to a session between Generates, by the strategy's own bound."""
+    geometry = geometry_of(target)
+    return [
+        {"strategy": name, "bytes per token": bytes_per_token(one, geometry)}
+        for name, one in {str(one): one for one in strategies}.items()
+    ]
+
+
+def bytes_per_token(strategy: KVStrategy, geometry: Geometry) -> int:
+    """What a session keeps of a further token between Generates, once windows are full: 0 where it keeps nothing."""
+    spec = strategy.resolved(geometry)
+    near, far = (spec.bound(geometry, _FAR * times).sustained_bytes for times in (1, 2))
+    return round((far - near) / _FAR)

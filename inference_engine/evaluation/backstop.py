@@ -1,42 +1,43 @@
 """The backstop: how few layers, and which, have to keep every row so that far facts are still found.
 
-    rank    all layers full; window one at a time; the more its answers move away from full's, the higher it ranks
+    rank    the layers by what windowing them does to answers (`layer_ranking.py`)
     sweep   keep the K highest full, and K evenly spaced ones as the dumb alternative; count answers unlike full's
     report  critical mass: the smallest K that answers as full does
 
 `sink_window`, which keeps no layer full, must miss every fact behind its window, or the run says nothing. Layers with a
 window of the model's own stay as they are and are no candidates; only that control narrows them, too.
 
-Source: the kept-full layers of a windowed hybrid ("recall backstop"), and Wu et al., Retrieval Head, arXiv 2404.15574.
+Source: the kept-full layers of a windowed hybrid ("recall backstop").
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument
-from inference_engine.evaluation import fidelity, needle, record
-from inference_engine.evaluation.answers import Asked, answer_all
+from inference_engine.evaluation import needle, record
 from inference_engine.evaluation.arguments import geometry_of, require_at_least
-from inference_engine.evaluation.fidelity import Passage
-from inference_engine.evaluation.haystack import KINDS, digest
+from inference_engine.evaluation.haystack import KINDS
+from inference_engine.evaluation.layer_ranking import (
+    Windows,
+    candidates,
+    damage_to_answers,
+    divergences,
+    evenly,
+    rank,
+    right_answers,
+)
 from inference_engine.evaluation.models import Target
-from inference_engine.evaluation.prompts import Prompts
-from inference_engine.evaluation.tasks import TASKS, Grade
+from inference_engine.evaluation.passages import text_passage
+from inference_engine.evaluation.tasks import TASKS
 from inference_engine.evaluation.trials import EvaluationVoid, pair
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies.full import Full
-from inference_engine.kv.strategies.layer_window import LayerWindow
-from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.kv.strategy import KVStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -44,27 +45,6 @@ NONE, RANKED, EVEN = "none", "ranked", "evenly spaced"
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 FULL_FINDS = "needles found by full"
 MOST_DIFFERING = 0.03  # of the answers may be unlike full's: 1 in 40, 3 in 100
-_RANK_SEED = 1_000_003  # added to the seed for the needles that rank layers, so that none of them is in the sweep
-
-Damage = Callable[[Sequence[tuple[int, ...]]], Sequence[float]]  # of each set of layers kept full, together
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Windows:
-    """What the layers keep that are not kept full."""
-
-    sink: int
-    window: int
-
-    def control(self) -> SinkWindow:
-        """The strategy that keeps none full."""
-        return SinkWindow(sink=self.sink, window=self.window)
-
-    def keeping(self, full_layers: Sequence[int]) -> KVStrategy:
-        """The strategy that keeps `full_layers` full and windows the others."""
-        if not full_layers:
-            return self.control()
-        return LayerWindow(sink=self.sink, window=self.window, full_layers=tuple(sorted(full_layers)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +144,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
         seed=seed,
     )
     passages = [
-        fidelity.text_passage(target.tokenizer, kind, length, arguments.count, f"{seed}/{number}")
-        for number in range(texts)
+        text_passage(target.texts, kind, length, arguments.count, f"{seed}/{number}") for number in range(texts)
     ]
     found = describe(
         sets,
@@ -192,7 +171,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
             "texts": texts,
             "forced_tokens": arguments.count,
             "candidates": list(layers),
-            "texts_sha256": digest(kind),
+            "texts_sha256": target.texts.digest(kind),
         },
         "seeds": [seed],
         "values": told,
@@ -228,17 +207,6 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
         )
 
 
-def candidates(geometry: Geometry) -> tuple[int, ...]:
-    """Layers that look at everything by the model's own design, and so can be windowed or kept.
-
-    Raises InvalidArgument if there is none.
-    """
-    layers = tuple(index for index, layer in enumerate(geometry.layers) if layer.native_window is None)
-    if not layers:
-        raise InvalidArgument("model", f"all {len(geometry.layers)} layers slide by themselves: none can be kept full")
-    return layers
-
-
 def _counts(asked: Sequence[int] | None, most: int) -> list[int]:
     if asked is None:
         return [*(count for count in COUNTS if count < most), most]
@@ -247,113 +215,7 @@ def _counts(asked: Sequence[int] | None, most: int) -> list[int]:
     return sorted(set(asked))
 
 
-# -- which layers -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ranking:
-    """Layers, the most needed first. harm: what giving each up did to the answers when it was ranked, in nats."""
-
-    order: tuple[int, ...]
-    harm: Mapping[int, float]
-
-
-def rank(layers: Sequence[int], damage: Damage, *, is_greedy: bool = False) -> Ranking:
-    """Rank layers by what windowing each alone does, or greedily: by what it does beside those given up before.
-
-    The greedy search sees when layers stand in for each other, at the price of L² / 2 measurements instead of L.
-    """
-    if not is_greedy:
-        harm = dict(zip(layers, damage([_without(layers, one) for one in layers]), strict=True))
-        return Ranking(order=tuple(sorted(layers, key=lambda layer: (-harm[layer], layer))), harm=harm)
-    kept, given_up, harm = tuple(layers), [], {}
-    while kept:
-        harms = damage([_without(kept, one) for one in kept])
-        least = int(np.argmin(harms))
-        harm[kept[least]] = harms[least]
-        given_up.append(kept[least])
-        kept = _without(kept, kept[least])
-    return Ranking(order=tuple(reversed(given_up)), harm=harm)
-
-
-def _without(layers: Sequence[int], one: int) -> tuple[int, ...]:
-    return tuple(layer for layer in layers if layer != one)
-
-
-def evenly(layers: Sequence[int], count: int) -> tuple[int, ...]:
-    """`count` of the layers, evenly spaced."""
-    assert 0 <= count <= len(layers)
-    return tuple(layers[(2 * index + 1) * len(layers) // (2 * count)] for index in range(count))
-
-
-def damage_to_answers(engine: Engine, windows: Windows, answers: Sequence[Passage]) -> Damage:
-    """Measures KL(full ‖ kept) at the tokens of right answers, forced after their questions: mean over all of them."""
-
-    def damage(kept: Sequence[tuple[int, ...]]) -> list[float]:
-        return divergences(engine, [windows.keeping(layers) for layers in kept], answers)
-
-    return damage
-
-
-def divergences(engine: Engine, strategies: Sequence[KVStrategy], passages: Sequence[Passage]) -> list[float]:
-    """KL(full ‖ strategy) of each, mean over the forced tokens of all passages.
-
-    Raises InvalidArgument if the engine refuses any.
-    """
-    pieces: list[list[fidelity.Floats]] = [[] for _ in strategies]
-    for passage in passages:
-        scores, refused = fidelity.compare(engine, strategies, passage)
-        if refused:
-            raise InvalidArgument("length", "; ".join(f"{name}: {reason}" for name, reason in refused.items()))
-        for place, strategy in enumerate(strategies):
-            pieces[place].append(scores[str(strategy)].divergence)
-    return [float(np.concatenate(piece).mean()) for piece in pieces]
-
-
-def right_answers(
-    target: Target, windows: Windows, task: str, kind: str, length: int, *, count: int, seed: int
-) -> list[Passage]:
-    """Full's own answers to questions that it answers rightly, each after its prompt; none of them is in the sweep.
-
-    Raises EvaluationVoid if no fact is out of the window's reach, or full is never right.
-    """
-    asked, build = TASKS[task], Prompts(target.tokenizer)
-    prompts = [
-        build.build(
-            kind,
-            length,
-            asked.make(trial, seed + _RANK_SEED),
-            asked.depths(trial, count),
-            f"rank/{seed}/{asked.haystack(trial)}",
-        )
-        for trial in range(count)
-    ]
-    segment = target.engine.config.segment_tokens
-    far = [
-        prompt
-        for prompt in prompts
-        if prompt.is_out_of_reach(sink=windows.sink, window=windows.window, segment_tokens=segment)
-    ]
-    answers = answer_all(
-        target.engine,
-        [Asked(strategy=Full(), token_ids=prompt.token_ids) for prompt in far],
-        answer_tokens=asked.answer_tokens,
-        stop_ids=target.stop_ids,
-    )
-    right = [
-        Passage(kind="answer", prefix=prompt.token_ids, forced=tuple(answer))
-        for prompt, answer in zip(far, answers, strict=True)
-        if prompt.question.grade(target.tokenizer.decode(answer, skip_special_tokens=True)) is Grade.EXACT
-    ]
-    if not right:
-        raise EvaluationVoid(
-            f"of {count} facts to rank layers by, {len(far)} are out of the window's reach and full finds none of "
-            "them: ask for other lengths, easier text, a narrower window, or more --rank-prompts"
-        )
-    return right
-
-
-# -- how many ---------------------------------------------------------------------------------------------------------
+# -- how many -------------------------------------------------------------------------------------------------------
 
 
 def chosen_sets(order: Sequence[int], layers: Sequence[int], counts: Sequence[int]) -> list[Kept]:

@@ -3,72 +3,42 @@
     append `prefix`, then force `forced`     … x x x x | y y y y y y
                                              appended  | read and scored as if generated
 
-Each strategy sees the same passages as `full`, in the same run. KL(full ‖ strategy) is in nats: log-softmax in float32,
-sums in float64. An argmax can flip where full attention itself hardly decides, so agreement is told by the margin
-between full's two likeliest tokens, too. Perplexity and recall see different failures: measure both.
+Each strategy sees the same passages as `full`, in the same run. An argmax can flip where full attention itself hardly
+decides, so agreement is told by the margin between full's two likeliest tokens, too. Perplexity and recall see
+different failures: measure both. What holds on one kind of text need not hold on another, so the worst is named.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from inference_engine.engine import Engine
-from inference_engine.errors import InvalidArgument, NoCapacity
-from inference_engine.evaluation.answers import check_fits
-from inference_engine.evaluation.arguments import require_at_least, strategy_argument
-from inference_engine.evaluation.haystack import KINDS, digest, filler
+from inference_engine.errors import InvalidArgument
+from inference_engine.evaluation.arguments import bytes_table, require_at_least, strategy_argument
+from inference_engine.evaluation.divergence import FULL, Floats, Scores, compare
+from inference_engine.evaluation.haystack import KINDS, Texts
 from inference_engine.evaluation.models import Target
+from inference_engine.evaluation.passages import Passage, describe, text_passage
+from inference_engine.evaluation.sessions import check_fits
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
 
 logger = logging.getLogger(__name__)
 
-FULL = "full"
 MARGINS = ((0.0, 0.1), (0.1, 1.0), (1.0, math.inf))  # of logits
 _RESAMPLES = 200
 _QUICK_COUNT = 32
-_ELEMENTS_AT_ONCE = 2**24  # of logits, so that a large vocabulary needs no large temporaries
-
-Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Passage:
-    """A text cut in two: `prefix` is appended, `forced` is scored. `kind` says what it is: prose, code, …"""
-
-    kind: str
-    prefix: tuple[int, ...]
-    forced: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not self.prefix or not self.forced:
-            raise ValueError(
-                f"a passage needs tokens to append and to force, got {len(self.prefix)} and {len(self.forced)}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Scores:
-    """What was found at each forced token [n]: its loss under the strategy, KL(full ‖ strategy), whether both have the
-    same likeliest token, and the margin between full's two likeliest. Nats, nats, truth, logits.
-    """
-
-    loss: Floats
-    divergence: Floats
-    agrees: NDArray[np.bool_]
-    margin: Floats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,37 +76,43 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     count, texts = (_QUICK_COUNT, 1) if arguments.quick else (arguments.count, arguments.texts)
     # Everything is told against full: without it nothing can be said, and that should not come out at the end.
     check_fits(target.engine, Full(), max(arguments.lengths) + count)
-    passages = [
-        text_passage(target.tokenizer, kind, length, count, f"{arguments.seed}/{number}")
-        for length in arguments.lengths
-        for kind in arguments.kinds
-        for number in range(texts)
-    ]
-    found, left_out = measure(target.engine, arguments.strategies, passages)
+    passages, too_long = cut_all(
+        target.texts, arguments.kinds, arguments.lengths, count=count, texts=texts, seed=arguments.seed
+    )
+    found, refused = measure(target.engine, arguments.strategies, passages)
+    left_out = {**too_long, **refused}
     lines = rows(found)
+    worst = worst_kinds(lines)
+    told = values(found, seed=arguments.seed)
     return {
         "what": "Next-token distributions on text that was forced, beside those of full on the same text.",
-        "config": {
-            **target.describe(),
-            "strategies": [str(one) for one in arguments.strategies],
-            "kinds": arguments.kinds,
-            "lengths": arguments.lengths,
-            "forced_tokens": count,
-            "texts": texts,
-            "texts_sha256": {kind: digest(kind) for kind in arguments.kinds},
-        },
+        "config": describe(
+            target,
+            arguments.strategies,
+            arguments.kinds,
+            lengths=arguments.lengths,
+            forced_tokens=count,
+            texts=texts,
+        ),
         "seeds": [arguments.seed],
-        "values": values(found, seed=arguments.seed),
+        "values": {**told, **worst_values(worst, told)},
         "baseline": "full, on the same texts",
-        "tables": {"fidelity": lines, "left out": [{"cell": cell, "reason": why} for cell, why in left_out.items()]},
+        "tables": {
+            "fidelity": lines,
+            "worst kind": worst,
+            "bytes": bytes_table(target, (Full(), *arguments.strategies)),
+            "left out": [{"cell": cell, "reason": why} for cell, why in left_out.items()],
+        },
     }
 
 
 def draw(payload: Mapping[str, Any], folder: Path) -> None:
-    """KL to full over length, a line for each strategy: an image for each kind of text."""
+    """KL to full, a line for each strategy: over lengths for each kind of text, over kinds for each length."""
     from matplotlib.figure import Figure  # drawing is optional, and slow to import
 
     lines = [line for line in payload["tables"]["fidelity"] if line["kl"] > 0]
+    for length in dict.fromkeys(line["length"] for line in lines):
+        _draw_kinds([line for line in lines if line["length"] == length], folder / f"kl_kinds_{length}.png")
     for kind in dict.fromkeys(line["kind"] for line in lines):
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot()
@@ -155,133 +131,47 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
         figure.savefig(folder / f"kl_{kind}.png", dpi=120)
 
 
-# -- texts ------------------------------------------------------------------------------------------------------------
+def _draw_kinds(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Mean and p99 of each strategy on every kind of text of one length, side by side; nothing for a single kind."""
+    from matplotlib.figure import Figure
 
-
-def text_passage(tokenizer: Any, kind: str, length: int, count: int, seed: str) -> Passage:
-    """A passage of that kind of text, begun with the ids that the tokenizer itself would begin a text with."""
-    plain = tokenizer.encode("a", add_special_tokens=False)
-    begun = tokenizer.encode("a")
-    opening = list(begun[: begun.index(plain[0])])
-    return cut(kind, opening + filler(tokenizer, kind, length + count, seed), length, count)
-
-
-def cut(kind: str, token_ids: Sequence[int], length: int, count: int) -> Passage:
-    """The first `length` tokens as prefix and the next `count` to be forced. Raises ValueError if there are fewer."""
-    if len(token_ids) < length + count:
-        raise ValueError(f"{kind}: {length} + {count} tokens are wanted, the text has {len(token_ids)}")
-    return Passage(kind=kind, prefix=tuple(token_ids[:length]), forced=tuple(token_ids[length : length + count]))
-
-
-# -- one passage -----------------------------------------------------------------------------------------------------
-
-
-def compare(
-    engine: Engine, strategies: Sequence[KVStrategy], passage: Passage
-) -> tuple[dict[str, Scores], dict[str, str]]:
-    """Scores of `full` and of each strategy on a passage, by name, and why some have none.
-
-    `full` among the strategies is run a second time: what it then differs by is rounding. A strategy that the engine
-    refuses for this length is told by its reason. Full's distributions are held on the device until this returns.
-    """
-    baseline = _Baseline(passage)
-    force(engine, Full(), passage, baseline)
-    found = {FULL: baseline.scores()}
-    refused: dict[str, str] = {}
-    for strategy in strategies:
-        name = f"{FULL}, repeated" if str(strategy) == FULL else str(strategy)
-        comparison = _Comparison(passage, baseline)
-        try:
-            force(engine, strategy, passage, comparison)
-        except (InvalidArgument, NoCapacity) as refusal:
-            refused[name] = refusal.message
-        else:
-            found[name] = comparison.scores()
-    return found, refused
-
-
-def force(engine: Engine, strategy: KVStrategy, passage: Passage, on_logits: Callable[[int, Tensor], None]) -> None:
-    """Append and force the passage on a session of its own, `on_logits` being told of every forced token's logits."""
-    prefix, limit = passage.prefix, len(passage.prefix) + len(passage.forced)
-    session = engine.create_session(strategy=strategy, limit_tokens=limit).session_id
-    try:
-        most = engine.config.max_append_tokens
-        for start in range(0, len(prefix), most):
-            engine.append(session, prefix[start : start + most])
-        for _ in engine.score(session, passage.forced, on_logits):
-            pass
-    finally:
-        engine.close_session(session)
-
-
-class _Collector(ABC):
-    """Takes logits [n, V] as they come, in pieces small enough for their temporaries, on the engine's thread."""
-
-    def __init__(self, passage: Passage) -> None:
-        self._first = len(passage.prefix)
-        self._forced = passage.forced
-        self._columns: list[Tensor] = []  # each [n, 4], float64: loss, divergence, agrees, margin
-
-    @torch.inference_mode()
-    def __call__(self, position: int, logits: Tensor) -> None:
-        rows = max(1, _ELEMENTS_AT_ONCE // logits.shape[-1])
-        for start in range(0, len(logits), rows):
-            place = position - self._first + start
-            piece = logits[start : start + rows]
-            forced = torch.tensor(self._forced[place : place + len(piece)], device=logits.device)
-            ours = torch.log_softmax(piece, dim=-1, dtype=torch.float32)
-            loss = -ours.gather(1, forced[:, None])[:, 0]
-            divergence, agrees, margin = self._against(place, piece, ours)
-            self._columns.append(torch.stack([column.double() for column in (loss, divergence, agrees, margin)], 1))
-
-    @abstractmethod
-    def _against(self, place: int, logits: Tensor, ours: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Divergence, agreement and full's margin [n] for the forced tokens from number `place` on."""
-
-    def scores(self) -> Scores:
-        """Once the session is done."""
-        table = torch.cat(self._columns).cpu().numpy()
-        assert table.shape == (len(self._forced), 4), "every forced token is predicted exactly once"
-        return Scores(loss=table[:, 0], divergence=table[:, 1], agrees=table[:, 2] != 0, margin=table[:, 3])
-
-
-class _Baseline(_Collector):
-    """Full attention on one passage. Keeps its log-probabilities, [n, V] float32 on the device."""
-
-    def __init__(self, passage: Passage) -> None:
-        super().__init__(passage)
-        self._log_probs: Tensor | None = None
-        self._margins: list[Tensor] = []
-
-    def rows(self, place: int, count: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [count, V] and margins [count] from forced token number `place` on."""
-        assert self._log_probs is not None
-        return self._log_probs[place : place + count], torch.cat(self._margins)[place : place + count]
-
-    def _against(self, place: int, logits: Tensor, ours: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self._log_probs is None:
-            self._log_probs = ours.new_empty(len(self._forced), ours.shape[-1])
-        self._log_probs[place : place + len(ours)] = ours
-        best = logits.float().topk(2, dim=-1).values
-        self._margins.append(best[:, 0] - best[:, 1])
-        none = torch.zeros_like(self._margins[-1])
-        return none, none == 0, self._margins[-1]
-
-
-class _Comparison(_Collector):
-    """A strategy on the passage whose baseline is known."""
-
-    def __init__(self, passage: Passage, baseline: _Baseline) -> None:
-        super().__init__(passage)
-        self._baseline = baseline
-
-    def _against(self, place: int, logits: Tensor, ours: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        theirs, margins = self._baseline.rows(place, len(ours))
-        divergence = (theirs.exp() * (theirs - ours)).sum(dim=-1, dtype=torch.float64)
-        return divergence, theirs.argmax(dim=-1) == ours.argmax(dim=-1), margins
+    kinds = list(dict.fromkeys(line["kind"] for line in lines))
+    if len(kinds) == 1:
+        return
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    for axes, key, title in zip(figure.subplots(1, 2), ("kl", "kl p99"), ("mean", "p99"), strict=True):
+        for name in dict.fromkeys(line["strategy"] for line in lines):
+            own = {line["kind"]: line[key] for line in lines if line["strategy"] == name}
+            axes.plot([kinds.index(kind) for kind in own], list(own.values()), marker="o", linewidth=0.6, label=name)
+        axes.set_xticks(range(len(kinds)), kinds, rotation=20)
+        axes.set(title=f"KL to full, {title}, at {lines[0]['length']}", yscale="log", ylabel="nats a token")
+        axes.grid(alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), fontsize="x-small", loc="outside lower center", ncols=2)
+    figure.savefig(path, dpi=120)
 
 
 # -- many passages ---------------------------------------------------------------------------------------------------
+
+
+def cut_all(
+    texts_of: Texts, kinds: Sequence[str], lengths: Sequence[int], *, count: int, texts: int, seed: int
+) -> tuple[list[Passage], dict[str, str]]:
+    """Passages of every kind and length, and why some have none: there is only so much text of a kind.
+
+    Raises InvalidArgument if there is none at all.
+    """
+    passages: list[Passage] = []
+    too_long: dict[str, str] = {}
+    for length, kind in itertools.product(lengths, kinds):
+        try:
+            passages += [text_passage(texts_of, kind, length, count, f"{seed}/{number}") for number in range(texts)]
+        except InvalidArgument as refusal:
+            if refusal.field != "lengths":
+                raise
+            too_long[f"{kind} at {length}"] = refusal.message
+    if not passages:
+        raise InvalidArgument("lengths", "; ".join(too_long.values()))
+    return passages, too_long
 
 
 def measure(
@@ -355,6 +245,40 @@ def rows(found: Mapping[Cell, Sequence[Scores]]) -> list[dict[str, Any]]:
             line[f"agreed, {_margin_words(low, high)}"] = f"{int(chosen.sum())} of {len(chosen)}"
         lines.append(line)
     return lines
+
+
+def worst_kinds(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each strategy and length the kinds of text on which it is furthest from full: what must hold, holds there."""
+    told = []
+    others = [line for line in lines if line["strategy"] != FULL]
+    for strategy, length in dict.fromkeys((line["strategy"], line["length"]) for line in others):
+        here = [line for line in others if (line["strategy"], line["length"]) == (strategy, length)]
+        mean, p99 = (max(here, key=itemgetter(key)) for key in ("kl", "kl p99"))
+        told.append(
+            {
+                "strategy": strategy,
+                "length": length,
+                "kinds": len(here),
+                "worst kind": mean["kind"],
+                "kl": mean["kl"],
+                "worst kind of p99": p99["kind"],
+                "kl p99": p99["kl p99"],
+            }
+        )
+    return told
+
+
+def worst_values(
+    worst: Sequence[Mapping[str, Any]], told: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The same as a record's values, each with its `kind`."""
+    found = {}
+    for line in worst:
+        for statistic, column in (("mean", "worst kind"), ("p99", "worst kind of p99")):
+            cell = Cell(strategy=line["strategy"], kind=line[column], length=line["length"])
+            name = f"KL to full, {statistic}, worst kind, {line['strategy']} at {line['length']}"
+            found[name] = {**told[f"KL to full, {statistic}, {cell}"], "kind": line[column]}
+    return found
 
 
 def _between(scores: Scores, low: float, high: float) -> NDArray[np.bool_]:

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 
 from inference_engine.engine import Engine
-from inference_engine.evaluation.answers import check_fits
 from inference_engine.evaluation.arguments import require_at_least, strategy_argument
-from inference_engine.evaluation.fidelity import Passage, measure, rows, text_passage, values
-from inference_engine.evaluation.haystack import KINDS, digest
+from inference_engine.evaluation.fidelity import measure, rows, values
+from inference_engine.evaluation.haystack import KINDS
 from inference_engine.evaluation.models import Target
+from inference_engine.evaluation.passages import Passage, describe, forced, text_passage
 from inference_engine.evaluation.record import exact
+from inference_engine.evaluation.sessions import check_fits
 from inference_engine.kv.query_rings import MatchTotals
 from inference_engine.kv.strategies.mac import Mac
 from inference_engine.kv.strategy import KVStrategy
@@ -57,7 +58,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     for strategy in arguments.strategies:
         check_fits(target.engine, strategy, arguments.length + count)
     passages = [
-        text_passage(target.tokenizer, kind, arguments.length, count, f"{arguments.seed}/{number}")
+        text_passage(target.texts, kind, arguments.length, count, f"{arguments.seed}/{number}")
         for kind in arguments.kinds
         for number in range(texts)
     ]
@@ -70,15 +71,9 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     found, _ = measure(target.engine, arguments.strategies, passages)
     return {
         "what": "Attention taken over from earlier tokens of forced text, by layer, and what it does to predictions.",
-        "config": {
-            **target.describe(),
-            "strategies": [str(one) for one in arguments.strategies],
-            "kinds": arguments.kinds,
-            "length": arguments.length,
-            "forced_tokens": count,
-            "texts": texts,
-            "texts_sha256": {kind: digest(kind) for kind in arguments.kinds},
-        },
+        "config": describe(
+            target, arguments.strategies, arguments.kinds, length=arguments.length, forced_tokens=count, texts=texts
+        ),
         "seeds": [arguments.seed],
         "values": {**overall(lines), **values(found, seed=arguments.seed)},
         "baseline": "full, on the same texts",
@@ -90,7 +85,9 @@ def layer_lines(engine: Engine, strategy: KVStrategy, passages: Sequence[Passage
     """What happened in each layer that matches queries, over passages of one kind."""
     sums: dict[int, MatchTotals] = {}
     for passage in passages:
-        for layer, totals in _totals(engine, strategy, passage).items():
+        with forced(engine, strategy, passage, _ignore) as session:
+            matched = engine.match_statistics(session)
+        for layer, totals in matched.items():
             sums[layer] = sums[layer].plus(totals) if layer in sums else totals
     return [
         {"strategy": str(strategy), "kind": passages[0].kind, "layer": layer, **shares(sums[layer])}
@@ -143,21 +140,6 @@ def draw(payload: Mapping[str, Any], folder: Any) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
         figure.savefig(folder / f"matches_{kind}.png", dpi=120)
-
-
-def _totals(engine: Engine, strategy: KVStrategy, passage: Passage) -> dict[int, MatchTotals]:
-    """Append and force the passage on a session of its own."""
-    limit = len(passage.prefix) + len(passage.forced)
-    session = engine.create_session(strategy=strategy, limit_tokens=limit).session_id
-    try:
-        most = engine.config.max_append_tokens
-        for start in range(0, len(passage.prefix), most):
-            engine.append(session, passage.prefix[start : start + most])
-        for _ in engine.score(session, passage.forced, _ignore):
-            pass
-        return engine.match_statistics(session)
-    finally:
-        engine.close_session(session)
 
 
 def _ignore(position: int, logits: torch.Tensor) -> None:

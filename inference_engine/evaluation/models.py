@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inference_engine.config import EngineConfig, ModelConfig, configure_threads_environment, forbid_model_hub
 from inference_engine.errors import ModelError
+from inference_engine.evaluation.haystack import Texts
+from inference_engine.evaluation.self_talk import SelfTalk
 from inference_engine.models import check_model, tokenizer_folder, weights_digest
 from inference_engine.models.folder import read_json
 
 if TYPE_CHECKING:
     from inference_engine.backends.base import Forward
+    from inference_engine.decode.drafting import Drafter
     from inference_engine.engine import Engine
     from inference_engine.kv.token_codec import TokenCodec
+
+    FindDrafter = Callable[[ModelConfig, Forward], Drafter | None]
+
+
+def _no_drafter(model: ModelConfig, forward: Forward) -> None:
+    pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Target:
-    """stop_ids: every id that ends a turn or a text of this model. weights_sha256: None if nothing vouches for them.
+    """stop_ids: every id that ends a turn or a text of this model. weights_sha256: of the weights, to tell records of
+    the same ones, whatever their folder is called.
 
-    `forward` is for evaluations that need further engines on the same weights, one after another.
+    `forward` and `latent` are for evaluations that need further engines on the same weights, one after another.
+    `texts` are what this target is evaluated on, in its own ids. find_drafter: drafters lie above the engine, so
+    whoever opens a target says where they come from.
     """
 
     engine: Engine
@@ -31,7 +43,14 @@ class Target:
     tokenizer: Any
     stop_ids: tuple[int, ...]
     model: ModelConfig
-    weights_sha256: str | None
+    weights_sha256: str
+    latent: TokenCodec | None = None
+    find_drafter: FindDrafter = _no_drafter
+    texts: Texts = field(init=False)
+
+    def __post_init__(self) -> None:
+        talk = SelfTalk(self.engine, self.tokenizer, self.stop_ids)
+        object.__setattr__(self, "texts", Texts(self.tokenizer, talk))
 
     @property
     def model_id(self) -> str:
@@ -40,6 +59,10 @@ class Target:
     @property
     def can_chat(self) -> bool:
         return bool(self.tokenizer.chat_template)
+
+    def drafter(self, name: str) -> Drafter | None:
+        """A drafter for `forward`, called as in the settings. Raises ModelError for one that cannot be had."""
+        return self.find_drafter(replace(self.model, drafter=name), self.forward)
 
     def describe(self) -> dict[str, Any]:
         """What a record's config says of the target: what ran where, and the settings that numbers depend on."""
@@ -61,8 +84,16 @@ class Target:
 
 
 @contextmanager
-def open_target(model: ModelConfig, engine: EngineConfig, *, latent: TokenCodec | None = None) -> Iterator[Target]:
+def open_target(
+    model: ModelConfig,
+    engine: EngineConfig,
+    *,
+    latent: TokenCodec | None = None,
+    find_drafter: FindDrafter = _no_drafter,
+) -> Iterator[Target]:
     """Load the model and its tokenizer and start an engine, with `latent` if sessions are to be restored from it.
+
+    The engine drafts nothing; evaluations that want drafts ask the target for a drafter.
 
     Raises ModelError, BackendError or ConfigError for what cannot be had.
     """
@@ -70,7 +101,7 @@ def open_target(model: ModelConfig, engine: EngineConfig, *, latent: TokenCodec 
     forbid_model_hub()
     folder = tokenizer_folder(model.model, model.cache_path)
     checked = check_model(model.model, cache=model.cache_path)
-    tokenizer = _load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
 
     from inference_engine.backends import open_backend
     from inference_engine.engine import Engine
@@ -81,13 +112,15 @@ def open_target(model: ModelConfig, engine: EngineConfig, *, latent: TokenCodec 
             engine=running,
             forward=forward,
             tokenizer=tokenizer,
-            stop_ids=_stop_ids(folder, tokenizer),
+            stop_ids=stop_ids(folder, tokenizer),
             model=model,
-            weights_sha256=weights_digest(checked) if checked.manifest else None,
+            weights_sha256=weights_digest(checked),
+            latent=latent,
+            find_drafter=find_drafter,
         )
 
 
-def _load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
@@ -97,7 +130,7 @@ def _load_tokenizer(folder: Path) -> Any:
         raise ModelError(f"{folder}: transformers cannot load its tokenizer: {error}") from error
 
 
-def _stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """The tokenizer's own end, and those that the model's generation settings name."""
     found = {tokenizer.eos_token_id} - {None}
     if (settings := folder / "generation_config.json").is_file():

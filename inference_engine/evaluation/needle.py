@@ -20,12 +20,13 @@ from typing import Any
 
 from inference_engine.errors import InvalidArgument
 from inference_engine.evaluation import record
-from inference_engine.evaluation.answers import Asked, answer_all, check_fits
-from inference_engine.evaluation.arguments import require_at_least, strategy_argument
-from inference_engine.evaluation.haystack import KINDS, digest
+from inference_engine.evaluation.answers import Asked, answer_all
+from inference_engine.evaluation.arguments import bytes_table, require_at_least, strategy_argument
+from inference_engine.evaluation.haystack import KINDS
 from inference_engine.evaluation.models import Target
 from inference_engine.evaluation.prompts import Prompt, Prompts
-from inference_engine.evaluation.tasks import TASKS, Grade, Task
+from inference_engine.evaluation.sessions import check_fits
+from inference_engine.evaluation.tasks import TASKS, TOOL_CALL, Grade, Task
 from inference_engine.evaluation.trials import EvaluationVoid, pair, wilson
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
@@ -122,7 +123,7 @@ def measure(
     longest = max(lengths) + max(task.answer_tokens for task in tasks)
     for strategy in by_name.values():
         check_fits(engine, strategy, longest)
-    build = Prompts(target.tokenizer)
+    build = Prompts(target.texts)
     segment_tokens = engine.config.segment_tokens
     unasked = [
         _unasked(build, task, kind, length, trials, seed, control, segment_tokens)
@@ -222,7 +223,7 @@ def payload(cells: Sequence[Cell], target: Target, *, control: SinkWindow, trial
             "lengths": list(dict.fromkeys(cell.length for cell in cells)),
             "trials": trials,
             "prompt_form": "chat template" if target.can_chat else "bare text",
-            "texts_sha256": {kind: digest(kind) for kind in kinds},
+            "texts_sha256": {kind: target.texts.digest(kind) for kind in kinds},
             "prompts_sha256": prompts.hexdigest(),
         },
         "seeds": [seed],
@@ -231,7 +232,9 @@ def payload(cells: Sequence[Cell], target: Target, *, control: SinkWindow, trial
         "tables": {
             "recall": [_recall_row(cell, name) for cell in cells for name in cell.grades],
             "against full": [_paired_row(cell, name) for cell in cells for name in cell.grades if name != str(Full())],
+            "base rate": [_base_row(cell) for cell in cells],
             "control": [_control_row(cell, str(control)) for cell in cells],
+            "bytes": bytes_table(target, map(parse_strategy, cells[0].grades)),
         },
         "trials": [
             {
@@ -298,6 +301,7 @@ def _recall_row(cell: Cell, name: str) -> dict[str, Any]:
         "trials": trials,
         "low": low,
         "high": high,
+        **({"valid calls": hits + others[Grade.VALID_CALL]} if cell.task == TOOL_CALL else {}),
         "misses by kind": ", ".join(f"{count} {grade.value}" for grade, count in sorted(others.items(), key=str)),
     }
 
@@ -313,6 +317,20 @@ def _paired_row(cell: Cell, name: str) -> dict[str, Any]:
         "neither": paired.neither,
         "discordant": paired.discordant,
         "p": paired.p_value,
+    }
+
+
+def _base_row(cell: Cell) -> dict[str, Any]:
+    """Whether the model itself can do the task: where full is not surely above chance, a cell compares little."""
+    hits, chance = sum(cell.hits(str(Full()))), TASKS[cell.task].chance
+    low, _ = wilson(hits, len(cell.prompts))
+    return {
+        **_where(cell),
+        "full finds": hits,
+        "trials": len(cell.prompts),
+        "at least (95 %)": low,
+        "chance": chance,
+        "says something": low > chance,
     }
 
 

@@ -4,7 +4,8 @@
            ↑ cut where a sentence or a line ends    ↑ tail_at: nothing before this knows what is asked
 
 Pieces are encoded one by one and their ids joined, so lengths come out exactly. A model with a chat template gets its
-own frame; one without is a base model and gets bare text that it has only to go on with.
+own frame; one without is a base model and gets bare text that it has only to go on with. Filler of kind `chat` is a
+history with turns of its own: the facts are said in it, and the question is what the user says next.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inference_engine.errors import InvalidArgument, ModelError
-from inference_engine.evaluation.haystack import filler
+from inference_engine.evaluation.haystack import CHAT, Texts
 from inference_engine.evaluation.tasks import Question
 
 _SHORTEST_FILLER = 16
@@ -42,26 +43,27 @@ class Prompt:
 
 
 class Prompts:
-    """Builds prompts for one tokenizer."""
+    """Builds prompts from the texts of one tokenizer or target."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._head, self._turn_end = _frame(tokenizer)
+    def __init__(self, texts: Texts) -> None:
+        self._texts = texts
+        self._tokenizer = texts.tokenizer
+        self._head, self._turn_end = _frame(texts.tokenizer)
+        self._special = frozenset(texts.tokenizer.all_special_ids)
         self._ends: dict[int, bool] = {}
 
     def build(self, kind: str, length: int, question: Question, depths: Sequence[float], seed: int | str) -> Prompt:
         """`length` ids in all. Raises InvalidArgument if they do not hold the facts and some text around them."""
         gap = " " if kind == "looped" else "\n\n"
         facts = [self._encode(f"{gap}{fact}{gap.strip(' ')}") for fact in question.facts]
-        opening = f" {question.opening}" if not self._turn_end else question.opening
-        tail = self._encode(f"\n\n{question.question}{self._turn_end}{opening}")
-        room = length - len(self._head) - len(tail) - sum(map(len, facts))
+        head, tail = self._frame_of(kind, question)
+        room = length - len(head) - len(tail) - sum(map(len, facts))
         if room < _SHORTEST_FILLER:
             raise InvalidArgument(
                 "lengths", f"a prompt of this task needs at least {length - room + _SHORTEST_FILLER} ids, got {length}"
             )
-        text = filler(self._tokenizer, kind, room, seed)
-        token_ids, done, fact_at = list(self._head), 0, 0
+        text = self._texts.filler(kind, room, seed)
+        token_ids, done, fact_at = list(head), 0, 0
         for number, (fact, cut) in enumerate(zip(facts, self._cuts(text, depths), strict=True)):
             token_ids += text[done:cut]
             if number == question.asked:
@@ -80,10 +82,24 @@ class Prompts:
             tail_at=tail_at,
         )
 
+    def _frame_of(self, kind: str, question: Question) -> tuple[list[int], list[int]]:
+        """What stands before the filler, and what follows it."""
+        opening = question.opening if self._turn_end else f" {question.opening}"
+        asking = f"{question.question}{self._turn_end}{opening}"
+        if kind == CHAT:
+            from inference_engine.conversations import between_turns
+
+            return [], [*between_turns(self._tokenizer, "user"), *self._encode(asking)]
+        return self._head, self._encode(f"\n\n{asking}")
+
     def _cuts(self, text: Sequence[int], depths: Sequence[float]) -> list[int]:
-        """For each depth the nearest place where a sentence or a line ends."""
-        places = [place + 1 for place, token_id in enumerate(text) if self._is_end(token_id)] or [0]
-        return [min(places, key=lambda place: abs(place - depth * len(text))) for depth in depths]
+        """For each depth the nearest place where a sentence or a line ends, inside what somebody says."""
+        places = [
+            place + 1
+            for place, token_id in enumerate(text)
+            if self._is_end(token_id) and not (place and text[place - 1] in self._special)
+        ]
+        return [min(places or [0], key=lambda place: abs(place - depth * len(text))) for depth in depths]
 
     def _is_end(self, token_id: int) -> bool:
         if token_id not in self._ends:

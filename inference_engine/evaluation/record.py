@@ -22,6 +22,8 @@ from typing import Any
 
 import psutil
 
+from inference_engine.errors import InvalidArgument
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
 REQUIRED = ("command", "config", "seeds", "values", "baseline")
@@ -66,6 +68,18 @@ def write_record(experiment: str, payload: Mapping[str, Any], *, results_dir: Pa
     path = folder / "record.json"
     path.write_text(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
     return path
+
+
+def read_record(path: Path, experiment: str, table: str | None) -> dict[str, Any]:
+    """A record that has that table (None: any). Raises InvalidArgument, naming the experiment it should be of."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        validate_record(found)
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(experiment, f"{path}: not a record: {error}") from None
+    if table is not None and table not in found.get("tables", {}):
+        raise InvalidArgument(experiment, f"{path}: no record of `kakeya evaluate {experiment}`: no table {table!r}")
+    return found
 
 
 def validate_record(record: Mapping[str, Any]) -> None:
@@ -140,20 +154,38 @@ def cpu_model() -> str:
 
 
 def plot_lines(
-    path: Path, *, title: str, x_label: str, y_label: str, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    path: Path,
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    is_log: bool = False,
 ) -> None:
-    """Draw named lines, each (xs, ys), into the image file `path` (its suffix names the format)."""
+    """Draw named lines, each (xs, ys), into the image file `path` (its suffix names the format).
+
+    is_log: what is drawn differs by factors, in x and y.
+    """
     from matplotlib.figure import Figure  # drawing is optional, and slow to import
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for name, (xs, ys) in lines.items():
-        axes.plot(xs, ys, label=name, linewidth=1.2)
+        axes.plot(xs, ys, label=name, linewidth=1.2, marker="o" if is_log else None, markersize=4)
     axes.set(title=title, xlabel=x_label, ylabel=y_label)
-    axes.set_ylim(bottom=0)
+    if is_log:
+        axes.set_xscale("log", base=2)
+        ticks = sorted({x for xs, _ in lines.values() for x in xs})
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+    else:
+        axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     if len(lines) > 1:
-        axes.legend()
+        axes.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 

@@ -43,7 +43,8 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """make: the question of (trial, seed). facts: how many are planted at once.
+    """make: the question of (trial, seed). facts: how many are planted at once. chance: share that is right of somebody
+    who finds planted facts, but not which is asked for.
 
     Trials that differ only in the fact asked for share their facts and the text around them.
     """
@@ -52,6 +53,10 @@ class Task:
     facts: int
     answer_tokens: int
     make: Callable[[int, int], Question]
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.facts if self.facts > 1 else 0.0
 
     def haystack(self, trial: int) -> int:
         return trial // self.facts
@@ -190,6 +195,7 @@ def _code(rng: random.Random) -> str:
 
 
 _FACTS_OF_MULTI = 5
+TOOL_CALL = "tool_call"
 
 TASKS = {
     task.name: task
@@ -197,6 +203,6 @@ TASKS = {
         Task(name="single", facts=1, answer_tokens=12, make=_single),
         Task(name="multi", facts=_FACTS_OF_MULTI, answer_tokens=12, make=_multi),
         Task(name="counterfactual", facts=1, answer_tokens=12, make=_counterfactual),
-        Task(name="tool_call", facts=1, answer_tokens=48, make=_tool_call),
+        Task(name=TOOL_CALL, facts=1, answer_tokens=48, make=_tool_call),
     )
 }

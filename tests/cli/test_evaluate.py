@@ -11,6 +11,7 @@ import pytest
 from inference_engine.cli import evaluate
 from inference_engine.cli.evaluate import EXPERIMENTS, command
 from inference_engine.cli.main import main
+from inference_engine.evaluation import record
 from inference_engine.evaluation.record import ROOT
 
 SMALL = ("--segment-tokens=16", "--page-tokens=4", "--kv-bytes=64MiB", "--threads=1")
@@ -56,6 +57,20 @@ def test_the_recorded_command_runs_and_gives_the_same_values(tiny_folder: Path, 
     assert second["config"] == first["config"]
 
 
+def test_a_commit_can_be_given_where_there_is_no_repository_and_only_there(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = ("--lengths", "337", "--commit", "0123abc")
+    monkeypatch.setattr(record, "commit", lambda: "none")
+    assert needle(tiny_folder, tmp_path, *typed) == 0
+    found = only_record(tmp_path)
+    assert found["commit"] == "0123abc"
+    assert "--commit" not in found["command"]
+    monkeypatch.setattr(record, "commit", lambda: "0123abcdef+changes")
+    assert needle(tiny_folder, tmp_path, *typed) == 0
+    assert only_record(tmp_path)["commit"] == "0123abcdef+changes"
+
+
 def test_a_command_shows_no_place_of_this_machine() -> None:
     typed = ("--model=/some/folder", "--results", "/there", "--cache-dir=/here", "--config", "a.toml", "--trials", "3")
     assert command("needle", typed) == "kakeya evaluate needle --model=folder --trials 3"
@@ -77,6 +92,7 @@ def test_a_file_of_the_repository_is_named_from_its_root() -> None:
         (("--control=sink_window:window=330", "--lengths=337"), "nothing must miss"),
         (("--lengths=600",), "limit_tokens: must be at least 1 and at most 512 with full"),
         (("--model=no-such-model",), "neither a known model"),
+        (("--commit=later",), "--commit must be a commit's hash"),
         (("--name=a/b",), "--name must be the name of a folder"),
     ],
 )
@@ -89,6 +105,15 @@ def test_what_is_refused_or_void_is_one_line_and_leaves_no_record(
     assert said in printed.err
     assert printed.err.count("\n") == 1
     assert printed.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_commit_than_is_checked_out_is_refused(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(record, "commit", lambda: "f" * 40)
+    assert needle(tiny_folder, tmp_path, "--commit=0123abc") == 1
+    assert "is checked out" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

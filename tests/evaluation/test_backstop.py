@@ -1,9 +1,8 @@
-"""Which layers are kept follows from measured damage, and how many from answers beside full's."""
+"""How many layers are kept follows from answers beside full's."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,37 +13,26 @@ from inference_engine.evaluation.backstop import (
     EVEN,
     NONE,
     RANKED,
-    Damage,
     Found,
     Kept,
-    Windows,
     add_arguments,
-    candidates,
     chosen_sets,
     critical_mass,
-    damage_to_answers,
     describe,
     draw,
-    evenly,
     main,
-    rank,
     reach,
     values,
 )
-from inference_engine.evaluation.fidelity import Passage
+from inference_engine.evaluation.layer_ranking import Windows
 from inference_engine.evaluation.models import Target
 from inference_engine.evaluation.record import VALUE_KEYS
 from inference_engine.evaluation.trials import EvaluationVoid
 from inference_engine.kv.geometry import Geometry
 from inference_engine.types import Mode
-from tests.tiny import VOCABULARY, tiny_engine, tiny_forward
+from tests.tiny import tiny_forward
 
 WINDOWS = Windows(sink=2, window=16)
-PASSAGE = Passage(
-    kind="answer",
-    prefix=tuple((7 * place) % VOCABULARY for place in range(90)),
-    forced=tuple((5 * place) % VOCABULARY for place in range(9)),
-)
 FOUND = Found(
     kept=Kept(RANKED, (3,)),
     hits=39,
@@ -59,42 +47,6 @@ FOUND = Found(
 
 def geometry(*, windowed: bool) -> Geometry:
     return tiny_forward(windowed=windowed).geometry(mode=Mode.BATCHED, page_tokens=4, segment_tokens=16)
-
-
-def needing(*groups: Sequence[int]) -> Damage:
-    """Damage of 1 for each group of which no layer is kept."""
-    return lambda kept: [float(sum(not set(group) & set(layers) for group in groups)) for layers in kept]
-
-
-def test_layers_that_slide_by_themselves_are_no_candidates() -> None:
-    assert candidates(geometry(windowed=True)) == (1, 2)
-    assert candidates(geometry(windowed=False)) == (0, 1, 2)
-    sliding = replace(geometry(windowed=True), layers=geometry(windowed=True).layers[:1])
-    with pytest.raises(InvalidArgument, match="all 1 layers slide"):
-        candidates(sliding)
-
-
-def test_ablation_ranks_the_layer_first_whose_loss_hurts_most() -> None:
-    ranking = rank((0, 1, 2, 3), needing([2], [2], [1]))
-    assert ranking.order == (2, 1, 0, 3)
-    assert ranking.harm == {0: 0.0, 1: 1.0, 2: 2.0, 3: 0.0}
-
-
-def test_only_greedy_search_sees_that_two_layers_stand_in_for_each_other() -> None:
-    damage = needing([1, 3], [2])
-    assert rank((0, 1, 2, 3), damage).order == (2, 0, 1, 3)
-    greedy = rank((0, 1, 2, 3), damage, is_greedy=True)
-    assert set(greedy.order[:2]) == {2, 3}
-    assert sorted(rank((4, 5, 9), damage, is_greedy=True).order) == [4, 5, 9]
-
-
-def test_evenly_spaced_layers_are_as_many_as_asked_for() -> None:
-    layers = tuple(range(30))
-    for count in range(31):
-        chosen = evenly(layers, count)
-        assert len(set(chosen)) == count
-        assert set(chosen) <= set(layers)
-    assert evenly((2, 5, 8), 1) == (5,)
 
 
 def test_each_count_is_tried_with_ranked_and_with_evenly_spaced_layers() -> None:
@@ -121,13 +73,6 @@ def test_critical_mass_is_the_smallest_set_that_answers_as_full_does() -> None:
     assert critical_mass([four, FOUND, two], RANKED) is FOUND
     assert critical_mass([four, two], RANKED) is four
     assert critical_mass([four], EVEN) is None
-
-
-def test_windowing_layers_moves_answers_and_keeping_all_does_not() -> None:
-    with tiny_engine(windowed=False) as engine:
-        none, one, every = damage_to_answers(engine, WINDOWS, [PASSAGE])([(), (1,), (0, 1, 2)])
-    assert every == 0.0 < one
-    assert none > 0
 
 
 def test_each_set_is_told_beside_full(tmp_path: Path) -> None:

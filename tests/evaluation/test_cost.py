@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from inference_engine.errors import InvalidArgument, NoCapacity
-from inference_engine.evaluation.cost import Cell, add_arguments, draw, main, measure, rows, run, values
+from inference_engine.evaluation.cost import Cell, add_arguments, draw, main, measure, rows, values
 from inference_engine.evaluation.models import Target
 from inference_engine.evaluation.record import VALUE_KEYS, write_record
+from inference_engine.evaluation.timing import run
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from tests.tiny import NATIVE_WINDOW, TRAINED_POSITIONS, VOCABULARY, tiny_engine

@@ -13,23 +13,22 @@ from torch import Tensor
 
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument
+from inference_engine.evaluation.divergence import FULL, Scores, compare
 from inference_engine.evaluation.fidelity import (
-    FULL,
     Cell,
-    Passage,
-    Scores,
     add_arguments,
-    compare,
-    cut,
+    cut_all,
     draw,
-    force,
     main,
     measure,
     rows,
-    text_passage,
     values,
+    worst_kinds,
+    worst_values,
 )
+from inference_engine.evaluation.haystack import Texts
 from inference_engine.evaluation.models import Target
+from inference_engine.evaluation.passages import Passage, cut, force, text_passage
 from inference_engine.evaluation.record import VALUE_KEYS, write_record
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
@@ -157,6 +156,36 @@ def test_agreement_is_told_by_the_margin_of_full() -> None:
     assert told["top-1 agreement, margin 1 and more, other, x at 9"]["median"] == 0.5
 
 
+def test_the_worst_kind_of_text_is_named_for_the_mean_and_for_p99() -> None:
+    def cell(strategy: str, kind: str) -> Cell:
+        return Cell(strategy=strategy, kind=kind, length=9)
+
+    def scores(divergence: list[float]) -> list[Scores]:
+        none = np.zeros(len(divergence))
+        return [Scores(loss=none, divergence=np.array(divergence), agrees=none == 0, margin=none)]
+
+    found = {cell(FULL, kind): scores([0.0] * 10) for kind in ("even", "spiky")}
+    found |= {cell("other", "even"): scores([0.2] * 10), cell("other", "spiky"): scores([0.0] * 9 + [1.0])}
+    (line,) = worst_kinds(rows(found))
+    assert (line["worst kind"], line["worst kind of p99"], line["kinds"]) == ("even", "spiky", 2)
+    told = worst_values([line], values(found))
+    assert told["KL to full, mean, worst kind, other at 9"]["kind"] == "even"
+    assert told["KL to full, mean, worst kind, other at 9"]["median"] == pytest.approx(0.2)
+    assert told["KL to full, p99, worst kind, other at 9"]["kind"] == "spiky"
+    assert told["KL to full, p99, worst kind, other at 9"]["median"] > 0.5
+
+
+def test_lengths_that_a_kind_has_too_little_text_for_are_left_out_by_name(tiny_target: Target) -> None:
+    there = len(tiny_target.texts.filler("polish", 9000, 0))
+    passages, too_long = cut_all(tiny_target.texts, ["looped", "polish"], [70, 3 * there], count=9, texts=2, seed=0)
+    assert [(one.kind, len(one.prefix)) for one in passages] == [
+        *[("looped", 70)] * 2, *[("polish", 70)] * 2, *[("looped", 3 * there)] * 2
+    ]  # fmt: skip
+    assert list(too_long) == [f"polish at {3 * there}"]
+    with pytest.raises(InvalidArgument, match="ids of kind polish"):
+        cut_all(tiny_target.texts, ["polish"], [3 * there], count=9, texts=2, seed=0)
+
+
 def test_a_text_that_is_too_short_is_refused() -> None:
     with pytest.raises(ValueError, match="400"):
         cut("noise", TEXT, 390, 11)
@@ -172,7 +201,7 @@ def test_a_passage_begins_as_the_tokenizer_begins_a_text() -> None:
         def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
             return [*([1] if add_special_tokens else []), *(10 + ord(character) for character in text)]
 
-    passage = text_passage(Beginning, "looped", 40, 9, "0/0")
+    passage = text_passage(Texts(Beginning), "looped", 40, 9, "0/0")
     assert (len(passage.prefix), len(passage.forced)) == (40, 9)
     assert passage.prefix[0] == 1
     assert 1 not in (*passage.prefix[1:], *passage.forced)

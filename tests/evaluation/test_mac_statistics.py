@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inference_engine.evaluation.fidelity import Passage, cut
 from inference_engine.evaluation.mac_statistics import draw, layer_lines, overall
+from inference_engine.evaluation.passages import Passage, cut
 from inference_engine.evaluation.record import VALUE_KEYS
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.mac import Mac

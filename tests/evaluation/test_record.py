@@ -85,8 +85,11 @@ def test_a_machine_has_a_speaking_name(cpu: str, name: str) -> None:
 
 
 def test_plots_are_drawn_into_files(tmp_path: Path) -> None:
-    lines, bars = tmp_path / "plots" / "lines.png", tmp_path / "plots" / "bars.svg"
-    record.plot_lines(lines, title="t", x_label="x", y_label="y", lines={"a": ([1, 2], [3, 4]), "b": ([1], [2])})
+    bars = tmp_path / "plots" / "bars.svg"
+    for is_log in (False, True):
+        lines = tmp_path / "plots" / f"lines_{is_log}.png"
+        courses = {"a": ([1.0, 2.0], [3.0, 400.0]), "b": ([1.0], [2.0])}
+        record.plot_lines(lines, title="t", x_label="x", y_label="y", lines=courses, is_log=is_log)
+        assert lines.read_bytes().startswith(b"\x89PNG")
     record.plot_bars(bars, title="t", y_label="y", bars=payload()["values"])
-    assert lines.read_bytes().startswith(b"\x89PNG")
     assert b"<svg" in bars.read_bytes()

@@ -1,0 +1,131 @@
+"""Full's exact rows in a file, the plain way to let a session sleep: what waking one from disk takes.
+
+    file   keys and values of every position, layer after layer, as they are in memory
+
+A waking is timed from opening the file to the id of the next token on the host: all rows are read in one piece, into
+pinned memory where the device is a GPU, copied to the session's lanes, and the appended tokens are forwarded. There is
+no queue, no journal and no other session, which the wakings beside it go through: what is told flatters the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from inference_engine.backends.base import Forward
+from inference_engine.decode.verifier import Block, Verifier
+from inference_engine.errors import BackendError
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.strategies.full import Full
+
+CAN_DROP = hasattr(os, "posix_fadvise")
+_STEP_TOKENS = 512
+
+
+def filesystem(folder: Path) -> str:
+    """What kind of file system the folder is on: `ext4`, or `tmpfs`, which is memory."""
+    mounts = [one for one in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(one.mountpoint)]
+    return max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else "unknown"
+
+
+class SavedRows:
+    """A session of `full` as rows in a file. Not for use while an engine is working on the same model."""
+
+    def __init__(
+        self, forward: Forward, geometry: Geometry, token_ids: Sequence[int], *, room: int, path: Path
+    ) -> None:
+        """Prefill `token_ids` and write the rows; room: for how many tokens that are appended later."""
+        self._limit = len(token_ids) + room
+        self._context = forward.open(geometry, Full().bound(geometry, self._limit).sustained_bytes)
+        self._verifier = Verifier(forward, self._context)
+        self._path = path
+        kv = SessionKV(Full(), self._context, self._limit)
+        self._run(kv, token_ids)
+        self._length = kv.length
+        # A layer with a window of its own has only that.
+        self._positions = [np.sort(group.held[group.held >= 0]) for group in kv.groups]
+        rows = [
+            states
+            for group, positions in zip(kv.groups, self._positions, strict=True)
+            for states in group.read(positions)
+        ]
+        kv.release()
+        self._shapes, self._dtype = [states.shape for states in rows], rows[0].dtype
+        with path.open("wb") as file:
+            for states in rows:
+                file.write(_bytes_of(states.cpu()))
+            file.flush()
+            os.fsync(file.fileno())
+        self.file_bytes = path.stat().st_size
+        self._buffer = torch.empty(self.file_bytes, dtype=torch.uint8, pin_memory=self._context.device.type == "cuda")
+        self._host = _bytes_of(self._buffer)
+
+    def first_token(self, appended: Sequence[int], *, drop_cache: bool) -> tuple[int, float]:
+        """The id that follows the history and `appended`, and the seconds until it was known.
+
+        drop_cache: the system is asked to forget the file's pages first, so that they come from where they are stored;
+        what storage beneath keeps in caches of its own cannot be known.
+        """
+        for arena in self._context.pool.arenas.values():  # nothing of an earlier session is there to be read
+            arena.keys.zero_()
+            arena.values.zero_()
+        if drop_cache:
+            self._drop_cache()
+        if self._context.device.type == "cuda":
+            torch.cuda.synchronize(self._context.device)
+        began = time.perf_counter()
+        rows = iter(self._read())
+        kv = SessionKV(Full(), self._context, self._limit)
+        for group, positions in zip(kv.groups, self._positions, strict=True):
+            group.write(positions, next(rows), next(rows))
+        kv.length = self._length
+        token = int(self._run(kv, appended).argmax())
+        seconds = time.perf_counter() - began
+        kv.release()
+        return token, seconds
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._path.unlink()
+
+    def _run(self, kv: SessionKV, token_ids: Sequence[int]) -> Tensor:
+        """Forward and commit `token_ids`; the logits [V] after the last."""
+        ids = np.array(token_ids, dtype=np.uint32)
+        while True:
+            some, ids = np.split(ids, [min(_STEP_TOKENS, kv.room())])
+            (outcome,) = self._verifier.run([Block(kv=kv, token_ids=some, wanted_logits=1)])
+            kv.commit(kv.length + len(some))
+            if not len(ids):
+                assert outcome.logits is not None
+                return outcome.logits[-1]
+
+    def _read(self) -> list[Tensor]:
+        with self._path.open("rb", buffering=0) as file:
+            done = 0
+            while done < self.file_bytes:  # one call reads 2 GiB at most
+                if not (count := file.readinto(self._host[done:])):
+                    raise BackendError(f"the rows' file ended after {done} of {self.file_bytes} bytes")
+                done += count
+        states = self._buffer.to(self._context.device, non_blocking=True).view(self._dtype)
+        ends = np.cumsum([shape.numel() for shape in self._shapes])
+        return [states[end - shape.numel() : end].view(shape) for end, shape in zip(ends, self._shapes, strict=True)]
+
+    def _drop_cache(self) -> None:
+        descriptor = os.open(self._path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _bytes_of(states: Tensor) -> memoryview:
+    """What a tensor on the host is made of; a copy only if it does not lie in one piece."""
+    return states.contiguous().view(torch.uint8).numpy().reshape(-1).data
