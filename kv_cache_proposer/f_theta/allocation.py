@@ -33,11 +33,51 @@ def allocate(variances: Tensor, bits: int, distortions: Sequence[float]) -> Tens
 def allocate_bytes(variances: Sequence[Tensor], total_bytes: int, distortions: Sequence[float]) -> list[Tensor]:
     """Share out `total_bytes` over groups of components, whole bytes to each group. Raises LatentError as `allocate`.
 
-    Groups are compared bit by bit first; what they would get is then rounded to bytes, the largest remainders up. None
-    goes empty: one that would takes a byte from the richest. There must be as many bytes as groups.
+    Groups are compared bit by bit first; what they would get is then rounded to bytes. There must be as many bytes as
+    groups.
     """
     joint = allocate(torch.cat(list(variances)), 8 * total_bytes, distortions)
-    shares = [int(part.sum()) for part in torch.split(joint, [len(group) for group in variances])]
+    whole = _whole_bytes(joint, [len(group) for group in variances], total_bytes)
+    return [allocate(group, 8 * share, distortions) for group, share in zip(variances, whole, strict=True)]
+
+
+def allocate_uniformly(variances: Sequence[Tensor], total_bytes: int, distortions: Sequence[float]) -> list[Tensor]:
+    """As `allocate_bytes`, but every component that gets bits gets as many: of all widths the one that loses least.
+
+    The last of a group takes what is left of its bytes. This shows what sharing out bits by variance is worth.
+    """
+    joint = torch.cat(list(variances)).double().cpu()
+    order = joint.sort(descending=True, stable=True).indices
+    best: tuple[float, list[Tensor]] | None = None
+    for width in range(1, len(distortions)):
+        widths = torch.zeros(len(joint), dtype=torch.int64)
+        widths[order[: 8 * total_bytes // width]] = width
+        whole = _whole_bytes(widths, [len(group) for group in variances], total_bytes)
+        if any(8 * share > width * int((group > 0).sum()) for group, share in zip(variances, whole, strict=True)):
+            continue
+        shares = [_filled(len(group), width, 8 * share) for group, share in zip(variances, whole, strict=True)]
+        lost = float((joint * torch.tensor(distortions, dtype=torch.float64)[torch.cat(shares)]).sum())
+        if best is None or lost < best[0]:
+            best = lost, shares
+    if best is None:
+        raise LatentError(f"{total_bytes} bytes are more than {len(joint)} components can take in equal shares")
+    return best[1]
+
+
+def _filled(count: int, width: int, bits: int) -> Tensor:
+    widths = torch.zeros(count, dtype=torch.int64)
+    widths[: bits // width] = width
+    if rest := bits % width:
+        widths[bits // width] = rest
+    return widths
+
+
+def _whole_bytes(joint: Tensor, sizes: Sequence[int], total_bytes: int) -> list[int]:
+    """The groups' bits as bytes, `total_bytes` in all: the largest remainders are rounded up.
+
+    No group goes empty: one that would takes a byte from the richest.
+    """
+    shares = [int(part.sum()) for part in torch.split(joint, list(sizes))]
     whole = [share // 8 for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda index: -(shares[index] % 8))
     for index in by_remainder[: total_bytes - sum(whole)]:
@@ -45,4 +85,4 @@ def allocate_bytes(variances: Sequence[Tensor], total_bytes: int, distortions: S
     while 0 in whole:
         whole[whole.index(max(whole))] -= 1
         whole[whole.index(0)] += 1
-    return [allocate(group, 8 * share, distortions) for group, share in zip(variances, whole, strict=True)]
+    return whole

@@ -3,7 +3,8 @@
     vector [W]  −  mean  →  · weights (per layer, K or V, and head)  →  · components [W, C]  →  coefficients [C]
 
 Weights are square roots of importances (`importance.py`), so that plain squared error in the weighted space is the
-error the model feels. The components are the leading eigenvectors of the weighted covariance.
+error the model feels. The components are the leading eigenvectors of the weighted covariance: orthonormal, so that they
+serve both ways. A basis that was refined, or that sees part of a row only, has an `analysis` of its own for the way in.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _RANK_FLOOR = 1e-12
 class Basis:
     """mean [W]; weights and inverses per layer [2 (K, V), Hkv, D, D]; components [W, C]; deviations [C]. float32.
 
-    deviations: standard deviation of each coefficient over the calibration text, never rising.
+    deviations: standard deviation of each coefficient over the calibration text, never rising. analysis: what makes
+    coefficients of weighted rows; None: the components, which make weighted rows of coefficients.
     """
 
     group: Group
@@ -34,15 +36,17 @@ class Basis:
     inverses: tuple[Tensor, ...]
     components: Components
     deviations: Tensor
+    analysis: Components | None = None
 
     @property
     def nbytes(self) -> int:
         plain = (self.mean, *self.weights, *self.inverses, self.deviations)
-        return self.components.nbytes + sum(tensor.nbytes for tensor in plain)
+        analysis = 0 if self.analysis is None else self.analysis.nbytes
+        return self.components.nbytes + analysis + sum(tensor.nbytes for tensor in plain)
 
     def analyse(self, vectors: Tensor) -> Tensor:
         """Joined rows [n, W], float32, to coefficients [n, C]."""
-        return self.weigh(vectors - self.mean) @ self.components.whole()
+        return self.weigh(vectors - self.mean) @ (self.analysis or self.components).whole()
 
     def weigh(self, differences: Tensor) -> Tensor:
         """Differences of joined rows [n, W] in the space where squared length is what attention feels, [n, W]."""
@@ -50,19 +54,32 @@ class Basis:
 
     def synthesise(self, coefficients: Tensor, index: int) -> tuple[Tensor, Tensor]:
         """K and V [n, Hkv, D] of the group's layer number `index`. The other layers' components are not touched."""
-        shape, start = self.group.shapes[index], self.group.offsets[index]
+        shape = self.group.shapes[index]
         first = sum(2 * before.kv_heads for before in self.group.shapes[:index])
-        weighted = coefficients @ self.components.heads(first, first + 2 * shape.kv_heads).T
+        return self.unweigh(coefficients @ self.components.heads(first, first + 2 * shape.kv_heads).T, index)
+
+    def unweigh(self, weighted: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        """K and V [n, Hkv, D] of the group's layer number `index` from its weighted deviations [n, its width]."""
+        shape, start = self.group.shapes[index], self.group.offsets[index]
         rows = _through(weighted, self.inverses[index]) + self.mean[start : start + shape.width]
         rows = rows.view(-1, 2, shape.kv_heads, shape.head_dim)
         return rows[:, 0], rows[:, 1]
 
     def truncated(self, count: int) -> Basis:
         """The first `count` components."""
-        return replace(self, components=self.components.truncated(count), deviations=self.deviations[:count])
+        return replace(
+            self,
+            components=self.components.truncated(count),
+            deviations=self.deviations[:count],
+            analysis=self.analysis.truncated(count) if self.analysis else None,
+        )
 
     def at_precision(self, precision: str) -> Basis:
-        return replace(self, components=self.components.at_precision(precision))
+        return replace(
+            self,
+            components=self.components.at_precision(precision),
+            analysis=self.analysis.at_precision(precision) if self.analysis else None,
+        )
 
     def to(self, device: torch.device | str) -> Basis:
         return replace(
@@ -72,6 +89,7 @@ class Basis:
             inverses=tuple(block.to(device) for block in self.inverses),
             components=self.components.to(device),
             deviations=self.deviations.to(device),
+            analysis=self.analysis.to(device) if self.analysis else None,
         )
 
 
@@ -80,23 +98,40 @@ def fit_basis(group: Group, mean: Tensor, covariance: Tensor, importances: Seque
 
     Importances must be positive definite, and in one unit for all groups whose components will share bits.
     """
-    roots = [_roots(importance) for importance in importances]
-    weights = [root for root, _ in roots]
-    inverses = [inverse for _, inverse in roots]
-    half = _through_rows(covariance, group, weights)
-    weighted = _through_rows(half.T.contiguous(), group, weights)
-    eigenvalues, eigenvectors = torch.linalg.eigh((weighted + weighted.T) / 2)
-    variances = eigenvalues.flip(0)
-    # What is left of exact zeros after rounding is not worth a bit.
-    variances = torch.where(variances > variances[0] * _RANK_FLOOR, variances, 0.0)
-    return Basis(
-        group=group,
-        mean=mean.float(),
-        weights=tuple(block.float() for block in weights),
-        inverses=tuple(block.float() for block in inverses),
-        components=Components(entries=eigenvectors.flip(1).float().contiguous(), head_sizes=group.head_sizes),
-        deviations=variances.sqrt().float(),
-    )
+    space = WeightedSpace(group, importances)
+    eigenvalues, eigenvectors = torch.linalg.eigh(space.covariance(covariance))
+    return space.basis(mean, eigenvectors.flip(1), eigenvalues.flip(0))
+
+
+class WeightedSpace:
+    """A group's rows where squared length is what the model feels of them."""
+
+    def __init__(self, group: Group, importances: Sequence[Tensor]) -> None:
+        self.group = group
+        roots = [_roots(importance) for importance in importances]
+        self._weights = [root for root, _ in roots]
+        self._inverses = [inverse for _, inverse in roots]
+
+    def covariance(self, covariance: Tensor) -> Tensor:
+        """Of weighted rows, from that of rows; [W, W]."""
+        half = _through_rows(covariance, self.group, self._weights)
+        weighted = _through_rows(half.T.contiguous(), self.group, self._weights)
+        return (weighted + weighted.T) / 2
+
+    def basis(self, mean: Tensor, components: Tensor, variances: Tensor, analysis: Tensor | None = None) -> Basis:
+        """From components [W, C] in this space and the variances [C] of their coefficients, never rising."""
+        # What is left of exact zeros after rounding is not worth a bit.
+        kept = torch.where(variances > variances[0] * _RANK_FLOOR, variances, 0.0)
+        sizes = self.group.head_sizes
+        return Basis(
+            group=self.group,
+            mean=mean.float(),
+            weights=tuple(block.float() for block in self._weights),
+            inverses=tuple(block.float() for block in self._inverses),
+            components=Components(entries=components.float().contiguous(), head_sizes=sizes),
+            deviations=kept.sqrt().float(),
+            analysis=None if analysis is None else Components(entries=analysis.float().contiguous(), head_sizes=sizes),
+        )
 
 
 def _roots(importance: Tensor) -> tuple[Tensor, Tensor]:

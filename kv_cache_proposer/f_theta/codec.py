@@ -21,12 +21,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kv_cache_proposer.f_theta.allocation import allocate_bytes
+from kv_cache_proposer.f_theta.allocation import allocate_bytes, allocate_uniformly
 from kv_cache_proposer.f_theta.basis import Basis
 from kv_cache_proposer.f_theta.errors import LatentError
 from kv_cache_proposer.f_theta.levels import MAX_BITS, laplace_distortion, laplace_levels
 from kv_cache_proposer.f_theta.packing import Packing
 from kv_cache_proposer.f_theta.rows import LayerShape, join
+
+# How a token's bits are shared out over components: where they remove most error, or the same to all that get any.
+BITS = {"variance": allocate_bytes, "uniform": allocate_uniformly}
 
 SCALE_BYTES = 1
 _SCALE_STEPS = 16  # to a doubling
@@ -51,20 +54,31 @@ class GroupCoder:
 
     def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
         vectors = join(self.basis.group, keys, values)
-        units = self.basis.analyse(vectors) / self.basis.deviations
+        scale_codes, codes = self._nearest(self.basis.analyse(vectors) / self.basis.deviations)
+        return torch.cat((scale_codes, self.packing.pack(codes, len(vectors), vectors.device)), dim=1)
+
+    def coefficients(self, packed: Tensor) -> Tensor:
+        """uint8 [n, packed_bytes] → float32 [n, C]."""
+        codes = self.packing.unpack(packed[:, SCALE_BYTES:])
+        return self._units(packed[:, :SCALE_BYTES], codes) * self.basis.deviations
+
+    def rounded(self, units: Tensor) -> Tensor:
+        """Coefficients ÷ deviations [n, C] as they come back from their codes."""
+        return self._units(*self._nearest(units))
+
+    def _nearest(self, units: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The code of the scale, uint8 [n, 1], and the codes of each run of the packing."""
         scale_codes = _scale_codes(units)
         units = units / _scales(scale_codes)
         codes = [
             torch.bucketize(units[:, run.first : run.first + run.count].contiguous(), (table[1:] + table[:-1]) / 2)
             for run, table in zip(self.packing.runs(), self.levels, strict=True)
         ]
-        return torch.cat((scale_codes, self.packing.pack(codes, len(vectors), vectors.device)), dim=1)
+        return scale_codes, codes
 
-    def coefficients(self, packed: Tensor) -> Tensor:
-        """uint8 [n, packed_bytes] → float32 [n, C]."""
-        codes = self.packing.unpack(packed[:, SCALE_BYTES:])
+    def _units(self, scale_codes: Tensor, codes: Sequence[Tensor]) -> Tensor:
         units = torch.cat([table[part] for table, part in zip(self.levels, codes, strict=True)], dim=1)
-        return units * self.basis.deviations * _scales(packed[:, :SCALE_BYTES])
+        return units * _scales(scale_codes)
 
     def to(self, device: torch.device | str) -> GroupCoder:
         return replace(self, basis=self.basis.to(device), levels=tuple(table.to(device) for table in self.levels))
@@ -72,9 +86,13 @@ class GroupCoder:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LatentCodec:
-    """A calibrated code for the rows of one model. Its tensors lie on one device; rows to encode must too."""
+    """A calibrated code for the rows of one model. Its tensors lie on one device; rows to encode must too.
+
+    bits: how `at` shares them out, one of BITS.
+    """
 
     coders: tuple[GroupCoder, ...]
+    bits: str = "variance"
 
     @property
     def bytes_per_token(self) -> int:
@@ -116,7 +134,7 @@ class LatentCodec:
                 f"a codec of {self.bytes_per_token} bytes per token cannot be refined to {bytes_per_token}; fit one at "
                 "the largest number of bytes in use"
             )
-        return code(tuple(part.basis for part in self.coders), bytes_per_token)
+        return code(tuple(part.basis for part in self.coders), bytes_per_token, bits=self.bits)
 
     def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
         """Unrotated rows of each covered layer, [n, Hkv, D] in any float dtype, as uint8 [n, bytes_per_token].
@@ -160,8 +178,8 @@ class LatentCodec:
         return [found[layer][0] for layer in wanted], [found[layer][1] for layer in wanted]
 
 
-def code(bases: Sequence[Basis], bytes_per_token: int) -> LatentCodec:
-    """Share out a token's bytes over the bases' components, and drop components that get none.
+def code(bases: Sequence[Basis], bytes_per_token: int, *, bits: str = "variance") -> LatentCodec:
+    """Share out a token's bytes over the bases' components as `bits` says, and drop components that get none.
 
     Raises LatentError for fewer bytes than a codec needs, or more than its components can take.
     """
@@ -170,10 +188,10 @@ def code(bases: Sequence[Basis], bytes_per_token: int) -> LatentCodec:
         raise LatentError(f"{bytes_per_token} bytes per token are too few for {len(bases)} groups; at least {least}")
     distortions = [laplace_distortion(bits) for bits in range(MAX_BITS + 1)]
     variances = [basis.deviations.double().square() for basis in bases]
-    shares = allocate_bytes(variances, bytes_per_token - len(bases) * SCALE_BYTES, distortions)
-    widths = [tuple(int(bits) for bits in share if bits) for share in shares]
+    shares = BITS[bits](variances, bytes_per_token - len(bases) * SCALE_BYTES, distortions)
+    widths = [tuple(int(width) for width in share if width) for share in shares]
     return LatentCodec(
-        coders=tuple(coder(basis.truncated(len(own)), own) for basis, own in zip(bases, widths, strict=True))
+        coders=tuple(coder(basis.truncated(len(own)), own) for basis, own in zip(bases, widths, strict=True)), bits=bits
     )
 
 

@@ -33,6 +33,11 @@ class Components:
         return self.entries.shape[1]
 
     @property
+    def precision(self) -> str:
+        """One of PRECISIONS."""
+        return next(name for name, dtype in PRECISIONS.items() if dtype == self.entries.dtype)
+
+    @property
     def nbytes(self) -> int:
         return self.entries.nbytes + (0 if self.scales is None else self.scales.nbytes)
 

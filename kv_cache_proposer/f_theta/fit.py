@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from kv_cache_proposer.f_theta.basis import fit_basis
 from kv_cache_proposer.f_theta.codec import LatentCodec, code
+from kv_cache_proposer.f_theta.controls import first_layer_basis, random_basis
 from kv_cache_proposer.f_theta.errors import LatentError
 from kv_cache_proposer.f_theta.importance import Importances, regularised
 from kv_cache_proposer.f_theta.statistics import Statistics
+
+# `fitted` is the one to use; the others show what it is worth (`controls.py`).
+BASES = {"fitted": fit_basis, "random": random_basis, "first-layer": first_layer_basis}
 
 
 def fit(
@@ -16,12 +20,14 @@ def fit(
     bytes_per_token: int,
     shrinkage: float = 0.1,
     precision: str = "float16",
+    basis: str = "fitted",
+    bits: str = "variance",
 ) -> LatentCodec:
     """A codec on the statistics' device, for `bytes_per_token` and, through `LatentCodec.at`, for any fewer.
 
     importances: of every covered layer, from `importance` or `training.sensitivity`. shrinkage: see `regularised`.
     precision: what components are held in, one of PRECISIONS; what they lose is in the codec from the start, so a
-    stored codec is the one that was measured.
+    stored codec is the one that was measured. basis, bits: one of BASES and of BITS.
 
     The eigenvectors of one group of W numbers take some 9 W³ operations and 5 W² numbers of memory.
     """
@@ -31,8 +37,13 @@ def fit(
     weighed = regularised(
         {shape.layer: importances[shape.layer].double().to(device) for shape in statistics.shapes}, shrinkage
     )
+    if basis == "first-layer" and (len(statistics.groups) > 1 or statistics.shapes[0].layer != 0):
+        raise LatentError(
+            f"a code of the first layer alone needs all layers in one group and layer 0 among them, got "
+            f"{len(statistics.groups)} groups from layer {statistics.shapes[0].layer}"
+        )
     bases = [
-        fit_basis(
+        BASES[basis](
             group,
             statistics.mean(index),
             statistics.covariance(index),
@@ -40,5 +51,5 @@ def fit(
         )
         for index, group in enumerate(statistics.groups)
     ]
-    codec = code(bases, bytes_per_token)
-    return code([part.basis.at_precision(precision) for part in codec.coders], bytes_per_token)
+    codec = code(bases, bytes_per_token, bits=bits)
+    return code([part.basis.at_precision(precision) for part in codec.coders], bytes_per_token, bits=bits)

@@ -40,6 +40,15 @@ def from_projections(statistics: Statistics, output_projections: Mapping[int, Te
     return found
 
 
+def unweighted(statistics: Statistics) -> Importances:
+    """An error costs its square, wherever it is: what coding by plain principal components assumes."""
+    found: dict[int, Tensor] = {}
+    for shape in statistics.shapes:
+        identity = torch.eye(shape.head_dim, dtype=torch.float64)
+        found[shape.layer] = identity.expand(2, shape.kv_heads, -1, -1)
+    return found
+
+
 def regularised(importances: Importances, shrinkage: float) -> Importances:
     """Scaled to a mean of 1 over all layers, and pulled towards the identity, so that they can be inverted.
 

@@ -1,6 +1,7 @@
 """A codec on disk: tensors in safetensors, everything else in JSON beside them.
 
-    latent.safetensors   per group: mean, components (int8: and scales), deviations, bits; per layer: weights, inverses
+    latent.safetensors   per group: mean, components (int8: and scales), deviations, bits, and an analysis, as the
+                         components are, where it differs from them; per layer: weights, inverses
     latent.json          format and version, the target's digest, layers, rate, how it was made, what was measured,
                          SHA-256 of the tensors
 
@@ -24,7 +25,7 @@ from inference_engine.models.checksums import sha256_of
 from inference_engine.models.folder import read_json
 from inference_engine.models.safetensors_header import check_safetensors
 from kv_cache_proposer.f_theta.basis import Basis
-from kv_cache_proposer.f_theta.codec import LatentCodec, coder
+from kv_cache_proposer.f_theta.codec import BITS, LatentCodec, coder
 from kv_cache_proposer.f_theta.components import PRECISIONS, Components
 from kv_cache_proposer.f_theta.errors import ForeignLatent, LatentError
 from kv_cache_proposer.f_theta.levels import MAX_BITS
@@ -64,6 +65,7 @@ def save_codec(codec: LatentCodec, folder: Path, manifest: LatentManifest) -> No
         **asdict(manifest),
         "bytes_per_token": codec.bytes_per_token,
         "shared_bytes": codec.shared_bytes,
+        "bits": codec.bits,
         "groups": [[asdict(shape) for shape in part.basis.group.shapes] for part in codec.coders],
         "tensors_sha256": sha256_of(folder / TENSORS),
     }
@@ -87,8 +89,12 @@ def load_codec(
         manifest = LatentManifest(**{name: content[name] for name in LatentManifest.__dataclass_fields__})
         groups = [Group(tuple(LayerShape(**shape) for shape in shapes)) for shapes in content["groups"]]
         stated_bytes, stated_sha256 = int(content["bytes_per_token"]), str(content["tensors_sha256"])
+        # Codecs that do not say were stored before there was a choice.
+        bits = str(content.get("bits", "variance"))
     except (KeyError, TypeError, ValueError) as error:
         raise LatentError(f"{path}: damaged: {type(error).__name__}: {error}; {_WAY_OUT}") from error
+    if bits not in BITS:
+        raise LatentError(f"{path}: bits are shared out by {bits!r}, known are {', '.join(BITS)}; {_WAY_OUT}")
     if manifest.target_digest != target_digest:
         raise ForeignLatent(
             f"{folder}: calibrated for the model with digest {manifest.target_digest}, this one has {target_digest}; "
@@ -98,7 +104,7 @@ def load_codec(
     coders = tuple(coder(*_take_group(tensors, index, group, folder / TENSORS)) for index, group in enumerate(groups))
     if tensors:
         raise LatentError(f"{folder / TENSORS}: tensors nobody knows: {', '.join(sorted(tensors))}; {_WAY_OUT}")
-    codec = LatentCodec(coders=coders)
+    codec = LatentCodec(coders=coders, bits=bits)
     if codec.bytes_per_token != stated_bytes:
         raise LatentError(
             f"{folder}: its bits take {codec.bytes_per_token} bytes per token, {MANIFEST} says {stated_bytes}; "
@@ -113,16 +119,26 @@ def _tensors(codec: LatentCodec) -> dict[str, Tensor]:
         basis = part.basis
         found |= {
             f"group.{index}.mean": basis.mean,
-            f"group.{index}.components": basis.components.entries,
             f"group.{index}.deviations": basis.deviations,
             f"group.{index}.bits": torch.tensor(part.packing.widths, dtype=torch.uint8),
         }
-        if basis.components.scales is not None:
-            found[f"group.{index}.scales"] = basis.components.scales
+        for (name, scales), held in zip(_matrices(index), (basis.components, basis.analysis), strict=True):
+            if held is not None:
+                found[name] = held.entries
+                if held.scales is not None:
+                    found[scales] = held.scales
         for shape, weights, inverses in zip(basis.group.shapes, basis.weights, basis.inverses, strict=True):
             found[f"layer.{shape.layer}.weights"] = weights
             found[f"layer.{shape.layer}.inverses"] = inverses
     return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
+
+
+def _matrices(index: int) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Names of a group's components and of its analysis: their entries, their scales."""
+    return (
+        (f"group.{index}.components", f"group.{index}.scales"),
+        (f"group.{index}.analysis", f"group.{index}.analysis_scales"),
+    )
 
 
 def _read(path: Path, stated_sha256: str) -> dict[str, Tensor]:
@@ -154,9 +170,14 @@ def _take_group(tensors: dict[str, Tensor], index: int, group: Group, path: Path
     single = (torch.float32,)
     deviations = tensors.get(f"{prefix}.deviations")
     count = len(deviations) if deviations is not None and deviations.ndim else 0
-    entries = take(f"{prefix}.components", tuple(PRECISIONS.values()), group.width, count)
-    is_int8 = entries.dtype == torch.int8
-    scales = take(f"{prefix}.scales", single, len(group.head_sizes), count) if is_int8 else None
+
+    def take_components(name: str, scales_name: str) -> Components:
+        entries = take(name, tuple(PRECISIONS.values()), group.width, count)
+        is_int8 = entries.dtype == torch.int8
+        scales = take(scales_name, single, len(group.head_sizes), count) if is_int8 else None
+        return Components(entries=entries, head_sizes=group.head_sizes, scales=scales)
+
+    components, analysis = _matrices(index)
     blocks = [(2, shape.kv_heads, shape.head_dim, shape.head_dim) for shape in group.shapes]
     basis = Basis(
         group=group,
@@ -169,8 +190,9 @@ def _take_group(tensors: dict[str, Tensor], index: int, group: Group, path: Path
             take(f"layer.{shape.layer}.inverses", single, *block)
             for shape, block in zip(group.shapes, blocks, strict=True)
         ),
-        components=Components(entries=entries, head_sizes=group.head_sizes, scales=scales),
+        components=take_components(*components),
         deviations=take(f"{prefix}.deviations", single, count),
+        analysis=take_components(*analysis) if analysis[0] in tensors else None,
     )
     bits = tuple(take(f"{prefix}.bits", (torch.uint8,), count).tolist())
     if not bits or not all(MAX_BITS >= a >= b >= 1 for a, b in zip(bits, (*bits[1:], 1), strict=True)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from kv_cache_proposer.f_theta.codec import LatentCodec
 from kv_cache_proposer.f_theta.errors import LatentError
 from kv_cache_proposer.f_theta.fit import fit
-from kv_cache_proposer.f_theta.importance import Importances, from_projections
+from kv_cache_proposer.f_theta.importance import Importances, from_projections, unweighted
 from kv_cache_proposer.f_theta.rows import LayerShape, join
 from kv_cache_proposer.f_theta.statistics import Statistics
 from kv_cache_proposer.training.capture import LayerRows, capture, output_projections
@@ -68,19 +69,23 @@ def calibrate(
     layers: Sequence[int],
     bytes_per_token: int,
     group_layers: int = 15,
-    importances: Importances | None = None,
+    importances: Importances | Literal["projections", "none"] = "projections",
     precision: str = "float16",
+    basis: str = "fitted",
+    bits: str = "variance",
     advance: Advance | None = None,
 ) -> LatentCodec:
     """A codec for the model, on the model's device. The arguments are those of `collect` and `fit`.
 
-    importances: from `measure_sensitivity`, which loses a third less; None takes them from the text's queries and the
-    model's output projections, and needs no gradient.
+    importances: from `measure_sensitivity`, which loses a third less; `projections` takes them from the text's queries
+    and the model's output projections, and needs no gradient; `none` counts all errors alike.
     """
     statistics = collect(model, batches, layers=layers, group_layers=group_layers, advance=advance)
-    if importances is None:
+    if importances == "projections":
         importances = from_projections(statistics, output_projections(model, layers=layers))
-    return fit(statistics, importances, bytes_per_token=bytes_per_token, precision=precision)
+    elif importances == "none":
+        importances = unweighted(statistics)
+    return fit(statistics, importances, bytes_per_token=bytes_per_token, precision=precision, basis=basis, bits=bits)
 
 
 def measure(model: nn.Module, batches: Iterable[Tensor], codec: LatentCodec) -> Loss:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,6 +44,24 @@ def test_what_train_made_restores_sessions_of_the_same_model(tiny_folder: Path, 
         engine.append(full, text(100))
         drain(engine.generate(full, GenerateParams(max_tokens=5)))
         assert held < engine.session_info(full).kv_live_bytes
+
+
+def test_controls_and_refinement_are_options(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "latent", "--model", str(tiny_folder), "--tokens", "2048", "--sensitivity-sequences", "1"]
+    text = tmp_path / "own.txt"
+    text.write_text("Sphinx of black quartz, judge my vow. " * 60, encoding="utf-8")
+    words += ["--bytes-per-token", str(BYTES), "--text", str(text)]
+    plain, refined = tmp_path / "plain", tmp_path / "refined"
+    options = ["--importance", "none", "--bits", "uniform", "--basis", "random"]
+    assert main([*words, *options, "--out", str(plain)]) == 0
+    recipe = json.loads((plain / "latent.json").read_text(encoding="utf-8"))["recipe"]
+    assert (recipe["importance"], recipe["bits"], recipe["basis"]) == ("none", "uniform", "random")
+    capsys.readouterr()
+    assert main([*words, "--refine-steps", "1", "--out", str(refined)]) == 0
+    assert "refined: KL" in capsys.readouterr().out
+    assert find_latent(ModelConfig(model=str(tiny_folder), latent=str(refined))) is not None
 
 
 def test_a_codec_of_other_weights_is_refused(tiny_folder: Path, latent: Path, tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""Cross-entropy over the vocabulary without holding it: a slice of rows at a time, gradients at once.
+
+The head is frozen, so all that is wanted of its backward is the gradient of the hidden states, which is known as soon
+as a slice's probabilities are. Nothing of size [rows, V] outlives its slice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SLICE_BYTES = 2**29
+
+
+def head_loss(
+    states: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    *,
+    teacher: Tensor | None = None,
+    teacher_share: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Σ weights · cross-entropy of states [R, hidden] @ headᵀ [hidden, V], and whether each row's best is its target.
+
+    targets, weights [R]. teacher [R, hidden]: the target's own hidden states; their distribution takes the place of the
+    given id by `teacher_share`.
+    """
+    if teacher is None or not teacher_share:
+        teacher, teacher_share = states.new_empty(0), 0.0
+    loss, is_right = _HeadLoss.apply(states, head, targets, weights, teacher, teacher_share)  # type: ignore[no-untyped-call]
+    return loss, is_right
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, head: Tensor, targets: Tensor, weights: Tensor, teacher: Tensor, share: float
+    ) -> tuple[Tensor, Tensor]:
+        gradients = torch.empty_like(states)
+        is_right = torch.empty_like(targets, dtype=torch.bool)
+        loss = torch.zeros((), device=states.device)
+        step = max(1, _SLICE_BYTES // (4 * len(head)))
+        for first in range(0, len(states), step):
+            own = slice(first, first + step)
+            target, weight = targets[own, None], weights[own, None]
+            logits = (states[own].to(head.dtype) @ head.T).float()
+            is_right[own] = logits.argmax(-1) == targets[own]
+            scores = logits.log_softmax(-1)
+            gradient = scores.exp()
+            row_loss = scores.gather(1, target) * (share - 1)
+            if share:
+                wanted = (teacher[own].to(head.dtype) @ head.T).float().softmax(-1)
+                row_loss -= share * (wanted * scores).sum(-1, keepdim=True)
+                gradient -= share * wanted
+            gradient.scatter_add_(1, target, torch.full_like(weight, share - 1))
+            gradients[own] = ((gradient * weight).to(head.dtype) @ head).to(states.dtype)
+            loss += (row_loss * weight).sum()
+        ctx.save_for_backward(gradients)
+        ctx.mark_non_differentiable(is_right)
+        return loss, is_right
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        (gradients,) = ctx.saved_tensors
+        return gradients * grads[0], None, None, None, None, None

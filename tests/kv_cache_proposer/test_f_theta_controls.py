@@ -1,0 +1,111 @@
+"""What must do worse than the fitted basis, importances and bits does so, through the same codec and at equal bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kv_cache_proposer.f_theta.allocation import allocate_uniformly
+from kv_cache_proposer.f_theta.codec import LatentCodec
+from kv_cache_proposer.f_theta.components import PRECISIONS
+from kv_cache_proposer.f_theta.errors import LatentError
+from kv_cache_proposer.f_theta.fit import BASES, fit
+from kv_cache_proposer.f_theta.importance import from_projections, unweighted
+from kv_cache_proposer.f_theta.levels import MAX_BITS, laplace_distortion
+from kv_cache_proposer.f_theta.store import LatentManifest, load_codec, save_codec
+from tests.kv_cache_proposer.correlated import make_projections, make_rows, make_statistics, relative_error
+
+BYTES = 24
+DISTORTIONS = [laplace_distortion(bits) for bits in range(MAX_BITS + 1)]
+
+
+def made(basis: str = "fitted", bits: str = "variance", *, group_layers: int = 5, size: int = BYTES) -> LatentCodec:
+    statistics = make_statistics(group_layers=group_layers)
+    importances = from_projections(statistics, make_projections())
+    return fit(statistics, importances, bytes_per_token=size, basis=basis, bits=bits)
+
+
+@pytest.mark.parametrize(("basis", "bits"), [("random", "variance"), ("fitted", "uniform")])
+@pytest.mark.parametrize("group_layers", [2, 5])
+@pytest.mark.parametrize("size", [8, 19])
+def test_a_control_takes_the_same_bytes_and_loses_more(basis: str, bits: str, group_layers: int, size: int) -> None:
+    control = made(basis, bits, group_layers=group_layers).at(size)
+    rows = make_rows(400, seed=2)
+    assert control.bytes_per_token == size
+    assert control.encode(rows.keys, rows.values).shape == (400, size)
+    assert relative_error(control, rows) > 1.1 * relative_error(made(group_layers=group_layers, size=size), rows)
+
+
+def test_a_random_basis_restores_little() -> None:
+    rows = make_rows(400, seed=2)
+    assert relative_error(made("random"), rows) > 20 * relative_error(made(), rows)
+
+
+def test_the_first_layer_says_of_the_others_what_follows_from_it_and_no_more() -> None:
+    codec = made("first-layer")
+    rows = make_rows(400, seed=2)
+    others = make_rows(400, seed=5)
+    codes = codec.encode(rows.keys, rows.values)
+    mixed = codec.encode([rows.keys[0], *others.keys[1:]], [rows.values[0], *others.values[1:]])
+    assert torch.equal(codes, mixed)
+    assert relative_error(codec, rows) < 0.2  # all layers of these rows have the same few causes
+
+
+@pytest.mark.parametrize("group_layers", [1, 2])
+def test_a_code_of_the_first_layer_needs_one_group(group_layers: int) -> None:
+    with pytest.raises(LatentError, match="one group"):
+        made("first-layer", group_layers=group_layers)
+
+
+def test_unweighted_importances_minimise_the_plain_error() -> None:
+    statistics = make_statistics(group_layers=5)
+    rows = make_rows(400, seed=2)
+    plain = fit(statistics, unweighted(statistics), bytes_per_token=10)
+    weighted = fit(statistics, from_projections(statistics, make_projections()), bytes_per_token=10)
+    assert relative_error(plain, rows) < relative_error(weighted, rows)
+
+
+@pytest.mark.parametrize("total_bytes", [2, 5, 17, 31])
+def test_uniform_bits_fill_the_bytes_exactly_with_one_width(total_bytes: int) -> None:
+    variances = [torch.linspace(9.0, 0.1, 37) ** 2, torch.linspace(4.0, 0.0, 23) ** 2]
+    shares = allocate_uniformly(variances, total_bytes, DISTORTIONS)
+    assert sum(int(share.sum()) for share in shares) == 8 * total_bytes
+    assert all(int(share.sum()) % 8 == 0 for share in shares)
+    width = max(int(share.max()) for share in shares)
+    for share in shares:
+        given = share[share > 0].tolist()
+        assert given == sorted(given, reverse=True)
+        assert all(bits == width for bits in given[:-1])
+
+
+def test_bytes_that_no_width_can_take_are_refused() -> None:
+    with pytest.raises(LatentError, match="equal shares"):
+        allocate_uniformly([torch.tensor([1.0, 0.5])], 4, DISTORTIONS)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("basis", BASES)
+def test_a_control_comes_back_from_disk_bit_for_bit(tmp_path: Path, basis: str, precision: str) -> None:
+    statistics = make_statistics(group_layers=5)
+    codec = fit(
+        statistics, unweighted(statistics), bytes_per_token=BYTES, precision=precision, basis=basis, bits="uniform"
+    )
+    save_codec(codec, tmp_path, LatentManifest(target_digest="5f", calibration_tokens=3000))
+    loaded, _ = load_codec(tmp_path, target_digest="5f")
+    rows = make_rows(40)
+    for size in (BYTES, 13):
+        codes = codec.at(size).encode(rows.keys, rows.values)
+        assert torch.equal(loaded.at(size).encode(rows.keys, rows.values), codes)
+        restored, again = codec.at(size).decode(codes), loaded.at(size).decode(codes)
+        assert all(torch.equal(a, b) for a, b in zip(restored[0], again[0], strict=True))
+    assert loaded.shared_bytes == codec.shared_bytes
+
+
+def test_a_way_of_sharing_bits_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    save_codec(made(), tmp_path, LatentManifest(target_digest="5f", calibration_tokens=3000))
+    manifest = tmp_path / "latent.json"
+    manifest.write_text(manifest.read_text().replace('"bits": "variance"', '"bits": "lottery"'))
+    with pytest.raises(LatentError, match="lottery"):
+        load_codec(tmp_path, target_digest="5f")
