@@ -50,7 +50,7 @@ test: check unit ## everything that must hold: check, then unit and integration 
 
 unit: $(INSTALLED) node ## the tests without the checks; ARGS go to pytest
 	@$(BIN)/kakeya models fetch smollm2-135m
-	@$(BIN)/python -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
 test-long: $(INSTALLED) ## the tests that take minutes to hours
 	@$(BIN)/kakeya models fetch smollm2-135m

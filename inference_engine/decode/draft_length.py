@@ -3,8 +3,8 @@
     tokens a second with n guesses = (others + 1 + r₁ + r₁r₂ + … + r₁…rₙ) ÷ (seconds(rows + n) + drafting)
 
 rᵢ is how often the guess in place i was right when those before it were. Steps are measured as they come, in groups of
-as many sessions; older ones count less. A number of rows that no step has had yet is taken to cost what the next
-smaller one does, so it is tried, and then known.
+as many sessions; older ones count less. Numbers of rows between known ones lie on the line between them; beyond the
+largest known one they are taken to cost no more, so they are tried, and then known.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def best_length(acceptance: Acceptance, step: StepSeconds, *, sessions: int, lon
     sessions: how many decode in the step, one row each beside the guesses. draft_seconds: what a draft costs.
     """
     plain = step.expected(sessions)
-    if plain is None:
+    if not plain:
         return 0
     best, best_rate = 0, _LEAST_GAIN * sessions / plain
     tokens, chance = float(sessions), 1.0
@@ -108,8 +108,10 @@ def best_length(acceptance: Acceptance, step: StepSeconds, *, sessions: int, lon
         tokens += chance
         seconds = step.expected(sessions + length)
         assert seconds is not None
-        if length in _LENGTHS and (rate := tokens / (seconds + draft_seconds)) > best_rate:
-            best, best_rate = length, rate
+        # What was measured at another time may say that more rows are faster; they never are.
+        seconds = max(plain, seconds) + draft_seconds
+        if length in _LENGTHS and tokens / seconds > best_rate:
+            best, best_rate = length, tokens / seconds
     return best
 
 

@@ -26,9 +26,9 @@ TokenIds = NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Rows of one session that were committed in a step, in order of position.
+    """Rows of one session that were committed, in order of position, each once.
 
-    Positions never go back, but those of an append that was not observed (drafting failed meanwhile) may be missing.
+    Positions never go back; those of Generates that had no drafting, or whose drafter failed, are missing.
     taps: [n, len(tap_layers), hidden], the target's hidden states after those layers, in its dtype and on its device;
     None if the drafter asks for none.
     """

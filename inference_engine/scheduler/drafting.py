@@ -59,10 +59,17 @@ class Drafting:
     """One drafter for all sessions of an engine."""
 
     def __init__(
-        self, drafter: Drafter, metrics: EngineMetrics, clock: Callable[[], float], *, draft_tokens: int
+        self,
+        drafter: Drafter,
+        metrics: EngineMetrics,
+        clock: Callable[[], float],
+        *,
+        vocab_size: int,
+        draft_tokens: int,
     ) -> None:
         """draft_tokens: how many guesses each draft has; 0: as many as pay."""
         self._drafter = drafter
+        self._vocab_size = vocab_size
         self._metrics = metrics
         self._clock = clock
         self._fixed = draft_tokens
@@ -93,6 +100,8 @@ class Drafting:
             return {}
         self.tell()
         wanted = [entry for entry in wanted if not entry[0].is_degraded]
+        if not wanted:
+            return {}
         began = self._clock()
         try:
             drafts = self._drafter.propose(
@@ -101,6 +110,7 @@ class Drafting:
                     for request, length, _ in wanted
                 ]
             )
+            self._check(drafts, len(wanted))
         except Exception:
             logger.exception("the drafter cannot propose")
             self._degrade([request for request, _, _ in wanted])
@@ -114,6 +124,14 @@ class Drafting:
             elif len(draft):
                 given[request] = draft
         return given
+
+    def _check(self, drafts: Sequence[TokenIds], count: int) -> None:
+        """An id outside the vocabulary would fail the step of everybody in it."""
+        if len(drafts) != count:
+            raise ValueError(f"{count} drafts were asked for, {len(drafts)} came")
+        for draft in drafts:
+            if draft.ndim != 1 or draft.dtype != np.uint32 or (draft >= self._vocab_size).any():
+                raise ValueError(f"a draft must be uint32 [n] below {self._vocab_size}, got {draft!r}")
 
     def _is_served(self, request: Request) -> bool:
         return request.params.drafting and not request.is_degraded and request.forced is None
@@ -150,17 +168,20 @@ class Drafting:
         """A step that decoded and did nothing else took so long."""
         self._steps_of(sessions).saw(rows, seconds)
 
-    def settle(self, request: Request, block: Block, outcome: Outcome, *, first: int, kept: int) -> None:
-        """The block's first `kept` rows, from position `first` on, were committed."""
+    def settle(self, request: Request, block: Block, outcome: Outcome, *, first: int, kept: int, taken: int) -> None:
+        """The block's first `kept` rows, from position `first` on, were committed, and `taken` samples recorded."""
         if block.drafted:
-            accepted = len(outcome.samples) - 1
+            right = len(outcome.samples) - 1
+            accepted = min(right, taken)  # the Generate may have been stopped, or have ended among them
             for counter in (request, request.session):
                 counter.drafted_tokens += block.drafted
                 counter.accepted_tokens += accepted
             self._metrics.drafted_tokens.inc(block.drafted)
             self._metrics.accepted_tokens.inc(accepted)
             for acceptance in (self._pace(request).acceptance, self._acceptance):
-                acceptance.saw(block.drafted, accepted)
+                acceptance.saw(block.drafted, right)
+        elif request.is_prefilling:
+            self._pace(request).watched = _NONE  # what was watched belongs to an earlier Generate
         elif outcome.samples:
             self._pace(request).compare(outcome.samples[0].token_id)
         memory = request.session.kv.draft_memory
@@ -168,15 +189,19 @@ class Drafting:
             taps = None if outcome.taps is None else outcome.taps[:kept]
             self._seen.append((request, Seen(memory, first, block.token_ids[:kept], taps)))
 
-    def observe(self) -> None:
+    def tell_if_many(self) -> None:
         """A step has ended: tell the drafter of it, now or soon."""
         if sum(len(seen.token_ids) for _, seen in self._seen) >= _TOLD_TOGETHER:
             self.tell()
 
     def tell(self) -> None:
         """Tell the drafter what steps committed that it does not know yet."""
-        # A session that was closed meanwhile has no memory any more.
-        told = [(request, seen) for request, seen in self._seen if not request.session.is_closed]
+        # A session that was closed or has failed meanwhile has no memory any more.
+        told = [
+            (request, seen)
+            for request, seen in self._seen
+            if not request.session.is_closed and not request.session.failure_reason
+        ]
         self._seen = []
         if not told:
             return

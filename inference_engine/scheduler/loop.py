@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -77,7 +78,9 @@ class Scheduler:
         self._config = config
         self._clock = clock
         self._vocab_size = vocab_size
-        self._drafting = Drafting(drafter, metrics, clock, draft_tokens=config.draft_tokens) if drafter else None
+        self._drafting: Drafting | None = None
+        if drafter is not None:
+            self._drafting = Drafting(drafter, metrics, clock, vocab_size=vocab_size, draft_tokens=config.draft_tokens)
         self._wake = threading.Condition()
         self._queued: deque[Request] = deque()
         self._running: deque[Request] = deque()  # longest unserved first
@@ -262,7 +265,7 @@ class Scheduler:
             except Exception as error:
                 self._fail_all([request], error)
         if self._drafting is not None:
-            self._drafting.observe()
+            self._drafting.tell_if_many()
 
     def _most(self, request: Request, most: int) -> int:
         """Of a block whose logits are all wanted, no more rows than a segment: logits are large."""
@@ -290,7 +293,9 @@ class Scheduler:
             sampler=request.sampler if is_last and not is_scored else None,
             wants_logprob=request.params.logprobs,
             wanted_logits=wanted,
-            wants_taps=self._drafting is not None and self._drafting.wants_taps(request),
+            wants_taps=self._drafting is not None
+            and not request.session.kv.pending_replay
+            and self._drafting.wants_taps(request),
         )
 
     # -- after a step -----------------------------------------------------------------------------------------------
@@ -298,15 +303,15 @@ class Scheduler:
     def _settle(self, request: Request, block: Block, outcome: Outcome) -> None:
         """Commit what this step gave the request: history first, then rows, then the client hears of it."""
         session, kv = request.session, request.session.kv
-        first = kv.next_position
+        first, is_replayed = kv.next_position, kv.pending_replay > 0
         try:
             kept, taken = self._accept(request, block, outcome)
         except BaseException:
             kv.commit(first)
             raise
         failure = self._commit(session, first + kept)
-        if self._drafting is not None:
-            self._drafting.settle(request, block, outcome, first=first, kept=kept)
+        if self._drafting is not None and not is_replayed:
+            self._drafting.settle(request, block, outcome, first=first, kept=kept, taken=len(taken))
         if request.is_prefilling:
             request.prefilled_tokens += kept
             self._metrics.prefilled_tokens.inc(kept)
@@ -410,6 +415,8 @@ class Scheduler:
         request.move(RequestState.ENDED)
         if self._drafting is not None:
             self._drafting.tell()
+            if isinstance(event, Finished):
+                event = replace(event, is_degraded=request.is_degraded)
         try:
             if not request.session.is_closed and not request.session.failure_reason:
                 request.session.kv.check()

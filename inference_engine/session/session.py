@@ -82,6 +82,8 @@ class Session:
     def forget_rows(self) -> None:
         """Engine's thread: drop all K/V. The history stays, and is prefilled again when it is needed."""
         self.kv.forget()
+        if self.kv.draft_memory is not None:
+            self.kv.draft_memory.forget()
         self.cached_tokens = 0
         self.refresh_facts()
 

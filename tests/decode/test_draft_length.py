@@ -51,6 +51,14 @@ def test_the_draft_ends_where_guesses_stop_being_right() -> None:
     assert longest(seen(*[(8, 2)] * 100), line(1.0, 0.1)) == 2
 
 
+def test_more_rows_never_count_as_faster_whatever_was_measured() -> None:
+    steps = StepSeconds()
+    for _ in range(50):
+        steps.saw(8, 0.5)
+        steps.saw(1, 1.0)
+    assert longest(WRONG, steps) == 0
+
+
 def test_neighbours_who_wait_for_the_guesses_count() -> None:
     half = seen(*[(1, 1), (1, 0)] * 50)
     assert longest(half, line(1.0, 0.3)) > 0
