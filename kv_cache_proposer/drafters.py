@@ -10,8 +10,11 @@ A trained one is this model's if it names the digest of the model's weights; not
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from inference_engine.config import ModelConfig
 from inference_engine.models import check_model, weights_digest
@@ -54,6 +57,33 @@ def find_drafter(model: ModelConfig, forward: Forward) -> Drafter | None:
     return _drafter(_in_folder(Path(model.drafter).expanduser(), model, forward), model, forward)
 
 
+def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
+    """What tells the drafter that `find_drafter` gives from others: a trained or published one's digest, else options.
+
+    Nothing where there is none. Raises ModelError as `find_drafter` does.
+    """
+    if model.drafter == "none":
+        return {}
+    folder = None if model.drafter in ("auto", "ngram") else Path(model.drafter).expanduser()
+
+    from inference_engine.backends.torch_forward import TorchForward
+
+    if model.drafter == "auto" and isinstance(forward, TorchForward):
+        folder = _trained_folder(model, forward)
+    if folder is None:
+        return asdict(NgramDrafter())
+
+    from inference_engine.models.checksums import sha256_of
+    from inference_engine.models.folder import read_json, weight_files
+    from kv_cache_proposer.dflash.store import MANIFEST
+
+    if _is_trained(folder):
+        stored = read_json(folder / MANIFEST)
+        return {name: stored[name] for name in ("tensors_sha256", "recipe", "seeds", "commit")}
+    digests = "\n".join(sha256_of(folder / name) for name in sorted(weight_files(folder)))
+    return {"tensors_sha256": hashlib.sha256(digests.encode()).hexdigest()}
+
+
 def _drafter(network: DFlashNetwork, model: ModelConfig, forward: TorchForward) -> Drafter:
     from inference_engine.backends.packed_linear import can_pack, pack_linears
     from kv_cache_proposer.dflash.drafter import DFlashDrafter
@@ -69,7 +99,18 @@ def _drafter(network: DFlashNetwork, model: ModelConfig, forward: TorchForward) 
 
 
 def _trained_for(model: ModelConfig, forward: TorchForward) -> DFlashNetwork | None:
-    from kv_cache_proposer.dflash.store import load_drafter, stored_shape, stored_target
+    from kv_cache_proposer.dflash.store import load_drafter, stored_target
+
+    folder = _trained_folder(model, forward)
+    if folder is None:
+        return None
+    digest = stored_target(folder)
+    return load_drafter(folder, target_digest=digest, device=forward.device, dtype=forward.compute_dtype)[0]
+
+
+def _trained_folder(model: ModelConfig, forward: TorchForward) -> Path | None:
+    """The first that names the digest of the model's weights."""
+    from kv_cache_proposer.dflash.store import stored_shape, stored_target
 
     checked = check_model(model.model, cache=model.cache_path)
     hidden = forward.seam.model.config.get_text_config().hidden_size
@@ -82,11 +123,7 @@ def _trained_for(model: ModelConfig, forward: TorchForward) -> DFlashNetwork | N
     if not folders:
         return None
     digest = weights_digest(checked)
-    for folder in folders:
-        if stored_target(folder) == digest:
-            network, _ = load_drafter(folder, target_digest=digest, device=forward.device, dtype=forward.compute_dtype)
-            return network
-    return None
+    return next((folder for folder in folders if stored_target(folder) == digest), None)
 
 
 def _in_folder(folder: Path, model: ModelConfig, forward: TorchForward) -> DFlashNetwork:

@@ -82,18 +82,12 @@ def main(words: Sequence[str] | None = None) -> None:
     name = f"latent_variants_{payload['config']['model']}"
     path = record.write_record(
         name,
-        {"command": command(), **payload},
+        {"command": record.command_line(without=("--results",)), **payload},
         **({"results_dir": arguments.results} if arguments.results else {}),
     )
     for value_name, value in payload["values"].items():
         print(f"{value_name}: {value['median']:g} {value['unit']}")
     print(path)
-
-
-def command() -> str:
-    """As typed, but for this machine's folders."""
-    words = (Path(word).name if Path(word).is_absolute() else word for word in record.command_line().split())
-    return " ".join(words)
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import logging
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,13 +27,17 @@ from inference_engine.models import check_model
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
+logger = logging.getLogger(__name__)
+
 # Of the engine's settings, those that answers, speed or memory may depend on.
-ENGINE = ("mode", "kv_bytes", "max_sessions", "max_batch", "step_tokens", "segment_tokens", "page_tokens")
+ENGINE = (
+    "mode", "kv_bytes", "tier_bytes", "tier_dir", "max_sessions", "max_batch", "step_tokens", "segment_tokens",
+    "page_tokens",
+)  # fmt: skip
 # What says where things are on this machine is no part of the command that makes a record again.
-_PLACES = ("--results", "--config", "--cache-dir", "--latent", "--disk")
+_PLACES = ("--results", "--config", "--cache-dir", "--tier-dir", "--disk")
 # What says which code runs stands in the record by itself.
 _NOT_SHOWN = (*_PLACES, "--commit")
-_COMMIT = re.compile(r"[0-9a-f]{7,40}(\+changes)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,10 @@ def run(args: argparse.Namespace) -> int:
     """Run one experiment and write its record. Raises KakeyaError for what is refused or void; nothing is written."""
     experiment = EXPERIMENTS[args.experiment]
     _check_name(args.name)
-    commit = _commit(args.commit)
+
+    from inference_engine.evaluation.record import running_commit, write_record
+
+    commit = running_commit(args.commit)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     module = module_of(experiment)
     if experiment.needs_model:
@@ -121,22 +128,30 @@ def run(args: argparse.Namespace) -> int:
         model_id = check_model(model.model, cache=model.cache_path).model_id
 
         from inference_engine.evaluation.models import open_target
-        from kv_cache_proposer.drafters import find_drafter
-        from kv_cache_proposer.latents import find_latent
+        from kv_cache_proposer.drafters import drafter_identity, find_drafter
+        from kv_cache_proposer.latents import find_latent, latent_identity
 
-        with open_target(model, engine, latent=find_latent(model), find_drafter=find_drafter) as target:
+        with open_target(
+            model,
+            engine,
+            latent=find_latent(model),
+            latent_identity=latent_identity(model),
+            find_drafter=find_drafter,
+            identify_drafter=drafter_identity,
+        ) as target:
             payload = module.main(args, target)
     else:
         payload = module.main(args, None)
         model_id = payload["config"].get("model", "")
 
-    from inference_engine.evaluation.record import write_record
-
     name = args.name or "_".join(filter(None, (args.experiment.replace("-", "_"), model_id)))
     payload = {"command": command(args.experiment, args.typed), "commit": commit, **payload}
     path = write_record(name, payload, **({"results_dir": args.results} if args.results else {}))
     if draw := getattr(module, "draw", None):
-        draw(payload, path.parent)
+        if importlib.util.find_spec("matplotlib"):
+            draw(payload, path.parent)
+        else:
+            logger.warning("no images: matplotlib is not installed")
     for value_name, value in payload["values"].items():
         print(f"{value_name}: {value['median']:g} {value['unit']}")
     print(path)
@@ -153,27 +168,9 @@ def run_report(args: argparse.Namespace) -> int:
 
 def command(name: str, typed: Sequence[str]) -> str:
     """The command as typed, but for this machine's folders: files of the repository are named from its root."""
-    words = ["kakeya", "evaluate", name]
-    rest = iter(typed)
-    for word in rest:
-        flag, equals, value = word.partition("=")
-        if flag in _NOT_SHOWN:
-            if not equals:
-                next(rest)
-        elif flag.startswith("--") and equals:
-            words.append(f"{flag}={_without_folder(value)}")
-        else:
-            words.append(_without_folder(word))
-    return shlex.join(words)
+    from inference_engine.evaluation.record import shown
 
-
-def _without_folder(word: str) -> str:
-    from inference_engine.evaluation.record import ROOT
-
-    path = Path(word)
-    if not path.is_absolute():
-        return word
-    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+    return shlex.join(("kakeya", "evaluate", name, *shown(typed, without=_NOT_SHOWN, without_absolute=("--latent",))))
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
@@ -183,25 +180,6 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
 def _check_name(name: str | None) -> None:
     if name is not None and (Path(name).name != name or name in ("", ".", "..")):
         raise ConfigError(f"--name must be the name of a folder, not a path, got {name!r}")
-
-
-def _commit(given: str | None) -> str:
-    """The commit that runs: the repository's own, or, where there is none, the one that was given.
-
-    Raises ConfigError for what is no commit, or is another one than is checked out.
-    """
-    from inference_engine.evaluation.record import commit
-
-    found = commit()
-    if given is None:
-        return found
-    if not _COMMIT.fullmatch(given):
-        raise ConfigError(f"--commit must be a commit's hash, of 7 to 40 digits, got {given!r}")
-    if found == "none":
-        return given
-    if not found.startswith(given):
-        raise ConfigError(f"--commit is {given!r}, but {found[:12]!r} is checked out: leave it out, or check that out")
-    return found
 
 
 def module_of(experiment: Experiment) -> Any:

@@ -102,8 +102,9 @@ def run(args: argparse.Namespace) -> int:
     """Calibrate, measure on other text, save. Raises KakeyaError; nothing is written then."""
     if args.tokens < _SEQUENCE:
         raise ConfigError(f"--tokens must be at least {_SEQUENCE}, got {args.tokens}")
-    if args.sensitivity_sequences < 1:
-        raise ConfigError(f"--sensitivity-sequences must be at least 1, got {args.sensitivity_sequences}")
+    for name, floor in (("sensitivity_sequences", 1), ("bytes_per_token", 1), ("group_layers", 1), ("refine_steps", 0)):
+        if (given := getattr(args, name)) is not None and given < floor:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {floor}, got {given}")
     model = settings(args, ModelConfig)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     console = Console(stderr=True)

@@ -62,7 +62,7 @@ def add_parser(commands: Subparsers) -> None:
     drafter.add_argument("--rate", type=float, default=6e-4, metavar="R", help="of learning, at its top")
     drafter.add_argument("--teacher-share", type=float, default=0.5, metavar="P", help="learnt from the distribution")
     drafter.add_argument("--begin", choices=("random", "target"), default="random", help="weights to begin with")
-    drafter.add_argument("--commit", default="", metavar="HASH", help="where there is no repository to ask")
+    drafter.add_argument("--commit", metavar="HASH", help="where there is no repository to ask")
     add_settings(drafter, ModelConfig)
     drafter.set_defaults(run=run)
 
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from inference_engine.backends.torch_forward import use_threads
-    from inference_engine.evaluation.record import commit
+    from inference_engine.evaluation.record import running_commit
     from inference_engine.models import check_model, load_model, weights_digest
     from kv_cache_proposer.dflash.store import DrafterManifest, load_drafter, save_drafter
     from kv_cache_proposer.dflash.target import words_of
@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
     from kv_cache_proposer.training.drafter_init import config_for, new_network, take_target_layers
     from kv_cache_proposer.training.drafter_measure import acceptance_length
 
+    commit = running_commit(args.commit)
     use_threads(model.threads)
     checked = check_model(model.model, cache=model.cache_path)
     digest = weights_digest(checked)
@@ -129,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         target_digest=digest,
         recipe=_recipe(plan, args.begin, progress.steps, manifest.tokens),
         seeds={"training": args.seed, "corpus": manifest.seed},
-        commit=args.commit or commit(),
+        commit=commit,
     )
     save_drafter(network, out, made)
     stored, _ = load_drafter(out, target_digest=digest, device=loaded.device, dtype=getattr(torch, loaded.dtype))

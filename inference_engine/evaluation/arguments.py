@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from inference_engine.errors import InvalidArgument, KakeyaError
@@ -11,6 +11,7 @@ from inference_engine.evaluation.models import Target
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.types import Bound
 
 _FAR = 2**20  # tokens: beyond every window, and so many that the rounding to whole pages does not count
 
@@ -44,13 +45,26 @@ def bytes_table(target: Target, strategies: Iterable[KVStrategy]) -> list[dict[s
     """A record's table of what each further token adds to a session between Generates, by the strategy's own bound."""
     geometry = geometry_of(target)
     return [
-        {"strategy": name, "bytes per token": bytes_per_token(one, geometry)}
+        {
+            "strategy": name,
+            "bytes per token": bytes_per_token(one, geometry),
+            "tier bytes per token": tier_bytes_per_token(one, geometry),
+        }
         for name, one in {str(one): one for one in strategies}.items()
     ]
 
 
 def bytes_per_token(strategy: KVStrategy, geometry: Geometry) -> int:
-    """What a session keeps of a further token between Generates, once windows are full: 0 where it keeps nothing."""
+    """What a session keeps of a further token on the device between Generates, once windows are full, or 0."""
+    return _of_a_further_token(strategy, geometry, lambda bound: bound.sustained_bytes)
+
+
+def tier_bytes_per_token(strategy: KVStrategy, geometry: Geometry) -> int:
+    """What a session keeps of a further token off the device, beside those."""
+    return _of_a_further_token(strategy, geometry, lambda bound: bound.tier_bytes)
+
+
+def _of_a_further_token(strategy: KVStrategy, geometry: Geometry, read: Callable[[Bound], int]) -> int:
     spec = strategy.resolved(geometry)
-    near, far = (spec.bound(geometry, _FAR * times).sustained_bytes for times in (1, 2))
+    near, far = (read(spec.bound(geometry, _FAR * times)) for times in (1, 2))
     return round((far - near) / _FAR)

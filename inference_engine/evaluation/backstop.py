@@ -1,8 +1,8 @@
 """The backstop: how few layers, and which, have to keep every row so that far facts are still found.
 
     rank    the layers by what windowing them does to answers (`layer_ranking.py`)
-    sweep   keep the K highest full, and K evenly spaced ones as the dumb alternative; count answers unlike full's
-    report  critical mass: the smallest K that answers as full does
+    sweep   keep the K highest full, and K evenly spaced ones as the dumb alternative; count needles found unlike full
+    report  critical mass: the smallest K that finds what full does
 
 `sink_window`, which keeps no layer full, must miss every fact behind its window, or the run says nothing. Layers with a
 window of the model's own stay as they are and are no candidates; only that control narrows them, too.
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 NONE, RANKED, EVEN = "none", "ranked", "evenly spaced"
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 FULL_FINDS = "needles found by full"
-MOST_DIFFERING = 0.03  # of the answers may be unlike full's: 1 in 40, 3 in 100
+MOST_DIFFERING = 0.03  # of the needles may be found unlike full: 1 in 40, 3 in 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class Kept:
 class Found:
     """What was measured of one set.
 
-    differing: answers unlike full's; lost: those that full has right and it has not. reach_tokens: the farthest needle
-    up to which none that full finds was missed. divergence: KL(full ‖ set), mean over the texts' forced tokens.
-    bytes_per_token: what a session of this length may hold between Generates, by token.
+    differing: needles that one of it and full finds and the other does not; lost: those that only full finds.
+    reach_tokens: the farthest needle up to which none that full finds was missed. divergence: KL(full ‖ set), mean over
+    the texts' forced tokens. bytes_per_token: what a session of this length may hold between Generates, by token.
     """
 
     kept: Kept
@@ -84,7 +84,7 @@ class Found:
             "which": " ".join(map(str, self.kept.layers)),
             "found": self.hits,
             "trials": self.trials,
-            "unlike full's": self.differing,
+            "found unlike full": self.differing,
             "lost": self.lost,
             "as full": self.answers_as_full,
             "reach, tokens": self.reach_tokens,
@@ -128,7 +128,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     layers = candidates(geometry)
     counts = _counts(arguments.counts, len(layers))
 
-    answers = right_answers(target, windows, arguments.task, kind, length, count=rank_prompts, seed=seed)
+    answers = right_answers(target, windows, arguments.task, kind, length, count=rank_prompts, sweep=trials, seed=seed)
     ranking = rank(layers, damage_to_answers(target.engine, windows, answers), is_greedy=arguments.search == "greedy")
     logger.info("layers, the most needed first: %s", ranking.order)
     sets = chosen_sets(ranking.order, layers, counts)
@@ -290,7 +290,7 @@ def values(full: Sequence[bool], found: Sequence[Found]) -> dict[str, dict[str, 
     for one in found:
         words = f"{one.kept.order}, {len(one.kept.layers)} layers full"
         told[f"needles found, {words}"] = record.exact(one.hits, f"of {one.trials}")
-        told[f"answers unlike full's, {words}"] = record.exact(one.differing, f"of {one.trials}")
+        told[f"needles found unlike full, {words}"] = record.exact(one.differing, f"of {one.trials}")
         told[f"recall reach, {words}"] = record.exact(one.reach_tokens, "tokens")
         told[f"KL to full, mean, {words}"] = record.exact(one.divergence, "nats")
         told[f"bytes per token, {words}"] = record.exact(one.bytes_per_token, "bytes/token")

@@ -173,6 +173,8 @@ def values(found: dict[Cell, list[Run]]) -> dict[str, dict[str, Any]]:
         told[f"first token, {cell}"] = record.summarize([one.first_token_seconds for one in runs], "s")
         told[f"first token of a later Generate, {cell}"] = record.summarize([one.resume_seconds for one in runs], "s")
         told[f"K/V between Generates, {cell}"] = record.exact(max(one.kv_bytes for one in runs), "bytes")
+        if tier_bytes := max(one.tier_bytes for one in runs):
+            told[f"K/V off the device between Generates, {cell}"] = record.exact(tier_bytes, "bytes")
         told[f"K/V at most, {cell}"] = record.exact(max(one.kv_peak_bytes for one in runs), "bytes")
         told[f"bound, sustained, {cell}"] = record.exact(runs[0].bound.sustained_bytes, "bytes")
         told[f"bound, peak, {cell}"] = record.exact(runs[0].bound.peak_bytes, "bytes")
@@ -198,7 +200,9 @@ def rows(found: dict[Cell, list[Run]]) -> list[dict[str, Any]]:
         for spec in fields(Run):
             taken = [getattr(one, spec.name) for one in runs]
             if spec.name == "bound":
-                line |= {"bound_sustained_bytes": taken[0].sustained_bytes, "bound_peak_bytes": taken[0].peak_bytes}
+                bound = taken[0]
+                line |= {"bound_sustained_bytes": bound.sustained_bytes, "bound_peak_bytes": bound.peak_bytes}
+                line["bound_tier_bytes"] = bound.tier_bytes
             elif spec.name.endswith("_seconds"):
                 line[spec.name] = record.summarize(taken, "s")["median"]
             else:

@@ -83,7 +83,9 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
         for name, most in _QUICK.items():
             setattr(arguments, name, min(most, getattr(arguments, name)))
     check_fits(target.engine, arguments.kept, max(arguments.length + arguments.tokens, LONGEST + SAME_TOKENS))
-    drafters = find(target, arguments.drafters or [target.model.drafter])
+    names = arguments.drafters or [target.model.drafter]
+    drafters = find(target, names)
+    identities = dict(zip(drafters, map(target.drafter_identity, names), strict=True))
     asked = prompts(target, arguments)
     short = short_prompts(target, arguments) if "identity" in arguments.parts else {}
     values: dict[str, dict[str, Any]] = {}
@@ -116,7 +118,9 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
             **target.describe(),
             "threads": torch.get_num_threads(),
             "strategy": str(arguments.kept),
-            "drafters": {name: {"kind": one.name, "longest": one.longest} for name, one in drafters.items()},
+            "drafters": {
+                name: {"kind": one.name, "longest": one.longest, **identities[name]} for name, one in drafters.items()
+            },
             "parts": arguments.parts,
             "kinds": arguments.kinds,
             "prompt_tokens": arguments.length,
@@ -244,10 +248,13 @@ def _steps(texts: Sequence[Text]) -> list[Step]:
 
 
 def right_by_place(steps: Sequence[Step]) -> list[float]:
-    """For each place of a draft: of the drafts that reach it, the share whose guesses are right up to there."""
+    """For each place of a draft: of the drafts that reach it, the share whose guesses are right up to there.
+
+    What a draft has beyond a stop id is neither right nor wrong.
+    """
     shares = []
-    for place in range(max((step.drafted for step in steps), default=0)):
-        reaching = [step.right > place for step in steps if step.drafted > place]
+    for place in range(max((step.judged for step in steps), default=0)):
+        reaching = [step.right > place for step in steps if step.judged > place]
         shares.append(sum(reaching) / len(reaching))
     return shares
 
@@ -264,7 +271,7 @@ def acceptance_rows(found: Mapping[Cell, Sequence[Text]]) -> list[dict[str, Any]
     lines = []
     for cell, texts in found.items():
         steps = _steps(texts)
-        drafted = sum(step.drafted for step in steps)
+        judged = sum(step.judged for step in steps)
         of_texts = [acceptance_length(text.steps) for text in texts]
         spread = record.summarize(of_texts, "tokens a step")
         lines.append(
@@ -277,7 +284,7 @@ def acceptance_rows(found: Mapping[Cell, Sequence[Text]]) -> list[dict[str, Any]
                 "high": spread["high"],
                 "steps": len(steps),
                 "steps with a draft": sum(step.drafted > 0 for step in steps) / len(steps) if steps else None,
-                "guesses that are right": sum(step.right for step in steps) / drafted if drafted else None,
+                "guesses that are right": sum(step.right for step in steps) / judged if judged else None,
             }
         )
     return lines

@@ -98,7 +98,22 @@ def documents(kind: str, half: Half) -> tuple[Document, ...]:
     """Sorted by name. Raises InvalidArgument for a kind that has no documents, or none to calibrate on."""
     if kind not in (_HALVED if half == "calibration" else (*_HALVED, *_UNSEEN)):
         raise InvalidArgument("kind", f"there are no documents of kind {kind!r} for {half}")
+    if half == "calibration":
+        return tuple(_without(_paragraphs(documents(kind, "test")), kind))
     return tuple(one for one in _all(kind) if kind in _UNSEEN or _half(one) == half)
+
+
+def _without(tested: frozenset[str], kind: str) -> Iterator[Document]:
+    """The other half. Files quote one another: paragraphs that haystacks have are nothing to calibrate on."""
+    for one in _all(kind):
+        if _half(one) == "calibration":
+            kept = [part for part in one.text.split("\n\n") if part.strip() not in tested]
+            if kept:
+                yield Document(one.name, "\n\n".join(kept))
+
+
+def _paragraphs(found: Sequence[Document]) -> frozenset[str]:
+    return frozenset(part.strip() for one in found for part in one.text.split("\n\n")) - {""}
 
 
 def _half(document: Document) -> Half:

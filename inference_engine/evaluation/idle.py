@@ -1,6 +1,6 @@
 """What idle sessions hold: many of one strategy and length, filled and left alone, in an engine of their own.
 
-    told        what the engine says that a session holds between Generates
+    told        what the engine says that a session holds between Generates, on the device; in the tier: off it
     reserved    what the pool has taken for it
     allocated   by how much the process grew on a CPU (resident set), or the device's allocator on a GPU, from before
                 the pool was made until all sessions were idle, ÷ sessions: the pool, with room to wake one, is in it
@@ -40,6 +40,7 @@ class Idle:
 
     sessions: int
     told_bytes: int
+    tier_bytes: int
     reserved_bytes: int
     allocated_bytes: float
     peak_bytes: int
@@ -64,13 +65,14 @@ def fill(
             names.append(engine.create_session(strategy=strategy, limit_tokens=limit).session_id)
             _go_on(engine, names[-1], circular(token_ids, number * _STRIDE, length))
         allocated = _allocated(engine) - before
-        told = [engine.session_info(name).kv_live_bytes for name in names]
+        told = [engine.session_info(name) for name in names]
         reserved = engine.info().kv_reserved_bytes
         allocator = Allocator(engine)
         peak = _go_on(engine, names[0], token_ids[:appended])
         return Idle(
             sessions=sessions,
-            told_bytes=max(told),
+            told_bytes=max(info.kv_live_bytes for info in told),
+            tier_bytes=max(info.tier_live_bytes for info in told),
             reserved_bytes=reserved // sessions,
             allocated_bytes=allocated / sessions,
             peak_bytes=peak,

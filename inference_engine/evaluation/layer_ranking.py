@@ -21,7 +21,7 @@ from inference_engine.evaluation.divergence import Floats, compare
 from inference_engine.evaluation.models import Target
 from inference_engine.evaluation.passages import Passage
 from inference_engine.evaluation.prompts import Prompts
-from inference_engine.evaluation.tasks import TASKS, Grade
+from inference_engine.evaluation.tasks import TASKS, Grade, Question, Task
 from inference_engine.evaluation.trials import EvaluationVoid
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies.full import Full
@@ -124,18 +124,25 @@ def divergences(engine: Engine, strategies: Sequence[KVStrategy], passages: Sequ
 
 
 def right_answers(
-    target: Target, windows: Windows, task: str, kind: str, length: int, *, count: int, seed: int
+    target: Target, windows: Windows, task: str, kind: str, length: int, *, count: int, sweep: int, seed: int
 ) -> list[Passage]:
     """Full's own answers to questions that it answers rightly, each after its prompt; none of them is in the sweep.
 
-    Raises EvaluationVoid if no fact is out of the window's reach, or full is never right.
+    sweep: its trials. Raises InvalidArgument if the task has too few questions for both, EvaluationVoid if no fact is
+    out of the window's reach, or full is never right.
     """
     asked, build = TASKS[task], Prompts(target.texts)
+    if asked.questions is not None and sweep + count > asked.questions:
+        raise InvalidArgument(
+            "trials",
+            f"{task} has {asked.questions} questions, {count} of them to rank layers by: at most "
+            f"{asked.questions - count} trials can ask others, got {sweep}",
+        )
     prompts = [
         build.build(
             kind,
             length,
-            asked.make(trial, seed + _SEED),
+            _other_question(asked, trial, sweep, seed),
             asked.depths(trial, count),
             f"rank/{seed}/{asked.haystack(trial)}",
         )
@@ -164,3 +171,8 @@ def right_answers(
             "them: ask for other lengths, easier text, a narrower window, or more --rank-prompts"
         )
     return right
+
+
+def _other_question(task: Task, trial: int, sweep: int, seed: int) -> Question:
+    """One that no trial of the sweep asks: of another seed, or, where there are only so many, of those it leaves."""
+    return task.make(trial, seed + _SEED) if task.questions is None else task.make(sweep + trial, seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,10 +22,15 @@ if TYPE_CHECKING:
     from inference_engine.kv.token_codec import TokenCodec
 
     FindDrafter = Callable[[ModelConfig, Forward], Drafter | None]
+    IdentifyDrafter = Callable[[ModelConfig, Forward], Mapping[str, Any]]
 
 
 def _no_drafter(model: ModelConfig, forward: Forward) -> None:
     pass
+
+
+def _nothing_said(_model: ModelConfig, _forward: Forward) -> Mapping[str, Any]:
+    return {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -34,8 +39,8 @@ class Target:
     the same ones, whatever their folder is called.
 
     `forward` and `latent` are for evaluations that need further engines on the same weights, one after another.
-    `texts` are what this target is evaluated on, in its own ids. find_drafter: drafters lie above the engine, so
-    whoever opens a target says where they come from.
+    `texts` are what this target is evaluated on, in its own ids. Latents and drafters lie above the engine, so whoever
+    opens a target says where they come from, and tells one from another: latent_identity, identify_drafter.
     """
 
     engine: Engine
@@ -45,7 +50,9 @@ class Target:
     model: ModelConfig
     weights_sha256: str
     latent: TokenCodec | None = None
+    latent_identity: Mapping[str, Any] = field(default_factory=dict)
     find_drafter: FindDrafter = _no_drafter
+    identify_drafter: IdentifyDrafter = _nothing_said
     texts: Texts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,6 +71,10 @@ class Target:
         """A drafter for `forward`, called as in the settings. Raises ModelError for one that cannot be had."""
         return self.find_drafter(replace(self.model, drafter=name), self.forward)
 
+    def drafter_identity(self, name: str) -> Mapping[str, Any]:
+        """What tells the drafter that `drafter` gives from others of its kind."""
+        return self.identify_drafter(replace(self.model, drafter=name), self.forward)
+
     def describe(self) -> dict[str, Any]:
         """What a record's config says of the target: what ran where, and the settings that numbers depend on."""
         import torch
@@ -75,6 +86,7 @@ class Target:
             "device": torch.cuda.get_device_name(facts.device) if facts.device.startswith("cuda") else facts.device,
             "dtype": facts.dtype,
             "linear": self.model.linear,
+            **({} if self.latent is None else {"latent": dict(self.latent_identity)}),
             "mode": config.mode.value,
             "segment_tokens": config.segment_tokens,
             "page_tokens": config.page_tokens,
@@ -89,7 +101,9 @@ def open_target(
     engine: EngineConfig,
     *,
     latent: TokenCodec | None = None,
+    latent_identity: Mapping[str, Any] | None = None,
     find_drafter: FindDrafter = _no_drafter,
+    identify_drafter: IdentifyDrafter = _nothing_said,
 ) -> Iterator[Target]:
     """Load the model and its tokenizer and start an engine, with `latent` if sessions are to be restored from it.
 
@@ -116,7 +130,9 @@ def open_target(
             model=model,
             weights_sha256=weights_digest(checked),
             latent=latent,
+            latent_identity=latent_identity or {},
             find_drafter=find_drafter,
+            identify_drafter=identify_drafter,
         )
 
 

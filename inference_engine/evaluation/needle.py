@@ -235,6 +235,7 @@ def payload(cells: Sequence[Cell], target: Target, *, control: SinkWindow, trial
             "base rate": [_base_row(cell) for cell in cells],
             "control": [_control_row(cell, str(control)) for cell in cells],
             "bytes": bytes_table(target, map(parse_strategy, cells[0].grades)),
+            **_notes(cells),
         },
         "trials": [
             {
@@ -247,6 +248,17 @@ def payload(cells: Sequence[Cell], target: Target, *, control: SinkWindow, trial
             for cell in cells
         ],
     }
+
+
+def _notes(cells: Sequence[Cell]) -> dict[str, list[dict[str, Any]]]:
+    """A table of what trials do not say by themselves, where there is such a thing."""
+    asked = {cell.task: len(cell.prompts) for cell in cells}
+    lines = [
+        {"task": name, "note": f"there are {most} questions; of {count} trials the others ask one again, in other text"}
+        for name, count in asked.items()
+        if (most := TASKS[name].questions) is not None and most < count
+    ]
+    return {"notes": lines} if lines else {}
 
 
 def _values(cells: Sequence[Cell], control: str) -> dict[str, dict[str, Any]]:

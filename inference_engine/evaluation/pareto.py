@@ -1,7 +1,8 @@
 """Bytes against what they buy: every way of keeping rows on the same axes, from records of other experiments.
 
     fidelity      KL and perplexity beside full      needle   planted facts found, tool calls repeated
-    codec_error   what a codec loses of a vector     bytes    of a further token, as the strategy accounts for it
+    codec_error   what a codec loses of a vector     bytes    of a further token, as the strategy accounts for it, on
+                                                              the device and off it
 
 Nothing is measured here. A strategy is compared if a further token takes bytes, and fewer than under full: one that
 keeps nothing of a token, or keeps it as full does, has no place on this axis. All are compared on the cells (kind of
@@ -28,6 +29,7 @@ from inference_engine.kv.strategies import parse_strategy
 FULL = "full"
 SINGLE = "single"
 _CHANCE = 0.03  # of the trials, by which a share has to be better: 1 in 40, 3 in 100 say nothing
+_TIER = "tier bytes per token"
 _OWN_MEAN = "less own mean"  # what a session takes off a vector before it codes it
 
 Rows = Sequence[Mapping[str, Any]]
@@ -91,7 +93,8 @@ def main(arguments: argparse.Namespace, _target: object) -> dict[str, Any]:
     _check_alike("needle", [*fidelities, *needles], ("dtype",))
     _check_alike("error", sources, ("model", "weights_sha256"))
 
-    sizes = _bytes([*fidelities, *needles])
+    sizes, tiers = _bytes([*fidelities, *needles])
+    _check_latents([*fidelities, *needles])
     compared = {name: size for name, size in sizes.items() if 0 < size < sizes[FULL]}
     if not compared:
         raise InvalidArgument("fidelity", "no strategy keeps a token in fewer bytes than full, but in more than none")
@@ -106,7 +109,7 @@ def main(arguments: argparse.Namespace, _target: object) -> dict[str, Any]:
         "baseline": f"full, {sizes[FULL]:,} bytes a token, in the same records",
         "tables": {
             "who wins": winners(compared, points),
-            "all": table({**compared, FULL: sizes[FULL]}, points),
+            "all": table({**compared, FULL: sizes[FULL]}, tiers, points),
             "not compared": [
                 {"strategy": name, "bytes per token": size, "reason": _why_not(size)}
                 for name, size in sizes.items()
@@ -214,19 +217,43 @@ def _error(found: Mapping[str, Any], strategy: str, letter: str) -> float | None
     return None if value is None else float(value["median"])
 
 
-def _bytes(records: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Bytes of a further token by strategy. Raises InvalidArgument if a record does not say, or two disagree."""
+def _bytes(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of a further token by strategy: all of them, and those of them that lie off the device.
+
+    Raises InvalidArgument if a record does not say, or two disagree.
+    """
     sizes: dict[str, int] = {}
+    tiers: dict[str, int] = {}
     for one in records:
-        if "bytes" not in one["tables"]:
+        rows = one["tables"].get("bytes", ())
+        if not rows or any(_uses_tier(row["strategy"]) and _TIER not in row for row in rows):
             raise InvalidArgument(
                 "fidelity", f"{_source(one)}: does not say what a token takes; make it again: {one['command']}"
             )
-        for row in one["tables"]["bytes"]:
-            name, size = row["strategy"], row["bytes per token"]
+        for row in rows:
+            name, tier = row["strategy"], row.get(_TIER, 0)
+            size = row["bytes per token"] + tier
             if sizes.setdefault(name, size) != size:
                 raise InvalidArgument("fidelity", f"{name} takes {sizes[name]} bytes a token in one, {size} in another")
-    return sizes
+            tiers[name] = tier
+    return sizes, tiers
+
+
+def _uses_tier(strategy: str) -> bool:
+    """Records that were made before they told bytes off the device are whole for all other strategies."""
+    options = parse_strategy(strategy).options()
+    return any(options.get(name) is not None for name in ("resident_tokens", "resident_latent_bytes"))
+
+
+def _check_latents(records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InvalidArgument if two latents were measured under one name. A record that does not say, does not."""
+    said = {
+        latent["tensors_sha256"]: one
+        for one in records
+        if "tensors_sha256" in (latent := one["config"].get("latent", {}))
+        and any(parse_strategy(row["strategy"]).options().get("source") == "latent" for row in one["tables"]["bytes"])
+    }
+    _refuse_two("fidelity", "the latent", said)
 
 
 def _check_alike(
@@ -291,12 +318,13 @@ def winners(sizes: Mapping[str, int], points: Points) -> list[dict[str, Any]]:
     return told
 
 
-def table(sizes: Mapping[str, int], points: Points) -> list[dict[str, Any]]:
-    """A line for each strategy, by bytes, with each measure it has."""
+def table(sizes: Mapping[str, int], tiers: Mapping[str, int], points: Points) -> list[dict[str, Any]]:
+    """A line for each strategy, by bytes, with each measure it has. tiers: bytes of them off the device."""
     return [
         {
             "strategy": name,
             "bytes per token": sizes[name],
+            "of them off the device": tiers[name],
             **{
                 measure.name: points[measure.name].get(name, measure.full if name == FULL else None)
                 for measure in MEASURES

@@ -87,6 +87,9 @@ class Prompts:
         opening = question.opening if self._turn_end else f" {question.opening}"
         asking = f"{question.question}{self._turn_end}{opening}"
         if kind == CHAT:
+            if not self._tokenizer.chat_template:
+                raise InvalidArgument("kinds", f"{CHAT} needs a model with a chat template, and this one has none")
+
             from inference_engine.conversations import between_turns
 
             return [], [*between_turns(self._tokenizer, "user"), *self._encode(asking)]

@@ -15,7 +15,7 @@ MEMORIES = (("as much as full needs", 1.0), ("half of what full needs", 0.5), ("
 FACTS = "finds facts anywhere in the context"
 FLUENT = "goes on fluently; far facts may be lost"
 MOST_PERPLEXITY = 1.02  # ÷ full, of the worst kind of text
-MOST_DIFFERING = 0.03  # of the answers may be unlike full's: 1 in 40, 3 in 100
+MOST_DIFFERING = 0.03  # of the needles may be found unlike full: 1 in 40, 3 in 100
 NOBODY = "none of those measured"
 _LATE = 3  # times full's
 _NOISE = 0.05  # of speed: within it, fewer bytes win
@@ -26,7 +26,7 @@ class Candidate:
     """A strategy at a length, with `batch` sessions decoding at once, as measured. None: not measured.
 
     kv_bytes: of a session, between Generates. resume_seconds: until a later Generate has its first token.
-    differing: answers unlike full's, of `trials` needles. perplexity: ÷ full, of the worst kind of text.
+    differing: needles found unlike full, of `trials`. perplexity: ÷ full, of the worst kind of text.
     """
 
     strategy: str
@@ -140,7 +140,7 @@ def _because(best: Candidate | None, full: Candidate, small: Sequence[Candidate]
     if best.perplexity is not None:
         said.append(f"{best.perplexity:.3f} × its perplexity")
     if best.differing is not None:
-        said.append(f"{best.differing} of {best.trials} answers unlike full's")
+        said.append(f"{best.differing} of {best.trials} needles found unlike full")
     if best.resume_seconds > _LATE * full.resume_seconds:
         said.append(f"but a later Generate begins after {best.resume_seconds:.2g} s, not {full.resume_seconds:.2g}")
     return ", ".join(said)

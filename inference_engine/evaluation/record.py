@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import platform
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -22,12 +23,13 @@ from typing import Any
 
 import psutil
 
-from inference_engine.errors import InvalidArgument
+from inference_engine.errors import ConfigError, InvalidArgument
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
 REQUIRED = ("command", "config", "seeds", "values", "baseline")
 VALUE_KEYS = ("unit", "median", "low", "high", "count")
+_COMMIT = re.compile(r"[0-9a-f]{7,40}(\+changes)?")
 
 
 def summarize(samples: Sequence[float], unit: str) -> dict[str, Any]:
@@ -46,11 +48,38 @@ def exact(value: float, unit: str) -> dict[str, Any]:
     return {"unit": unit, "median": value, "low": value, "high": value, "count": 1}
 
 
-def command_line() -> str:
-    """The command that is running, as typed from the root of the repository."""
+def command_line(*, without: Sequence[str] = ()) -> str:
+    """The command that is running, as typed from the root of the repository. without: options that are not shown."""
     script = Path(sys.argv[0]).resolve()
     name = script.relative_to(ROOT).as_posix() if script.is_relative_to(ROOT) else script.name
-    return " ".join(("python", name, *sys.argv[1:]))
+    return shlex.join(("python", name, *shown(sys.argv[1:], without=without)))
+
+
+def shown(typed: Sequence[str], *, without: Sequence[str] = (), without_absolute: Sequence[str] = ()) -> list[str]:
+    """The words as typed, but for this machine's folders: files of the repository are named from its root.
+
+    without: options that are left out with their value; without_absolute: only if that names such a folder.
+    """
+    words = []
+    rest = iter(typed)
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        if flag in (*without, *without_absolute):
+            given = value if equals else next(rest)
+            if flag in without_absolute and not Path(given).expanduser().is_absolute():
+                words += [word] if equals else [word, given]
+        elif flag.startswith("--") and equals:
+            words.append(f"{flag}={_without_folder(value)}")
+        else:
+            words.append(_without_folder(word))
+    return words
+
+
+def _without_folder(word: str) -> str:
+    path = Path(word)
+    if not path.is_absolute():
+        return word
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
 
 
 def write_record(experiment: str, payload: Mapping[str, Any], *, results_dir: Path = RESULTS) -> Path:
@@ -97,7 +126,7 @@ def validate_record(record: Mapping[str, Any]) -> None:
     for text in _texts(record):
         if platform.node() and platform.node() in re.split(r"[\s=:/@]", text):
             raise ValueError(f"a record must not name the host: {text!r}")
-        for word in re.split(r"[\s=,]", text):
+        for word in re.split(r"[\s=,'\"]", text):
             if word.startswith("/") and len(Path(word).parts) > 1 and Path(word).parents[-2].exists():
                 raise ValueError(f"a record must not show a folder of this machine: {text!r}")
 
@@ -116,6 +145,23 @@ def commit() -> str:
     if head is None:
         return "none"
     return f"{head}+changes" if git("status", "--porcelain", "--untracked-files=no") else head
+
+
+def running_commit(given: str | None) -> str:
+    """The commit that runs: the repository's own, or, where there is none, the one that was given.
+
+    Raises ConfigError for what is no commit, or is another one than is checked out.
+    """
+    found = commit()
+    if given is None:
+        return found
+    if not _COMMIT.fullmatch(given):
+        raise ConfigError(f"--commit must be a commit's hash, of 7 to 40 digits, got {given!r}")
+    if found == "none":
+        return given
+    if not found.startswith(given):
+        raise ConfigError(f"--commit is {given!r}, but {found[:12]!r} is checked out: leave it out, or check that out")
+    return found
 
 
 def describe_machine(packages: Sequence[str] = ("torch", "transformers", "grpcio", "protobuf")) -> dict[str, Any]:

@@ -21,7 +21,12 @@ from typing import Any
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument
 from inference_engine.evaluation import fidelity, needle, record
-from inference_engine.evaluation.arguments import bytes_per_token, geometry_of, require_at_least
+from inference_engine.evaluation.arguments import (
+    bytes_per_token,
+    geometry_of,
+    require_at_least,
+    tier_bytes_per_token,
+)
 from inference_engine.evaluation.haystack import KINDS
 from inference_engine.evaluation.models import Target
 from inference_engine.evaluation.passages import Passage, describe, forced, text_passage
@@ -37,16 +42,17 @@ from inference_engine.kv.strategy import KVStrategy
 logger = logging.getLogger(__name__)
 
 FULL, LATENT = "full", "latent"
-# `size` is what a family spends its bytes on; {window} is the latent's.
+# {size} is what a family spends its bytes on; {window} is the latent's; {budget} holds that and distant blocks.
 FAMILIES = {
     "window": "sink_window:window={size}",
     "int8": "sink_window:window={size},codec=int8,exact_window={window}",
     "int4": "sink_window:window={size},codec=int4,exact_window={window}",
     "lloyd3": "sink_window:window={size},codec=lloyd3,exact_window={window}",
     "recompute": "restored:window={size},source=recompute",
-    "tiered": "tiered:resident_tokens={size},window={window},block=16,sink=16,budget=128",
+    "tiered": "tiered:resident_tokens={size},window={window},block=16,sink=16,budget={budget}",
 }
 _LATENT_SPEC = "restored:window={window},source=latent,bytes_per_token={rate}"
+_BUDGET = 128  # rows that a token of `tiered` reads, where the window takes up to half of them
 _ANSWER_TOKENS = max(task.answer_tokens for task in TASKS.values())
 
 
@@ -180,32 +186,40 @@ def match(geometry: Geometry, families: Sequence[str], *, length: int, rate: int
     strategies: dict[str, KVStrategy] = {LATENT: latent}
     left_out: dict[str, str] = {}
     for family in families:
-        largest = _largest(FAMILIES[family].format(size="{size}", window=window), geometry, length, allowed, window)
-        if largest is None:
-            left_out[family] = f"cannot hold as few as {allowed:,} bytes with a window of {window}"
-        else:
-            strategies[family] = largest
+        try:
+            strategies[family] = _largest(family, geometry, length, allowed, window)
+        except InvalidArgument as refusal:
+            left_out[family] = refusal.message
     return Matched(length=length, rate=rate, allowed_bytes=allowed, strategies=strategies, left_out=left_out)
 
 
-def _largest(spec: str, geometry: Geometry, length: int, allowed: int, least: int) -> KVStrategy | None:
-    """The strategy with the largest `size` that holds at most `allowed` bytes; None if even `least` holds more."""
+def spec(family: str, size: int, window: int) -> str:
+    """The family's strategy as people write it."""
+    return FAMILIES[family].format(size=size, window=window, budget=_BUDGET + max(0, window - _BUDGET // 2))
 
-    def fitting(size: int) -> KVStrategy | None:
-        strategy = parse_strategy(spec.format(size=size)).resolved(geometry)
-        try:
-            strategy.check(geometry)
-        except InvalidArgument:
-            return None
-        return strategy if strategy.bound(geometry, length).sustained_bytes <= allowed else None
 
-    best = fitting(least)
-    low, high = least, length + 1
-    while best is not None and high - low > 1:
+def _largest(family: str, geometry: Geometry, length: int, allowed: int, window: int) -> KVStrategy:
+    """The strategy with the largest size that holds at most `allowed` bytes.
+
+    Raises InvalidArgument if even one of the latent's window cannot be had, or holds more.
+    """
+
+    def fitting(size: int) -> KVStrategy:
+        strategy = parse_strategy(spec(family, size, window)).resolved(geometry)
+        strategy.check(geometry)
+        if (held := strategy.bound(geometry, length).sustained_bytes) > allowed:
+            raise InvalidArgument(
+                "window", f"cannot hold as few as {allowed:,} bytes with a window of {window}, but {held:,}"
+            )
+        return strategy
+
+    best = fitting(window)
+    low, high = window, length + 1
+    while high - low > 1:
         middle = (low + high) // 2
-        if found := fitting(middle):
-            low, best = middle, found
-        else:
+        try:
+            low, best = middle, fitting(middle)
+        except InvalidArgument:
             high = middle
     return best
 
@@ -265,6 +279,7 @@ def _measure(
                         "bytes held": held[name][0],
                         "bytes held off the device": held[name][1],
                         "bytes of a further token": bytes_per_token(strategy, geometry),
+                        "tier bytes of a further token": tier_bytes_per_token(strategy, geometry),
                         "kl": row["kl"],
                         "kl p99": row["kl p99"],
                         "top-1 agreement": row["top-1 agreement"],

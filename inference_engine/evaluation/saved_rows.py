@@ -42,13 +42,17 @@ class SavedRows:
     def __init__(
         self, forward: Forward, geometry: Geometry, token_ids: Sequence[int], *, room: int, path: Path
     ) -> None:
-        """Prefill `token_ids` and write the rows; room: for how many tokens that are appended later."""
+        """Prefill `token_ids` and write the rows; room: for how many tokens that come later, one way or the other."""
         self._limit = len(token_ids) + room
         self._context = forward.open(geometry, Full().bound(geometry, self._limit).sustained_bytes)
         self._verifier = Verifier(forward, self._context)
         self._path = path
         kv = SessionKV(Full(), self._context, self._limit)
         self._run(kv, token_ids)
+        self._save(kv)
+
+    def _save(self, kv: SessionKV) -> None:
+        """Write the rows and give them up."""
         self._length = kv.length
         # A layer with a window of its own has only that.
         self._positions = [np.sort(group.held[group.held >= 0]) for group in kv.groups]
@@ -59,12 +63,12 @@ class SavedRows:
         ]
         kv.release()
         self._shapes, self._dtype = [states.shape for states in rows], rows[0].dtype
-        with path.open("wb") as file:
+        with self._path.open("wb") as file:
             for states in rows:
                 file.write(_bytes_of(states.cpu()))
             file.flush()
             os.fsync(file.fileno())
-        self.file_bytes = path.stat().st_size
+        self.file_bytes = self._path.stat().st_size
         self._buffer = torch.empty(self.file_bytes, dtype=torch.uint8, pin_memory=self._context.device.type == "cuda")
         self._host = _bytes_of(self._buffer)
 
@@ -74,27 +78,42 @@ class SavedRows:
         drop_cache: the system is asked to forget the file's pages first, so that they come from where they are stored;
         what storage beneath keeps in caches of its own cannot be known.
         """
-        for arena in self._context.pool.arenas.values():  # nothing of an earlier session is there to be read
-            arena.keys.zero_()
-            arena.values.zero_()
+        self._clear()
         if drop_cache:
             self._drop_cache()
         if self._context.device.type == "cuda":
             torch.cuda.synchronize(self._context.device)
         began = time.perf_counter()
-        rows = iter(self._read())
-        kv = SessionKV(Full(), self._context, self._limit)
-        for group, positions in zip(kv.groups, self._positions, strict=True):
-            group.write(positions, next(rows), next(rows))
-        kv.length = self._length
+        kv = self._woken()
         token = int(self._run(kv, appended).argmax())
         seconds = time.perf_counter() - began
         kv.release()
         return token, seconds
 
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Put `token_ids` behind the history, whose rows are read, added to and written again."""
+        self._clear()
+        kv = self._woken()
+        self._run(kv, token_ids)
+        self._save(kv)
+
     def close(self) -> None:
         """Remove the file."""
         self._path.unlink()
+
+    def _clear(self) -> None:
+        """Nothing of an earlier session is there to be read."""
+        for arena in self._context.pool.arenas.values():
+            arena.keys.zero_()
+            arena.values.zero_()
+
+    def _woken(self) -> SessionKV:
+        rows = iter(self._read())
+        kv = SessionKV(Full(), self._context, self._limit)
+        for group, positions in zip(kv.groups, self._positions, strict=True):
+            group.write(positions, next(rows), next(rows))
+        kv.length = self._length
+        return kv
 
     def _run(self, kv: SessionKV, token_ids: Sequence[int]) -> Tensor:
         """Forward and commit `token_ids`; the logits [V] after the last."""

@@ -46,13 +46,15 @@ class Task:
     """make: the question of (trial, seed). facts: how many are planted at once. chance: share that is right of somebody
     who finds planted facts, but not which is asked for.
 
-    Trials that differ only in the fact asked for share their facts and the text around them.
+    Trials that differ only in the fact asked for share their facts and the text around them. questions: how many
+    there are (None: without end); further trials ask the first again, in other text.
     """
 
     name: str
     facts: int
     answer_tokens: int
     make: Callable[[int, int], Question]
+    questions: int | None = None
 
     @property
     def chance(self) -> float:
@@ -202,7 +204,7 @@ TASKS = {
     for task in (
         Task(name="single", facts=1, answer_tokens=12, make=_single),
         Task(name="multi", facts=_FACTS_OF_MULTI, answer_tokens=12, make=_multi),
-        Task(name="counterfactual", facts=1, answer_tokens=12, make=_counterfactual),
+        Task(name="counterfactual", facts=1, answer_tokens=12, make=_counterfactual, questions=len(PRIORS)),
         Task(name=TOOL_CALL, facts=1, answer_tokens=48, make=_tool_call),
     )
 }

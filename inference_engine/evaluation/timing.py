@@ -26,9 +26,10 @@ class Run:
 
     first_token_seconds: of a session's first Generate, prefill included, the others being idle. resume_seconds: to the
     first token of a later Generate, the slowest of the batch. token_seconds: of one step that gives every session its
-    next token. kv_bytes: of one session, between Generates. kv_peak_bytes: of one session, the most that was seen at
-    any token. transient_bytes: the most the device's allocator held beyond what it held before, in the decoding
-    Generate (None: this device has no such count); arenas are allocated before and are no part of it.
+    next token. kv_bytes: of one session, between Generates; tier_bytes: beside those, off the device. kv_peak_bytes: of
+    one session, the most that was seen at any token. transient_bytes: the most the device's allocator held beyond what
+    it held before, in the decoding Generate (None: this device has no such count); arenas are allocated before and are
+    no part of it.
     """
 
     prefill_seconds: float
@@ -36,6 +37,7 @@ class Run:
     resume_seconds: float
     token_seconds: float
     kv_bytes: int
+    tier_bytes: int
     kv_peak_bytes: int
     transient_bytes: int | None
     bound: Bound
@@ -83,6 +85,7 @@ def _run(engine: Engine, sessions: Sequence[str], prompts: Sequence[Sequence[int
         resume_seconds=max(watch.token_times[0] for watch in watches) - began,
         token_seconds=_token_seconds([watch.token_times for watch in watches]),
         kv_bytes=max(info.kv_live_bytes for info in infos),
+        tier_bytes=max(info.tier_live_bytes for info in infos),
         kv_peak_bytes=max(peak, *(watch.kv_peak_bytes for watch in watches)),
         transient_bytes=allocator.grown_bytes(),
         bound=infos[0].bound,
@@ -130,7 +133,7 @@ class Allocator:
 
 
 class Watch:
-    """A Generate's listener: when its tokens came, and the most K/V bytes its session held at any event.
+    """A Generate's listener: its tokens, when they came, and the most K/V bytes its session held at any event.
 
     At its first token it holds the engine up until `all_asked` is set: a batch decodes together from the beginning.
     """
@@ -140,6 +143,7 @@ class Watch:
         self._session_id = session_id
         self._all_asked = all_asked
         self._ended = threading.Event()
+        self.token_ids: list[int] = []
         self.token_times: list[float] = []
         self.kv_peak_bytes = 0
         self.ending: Finished | Failed | None = None
@@ -147,6 +151,7 @@ class Watch:
     def __call__(self, event: Event) -> None:
         if isinstance(event, TokenCommitted):
             self.token_times.append(time.perf_counter())
+            self.token_ids.append(event.token_id)
             self._all_asked.wait()
         if isinstance(event, Finished | Failed):
             self.ending = event

@@ -5,7 +5,8 @@
     kept       full, every row where it was: the fastest there is, and the most bytes
     saved      full's rows read back from a file (`saved_rows.py`), from storage and from the system's cache
 
-All go on from the same histories, in turns, so what the machine does meanwhile happens to all; a ratio is of one round.
+All go on from histories of the same length, in turns, so what the machine does meanwhile happens to all; a ratio is of
+one round. A session keeps what it was given and what it generated: anew and saved get what the one of full holds.
 What sessions hold is counted apart (`idle.py`), with many of them idle at once.
 """
 
@@ -100,7 +101,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=arguments.disk) as folder:
         disk = filesystem(Path(folder))
         for length in arguments.lengths:
-            some = rest_of(by_name, target, length + (rounds + 1) * (arguments.appended + 1), left_out, length)
+            some = rest_of(by_name, target, length + 1 + (rounds + 1) * (arguments.appended + 1), left_out, length)
             if rounds:
                 seconds[length] = wake_all(
                     target, some, text, length, rounds=rounds, appended=arguments.appended, folder=Path(folder)
@@ -197,62 +198,69 @@ def wake_all(
 ) -> Seconds:
     """Let sessions of the first `length` ids of `text` fall idle and wake each once a round, in turns.
 
-    One round more is run at first and not kept. Each round gives a session what comes next in the text.
+    Full is among them. One round more is run at first and not kept. Each gives a session what comes next in the text.
     """
     engine, found = target.engine, Seconds()
     history = text[:length]
     with ExitStack() as stack:
-        sessions = {name: stack.enter_context(_idle(engine, one, history, (rounds + 1) * (appended + 1)))
-                    for name, one in strategies.items()}  # fmt: skip
-        saved = stack.enter_context(_saved(target, history, appended, folder))
+        idle = {name: stack.enter_context(_idle(engine, one, history, (rounds + 1) * (appended + 1)))
+                for name, one in strategies.items()}  # fmt: skip
+        sessions = {name: session for name, (session, _) in idle.items()}
+        held = [*history, idle[KEPT][1]]  # by full's; the row of the last is made when it goes on
+        saved = stack.enter_context(_saved(target, history, (rounds + 1) * (appended + 1), folder))
         names = [*sessions, ANEW, CACHED, *([STORED] if CAN_DROP else [])]
         for number in range(rounds + 1):
-            given = text[length + number * appended :][:appended]
+            given = list(text[length + number * appended :][:appended])
+            tokens = {}
             for name in turned(names, number):
                 if name in sessions:
-                    seconds = _go_on(engine, sessions[name], given)
+                    tokens[name], seconds = _go_on(engine, sessions[name], given)
                 elif name == ANEW:
-                    seconds = _begin(engine, [*history, *given])
+                    tokens[name], seconds = _begin(engine, [*held, *given])
                 else:
-                    _, seconds = saved.first_token(given, drop_cache=name == STORED)
+                    tokens[name], seconds = saved.first_token([held[-1], *given], drop_cache=name == STORED)
                 logger.info("round %d of %d, %s, at %d: %.1f ms", number, rounds, name, length, 1e3 * seconds)
                 if number:
                     found.setdefault(name, []).append(seconds)
+            saved.extend([held[-1], *given])
+            held += [*given, tokens[KEPT]]
     return {name: found[name] for name in names}
 
 
 @contextmanager
-def _idle(engine: Engine, strategy: KVStrategy, history: Sequence[int], room: int) -> Iterator[str]:
-    """A session with that history and its first token generated."""
+def _idle(engine: Engine, strategy: KVStrategy, history: Sequence[int], room: int) -> Iterator[tuple[str, int]]:
+    """A session with that history and its first token generated, and that token."""
     with opened(engine, strategy, len(history) + 1 + room) as session:
-        _go_on(engine, session, history)
-        yield session
+        token, _ = _go_on(engine, session, history)
+        yield session, token
 
 
 @contextmanager
-def _saved(target: Target, history: Sequence[int], appended: int, folder: Path) -> Iterator[SavedRows]:
-    saved = SavedRows(target.forward, geometry_of(target), history, room=appended, path=folder / f"{len(history)}.rows")
+def _saved(target: Target, history: Sequence[int], room: int, folder: Path) -> Iterator[SavedRows]:
+    saved = SavedRows(target.forward, geometry_of(target), history, room=room, path=folder / f"{len(history)}.rows")
     try:
         yield saved
     finally:
         saved.close()
 
 
-def _begin(engine: Engine, token_ids: Sequence[int]) -> float:
-    """Seconds to the first token of a new session of full that is given everything."""
+def _begin(engine: Engine, token_ids: Sequence[int]) -> tuple[int, float]:
+    """The first token of a new session of full that is given everything, and the seconds until it came."""
     began = time.perf_counter()
     with opened(engine, Full(), len(token_ids) + 1) as session:
-        _go_on(engine, session, token_ids)
-        return time.perf_counter() - began
+        return _go_on(engine, session, token_ids, began=began)
 
 
-def _go_on(engine: Engine, session: str, token_ids: Sequence[int]) -> float:
-    """Seconds from an append to the first token, after which the session has fallen idle again."""
-    began = time.perf_counter()
+def _go_on(engine: Engine, session: str, token_ids: Sequence[int], *, began: float | None = None) -> tuple[int, float]:
+    """The first token after an append, and the seconds until it came from `began`, or else from the append.
+
+    The session has fallen idle again afterwards.
+    """
+    began = time.perf_counter() if began is None else began
     append_all(engine, session, token_ids)
     (watch,) = start(engine, [session], tokens=1)
     watch.wait()
-    return watch.token_times[0] - began
+    return watch.token_ids[0], watch.token_times[0] - began
 
 
 # -- telling ----------------------------------------------------------------------------------------------------------
@@ -289,6 +297,8 @@ def _byte_values(held: Mapping[Cell, Idle]) -> dict[str, dict[str, Any]]:
     told = {}
     for cell, one in held.items():
         told[f"K/V told, idle, {cell}"] = record.exact(one.told_bytes, "bytes")
+        if one.tier_bytes:
+            told[f"K/V off the device, idle, {cell}"] = record.exact(one.tier_bytes, "bytes")
         told[f"K/V reserved, idle, {cell}"] = record.exact(one.reserved_bytes, "bytes")
         told[f"allocated, idle, {cell}"] = record.exact(one.allocated_bytes, "bytes")
         told[f"K/V told, at most in a Generate, {cell}"] = record.exact(one.peak_bytes, "bytes")
@@ -307,12 +317,14 @@ def _byte_rows(held: Mapping[Cell, Idle]) -> list[dict[str, Any]]:
             "length": cell.length,
             "sessions": one.sessions,
             "told_bytes": one.told_bytes,
+            "tier_bytes": one.tier_bytes,
             "reserved_bytes": one.reserved_bytes,
             "allocated_bytes": round(one.allocated_bytes),
             "peak_told_bytes": one.peak_bytes,
             "transient_bytes": one.transient_bytes,
             "bound_sustained_bytes": one.bound.sustained_bytes,
             "bound_peak_bytes": one.bound.peak_bytes,
+            "bound_tier_bytes": one.bound.tier_bytes,
         }
         for cell, one in held.items()
     ]

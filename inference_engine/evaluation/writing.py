@@ -33,6 +33,11 @@ class Step:
         """Of the accepted guesses, those that became tokens: a stop id ends the text within a draft."""
         return min(self.accepted, self.tokens)
 
+    @property
+    def judged(self) -> int:
+        """Of the guesses, those that were held against a text: not what comes after a stop id within the draft."""
+        return self.tokens if self.tokens <= self.accepted else self.drafted
+
 
 @dataclass(frozen=True, slots=True)
 class Text:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from inference_engine.cli.evaluate import EXPERIMENTS, command
 from inference_engine.cli.main import main
 from inference_engine.evaluation import record
 from inference_engine.evaluation.record import ROOT
+from inference_engine.models import check_model, weights_digest
+from inference_engine.models.checksums import sha256_of
+from kv_cache_proposer.f_theta.store import TENSORS, LatentManifest, save_codec
+from tests.tiny import LATENT_BYTES, tiny_latent
 
 SMALL = ("--segment-tokens=16", "--page-tokens=4", "--kv-bytes=64MiB", "--threads=1")
 NEEDLE = ("--kinds", "looped", "--trials=2", "--control=sink_window:sink=4,window=16")
@@ -77,6 +82,60 @@ def test_a_command_shows_no_place_of_this_machine() -> None:
     assert command("cost", ("--strategies", "a b", "--model", "/some/folder")) == (
         "kakeya evaluate cost --strategies 'a b' --model folder"
     )
+
+
+def test_a_latent_is_shown_unless_it_is_a_place_of_this_machine() -> None:
+    assert command("needle", ("--latent", "none", "--tier-dir", "/there")) == "kakeya evaluate needle --latent none"
+    assert command("needle", ("--latent=own/latent",)) == "kakeya evaluate needle --latent=own/latent"
+    for typed in (("--latent", "/some/latent"), ("--latent=/some/latent",), ("--latent=~/latent",)):
+        assert command("needle", (*typed, "--trials", "3")) == "kakeya evaluate needle --trials 3"
+
+
+def test_a_record_says_which_latent_it_measured(tiny_folder: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "latent"
+    manifest = LatentManifest(
+        target_digest=weights_digest(check_model(str(tiny_folder), cache=tmp_path)),
+        calibration_tokens=2048,
+        recipe={"basis": "fitted", "tokens": {"files": 2048}},
+    )
+    save_codec(tiny_latent(), kept, manifest)
+    assert needle(tiny_folder, tmp_path / "with", "--lengths=337", "--latent", str(kept)) == 0
+    found = only_record(tmp_path / "with")["config"]["latent"]
+    assert found == {
+        "tensors_sha256": sha256_of(kept / TENSORS),
+        "bytes_per_token": LATENT_BYTES,
+        "calibration_tokens": 2048,
+        "seeds": {},
+        "recipe": {"basis": "fitted"},
+    }
+    assert needle(tiny_folder, tmp_path / "without", "--lengths=337", "--latent=none") == 0
+    assert "latent" not in only_record(tmp_path / "without")["config"]
+
+
+def test_a_record_is_whole_where_images_cannot_be_drawn(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert needle(tiny_folder, tmp_path, "--lengths", "337") == 0
+    assert only_record(tmp_path)["values"]
+    assert not list(tmp_path.glob("*/*/*.png"))
+    assert capsys.readouterr().out.splitlines()[-1].endswith("record.json")
+
+
+def test_a_second_tier_can_be_given(tiny_folder: Path, tmp_path: Path) -> None:
+    tier = ("--tier-bytes=1MiB", "--tier-dir", str(tmp_path))
+    tiered = "tiered:budget=48,block=8,sink=8,window=16,resident_tokens=16"
+    assert needle(tiny_folder, tmp_path / "results", "--lengths=337", "--strategies", tiered, *tier) == 0
+    found = only_record(tmp_path / "results")
+    assert "--tier-bytes=1MiB" in found["command"] and "--tier-dir" not in found["command"]
+    sizes = {row["strategy"]: row["tier bytes per token"] for row in found["tables"]["bytes"]}
+    assert sizes["full"] == 0 < sizes[tiered]
+
+
+def test_repeated_questions_are_told(tiny_folder: Path, tmp_path: Path) -> None:
+    assert needle(tiny_folder, tmp_path, "--lengths=337", "--task=counterfactual", "--trials=25") == 0
+    (note,) = only_record(tmp_path)["tables"]["notes"]
+    assert note["note"].startswith("there are 24 questions; of 25 trials")
 
 
 def test_a_file_of_the_repository_is_named_from_its_root() -> None:

@@ -15,9 +15,10 @@ from inference_engine.cli.main import main
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import ModelError
+from inference_engine.evaluation import record
 from inference_engine.types import GenerateParams
 from kv_cache_proposer import drafters
-from kv_cache_proposer.drafters import drafter_folder, find_drafter
+from kv_cache_proposer.drafters import drafter_folder, drafter_identity, find_drafter
 from tests.laws.variants import drain, text, tokens
 
 
@@ -31,12 +32,10 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     few = ("--tokens", "6000", "--rows", "50", "--length", "160", "--text", str(own))
     assert main(["train", "corpus", *shared, *few]) == 0
     small = ("--layers", "1", "--taps", "2", "--block-size", "4", "--batch", "4", "--anchors", "8", "--steps", "12")
-    assert (
-        main(
-            ["train", "drafter", *shared, *small, "--measured-texts", "1", "--mask-token-id", "127", "--commit", "abc"]
-        )
-        == 0
-    )
+    quick = ("--measured-texts", "1", "--mask-token-id", "127", "--commit", "0123abc")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "commit", lambda: "none")
+        assert main(["train", "drafter", *shared, *small, *quick]) == 0
     return cache
 
 
@@ -72,10 +71,21 @@ def test_what_was_trained_drafts_for_its_model_and_changes_no_token(tiny_folder:
 def test_a_trained_drafter_says_how_it_was_made_and_what_it_is_worth(tiny_folder: Path, made: Path) -> None:
     folder = drafter_folder(tiny_folder.name, made)
     manifest = json.loads((folder / "drafter.json").read_text())
-    assert manifest["recipe"]["steps"] == 12 and manifest["commit"] == "abc"
+    assert manifest["recipe"]["steps"] == 12 and manifest["commit"] == "0123abc"
     assert set(manifest["seeds"]) == {"training", "corpus"}
     assert any(name.startswith("acceptance_length_") for name in manifest["metrics"])
     assert all(value >= 1 for value in manifest["metrics"].values())
+
+
+def test_a_trained_drafter_is_told_from_others_by_its_digest(tiny_folder: Path, made: Path, tmp_path: Path) -> None:
+    folder = drafter_folder(tiny_folder.name, made)
+    manifest = json.loads((folder / "drafter.json").read_text())
+    for named in ("auto", str(folder)):
+        told = drafter_identity(*opened(tiny_folder, made, named))
+        assert told["tensors_sha256"] == manifest["tensors_sha256"]
+    for setting in ("auto", "ngram"):
+        assert drafter_identity(*opened(tiny_folder, tmp_path, setting))["max_ngram"] == 8
+    assert drafter_identity(*opened(tiny_folder, tmp_path, "none")) == {}
 
 
 def test_without_a_trained_drafter_there_is_prompt_lookup(tiny_folder: Path, tmp_path: Path) -> None:
@@ -121,6 +131,10 @@ def test_a_folder_that_is_asked_for_must_hold_a_drafter_of_this_model(
         ("drafter", "--block-size", "1"),
         ("drafter", "--teacher-share", "2"),
         ("drafter", "--corpus", "nowhere"),
+        ("drafter", "--commit", "later"),
+        ("latent", "--refine-steps", "-1"),
+        ("latent", "--group-layers", "0"),
+        ("latent", "--bytes-per-token", "-5"),
     ],
     ids=" ".join,
 )

@@ -153,6 +153,15 @@ def test_a_drafter_that_fails_makes_the_run_void(target: Target) -> None:
 # -- counting ---------------------------------------------------------------------------------------------------------
 
 
+def test_places_after_a_stop_id_are_no_misses() -> None:
+    cut = Step(drafted=5, accepted=4, tokens=2)
+    assert (cut.right, cut.judged) == (2, 2)
+    assert right_by_place([cut]) == [1.0, 1.0]
+    refused = Step(drafted=5, accepted=2, tokens=3)
+    assert refused.judged == 5
+    assert right_by_place([cut, refused]) == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
 def test_a_place_is_right_only_if_those_before_it_are() -> None:
     steps = [Step(3, 3, 4), Step(3, 1, 2), Step(3, 0, 1), Step(1, 1, 2), Step(0, 0, 1)]
     assert acceptance_length(steps) == 2.0
@@ -326,4 +335,6 @@ def test_the_command_line_knows_the_drafters(tmp_path: Path) -> None:
     assert kakeya(("evaluate", "drafting", "--drafters", "ngram", "--parts=acceptance", *typed, *small)) == 0
     (path,) = (tmp_path / "results").glob("*/*/record.json")
     found = json.loads(path.read_text(encoding="utf-8"))
-    assert found["config"]["drafters"] == {"ngram": {"kind": "ngram", "longest": 16}}
+    assert found["config"]["drafters"] == {
+        "ngram": {"kind": "ngram", "longest": 16, "max_ngram": 8, "min_ngram": 2, "horizon": 16_384}
+    }

@@ -8,8 +8,19 @@ from dataclasses import replace
 import pytest
 
 from inference_engine.errors import InvalidArgument
-from inference_engine.evaluation.layer_ranking import Damage, Windows, candidates, damage_to_answers, evenly, rank
+from inference_engine.evaluation.layer_ranking import (
+    Damage,
+    Windows,
+    _other_question,
+    candidates,
+    damage_to_answers,
+    evenly,
+    rank,
+    right_answers,
+)
+from inference_engine.evaluation.models import Target
 from inference_engine.evaluation.passages import Passage
+from inference_engine.evaluation.tasks import TASKS
 from inference_engine.kv.geometry import Geometry
 from inference_engine.types import Mode
 from tests.tiny import VOCABULARY, tiny_engine, tiny_forward
@@ -67,3 +78,17 @@ def test_windowing_layers_moves_answers_and_keeping_all_does_not() -> None:
         none, one, every = damage_to_answers(engine, WINDOWS, [PASSAGE])([(), (1,), (0, 1, 2)])
     assert every == 0.0 < one
     assert none > 0
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_layers_are_ranked_by_facts_that_the_sweep_does_not_ask(name: str) -> None:
+    task = TASKS[name]
+    swept = {task.make(trial, 5).facts for trial in range(18)}
+    ranked = [_other_question(task, trial, 18, 5) for trial in range(6)]
+    assert not swept & {question.facts for question in ranked}
+    assert len({(question.facts, question.asked) for question in ranked}) == 6
+
+
+def test_a_task_with_too_few_facts_for_both_is_refused(tiny_target: Target) -> None:
+    with pytest.raises(InvalidArgument, match="has 24 questions, 6 of them to rank layers by: at most 18 trials"):
+        right_answers(tiny_target, WINDOWS, "counterfactual", "looped", 300, count=6, sweep=19, seed=0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from inference_engine.errors import InvalidArgument
-from inference_engine.evaluation.arguments import bytes_per_token
+from inference_engine.evaluation.arguments import bytes_per_token, tier_bytes_per_token
 from inference_engine.evaluation.pareto import FACTS, KL, SINGLE, add_arguments, draw, front, main
 from inference_engine.evaluation.record import VALUE_KEYS, exact, write_record
 from inference_engine.evaluation.tasks import TOOL_CALL
@@ -22,6 +22,7 @@ from tests.tiny import PAGES, tiny_forward
 INT4, INT8 = "full:codec=int4,exact_window=64", "full:codec=int8,exact_window=64"
 LATENT = "restored:sink=4,window=64,source=latent,bytes_per_token=20"
 GATHER, WINDOW = "gather:budget=800,block=16,sink=16,window=256,scorer=bounds", "sink_window:sink=4,window=64"
+TIERED = "tiered:budget=800,block=16,sink=16,window=64,resident_tokens=64"
 BYTES = {"full": 400, INT4: 60, INT8: 110, LATENT: 20, GATHER: 412, WINDOW: 0}
 ROWS = {INT4: (0.02, 1.01), INT8: (0.001, 1.001), LATENT: (0.1, 1.2), "full": (0.0, 1.0), WINDOW: (1.0, 2.0)}
 CONFIG = {
@@ -30,6 +31,7 @@ CONFIG = {
     "dtype": "float32",
     "segment_tokens": 64,
     "texts_sha256": {"prose": "cd"},
+    "latent": {"tensors_sha256": "ab"},
 }
 
 
@@ -61,6 +63,11 @@ def errors(folder: Path) -> Path:
     return written(folder, "codec_error", {}, {"model": "tiny", "texts": ["argparse"]}, found)
 
 
+def sizes_of(name: str) -> dict[str, Any]:
+    device, tier = (5, 400) if name == TIERED else (BYTES[name], 0)
+    return {"strategy": name, "bytes per token": device, "tier bytes per token": tier}
+
+
 def written(
     folder: Path, name: str, tables: dict[str, Any], config: dict[str, Any], found: dict[str, Any] | None = None
 ) -> Path:
@@ -70,7 +77,7 @@ def written(
         "seeds": [0],
         "values": found or {"n": exact(1, "n")},
         "baseline": "full",
-        "tables": {**tables, "bytes": [{"strategy": one, "bytes per token": size} for one, size in BYTES.items()]},
+        "tables": {**tables, "bytes": [sizes_of(one) for one in (*BYTES, TIERED)]},
     }
     return write_record(name, payload, results_dir=folder)
 
@@ -103,7 +110,21 @@ def test_what_keeps_no_token_or_all_of_it_is_not_compared_and_told(tmp_path: Pat
     assert {line["strategy"]: line["reason"] for line in payload["tables"]["not compared"]} == {
         GATHER: "keeps a token in no fewer bytes than full",
         WINDOW: "keeps nothing of a token that left its window",
+        TIERED: "keeps a token in no fewer bytes than full",
     }
+
+
+def test_a_record_that_does_not_tell_bytes_off_the_device_is_refused_only_where_there_are_some(tmp_path: Path) -> None:
+    path = fidelity(tmp_path)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    for row in content["tables"]["bytes"]:
+        del row["tier bytes per token"]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(InvalidArgument, match="make it again"):
+        joined("--fidelity", path)
+    del content["tables"]["bytes"][-1]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert joined("--fidelity", path)["tables"]["all"][0]["of them off the device"] == 0
 
 
 def test_all_are_compared_on_the_cells_that_each_has(tmp_path: Path) -> None:
@@ -138,7 +159,13 @@ def test_an_image_is_drawn_for_each_measure_there_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"model": "other"}, {"weights_sha256": "xy"}, {"forced_tokens": 64}, {"texts_sha256": {"prose": "ef"}}],
+    [
+        {"model": "other"},
+        {"weights_sha256": "xy"},
+        {"forced_tokens": 64},
+        {"texts_sha256": {"prose": "ef"}},
+        {"latent": {"tensors_sha256": "xy"}},
+    ],
     ids=lambda changed: next(iter(changed)),
 )
 def test_records_of_different_things_are_not_joined(tmp_path: Path, changed: dict[str, Any]) -> None:
@@ -161,17 +188,21 @@ def test_records_that_give_nothing_to_compare_are_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("strategy", "expected"),
+    ("strategy", "expected", "tier"),
     [
         # Two of three layers look at everything: 2 KV heads of 16 numbers, K and V, in float32.
-        ("full", 2 * 2 * 2 * 16 * 4),
-        ("full:codec=int8", 2 * 2 * 2 * (16 + 4)),
-        ("sink_window:window=64", 0),
-        ("restored:window=64", 0),
-        ("restored:window=64,source=latent,bytes_per_token=40", 40),
-        ("layer_window:window=64,full_layers=1", 2 * 2 * 16 * 4),
+        ("full", 2 * 2 * 2 * 16 * 4, 0),
+        ("full:codec=int8", 2 * 2 * 2 * (16 + 4), 0),
+        ("sink_window:window=64", 0, 0),
+        ("restored:window=64", 0, 0),
+        ("restored:window=64,source=latent,bytes_per_token=40", 40, 0),
+        ("restored:window=64,source=latent,bytes_per_token=40,resident_latent_bytes=4000", 0, 40),
+        ("layer_window:window=64,full_layers=1", 2 * 2 * 16 * 4, 0),
+        # The bounds of its blocks stay: a lowest and a highest key of 16 rows.
+        (TIERED, 2 * 2 * 2 * 16 * 4 // 16, 2 * 2 * 2 * 16 * 4),
     ],
 )
-def test_a_further_token_takes_what_the_strategy_accounts_for_it(strategy: str, expected: int) -> None:
+def test_a_further_token_takes_what_the_strategy_accounts_for_it(strategy: str, expected: int, tier: int) -> None:
     geometry = tiny_forward().geometry(mode=Mode.BATCHED, **PAGES)
     assert bytes_per_token(parse_strategy(strategy), geometry) == expected
+    assert tier_bytes_per_token(parse_strategy(strategy), geometry) == tier

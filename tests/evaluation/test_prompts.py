@@ -86,6 +86,12 @@ def test_a_base_model_gets_text_to_go_on_with() -> None:
     assert text.endswith("\n\nWhat is the pass key mentioned in the text above? The pass key is")
 
 
+def test_a_base_model_is_refused_a_conversation_by_name() -> None:
+    task = TASKS["single"]
+    with pytest.raises(InvalidArgument, match="kinds: chat needs a model with a chat template"):
+        Prompts(Texts(base_tokenizer())).build(CHAT, 300, task.make(0, 0), (0.5,), 0)
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_facts_sweep_the_depths_from_5_to_95_percent(task: str) -> None:
     depths = sorted({depth for trial in range(40) for depth in TASKS[task].depths(trial, 40)})

@@ -61,6 +61,19 @@ def test_a_record_must_not_show_a_folder_of_the_machine(tmp_path: Path) -> None:
             record.write_record("anything", payload(command=text), results_dir=tmp_path)
 
 
+def test_a_command_is_quoted_and_shows_no_folder_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = ["--model=/some/model", "--kinds", "a b", "--results", "/there", "--latent", "own", "--text", "/x/y z.md"]
+    monkeypatch.setattr(sys, "argv", [str(record.ROOT / "scripts/compare_latents.py"), *typed])
+    assert record.command_line(without=("--results",)) == (
+        "python scripts/compare_latents.py --model=model --kinds 'a b' --latent own --text 'y z.md'"
+    )
+
+
+def test_a_folder_is_seen_in_quotes_too(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="folder of this machine"):
+        record.write_record("anything", payload(command=f"python x '{tmp_path} y'"), results_dir=tmp_path)
+
+
 def test_a_record_must_not_name_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.node", lambda: "secret-host")
     with pytest.raises(ValueError, match="name the host"):

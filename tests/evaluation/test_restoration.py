@@ -14,7 +14,17 @@ from inference_engine.errors import InvalidArgument
 from inference_engine.evaluation.arguments import geometry_of
 from inference_engine.evaluation.models import Target, open_target
 from inference_engine.evaluation.record import VALUE_KEYS, write_record
-from inference_engine.evaluation.restoration import FAMILIES, FULL, LATENT, Matched, add_arguments, draw, main, match
+from inference_engine.evaluation.restoration import (
+    FAMILIES,
+    FULL,
+    LATENT,
+    Matched,
+    add_arguments,
+    draw,
+    main,
+    match,
+    spec,
+)
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategy import KVStrategy
@@ -65,7 +75,7 @@ def test_every_family_gets_what_the_latent_holds_and_would_pass_it_with_one_more
         assert sustained(strategy, length) <= found.allowed_bytes
         if family == LATENT:
             continue
-        larger = parse_strategy(FAMILIES[family].format(size=size(strategy) + 64, window=64))
+        larger = parse_strategy(spec(family, size(strategy) + 64, window=64))
         assert sustained(larger, length) > found.allowed_bytes, family
 
 
@@ -74,6 +84,17 @@ def test_more_latent_bytes_give_the_others_longer_windows() -> None:
     assert windows == sorted(windows)
     assert windows[0] > 64
     assert size(matched(4096).strategies["int4"]) > 2 * windows[2], "coded rows are a longer window of as many bytes"
+
+
+@pytest.mark.parametrize("window", [64, 128, 300, 1024])
+def test_every_family_can_have_the_latents_window(window: int) -> None:
+    found = match(large_model(), list(FAMILIES), length=8000, rate=2304, window=window)
+    assert set(found.strategies) == {LATENT, *FAMILIES}
+
+
+def test_a_family_that_cannot_have_the_window_is_left_out_with_what_is_said_of_it() -> None:
+    found = match(large_model(), ["tiered"], length=4096, rate=1152, window=16)
+    assert found.left_out == {"tiered": "window: must hold a segment of 64 tokens, got 16"}
 
 
 def test_what_cannot_be_as_small_is_left_out_with_its_reason() -> None:

@@ -41,6 +41,13 @@ def test_what_the_model_knew_anyway_is_told_apart_from_what_the_text_says() -> N
         assert question.grade(f" {known}") is Grade.PRIOR
 
 
+def test_a_task_says_after_how_many_questions_it_asks_the_first_again() -> None:
+    for task in TASKS.values():
+        many = task.questions or 24
+        asked = {(*task.make(trial, 0).facts, task.make(trial, 0).question) for trial in range(many + 1)}
+        assert len(asked) == (many if task.questions else many + 1)
+
+
 def test_a_call_is_right_when_it_is_the_same_json() -> None:
     call = TASKS["tool_call"].make(0, 0).facts[0].partition(" is ")[2]
     rest = call.removeprefix('{"name":')

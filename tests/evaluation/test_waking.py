@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import BackendError, InvalidArgument
+from inference_engine.evaluation import waking
 from inference_engine.evaluation.arguments import geometry_of
 from inference_engine.evaluation.idle import fill
 from inference_engine.evaluation.models import Target, open_target
@@ -77,6 +79,17 @@ def test_rows_read_from_a_file_go_on_as_the_engine_does(target: Target, tmp_path
     assert not list(tmp_path.iterdir())
 
 
+def test_rows_are_added_to_a_file_as_if_they_had_been_there(target: Target, tmp_path: Path) -> None:
+    grown = SavedRows(target.forward, geometry_of(target), TEXT[:100], room=60, path=tmp_path / "grown")
+    grown.extend(TEXT[100:131])
+    grown.extend(TEXT[131:150])
+    whole = SavedRows(target.forward, geometry_of(target), TEXT[:150], room=10, path=tmp_path / "whole")
+    assert grown.file_bytes == whole.file_bytes
+    assert (
+        grown.first_token(TEXT[150:159], drop_cache=False)[0] == whole.first_token(TEXT[150:159], drop_cache=False)[0]
+    )
+
+
 def test_a_file_that_was_cut_short_is_told(target: Target, tmp_path: Path) -> None:
     saved = SavedRows(target.forward, geometry_of(target), TEXT[:50], room=3, path=tmp_path / "rows")
     (tmp_path / "rows").write_bytes(b"x" * 100)
@@ -92,6 +105,63 @@ def test_everybody_wakes_once_a_round(target: Target, tmp_path: Path) -> None:
     assert all(len(own) == 3 and min(own) > 0 for own in found.values())
     assert target.engine.info().kv_reserved_bytes == 0
     assert not list(tmp_path.iterdir())
+
+
+def test_who_is_given_everything_anew_gets_what_full_holds(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every round all of them give the token that full's session gives, from as long a history."""
+    said: dict[str, list[int]] = {"session": [], "anew": [], "saved": []}
+    lengths: list[int] = []
+    go_on, begin, first_token = waking._go_on, waking._begin, SavedRows.first_token
+
+    def going_on(engine: Any, session: str, ids: Any, **rest: Any) -> tuple[int, float]:
+        told = go_on(engine, session, ids, **rest)
+        if not rest:
+            said["session"].append(told[0])
+        lengths.append(engine.session_info(session).history_length)
+        return told
+
+    def beginning(engine: Any, ids: Any) -> tuple[int, float]:
+        told = begin(engine, ids)
+        said["anew"].append(told[0])
+        return told
+
+    def reading(saved: SavedRows, ids: Any, **rest: Any) -> tuple[int, float]:
+        told = first_token(saved, ids, **rest)
+        said["saved"].append(told[0])
+        return told
+
+    monkeypatch.setattr(waking, "_go_on", going_on)
+    monkeypatch.setattr(waking, "_begin", beginning)
+    monkeypatch.setattr(SavedRows, "first_token", reading)
+    wake_all(target, {KEPT: Full()}, TEXT, 90, rounds=3, appended=5, folder=tmp_path)
+    assert said["session"][1:] == said["anew"]
+    ways = 2 if CAN_DROP else 1
+    assert said["saved"] == [token for token in said["anew"] for _ in range(ways)]
+    assert sorted(lengths) == [91, 97, 97, 103, 103, 109, 109, 115, 115]
+
+
+def test_the_cache_is_dropped_for_what_is_read_from_storage_and_only_for_that(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    drop, first_token = SavedRows._drop_cache, SavedRows.first_token
+
+    def dropping(saved: SavedRows) -> None:
+        events.append("dropped")
+        drop(saved)
+
+    def reading(saved: SavedRows, ids: Any, *, drop_cache: bool) -> tuple[int, float]:
+        events.append(STORED if drop_cache else CACHED)
+        return first_token(saved, ids, drop_cache=drop_cache)
+
+    monkeypatch.setattr(SavedRows, "_drop_cache", dropping)
+    monkeypatch.setattr(SavedRows, "first_token", reading)
+    wake_all(target, {KEPT: Full()}, TEXT, 90, rounds=2, appended=5, folder=tmp_path)
+    assert events.count("dropped") == events.count(STORED) == (3 if CAN_DROP else 0)
+    assert events.count(CACHED) == 3
+    assert all(after == "dropped" for event, after in itertools.pairwise([*events, ""]) if event == STORED)
 
 
 def arguments(*typed: str) -> argparse.Namespace:
