@@ -33,11 +33,12 @@ from inference_engine.errors import (
     TokenOutOfRange,
 )
 from inference_engine.kv.query_rings import MatchTotals
+from inference_engine.kv.session_kv import bound_of
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.kv.tier import open_tier
-from inference_engine.kv.tier_rows import TransferTotals
 from inference_engine.kv.token_codec import TokenCodec
+from inference_engine.kv.transfers import TransferTotals
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import Forced, Listener, OnLogits, Request
@@ -455,7 +456,7 @@ class Engine:
 
     def _warn_if_too_small(self) -> None:
         longest = self._default_strategy.length_limit(self._geometry)
-        needed = self._default_strategy.bound(self._geometry, longest).peak_bytes
+        needed = bound_of(self._default_strategy, self._context, longest).peak_bytes
         if needed > self._context.pool.capacity_bytes:
             logger.warning(
                 "a session of the default strategy %s needs %d bytes of K/V and there are %d in all: sessions must ask "

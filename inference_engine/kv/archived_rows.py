@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,7 @@ from inference_engine.kv.lanes import LaneGroup, LayerSet
 from inference_engine.kv.layout import Layout, Positions
 from inference_engine.kv.restorer import Archive, RowBlock
 from inference_engine.kv.strategy import Placement
+from inference_engine.kv.transfers import TransferTotals
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,8 +132,11 @@ class ArchivedRows(ABC):
         Raises RestorationFailed; the rows are then of no use any more.
         """
         leaving = [rows.leaving(before, length) for rows in self._sets]
-        if self._replays or not any(len(positions) for positions in leaving):
-            return
+        if not self._replays and any(len(positions) for positions in leaving):
+            self._keep(leaving, before, length)
+        self._archive.commit(length)
+
+    def _keep(self, leaving: Sequence[Positions], before: int, length: int) -> None:
         try:
             firsts = [
                 _first_positions(rows, lanes, before, length)
@@ -155,10 +160,11 @@ class ArchivedRows(ABC):
         self._archive.forget()
 
     def release(self) -> None:
-        """Give everything back."""
-        for rows in self._sets:
-            rows.lanes.release()
-        self._archive.release()
+        """Give everything back, though some of it fail."""
+        with ExitStack() as stack:
+            stack.callback(self._archive.release)
+            for rows in self._sets:
+                stack.callback(rows.lanes.release)
 
     @abstractmethod
     def held_bytes(self, length: int, staged_length: int) -> dict[str, int]:
@@ -167,6 +173,10 @@ class ArchivedRows(ABC):
     def tier_bytes(self, length: int) -> int:
         """Bytes of the archive that lie in the second tier."""
         return self._archive.tier_bytes(self._counts(length))
+
+    def transfers(self) -> TransferTotals:
+        """What was moved between the device and the second tier."""
+        return self._archive.transfers()
 
     def _counts(self, length: int) -> list[int]:
         return [max(0, rows.layout.horizon(length) - rows.layout.sink) for rows in self._sets]

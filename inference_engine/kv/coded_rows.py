@@ -85,6 +85,9 @@ class _CodedArchive(Archive):
     def held_bytes(self, counts: Sequence[int]) -> int:
         return sum(group.held_bytes(count) for group, count in zip(self._groups, counts, strict=True))
 
+    def forget(self) -> None:
+        """What was kept is never asked for again, and the next rows are put over it."""
+
     def release(self) -> None:
         self._context.pool.release(self._demands, self._starts)
 

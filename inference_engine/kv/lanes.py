@@ -145,13 +145,15 @@ class LaneGroup:
         )
 
     def release(self) -> None:
-        if self.tier is not None:
-            self.tier.release()
         layers = LayerSet(
             layers=tuple(self.layers.tolist()), kv_heads=self.kv_heads, head_dim=self.head_dim, rotary=self.rotary
         )
         starts = [*self.starts.tolist(), *(self.rings.starts if self.rings is not None else ())]
-        self.context.pool.release(demands(self.context.geometry, layers, self.layout), starts)
+        try:
+            if self.tier is not None:
+                self.tier.release()
+        finally:
+            self.context.pool.release(demands(self.context.geometry, layers, self.layout), starts)
 
     @property
     def arena(self) -> Arena:

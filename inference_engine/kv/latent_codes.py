@@ -21,6 +21,7 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.pool import Demand
 from inference_engine.kv.tier import ChunkShape, Store
+from inference_engine.kv.transfers import Transfers, TransferTotals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +74,7 @@ class LatentCodes:
         self._demand = places.demand(context.geometry)
         self._start = start
         self._store = store
+        self._transfers = None if store is None or context.tier is None else Transfers(context.tier.count)
         self._resident = places.resident(context.geometry)
         arena = context.pool.arenas[places.head_dim]
         self._halves = [self._bytes_from(states) for states in (arena.keys, arena.values)]
@@ -126,8 +128,14 @@ class LatentCodes:
         parts = [part.to(self._context.device) for part in self._in_tier(first, begin)]
         return torch.cat([*parts, self._in_pool(begin, last)])
 
+    def commit(self, length: int) -> None:
+        """A step has ended with a history of `length`: count what it moved."""
+        if self._transfers is not None:
+            self._transfers.commit(length)
+
     def clear(self) -> None:
         self._end = 0
+        self.commit(0)
         if self._store is not None:
             self._store.clear()
 
@@ -147,6 +155,9 @@ class LatentCodes:
         """As `held_bytes`, in the second tier."""
         return 0 if self._store is None else self._store.held_bytes(max(0, count - self._resident))
 
+    def transfers(self) -> TransferTotals:
+        return TransferTotals() if self._transfers is None else self._transfers.totals
+
     # -- pool and tier ----------------------------------------------------------------------------------------------
 
     def _slots(self, first: int, last: int) -> Tensor:
@@ -159,21 +170,21 @@ class LatentCodes:
     def _in_tier(self, first: int, last: int) -> Sequence[Tensor]:
         parts = []
         for chunk, begin, end in self._chunks(first, last):
-            assert self._store is not None
+            assert self._store is not None and self._transfers is not None
             states = self._store.read(chunk)[0, :, 0, begin:end]  # [2, n, half]
             parts.append(torch.cat(tuple(states), dim=1)[:, : self._places.width])
-            self._count("streamed", parts[-1])
+            self._transfers.add(streamed_bytes=parts[-1].numel())
         return parts
 
     def _push_out(self, first: int, codes: Tensor) -> None:
         half = self._places.half
         for chunk, begin, end in self._chunks(first, first + len(codes)):
-            assert self._store is not None
+            assert self._store is not None and self._transfers is not None
             at = chunk * self._places.segment - first
             some = codes[at + begin : at + end]
             padded = torch.nn.functional.pad(some, (0, 2 * half - self._places.width))
             self._store.write(chunk, begin, padded.view(-1, 2, half).transpose(0, 1)[None, :, None])
-            self._count("kept", some)
+            self._transfers.add(kept_bytes=some.numel())
 
     def _chunks(self, first: int, last: int) -> list[tuple[int, int, int]]:
         """The places [first, last) as chunks, and where they begin and end in each."""
@@ -182,7 +193,3 @@ class LatentCodes:
             (chunk, max(first - chunk * size, 0), min(last - chunk * size, size))
             for chunk in range(first // size, -(-last // size) if last > first else first // size)
         ]
-
-    def _count(self, kind: str, codes: Tensor) -> None:
-        assert self._context.tier is not None
-        self._context.tier.count(kind, codes.numel())

@@ -23,6 +23,7 @@ from inference_engine.kv.layout import Positions
 from inference_engine.kv.pool import Demand
 from inference_engine.kv.restorer import Archive, KeptLayers, Restorer, RowBlock
 from inference_engine.kv.token_codec import TokenCodec
+from inference_engine.kv.transfers import TransferTotals
 
 # Without a number of bytes, a latent takes this part of what the rows take in bfloat16.
 DEFAULT_COMPRESSION = 20
@@ -167,6 +168,9 @@ class _LatentArchive(Archive):
         rows = torch.zeros((len(layers.layers), 0, layers.kv_heads, layers.head_dim), device=self._context.device)
         return rows, rows
 
+    def commit(self, length: int) -> None:
+        self._codes.commit(length)
+
     def forget(self) -> None:
         self._codes.clear()
 
@@ -175,6 +179,9 @@ class _LatentArchive(Archive):
 
     def tier_bytes(self, counts: Sequence[int]) -> int:
         return self._codes.tier_bytes(counts[0])
+
+    def transfers(self) -> TransferTotals:
+        return self._codes.transfers()
 
     def release(self) -> None:
         self._codes.release()

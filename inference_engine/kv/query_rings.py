@@ -116,7 +116,6 @@ class QueryRings:
                 totals = MatchTotals.of(entry.position, stats, self._kv_heads[layer])
                 self.totals[layer] = self.totals[layer].plus(totals) if layer in self.totals else totals
 
-    @property
     def held_bytes(self) -> int:
         """Rings are held whole from the first generated row on."""
         return sum(state.nbytes for state in self._states.values()) if self._is_used or self._is_staged else 0

@@ -21,6 +21,7 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.lanes import LayerSet
 from inference_engine.kv.layout import Layout, Positions
 from inference_engine.kv.pool import Demand
+from inference_engine.kv.transfers import TransferTotals
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +95,20 @@ class Archive(ABC):
     def held_bytes(self, counts: Sequence[int]) -> int:
         """Bytes in use when `counts` rows have been kept per set of layers, page rounding included."""
 
+    def commit(self, length: int) -> None:
+        """A step has ended with a history of `length`. One that moves nothing between the tiers need not know."""
+
     def tier_bytes(self, counts: Sequence[int]) -> int:
         """As `held_bytes`, of what lies in the second tier."""
         return 0
 
+    def transfers(self) -> TransferTotals:
+        """What was moved between the tiers."""
+        return TransferTotals()
+
+    @abstractmethod
     def forget(self) -> None:
         """Nothing is kept any more."""
-        return
 
     @abstractmethod
     def release(self) -> None:
@@ -168,6 +176,9 @@ class _EmptyArchive(Archive):
 
     def held_bytes(self, counts: Sequence[int]) -> int:
         return 0
+
+    def forget(self) -> None:
+        pass
 
     def release(self) -> None:
         pass

@@ -13,6 +13,7 @@ Awake, it is a session like any other.
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import reduce
 
@@ -26,9 +27,9 @@ from inference_engine.kv.draft_memory import DraftMemory
 from inference_engine.kv.lanes import LaneGroup
 from inference_engine.kv.query_rings import MatchTotals
 from inference_engine.kv.sleeping import SleepingRows
-from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.strategy import KVStrategy, Placement
 from inference_engine.kv.streaming import StreamingRows
-from inference_engine.kv.tier_rows import TransferTotals
+from inference_engine.kv.transfers import TransferTotals
 from inference_engine.types import Bound, Footprint
 
 
@@ -54,8 +55,10 @@ class SessionKV:
         self._replayed: int | None = None  # while rows are computed again: how far
         self._is_awake = False
         self._tier_bytes = 0  # reserved of the second tier
+        plan = strategy.placement(context.geometry, limit_tokens)
+        self._has_windows, self._is_selective = plan.has_windows, plan.is_selective
         try:
-            is_reserved = self._reserve()
+            is_reserved = self._reserve(plan)
         except BaseException:
             self.release()
             raise
@@ -70,7 +73,7 @@ class SessionKV:
                 capacity_bytes=context.pool.capacity_bytes,
             )
 
-    def _reserve(self) -> bool:
+    def _reserve(self, plan: Placement) -> bool:
         if self.bound.tier_bytes:
             assert self.context.tier is not None, "this engine has no second tier"
             self.context.tier.reserve(self.bound.tier_bytes)
@@ -80,13 +83,11 @@ class SessionKV:
             self.draft_memory = memories.open(self.context)
             if self.draft_memory is None:
                 return False
-        plan = self.strategy.placement(self.context.geometry, self.limit_tokens)
         for layers, layout in plan.resident:
             group = LaneGroup.reserve(self.context, layers, layout)
             if group is None:
                 return False
             self._resident.append(group)
-        self._has_windows, self._is_selective = plan.has_windows, plan.is_selective
         if plan.restorer is None:
             self._is_awake = True
             return True
@@ -97,7 +98,8 @@ class SessionKV:
     @property
     def groups(self) -> tuple[LaneGroup, ...]:
         """The lanes that attention reads."""
-        return (*self._resident, *(self._archived.lanes if self._archived is not None else ()))
+        archived = self._archived  # read once: other threads that ask for facts do so while it is released
+        return (*self._resident, *(archived.lanes if archived is not None else ()))
 
     # -- waking and sleeping ----------------------------------------------------------------------------------------
 
@@ -241,8 +243,9 @@ class SessionKV:
 
     def transfers(self) -> TransferTotals:
         """What moved between the device and the second tier; nothing where a strategy has none."""
-        tiers = [group.tier for group in self._resident if group.tier is not None]
-        return reduce(TransferTotals.beside, (tier.totals for tier in tiers), TransferTotals())
+        archived = self._archived  # read once, as in `groups`
+        totals = [group.tier.totals for group in self._resident if group.tier is not None]
+        return reduce(TransferTotals.beside, totals, TransferTotals() if archived is None else archived.transfers())
 
     def check(self) -> None:
         """INV-1: per layer, resident and evicted positions add up to the cached length."""
@@ -256,17 +259,21 @@ class SessionKV:
                 )
 
     def release(self) -> None:
-        """Give everything back. Safe to call twice; the session's rows are unreachable afterwards."""
-        for group in self._resident:
-            group.release()
-        if self._archived is not None:
-            self._archived.release()
-        if self.draft_memory is not None:
-            self.draft_memory.release()
-        if self._tier_bytes and self.context.tier is not None:
-            self.context.tier.release(self._tier_bytes)
-            self._tier_bytes = 0
-        self._resident, self._archived, self._is_awake = [], None, False
+        """Give everything back, though some of it fail; the rows are unreachable afterwards. Safe to call twice."""
+        resident, self._resident = self._resident, []
+        archived, self._archived = self._archived, None
+        tier_bytes, self._tier_bytes = self._tier_bytes, 0
+        self._is_awake = False
+        with ExitStack() as stack:
+            # The last comes first: bytes of the tier are promised to others once what took them is given back.
+            if tier_bytes and self.context.tier is not None:
+                stack.callback(self.context.tier.release, tier_bytes)
+            if self.draft_memory is not None:
+                stack.callback(self.draft_memory.release)
+            if archived is not None:
+                stack.callback(archived.release)
+            for group in resident:
+                stack.callback(group.release)
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -283,10 +290,10 @@ class SessionKV:
                 blocks = self.length // group.layout.selector.block
                 held["bounds"] = held.get("bounds", 0) + blocks * group.row_bytes
             if group.rings is not None:
-                held["mac"] = held.get("mac", 0) + group.rings.held_bytes
+                held["mac"] = held.get("mac", 0) + group.rings.held_bytes()
             if group.tier is not None:
-                held["fetched"] = held.get("fetched", 0) + group.tier.fetched_bytes
-                beyond += group.tier.held_bytes
+                held["fetched"] = held.get("fetched", 0) + group.tier.fetched_bytes()
+                beyond += group.tier.held_bytes()
         if self._archived is not None:
             for kind, count in self._archived.held_bytes(self.length, length).items():
                 held[kind] = held.get(kind, 0) + count

@@ -79,8 +79,10 @@ class SleepingRows(ArchivedRows):
         self._slept = 0
 
     def release(self) -> None:
-        self._drop_lanes()
-        super().release()
+        try:
+            self._drop_lanes()
+        finally:
+            super().release()
 
     def _open(self, opened: int, length: int) -> None:
         """Wipe the pages a history of `length` has beyond those of one of `opened`."""
@@ -106,9 +108,9 @@ class SleepingRows(ArchivedRows):
             lanes.evict(length)
 
     def _drop_lanes(self) -> None:
-        for lanes in self._lanes:
+        dropped, self._lanes = self._lanes, ()
+        for lanes in dropped:
             lanes.release()
-        self._lanes = ()
 
     # -- rows that leave the exact window ---------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class Placement:
 
     resident: tuple[tuple[LayerSet, Layout], ...]
     sleeping: tuple[tuple[LayerSet, SleepingLayout], ...]
-    kept: tuple[KeptLayers, ...]  # one for each of `sleeping`
+    kept: tuple[KeptLayers, ...]  # one for each of `sleeping`; none for a restorer that replays
     restorer: Restorer | None
 
     @property

@@ -50,8 +50,10 @@ class StreamingRows(ArchivedRows):
         super().forget()
 
     def release(self) -> None:
-        self._drop_room()
-        super().release()
+        try:
+            self._drop_room()
+        finally:
+            super().release()
 
     def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
         """The rows of [first, last) in `layer`, as they would be in lanes: [Hkv, n, D], in the arena's type."""
@@ -68,9 +70,9 @@ class StreamingRows(ArchivedRows):
         """Rows that leave the lanes are read from the archive from then on."""
 
     def _drop_room(self) -> None:
-        if self._room is not None:
-            self._room.release()
-            self._room = None
+        room, self._room = self._room, None
+        if room is not None:
+            room.release()
 
     def held_bytes(self, length: int, staged_length: int) -> dict[str, int]:
         archived = self._counts(length)

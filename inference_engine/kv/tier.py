@@ -11,6 +11,7 @@ shape, each of which holds `chunk_rows` consecutive rows of several layers, in t
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 import os
@@ -19,6 +20,8 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,9 @@ from torch import Tensor
 from inference_engine.errors import ConfigError, NoCapacity, Overloaded
 from inference_engine.kv.host_memory import free_host_bytes
 
-# count(kind, bytes): told of every transfer; the kinds are those of `kv/tier_rows.py`.
+logger = logging.getLogger(__name__)
+
+# count(kind, bytes): told of every transfer; the kinds are those of `metrics.py`.
 Count = Callable[[str, int], None]
 
 
@@ -74,7 +79,26 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back. Safe to call twice."""
+        """Give everything back, without waiting for the device. Safe to call twice."""
+
+
+class _EmptyStore(Store):
+    """A store of no chunks: a session short enough to keep all its rows on the device has one."""
+
+    def read(self, chunk: int) -> Tensor:
+        raise AssertionError(f"there is no chunk {chunk}")
+
+    def write(self, chunk: int, first: int, states: Tensor) -> None:
+        raise AssertionError(f"there is no room for chunk {chunk}")
+
+    def held_bytes(self, rows: int) -> int:
+        return 0
+
+    def clear(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class Tier(ABC):
@@ -123,30 +147,67 @@ class Tier(ABC):
             self._reserved_bytes -= count
             assert self._reserved_bytes >= 0, "released twice"
 
-    @abstractmethod
     def open(self, shape: ChunkShape) -> Store:
         """A store of bytes that were reserved. Raises Overloaded if it cannot be had all the same."""
+        return self._open(shape) if shape.chunks else _EmptyStore()
+
+    @abstractmethod
+    def _open(self, shape: ChunkShape) -> Store:
+        """As `open`, for a shape that has chunks."""
 
 
 class HostTier(Tier):
-    """Memory of the host. Pinned, a device copies from it by itself, and it is never swapped out."""
+    """Memory of the host. Pinned, a device copies from it by itself, and it is never swapped out.
+
+    Pinned memory is let go by a thread of its own. A copy from it may be on its way, and unpinning too may wait for the
+    device, but stores are closed under the lock of all sessions, by threads that serve everybody. Its bytes are free to
+    be promised at once all the same: whoever ends a session for them asks for them next, and would end another. So it
+    is the next new chunk that waits until they are there, on the engine's thread, and there is never more memory than
+    was promised.
+    """
 
     where = "host memory"
 
-    def __init__(self, capacity_bytes: int, count: Count | None = None, *, is_pinned: bool) -> None:
+    def __init__(
+        self, capacity_bytes: int, count: Count | None = None, *, pinned_for: torch.device | None = None
+    ) -> None:
+        """pinned_for: the CUDA device that copies from it; None: it is not pinned."""
         super().__init__(capacity_bytes, count)
-        self._is_pinned = is_pinned
+        self._pinned_for = pinned_for
+        self._unpinning = ThreadPoolExecutor(1, thread_name_prefix="unpinning")
+        self._leaving: list[Future[None]] = []
 
-    def open(self, shape: ChunkShape) -> Store:
-        return _HostStore(shape, self._is_pinned)
+    def _open(self, shape: ChunkShape) -> Store:
+        return _HostStore(self, shape)
+
+    def allocate(self, count: int) -> Tensor:
+        """`count` bytes, after those that were let go are free. Engine's thread.
+
+        Raises OSError, or RuntimeError if the device has failed meanwhile.
+        """
+        with self._lock:
+            leaving, self._leaving = self._leaving, []
+        for gone in leaving:
+            gone.result()
+        memory = torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
+        if self._pinned_for is not None:
+            _pin(memory, self._pinned_for)
+        return memory
+
+    def let_go(self, chunks: list[Tensor]) -> None:
+        """Take back what was allocated, of which nothing more is read. Waits for nothing; safe from any thread."""
+        if self._pinned_for is not None and chunks:
+            gone = self._unpinning.submit(_unpin, chunks, self._pinned_for)
+            with self._lock:
+                self._leaving.append(gone)
 
 
 class _HostStore(Store):
     """Each chunk is memory of its own from the system: as many bytes as it says, and given back when it is let go."""
 
-    def __init__(self, shape: ChunkShape, is_pinned: bool) -> None:
+    def __init__(self, tier: HostTier, shape: ChunkShape) -> None:
+        self._tier = tier
         self._shape = shape
-        self._is_pinned = is_pinned
         self._chunks: dict[int, Tensor] = {}
 
     def read(self, chunk: int) -> Tensor:
@@ -154,34 +215,39 @@ class _HostStore(Store):
 
     def write(self, chunk: int, first: int, states: Tensor) -> None:
         if chunk not in self._chunks:
-            self._chunks[chunk] = self._allocate()
+            memory = self._tier.allocate(self._shape.chunk_bytes)
+            self._chunks[chunk] = memory.view(self._shape.dtype).view(self._shape.sizes)
         self._chunks[chunk][:, :, :, first : first + states.shape[3]].copy_(states)
 
-    def _allocate(self) -> Tensor:
-        memory = mmap.mmap(-1, self._shape.chunk_bytes)
-        if self._is_pinned:
-            _pin(torch.frombuffer(memory, dtype=torch.uint8))
-        return torch.frombuffer(memory, dtype=self._shape.dtype).view(self._shape.sizes)
-
     def held_bytes(self, rows: int) -> int:
-        return len(self._chunks) * self._shape.chunk_bytes
+        return -(-rows // self._shape.chunk_rows) * self._shape.chunk_bytes
 
     def clear(self) -> None:
-        if self._is_pinned and self._chunks:
-            torch.cuda.synchronize()  # a copy may still be on its way
-            for chunk in self._chunks.values():
-                _cuda_runtime().cudaHostUnregister(chunk.data_ptr())
-        self._chunks.clear()
+        chunks, self._chunks = self._chunks, {}
+        self._tier.let_go(list(chunks.values()))
 
     def close(self) -> None:
         self.clear()
 
 
-def _pin(memory: Tensor) -> None:
+def _pin(memory: Tensor, device: torch.device) -> None:
     """Pin memory that torch did not allocate: its own pinned memory comes in powers of two, and is never given back."""
     error = int(_cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if error:
+        # CUDA keeps the error for whoever launches next on this thread. Nothing depends on this launch.
+        with suppress(RuntimeError):
+            torch.ones(1, device=device)
         raise OSError(f"{memory.nbytes} bytes of host memory cannot be pinned: CUDA error {error}")
+
+
+def _unpin(chunks: list[Tensor], device: torch.device) -> None:
+    """Let go of the only references to pinned memory, once no copy from it is on its way any more."""
+    torch.cuda.synchronize(device)
+    while chunks:
+        memory = chunks.pop()
+        error = int(_cuda_runtime().cudaHostUnregister(memory.data_ptr()))
+        if error:
+            logger.error("%d bytes of host memory cannot be unpinned: CUDA error %d", memory.nbytes, error)
 
 
 def _cuda_runtime() -> Any:
@@ -197,7 +263,7 @@ class FileTier(Tier):
         self._folder = folder
         self.where = f"files in {folder}"
 
-    def open(self, shape: ChunkShape) -> Store:
+    def _open(self, shape: ChunkShape) -> Store:
         try:
             return _FileStore(self._folder, shape)
         except OSError as error:
@@ -215,8 +281,7 @@ class _FileStore(Store):
     def __init__(self, folder: Path, shape: ChunkShape) -> None:
         self._shape = shape
         with tempfile.TemporaryFile(dir=folder, prefix="kakeya-rows-") as file:
-            # Of an empty file nothing can be mapped, not even nothing.
-            self._size = max(1, shape.chunks) * shape.chunk_bytes
+            self._size = shape.chunks * shape.chunk_bytes
             file.truncate(self._size)
             self._mapped: mmap.mmap | None = mmap.mmap(file.fileno(), 0)
             self._file = os.dup(file.fileno())
@@ -264,7 +329,8 @@ def open_tier(device: torch.device, *, capacity_bytes: int, share: int, folder: 
     a CPU; "": the system's for temporary ones. Raises ConfigError if no file can be made there.
     """
     if device.type != "cpu":
-        return HostTier(capacity_bytes or free_host_bytes() // share, count, is_pinned=device.type == "cuda")
+        pinned_for = device if device.type == "cuda" else None
+        return HostTier(capacity_bytes or free_host_bytes() // share, count, pinned_for=pinned_for)
     try:
         place = Path(folder).expanduser() if folder else Path(tempfile.gettempdir())
         tempfile.TemporaryFile(dir=place).close()

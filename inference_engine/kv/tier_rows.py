@@ -1,8 +1,8 @@
 """The rows of one session and set of layers that are in the second tier, and the blocks of them that were fetched.
 
-    keep      rows that leave the device, at a segment boundary                                   kind "kept"
-    chunk     all rows of a layer, chunk by chunk, for tokens that read everything                 kind "streamed"
-    fetch     the blocks that a generated token reads, into slots of the session's own lanes       kind "fetched"
+    keep      rows that leave the device, at a segment boundary
+    chunk     all rows of a layer, chunk by chunk, for tokens that read everything
+    fetch     the blocks that a generated token reads, into slots of the session's own lanes
 
 Fetched blocks stay where they are until another one needs the place, so that a token which reads what the one before
 it read fetches nothing. Which block is in which place is a function of the committed tokens alone: a rejected one takes
@@ -10,9 +10,6 @@ what it fetched away with it, and what it drove out comes back.
 """
 
 from __future__ import annotations
-
-from collections import Counter
-from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -24,29 +21,9 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import Layout, Positions, TierLayout
 from inference_engine.kv.pool import Arena
 from inference_engine.kv.tier import ChunkShape
+from inference_engine.kv.transfers import Transfers, TransferTotals
 
 Blocks = NDArray[np.int64]  # block numbers of the history; -1 for none
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TransferTotals:
-    """Bytes moved between the tiers for a session, over its life and in its last step. Blocks are those of one KV head.
-
-    steps: forwards that were committed. blocks_found: read where an earlier token had left them.
-    """
-
-    steps: int = 0
-    kept_bytes: int = 0
-    streamed_bytes: int = 0
-    fetched_bytes: int = 0
-    last_step_bytes: int = 0
-    blocks_fetched: int = 0
-    blocks_found: int = 0
-
-    def beside(self, other: TransferTotals) -> TransferTotals:
-        """Both together, where `other` is of the same steps and other layers."""
-        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        return TransferTotals(**{**sums, "steps": max(self.steps, other.steps)})
 
 
 class TierRows:
@@ -67,7 +44,6 @@ class TierRows:
         assert context.tier is not None, "this engine has no second tier"
         self._arena: Arena = context.pool.arenas[head_dim]
         self._device = context.device
-        self._count = context.tier.count
         self.layout = layout
         self._tier = tier
         self._index = {layer: index for index, layer in enumerate(layers)}
@@ -77,8 +53,7 @@ class TierRows:
         )
         self._row_bytes = 2 * head_dim * context.geometry.itemsize  # of one KV head in one layer
         self.end = layout.sink  # the first position after the sink that is not here
-        self.totals = TransferTotals()
-        self._moved: Counter[str] = Counter()  # by the running step; the names are those of the totals
+        self._transfers = Transfers(context.tier.count)
         places = np.full((kv_heads, tier.fetched), -1, dtype=np.int64)
         self._places: dict[int, Blocks] = {layer: places.copy() for layer in layers}
         # Of the running step and each layer: which blocks were where before it, and after each generated row.
@@ -104,7 +79,7 @@ class TierRows:
         except OSError as error:
             raise RestorationFailed(error) from error
         self.end += len(positions)
-        self._moved["kept_bytes"] += states.numel() * states.itemsize
+        self._transfers.add(kept_bytes=states.numel() * states.itemsize)
 
     # -- rows that are read -----------------------------------------------------------------------------------------
 
@@ -113,7 +88,7 @@ class TierRows:
         number, begin = divmod(first - self.layout.sink, self._tier.chunk)
         assert number >= 0 and begin + last - first <= self._tier.chunk and last <= self.end
         states = self._store.read(number)[self._index[layer]][:, :, begin : begin + last - first]
-        self._moved["streamed_bytes"] += states.numel() * states.itemsize
+        self._transfers.add(streamed_bytes=states.numel() * states.itemsize)
         keys, values = states.to(self._device, non_blocking=True)
         return keys, values
 
@@ -131,7 +106,7 @@ class TierRows:
             _make_room(asked, held)
         self._load(layer, before)
         trail.append((position, places.copy()))
-        self._moved["blocks_found"] += int(here.sum() - (places != before).sum())
+        self._transfers.add(blocks_found=int(here.sum() - (places != before).sum()))
         at = (wanted[:, :, None] == places[:, None, :]).argmax(-1) if places.size else np.zeros_like(wanted)
         resident = self.layout.slots(np.maximum(wanted, 0) * size)
         slots: Positions = np.where(here, self.layout.fetched_from + at * size, np.where(wanted >= 0, resident, 0))
@@ -154,8 +129,7 @@ class TierRows:
         ):
             target.index_copy_(0, rows, source.reshape(-1, target.shape[-1]))
         fetched = int(np.count_nonzero(blocks >= 0))
-        self._moved["blocks_fetched"] += fetched
-        self._moved["fetched_bytes"] += fetched * size * self._row_bytes
+        self._transfers.add(blocks_fetched=fetched, fetched_bytes=fetched * size * self._row_bytes)
 
     def _block(self, layer: int, head: int, block: int) -> Tensor:
         """Keys and values [2, block, D] of one KV head; zeros for no block."""
@@ -174,12 +148,7 @@ class TierRows:
             before, self._places[layer] = self._places[layer], after
             self._load(layer, before)
         self._trail.clear()
-        moved = {kind: self._moved[f"{kind}_bytes"] for kind in ("kept", "streamed", "fetched")}
-        sums = {name: getattr(self.totals, name) + count for name, count in self._moved.items()}
-        self._moved.clear()
-        self.totals = replace(self.totals, steps=self.totals.steps + 1, last_step_bytes=sum(moved.values()), **sums)
-        for kind, count in moved.items():
-            self._count(kind, count)
+        self._transfers.commit(length)
 
     def forget(self) -> None:
         """Hold no row any more."""
@@ -188,7 +157,7 @@ class TierRows:
             self._places[layer] = np.full_like(before, -1)
             self._load(layer, before)
         self._trail.clear()
-        self._moved.clear()
+        self._transfers.commit(0)
         self._store.clear()
 
     def release(self) -> None:
@@ -197,11 +166,13 @@ class TierRows:
     # -- facts ------------------------------------------------------------------------------------------------------
 
     @property
+    def totals(self) -> TransferTotals:
+        return self._transfers.totals
+
     def held_bytes(self) -> int:
         """Bytes in the second tier."""
         return self._store.held_bytes(self.end - self.layout.sink)
 
-    @property
     def fetched_bytes(self) -> int:
         """Bytes of fetched blocks in the lanes."""
         held = sum(int(np.count_nonzero(places >= 0)) for places in self._places.values())

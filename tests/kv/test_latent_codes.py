@@ -35,7 +35,7 @@ def room() -> KVContext:
         pool=Pool(GEOMETRY, 2**17, _zeros),
         rotate=lambda keys, _shifts, _rotary: keys,
         device=torch.device("cpu"),
-        tier=HostTier(2**20, is_pinned=False),
+        tier=HostTier(2**20),
     )
 
 

@@ -142,4 +142,4 @@ def test_a_ring_is_exact_in_a_pool_of_any_type_and_stays_within_its_slab(dtype: 
     between = np.arange(taken[1], taken[1] + rows)
     for states in (arena.keys, arena.values):
         assert (states[between] == 1).all()
-    assert rings.held_bytes <= 2 * 2 * demand.elements * dtype.itemsize
+    assert rings.held_bytes() <= 2 * 2 * demand.elements * dtype.itemsize

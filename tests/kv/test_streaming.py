@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,8 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.plan import SpanFailed
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
-from inference_engine.kv.tier import FileTier
+from inference_engine.kv.tier import FileTier, HostTier
+from inference_engine.kv.transfers import TransferTotals
 from tests.laws.test_session_kv_laws import LAYERS, SEGMENT, HalfTokens, Rows, context, feed, step
 from tests.tiny import LATENT_BYTES
 
@@ -180,6 +182,20 @@ def test_latents_read_the_same_wherever_they_lie(mode: str, resident_bytes: int)
     half = len(outs) // 2
     for limited_out, out in zip(outs[:half], outs[half:], strict=True):
         assert torch.equal(limited_out, out)
+
+
+def test_latents_that_go_to_the_second_tier_and_are_read_there_are_counted() -> None:
+    counted: Counter[str] = Counter()
+    tier = HostTier(2**24, lambda kind, count: counted.update({kind: count}))
+    limited = make_strategy("restored", **LATENT, mode="stream", resident_latent_bytes=0)
+    none, told = (grown(replace(context(), tier=tier), strategy, 120).transfers() for strategy in (STREAM, limited))
+    assert none == TransferTotals()
+    # Between the sink and the exact window before the last boundary.
+    archived = (112 - 13 - 3) * LATENT_BYTES
+    assert told.kept_bytes == counted["kept"] == archived
+    assert told.streamed_bytes == counted["streamed"] > told.last_step_bytes
+    assert told.last_step_bytes == len(HalfTokens.layers) * archived
+    assert told.steps == 8
 
 
 def test_what_is_sustained_does_not_grow_with_the_limit_where_latents_are_limited() -> None:

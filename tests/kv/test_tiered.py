@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import ConfigError, NoCapacity, RestorationFailed, SessionEvicted
+from inference_engine.errors import ConfigError, NoCapacity, Overloaded, RestorationFailed, SessionEvicted
+from inference_engine.kv import tier as tier_module
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
@@ -37,7 +39,7 @@ DEVICES = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_availa
 
 @pytest.fixture(params=["host", "file"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
-    return HostTier(2**24, is_pinned=False) if request.param == "host" else FileTier(tmp_path, 2**24)
+    return HostTier(2**24) if request.param == "host" else FileTier(tmp_path, 2**24)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -69,6 +71,73 @@ def test_a_file_of_rows_has_no_name_and_takes_no_room_before_rows_come(tmp_path:
     assert torch.equal(store.read(chunks - 1)[:, :, :, 5:8], rows)
     assert list(tmp_path.iterdir()) == []
     store.close()
+
+
+def test_a_store_without_chunks_opens_no_file(tmp_path: Path) -> None:
+    shape = ChunkShape(chunks=0, layers=2, kv_heads=1, chunk_rows=8, head_dim=16, dtype=torch.float32)
+    gone = FileTier(tmp_path / "gone", 2**20)
+    with pytest.raises(Overloaded, match="gone"):
+        gone.open(replace(shape, chunks=1))
+    store = gone.open(shape)
+    store.clear()
+    assert store.held_bytes(0) == 0
+    store.close()
+
+
+class PinnedMemory:
+    """What CUDA is asked to do with memory of the host, in order. The device is busy until it is told to be idle."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.idle = threading.Event()
+        self.error = 0
+        monkeypatch.setattr(tier_module, "_cuda_runtime", lambda: self)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: self.idle.wait(60))
+
+    def cudaHostRegister(self, address: int, _count: int, _flags: int) -> int:
+        self.calls.append(("pin", address))
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unpin", address))
+        return self.error
+
+
+ONE_CHUNK = ChunkShape(chunks=1, layers=2, kv_heads=1, chunk_rows=8, head_dim=16, dtype=torch.float32)
+ROWS = torch.ones(2, 2, 1, 8, 16)
+
+
+def test_to_close_waits_for_no_device_and_new_memory_waits_for_the_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = PinnedMemory(monkeypatch)
+    tier = HostTier(2**20, pinned_for=torch.device("cpu"))
+    first, second = tier.open(ONE_CHUNK), tier.open(ONE_CHUNK)
+    first.write(0, 0, ROWS)
+    first.close()
+    assert [call for call, _ in cuda.calls] == ["pin"]
+    cuda.idle.set()
+    second.write(0, 0, ROWS)
+    (_, pinned), (_, unpinned), (_, _) = cuda.calls
+    assert [call for call, _ in cuda.calls] == ["pin", "unpin", "pin"]
+    assert pinned == unpinned
+    second.close()
+
+
+def test_memory_that_cannot_be_pinned_is_not_had_and_what_cannot_be_unpinned_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda = PinnedMemory(monkeypatch)
+    cuda.idle.set()
+    tier = HostTier(2**20, pinned_for=torch.device("cpu"))
+    first, second = tier.open(ONE_CHUNK), tier.open(ONE_CHUNK)
+    first.write(0, 0, ROWS)
+    cuda.error = 2
+    first.close()
+    with pytest.raises(OSError, match="CUDA error 2"):
+        second.write(0, 0, ROWS)
+    assert "cannot be unpinned: CUDA error 2" in caplog.text
+    cuda.error = 0
+    second.write(0, 0, ROWS)
+    second.close()
 
 
 @pytest.mark.parametrize("quanta", [(1, 1), (4, 32)], ids=["exact shapes", "padded shapes"])
@@ -142,9 +211,30 @@ def test_bytes_beyond_the_device_are_those_of_the_rows_there_and_within_the_boun
     assert tier.reserved_bytes == ctx.pool.reserved_bytes == 0
 
 
+def test_a_release_that_fails_gives_everything_back_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = os.close
+
+    def failing(file: int) -> None:
+        close(file)
+        raise OSError(errno.EIO, "the disk is gone")
+
+    tier = FileTier(tmp_path, 2**24)
+    ctx = replace(context(), tier=tier)
+    kv = SessionKV(TIERED, ctx, LIMIT)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", failing)
+        with pytest.raises(OSError, match="the disk is gone"):
+            kv.release()
+    assert tier.reserved_bytes == ctx.pool.reserved_bytes == 0
+    kv.release()
+    assert tier.reserved_bytes == ctx.pool.reserved_bytes == 0
+
+
 def test_a_session_for_whose_rows_there_is_no_second_tier_is_refused_and_takes_nothing() -> None:
     needed = TIERED.bound(context().geometry, LIMIT).tier_bytes
-    ctx = replace(context(), tier=HostTier(needed * 3 // 2, is_pinned=False))
+    ctx = replace(context(), tier=HostTier(needed * 3 // 2))
     first = SessionKV(TIERED, ctx, LIMIT)
     before = ctx.pool.reserved_bytes
     with pytest.raises(NoCapacity, match="host memory") as refusal:
@@ -165,10 +255,21 @@ def test_a_rejected_draft_takes_what_it_fetched_away_with_it() -> None:
     step(plain, drafts, 1, generated=True)
     step(drafted, drafts, 4, commit=152, generated=True)
     assert drafted.transfers().fetched_bytes > plain.transfers().fetched_bytes
+    assert drafted.transfers().steps == plain.transfers().steps
     for dim, arena in plain.context.pool.arenas.items():
         other = drafted.context.pool.arenas[dim]
         assert torch.equal(arena.keys[1:], other.keys[1:])
         assert torch.equal(arena.values[1:], other.values[1:])
+
+
+def test_a_step_that_kept_nothing_is_no_step_but_its_bytes_were_moved() -> None:
+    kv, rows = awake(TIERED, context()), Rows(LIMIT)
+    feed(kv, rows, 150)
+    before = kv.transfers()
+    step(kv, rows, 1, commit=150, generated=True)
+    after = kv.transfers()
+    assert after.fetched_bytes > before.fetched_bytes
+    assert (after.steps, after.last_step_bytes) == (before.steps, before.last_step_bytes)
 
 
 # -- through the engine --------------------------------------------------------------------------------------------

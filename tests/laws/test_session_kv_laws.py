@@ -91,7 +91,7 @@ def context(*, row_quantum: int = 1, key_quantum: int = 1, capacity_rows: int = 
         rotate=lambda keys, shifts, _: turn(keys, shifts),
         device=torch.device("cpu"),
         latent=HalfTokens(),
-        tier=HostTier(2**24, is_pinned=False),
+        tier=HostTier(2**24),
     )
 
 
