@@ -27,16 +27,16 @@ from inference_engine.config import ModelConfig, configure_threads_environment, 
 configure_threads_environment()
 forbid_model_hub()
 
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from transformers import AutoTokenizer, PreTrainedModel  # noqa: E402
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel
 
-from inference_engine.config import resolve  # noqa: E402
-from inference_engine.errors import InvalidArgument, ModelError  # noqa: E402
-from inference_engine.evaluation import record  # noqa: E402
-from inference_engine.kv.compressor import KVCompressor  # noqa: E402
-from inference_engine.kv.compressors import compressor_names, make_compressor  # noqa: E402
-from inference_engine.models import load_model, tokenizer_folder  # noqa: E402
+from inference_engine.config import resolve
+from inference_engine.errors import InvalidArgument, ModelError
+from inference_engine.evaluation import record
+from inference_engine.kv.compressor import KVCompressor
+from inference_engine.kv.compressors import compressor_names, make_compressor
+from inference_engine.models import load_model, tokenizer_folder
 
 SEED = 1
 SINK, FIRST = 4, 256  # the session's mean is over positions from SINK to FIRST

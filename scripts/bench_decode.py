@@ -21,24 +21,24 @@ from inference_engine.config import ModelConfig, configure_threads_environment, 
 configure_threads_environment()
 forbid_model_hub()
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
-from transformers import PreTrainedModel  # noqa: E402
-from transformers.generation.streamers import BaseStreamer  # noqa: E402
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
-from inference_engine.backends import open_backend  # noqa: E402
-from inference_engine.backends.base import Forward  # noqa: E402
-from inference_engine.config import EngineConfig, resolve  # noqa: E402
-from inference_engine.decode.sampling import Sampler  # noqa: E402
-from inference_engine.decode.verifier import Block, Verifier  # noqa: E402
-from inference_engine.engine import Engine  # noqa: E402
-from inference_engine.errors import BackendError  # noqa: E402
-from inference_engine.evaluation import record  # noqa: E402
-from inference_engine.kv.session_kv import SessionKV  # noqa: E402
-from inference_engine.kv.strategies.full import Full  # noqa: E402
-from inference_engine.models import load_model  # noqa: E402
-from inference_engine.types import GenerateParams, Mode, Sampling, TokenCommitted  # noqa: E402
+from inference_engine.backends import open_backend
+from inference_engine.backends.base import Forward
+from inference_engine.config import EngineConfig, resolve
+from inference_engine.decode.sampling import Sampler
+from inference_engine.decode.verifier import Block, Verifier
+from inference_engine.engine import Engine
+from inference_engine.errors import BackendError
+from inference_engine.evaluation import record
+from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.strategies.full import Full
+from inference_engine.models import load_model
+from inference_engine.types import GenerateParams, Mode, Sampling, TokenCommitted
 
 SEED = 1
 _LINEAR = ("aten::mm", "aten::addmm", "linear", "gemm", "gemv", "cublas", "cutlass")

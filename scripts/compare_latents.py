@@ -22,34 +22,34 @@ from inference_engine.config import EngineConfig, ModelConfig, configure_threads
 configure_threads_environment()
 forbid_model_hub()
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-from transformers import PreTrainedModel  # noqa: E402
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from inference_engine.cli.calibration_text import gather  # noqa: E402
-from inference_engine.config import resolve  # noqa: E402
-from inference_engine.errors import InvalidArgument, KakeyaError  # noqa: E402
-from inference_engine.evaluation import record  # noqa: E402
-from inference_engine.evaluation.haystack import KINDS  # noqa: E402
-from inference_engine.evaluation.models import open_target  # noqa: E402
-from inference_engine.kv.latent_rows import default_bytes_per_token, latent_layers  # noqa: E402
-from inference_engine.models import load_model  # noqa: E402
-from kv_cache_proposer.f_theta.codec import LatentCodec  # noqa: E402
-from kv_cache_proposer.f_theta.fit import fit  # noqa: E402
-from kv_cache_proposer.f_theta.importance import from_projections, unweighted  # noqa: E402
-from kv_cache_proposer.training.capture import output_projections  # noqa: E402
-from kv_cache_proposer.training.divergence import (  # noqa: E402
+from inference_engine.cli.calibration_text import gather
+from inference_engine.config import resolve
+from inference_engine.errors import InvalidArgument, KakeyaError
+from inference_engine.evaluation import record
+from inference_engine.evaluation.haystack import KINDS
+from inference_engine.evaluation.models import open_target
+from inference_engine.kv.latent_rows import default_bytes_per_token, latent_layers
+from inference_engine.models import load_model
+from kv_cache_proposer.f_theta.codec import LatentCodec
+from kv_cache_proposer.f_theta.fit import fit
+from kv_cache_proposer.f_theta.importance import from_projections, unweighted
+from kv_cache_proposer.training.capture import output_projections
+from kv_cache_proposer.training.divergence import (
     Divergence,
     Restore,
     measure_divergence,
     nothing,
     through,
 )
-from kv_cache_proposer.training.entropy import code_length  # noqa: E402
-from kv_cache_proposer.training.latent import collect  # noqa: E402
-from kv_cache_proposer.training.refine import STEP_SIZE, Refinement, refine  # noqa: E402
-from kv_cache_proposer.training.sensitivity import measure_sensitivity  # noqa: E402
-from kv_cache_proposer.training.taps import fit_tap_codec, fit_taps  # noqa: E402
+from kv_cache_proposer.training.entropy import code_length
+from kv_cache_proposer.training.latent import collect
+from kv_cache_proposer.training.refine import STEP_SIZE, Refinement, refine
+from kv_cache_proposer.training.sensitivity import measure_sensitivity
+from kv_cache_proposer.training.taps import fit_tap_codec, fit_taps
 
 logger = logging.getLogger(__name__)
 

@@ -18,15 +18,15 @@ from inference_engine.config import ModelConfig, configure_threads_environment, 
 configure_threads_environment()
 forbid_model_hub()
 
-import torch  # noqa: E402
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase  # noqa: E402
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from inference_engine.backends import open_backend  # noqa: E402
-from inference_engine.config import EngineConfig, resolve  # noqa: E402
-from inference_engine.engine import Engine  # noqa: E402
-from inference_engine.evaluation import record  # noqa: E402
-from inference_engine.models import load_model, tokenizer_folder  # noqa: E402
-from inference_engine.types import GenerateParams, Mode, TokenCommitted  # noqa: E402
+from inference_engine.backends import open_backend
+from inference_engine.config import EngineConfig, resolve
+from inference_engine.engine import Engine
+from inference_engine.evaluation import record
+from inference_engine.models import load_model, tokenizer_folder
+from inference_engine.types import GenerateParams, Mode, TokenCommitted
 
 NEAR_TIE = 1e-3
 LENGTHS = (20, 60, 150, 300, 600)

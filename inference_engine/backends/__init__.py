@@ -24,8 +24,7 @@ def open_backend(config: ModelConfig) -> Forward:
     from inference_engine.types import ModelFacts
 
     use_threads(config.threads)
-    # cuDNN's attention makes a plan for every number of keys it meets, which takes longer than a step, and decoding
-    # meets a new one at every token.
+    # cuDNN's attention makes a plan for every number of keys it meets, and decoding meets a new one at every token.
     torch.backends.cuda.enable_cudnn_sdp(False)
     loaded = load_model(
         config.model,

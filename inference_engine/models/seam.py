@@ -27,7 +27,7 @@ from inference_engine.kv.geometry import LayerGeometry
 ATTENTION = "kakeya"
 
 # Keywords of transformers that change nothing here; any other that is set is refused.
-_WITHOUT_EFFECT = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "is_causal"}
+WITHOUT_EFFECT = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "is_causal"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Their table depends on the longest row seen so far.
 _BATCH_DEPENDENT_ROTARY = {"dynamic", "longrope"}
@@ -77,7 +77,7 @@ def _attend(
     if attention_mask is not None or dropout:
         raise ModelError(f"{type(module).__name__} passes an attention mask or dropout; neither can be honoured")
     for name, given in others.items():
-        if given is not None and given is not False and name not in _WITHOUT_EFFECT:
+        if given is not None and given is not False and name not in WITHOUT_EFFECT:
             raise ModelError(f"{type(module).__name__} passes {name}={given!r} to attention, which cannot be honoured")
     layer = cast("int", module.layer_idx)
     geometry = batch.layers[layer]

@@ -23,13 +23,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedModel
 
 from inference_engine.errors import ModelError
+from inference_engine.models.seam import WITHOUT_EFFECT
 from kv_cache_proposer.training.corpus_prompts import Chat, Prompt
 
 ATTENTION = "kakeya_lockstep"
 
 # Not cuDNN's: it makes a plan for every length it meets, and here each step is one longer.
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_WITHOUT_EFFECT = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "is_causal"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def _attend(
     unknown = [
         name
         for name, given in others.items()
-        if given is not None and given is not False and name not in _WITHOUT_EFFECT
+        if given is not None and given is not False and name not in WITHOUT_EFFECT
     ]
     if attention_mask is not None or dropout or unknown:
         raise ModelError(f"{type(module).__name__} gives attention what cannot be honoured here: {unknown or 'a mask'}")
