@@ -12,26 +12,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from inference_engine.answers import EngineInfo, SessionInfo, SessionOpened
 from inference_engine.backends.base import Forward
 from inference_engine.config import EngineConfig
 from inference_engine.decode.drafting import Drafter
 from inference_engine.decode.verifier import Verifier
 from inference_engine.errors import (
     AppendTooLarge,
-    DeadlineExceeded,
     Draining,
     HistoryLengthMismatch,
     InvalidArgument,
     InvariantViolated,
-    RequestError,
     SessionBusy,
     SessionClosed,
     TokenOutOfRange,
 )
+from inference_engine.generation import Generation
 from inference_engine.kv.query_rings import MatchTotals
 from inference_engine.kv.session_kv import bound_of
 from inference_engine.kv.strategies import parse_strategy, strategy_names
@@ -47,15 +47,9 @@ from inference_engine.session.session import Operation, Session
 from inference_engine.session.store import SessionStore
 from inference_engine.types import (
     MAX_STOP_TOKEN_IDS,
-    Bound,
     Event,
-    Failed,
-    Finished,
     GenerateParams,
     Mark,
-    Mode,
-    ModelFacts,
-    StopReason,
 )
 
 logger = logging.getLogger(__name__)
@@ -64,89 +58,6 @@ MAX_LABEL_CHARACTERS = 128
 _STALL_SECONDS = 60.0
 _FAILED_STEPS = 3  # in a row: the device, not a request, is at fault
 _KV_SHARE = 4  # of the free memory, one part in this many goes to K/V unless the settings say
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SessionOpened:
-    """What a new session was promised. `limit_tokens` None: it can go on for ever."""
-
-    session_id: str
-    strategy: KVStrategy
-    bound: Bound
-    limit_tokens: int | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SessionInfo:
-    """Facts about a session; a failed one answers too, with its `failure_reason`."""
-
-    history_length: int
-    cached_tokens: int
-    evicted_tokens: int
-    kv_live_bytes: int
-    tier_live_bytes: int
-    bound: Bound
-    strategy: KVStrategy
-    limit_tokens: int | None
-    inv1_violations: int
-    inv2_violations: int
-    inv3_violations: int
-    drafted_tokens: int
-    accepted_tokens: int
-    idle_seconds: float
-    failure_reason: str
-    is_generating: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineInfo:
-    facts: ModelFacts
-    mode: Mode
-    strategies: tuple[str, ...]
-    default_strategy: KVStrategy
-    kv_capacity_bytes: int
-    kv_reserved_bytes: int
-    tier_capacity_bytes: int
-    tier_reserved_bytes: int
-    drafter: str  # "": there is none
-    config: EngineConfig
-
-
-class Generation:
-    """A running Generate. Iterate it for its events, the last of which is Finished; a Failed is raised as its error.
-
-    With a listener, events go there instead and there is nothing to iterate.
-    """
-
-    def __init__(self, request: Request, scheduler: Scheduler, events: queue.SimpleQueue[Event] | None) -> None:
-        self._request = request
-        self._scheduler = scheduler
-        self._events = events
-
-    def cancel(self) -> None:
-        """Stop at the next step boundary with Finished(CANCELLED). Idempotent, from any thread."""
-        self._request.ask_to_stop(lambda: StopReason.CANCELLED)
-        self._scheduler.nudge()
-
-    def expire(self) -> None:
-        """As `cancel`, but the Generate ends with DeadlineExceeded."""
-        self._request.ask_to_stop(lambda: DeadlineExceeded(len(self._request.session.history)))
-        self._scheduler.nudge()
-
-    def abort(self, error: RequestError) -> None:
-        """As `cancel`, but the Generate ends with `error`."""
-        self._request.ask_to_stop(lambda: error)
-        self._scheduler.nudge()
-
-    def __iter__(self) -> Iterator[Event]:
-        assert self._events is not None, "the events of this Generate go to its listener"
-        while True:
-            event = self._events.get()
-            if isinstance(event, Failed):
-                raise event.error
-            yield event
-            if isinstance(event, Finished):
-                return
 
 
 class Engine:

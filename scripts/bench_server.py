@@ -27,9 +27,11 @@ from typing import TypeAlias
 import grpc
 import psutil
 
+from inference_engine.answers import EngineInfo, SessionInfo, SessionOpened
 from inference_engine.config import EngineConfig, ServerConfig
-from inference_engine.engine import Engine, EngineInfo, Generation, SessionInfo, SessionOpened
+from inference_engine.engine import Engine
 from inference_engine.evaluation import record
+from inference_engine.generation import Generation
 from inference_engine.kv.strategies import make_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics

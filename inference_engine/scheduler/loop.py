@@ -7,11 +7,9 @@ ends that request only; a step's error ends the requests that were in it.
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -33,6 +31,7 @@ from inference_engine.errors import (
 from inference_engine.kv.plan import SpanFailed
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.drafting import Drafting
+from inference_engine.scheduler.endings import Endings
 from inference_engine.scheduler.policy import Candidate, choose
 from inference_engine.scheduler.request import Request, RequestState
 from inference_engine.session.journal import Journal
@@ -40,9 +39,7 @@ from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
 from inference_engine.types import (
     Accepted,
-    Event,
     Failed,
-    Finished,
     Mark,
     Progress,
     StopReason,
@@ -81,6 +78,7 @@ class Scheduler:
         self._drafting: Drafting | None = None
         if drafter is not None:
             self._drafting = Drafting(drafter, metrics, clock, vocab_size=vocab_size, draft_tokens=config.draft_tokens)
+        self._endings = Endings(store, metrics, self._drafting, self._leave)
         self._wake = threading.Condition()
         self._queued: deque[Request] = deque()
         self._running: deque[Request] = deque()  # longest unserved first
@@ -167,15 +165,15 @@ class Scheduler:
                 self._step()
             except Exception as error:
                 # A bug of ours outside any request: nothing in flight can be trusted to go on.
-                self._fail_all(list(self._running), error)
+                self._endings.fail_all(list(self._running), error)
 
     def _end_stopped(self) -> None:
         is_waited_for = False
         for request in list(self._running):
             if request.session.is_closed:
-                self._end(request, Failed(SessionClosed()))
+                self._endings.end(request, Failed(SessionClosed()))
             elif request.stop is not None:
-                self._end(request, request.ending(request.stop(), self._clock()))
+                self._endings.end(request, request.ending(request.stop(), self._clock()))
             elif request.state is RequestState.QUEUED and not (is_waited_for and request.session.kv.takes_room):
                 self._begin(request)
                 # Who waits for room to wake is not overtaken by others who need some, too.
@@ -188,13 +186,13 @@ class Scheduler:
             is_awake = session.kv.wake(needed)
         except RestorationFailed as failed:
             logger.exception("a session could not wake")
-            self._end(request, Failed(failed))
+            self._endings.end(request, Failed(failed))
             return
         if not is_awake:
             running = (other for other in self._running if other.state is RequestState.RUNNING)
             if any(other.session.kv.takes_room for other in running):
                 return  # they give room back when they end
-            self._end(request, Failed(_no_room_to_wake(session, needed)))
+            self._endings.end(request, Failed(_no_room_to_wake(session, needed)))
             return
         request.move(RequestState.RUNNING)
         request.started_at = request.token_at = self._clock()
@@ -202,7 +200,7 @@ class Scheduler:
         request.cached_tokens = session.kv.length
         self._metrics.generates_active.inc()
         if session.limit_tokens is not None and len(session.history) >= session.limit_tokens:
-            self._end(request, request.finished(StopReason.TRUNCATED, self._clock()))
+            self._endings.end(request, request.finished(StopReason.TRUNCATED, self._clock()))
             return
         self._metrics.prefill_tokens.observe(request.prefill_tokens)
         request.sampler = Sampler.start(
@@ -237,15 +235,15 @@ class Scheduler:
         try:
             outcomes = self._verifier.run(blocks)
         except BlockFailed as failed:
-            self._fail_session(batch[failed.index], failed.violation)
+            self._endings.fail_session(batch[failed.index], failed.violation)
             return
         except SpanFailed as failed:
             logger.exception("a session's old rows could not be read")
-            self._end(batch[failed.index], Failed(failed.failure))
+            self._endings.end(batch[failed.index], Failed(failed.failure))
             return
         except Exception as error:
             self.failed_steps += 1
-            self._fail_all(batch, error)
+            self._endings.fail_all(batch, error)
             return
         self.failed_steps = 0
         seconds, rows = self._clock() - began, sum(len(block.token_ids) for block in blocks)
@@ -261,9 +259,9 @@ class Scheduler:
             try:
                 self._settle(request, block, outcome)
             except InvariantViolated as violation:
-                self._fail_session(request, violation)
+                self._endings.fail_session(request, violation)
             except Exception as error:
-                self._fail_all([request], error)
+                self._endings.fail_all([request], error)
         if self._drafting is not None:
             self._drafting.tell_if_many()
 
@@ -298,6 +296,10 @@ class Scheduler:
             and self._drafting.wants_taps(request),
         )
 
+    def _leave(self, request: Request) -> None:
+        with self._wake:
+            self._running.remove(request)
+
     # -- after a step -----------------------------------------------------------------------------------------------
 
     def _settle(self, request: Request, block: Block, outcome: Outcome) -> None:
@@ -321,9 +323,9 @@ class Scheduler:
         self._report_tokens(request, taken)
         if outcome.samples and not outcome.samples[-1].is_finite and request.state is RequestState.RUNNING:
             self._metrics.non_finite_logits.inc()
-            self._end(request, Failed(NonFiniteLogits(len(session.history))))
+            self._endings.end(request, Failed(NonFiniteLogits(len(session.history))))
         if failure is not None and request.state is RequestState.RUNNING:
-            self._end(request, Failed(failure))
+            self._endings.end(request, Failed(failure))
 
     @staticmethod
     def _commit(session: Session, length: int) -> RestorationFailed | None:
@@ -368,7 +370,7 @@ class Scheduler:
         request.last_query = position - 1
         request.forced.on_logits(position - len(logits) + 1, logits)
         if not request.pending_tokens:
-            self._end(request, request.finished(StopReason.MAX_TOKENS, self._clock()))
+            self._endings.end(request, request.finished(StopReason.MAX_TOKENS, self._clock()))
 
     def _report_tokens(self, request: Request, samples: Sequence[Sample]) -> None:
         """Tell of tokens that are at the history's end."""
@@ -390,7 +392,7 @@ class Scheduler:
             self._metrics.generated_tokens.inc()
             request.listener(TokenCommitted(sample.token_id, position, sample.logprob))
         if samples and (reason := self._stop_reason(request, samples[-1].token_id)):
-            self._end(request, request.finished(reason, now))
+            self._endings.end(request, request.finished(reason, now))
 
     @staticmethod
     def _unreadable(session: Session, query: int) -> int:
@@ -406,63 +408,6 @@ class Scheduler:
         if session.limit_tokens is not None and len(session.history) >= session.limit_tokens:
             return StopReason.TRUNCATED
         return None
-
-    # -- endings ----------------------------------------------------------------------------------------------------
-
-    def _end(self, request: Request, event: Finished | Failed) -> None:
-        if request.state is RequestState.RUNNING:
-            self._metrics.generates_active.dec()
-        request.move(RequestState.ENDED)
-        if self._drafting is not None:
-            self._drafting.tell()
-            if isinstance(event, Finished):
-                event = replace(event, is_degraded=request.is_degraded)
-        try:
-            if not request.session.is_closed and not request.session.failure_reason:
-                request.session.kv.check()
-                self._put_to_sleep(request.session)
-        except InvariantViolated as violation:
-            event = Failed(violation)
-            self._condemn(request.session, violation)
-        finally:
-            with self._wake:
-                self._running.remove(request)
-            # The session is free before the client hears of the end: its next call must not find it busy.
-            self._store.free(request.session)
-            self._metrics.generates.labels(outcome=_outcome(event)).inc()
-            self._metrics.history_tokens.observe(len(request.session.history))
-            request.listener(event)
-
-    @staticmethod
-    def _put_to_sleep(session: Session) -> None:
-        try:
-            session.kv.sleep()
-        except Exception:
-            # The history is whole; its rows are computed anew by the next Generate.
-            logger.exception("a session's rows could not be put away")
-            session.forget_rows()
-        else:
-            session.refresh_facts()
-
-    def _fail_session(self, request: Request, violation: InvariantViolated) -> None:
-        self._condemn(request.session, violation)
-        self._end(request, Failed(violation))
-
-    def _condemn(self, session: Session, violation: InvariantViolated) -> None:
-        logger.error("invariant violated: %s", violation.message)
-        session.violations.count(violation.kind)
-        self._metrics.invariant_violations.labels(kind=violation.kind).inc()
-        self._store.fail(session, violation.kind)
-
-    def _fail_all(self, requests: Sequence[Request], error: Exception) -> None:
-        incident = secrets.token_hex(8)
-        logger.error("incident %s: a step failed", incident, exc_info=error)
-        for request in requests:
-            if request.state is not RequestState.ENDED:
-                try:
-                    self._end(request, Failed(InternalError(incident)))
-                except Exception:
-                    logger.exception("incident %s: a Generate could not be ended cleanly", incident)
 
 
 def _up_to_stop(samples: Sequence[Sample], stop_ids: frozenset[int]) -> Sequence[Sample]:
@@ -484,12 +429,3 @@ def _no_room_to_wake(session: Session, tokens: int) -> NoCapacity:
         retry_after_seconds=1.0,
         capacity_bytes=pool.capacity_bytes,
     )
-
-
-def _outcome(event: Event) -> str:
-    """The `generate_total` label of an ending."""
-    if isinstance(event, Finished):
-        return event.stop_reason.value
-    assert isinstance(event, Failed)
-    named = {"SESSION_CLOSED": "closed", "DRAINING": "draining", "DEADLINE": "deadline"}
-    return named.get(getattr(event.error, "reason", ""), "failed")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from inference_engine.engine import EngineInfo, SessionInfo, SessionOpened
+from inference_engine.answers import EngineInfo, SessionInfo, SessionOpened
 from inference_engine.errors import InvalidArgument
 from inference_engine.kv.strategies import make_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy

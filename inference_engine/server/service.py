@@ -16,8 +16,9 @@ from google.protobuf.message import DecodeError, Message
 
 from inference_engine import __version__
 from inference_engine.config import ServerConfig
-from inference_engine.engine import Engine, Generation
+from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, SessionBusy
+from inference_engine.generation import Generation
 from inference_engine.server import convert
 from inference_engine.server.interceptors import caller
 from inference_engine.server.status import SlowConsumer

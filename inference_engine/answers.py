@@ -1,0 +1,55 @@
+"""What the engine answers: facts about a session, and about itself, as frozen values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inference_engine.config import EngineConfig
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.types import Bound, Mode, ModelFacts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionOpened:
+    """What a new session was promised. `limit_tokens` None: it can go on for ever."""
+
+    session_id: str
+    strategy: KVStrategy
+    bound: Bound
+    limit_tokens: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionInfo:
+    """Facts about a session; a failed one answers too, with its `failure_reason`."""
+
+    history_length: int
+    cached_tokens: int
+    evicted_tokens: int
+    kv_live_bytes: int
+    tier_live_bytes: int
+    bound: Bound
+    strategy: KVStrategy
+    limit_tokens: int | None
+    inv1_violations: int
+    inv2_violations: int
+    inv3_violations: int
+    drafted_tokens: int
+    accepted_tokens: int
+    idle_seconds: float
+    failure_reason: str
+    is_generating: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineInfo:
+    facts: ModelFacts
+    mode: Mode
+    strategies: tuple[str, ...]
+    default_strategy: KVStrategy
+    kv_capacity_bytes: int
+    kv_reserved_bytes: int
+    tier_capacity_bytes: int
+    tier_reserved_bytes: int
+    drafter: str  # "": there is none
+    config: EngineConfig

@@ -1,0 +1,211 @@
+"""A model that costs nothing and forgets nothing: its next token is a keyed hash of the history, read through K/V.
+
+It proves the machinery around a model. Every row carries what it stands for, token id and position, hashed into its
+key, its value and its query. Attention averages the values of the rows that a query sees, weighted by their keys, and
+the logits are those averages wound many times round a circle:
+
+    row (token, position) ── hash ──▶ q, k, v          logits = frac(SPREAD · Σ softmax(q·k) v · U)
+
+One row lost, held twice, out of place or from another session moves the average by a little and the logits by whole
+turns, so every token after it is another one. Rounding moves them by 1e-9 of a turn: a session alone, in any batch and
+after any split gives the same tokens. Everything else is the real thing: plan, slabs, strategies, sampling.
+
+A script says how long steps take and what goes wrong in them.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_engine.backends.base import Result, Step
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import Geometry, LayerGeometry
+from inference_engine.kv.host_memory import free_host_bytes
+from inference_engine.kv.pool import Pool
+from inference_engine.types import Mode, ModelFacts
+
+HEAD_DIM = 8
+SPREAD = 4096.0  # turns that a whole unit of an average takes
+LOGIT_SCALE = 16.0
+# In float64 the order of a sum shows in the sixteenth digit only, so that it never decides about a token.
+DTYPE = torch.float64
+FIXED_SHAPE_QUANTA = (4, 16)  # nothing here needs padding; rows are padded all the same, as for other models
+
+_QUERY, _KEY, _VALUE = range(3)
+_U64 = np.uint64
+
+
+class Fault(enum.Enum):
+    """What a step can be made to do."""
+
+    NON_FINITE = "the row's logits are NaN"
+    OUT_OF_MEMORY = "the device has no memory for the step"
+    ERROR = "the device fails"
+    HANG = "the step lasts until `Script.let_go`"
+
+
+@dataclass(kw_only=True)
+class Script:
+    """How the device behaves; may be changed at any time, from any thread.
+
+    step_seconds, row_seconds: the least a step takes, and what each of its rows adds to that.
+    faults: by token id; a step with a row of that id meets the fault, as often as is said (None: always).
+    """
+
+    step_seconds: float = 0.0
+    row_seconds: float = 0.0
+    faults: dict[int, tuple[Fault, int | None]] = field(default_factory=dict)
+    let_go: threading.Event = field(default_factory=threading.Event)
+
+    def take(self, token_ids: NDArray[np.int64]) -> dict[int, Fault]:
+        """The faults that these rows meet, by token id; each that is counted counts."""
+        met = {token: self.faults[token][0] for token in set(token_ids.tolist()) & set(self.faults)}
+        for token in met:
+            fault, times = self.faults[token]
+            if times is not None:
+                self.faults[token] = (fault, times - 1)
+                if times <= 1:
+                    del self.faults[token]
+        return met
+
+
+class ScriptedModel:
+    """The arithmetic, without a device: what rows hold and what averages mean."""
+
+    def __init__(self, *, key: int = 0, vocab_size: int = 256, layers: int = 1) -> None:
+        """key: another one is another model."""
+        self.key, self.vocab_size, self.layers = key, vocab_size, layers
+        wide = np.arange(layers * HEAD_DIM * vocab_size, dtype=np.uint64).reshape(layers * HEAD_DIM, vocab_size)
+        self._unembedding = torch.from_numpy(_signed(_mix(wide + _U64(key & 0xFFFF_FFFF) * _U64(0x9E37_79B9))))
+
+    def rows(
+        self, layer: int, token_ids: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [N, HEAD_DIM] of rows, each number in [-1, 1)."""
+        row = _mix(token_ids.astype(np.uint64) * _U64(0xD6E8_FEB8_6659_FD93) + positions.astype(np.uint64))
+        salts = np.arange(3 * HEAD_DIM, dtype=np.uint64) + _U64((self.key * 64 + layer) * 3 * HEAD_DIM & 0xFFFF_FFFF)
+        numbers = torch.from_numpy(_signed(_mix(row[:, None] ^ _mix(salts)[None, :]))).view(-1, 3, HEAD_DIM)
+        return numbers[:, _QUERY], numbers[:, _KEY], numbers[:, _VALUE]
+
+    def logits(self, averages: Sequence[Tensor]) -> Tensor:
+        """float32 [N, V] in [0, LOGIT_SCALE) from one average [N, HEAD_DIM] a layer."""
+        turns = torch.cat(list(averages), dim=1) @ self._unembedding * SPREAD
+        return ((turns - turns.floor()) * LOGIT_SCALE).float()
+
+
+class ScriptedForward:
+    """The scripted model behind the same protocol as any other, on the CPU."""
+
+    def __init__(
+        self, model: ScriptedModel | None = None, script: Script | None = None, *, trained_positions: int = 8192
+    ) -> None:
+        self.model = model or ScriptedModel()
+        self.script = script or Script()
+        self.steps = 0  # forwards so far
+        self._trained_positions = trained_positions
+
+    @property
+    def facts(self) -> ModelFacts:
+        return ModelFacts(
+            model_id="scripted",
+            vocab_size=self.model.vocab_size,
+            trained_positions=self._trained_positions,
+            device="cpu",
+            dtype="float64",
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return DTYPE
+
+    def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
+        row_quantum, key_quantum = FIXED_SHAPE_QUANTA if mode is Mode.FIXED_SHAPE else (1, 1)
+        return Geometry(
+            layers=(LayerGeometry(query_heads=1, kv_heads=1, head_dim=HEAD_DIM),) * self.model.layers,
+            itemsize=DTYPE.itemsize,
+            trained_positions=self._trained_positions,
+            page_tokens=page_tokens,
+            segment_tokens=segment_tokens,
+            row_quantum=row_quantum,
+            key_quantum=key_quantum,
+        )
+
+    def free_bytes(self) -> int:
+        return free_host_bytes()
+
+    def open(self, geometry: Geometry, capacity_bytes: int) -> KVContext:
+        return KVContext(
+            geometry=geometry, pool=Pool(geometry, capacity_bytes, _zeros), rotate=_unrotated, device=self.device
+        )
+
+    def run(self, step: Step) -> Result:
+        until = time.monotonic() + self.script.step_seconds + self.script.row_seconds * len(step.token_ids)
+        self.steps += 1
+        # A padding row stands for nobody's token.
+        faults = self.script.take(np.concatenate([step.token_ids[span.real] for span in step.plan.spans]))
+        met = set(faults.values())
+        if Fault.HANG in met:
+            self.script.let_go.wait()
+        if Fault.OUT_OF_MEMORY in met:
+            raise torch.OutOfMemoryError("scripted: out of memory")
+        if Fault.ERROR in met:
+            raise RuntimeError("scripted: the device failed")
+        with torch.inference_mode():
+            logits = self._logits(step)
+            poisoned = [token for token, fault in faults.items() if fault is Fault.NON_FINITE]
+            if poisoned:
+                logits[np.isin(step.token_ids[list(step.logit_rows)], poisoned)] = torch.nan
+        if (rest := until - time.monotonic()) > 0:
+            time.sleep(rest)
+        return Result(logits, self._taps(step) if step.tap_layers else None)
+
+    def _logits(self, step: Step) -> Tensor:
+        averages = []
+        for layer in range(self.model.layers):
+            queries, keys, values = (
+                rows[None, None] for rows in self.model.rows(layer, step.token_ids, step.plan.positions)
+            )
+            out = step.plan.attend(layer, queries, keys, values, scaling=1.0)  # [1, N, 1, D]
+            averages.append(out[0, list(step.logit_rows), 0])
+        return self.model.logits(averages)
+
+    def _taps(self, step: Step) -> Tensor:
+        """What a drafter may condition on: the rows' values, [N, layers, HEAD_DIM]."""
+        values = [self.model.rows(layer, step.token_ids, step.plan.positions)[_VALUE] for layer in step.tap_layers]
+        return torch.stack(values, dim=1)
+
+
+def _zeros(count: int) -> Tensor:
+    # As in `torch_forward`: memory that nobody wrote to is not taken yet.
+    return torch.from_numpy(np.zeros(count, dtype=np.float64))
+
+
+def _unrotated(keys: Tensor, _shifts: Tensor, _rotary: str) -> Tensor:
+    """Positions are in the rows themselves: keys mean the same wherever they are read."""
+    return keys
+
+
+def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser (Steele et al., OOPSLA 2014): every bit of the input moves half of the output's."""
+    mixed = numbers + _U64(0x9E37_79B9_7F4A_7C15)
+    mixed = (mixed ^ (mixed >> _U64(30))) * _U64(0xBF58_476D_1CE4_E5B9)
+    mixed = (mixed ^ (mixed >> _U64(27))) * _U64(0x94D0_49BB_1331_11EB)
+    return mixed ^ (mixed >> _U64(31))
+
+
+def _signed(numbers: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """In [-1, 1), from the upper 53 bits."""
+    return (numbers >> _U64(11)).astype(np.float64) * 2.0**-52 - 1.0

@@ -1,0 +1,34 @@
+"""The page of settings: every field of the three settings objects, as flags, variables and file keys name it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import fields
+
+from inference_engine.cli.settings import HELP, TITLES
+from scripts.reference.markdown import code, page, table
+
+INTRODUCTION = """
+    A setting is looked up in this order, first hit wins: the flag (`--kv-bytes 4GiB`), the environment
+    (`KAKEYA_KV_BYTES=4GiB`), a TOML file (`--config FILE` or `KAKEYA_CONFIG`; keys as below), the default. Sizes are
+    bytes or text with `KiB`, `MiB`, `GiB`, `TiB`; durations are seconds; lengths are tokens.
+"""
+
+
+def render() -> str:
+    tables = [f"## {title.capitalize()}\n\n{table(HEADER, _rows(kind))}" for kind, title in TITLES.items()]
+    return page(
+        "Settings", "inference_engine/config.py and inference_engine/cli/settings.py", INTRODUCTION, *tables
+    )
+
+
+HEADER = ("setting", "takes", "default", "says")
+
+
+def _rows(kind: type) -> Iterator[tuple[str, str, str, str]]:
+    for field in fields(kind):
+        takes, says = HELP[field.name]
+        default = field.default.value if isinstance(field.default, enum.Enum) else field.default
+        shown = code(f"{default:,}" if isinstance(default, int) else str(default)) or "empty"
+        yield code(field.name), code(takes), shown, says
