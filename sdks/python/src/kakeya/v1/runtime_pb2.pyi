@@ -54,11 +54,17 @@ class CreateSessionRequest(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     STRATEGY_FIELD_NUMBER: _builtins.int
     LIMIT_TOKENS_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     client_label: _builtins.str
     """Free text for the operator's eyes, at most 128 printable characters."""
     limit_tokens: _builtins.int
     """The session's own length limit in tokens, at least 1; a smaller limit is a smaller reservation.
     Absent: as long as the strategy and the model allow.
+    """
+    request_id: _builtins.bytes
+    """16 bytes that the client made up for this call; empty: none. A retry with the same id and the same content is answered
+    as the first call was, and nothing is done twice; the same id with another content is refused: INVALID_ARGUMENT,
+    REQUEST_ID_REUSED. Ids are an owner's own, and are remembered while the session lives and for some minutes after.
     """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -75,10 +81,11 @@ class CreateSessionRequest(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         strategy: Global___Strategy | None = ...,
         limit_tokens: _builtins.int | None = ...,
+        request_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "client_label", b"client_label", "eos_token_ids", b"eos_token_ids", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "client_label", b"client_label", "eos_token_ids", b"eos_token_ids", "limit_tokens", b"limit_tokens", "request_id", b"request_id", "strategy", b"strategy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
@@ -98,6 +105,7 @@ class CreateSessionResponse(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     MODEL_ID_FIELD_NUMBER: _builtins.int
     TIER_BYTES_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Opaque, unguessable."""
     sustained_bytes: _builtins.int
@@ -110,6 +118,8 @@ class CreateSessionResponse(_message.Message):
     model_id: _builtins.str
     tier_bytes: _builtins.int
     """Beside those, bytes of K/V the session holds at most off the device, in the server's memory or in a file; reserved."""
+    replayed: _builtins.bool
+    """The session was there already: an earlier call with this request_id had opened it."""
     @_builtins.property
     def strategy(self) -> Global___Strategy:
         """The strategy in force, every default filled in."""
@@ -125,10 +135,11 @@ class CreateSessionResponse(_message.Message):
         mode: Global___Mode.ValueType = ...,
         model_id: _builtins.str = ...,
         tier_bytes: _builtins.int = ...,
+        replayed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "mode", b"mode", "model_id", b"model_id", "peak_bytes", b"peak_bytes", "session_id", b"session_id", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "mode", b"mode", "model_id", b"model_id", "peak_bytes", b"peak_bytes", "replayed", b"replayed", "session_id", b"session_id", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
@@ -143,9 +154,12 @@ class AppendTokensRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     EXPECTED_HISTORY_LENGTH_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     expected_history_length: _builtins.int
     """If present and different from the history length, nothing is appended: ABORTED, HISTORY_LENGTH_MISMATCH."""
+    request_id: _builtins.bytes
+    """As in CreateSessionRequest; ids are a session's own here."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Empty is a no-op that refreshes the idle clock."""
@@ -156,10 +170,11 @@ class AppendTokensRequest(_message.Message):
         session_id: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         expected_history_length: _builtins.int | None = ...,
+        request_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_history_length", b"_expected_history_length", "expected_history_length", b"expected_history_length"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_history_length", b"_expected_history_length", "expected_history_length", b"expected_history_length", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_history_length", b"_expected_history_length", "expected_history_length", b"expected_history_length", "request_id", b"request_id", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_history_length: _TypeAlias = _typing.Literal["expected_history_length"]  # noqa: Y015
     _WhichOneofArgType__expected_history_length: _TypeAlias = _typing.Literal["_expected_history_length", b"_expected_history_length"]  # noqa: Y015
@@ -172,16 +187,20 @@ class AppendTokensResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HISTORY_LENGTH_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
     history_length: _builtins.int
     """Tokens in the history after the append."""
+    replayed: _builtins.bool
+    """An earlier call with this request_id had appended the ids; history_length is what that call answered."""
     def __init__(
         self,
         *,
         history_length: _builtins.int = ...,
+        replayed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["history_length", b"history_length"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["history_length", b"history_length", "replayed", b"replayed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -226,6 +245,8 @@ class GenerateRequest(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     EXPECTED_HISTORY_LENGTH_FIELD_NUMBER: _builtins.int
     DRAFTING_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    RESUME_FROM_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     max_tokens: _builtins.int
     """At least 1, at most the server's max_tokens_limit."""
@@ -251,6 +272,17 @@ class GenerateRequest(_message.Message):
     """If present and different from the history length, nothing is generated: ABORTED, HISTORY_LENGTH_MISMATCH."""
     drafting: _builtins.bool
     """May the server's drafter guess ahead? That changes no token, only how fast they come. Absent: true."""
+    request_id: _builtins.bytes
+    """As in AppendTokensRequest. A second call with the id of a Generate attaches to it: it gets the tokens from resume_from
+    on, those already there first, then those to come, then the ending. One that had stopped early (its client left, or
+    its deadline passed) goes on where it stopped, if the history still ends there, and gives what it would have given.
+    One that still has another stream is taken over: that stream ends with ABORTED, STREAM_TAKEN_OVER. All fields but
+    resume_from, progress and token_details must be what they were.
+    """
+    resume_from: _builtins.int
+    """Absolute position of the first token this call wants; only with a request_id. Absent: the first one generated.
+    From the first one generated to the place after the last one: INVALID_ARGUMENT outside.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end this Generate, beside the session's eos_token_ids. At most 64."""
@@ -277,10 +309,12 @@ class GenerateRequest(_message.Message):
         progress: _builtins.bool | None = ...,
         expected_history_length: _builtins.int | None = ...,
         drafting: _builtins.bool | None = ...,
+        request_id: _builtins.bytes = ...,
+        resume_from: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "logprobs", b"logprobs", "min_p", b"min_p", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "logprobs", b"logprobs", "min_p", b"min_p", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "resume_from", b"resume_from", "seed", b"seed", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drafting: _TypeAlias = _typing.Literal["drafting"]  # noqa: Y015
     _WhichOneofArgType__drafting: _TypeAlias = _typing.Literal["_drafting", b"_drafting"]  # noqa: Y015
@@ -294,6 +328,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__progress: _TypeAlias = _typing.Literal["_progress", b"_progress"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__resume_from: _TypeAlias = _typing.Literal["resume_from"]  # noqa: Y015
+    _WhichOneofArgType__resume_from: _TypeAlias = _typing.Literal["_resume_from", b"_resume_from"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
@@ -316,6 +352,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__progress) -> _WhichOneofReturnType__progress | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__resume_from) -> _WhichOneofReturnType__resume_from | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
@@ -420,6 +458,7 @@ class GenerateDone(_message.Message):
     DRAFTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     DEGRADED_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
     stop_reason: Global___GenerateDone.StopReason.ValueType
     generated_token_count: _builtins.int
     prefill_duration_seconds: _builtins.float
@@ -443,6 +482,8 @@ class GenerateDone(_message.Message):
     accepted_token_count: _builtins.int
     degraded: _builtins.bool
     """The drafter failed and was not asked again. The tokens are what they would have been."""
+    replayed: _builtins.bool
+    """The call had attached to a Generate that was there already; the counts are of the whole Generate."""
     def __init__(
         self,
         *,
@@ -460,10 +501,11 @@ class GenerateDone(_message.Message):
         drafted_token_count: _builtins.int = ...,
         accepted_token_count: _builtins.int = ...,
         degraded: _builtins.bool = ...,
+        replayed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "attended_position_count", b"attended_position_count", "cached_token_count", b"cached_token_count", "degraded", b"degraded", "drafted_token_count", b"drafted_token_count", "evicted_position_count", b"evicted_position_count", "generated_token_count", b"generated_token_count", "history_length", b"history_length", "prefill_duration_seconds", b"prefill_duration_seconds", "prefilled_token_count", b"prefilled_token_count", "restored_position_count", b"restored_position_count", "seed", b"seed", "stop_reason", b"stop_reason", "total_duration_seconds", b"total_duration_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "attended_position_count", b"attended_position_count", "cached_token_count", b"cached_token_count", "degraded", b"degraded", "drafted_token_count", b"drafted_token_count", "evicted_position_count", b"evicted_position_count", "generated_token_count", b"generated_token_count", "history_length", b"history_length", "prefill_duration_seconds", b"prefill_duration_seconds", "prefilled_token_count", b"prefilled_token_count", "replayed", b"replayed", "restored_position_count", b"restored_position_count", "seed", b"seed", "stop_reason", b"stop_reason", "total_duration_seconds", b"total_duration_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -495,19 +537,27 @@ class GenerateAccepted(_message.Message):
 
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
     PREFILL_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
     queue_position: _builtins.int
     """Generates that were ahead of this one when it was accepted."""
     prefill_token_count: _builtins.int
     """Tokens of history to prefill before the first new token, positions included whose K/V are computed again."""
+    first_position: _builtins.int
+    """Absolute position of the first token that will come, or that was asked for with resume_from."""
+    replayed: _builtins.bool
+    """The call attached to a Generate that was there already."""
     def __init__(
         self,
         *,
         queue_position: _builtins.int = ...,
         prefill_token_count: _builtins.int = ...,
+        first_position: _builtins.int = ...,
+        replayed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_token_count", b"prefill_token_count", "queue_position", b"queue_position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "prefill_token_count", b"prefill_token_count", "queue_position", b"queue_position", "replayed", b"replayed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -570,17 +620,27 @@ class CloseSessionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    EXPECTED_HISTORY_LENGTH_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
+    request_id: _builtins.bytes
+    """As in CreateSessionRequest."""
+    expected_history_length: _builtins.int
+    """If present and different from the history length, nothing is closed: ABORTED, HISTORY_LENGTH_MISMATCH."""
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
+        request_id: _builtins.bytes = ...,
+        expected_history_length: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_history_length", b"_expected_history_length", "expected_history_length", b"expected_history_length"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_history_length", b"_expected_history_length", "expected_history_length", b"expected_history_length", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__expected_history_length: _TypeAlias = _typing.Literal["expected_history_length"]  # noqa: Y015
+    _WhichOneofArgType__expected_history_length: _TypeAlias = _typing.Literal["_expected_history_length", b"_expected_history_length"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_history_length) -> _WhichOneofReturnType__expected_history_length | None: ...
 
 Global___CloseSessionRequest: _TypeAlias = CloseSessionRequest  # noqa: Y015
 
@@ -589,19 +649,123 @@ class CloseSessionResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FINAL_HISTORY_LENGTH_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
     final_history_length: _builtins.int
+    replayed: _builtins.bool
+    """An earlier call with this request_id had closed the session."""
     def __init__(
         self,
         *,
         final_history_length: _builtins.int = ...,
+        replayed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["final_history_length", b"final_history_length"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["final_history_length", b"final_history_length", "replayed", b"replayed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CloseSessionResponse: _TypeAlias = CloseSessionResponse  # noqa: Y015
+
+@_typing.final
+class ForkSessionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    EXPECTED_HISTORY_LENGTH_FIELD_NUMBER: _builtins.int
+    CLIENT_LABEL_FIELD_NUMBER: _builtins.int
+    LIMIT_TOKENS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    request_id: _builtins.bytes
+    """As in CreateSessionRequest."""
+    expected_history_length: _builtins.int
+    """If present and different from the history length, nothing is forked: ABORTED, HISTORY_LENGTH_MISMATCH."""
+    client_label: _builtins.str
+    """Free text for the operator's eyes, at most 128 printable characters."""
+    limit_tokens: _builtins.int
+    """The fork's own length limit in tokens; at least the history's length. Absent: that of the session it is made from."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        request_id: _builtins.bytes = ...,
+        expected_history_length: _builtins.int | None = ...,
+        client_label: _builtins.str = ...,
+        limit_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_history_length", b"_expected_history_length", "_limit_tokens", b"_limit_tokens", "expected_history_length", b"expected_history_length", "limit_tokens", b"limit_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_history_length", b"_expected_history_length", "_limit_tokens", b"_limit_tokens", "client_label", b"client_label", "expected_history_length", b"expected_history_length", "limit_tokens", b"limit_tokens", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__expected_history_length: _TypeAlias = _typing.Literal["expected_history_length"]  # noqa: Y015
+    _WhichOneofArgType__expected_history_length: _TypeAlias = _typing.Literal["_expected_history_length", b"_expected_history_length"]  # noqa: Y015
+    _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
+    _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_history_length) -> _WhichOneofReturnType__expected_history_length | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__limit_tokens) -> _WhichOneofReturnType__limit_tokens | None: ...
+
+Global___ForkSessionRequest: _TypeAlias = ForkSessionRequest  # noqa: Y015
+
+@_typing.final
+class ForkSessionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    HISTORY_LENGTH_FIELD_NUMBER: _builtins.int
+    STRATEGY_FIELD_NUMBER: _builtins.int
+    SUSTAINED_BYTES_FIELD_NUMBER: _builtins.int
+    PEAK_BYTES_FIELD_NUMBER: _builtins.int
+    LIMIT_TOKENS_FIELD_NUMBER: _builtins.int
+    TIER_BYTES_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    SHARED_BYTES_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Opaque, unguessable."""
+    history_length: _builtins.int
+    """Tokens in its history, all of them those of the session it was made from."""
+    sustained_bytes: _builtins.int
+    peak_bytes: _builtins.int
+    limit_tokens: _builtins.int
+    tier_bytes: _builtins.int
+    mode: Global___Mode.ValueType
+    model_id: _builtins.str
+    shared_bytes: _builtins.int
+    """Bytes of K/V that the fork reads where the session it was made from holds them. They are in nobody's bound twice."""
+    replayed: _builtins.bool
+    """An earlier call with this request_id had made the fork."""
+    @_builtins.property
+    def strategy(self) -> Global___Strategy:
+        """As in CreateSessionResponse. The strategy and the ids that end a Generate are those of the session it was made from."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        history_length: _builtins.int = ...,
+        strategy: Global___Strategy | None = ...,
+        sustained_bytes: _builtins.int = ...,
+        peak_bytes: _builtins.int = ...,
+        limit_tokens: _builtins.int | None = ...,
+        tier_bytes: _builtins.int = ...,
+        mode: Global___Mode.ValueType = ...,
+        model_id: _builtins.str = ...,
+        shared_bytes: _builtins.int = ...,
+        replayed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "history_length", b"history_length", "limit_tokens", b"limit_tokens", "mode", b"mode", "model_id", b"model_id", "peak_bytes", b"peak_bytes", "replayed", b"replayed", "session_id", b"session_id", "shared_bytes", b"shared_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
+    _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__limit_tokens) -> _WhichOneofReturnType__limit_tokens | None: ...
+
+Global___ForkSessionResponse: _TypeAlias = ForkSessionResponse  # noqa: Y015
 
 @_typing.final
 class GetSessionInfoRequest(_message.Message):

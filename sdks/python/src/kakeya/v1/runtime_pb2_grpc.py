@@ -60,6 +60,11 @@ class RuntimeServiceStub:
                 request_serializer=kakeya_dot_v1_dot_runtime__pb2.GetSessionInfoRequest.SerializeToString,
                 response_deserializer=kakeya_dot_v1_dot_runtime__pb2.GetSessionInfoResponse.FromString,
                 _registered_method=True)
+        self.ForkSession = channel.unary_unary(
+                '/kakeya.v1.RuntimeService/ForkSession',
+                request_serializer=kakeya_dot_v1_dot_runtime__pb2.ForkSessionRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_runtime__pb2.ForkSessionResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/kakeya.v1.RuntimeService/GetServerInfo',
                 request_serializer=kakeya_dot_v1_dot_runtime__pb2.GetServerInfoRequest.SerializeToString,
@@ -106,6 +111,14 @@ class RuntimeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForkSession(self, request, context):
+        """A new session that goes on from where this one is, with its own history from there on. Waits for a running Generate,
+        as an append does. Frees nothing and changes nothing of the session it is made from.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetServerInfo(self, request, context):
         """Facts about the server: model, limits, strategies.
         """
@@ -140,6 +153,11 @@ def add_RuntimeServiceServicer_to_server(servicer, server):
                     servicer.GetSessionInfo,
                     request_deserializer=kakeya_dot_v1_dot_runtime__pb2.GetSessionInfoRequest.FromString,
                     response_serializer=kakeya_dot_v1_dot_runtime__pb2.GetSessionInfoResponse.SerializeToString,
+            ),
+            'ForkSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkSession,
+                    request_deserializer=kakeya_dot_v1_dot_runtime__pb2.ForkSessionRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_runtime__pb2.ForkSessionResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -283,6 +301,33 @@ class RuntimeService:
             '/kakeya.v1.RuntimeService/GetSessionInfo',
             kakeya_dot_v1_dot_runtime__pb2.GetSessionInfoRequest.SerializeToString,
             kakeya_dot_v1_dot_runtime__pb2.GetSessionInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForkSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kakeya.v1.RuntimeService/ForkSession',
+            kakeya_dot_v1_dot_runtime__pb2.ForkSessionRequest.SerializeToString,
+            kakeya_dot_v1_dot_runtime__pb2.ForkSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,10 @@ class RuntimeServiceStub:
     """Frees everything the session holds. A Generate that is running ends with ABORTED, SESSION_CLOSED."""
     GetSessionInfo: _grpc.UnaryUnaryMultiCallable[_runtime_pb2.GetSessionInfoRequest, _runtime_pb2.GetSessionInfoResponse]
     """Facts about one session. Never waits for a running Generate."""
+    ForkSession: _grpc.UnaryUnaryMultiCallable[_runtime_pb2.ForkSessionRequest, _runtime_pb2.ForkSessionResponse]
+    """A new session that goes on from where this one is, with its own history from there on. Waits for a running Generate,
+    as an append does. Frees nothing and changes nothing of the session it is made from.
+    """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_runtime_pb2.GetServerInfoRequest, _runtime_pb2.GetServerInfoResponse]
     """Facts about the server: model, limits, strategies."""
 
@@ -66,6 +70,10 @@ class RuntimeServiceAsyncStub(RuntimeServiceStub):
     """Frees everything the session holds. A Generate that is running ends with ABORTED, SESSION_CLOSED."""
     GetSessionInfo: _aio.UnaryUnaryMultiCallable[_runtime_pb2.GetSessionInfoRequest, _runtime_pb2.GetSessionInfoResponse]  # type: ignore[assignment]
     """Facts about one session. Never waits for a running Generate."""
+    ForkSession: _aio.UnaryUnaryMultiCallable[_runtime_pb2.ForkSessionRequest, _runtime_pb2.ForkSessionResponse]  # type: ignore[assignment]
+    """A new session that goes on from where this one is, with its own history from there on. Waits for a running Generate,
+    as an append does. Frees nothing and changes nothing of the session it is made from.
+    """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_runtime_pb2.GetServerInfoRequest, _runtime_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Facts about the server: model, limits, strategies."""
 
@@ -111,6 +119,16 @@ class RuntimeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_runtime_pb2.GetSessionInfoResponse, _abc.Awaitable[_runtime_pb2.GetSessionInfoResponse]]:
         """Facts about one session. Never waits for a running Generate."""
+
+    @_abc_1.abstractmethod
+    def ForkSession(
+        self,
+        request: _runtime_pb2.ForkSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_runtime_pb2.ForkSessionResponse, _abc.Awaitable[_runtime_pb2.ForkSessionResponse]]:
+        """A new session that goes on from where this one is, with its own history from there on. Waits for a running Generate,
+        as an append does. Frees nothing and changes nothing of the session it is made from.
+        """
 
     @_abc_1.abstractmethod
     def GetServerInfo(
