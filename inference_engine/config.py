@@ -103,6 +103,8 @@ class ModelConfig:
     model: str = "smollm2-135m"
     device: str = "cpu"
     dtype: str = "float32"
+    kernels: str = "auto"  # "triton" on a GPU; "plain": plain torch everywhere
+    graphs: str = "auto"  # on a GPU, steps that only decode are recorded once and run again; "off": never
     linear: str = "auto"  # packed for oneDNN where it can be (on a CPU); "packed" insists, "plain" never
     threads: int = 0  # 0: as many as the machine has cores
     cache_dir: str = ""  # "": the user's cache folder
@@ -115,6 +117,10 @@ class ModelConfig:
             raise ConfigError("latent must be auto, none or a folder, got an empty text")
         if not self.drafter:
             raise ConfigError("drafter must be auto, none, ngram or a folder, got an empty text")
+        if self.kernels not in ("auto", "plain", "triton"):
+            raise ConfigError(f"kernels must be auto, plain or triton, got {self.kernels!r}")
+        if self.graphs not in ("auto", "on", "off"):
+            raise ConfigError(f"graphs must be auto, on or off, got {self.graphs!r}")
         if self.linear not in ("auto", "packed", "plain"):
             raise ConfigError(f"linear must be auto, packed or plain, got {self.linear!r}")
         if self.dtype not in ("float32", "bfloat16"):

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
+from inference_engine.kernels.lane_attention import LaneAttention
 from inference_engine.kv.latent_rows import latent_layers
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import Mode, ModelFacts
@@ -60,15 +61,27 @@ def tiny_model(*, seed: int = 0, windowed: bool = True, attention: str = "eager"
 
 @lru_cache(maxsize=8)
 def tiny_forward(*, seed: int = 0, windowed: bool = True) -> TorchForward:
-    seam = Seam(tiny_model(seed=seed, windowed=windowed, attention=ATTENTION))
+    return tiny_forward_on("cpu", seed=seed, windowed=windowed)
+
+
+def tiny_forward_on(
+    device: str,
+    *,
+    seed: int = 0,
+    windowed: bool = True,
+    lane_attention: LaneAttention | None = None,
+    records_graphs: bool = False,
+) -> TorchForward:
+    """A model of its own, with what its device may have; see TorchForward."""
+    seam = Seam(tiny_model(seed=seed, windowed=windowed, attention=ATTENTION).to(torch.device(device)))
     facts = ModelFacts(
         model_id="tiny",
         vocab_size=VOCABULARY,
         trained_positions=TRAINED_POSITIONS,
-        device="cpu",
+        device=device,
         dtype="float32",
     )
-    return TorchForward(seam, facts, torch.device("cpu"))
+    return TorchForward(seam, facts, torch.device(device), lane_attention=lane_attention, records_graphs=records_graphs)
 
 
 @lru_cache(maxsize=8)

@@ -17,8 +17,10 @@ def open_backend(config: ModelConfig) -> Forward:
     import torch
 
     from inference_engine.backends.admission import admit
+    from inference_engine.backends.graphs import wants_graphs
     from inference_engine.backends.packed_linear import can_pack, pack_linears
     from inference_engine.backends.torch_forward import TorchForward, use_threads
+    from inference_engine.kernels.lane_attention import open_lane_attention
     from inference_engine.models import load_model
     from inference_engine.models.seam import ATTENTION, Seam
     from inference_engine.types import ModelFacts
@@ -47,4 +49,7 @@ def open_backend(config: ModelConfig) -> Forward:
         device=loaded.device,
         dtype=loaded.dtype,
     )
-    return TorchForward(Seam(loaded.model), facts, torch.device(loaded.device))
+    device, seam = torch.device(loaded.device), Seam(loaded.model)
+    lane_attention = None if seam.has_head_sinks else open_lane_attention(config.kernels, device)
+    records_graphs = wants_graphs(config.graphs, device, has_lanes=lane_attention is not None)
+    return TorchForward(seam, facts, device, lane_attention=lane_attention, records_graphs=records_graphs)

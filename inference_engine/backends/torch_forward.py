@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from inference_engine.backends.base import Result, Step
+from inference_engine.backends.graphs import StepGraphs
 from inference_engine.backends.quanta import probe_quanta
+from inference_engine.kernels.lane_attention import LaneAttention
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.host_memory import free_host_bytes
@@ -21,10 +23,22 @@ from inference_engine.types import Mode, ModelFacts
 class TorchForward:
     """Runs the model through the attention seam. The model is taken over: it can no longer be called without a plan."""
 
-    def __init__(self, seam: Seam, facts: ModelFacts, device: torch.device) -> None:
+    def __init__(
+        self,
+        seam: Seam,
+        facts: ModelFacts,
+        device: torch.device,
+        *,
+        lane_attention: LaneAttention | None = None,
+        records_graphs: bool = False,
+    ) -> None:
+        """lane_attention: the device's operation over lanes, if any. records_graphs: of steps that use nothing else."""
         self.seam = seam
         self._facts = facts
         self._device = device
+        self._lane_attention = lane_attention
+        self._records_graphs = records_graphs
+        self._graphs: StepGraphs | None = None
 
     @property
     def facts(self) -> ModelFacts:
@@ -56,11 +70,15 @@ class TorchForward:
         return free_host_bytes()
 
     def open(self, geometry: Geometry, capacity_bytes: int) -> KVContext:
+        pool = Pool(geometry, capacity_bytes, self._zeros)
+        if self._records_graphs and self._lane_attention is not None and geometry.row_quantum == 1:
+            self._graphs = StepGraphs(self.seam, geometry, pool, self._lane_attention)
         return KVContext(
             geometry=geometry,
-            pool=Pool(geometry, capacity_bytes, self._zeros),
+            pool=pool,
             rotate=self.seam.rotate,
             device=self._device,
+            lane_attention=self._lane_attention,
         )
 
     def _zeros(self, count: int) -> Tensor:
@@ -71,6 +89,8 @@ class TorchForward:
         return torch.zeros(count, dtype=dtype, device=self._device)
 
     def run(self, step: Step) -> Result:
+        if self._graphs is not None and self._graphs.can_run(step):
+            return self._graphs.run(step)
         with torch.inference_mode(), self.seam.tapped(step.tap_layers) as states:
             batch = self.seam.batch(step.plan, step.plan.positions)
             out = self.seam.model(

@@ -26,6 +26,8 @@ HELP = {
     "model": ("NAME|PATH", "a known name (see `kakeya models list`) or a folder with safetensors"),
     "device": ("DEVICE", "cpu, cuda, cuda:1, …"),
     "dtype": ("DTYPE", "float32 or bfloat16"),
+    "kernels": ("KIND", "triton, plain torch (plain), or auto: triton on a GPU"),
+    "graphs": ("WHEN", "on, off, or auto: decode steps are recorded and run again where the device can"),
     "linear": (
         "KIND",
         "packed: laid out for this CPU; plain: as they come; auto: packed where it can be",

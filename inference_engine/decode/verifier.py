@@ -120,7 +120,11 @@ class Verifier:
     def _forward_and_sample(self, blocks: Sequence[Block]) -> list[Outcome]:
         context = self.context
         plan = StepPlan(
-            [block.kv for block in blocks], context.geometry, context.pool, mask_dtype=self._forward.compute_dtype
+            [block.kv for block in blocks],
+            context.geometry,
+            context.pool,
+            mask_dtype=self._forward.compute_dtype,
+            lane_attention=context.lane_attention,
         )
         token_ids = np.zeros(plan.row_count, dtype=np.int64)
         wanted: list[int] = []  # packed rows whose logits are computed

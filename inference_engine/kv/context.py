@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from inference_engine.kernels.lane_attention import LaneAttention
 from inference_engine.kv.draft_memory import DraftMemories
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.pool import Pool
@@ -20,13 +21,17 @@ Rotate = Callable[[Tensor, Tensor, str], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVContext:
-    """The model's geometry, the shared pool, the model's own rotation, and what is loaded beside the model: a latent
-    codec, a drafter that remembers sessions, a second tier for rows."""
+    """What sessions share: the model's geometry, the pool, the model's own rotation.
+
+    lane_attention: the device's operation over lanes; None: sessions are attended to one by one. Beside the model there
+    may be a latent codec, a drafter that remembers sessions, and a second tier for rows.
+    """
 
     geometry: Geometry
     pool: Pool
     rotate: Rotate
     device: torch.device
+    lane_attention: LaneAttention | None = None
     latent: TokenCodec | None = None
     draft_memories: DraftMemories | None = None
     tier: Tier | None = None

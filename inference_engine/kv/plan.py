@@ -6,12 +6,17 @@ Everything a layer needs is worked out here once, as host integers and one trans
 layer with no session object, no synchronisation and no decision. In fixed-shape mode each session's rows sit at their
 position modulo the row quantum, padded on both sides, and keys are padded to the key quantum: a row then meets the
 same arithmetic whatever else is in the forward.
+
+Where the device has an operation for it, rows of short blocks that read lanes are attended to all at once, whatever
+their sessions are (`kernels/lane_attention.py`). A step of nothing else is a table of numbers (`LaneTables`), and may
+be run as a graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -20,15 +25,21 @@ from torch import Tensor
 
 from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.gather import always_read, distant_blocks
+from inference_engine.kernels.lane_attention import COUNT, LANE, START, LaneAttention
 from inference_engine.kv.chunk_view import ChunkView, Portion
 from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.lane_rows import lane_numbers
+from inference_engine.kv.lane_tables import LaneTables, StepNumbers, by_row
 from inference_engine.kv.lanes import LaneGroup
 from inference_engine.kv.layout import BlockSelector, Positions
-from inference_engine.kv.pool import Arena, Pool
+from inference_engine.kv.pool import Pool
 from inference_engine.kv.query_rings import QueryRings
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.tier_view import TierView
 from inference_engine.kv.views import DenseView, GatherView, Lane, MacView, Scoring, View
+
+# Blocks of more rows are attended to session by session: there are enough of them to fill a device.
+_MOST_LANE_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +48,7 @@ class Span:
 
     rows: slice
     real: slice
-    views: dict[int, View]  # by layer
+    views: dict[int, View]  # by layer; none where the rows are in the step's lane rows
 
     @property
     def count(self) -> int:
@@ -57,10 +68,17 @@ class StepPlan:
     """Built from sessions that have staged their rows; valid until one of them commits."""
 
     def __init__(
-        self, sessions: Sequence[SessionKV], geometry: Geometry, pool: Pool, *, mask_dtype: torch.dtype
+        self,
+        sessions: Sequence[SessionKV],
+        geometry: Geometry,
+        pool: Pool,
+        *,
+        mask_dtype: torch.dtype,
+        lane_attention: LaneAttention | None = None,
     ) -> None:
         self._geometry = geometry
         self._pool = pool
+        self._lane_attention = lane_attention if geometry.row_quantum == 1 else None
         self._device = next(iter(pool.arenas.values())).keys.device
         self._mask_dtype = mask_dtype
         quantum = geometry.row_quantum
@@ -73,9 +91,18 @@ class StepPlan:
             total += last - first
         self.row_count = total
         self.positions: NDArray[np.int64] = np.concatenate([positions for _, positions, _ in placed])
-        self._writes = self._plan_writes(placed)
+        has_lanes = self._lane_attention is not None and any(kv.staged <= _MOST_LANE_ROWS for kv in sessions)
+        self.numbers = StepNumbers(geometry, total, has_lanes=has_lanes)
+        self._plan_writes(placed)
         self.spans = tuple(self._plan_span(*entry) for entry in placed)
         self._copies = self._plan_copies(placed)
+        # Is this step nothing but its numbers?
+        self.is_lanes_only = not self._copies and not any(span.views for span in self.spans)
+
+    @cached_property
+    def _tables(self) -> LaneTables:
+        numbers = torch.from_numpy(self.numbers.all).to(self._device)
+        return LaneTables.over(numbers, self._geometry, self._pool, self._lane_attention, rows=self.row_count)
 
     def attend(
         self,
@@ -92,46 +119,48 @@ class StepPlan:
 
         All [1, H, N, D], queries and keys rotated; returns [1, N, Hq, D]. Raises SpanFailed.
         """
-        arena = self._arena(layer)
-        write = self._writes[layer]
-        arena.keys.index_copy_(0, write, _by_row(keys))
-        arena.values.index_copy_(0, write, _by_row(values))
+        tables = self._tables
+        if self.is_lanes_only:
+            return tables.attend(layer, queries, keys, values, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
+        tables.write(layer, keys, values)
+        arena = tables.arena(layer)
         if copy := self._copies.get(layer):
             rows, target = copy
-            arena.keys.index_copy_(0, target, _by_row(keys[:, :, rows]))
+            arena.keys.index_copy_(0, target, by_row(keys[:, :, rows]))
+        views = [span.views.get(layer) for span in self.spans]
+        lanes = queries  # whatever it is, if no row has one
+        if None in views:
+            lanes = tables.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
         scoring = Scoring(scaling=scaling, softcap=softcap, head_sinks=head_sinks)
         outs = []
-        for index, span in enumerate(self.spans):
+        for index, (span, view) in enumerate(zip(self.spans, views, strict=True)):
             try:
-                outs.append(span.views[layer].read(layer, queries[0, :, span.rows].transpose(0, 1), arena, scoring))
+                outs.append(
+                    lanes[span.rows]
+                    if view is None
+                    else view.read(layer, queries[0, :, span.rows].transpose(0, 1), arena, scoring)
+                )
             except RestorationFailed as failure:
                 raise SpanFailed(index, failure) from failure
         return (outs[0] if len(outs) == 1 else torch.cat(outs))[None]
 
-    def _arena(self, layer: int) -> Arena:
-        return self._pool.arenas[self._geometry.layers[layer].head_dim]
-
-    def _plan_writes(self, placed: Sequence[tuple[SessionKV, Positions, int]]) -> list[Tensor]:
-        """Arena rows [N · Hkv] that each layer's K and V go to; padding goes to row 0."""
-        by_heads: dict[int, NDArray[np.int64]] = {}
+    def _plan_writes(self, placed: Sequence[tuple[SessionKV, Positions, int]]) -> None:
+        """Arena rows that each layer's K and V go to; padding goes to row 0."""
         for session, _, base in placed:
             real = self._real(session, base)
             for group in session.groups:
-                table = by_heads.get(group.kv_heads)
-                if table is None:
-                    shape = (len(self._geometry.layers), self.row_count, group.kv_heads)
-                    table = by_heads[group.kv_heads] = np.zeros(shape, dtype=np.int64)
-                table[group.layers, real] = group.rows(group.layout.slots(_staged(session)))
-        tensors = {
-            heads: torch.from_numpy(table.reshape(len(table), -1)).to(self._device) for heads, table in by_heads.items()
-        }
-        return [tensors[layer.kv_heads][index] for index, layer in enumerate(self._geometry.layers)]
+                places = self.numbers.places[group.layers]
+                rows = group.rows(group.layout.slots(_staged(session)))
+                self.numbers.writes[group.kv_heads][places, real] = rows
 
     def _plan_span(self, session: SessionKV, positions: Positions, base: int) -> Span:
         views: dict[int, View] = {}
         real = self._real(session, base)
         for group in session.groups:
             count = self._slot_count(group, session.next_position + session.staged)
+            if self._reads_lanes(group, session):
+                self._plan_lanes(group, positions, real, count)
+                continue
             lane = Lane(
                 starts=dict(zip(group.layers.tolist(), group.starts.tolist(), strict=True)),
                 heads=group.kv_heads,
@@ -146,6 +175,20 @@ class StepPlan:
                 view = self._dense_view(group, lane, session, positions, count)
             views.update(dict.fromkeys(group.layers.tolist(), view))
         return Span(slice(base, base + len(positions)), real, views)
+
+    def _reads_lanes(self, group: LaneGroup, session: SessionKV) -> bool:
+        """May the step's one operation over lanes do what a view of the group would?"""
+        if self._lane_attention is None or session.staged > _MOST_LANE_ROWS:
+            return False
+        reads_less = group.layout.selector is not None or group.rings is not None
+        return group.source is None and not (reads_less and bool(session.staged_generated.any()))
+
+    def _plan_lanes(self, group: LaneGroup, positions: Positions, real: slice, count: int) -> None:
+        numbers = lane_numbers(group.layout, positions, last=int(positions[-1]), count=count)
+        lanes = self.numbers.lanes
+        lanes[group.layers, real, START] = group.starts[:, None]
+        lanes[group.layers, real, LANE] = group.layout.lane
+        lanes[group.layers, real, COUNT:] = numbers
 
     def _gather_view(
         self,
@@ -278,8 +321,3 @@ def _unrotations(group: LaneGroup, positions: Positions) -> Tensor:
 
 def _staged(session: SessionKV) -> Positions:
     return np.arange(session.next_position, session.next_position + session.staged, dtype=np.int64)
-
-
-def _by_row(states: Tensor) -> Tensor:
-    """[1, H, N, D] -> [N · H, D], a view when the states came from one projection."""
-    return states[0].transpose(0, 1).reshape(-1, states.shape[-1])

@@ -155,6 +155,8 @@ class Seam:
         self.dtype: torch.dtype = model.dtype
         self.trained_positions: int = config.max_position_embeddings
         attentions = _attention_modules(model, config)
+        # Logits that join the softmax of a head, one for each (gpt-oss).
+        self.has_head_sinks = any(getattr(attention, "sinks", None) is not None for attention in attentions)
         self._blocks = _parents(model, attentions)
         self.layers: tuple[LayerGeometry, ...] = _read_layers(config, attentions)
         self._apply = _rotation_function(attentions[0])

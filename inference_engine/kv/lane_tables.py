@@ -1,0 +1,146 @@
+"""The numbers that a step's layers read: where each row's K and V go, and which lane it attends to.
+
+They travel to the device together, as one run of whole numbers. A step whose rows all attend to lanes is nothing but
+these numbers, so the same forward can be run again over others of the same shape (`backends/graphs.py`).
+
+    writes [Ln, N, Hkv] for each number of KV heads, Ln its layers · lanes [L, N, FIELDS]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_engine.errors import BackendError
+from inference_engine.kernels.lane_attention import FIELDS, LaneAttention
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.pool import Arena, Pool
+
+Numbers = NDArray[np.int64]
+Array = TypeVar("Array", Numbers, Tensor)
+
+
+class StepNumbers:
+    """The numbers on the host, all zero at first: rows go to row 0 of the arena, and attend to nothing.
+
+    writes: by number of KV heads, [Ln, N, Hkv]. lanes: [L, N, FIELDS], or [L, 0, FIELDS] where no row has a lane.
+    """
+
+    def __init__(self, geometry: Geometry, rows: int, *, has_lanes: bool) -> None:
+        self.geometry = geometry
+        self.rows = rows
+        self.all = np.zeros(_count(geometry, rows, has_lanes), dtype=np.int64)
+        self.writes, self.lanes = _split(self.all, geometry, rows)
+        # Each layer's place among those with as many KV heads.
+        self.places = np.zeros(len(geometry.layers), dtype=np.int64)
+        for layers in _by_heads(geometry).values():
+            self.places[layers] = np.arange(len(layers))
+
+    def padded(self, rows: int) -> StepNumbers:
+        """The same with more rows, which do nothing."""
+        if rows == self.rows:
+            return self
+        wider = StepNumbers(self.geometry, rows, has_lanes=True)
+        for heads, writes in self.writes.items():
+            wider.writes[heads][:, : self.rows] = writes
+        wider.lanes[:, : self.rows] = self.lanes
+        return wider
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaneTables:
+    """The numbers on the device, and what is done with them in each layer. Fulfils the seam's AttentionPlan."""
+
+    geometry: Geometry
+    pool: Pool
+    attention: LaneAttention | None
+    writes: tuple[Tensor, ...]  # by layer [N · Hkv]
+    lanes: Tensor
+
+    @staticmethod
+    def over(
+        numbers: Tensor, geometry: Geometry, pool: Pool, attention: LaneAttention | None, *, rows: int
+    ) -> LaneTables:
+        """Views of `numbers`, which lie on the device as StepNumbers has them."""
+        writes, lanes = _split(numbers, geometry, rows)
+        by_layer = {
+            layer: writes[heads][place].reshape(-1)
+            for heads, layers in _by_heads(geometry).items()
+            for place, layer in enumerate(layers)
+        }
+        ordered = tuple(by_layer[layer] for layer in range(len(geometry.layers)))
+        return LaneTables(geometry=geometry, pool=pool, attention=attention, writes=ordered, lanes=lanes)
+
+    def arena(self, layer: int) -> Arena:
+        return self.pool.arenas[self.geometry.layers[layer].head_dim]
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Put the rows' K and V, [1, Hkv, N, D] each, where they belong."""
+        arena = self.arena(layer)
+        arena.keys.index_copy_(0, self.writes[layer], by_row(keys))
+        arena.values.index_copy_(0, self.writes[layer], by_row(values))
+
+    def read(
+        self, layer: int, queries: Tensor, *, scaling: float, softcap: float | None, head_sinks: Tensor | None
+    ) -> Tensor:
+        """[N, Hq, D]: what each row gets from its lane, and zeros for rows that have none. queries: [1, Hq, N, D]."""
+        assert self.attention is not None
+        if head_sinks is not None:
+            raise BackendError("the model's attention has a sink of its own in each head; start with kernels=plain")
+        arena = self.arena(layer)
+        return self.attention(
+            queries[0].transpose(0, 1),
+            arena.keys,
+            arena.values,
+            self.lanes[layer],
+            kv_heads=self.geometry.layers[layer].kv_heads,
+            scaling=scaling,
+            softcap=softcap,
+        )
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        head_sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Write the rows of `layer` and attend; as `StepPlan.attend`, for steps whose rows all attend to lanes."""
+        self.write(layer, keys, values)
+        return self.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)[None]
+
+
+def by_row(states: Tensor) -> Tensor:
+    """[1, H, N, D] -> [N · H, D], a view when the states came from one projection."""
+    return states[0].transpose(0, 1).reshape(-1, states.shape[-1])
+
+
+def _by_heads(geometry: Geometry) -> dict[int, list[int]]:
+    """The layers by their number of KV heads."""
+    found: dict[int, list[int]] = {}
+    for index, layer in enumerate(geometry.layers):
+        found.setdefault(layer.kv_heads, []).append(index)
+    return found
+
+
+def _count(geometry: Geometry, rows: int, has_lanes: bool) -> int:
+    return rows * sum(layer.kv_heads + FIELDS * has_lanes for layer in geometry.layers)
+
+
+def _split(numbers: Array, geometry: Geometry, rows: int) -> tuple[dict[int, Array], Array]:
+    """Views of one run of numbers: the writes by number of KV heads, and the lanes of all layers."""
+    writes: dict[int, Array] = {}
+    first = 0
+    for heads, layers in _by_heads(geometry).items():
+        count = len(layers) * rows * heads
+        writes[heads] = numbers[first : first + count].reshape(len(layers), rows, heads)
+        first += count
+    return writes, numbers[first:].reshape(len(geometry.layers), -1, FIELDS)

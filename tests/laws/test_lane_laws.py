@@ -1,0 +1,105 @@
+"""Attending to all rows of a step at once, and running it as a graph, changes no token: over every strategy.
+
+On a machine without a GPU the operation is its reference, and nothing is recorded; where there is one, the kernel runs,
+with graphs and without.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.config import EngineConfig
+from inference_engine.engine import Engine
+from inference_engine.kernels.lane_attention import attend_lanes, open_lane_attention
+from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.types import GenerateParams, Mode, Sampling
+from kv_cache_proposer.ngram import NgramDrafter
+from tests.laws.test_engine_laws import opened
+from tests.laws.variants import drain, each_strategy, same, text, tokens
+from tests.tiny import SMALL, tiny_forward_on, tiny_latent
+
+ON_GPU = torch.cuda.is_available()
+SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
+WAYS = {"lanes": False, "lanes-graphs": True} if ON_GPU else {"lanes": False}
+
+
+@lru_cache(maxsize=3)
+def forward(way: str) -> TorchForward:
+    device = "cuda" if ON_GPU else "cpu"
+    if way == "alone":
+        return tiny_forward_on(device)
+    kernel = open_lane_attention("auto", torch.device(device)) if ON_GPU else attend_lanes
+    return tiny_forward_on(device, lane_attention=kernel, records_graphs=WAYS[way])
+
+
+def engine_on(way: str, **extras: Any) -> Engine:
+    settings: dict[str, Any] = {**SMALL}
+    return Engine(forward(way), EngineConfig(**settings), latent=tiny_latent(), **extras)
+
+
+def conversation(way: str, strategy: KVStrategy, **extras: Any) -> list[list[tuple[int, float | None]]]:
+    """Three turns of a session beside neighbours of other strategies and lengths, in the same forwards."""
+    turns = []
+    with engine_on(way, **extras) as engine:
+        session = opened(engine, strategy)
+        neighbours = [
+            opened(engine, neighbour, text(length, seed=length))
+            for neighbour, length in ((Full(), 77), (SinkWindow(sink=2, window=9), 100), (Full(), 3), (Full(), 40))
+        ]
+        for turn in range(3):
+            engine.append(session, text((5, 61, 30)[turn], seed=turn))
+            running = [engine.generate(other, GenerateParams(max_tokens=20 + turn)) for other in neighbours]
+            for sampling in (Sampling(), SAMPLED):
+                params = GenerateParams(max_tokens=17, sampling=sampling, logprobs=True)
+                turns.append(tokens(drain(engine.generate(session, params))))
+            for generation in running:
+                drain(generation)
+    return turns
+
+
+@each_strategy
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_attended_to_together_give_what_they_give_session_by_session(strategy: KVStrategy, way: str) -> None:
+    expected, found = conversation("alone", strategy), conversation(way, strategy)
+
+    for turn, (wanted, got) in enumerate(zip(expected, found, strict=True)):
+        assert same(wanted, got, Mode.BATCHED), turn
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", [Full(), SinkWindow(sink=3, window=20)], ids=str)
+def test_drafts_verified_over_lanes_change_no_token(strategy: KVStrategy, way: str) -> None:
+    """Blocks of several rows of one session, some of which are dropped again."""
+    repeated = text(12) * 4
+    found = {}
+    for drafter in (None, NgramDrafter()):
+        with engine_on(way, drafter=drafter) as engine:
+            session = opened(engine, strategy, repeated)
+            found[drafter is None] = tokens(drain(engine.generate(session, GenerateParams(max_tokens=80))))
+    assert [token for token, _ in found[True]] == [token for token, _ in found[False]]
+
+
+def test_the_rows_of_several_sessions_are_one_operation_a_layer() -> None:
+    """A step of nothing but decodes asks for each layer once, whatever strategies keep every row or a window."""
+    asked: list[int] = []
+
+    def counted(queries: Tensor, *others: Any, **words: Any) -> Tensor:
+        asked.append(len(queries))
+        return attend_lanes(queries, *others, **words)
+
+    on_lanes = tiny_forward_on("cpu", lane_attention=counted)
+    settings: dict[str, Any] = {**SMALL}
+    with Engine(on_lanes, EngineConfig(**settings)) as engine:
+        sessions = [opened(engine, strategy, text(40)) for strategy in (Full(), SinkWindow(sink=3, window=20), Full())]
+        running = [engine.generate(session, GenerateParams(max_tokens=30)) for session in sessions]
+        for generation in running:
+            drain(generation)
+    assert asked.count(3) >= 20 * len(on_lanes.seam.layers)
