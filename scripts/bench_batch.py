@@ -1,0 +1,216 @@
+"""Many sessions decoding at the same time: tokens a second together against one after another.
+
+    python scripts/bench_batch.py                    writes results/batch_<device>_<dtype>/<date>-<machine>/
+
+In each round every way of running meets every number of sessions, and the same sessions run one after another beside
+it, so a slow minute of the machine hits all. The share of the step's time outside the model is what of the wall clock
+the device did not spend in the forward: planning, sampling, committing, telling clients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from inference_engine.config import ModelConfig, configure_threads_environment, forbid_model_hub
+
+configure_threads_environment()
+forbid_model_hub()
+
+import torch
+
+from inference_engine.backends import open_backend
+from inference_engine.backends.base import Forward, Result, Step
+from inference_engine.config import EngineConfig, resolve
+from inference_engine.engine import Engine
+from inference_engine.evaluation import record
+from inference_engine.kv.strategies import parse_strategy
+from inference_engine.types import Finished, GenerateParams, TokenCommitted
+
+SEED = 1
+# What may be switched off on a GPU, and so is compared there.
+WAYS_ON_GPU = {"graphs": {}, "kernels": {"graphs": "off"}, "plain": {"kernels": "plain", "graphs": "off"}}
+
+
+class TimedForward:
+    """A Forward that knows how long the device was busy in it."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._spans: list[tuple[Any, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._forward, name)
+
+    def run(self, step: Step) -> Result:
+        began = self._now()
+        result = self._forward.run(step)
+        self._spans.append((began, self._now()))
+        return result
+
+    def _now(self) -> Any:
+        """A moment of the device, which it notes when it gets there; of this thread, where that is the device."""
+        if self._forward.device.type != "cuda":
+            return time.perf_counter()
+        new_event: Callable[..., Any] = torch.cuda.Event
+        moment = new_event(enable_timing=True)
+        moment.record()
+        return moment
+
+    def take_seconds(self) -> float:
+        """Seconds inside since the last call of this."""
+        if self._forward.device.type == "cuda":
+            torch.cuda.synchronize()
+            seconds = sum(began.elapsed_time(ended) for began, ended in self._spans) / 1000
+        else:
+            seconds = sum(ended - began for began, ended in self._spans)
+        self._spans.clear()
+        return float(seconds)
+
+
+@dataclass(slots=True)
+class Cell:
+    """The rounds of one way and number of sessions."""
+
+    together: list[float] = field(default_factory=list)  # tokens a second
+    alone: list[float] = field(default_factory=list)
+    outside: list[float] = field(default_factory=list)  # share of the wall clock
+    differing: list[float] = field(default_factory=list)  # share of tokens that are not those of the session alone
+
+
+def prepare(engine: Engine, histories: Sequence[list[int]], strategies: Sequence[str], limit: int) -> list[str]:
+    """Sessions whose history is prefilled: only its last token is still to run."""
+    sessions = []
+    for index, history in enumerate(histories):
+        strategy = parse_strategy(strategies[index % len(strategies)])
+        session = engine.create_session(strategy=strategy, limit_tokens=limit).session_id
+        engine.append(session, history)
+        for _ in engine.generate(session, GenerateParams(max_tokens=1, drafting=False)):
+            pass
+        sessions.append(session)
+    return sessions
+
+
+def decode(engine: Engine, sessions: Sequence[str], tokens: int) -> tuple[float, list[tuple[int, ...]]]:
+    """Seconds that all sessions together take for `tokens` each, and what they gave."""
+    params = GenerateParams(max_tokens=tokens, drafting=False)
+    began = time.perf_counter()
+    running = [engine.generate(session, params) for session in sessions]
+    given: list[tuple[int, ...]] = []
+    for generation in running:
+        events = list(generation)
+        assert isinstance(events[-1], Finished)
+        given.append(tuple(event.token_id for event in events if isinstance(event, TokenCommitted)))
+    return time.perf_counter() - began, given
+
+
+def measure(
+    engine: Engine,
+    timed: TimedForward,
+    cell: Cell,
+    histories: Sequence[list[int]],
+    strategies: Sequence[str],
+    tokens: int,
+) -> None:
+    limit = len(histories[0]) + tokens + 2
+    ours = prepare(engine, histories, strategies, limit)
+    timed.take_seconds()
+    seconds, together = decode(engine, ours, tokens)
+    inside = timed.take_seconds()
+    for session in ours:
+        engine.close_session(session)
+    one_by_one, alone = 0.0, []
+    for session in prepare(engine, histories, strategies, limit):
+        spent, given = decode(engine, [session], tokens)
+        one_by_one += spent
+        alone += given
+        engine.close_session(session)
+    count = len(histories) * tokens
+    cell.together.append(count / seconds)
+    cell.alone.append(count / one_by_one)
+    cell.outside.append(max(0.0, 1 - inside / seconds))
+    wrong = sum(a != b for ours, theirs in zip(together, alone, strict=True) for a, b in zip(ours, theirs, strict=True))
+    cell.differing.append(wrong / count)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Many sessions decoding at the same time.")
+    for name in ("model", "device", "dtype", "linear"):
+        parser.add_argument(f"--{name}", default=None)
+    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--strategies", nargs="+", default=["full"], help="dealt out to the sessions in turn")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kv-bytes", type=int, default=2**32)
+    parser.add_argument("--name", default=None)
+    parser.add_argument("--commit", default=record.commit(), help="what runs, where there is no repository to ask")
+    arguments = parser.parse_args()
+    flags = {name: getattr(arguments, name) for name in ("model", "device", "dtype", "linear")}
+    config = resolve(ModelConfig, flags)
+    ways = WAYS_ON_GPU if config.device != "cpu" else {"batched": {}}
+    engines: dict[str, tuple[Engine, TimedForward]] = {}
+    for way, more in ways.items():
+        timed = TimedForward(open_backend(resolve(ModelConfig, {**flags, **more})))
+        settings = EngineConfig(kv_bytes=arguments.kv_bytes, max_batch=max(arguments.sessions))
+        engines[way] = Engine(timed, settings), timed
+    cells = {(way, count): Cell() for count in arguments.sessions for way in engines}
+    generator = torch.Generator().manual_seed(SEED)
+    vocabulary = next(iter(engines.values()))[0].info().facts.vocab_size
+    for number in range(arguments.rounds + 1):  # the first warms up and is not kept
+        for (way, count), cell in cells.items():
+            shape = (count, arguments.length)
+            histories = torch.randint(10, vocabulary - 10, shape, generator=generator).tolist()
+            kept = cell if number else Cell()
+            measure(*engines[way], kept, histories, arguments.strategies, arguments.tokens)
+        print(f"round {number} of {arguments.rounds}", flush=True)
+    facts = next(iter(engines.values()))[0].info().facts
+    values: dict[str, Any] = {}
+    for (way, count), cell in cells.items():
+        where = f"{way}, {count} sessions"
+        ratios = [a / b for a, b in zip(cell.together, cell.alone, strict=True)]
+        values[f"tokens a second, together ÷ one after another, {where}"] = record.summarize(ratios, "ratio")
+        values[f"share of the time outside the model, {where}"] = record.summarize(cell.outside, "share")
+        values[f"tokens that differ from those of the session alone, {where}"] = record.summarize(
+            cell.differing, "share"
+        )
+        if config.device != "cpu":
+            values[f"tokens a second, {where}"] = record.summarize(cell.together, "tokens a second")
+            if way != "plain":
+                pairs = zip(cell.together, cells["plain", count].together, strict=True)
+                values[f"tokens a second, {way} ÷ plain, {count} sessions"] = record.summarize(
+                    [a / b for a, b in pairs], "ratio"
+                )
+    for engine, _ in engines.values():
+        engine.close()
+    path = record.write_record(
+        arguments.name or f"batch_{config.device}_{config.dtype}",
+        {
+            "command": record.command_line(),
+            "commit": arguments.commit,
+            "config": {
+                "model": facts.model_id,
+                "device": config.device if config.device == "cpu" else torch.cuda.get_device_name(),
+                "dtype": config.dtype,
+                "linear": config.linear,
+                "threads": torch.get_num_threads(),
+                "rounds": arguments.rounds,
+                "tokens": arguments.tokens,
+                "length": arguments.length,
+                "strategies": arguments.strategies,
+            },
+            "seeds": [SEED],
+            "values": values,
+            "baseline": "the same sessions, histories and engine, one after another, in the same round",
+        },
+    )
+    for name, value in values.items():
+        print(f"{name}: {value['median']:.3g} ({value['low']:.3g} to {value['high']:.3g})")
+    print(path.relative_to(record.ROOT))
+
+
+if __name__ == "__main__":
+    main()
