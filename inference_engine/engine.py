@@ -95,7 +95,9 @@ class Engine:
         )
         self._default_strategy = parse_strategy(self.config.strategy).resolved(self._geometry)
         self._default_strategy.check(self._geometry)
-        opened = forward.open(self._geometry, self.config.kv_bytes or forward.free_bytes() // _KV_SHARE)
+        tap_layers = () if drafter is None else drafter.tap_layers
+        kv_bytes = self.config.kv_bytes or forward.free_bytes() // _KV_SHARE
+        opened = forward.open(self._geometry, kv_bytes, tap_layers=tap_layers)
         tier = open_tier(
             forward.device,
             capacity_bytes=self.config.tier_bytes,
@@ -104,6 +106,8 @@ class Engine:
             count=self.metrics.count_transfer,
         )
         self._context = replace(opened, latent=latent, draft_memories=drafter, tier=tier)
+        if drafter is not None:
+            drafter.prepare(self._context)
         self._check_ready(self._default_strategy)
         self._warn_if_too_small()
         self._store = SessionStore(
@@ -116,7 +120,7 @@ class Engine:
             evictable_seconds=self.config.session_evictable_seconds,
         )
         self._scheduler = Scheduler(
-            Verifier(forward, self._context, tap_layers=() if drafter is None else drafter.tap_layers),
+            Verifier(forward, self._context, tap_layers=tap_layers),
             self._store,
             self._journal,
             self.metrics,

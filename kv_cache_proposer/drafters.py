@@ -92,7 +92,7 @@ def _drafter(network: DFlashNetwork, model: ModelConfig, forward: TorchForward) 
     layers, last_tap = len(forward.seam.layers), network.config.tap_layers[-1]
     if last_tap >= layers:
         raise DrafterError(f"the drafter reads layer {last_tap} of its target, this model has {layers}")
-    drafter = DFlashDrafter(network, words_of(forward.seam.model))
+    drafter = DFlashDrafter(network, words_of(forward.seam.model), records_graphs=forward.records_graphs)
     if model.linear != "plain" and can_pack(network):
         pack_linears(network)
     return drafter

@@ -58,6 +58,9 @@ class NgramDrafter:
     def open(self, context: KVContext) -> DraftMemory | None:
         return None
 
+    def prepare(self, context: KVContext) -> None:
+        pass
+
     def observe(self, seen: Sequence[Seen]) -> None:
         pass
 

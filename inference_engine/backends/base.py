@@ -64,8 +64,8 @@ class Forward(Protocol):
     def free_bytes(self) -> int:
         """Memory of the device that K/V could use now."""
 
-    def open(self, geometry: Geometry, capacity_bytes: int) -> KVContext:
-        """Allocate the arenas."""
+    def open(self, geometry: Geometry, capacity_bytes: int, *, tap_layers: tuple[int, ...] = ()) -> KVContext:
+        """Allocate the arenas and get ready for steps; tap_layers: of those that will want hidden states."""
 
     def run(self, step: Step) -> Result:
         """One forward over all layers."""

@@ -146,7 +146,7 @@ class ScriptedForward:
     def free_bytes(self) -> int:
         return free_host_bytes()
 
-    def open(self, geometry: Geometry, capacity_bytes: int) -> KVContext:
+    def open(self, geometry: Geometry, capacity_bytes: int, *, tap_layers: tuple[int, ...] = ()) -> KVContext:
         return KVContext(
             geometry=geometry, pool=Pool(geometry, capacity_bytes, _zeros), rotate=_unrotated, device=self.device
         )

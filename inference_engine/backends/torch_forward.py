@@ -11,6 +11,7 @@ from torch import Tensor
 from inference_engine.backends.base import Result, Step
 from inference_engine.backends.graphs import StepGraphs
 from inference_engine.backends.quanta import probe_quanta
+from inference_engine.backends.recording import GraphMemory
 from inference_engine.kernels.lane_attention import LaneAttention
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
@@ -37,8 +38,9 @@ class TorchForward:
         self._facts = facts
         self._device = device
         self._lane_attention = lane_attention
-        self._records_graphs = records_graphs
+        self.records_graphs = records_graphs
         self._graphs: StepGraphs | None = None
+        self._memory = GraphMemory()
 
     @property
     def facts(self) -> ModelFacts:
@@ -69,10 +71,12 @@ class TorchForward:
             return int(torch.cuda.mem_get_info(self._device)[0])
         return free_host_bytes()
 
-    def open(self, geometry: Geometry, capacity_bytes: int) -> KVContext:
+    def open(self, geometry: Geometry, capacity_bytes: int, *, tap_layers: tuple[int, ...] = ()) -> KVContext:
         pool = Pool(geometry, capacity_bytes, self._zeros)
-        if self._records_graphs and self._lane_attention is not None and geometry.row_quantum == 1:
-            self._graphs = StepGraphs(self.seam, geometry, pool, self._lane_attention)
+        if self.records_graphs and self._lane_attention is not None and geometry.row_quantum == 1:
+            self._graphs = StepGraphs(
+                self.seam, geometry, pool, self._lane_attention, tap_layers=tap_layers, memory=self._memory
+            )
         return KVContext(
             geometry=geometry,
             pool=pool,

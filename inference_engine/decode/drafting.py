@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inference_engine.kv.context import KVContext
 from inference_engine.kv.draft_memory import DraftMemories, DraftMemory
 
 __all__ = ["DraftMemory", "Drafter", "Seen", "TokenIds", "Wanted"]
@@ -65,6 +66,9 @@ class Drafter(DraftMemories, Protocol):
     @property
     def longest(self) -> int:
         """The most tokens it can propose at once."""
+
+    def prepare(self, context: KVContext) -> None:
+        """Get ready for the sessions of `context`. Called once, before there are any."""
 
     def observe(self, seen: Sequence[Seen]) -> None:
         """Rows of several sessions were committed."""

@@ -21,7 +21,8 @@ from inference_engine.decode.drafting import DraftMemory, Seen, TokenIds, Wanted
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.pool import Demand
-from kv_cache_proposer.dflash.memory import RingMemory, memory_demand, write_rows
+from kv_cache_proposer.dflash.graphs import DrafterGraphs
+from kv_cache_proposer.dflash.memory import RingMemory, arenas_of, memory_demand, write_index, write_rows
 from kv_cache_proposer.dflash.network import DFlashNetwork, Rows
 from kv_cache_proposer.dflash.target import TargetWords
 from kv_cache_proposer.errors import DrafterError
@@ -30,8 +31,11 @@ from kv_cache_proposer.errors import DrafterError
 class DFlashDrafter:
     """One network for all sessions. It draws from the target's embedding and head, which stay the target's."""
 
-    def __init__(self, network: DFlashNetwork, words: TargetWords) -> None:
-        """network: on the target's device, in its dtype. Raises DrafterError for a target it does not fit."""
+    def __init__(self, network: DFlashNetwork, words: TargetWords, *, records_graphs: bool = False) -> None:
+        """network: on the target's device, in its dtype. records_graphs: as the target's steps are, on a GPU.
+
+        Raises DrafterError for a target it does not fit.
+        """
         config = network.config
         vocab_size, hidden = words.embeddings.shape
         if hidden != config.hidden:
@@ -41,6 +45,8 @@ class DFlashDrafter:
         self._network = network.eval().requires_grad_(requires_grad=False)
         self._words = words
         self._device = words.embeddings.device
+        self._records_graphs = records_graphs
+        self._graphs: DrafterGraphs | None = None
 
     @property
     def name(self) -> str:
@@ -60,6 +66,14 @@ class DFlashDrafter:
     def open(self, context: KVContext) -> DraftMemory | None:
         return RingMemory.reserve(self._network.config, context)
 
+    def prepare(self, context: KVContext) -> None:
+        if self._records_graphs:
+            config = self._network.config
+            arenas = arenas_of(config, context)
+            self._graphs = DrafterGraphs(
+                self._network, self._words, arenas, taps_dtype=next(self._network.parameters()).dtype
+            )
+
     def observe(self, seen: Sequence[Seen]) -> None:
         seen = [one for one in seen if len(one.token_ids)]
         if not seen:
@@ -71,11 +85,14 @@ class DFlashDrafter:
             assert one.taps is not None, "taps were asked for"
             taps.append(one.taps[int(rows[0]) :])
             positions.append(one.first + rows)
-        place = torch.from_numpy(np.concatenate(positions)).to(self._device)
+        index, place = write_index(memories, [slots for _, slots in kept]), np.concatenate(positions)
         with torch.inference_mode():
-            states = self._network.context(torch.cat(taps)[None], place[None])
+            if self._graphs is not None and self._graphs.can_observe(len(place)):
+                self._graphs.observe(torch.cat(taps), place, index)
+                return
+            states = self._network.context(torch.cat(taps)[None], torch.from_numpy(place).to(self._device)[None])
             keys, values = (torch.stack(part)[:, 0] for part in zip(*states, strict=True))
-            write_rows(memories, [slots for _, slots in kept], keys, values)
+            write_rows(memories[0], index, keys, values)
 
     def propose(self, wanted: Sequence[Wanted]) -> list[TokenIds]:
         if not wanted:
@@ -85,8 +102,12 @@ class DFlashDrafter:
         first = np.array([len(one.history) - 1 for one in wanted], dtype=np.int64)
         ids = np.full((len(wanted), size), self._network.config.mask_token_id, dtype=np.int64)
         ids[:, 0] = [int(one.history[-1]) for one in wanted]
+        rings = [_ring(one.memory) for one in wanted]
         with torch.inference_mode():
-            context, mask = self._context([_ring(one.memory) for one in wanted], first)
+            if self._graphs is not None and self._graphs.can_propose(len(rings)):
+                guesses = self._graphs.propose(rings, ids, first)
+                return [guesses[place, :limit].astype(np.uint32) for place, limit in enumerate(limits)]
+            context, mask = self._context(rings, first)
             block = self._words.embed(torch.from_numpy(ids).to(self._device), self._network.config.embedding_scale)
             positions = torch.from_numpy(first[:, None] + np.arange(size)).to(self._device)
             states = self._network(block, positions, context, mask)

@@ -106,15 +106,25 @@ class RingMemory:
         return (held >= 0) & (held < position) & (held >= position - self._config.context_window)
 
     def arenas(self) -> tuple[Tensor, Tensor]:
-        """All of the pool, K and V, as rows of the drafter's head size: [R, D] each."""
-        arena, size = self._context.pool.arenas[self._demand.head_dim], self._config.head_dim
-        whole = arena.keys.numel() // size * size
-        return arena.keys.view(-1)[:whole].view(-1, size), arena.values.view(-1)[:whole].view(-1, size)
+        """See `arenas_of`."""
+        return arenas_of(self._config, self._context)
 
 
-def write_rows(memories: Sequence[RingMemory], slots: Sequence[Positions], keys: Tensor, values: Tensor) -> None:
-    """Put rows where they belong: keys and values [layers, Hkv, n, D], those of one memory after those of another."""
+def arenas_of(config: DFlashConfig, context: KVContext) -> tuple[Tensor, Tensor]:
+    """All of the pool, K and V, as rows of the drafter's head size: [R, D] each."""
+    arena, size = context.pool.arenas[context.geometry.layers[0].head_dim], config.head_dim
+    whole = arena.keys.numel() // size * size
+    return arena.keys.view(-1)[:whole].view(-1, size), arena.values.view(-1)[:whole].view(-1, size)
+
+
+def write_index(memories: Sequence[RingMemory], slots: Sequence[Positions]) -> Positions:
+    """[layers · Hkv, n], rows of the arenas: those of one memory after those of another."""
     lanes = [memory.index(own).reshape(-1, len(own)) for memory, own in zip(memories, slots, strict=True)]
-    index = torch.from_numpy(np.concatenate(lanes, axis=1).reshape(-1)).to(keys.device)
-    for arena, rows in zip(memories[0].arenas(), (keys, values), strict=True):
-        arena.index_copy_(0, index, rows.to(arena.dtype).reshape(-1, arena.shape[1]))
+    return np.concatenate(lanes, axis=1)
+
+
+def write_rows(memory: RingMemory, index: Positions, keys: Tensor, values: Tensor) -> None:
+    """Put rows, keys and values [layers, Hkv, n, D], where `index` says. memory: any of the sessions'."""
+    where = torch.from_numpy(index.reshape(-1)).to(keys.device)
+    for arena, rows in zip(memory.arenas(), (keys, values), strict=True):
+        arena.index_copy_(0, where, rows.to(arena.dtype).reshape(-1, arena.shape[1]))

@@ -32,6 +32,9 @@ class Plain:
     def open(self, context: KVContext) -> Memory | None:
         return None
 
+    def prepare(self, context: KVContext) -> None:
+        pass
+
     def observe(self, seen: Sequence[Seen]) -> None:
         pass
 

@@ -15,13 +15,17 @@ from torch import Tensor
 
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
+from inference_engine.decode.drafting import Drafter
 from inference_engine.engine import Engine
 from inference_engine.kernels.lane_attention import attend_lanes, open_lane_attention
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Mode, Sampling
+from kv_cache_proposer.dflash.drafter import DFlashDrafter
+from kv_cache_proposer.dflash.target import words_of
 from kv_cache_proposer.ngram import NgramDrafter
+from tests.kv_cache_proposer.drafter_cases import tiny_network
 from tests.laws.test_engine_laws import opened
 from tests.laws.variants import drain, each_strategy, same, text, tokens
 from tests.tiny import SMALL, tiny_forward_on, tiny_latent
@@ -40,9 +44,9 @@ def forward(way: str) -> TorchForward:
     return tiny_forward_on(device, lane_attention=kernel, records_graphs=WAYS[way])
 
 
-def engine_on(way: str, **extras: Any) -> Engine:
-    settings: dict[str, Any] = {**SMALL}
-    return Engine(forward(way), EngineConfig(**settings), latent=tiny_latent(), **extras)
+def engine_on(way: str, *, drafter: Drafter | None = None, **settings: Any) -> Engine:
+    latent = tiny_latent().to(forward(way).device)
+    return Engine(forward(way), EngineConfig(**{**SMALL, **settings}), latent=latent, drafter=drafter)
 
 
 def conversation(way: str, strategy: KVStrategy, **extras: Any) -> list[list[tuple[int, float | None]]]:
@@ -85,6 +89,29 @@ def test_drafts_verified_over_lanes_change_no_token(strategy: KVStrategy, way: s
             session = opened(engine, strategy, repeated)
             found[drafter is None] = tokens(drain(engine.generate(session, GenerateParams(max_tokens=80))))
     assert [token for token, _ in found[True]] == [token for token, _ in found[False]]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_drafter_whose_work_is_recorded_guesses_what_it_guessed_before(way: str) -> None:
+    """Several sessions, which leave one after another: other numbers of blocks and of rows each time."""
+    found = {}
+    for records_graphs in {False, WAYS[way]}:
+        network = tiny_network().to(forward(way).device)
+        drafter = DFlashDrafter(network, words_of(forward(way).seam.model), records_graphs=records_graphs)
+        with engine_on(way, drafter=drafter, draft_tokens=5) as engine:
+            sessions = [opened(engine, Full(), text(length, seed=length)) for length in (9, 40, 77)]
+            running = [
+                engine.generate(session, GenerateParams(max_tokens=count))
+                for session, count in zip(sessions, (11, 23, 40), strict=True)
+            ]
+            ends = [list(generation) for generation in running]
+            facts = [engine.session_info(session) for session in sessions]
+            assert all(fact.drafted_tokens for fact in facts)
+            found[records_graphs] = (
+                [[token for token, _ in tokens(events)] for events in ends],
+                [fact.accepted_tokens for fact in facts],
+            )
+    assert len({str(answer) for answer in found.values()}) == 1
 
 
 def test_the_rows_of_several_sessions_are_one_operation_a_layer() -> None:

@@ -1,0 +1,63 @@
+"""A computation on a GPU, recorded once and run again over other numbers: a CUDA graph with one input.
+
+Everything that differs from run to run is whole numbers, in one tensor: they are copied over those of the last run in
+one transfer, and the rest is one launch. What a recording gives lies in memory that its next run, and every other
+recording of the same GraphMemory, overwrites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Numbers = NDArray[np.int64]
+T = TypeVar("T")
+_WARM_UPS = 2  # runs before recording: libraries allocate in their first
+
+
+class GraphMemory:
+    """Temporary memory that recordings share, because one runs at a time."""
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+
+
+class Recording(Generic[T]):
+    """`compute(numbers)`, over tensors that stay where they are. It may not wait for the device, nor look at values."""
+
+    def __init__(
+        self, idle: Numbers, device: torch.device, compute: Callable[[Tensor], T], memory: GraphMemory
+    ) -> None:
+        """idle: numbers to record with, which must do no harm. Raises RuntimeError for what cannot be recorded."""
+        self._numbers = torch.from_numpy(idle).to(device)
+        self._graph = torch.cuda.CUDAGraph()
+        new_stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
+        side = new_stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.inference_mode():
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UPS):
+                    compute(self._numbers)
+            torch.cuda.current_stream(device).wait_stream(side)
+            # Other threads may talk to the device meanwhile.
+            with torch.cuda.graph(self._graph, pool=memory.handle, capture_error_mode="thread_local"):
+                self._result = compute(self._numbers)
+        memory.handle = self._graph.pool()
+
+    def run(self, numbers: Numbers) -> T:
+        """What `compute` gives for `numbers`, until the next run."""
+        self._numbers.copy_(torch.from_numpy(numbers))
+        self._graph.replay()
+        return self._result
+
+
+def padded(numbers: Numbers, size: int) -> Numbers:
+    """`numbers` [n, ...] with zeros after them, [size, ...]."""
+    wider = np.zeros((size, *numbers.shape[1:]), dtype=np.int64)
+    wider[: len(numbers)] = numbers
+    return wider

@@ -1,0 +1,115 @@
+"""The drafter's two computations as recordings: for so many blocks, and for so many rows, each recorded once.
+
+    propose   ids [N, B] | positions [N, B] | arena rows of all rings | what each block sees   → guesses [N, B − 1]
+    observe   positions [R] | arena rows to write                       beside them taps [R, taps, hidden]
+
+A draft for a small target is a few dozen launches that take the host longer than the device, like a decode step
+(`inference_engine/backends/graphs.py`). Every ring is read whole, so that shapes do not depend on histories.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_engine.backends.recording import GraphMemory, Recording, padded
+from kv_cache_proposer.dflash.memory import RingMemory
+from kv_cache_proposer.dflash.network import DFlashNetwork
+from kv_cache_proposer.dflash.target import TargetWords
+
+Numbers = NDArray[np.int64]
+BLOCKS = (1, 2, 4, 8, 16)
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+
+class DrafterGraphs:
+    """Records everything when it is made. `arenas`: K and V of the pool, as rows of the drafter's head size."""
+
+    def __init__(
+        self, network: DFlashNetwork, words: TargetWords, arenas: tuple[Tensor, Tensor], *, taps_dtype: torch.dtype
+    ) -> None:
+        config = network.config
+        self._network = network
+        self._words = words
+        self._arenas = arenas
+        self._device = arenas[0].device
+        self._lanes = config.layers * config.kv_heads
+        memory = GraphMemory()
+        shape = (ROWS[-1], len(config.tap_layers), config.hidden)
+        self._taps = torch.zeros(shape, dtype=taps_dtype, device=self._device)
+        self._proposing = {count: self._record_proposing(count, memory) for count in reversed(BLOCKS)}
+        self._observing = {rows: self._record_observing(rows, memory) for rows in reversed(ROWS)}
+
+    @staticmethod
+    def can_propose(blocks: int) -> bool:
+        return blocks <= BLOCKS[-1]
+
+    @staticmethod
+    def can_observe(rows: int) -> bool:
+        return rows <= ROWS[-1]
+
+    def propose(self, memories: Sequence[RingMemory], ids: Numbers, first: Numbers) -> NDArray[np.int64]:
+        """The likeliest ids [N, B − 1] after each block's first. ids: [N, B]; first: [N], where the blocks begin."""
+        config = self._network.config
+        window, size = config.context_window, config.block_size
+        count = len(memories)
+        visible = np.ones((count, window + size), dtype=np.int64)
+        index = np.zeros((count, self._lanes * window), dtype=np.int64)
+        every = np.arange(window)
+        for place, (memory, position) in enumerate(zip(memories, first.tolist(), strict=True)):
+            visible[place, :window] = memory.visible(position, window)
+            index[place] = memory.index(every)
+        blocks = BLOCKS[bisect_left(BLOCKS, count)]
+        positions = first[:, None] + np.arange(size)
+        numbers = [padded(part, blocks).reshape(-1) for part in (ids, positions, index, visible)]
+        guesses = self._proposing[blocks].run(np.concatenate(numbers))
+        found: NDArray[np.int64] = guesses[:count].cpu().numpy()
+        return found
+
+    def observe(self, taps: Tensor, positions: Numbers, index: Numbers) -> None:
+        """Write the rows of taps [R, taps, hidden] at `positions` [R]; index: [layers · Hkv, R] rows of the arenas."""
+        count = len(positions)
+        rows = ROWS[bisect_left(ROWS, count)]
+        self._taps[:count].copy_(taps)
+        where = padded(index.T.copy(), rows).T  # what pads it writes to row 0, which is nobody's
+        self._observing[rows].run(np.concatenate([padded(positions, rows), where.reshape(-1)]))
+
+    def _record_proposing(self, count: int, memory: GraphMemory) -> Recording[Tensor]:
+        config = self._network.config
+        window, size = config.context_window, config.block_size
+        sizes = [count * size, count * size, count * self._lanes * window, count * (window + size)]
+
+        def compute(numbers: Tensor) -> Tensor:
+            ids, positions, index, visible = torch.split(numbers, sizes)
+            seen = visible.view(count, 1, 1, -1).bool()
+            held = seen[..., :window].transpose(2, 3)  # [N, 1, window, 1]
+            shape = (count, config.layers, config.kv_heads, window, config.head_dim)
+            keys, values = (arena[index].view(shape) for arena in self._arenas)
+            # What was never written may be anything, and what is not a number does not go away under a mask.
+            context = [
+                (keys[:, layer].masked_fill(~held, 0), values[:, layer].masked_fill(~held, 0))
+                for layer in range(config.layers)
+            ]
+            block = self._words.embed(ids.view(count, size), config.embedding_scale)
+            states = self._network(block, positions.view(count, size), context, seen)
+            return self._words.head(states[:, 1:]).argmax(-1)
+
+        idle = np.zeros(sum(sizes), dtype=np.int64)
+        idle[-sizes[-1] :] = 1  # a block sees at least itself
+        return Recording(idle, self._device, compute, memory)
+
+    def _record_observing(self, rows: int, memory: GraphMemory) -> Recording[None]:
+        taps = self._taps[:rows]
+
+        def compute(numbers: Tensor) -> None:
+            states = self._network.context(taps[None], numbers[None, :rows])
+            for arena, part in zip(self._arenas, zip(*states, strict=True), strict=True):
+                written = torch.stack(part)[:, 0].to(arena.dtype).reshape(-1, arena.shape[1])
+                arena.index_copy_(0, numbers[rows:], written)
+
+        return Recording(np.zeros(rows * (1 + self._lanes), dtype=np.int64), self._device, compute, memory)
