@@ -143,6 +143,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", default=None)
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--strategies", nargs="+", default=["full"], help="dealt out to the sessions in turn")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS_ON_GPU), default=list(WAYS_ON_GPU), help="on a GPU")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
@@ -152,7 +153,7 @@ def main() -> None:
     arguments = parser.parse_args()
     flags = {name: getattr(arguments, name) for name in ("model", "device", "dtype", "linear")}
     config = resolve(ModelConfig, flags)
-    ways = WAYS_ON_GPU if config.device != "cpu" else {"batched": {}}
+    ways = {way: WAYS_ON_GPU[way] for way in arguments.ways} if config.device != "cpu" else {"batched": {}}
     engines: dict[str, tuple[Engine, TimedForward]] = {}
     for way, more in ways.items():
         timed = TimedForward(open_backend(resolve(ModelConfig, {**flags, **more})))
@@ -180,7 +181,7 @@ def main() -> None:
         )
         if config.device != "cpu":
             values[f"tokens a second, {where}"] = record.summarize(cell.together, "tokens a second")
-            if way != "plain":
+            if way != "plain" and "plain" in ways:
                 pairs = zip(cell.together, cells["plain", count].together, strict=True)
                 values[f"tokens a second, {way} ÷ plain, {count} sessions"] = record.summarize(
                     [a / b for a, b in pairs], "ratio"

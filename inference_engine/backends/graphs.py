@@ -41,7 +41,10 @@ def wants_graphs(choice: str, device: torch.device, *, has_lanes: bool) -> bool:
 
 
 class StepGraphs:
-    """Recorded steps, by number of rows and by the layers after which hidden states are wanted."""
+    """Recorded steps over one pool, by number of rows and by the layers after which hidden states are wanted.
+
+    The pool may go before they do; they must not be run after it.
+    """
 
     def __init__(
         self,
@@ -58,15 +61,22 @@ class StepGraphs:
         Raises BackendError for a model that cannot be recorded.
         """
         self._seam = seam
-        self._geometry = geometry
-        self._pool = pool
-        self._attention = attention
         self._device = next(iter(pool.arenas.values())).keys.device
-        self._memory = memory
+
+        def record(size: int, taps: tuple[int, ...]) -> Recording[tuple[Tensor, Tensor | None]]:
+            def compute(numbers: Tensor) -> tuple[Tensor, Tensor | None]:
+                ids, positions, rest = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
+                tables = LaneTables.over(rest, geometry, pool, attention, rows=size)
+                return _forward(seam, ids, positions, tables, taps)
+
+            nothing = StepNumbers(geometry, size, has_lanes=True).all
+            idle = np.concatenate([np.zeros(2 * size, dtype=np.int64), nothing])
+            return Recording(idle, self._device, compute, memory)
+
         wanted = {(), tap_layers}
         try:
             # The largest first: the others find room in its temporary memory.
-            self._recorded = {(size, taps): self._record(size, taps) for size in reversed(SIZES) for taps in wanted}
+            self._recorded = {(size, taps): record(size, taps) for size in reversed(SIZES) for taps in wanted}
         except RuntimeError as error:
             raise BackendError(f"decode steps cannot be recorded ({error}); start with graphs=off") from error
 
@@ -90,15 +100,12 @@ class StepGraphs:
             logits = logits[torch.tensor(step.logit_rows, dtype=torch.long, device=self._device)]
         return Result(logits, None if taps is None else taps[:rows].clone())
 
-    def _record(self, size: int, tap_layers: tuple[int, ...]) -> Recording[tuple[Tensor, Tensor | None]]:
-        def compute(numbers: Tensor) -> tuple[Tensor, Tensor | None]:
-            ids, positions, rest = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
-            tables = LaneTables.over(rest, self._geometry, self._pool, self._attention, rows=size)
-            with self._seam.tapped(tap_layers) as states:
-                batch = self._seam.batch(tables, np.zeros(1, dtype=np.int64))
-                out = self._seam.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, batch=batch)
-                return out.logits[0].float(), torch.stack(states, dim=1) if states else None
 
-        nothing = StepNumbers(self._geometry, size, has_lanes=True).all
-        idle = np.concatenate([np.zeros(2 * size, dtype=np.int64), nothing])
-        return Recording(idle, self._device, compute, self._memory)
+def _forward(
+    seam: Seam, ids: Tensor, positions: Tensor, tables: LaneTables, tap_layers: tuple[int, ...]
+) -> tuple[Tensor, Tensor | None]:
+    """Logits [N, V] float32 of every row, and hidden states [N, layers, hidden] if any are wanted."""
+    with seam.tapped(tap_layers) as states:
+        batch = seam.batch(tables, np.zeros(1, dtype=np.int64))
+        out = seam.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, batch=batch)
+        return out.logits[0].float(), torch.stack(states, dim=1) if states else None

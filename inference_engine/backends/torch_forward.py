@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -39,7 +40,8 @@ class TorchForward:
         self._device = device
         self._lane_attention = lane_attention
         self.records_graphs = records_graphs
-        self._graphs: StepGraphs | None = None
+        # Of each pool its own: graphs read and write where they were recorded.
+        self._graphs: WeakKeyDictionary[Pool, StepGraphs] = WeakKeyDictionary()
         self._memory = GraphMemory()
 
     @property
@@ -74,7 +76,7 @@ class TorchForward:
     def open(self, geometry: Geometry, capacity_bytes: int, *, tap_layers: tuple[int, ...] = ()) -> KVContext:
         pool = Pool(geometry, capacity_bytes, self._zeros)
         if self.records_graphs and self._lane_attention is not None and geometry.row_quantum == 1:
-            self._graphs = StepGraphs(
+            self._graphs[pool] = StepGraphs(
                 self.seam, geometry, pool, self._lane_attention, tap_layers=tap_layers, memory=self._memory
             )
         return KVContext(
@@ -93,8 +95,9 @@ class TorchForward:
         return torch.zeros(count, dtype=dtype, device=self._device)
 
     def run(self, step: Step) -> Result:
-        if self._graphs is not None and self._graphs.can_run(step):
-            return self._graphs.run(step)
+        graphs = self._graphs.get(step.plan.pool)
+        if graphs is not None and graphs.can_run(step):
+            return graphs.run(step)
         with torch.inference_mode(), self.seam.tapped(step.tap_layers) as states:
             batch = self.seam.batch(step.plan, step.plan.positions)
             out = self.seam.model(

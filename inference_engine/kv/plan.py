@@ -36,6 +36,7 @@ from inference_engine.kv.pool import Pool
 from inference_engine.kv.query_rings import QueryRings
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.tier_view import TierView
+from inference_engine.kv.trunk_view import TrunkView
 from inference_engine.kv.views import DenseView, GatherView, Lane, MacView, Scoring, View
 
 # Blocks of more rows are attended to session by session: there are enough of them to fill a device.
@@ -77,7 +78,7 @@ class StepPlan:
         lane_attention: LaneAttention | None = None,
     ) -> None:
         self._geometry = geometry
-        self._pool = pool
+        self.pool = pool
         self._lane_attention = lane_attention if geometry.row_quantum == 1 else None
         self._device = next(iter(pool.arenas.values())).keys.device
         self._mask_dtype = mask_dtype
@@ -102,7 +103,7 @@ class StepPlan:
     @cached_property
     def _tables(self) -> LaneTables:
         numbers = torch.from_numpy(self.numbers.all).to(self._device)
-        return LaneTables.over(numbers, self._geometry, self._pool, self._lane_attention, rows=self.row_count)
+        return LaneTables.over(numbers, self._geometry, self.pool, self._lane_attention, rows=self.row_count)
 
     def attend(
         self,
@@ -227,7 +228,9 @@ class StepPlan:
         return TierView.of(view, group.tier, queries)
 
     def _dense_view(self, group: LaneGroup, lane: Lane, session: SessionKV, positions: Positions, count: int) -> View:
-        """For rows that read everything: lanes, and what is elsewhere chunk by chunk."""
+        """For rows that read everything: lanes, and what is elsewhere chunk by chunk, or with them."""
+        if group.trunk is not None:
+            return TrunkView(lane=lane, count=count, mask=self._mask(group, positions, count), trunk=group.trunk)
         if group.source is not None and (chunks := group.chunks(session.next_position)):
             portions = self._portions(group, positions)
             return ChunkView(lane=lane, portions=portions, source=group.source, chunks=chunks)

@@ -10,6 +10,7 @@ what the target would draw is not known before it does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from inference_engine.decode.drafting import DraftMemory, Seen, TokenIds, Wanted
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.pool import Demand
+from inference_engine.kv.pool import Demand, Pool
 from kv_cache_proposer.dflash.graphs import DrafterGraphs
 from kv_cache_proposer.dflash.memory import RingMemory, arenas_of, memory_demand, write_index, write_rows
 from kv_cache_proposer.dflash.network import DFlashNetwork, Rows
@@ -46,7 +47,8 @@ class DFlashDrafter:
         self._words = words
         self._device = words.embeddings.device
         self._records_graphs = records_graphs
-        self._graphs: DrafterGraphs | None = None
+        # Of each pool its own: graphs read and write where they were recorded.
+        self._graphs: WeakKeyDictionary[Pool, DrafterGraphs] = WeakKeyDictionary()
 
     @property
     def name(self) -> str:
@@ -70,7 +72,7 @@ class DFlashDrafter:
         if self._records_graphs:
             config = self._network.config
             arenas = arenas_of(config, context)
-            self._graphs = DrafterGraphs(
+            self._graphs[context.pool] = DrafterGraphs(
                 self._network, self._words, arenas, taps_dtype=next(self._network.parameters()).dtype
             )
 
@@ -87,8 +89,9 @@ class DFlashDrafter:
             positions.append(one.first + rows)
         index, place = write_index(memories, [slots for _, slots in kept]), np.concatenate(positions)
         with torch.inference_mode():
-            if self._graphs is not None and self._graphs.can_observe(len(place)):
-                self._graphs.observe(torch.cat(taps), place, index)
+            graphs = self._graphs.get(memories[0].pool)
+            if graphs is not None and graphs.can_observe(len(place)):
+                graphs.observe(torch.cat(taps), place, index)
                 return
             states = self._network.context(torch.cat(taps)[None], torch.from_numpy(place).to(self._device)[None])
             keys, values = (torch.stack(part)[:, 0] for part in zip(*states, strict=True))
@@ -104,8 +107,9 @@ class DFlashDrafter:
         ids[:, 0] = [int(one.history[-1]) for one in wanted]
         rings = [_ring(one.memory) for one in wanted]
         with torch.inference_mode():
-            if self._graphs is not None and self._graphs.can_propose(len(rings)):
-                guesses = self._graphs.propose(rings, ids, first)
+            graphs = self._graphs.get(rings[0].pool)
+            if graphs is not None and graphs.can_propose(len(rings)):
+                guesses = graphs.propose(rings, ids, first)
                 return [guesses[place, :limit].astype(np.uint32) for place, limit in enumerate(limits)]
             context, mask = self._context(rings, first)
             block = self._words.embed(torch.from_numpy(ids).to(self._device), self._network.config.embedding_scale)

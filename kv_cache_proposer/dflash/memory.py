@@ -20,7 +20,7 @@ from torch import Tensor
 
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.pool import Demand
+from inference_engine.kv.pool import Demand, Pool
 from kv_cache_proposer.dflash.config import DFlashConfig
 
 Positions = NDArray[np.int64]
@@ -53,6 +53,11 @@ class RingMemory:
         demand = memory_demand(config, context.geometry)
         starts = context.pool.reserve((demand,))
         return None if starts is None else RingMemory(config, context, demand, starts)
+
+    @property
+    def pool(self) -> Pool:
+        """Where it lies."""
+        return self._context.pool
 
     def held_bytes(self) -> int:
         page = self._context.geometry.page_tokens

@@ -114,6 +114,18 @@ def test_a_drafter_whose_work_is_recorded_guesses_what_it_guessed_before(way: st
     assert len({str(answer) for answer in found.values()}) == 1
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_two_engines_over_one_model_do_not_see_each_other(way: str) -> None:
+    """What was recorded for one pool is not run over another."""
+    ids = text(40)
+    with engine_on(way) as alone:
+        expected = tokens(drain(alone.generate(opened(alone, Full(), ids), GenerateParams(max_tokens=20))))
+    with engine_on(way) as first, engine_on(way) as second:
+        for engine in (first, second, first):
+            found = tokens(drain(engine.generate(opened(engine, Full(), ids), GenerateParams(max_tokens=20))))
+            assert same(expected, found, Mode.BATCHED)
+
+
 def test_the_rows_of_several_sessions_are_one_operation_a_layer() -> None:
     """A step of nothing but decodes asks for each layer once, whatever strategies keep every row or a window."""
     asked: list[int] = []
