@@ -1,0 +1,106 @@
+/** Where the server is and how to reach it: target, TLS, key, and one HTTP/2 connection. */
+import { readFileSync } from "node:fs";
+import type { SecureClientSessionOptions } from "node:http2";
+
+import { createClient, type Client as ConnectClient, type Interceptor } from "@connectrpc/connect";
+import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
+
+import { invalid, shown } from "./checks.js";
+import { RuntimeService } from "./generated/kakeya/v1/runtime_pb.js";
+
+/** A PEM file's contents, or its path. */
+export type Pem = Uint8Array | string;
+
+/**
+ * Certificates for an encrypted connection.
+ *
+ * Without `rootCertificates` the server is checked against Node's own list of authorities. `certificate` and `key` come
+ * together, for a server that asks its clients for one.
+ */
+export interface TLS {
+  readonly rootCertificates?: Pem;
+  readonly certificate?: Pem;
+  readonly key?: Pem;
+}
+
+/** The calls of the wire contract. */
+export type Rpc = ConnectClient<typeof RuntimeService>;
+
+/** A connection that is made by the first call. */
+export interface Channel {
+  readonly rpc: Rpc;
+  /** End the connection and everything on it. */
+  readonly close: () => void;
+}
+
+const KEEPALIVE_SECONDS = 30; // servers answer a client that pings more often than every 20 s by hanging up
+// The largest reply is a few kilobytes; appends are cut to what the server says it takes.
+const MAX_REPLY_BYTES = 4 * 2 ** 20;
+const MAX_REQUEST_BYTES = 2 ** 31 - 1;
+
+const TARGET = /^(?:\[(?<v6>[0-9a-fA-F:.]+)\]|(?<host>[A-Za-z0-9._-]+)):(?<port>\d{1,5})$/;
+const LOOPBACK = /^(?:localhost|127(?:\.\d{1,3}){3}|::1)$/;
+
+/**
+ * Check the pieces and read certificate files. Throws InvalidArgument; a file that cannot be read throws Node's error.
+ *
+ * A key would cross an unencrypted connection in the clear, so it is refused for a target beyond this machine.
+ */
+export function openChannel(target: string, apiKey: string | undefined, tls: TLS | boolean): Channel {
+  const parts = typeof target === "string" ? TARGET.exec(target)?.groups : undefined;
+  const host = parts?.["v6"] ?? parts?.["host"];
+  if (host === undefined || Number(parts?.["port"]) > 65_535) {
+    throw invalid("target", `must be an address such as "127.0.0.1:50051", got ${shown(target)}`);
+  }
+  if (apiKey !== undefined) {
+    // What HTTP/2 lets into a header.
+    if (typeof apiKey !== "string" || !/^[\x20-\x7e]+$/.test(apiKey)) {
+      throw invalid("apiKey", "must be a text of printable ASCII characters");
+    }
+    if (tls === false && !LOOPBACK.test(host)) {
+      throw invalid("apiKey", `would travel to ${target} unencrypted; give tls: true or certificates as well`);
+    }
+  }
+  const baseUrl = `${tls === false ? "http" : "https"}://${target}`;
+  const connection = new Http2SessionManager(
+    baseUrl,
+    { pingIntervalMs: KEEPALIVE_SECONDS * 1000, pingTimeoutMs: 20_000 },
+    tls === false ? {} : secureOptions(tls === true ? {} : tls),
+  );
+  const transport = createGrpcTransport({
+    baseUrl,
+    sessionManager: connection,
+    interceptors: apiKey === undefined ? [] : [withKey(apiKey)],
+    acceptCompression: [],
+    readMaxBytes: MAX_REPLY_BYTES,
+    writeMaxBytes: MAX_REQUEST_BYTES,
+  });
+  return {
+    rpc: createClient(RuntimeService, transport),
+    close: () => {
+      connection.abort();
+    },
+  };
+}
+
+function withKey(apiKey: string): Interceptor {
+  return (next) => (request) => {
+    request.header.set("authorization", `Bearer ${apiKey}`);
+    return next(request);
+  };
+}
+
+function secureOptions(tls: TLS): SecureClientSessionOptions {
+  if ((tls.certificate === undefined) !== (tls.key === undefined)) {
+    throw invalid("tls", "needs certificate and key together; only one of them is given");
+  }
+  return {
+    ...(tls.rootCertificates === undefined ? {} : { ca: pemOf(tls.rootCertificates) }),
+    ...(tls.certificate === undefined ? {} : { cert: pemOf(tls.certificate) }),
+    ...(tls.key === undefined ? {} : { key: pemOf(tls.key) }),
+  };
+}
+
+function pemOf(source: Pem): Buffer {
+  return typeof source === "string" ? readFileSync(source) : Buffer.from(source);
+}

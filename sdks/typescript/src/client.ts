@@ -1,0 +1,51 @@
+/** A connection to a runtime. */
+import { Link, type CallOptions, type ClientOptions } from "./link.js";
+import { createSessionRequest, type CreateSessionOptions } from "./requests.js";
+import { Session } from "./session.js";
+import { createdFacts, serverInfoOf, type ServerInfo } from "./values.js";
+
+/**
+ * A connection to a runtime, made by the first call. Closing it, or leaving the block of its `await using`, ends what
+ * runs on it and closes no session.
+ */
+export class Client implements AsyncDisposable {
+  readonly #link: Link;
+
+  /** Throws InvalidArgument; a certificate file that cannot be read throws Node's own error. */
+  constructor(target = "127.0.0.1:50051", options: ClientOptions = {}) {
+    this.#link = new Link(target, options);
+  }
+
+  get target(): string {
+    return this.#link.target;
+  }
+
+  get isClosed(): boolean {
+    return this.#link.isClosed;
+  }
+
+  /** Open a session and reserve its memory. */
+  async createSession(options: CreateSessionOptions = {}): Promise<Session> {
+    const request = createSessionRequest(options);
+    const patience = this.#link.patience(options);
+    const reply = await this.#link.repeat((rpc, each) => rpc.createSession(request, each), patience);
+    return Session.opened(this.#link, createdFacts(reply));
+  }
+
+  /** The server's model, limits and strategies, now. */
+  async serverInfo(options: CallOptions = {}): Promise<ServerInfo> {
+    const patience = this.#link.patience(options);
+    return serverInfoOf(await this.#link.repeat((rpc, each) => rpc.getServerInfo({}, each), patience));
+  }
+
+  /** End the connection. Sessions stay on the server until they are closed or have been idle for long. */
+  close(): Promise<void> {
+    this.#link.close();
+    return Promise.resolve();
+  }
+
+  /** Closes the client. */
+  async [Symbol.asyncDispose](): Promise<void> {
+    await this.close();
+  }
+}

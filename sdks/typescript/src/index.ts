@@ -1,0 +1,60 @@
+/// <reference lib="esnext.disposable" preserve="true" />
+/**
+ * The TypeScript SDK of the Kakeya runtime: sessions with one model, over gRPC, in raw token ids.
+ *
+ *     import { Client } from "@kakeya/runtime";
+ *
+ *     await using client = new Client("127.0.0.1:50051");
+ *     await using session = await client.createSession({ strategy: { kind: "sink_window", window: 1024 } });
+ *     await session.append(promptTokenIds);
+ *     for await (const tokenId of session.generate(256)) …
+ */
+export type { Pem, TLS } from "./channel.js";
+export type { TokenIds } from "./checks.js";
+export { Client } from "./client.js";
+export {
+  AppendTooLarge,
+  CallerError,
+  ConnectionFailed,
+  DeadlineExceeded,
+  Draining,
+  EngineStalled,
+  HistoryLengthMismatch,
+  HistoryLimit,
+  InternalError,
+  InvalidArgument,
+  InvalidMessages,
+  InvalidTokenIds,
+  InvariantViolated,
+  KakeyaError,
+  NoCapacity,
+  NonFiniteLogits,
+  OutOfMemory,
+  Overloaded,
+  ProtocolError,
+  QuotaExceeded,
+  RequestIdReused,
+  RestorationFailed,
+  RetryableError,
+  ServerError,
+  SessionBusy,
+  SessionClosed,
+  SessionEvicted,
+  SessionNotFound,
+  SlowConsumer,
+  StateError,
+  StreamTakenOver,
+  TemplateError,
+  TokenizerError,
+  TokenOutOfRange,
+  TransportError,
+  Unauthenticated,
+} from "./errors.js";
+export type { ErrorFacts } from "./errors.js";
+export type { CallOptions, ClientOptions } from "./link.js";
+export type { AppendOptions, CreateSessionOptions, ForkOptions, GenerateOptions } from "./requests.js";
+export type { RetryPolicy } from "./retry.js";
+export { Session } from "./session.js";
+export type { Coding, Full, Gather, LayerWindow, Mac, Restored, SinkWindow, Strategy, Tiered } from "./strategies.js";
+export { GenerateStream } from "./stream.js";
+export type { GenerateResult, Mode, Progress, ServerInfo, SessionInfo, StopReason, TokenDetail } from "./values.js";

@@ -1,0 +1,189 @@
+/** One client's connection and settings, shared by its sessions, and how their calls are carried out. */
+import { setTimeout as sleep } from "node:timers/promises";
+
+import { ConnectError, type CallOptions as RpcOptions } from "@connectrpc/connect";
+
+import { openChannel, type Channel, type Rpc, type TLS } from "./channel.js";
+import { secondsOf } from "./checks.js";
+import { StateError } from "./errors.js";
+import { Patience, retryPolicyOf, type RetryPolicy } from "./retry.js";
+import { fromConnectError } from "./status.js";
+
+/** What every call takes. */
+export interface CallOptions {
+  /** For all attempts of the call together; null: no limit. Default: the client's. */
+  readonly timeoutSeconds?: number | null | undefined;
+  /** Stops the call, which then fails with the signal's reason. */
+  readonly signal?: AbortSignal | undefined;
+}
+
+/** How a client is made. */
+export interface ClientOptions {
+  /** Sent as a bearer token with every call. */
+  readonly apiKey?: string | undefined;
+  /** Encrypt; true: with Node's list of authorities. Default false. */
+  readonly tls?: TLS | boolean | undefined;
+  /** Default for every call but `generate`; null: no limit. Default 30. */
+  readonly timeoutSeconds?: number | null | undefined;
+  /** Default for `generate`; null: no limit. Default 3600. */
+  readonly generateTimeoutSeconds?: number | null | undefined;
+  readonly retry?: RetryPolicy | undefined;
+}
+
+const CALL_SECONDS = 30;
+// Long enough for 32k tokens at ten a second; a server that stops answering is noticed by keepalive long before.
+const GENERATE_SECONDS = 3600;
+
+/** One attempt of a call. */
+export type Attempt<T> = (rpc: Rpc, options: RpcOptions) => Promise<T>;
+
+/** Holds a call: it ends with its caller's signal and with its client. */
+export interface Leash {
+  readonly signal: AbortSignal;
+  readonly cancel: () => void;
+  /** The call has ended: nothing can stop it any more. */
+  readonly release: () => void;
+}
+
+export class Link {
+  readonly target: string;
+  /** How many ids one append may carry; asked of the server once. */
+  appendLimitTokens: number | undefined = undefined;
+  readonly #channel: Channel;
+  readonly #policy: Required<RetryPolicy>;
+  readonly #timeoutSeconds: number | null;
+  readonly #generateTimeoutSeconds: number | null;
+  readonly #running = new Set<() => void>();
+  #isClosed = false;
+
+  constructor(target: string, options: ClientOptions) {
+    this.target = target;
+    this.#timeoutSeconds = secondsOf(orDefault(options.timeoutSeconds, CALL_SECONDS), "timeoutSeconds");
+    this.#generateTimeoutSeconds = secondsOf(
+      orDefault(options.generateTimeoutSeconds, GENERATE_SECONDS),
+      "generateTimeoutSeconds",
+    );
+    this.#policy = retryPolicyOf(options.retry);
+    this.#channel = openChannel(target, options.apiKey, options.tls ?? false);
+  }
+
+  get rpc(): Rpc {
+    return this.#channel.rpc;
+  }
+
+  patience(options: CallOptions): Patience {
+    return this.#patience(options, this.#timeoutSeconds);
+  }
+
+  generatePatience(options: CallOptions): Patience {
+    return this.#patience(options, this.#generateTimeoutSeconds);
+  }
+
+  /** One attempt. Throws our own errors, or the reason of the caller's signal. */
+  async once<T>(attempt: Attempt<T>, patience: Patience): Promise<T> {
+    const leash = this.leash(patience.signal);
+    try {
+      return await attempt(this.rpc, { signal: leash.signal, ...timeoutOf(patience) });
+    } catch (error) {
+      throw this.explain(error, patience);
+    } finally {
+      leash.release();
+    }
+  }
+
+  /** A call that may be repeated, tried again while patience lasts. */
+  async repeat<T>(attempt: Attempt<T>, patience: Patience): Promise<T> {
+    for (let attempts = 1; ; attempts++) {
+      try {
+        return await this.once(attempt, patience);
+      } catch (error) {
+        await this.waitOrGiveUp(error, attempts, patience);
+      }
+    }
+  }
+
+  /** Wait as long as it takes before the next attempt, or throw `error`. */
+  async waitOrGiveUp(error: unknown, attempts: number, patience: Patience): Promise<void> {
+    const seconds = patience.waitSeconds(attempts, error);
+    if (seconds === undefined) throw error;
+    await this.wait(seconds, patience);
+  }
+
+  /** Ends early, with what `explain` says, if the caller's signal or the client's end comes first. */
+  async wait(seconds: number, patience: Patience): Promise<void> {
+    const leash = this.leash(patience.signal);
+    try {
+      await this.waitOn(leash, seconds, patience);
+    } finally {
+      leash.release();
+    }
+  }
+
+  /** As `wait`, for a call that is on its leash already. */
+  async waitOn(leash: Leash, seconds: number, patience: Patience): Promise<void> {
+    try {
+      await sleep(seconds * 1000, undefined, { signal: leash.signal });
+    } catch (stopped) {
+      throw this.explain(stopped, patience);
+    }
+  }
+
+  /** Throws StateError if the client is closed, and the signal's reason if it has spoken already. */
+  leash(signal: AbortSignal | undefined): Leash {
+    this.requireOpen();
+    signal?.throwIfAborted();
+    // A signal may live as long as its program: nothing of ours stays on it after the call.
+    const controller = new AbortController();
+    const cancel = (): void => {
+      controller.abort();
+    };
+    signal?.addEventListener("abort", cancel, { once: true });
+    this.#running.add(cancel);
+    return {
+      signal: controller.signal,
+      cancel,
+      release: () => {
+        signal?.removeEventListener("abort", cancel);
+        this.#running.delete(cancel);
+      },
+    };
+  }
+
+  /** What is thrown for a call that failed with `error`. */
+  explain(error: unknown, patience: Patience): unknown {
+    if (this.#isClosed) {
+      return new StateError(`this client of ${this.target} was closed while the call was running`, { cause: error });
+    }
+    if (patience.signal?.aborted === true) return patience.signal.reason;
+    return error instanceof ConnectError ? fromConnectError(error, this.target, patience.isOver) : error;
+  }
+
+  get isClosed(): boolean {
+    return this.#isClosed;
+  }
+
+  requireOpen(): void {
+    if (this.#isClosed) throw new StateError(`this client of ${this.target} is closed; make a new one`);
+  }
+
+  close(): void {
+    this.#isClosed = true;
+    for (const cancel of this.#running) cancel();
+    this.#channel.close();
+  }
+
+  #patience(options: CallOptions, seconds: number | null): Patience {
+    const given = secondsOf(orDefault(options.timeoutSeconds, seconds), "timeoutSeconds");
+    return new Patience(this.#policy, given, options.signal);
+  }
+}
+
+/** The timeout that a call's attempt has. */
+export function timeoutOf(patience: Patience): RpcOptions {
+  const timeoutMs = patience.remainingMs();
+  return timeoutMs === undefined ? {} : { timeoutMs };
+}
+
+function orDefault<T>(value: T | undefined, fallback: T): T {
+  return value === undefined ? fallback : value;
+}

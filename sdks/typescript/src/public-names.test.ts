@@ -1,0 +1,41 @@
+/** What is public, and that Python says the same. */
+import { execFileSync } from "node:child_process";
+
+import { expect, test } from "vitest";
+
+import { PYTHON, ROOT } from "../testing/python.mjs";
+import * as kakeya from "./index.js";
+
+const VALUES = `
+AppendTooLarge CallerError Client ConnectionFailed DeadlineExceeded Draining EngineStalled GenerateStream
+HistoryLengthMismatch HistoryLimit InternalError InvalidArgument InvalidMessages InvalidTokenIds InvariantViolated
+KakeyaError NoCapacity NonFiniteLogits OutOfMemory Overloaded ProtocolError QuotaExceeded RequestIdReused
+RestorationFailed RetryableError ServerError Session SessionBusy SessionClosed SessionEvicted SessionNotFound
+SlowConsumer StateError StreamTakenOver TemplateError TokenizerError TokenOutOfRange TransportError Unauthenticated
+`
+  .trim()
+  .split(/\s+/);
+/** Plain values have types alone; the compiler knows them. */
+const TYPES = `
+Full Gather GenerateResult LayerWindow Mac Mode Progress Restored RetryPolicy ServerInfo SessionInfo SinkWindow StopReason
+Strategy TLS Tiered TokenDetail
+`
+  .trim()
+  .split(/\s+/);
+
+test("the public names are these", () => {
+  expect(Object.keys(kakeya).sort()).toEqual([...VALUES].sort());
+});
+
+test("every word of the Python SDK's has its counterpart", () => {
+  const printed = execFileSync(PYTHON, ["-c", "import kakeya; print(*kakeya.__all__)"], {
+    cwd: ROOT,
+    encoding: "utf8",
+  });
+  // TypeScript has one client, which is asynchronous.
+  const words = printed
+    .trim()
+    .split(" ")
+    .filter((word) => !word.startsWith("Async"));
+  expect([...VALUES, ...TYPES]).toEqual(expect.arrayContaining(words));
+});

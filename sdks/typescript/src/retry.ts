@@ -1,0 +1,71 @@
+/** How long to keep trying: one deadline over all attempts of a call, and the waits between them. */
+import { invalid, shown, wholeIn } from "./checks.js";
+import { KakeyaError } from "./errors.js";
+
+/**
+ * Waits between attempts of a call, after a lost connection and where the server says when to come again.
+ *
+ * The n-th wait is between half and all of `firstDelaySeconds` × 2^(n-1), at most `maxDelaySeconds`, and never less than
+ * the server asked for. `attempts: 1` switches retries off. A stream's attempts count from its last token. Each request
+ * has an id by which the server knows it again, so nothing is done twice.
+ */
+export interface RetryPolicy {
+  /** Calls in all, the first one included. Default 4. */
+  readonly attempts?: number;
+  /** Default 0.2. */
+  readonly firstDelaySeconds?: number;
+  /** Default 5. */
+  readonly maxDelaySeconds?: number;
+}
+
+/** The policy with every number filled in. Throws InvalidArgument. */
+export function retryPolicyOf(policy: RetryPolicy = {}): Required<RetryPolicy> {
+  const filled = { attempts: 4, firstDelaySeconds: 0.2, maxDelaySeconds: 5, ...policy };
+  wholeIn(filled.attempts, "attempts", 1, 999);
+  for (const name of ["firstDelaySeconds", "maxDelaySeconds"] as const) {
+    if (!(Number.isFinite(filled[name]) && filled[name] >= 0)) {
+      throw invalid(name, `must be a number of seconds of at least 0, got ${shown(filled[name])}`);
+    }
+  }
+  return filled;
+}
+
+/** One call's deadline, counted from now, with the policy for its attempts and the caller's signal. */
+export class Patience {
+  readonly signal: AbortSignal | undefined;
+  readonly #policy: Required<RetryPolicy>;
+  readonly #deadline: number | null;
+
+  constructor(policy: Required<RetryPolicy>, timeoutSeconds: number | null, signal?: AbortSignal) {
+    this.signal = signal;
+    this.#policy = policy;
+    this.#deadline = timeoutSeconds === null ? null : performance.now() + timeoutSeconds * 1000;
+  }
+
+  /** Time left, never below 0; undefined if there is no deadline. */
+  remainingMs(): number | undefined {
+    return this.#deadline === null ? undefined : Math.max(0, Math.ceil(this.#deadline - performance.now()));
+  }
+
+  get isOver(): boolean {
+    return this.remainingMs() === 0;
+  }
+
+  /** How long to wait before the next attempt, after attempt number `attempt` (from 1); undefined to give up. */
+  waitSeconds(attempt: number, error: unknown): number | undefined {
+    if (!(error instanceof KakeyaError) || attempt >= this.#policy.attempts) return undefined;
+    const asked = error.retryAfterSeconds;
+    if (error.code !== "UNAVAILABLE" && asked === undefined) return undefined;
+    const longest = Math.min(this.#policy.maxDelaySeconds, this.#policy.firstDelaySeconds * 2 ** (attempt - 1));
+    // Clients that were all told the same do not all come at the same time.
+    const jitter = Math.random();
+    const delay = Math.max(longest * (0.5 + 0.5 * jitter), (asked ?? 0) * (1 + 0.2 * jitter));
+    const remaining = this.remainingMs();
+    return remaining === undefined || delay * 1000 < remaining ? delay : undefined;
+  }
+
+  /** A deadline of its own, from now, for what has to follow even when this one has passed. */
+  extended(timeoutSeconds: number): Patience {
+    return new Patience(this.#policy, timeoutSeconds);
+  }
+}

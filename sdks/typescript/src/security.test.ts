@@ -1,0 +1,96 @@
+/** Keys and certificates, against the real server. */
+import { mkdtempSync, rmSync, writeFileSync } from "node:fs";
+import { connect, type AddressInfo } from "node:net";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { createServer, type Server } from "node:tls";
+
+import { afterAll, beforeAll, expect, inject, test } from "vitest";
+
+import { failure } from "../testing/moves.js";
+import { openServer, type Guarded } from "../testing/servers.js";
+import * as kakeya from "./index.js";
+
+let guarded: Guarded;
+let stranger: Guarded;
+let folder: string;
+
+beforeAll(async () => {
+  [guarded, stranger] = [
+    await openServer<Guarded>(inject("control"), { guarded: true }),
+    await openServer<Guarded>(inject("control"), { guarded: true }),
+  ];
+  folder = mkdtempSync(join(tmpdir(), "certificates-"));
+  writeFileSync(join(folder, "ca.pem"), guarded.authority);
+});
+afterAll(() => {
+  rmSync(folder, { recursive: true });
+});
+
+test.each(["path", "bytes"])("a key and the right authority, given as %s, open the door", async (how) => {
+  const rootCertificates = how === "path" ? join(folder, "ca.pem") : Buffer.from(guarded.authority);
+  await using client = new kakeya.Client(guarded.target, { apiKey: guarded.key, tls: { rootCertificates } });
+  await using session = await client.createSession();
+  await session.append([1, 2, 3]);
+  expect((await session.generate(3).result()).generatedTokens).toBe(3);
+});
+
+test.each([undefined, "b".repeat(32)])("without the key it stays shut: %s", async (apiKey) => {
+  const tls = { rootCertificates: Buffer.from(guarded.authority) };
+  await using client = new kakeya.Client(guarded.target, { apiKey, tls });
+  const error = await failure(kakeya.Unauthenticated, client.createSession());
+  expect(error.code).toBe("UNAUTHENTICATED");
+});
+
+test("a server of an unknown authority is not talked to", async () => {
+  for (const tls of [true, { rootCertificates: Buffer.from(stranger.authority) }]) {
+    await using client = new kakeya.Client(guarded.target, { apiKey: guarded.key, tls, retry: { attempts: 1 } });
+    const error = await failure(kakeya.ConnectionFailed, client.createSession());
+    expect(error.message).toContain("certificate");
+  }
+});
+
+test("a server that asks its clients for a certificate gets it", async () => {
+  const front = await mutualTls(guarded.authority, guarded.certificate, inject("target"));
+  try {
+    const target = `127.0.0.1:${(front.address() as AddressInfo).port}`;
+    const rootCertificates = Buffer.from(guarded.authority);
+    const [certificate, key] = [Buffer.from(guarded.certificate), Buffer.from(guarded.certificate)];
+    await using client = new kakeya.Client(target, { tls: { rootCertificates, certificate, key } });
+    expect((await client.serverInfo()).modelId).toBe("tiny");
+    await using without = new kakeya.Client(target, { tls: { rootCertificates }, retry: { attempts: 1 } });
+    await failure(kakeya.ConnectionFailed, without.serverInfo());
+  } finally {
+    front.close();
+  }
+});
+
+test("a key does not leave this machine in the clear", async () => {
+  for (const target of ["10.1.2.3:1", "models.example.org:1", "[fd00::1]:1", "localhost.example.org:1"]) {
+    const error = await failure(kakeya.InvalidArgument, () => new kakeya.Client(target, { apiKey: "k" }));
+    expect(error.field).toBe("api_key");
+  }
+  for (const target of ["127.0.0.1:1", "localhost:1", "[::1]:1"]) {
+    await new kakeya.Client(target, { apiKey: "k" }).close();
+  }
+});
+
+test("a certificate file that is not there is Node's own error", () => {
+  expect(() => new kakeya.Client("127.0.0.1:1", { tls: { rootCertificates: "nowhere.pem" } })).toThrow("ENOENT");
+});
+
+/** What stands in front of the runtime where clients have certificates. */
+async function mutualTls(authority: string, certificate: string, target: string): Promise<Server> {
+  const [host, port] = target.split(":");
+  const front = createServer(
+    { ca: authority, cert: certificate, key: certificate, requestCert: true, ALPNProtocols: ["h2"] },
+    (client) => {
+      const server = connect(Number(port), host);
+      client.pipe(server).pipe(client);
+      client.on("error", () => server.destroy());
+      server.on("error", () => client.destroy());
+    },
+  );
+  await new Promise<void>((ready) => front.listen(0, "127.0.0.1", ready));
+  return front;
+}

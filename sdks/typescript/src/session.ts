@@ -1,0 +1,196 @@
+/** A history on the server, with its K/V. */
+import { Append, Tail } from "./append.js";
+import { exact, tokenIdsOf, uint64Of, type TokenIds } from "./checks.js";
+import { SessionClosed, SessionNotFound, StateError } from "./errors.js";
+import type { CallOptions, Link } from "./link.js";
+import {
+  closeRequest,
+  forkRequest,
+  generateRequest,
+  type AppendOptions,
+  type ForkOptions,
+  type GenerateOptions,
+} from "./requests.js";
+import type { Strategy } from "./strategies.js";
+import { Fold, GenerateStream } from "./stream.js";
+import { forkedFacts, sessionInfoOf, type Mode, type SessionFacts, type SessionInfo } from "./values.js";
+
+/**
+ * A history on the server, with its K/V. `Client.createSession` makes one; leaving the block of its `await using` closes
+ * it.
+ *
+ * A session is one conversation: await each call before the next, except for `info()`, `close()` and a stream's
+ * `cancel()`, which may come at any time.
+ */
+export class Session implements AsyncDisposable {
+  readonly #link: Link;
+  readonly #facts: SessionFacts;
+  readonly #tail: Tail;
+  #isAppending = false;
+  #isClosed = false;
+
+  private constructor(link: Link, facts: SessionFacts) {
+    this.#link = link;
+    this.#facts = facts;
+    this.#tail = new Tail(facts.historyLength);
+  }
+
+  /** @internal */
+  static opened(link: Link, facts: SessionFacts): Session {
+    return new Session(link, facts);
+  }
+
+  /** Opaque; whoever knows it (and the key, if there is one) may use the session. */
+  get id(): string {
+    return this.#facts.id;
+  }
+
+  /** Tokens appended and generated, as far as this object has heard; `info()` asks. */
+  get historyLength(): number {
+    return this.#tail.length;
+  }
+
+  /** The strategy in force, with every default filled in; undefined if it is of a kind newer than this SDK. */
+  get strategy(): Strategy | undefined {
+    return this.#facts.strategy;
+  }
+
+  /** K/V the session holds at most between Generates. */
+  get sustainedBytes(): number {
+    return this.#facts.sustainedBytes;
+  }
+
+  /** K/V the session holds at most ever, a running Generate included. */
+  get peakBytes(): number {
+    return this.#facts.peakBytes;
+  }
+
+  /** K/V the session holds at most off the device, in the server's memory or in a file. */
+  get tierBytes(): number {
+    return this.#facts.tierBytes;
+  }
+
+  /** Of a fork: K/V it reads where the session it was made from holds them, when it was made. */
+  get sharedBytes(): number {
+    return this.#facts.sharedBytes;
+  }
+
+  /** The longest history the session can reach; undefined if there is no limit. */
+  get limitTokens(): number | undefined {
+    return this.#facts.limitTokens;
+  }
+
+  /** What equal histories promise. */
+  get mode(): Mode {
+    return this.#facts.mode;
+  }
+
+  get modelId(): string {
+    return this.#facts.modelId;
+  }
+
+  get isClosed(): boolean {
+    return this.#isClosed;
+  }
+
+  /**
+   * Add ids to the history; returns its new length. Their prefill happens in the next `generate`.
+   *
+   * Takes any number of ids, in as many requests as the server's limits ask for, each sent again if its answer was lost.
+   * With `expectedHistoryLength`, a history of any other length is left as it is.
+   *
+   * An error carries `appendedTokens`: how many of these ids are in the history, null if that cannot be known. To learn
+   * it, a failed append may take 5 s more than its timeout. After one whose fate is open, also one stopped by its
+   * signal, the next append insists on the length known before it, and throws HistoryLengthMismatch if the ids arrived.
+   */
+  async append(tokenIds: TokenIds, options: AppendOptions = {}): Promise<number> {
+    this.#requireOpen();
+    const { expectedHistoryLength: expected } = options;
+    const append = new Append(
+      this.#link,
+      this.id,
+      tokenIdsOf(tokenIds, "tokenIds"),
+      this.#tail,
+      expected === undefined ? undefined : Number(uint64Of(expected, "expectedHistoryLength")),
+      this.#link.patience(options),
+    );
+    this.#isAppending = true;
+    try {
+      return await append.run();
+    } finally {
+      this.#isAppending = false;
+    }
+  }
+
+  /**
+   * Generate from the history; what is generated becomes part of it, token by token.
+   *
+   * Greedy unless `temperature` is above 0. It starts at once; the stream is read by iterating it or by `result()`. A
+   * signal that is aborted stops it, and reading it then throws the signal's reason.
+   */
+  generate(maxTokens: number, options: GenerateOptions = {}): GenerateStream {
+    this.#requireOpen();
+    const request = generateRequest(this.id, maxTokens, options);
+    const fold = new Fold(options.logprobs === true, options.onProgress);
+    return GenerateStream.started(this.#link, request, this.#link.generatePatience(options), fold, this.#tail);
+  }
+
+  /** A new session that goes on from where this one is, with a history of its own from there on. */
+  async fork(options: ForkOptions = {}): Promise<Session> {
+    this.#requireOpen();
+    const request = forkRequest(this.id, options);
+    const patience = this.#link.patience(options);
+    const reply = await this.#link.repeat((rpc, each) => rpc.forkSession(request, each), patience);
+    return Session.opened(this.#link, forkedFacts(reply));
+  }
+
+  /** Facts about the session now. Never waits for a running Generate. */
+  async info(options: CallOptions = {}): Promise<SessionInfo> {
+    if (this.#isClosed) throw this.#closedError();
+    const sessionId = this.id;
+    const patience = this.#link.patience(options);
+    const info = sessionInfoOf(
+      await this.#link.repeat((rpc, each) => rpc.getSessionInfo({ sessionId }, each), patience),
+    );
+    this.#tail.saw(info.historyLength);
+    return info;
+  }
+
+  /** Free everything the session holds and return the final history length. Closing again does nothing more. */
+  async close(options: CallOptions = {}): Promise<number> {
+    if (this.#isClosed) return this.historyLength;
+    const request = closeRequest(this.id);
+    const patience = this.#link.patience(options);
+    for (let attempts = 1; ; attempts++) {
+      try {
+        const reply = await this.#link.once((rpc, each) => rpc.closeSession(request, each), patience);
+        this.#tail.settle(exact(reply.finalHistoryLength, "final_history_length"));
+        break;
+      } catch (error) {
+        // An earlier attempt closed it, and its answer was lost.
+        if (error instanceof SessionNotFound && attempts > 1) break;
+        await this.#link.waitOrGiveUp(error, attempts, patience);
+      }
+    }
+    this.#isClosed = true;
+    return this.historyLength;
+  }
+
+  /** Closes the session. */
+  async [Symbol.asyncDispose](): Promise<void> {
+    await this.close();
+  }
+
+  #requireOpen(): void {
+    if (this.#isClosed) throw this.#closedError();
+    if (this.#isAppending) {
+      throw new StateError("an append to this session is under way; await it before the next call");
+    }
+  }
+
+  #closedError(): SessionClosed {
+    return new SessionClosed(
+      `this session was closed with ${this.historyLength} tokens in its history; create a new one`,
+    );
+  }
+}

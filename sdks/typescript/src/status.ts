@@ -1,0 +1,107 @@
+/** From a failed call to one of our errors: by ErrorInfo reason, else by status code. */
+import { Code, ConnectError } from "@connectrpc/connect";
+
+import * as errors from "./errors.js";
+import { ErrorInfoSchema, RetryInfoSchema } from "./generated/google/rpc/error_details_pb.js";
+
+const DOMAIN = "kakeya.v1";
+
+type ErrorClass = new (message: string, facts: errors.ErrorFacts) => errors.KakeyaError;
+
+/** Every reason of the runtime's, with its class. */
+export const CLASS_BY_REASON: Readonly<Record<string, ErrorClass>> = {
+  INVALID_ARGUMENT: errors.InvalidArgument,
+  TOKEN_OUT_OF_RANGE: errors.TokenOutOfRange,
+  REQUEST_ID_REUSED: errors.RequestIdReused,
+  SESSION_NOT_FOUND: errors.SessionNotFound,
+  SESSION_EVICTED: errors.SessionEvicted,
+  SESSION_CLOSED: errors.SessionClosed,
+  HISTORY_LENGTH_MISMATCH: errors.HistoryLengthMismatch,
+  HISTORY_LIMIT: errors.HistoryLimit,
+  APPEND_TOO_LARGE: errors.AppendTooLarge,
+  SLOW_CONSUMER: errors.SlowConsumer,
+  STREAM_TAKEN_OVER: errors.StreamTakenOver,
+  UNAUTHENTICATED: errors.Unauthenticated,
+  SESSION_BUSY: errors.SessionBusy,
+  NO_CAPACITY: errors.NoCapacity,
+  OVERLOADED: errors.Overloaded,
+  QUOTA: errors.QuotaExceeded,
+  DRAINING: errors.Draining,
+  ENGINE_STALLED: errors.EngineStalled,
+  OUT_OF_MEMORY: errors.OutOfMemory,
+  INV1: errors.InvariantViolated,
+  INV2: errors.InvariantViolated,
+  INV3: errors.InvariantViolated,
+  NON_FINITE_LOGITS: errors.NonFiniteLogits,
+  RESTORATION_FAILED: errors.RestorationFailed,
+  INTERNAL: errors.InternalError,
+  DEADLINE: errors.DeadlineExceeded,
+};
+
+// A reason this SDK does not know yet still says, by its code, whose turn it is.
+const CLASS_BY_CODE = new Map<Code, ErrorClass>([
+  [Code.Aborted, errors.RetryableError],
+  [Code.ResourceExhausted, errors.RetryableError],
+  [Code.Unavailable, errors.RetryableError],
+  [Code.Internal, errors.ServerError],
+  [Code.Unknown, errors.ServerError],
+  [Code.DataLoss, errors.ServerError],
+  [Code.InvalidArgument, errors.InvalidArgument],
+  [Code.DeadlineExceeded, errors.DeadlineExceeded],
+  [Code.Canceled, errors.TransportError],
+]);
+
+// What Connect calls a call whose connection went away: it depends on where in the call that happened.
+const CODES_OF_A_LOST_CONNECTION = new Set([
+  Code.Aborted,
+  Code.Canceled,
+  Code.Internal,
+  Code.Unavailable,
+  Code.Unknown,
+]);
+
+/** The typed error for a failed call. `isLate`: its deadline has passed. Never throws. */
+export function fromConnectError(error: ConnectError, target: string, isLate: boolean): errors.KakeyaError {
+  const explanation = explained(error);
+  if (explanation !== undefined) return explanation;
+  const [kind, code, situation] = unexplained(error, target, isLate);
+  return new kind(`${situation}: ${error.rawMessage}`, { code, cause: error });
+}
+
+function explained(error: ConnectError): errors.KakeyaError | undefined {
+  const info = error.findDetails(ErrorInfoSchema).find((each) => each.domain === DOMAIN);
+  // A status that contradicts itself explains nothing.
+  if (info === undefined || error.metadata.get("grpc-status") !== String(error.code)) return undefined;
+  const delay = error.findDetails(RetryInfoSchema)[0]?.retryDelay;
+  const kind = ownEntry(CLASS_BY_REASON, info.reason) ?? CLASS_BY_CODE.get(error.code) ?? errors.CallerError;
+  return new kind(error.rawMessage, {
+    code: nameOf(error.code),
+    reason: info.reason,
+    metadata: info.metadata,
+    retryAfterSeconds: delay === undefined ? undefined : Number(delay.seconds) + delay.nanos / 1e9,
+    cause: error,
+  });
+}
+
+/** Without our ErrorInfo it was gRPC itself, on either side, or something in between. */
+function unexplained(error: ConnectError, target: string, isLate: boolean): [ErrorClass, string, string] {
+  if (isLate || error.code === Code.DeadlineExceeded) {
+    return [errors.DeadlineExceeded, "DEADLINE_EXCEEDED", `no answer from ${target} within the timeout`];
+  }
+  const wasAnswered = error.metadata.has("grpc-status") || error.metadata.has("content-type");
+  if (error.code === Code.Unavailable || (!wasAnswered && CODES_OF_A_LOST_CONNECTION.has(error.code))) {
+    return [errors.ConnectionFailed, "UNAVAILABLE", `no connection to ${target}`];
+  }
+  return [errors.TransportError, nameOf(error.code), `the call failed at ${target}`];
+}
+
+/** `NOT_FOUND` for Code.NotFound. */
+function nameOf(code: Code): string {
+  // Connect writes it with one L.
+  if (code === Code.Canceled) return "CANCELLED";
+  return Code[code].replace(/(?<=[a-z])[A-Z]/g, (letter) => `_${letter}`).toUpperCase();
+}
+
+function ownEntry<T>(table: Readonly<Record<string, T>>, key: string): T | undefined {
+  return Object.hasOwn(table, key) ? table[key] : undefined;
+}

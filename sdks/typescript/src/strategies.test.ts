@@ -1,0 +1,73 @@
+/** Every strategy goes to the server and comes back with every number in force. */
+import { afterAll, beforeAll, expect, inject, test } from "vitest";
+
+import { failure } from "../testing/moves.js";
+import { create } from "@bufbuild/protobuf";
+import { StrategySchema } from "./generated/kakeya/v1/runtime_pb.js";
+import * as kakeya from "./index.js";
+import { strategyFromWire, strategyToWire } from "./strategies.js";
+
+let client: kakeya.Client;
+beforeAll(() => {
+  client = new kakeya.Client(inject("target"));
+});
+afterAll(async () => {
+  await client.close();
+});
+
+const EVERY: readonly kakeya.Strategy[] = [
+  { kind: "full", codec: "int8", exactWindow: 16, exactLayers: [1] },
+  { kind: "sink_window", sink: 2, window: 30 },
+  { kind: "layer_window", fullLayers: [2], sink: 4, window: 30 },
+  { kind: "restored", sink: 4, window: 32, source: "latent", bytesPerToken: 160, mode: "hold" },
+  { kind: "gather", budget: 64, block: 4, sink: 4, window: 16, scorer: "mean" },
+  { kind: "tiered", budget: 40, block: 4, sink: 0, window: 20, residentTokens: 20 },
+  { kind: "mac", ring: 32, band: 8, threshold: 0.25, chainLimit: -1 },
+];
+
+test("every kind of the contract is tried here", () => {
+  expect(EVERY.map((strategy) => strategy.kind).sort()).toEqual(StrategySchema.fields.map((arm) => arm.name).sort());
+});
+
+test.each(EVERY)("$kind comes back as it was asked for", async (strategy) => {
+  await using session = await client.createSession({ strategy });
+  expect(session.strategy).toMatchObject(strategy);
+  expect((await session.info()).strategy).toEqual(session.strategy);
+});
+
+test("what is left out is filled in by the server", async () => {
+  await using session = await client.createSession({ strategy: { kind: "sink_window", window: 30 } });
+  expect(session.strategy).toEqual({ kind: "sink_window", sink: 4, window: 30 });
+});
+
+test("a tiered session tells what it holds off the device", async () => {
+  const tiered: kakeya.Strategy = { kind: "tiered", block: 4, sink: 0, window: 20, budget: 40, residentTokens: 20 };
+  await using session = await client.createSession({ strategy: tiered });
+  await session.append(Array.from({ length: 200 }, (_, n) => n % 128));
+  await session.generate(4).result();
+  const info = await session.info();
+  expect(info.tierLiveBytes).toBeGreaterThan(0);
+  expect(info.tierLiveBytes).toBeLessThanOrEqual(session.tierBytes);
+});
+
+test.each<[string, Record<string, unknown>]>([
+  ["strategy", { kind: "ful" }],
+  ["strategy", {}],
+  ["strategy", { kind: "toString" }],
+  ["strategy.sink_window.windows", { kind: "sink_window", windows: 3 }],
+  ["strategy.sink_window.window", { kind: "sink_window", window: 1.5 }],
+  ["strategy.sink_window.sink", { kind: "sink_window", sink: -1 }],
+  ["strategy.full.codec", { kind: "full", codec: "" }],
+  ["strategy.layer_window.full_layers", { kind: "layer_window", fullLayers: 2 }],
+  ["strategy.layer_window.full_layers[1]", { kind: "layer_window", fullLayers: [2, -1] }],
+  ["strategy.mac.threshold", { kind: "mac", threshold: NaN }],
+  ["strategy.mac.chain_limit", { kind: "mac", chainLimit: 2 ** 31 }],
+  ["strategy.restored.resident_latent_bytes", { kind: "restored", residentLatentBytes: -1 }],
+])("what cannot be sent is refused as %s", async (field, strategy) => {
+  const error = await failure(kakeya.InvalidArgument, () => strategyToWire(strategy as unknown as kakeya.Strategy));
+  expect(error.field).toBe(field);
+});
+
+test("a strategy newer than this SDK is undefined", () => {
+  expect(strategyFromWire(create(StrategySchema))).toBeUndefined();
+});

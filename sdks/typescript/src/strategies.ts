@@ -1,0 +1,177 @@
+/**
+ * KV strategies as plain values: what a session keeps in memory, chosen when it is created.
+ *
+ * Each is `{ kind, …options }`, the options named like those of its arm on the wire. An option that is left out is the
+ * server's to decide; a session's `strategy` has every one in force. A new strategy is an interface here, in the union.
+ */
+import { create, isFieldSet, ScalarType, type DescField, type DescMessage } from "@bufbuild/protobuf";
+
+import { exact, finiteOf, invalid, shown, uint32Of, uint64Of, wholeIn } from "./checks.js";
+import { StrategySchema, type Strategy as WireStrategy } from "./generated/kakeya/v1/runtime_pb.js";
+
+/** Rows in fewer bytes, where a compressor is named. */
+export interface Coding {
+  /** Name of a compressor, such as "int8", for the rows behind the last `exactWindow` positions. */
+  readonly codec?: string | undefined;
+  /** The last positions whose rows stay as they are. */
+  readonly exactWindow?: number | undefined;
+  /** Layers, numbered from 0, whose rows are never coded. */
+  readonly exactLayers?: readonly number[] | undefined;
+}
+
+/** Every row stays. The session ends at the model's trained positions. */
+export interface Full extends Coding {
+  readonly kind: "full";
+}
+
+/** The first `sink` rows and at least the last `window` rows stay; the rest are evicted and never read again. */
+export interface SinkWindow extends Coding {
+  readonly kind: "sink_window";
+  readonly sink?: number | undefined;
+  readonly window?: number | undefined;
+}
+
+/**
+ * Every row stays in `fullLayers`, numbered from 0; sink and window in the others, as in `SinkWindow`.
+ *
+ * Which layers a model needs to find again what was said long ago is a fact of the model. Layers with a sliding window
+ * of its own stay as they are and cannot be named. The session ends at the model's trained positions.
+ */
+export interface LayerWindow extends Coding {
+  readonly kind: "layer_window";
+  readonly fullLayers: readonly number[];
+  readonly sink?: number | undefined;
+  readonly window?: number | undefined;
+}
+
+/**
+ * The rows of `SinkWindow` stay; each Generate has the others restored and reads every position. The session ends at the
+ * model's trained positions.
+ */
+export interface Restored {
+  readonly kind: "restored";
+  readonly sink?: number | undefined;
+  readonly window?: number | undefined;
+  /** Where rows come back from: "recompute" from the token ids, "latent" from `bytesPerToken` kept of each. */
+  readonly source?: string | undefined;
+  readonly bytesPerToken?: number | undefined;
+  /** "hold" restores once and holds all of them while it generates, "stream" a chunk at a time, for each token again. */
+  readonly mode?: string | undefined;
+  /** How much of what is kept stays on the device. */
+  readonly residentLatentBytes?: number | undefined;
+}
+
+/**
+ * Every row stays; a generated token reads `budget` of them: sink, window, and the blocks that answer it best. Appended
+ * tokens read every row. The session ends at the model's trained positions.
+ */
+export interface Gather {
+  readonly kind: "gather";
+  readonly budget?: number | undefined;
+  /** Positions of a block. */
+  readonly block?: number | undefined;
+  readonly sink?: number | undefined;
+  readonly window?: number | undefined;
+  /** How blocks are chosen: "bounds" or "mean". */
+  readonly scorer?: string | undefined;
+}
+
+/**
+ * Every row stays, the last `residentTokens` and the sink on the device, the others where there is more room. Tokens
+ * read as with `Gather`; what a generated one needs of the others is fetched.
+ */
+export interface Tiered {
+  readonly kind: "tiered";
+  readonly budget?: number | undefined;
+  readonly block?: number | undefined;
+  readonly sink?: number | undefined;
+  readonly window?: number | undefined;
+  readonly residentTokens?: number | undefined;
+}
+
+/**
+ * Every row stays; a generated token takes over what a similar recent one saw, and reads only what came later. Appended
+ * tokens read every row. The session ends at the model's trained positions.
+ */
+export interface Mac {
+  readonly kind: "mac";
+  /** Positions searched for a similar query. */
+  readonly ring?: number | undefined;
+  /** Rows before the similar query's token that are read again. */
+  readonly band?: number | undefined;
+  /** How near, as a share of the distance of unlike queries; 0: nothing is taken over. */
+  readonly threshold?: number | undefined;
+  /** Links back to a token that read every row; -1: any number. */
+  readonly chainLimit?: number | undefined;
+}
+
+export type Strategy = Full | SinkWindow | LayerWindow | Restored | Gather | Tiered | Mac;
+
+type Options = Record<string, unknown>;
+
+/** The arms of the contract by the name that `kind` gives them. */
+const ARMS = new Map<string, { readonly localName: string; readonly message: DescMessage }>();
+for (const { name, localName, message } of StrategySchema.fields) {
+  if (message !== undefined) ARMS.set(name, { localName, message });
+}
+
+/** The strategy as it goes on the wire. Throws InvalidArgument for what protobuf would take wrongly or leave out. */
+export function strategyToWire(strategy: Strategy): WireStrategy {
+  const given: unknown = strategy;
+  const kind: unknown = typeof given === "object" && given !== null && "kind" in given ? given.kind : given;
+  const arm = typeof kind === "string" ? ARMS.get(kind) : undefined;
+  if (arm === undefined) {
+    throw invalid(
+      "strategy",
+      `must be an object whose kind is one of ${[...ARMS.keys()].join(", ")}; got ${shown(kind)}`,
+    );
+  }
+  const path = `strategy.${arm.localName}`;
+  const value: Options = {};
+  for (const [name, option] of Object.entries(strategy)) {
+    if (name === "kind") continue;
+    const field = arm.message.fields.find((each) => each.localName === name);
+    if (field === undefined) {
+      const known = arm.message.fields.map((each) => each.localName).join(", ");
+      throw invalid(`${path}.${name}`, `is not an option of ${strategy.kind}; those are ${known}`);
+    }
+    if (option !== undefined) value[name] = optionOf(field, option, `${path}.${name}`);
+  }
+  return create(StrategySchema, { kind: { case: arm.localName, value } } as Parameters<
+    typeof create<typeof StrategySchema>
+  >[1]);
+}
+
+/** The strategy of a reply; undefined if it is of a kind newer than this SDK. */
+export function strategyFromWire(message: WireStrategy | undefined): Strategy | undefined {
+  const arm = message?.kind;
+  if (arm?.case === undefined) return undefined;
+  const desc = StrategySchema.fields.find((each) => each.localName === arm.case);
+  const strategy: Options = { kind: desc?.name };
+  for (const field of desc?.message?.fields ?? []) {
+    if (!isFieldSet(arm.value, field)) continue;
+    const value = (arm.value as unknown as Options)[field.localName];
+    strategy[field.localName] = typeof value === "bigint" ? exact(value, field.name) : value;
+  }
+  return strategy as unknown as Strategy;
+}
+
+function optionOf(field: DescField, given: unknown, name: string): unknown {
+  if (field.fieldKind === "list") {
+    if (!Array.isArray(given)) throw invalid(name, `must be an array of layer numbers, got ${shown(given)}`);
+    return given.map((layer: unknown, index) => uint32Of(layer as number, `${name}[${index}]`));
+  }
+  switch (field.scalar) {
+    case ScalarType.UINT32:
+      return uint32Of(given as number, name);
+    case ScalarType.UINT64:
+      return uint64Of(given as number, name);
+    case ScalarType.SINT32:
+      return wholeIn(given as number, name, -(2 ** 31), 2 ** 31 - 1);
+    case ScalarType.STRING:
+      if (typeof given === "string" && given !== "") return given;
+      throw invalid(name, `must be a name, got ${shown(given)}`);
+    default:
+      return finiteOf(given as number, name);
+  }
+}

@@ -1,0 +1,134 @@
+/** The same ids as the Python SDK's, from the same tokenizers' folders; and what cannot be rendered is told. */
+import { execFileSync } from "node:child_process";
+import { mkdtempSync, rmSync, writeFileSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+
+import { afterAll, beforeAll, expect, test } from "vitest";
+
+import { failure } from "../testing/moves.js";
+import { PYTHON, ROOT } from "../testing/python.mjs";
+import { InvalidMessages, TemplateError, TokenizerError } from "./index.js";
+import {
+  endOfTurnIds,
+  fromOpenAIMessages,
+  loadTokenizer,
+  tokensForChat,
+  tokensForNextTurn,
+  type Message,
+} from "./tokenization.js";
+
+interface Told {
+  readonly end_of_turn: number[];
+  readonly chats: { readonly messages: Message[]; readonly ids: number[] }[];
+  readonly turns: { readonly messages: Message[]; readonly after: number[]; readonly ids?: number[] }[];
+}
+
+let folder: string;
+let told: Record<string, Told>;
+beforeAll(() => {
+  folder = mkdtempSync(join(tmpdir(), "tokenizers-"));
+  const command = ["-m", "tests.conformance.save_tokenizers", folder];
+  told = JSON.parse(execFileSync(PYTHON, command, { cwd: ROOT, encoding: "utf8" })) as Record<string, Told>;
+});
+afterAll(() => {
+  rmSync(folder, { recursive: true });
+});
+
+test.each(["ChatML", "Llama", "Gemma", "Qwen", "bytes"])(
+  "%s: messages become the ids they become in Python",
+  async (name) => {
+    const tokenizer = await loadTokenizer(join(folder, name));
+    const python = told[name];
+    if (python === undefined) throw new Error(`Python told nothing of ${name}`);
+    expect(endOfTurnIds(tokenizer)).toEqual(python.end_of_turn);
+    for (const { messages, ids } of python.chats) expect(tokensForChat(messages, tokenizer)).toEqual(ids);
+    for (const { messages, after, ids } of python.turns) {
+      const turn = (): number[] => tokensForNextTurn(messages, tokenizer, { after });
+      if (ids === undefined) await failure(TemplateError, turn);
+      else expect(turn()).toEqual(ids);
+    }
+  },
+);
+
+test("text comes back from its ids", async () => {
+  const tokenizer = await loadTokenizer(join(folder, "bytes"));
+  const text = "naïve café 東京 🙂<|im_end|>";
+  expect(tokenizer.decode(tokenizer.encode(text))).toBe(text);
+  expect(tokenizer.decode([])).toBe("");
+  expect(tokenizer.decode(tokenizer.encode(text), { skipSpecialTokens: true })).toBe("naïve café 東京 🙂");
+});
+
+test("tools reach the template", async () => {
+  const tokenizer = await loadTokenizer(join(folder, "bytes"));
+  const ids = tokensForChat([{ role: "user", content: "a" }], tokenizer, {
+    tools: [{}, {}],
+    addGenerationPrompt: false,
+  });
+  expect(tokenizer.decode(ids)).toMatch(/<\|im_end\|>\n2$/);
+});
+
+test("what the model said is not appended again", async () => {
+  const tokenizer = await loadTokenizer(join(folder, "ChatML"));
+  const messages = [{ role: "assistant", content: "a" }];
+  const error = await failure(InvalidMessages, () => tokensForNextTurn(messages, tokenizer, { after: [] }));
+  expect(error.path).toBe("messages[0].role");
+  await failure(InvalidMessages, () => tokensForChat([], tokenizer));
+});
+
+test("a folder without a tokenizer, or without a template, is told apart", async () => {
+  expect((await failure(TokenizerError, loadTokenizer(join(folder, "nowhere")))).message).toContain("nowhere");
+  const bare = join(folder, "ChatML");
+  rmSync(join(bare, "chat_template.jinja"));
+  writeFileSync(join(bare, "tokenizer_config.json"), "{}");
+  const tokenizer = await loadTokenizer(bare);
+  const error = await failure(TemplateError, () => tokensForChat([{ role: "user", content: "a" }], tokenizer));
+  expect(error.message).toContain("has no chat template");
+});
+
+test("OpenAI's messages become what templates expect", () => {
+  const call = { id: "c1", type: "function", function: { name: "add", arguments: '{"a": 1}' } };
+  const rendered = fromOpenAIMessages([
+    { role: "developer", content: "Be brief." },
+    {
+      role: "user",
+      content: [
+        { type: "text", text: "a" },
+        { type: "text", text: "b" },
+      ],
+      name: "ann",
+    },
+    { role: "assistant", content: null, tool_calls: [call], refusal: null, annotations: [] },
+    { role: "tool", content: "2", tool_call_id: "c1" },
+  ]);
+  expect(rendered).toEqual([
+    { role: "system", content: "Be brief." },
+    { role: "user", content: "a\nb", name: "ann" },
+    { role: "assistant", content: "", tool_calls: [{ ...call, function: { name: "add", arguments: { a: 1 } } }] },
+    { role: "tool", content: "2", tool_call_id: "c1" },
+  ]);
+});
+
+test.each<[string, unknown]>([
+  ["messages", "hi"],
+  ["messages[0]", ["hi"]],
+  ["messages[0].role", [{ role: "critic", content: "" }]],
+  ["messages[0].role", [{ role: "toString", content: "" }]],
+  ["messages[0].content", [{ role: "user", content: null }]],
+  ["messages[0].content[1]", [{ role: "user", content: [{ type: "text", text: "" }, { type: "image_url" }] }]],
+  ["messages[0].audio", [{ role: "user", content: "", audio: { id: 1 } }]],
+  ["messages[0].tool_call_id", [{ role: "tool", content: "" }]],
+  ["messages[0].tool_calls", [{ role: "assistant", content: "", tool_calls: "add" }]],
+  ["messages[0].tool_calls[0].id", [{ role: "assistant", tool_calls: [{ function: { name: "a", arguments: {} } }] }]],
+  [
+    "messages[0].tool_calls[0].function.arguments",
+    [{ role: "assistant", tool_calls: [{ id: "1", function: { name: "a", arguments: "[" } }] }],
+  ],
+  [
+    "messages[0].tool_calls[0].function.arguments",
+    [{ role: "assistant", tool_calls: [{ id: "1", function: { name: "a", arguments: "[]" } }] }],
+  ],
+])("what cannot be expressed is told by its path, %s", async (path, messages) => {
+  const error = await failure(InvalidMessages, () => fromOpenAIMessages(messages as unknown[]));
+  expect(error.path).toBe(path);
+});

@@ -1,0 +1,244 @@
+/** What the runtime tells its callers, as plain values with the units in their names. */
+import { exact } from "./checks.js";
+import {
+  GenerateDone_StopReason as WireStopReason,
+  Mode as WireMode,
+  type CreateSessionResponse,
+  type ForkSessionResponse,
+  type GetServerInfoResponse,
+  type GetSessionInfoResponse,
+} from "./generated/kakeya/v1/runtime_pb.js";
+import { strategyFromWire, type Strategy } from "./strategies.js";
+
+/**
+ * Why a Generate ended. "eos": by an end id of the session's or a stop id of the request's; the id itself is emitted and
+ * stays in the history. "truncated": the session's length limit was reached. "unknown": a reason newer than this SDK.
+ */
+export type StopReason = "max_tokens" | "eos" | "cancelled" | "truncated" | "unknown";
+
+/** What equal histories promise: "batched" equal up to rounding, "fixed-shape" equal to the bit. */
+export type Mode = "batched" | "fixed-shape" | "unknown";
+
+/**
+ * How far a Generate is from its first token. `queuePosition` counts the Generates that were ahead when this one was
+ * accepted; prefill then runs from 0 to `totalTokens`.
+ */
+export interface Progress {
+  readonly queuePosition: number;
+  readonly doneTokens: number;
+  readonly totalTokens: number;
+}
+
+/** One token, its absolute position, and, if asked for, its natural log-probability under the raw logits. */
+export interface TokenDetail {
+  readonly tokenId: number;
+  readonly position: number;
+  readonly logprob: number | undefined;
+}
+
+/** A finished Generate: its tokens, why it stopped, what it cost and what it could read. */
+export interface GenerateResult {
+  readonly tokenIds: readonly number[];
+  /** One for each token; undefined unless asked for. */
+  readonly logprobs: readonly number[] | undefined;
+  readonly stopReason: StopReason;
+  /** When the stream ended. */
+  readonly historyLength: number;
+  /** In force: the one given, or the one the server drew. All 64 bits count. */
+  readonly seed: bigint;
+  readonly prefillSeconds: number;
+  readonly totalSeconds: number;
+  readonly generatedTokens: number;
+  /** History computed by this Generate. */
+  readonly prefilledTokens: number;
+  /** History whose K/V were there already. */
+  readonly cachedTokens: number;
+  /** Readable by the last token. */
+  readonly attendedPositions: number;
+  /** Not readable by it. */
+  readonly evictedPositions: number;
+  /** Of the attended ones, those it read in a coded or restored form. */
+  readonly restoredPositions: number;
+  /** Positions that were unreadable already at the first token. */
+  readonly truncatedTokens: number;
+  /** Guesses of the server's drafter that were verified. */
+  readonly draftedTokens: number;
+  /** How many of them were right. */
+  readonly acceptedTokens: number;
+  /** The drafter failed and was not asked again; the tokens are what they would have been. */
+  readonly isDegraded: boolean;
+}
+
+/** What is fixed when a session is made. */
+export interface SessionFacts {
+  readonly id: string;
+  readonly historyLength: number;
+  readonly strategy: Strategy | undefined;
+  readonly sustainedBytes: number;
+  readonly peakBytes: number;
+  readonly tierBytes: number;
+  readonly sharedBytes: number;
+  readonly limitTokens: number | undefined;
+  readonly mode: Mode;
+  readonly modelId: string;
+}
+
+/** Facts about a session at one moment. */
+export interface SessionInfo {
+  readonly historyLength: number;
+  /** Positions with K/V, evicted ones included; the rest of the history waits for prefill. */
+  readonly cachedTokens: number;
+  readonly evictedTokens: number;
+  /** Held now. */
+  readonly kvLiveBytes: number;
+  /** Held at most between Generates; reserved. */
+  readonly sustainedBytes: number;
+  /** Held at most ever. */
+  readonly peakBytes: number;
+  /** Longest history the session can reach; undefined: no limit. */
+  readonly limitTokens: number | undefined;
+  /** undefined: of a kind newer than this SDK. */
+  readonly strategy: Strategy | undefined;
+  readonly isGenerating: boolean;
+  readonly idleSeconds: number;
+  /** Why the session failed; empty: it has not. */
+  readonly failureReason: string;
+  readonly inv1Violations: number;
+  readonly inv2Violations: number;
+  readonly inv3Violations: number;
+  /** Guesses of the server's drafter that were verified in all Generates. */
+  readonly draftedTokens: number;
+  /** How many of them were right. */
+  readonly acceptedTokens: number;
+  /** Held off the device now, in the server's memory or in a file. */
+  readonly tierLiveBytes: number;
+  /** Held there at most; reserved. */
+  readonly tierBytes: number;
+}
+
+/** Facts about the server: its model, its limits, what it can do. */
+export interface ServerInfo {
+  readonly version: string;
+  readonly modelId: string;
+  readonly vocabSize: number;
+  readonly trainedPositions: number;
+  readonly device: string;
+  readonly dtype: string;
+  readonly mode: Mode;
+  /** The kinds of strategies it takes. */
+  readonly strategies: readonly string[];
+  /** undefined: of a kind newer than this SDK. */
+  readonly defaultStrategy: Strategy | undefined;
+  readonly maxGenerateTokens: number;
+  readonly maxAppendTokens: number;
+  readonly maxMessageBytes: number;
+  readonly kvCapacityBytes: number;
+  readonly kvReservedBytes: number;
+  readonly segmentTokens: number;
+  readonly sessionIdleTtlSeconds: number;
+  /** What guesses ahead in Generates that allow it; empty: nothing does. */
+  readonly drafter: string;
+  /** Off the device, in the server's memory or in files. */
+  readonly tierCapacityBytes: number;
+  readonly tierReservedBytes: number;
+}
+
+export function stopReasonOf(reason: WireStopReason): StopReason {
+  switch (reason) {
+    case WireStopReason.MAX_TOKENS:
+      return "max_tokens";
+    case WireStopReason.EOS:
+      return "eos";
+    case WireStopReason.CANCELLED:
+      return "cancelled";
+    case WireStopReason.TRUNCATED:
+      return "truncated";
+    default:
+      return "unknown";
+  }
+}
+
+function modeOf(mode: WireMode): Mode {
+  switch (mode) {
+    case WireMode.BATCHED:
+      return "batched";
+    case WireMode.FIXED_SHAPE:
+      return "fixed-shape";
+    default:
+      return "unknown";
+  }
+}
+
+export function createdFacts(reply: CreateSessionResponse): SessionFacts {
+  return { ...sharedFacts(reply), historyLength: 0, sharedBytes: 0 };
+}
+
+export function forkedFacts(reply: ForkSessionResponse): SessionFacts {
+  return {
+    ...sharedFacts(reply),
+    historyLength: exact(reply.historyLength, "history_length"),
+    sharedBytes: exact(reply.sharedBytes, "shared_bytes"),
+  };
+}
+
+function sharedFacts(
+  reply: CreateSessionResponse | ForkSessionResponse,
+): Omit<SessionFacts, "historyLength" | "sharedBytes"> {
+  return {
+    id: reply.sessionId,
+    strategy: strategyFromWire(reply.strategy),
+    sustainedBytes: exact(reply.sustainedBytes, "sustained_bytes"),
+    peakBytes: exact(reply.peakBytes, "peak_bytes"),
+    tierBytes: exact(reply.tierBytes, "tier_bytes"),
+    limitTokens: reply.limitTokens === undefined ? undefined : exact(reply.limitTokens, "limit_tokens"),
+    mode: modeOf(reply.mode),
+    modelId: reply.modelId,
+  };
+}
+
+export function sessionInfoOf(reply: GetSessionInfoResponse): SessionInfo {
+  return {
+    historyLength: exact(reply.historyLength, "history_length"),
+    cachedTokens: exact(reply.cachedTokenCount, "cached_token_count"),
+    evictedTokens: exact(reply.evictedTokenCount, "evicted_token_count"),
+    kvLiveBytes: exact(reply.kvLiveBytes, "kv_live_bytes"),
+    sustainedBytes: exact(reply.sustainedBytes, "sustained_bytes"),
+    peakBytes: exact(reply.peakBytes, "peak_bytes"),
+    limitTokens: reply.limitTokens === undefined ? undefined : exact(reply.limitTokens, "limit_tokens"),
+    strategy: strategyFromWire(reply.strategy),
+    isGenerating: reply.generating,
+    idleSeconds: reply.idleSeconds,
+    failureReason: reply.failureReason,
+    inv1Violations: exact(reply.cacheInvariantInv1Violations, "cache_invariant_inv1_violations"),
+    inv2Violations: exact(reply.cacheInvariantInv2Violations, "cache_invariant_inv2_violations"),
+    inv3Violations: exact(reply.cacheInvariantInv3Violations, "cache_invariant_inv3_violations"),
+    draftedTokens: exact(reply.draftedTokenCount, "drafted_token_count"),
+    acceptedTokens: exact(reply.acceptedTokenCount, "accepted_token_count"),
+    tierLiveBytes: exact(reply.tierLiveBytes, "tier_live_bytes"),
+    tierBytes: exact(reply.tierBytes, "tier_bytes"),
+  };
+}
+
+export function serverInfoOf(reply: GetServerInfoResponse): ServerInfo {
+  return {
+    version: reply.version,
+    modelId: reply.modelId,
+    vocabSize: reply.vocabSize,
+    trainedPositions: exact(reply.trainedPositionCount, "trained_position_count"),
+    device: reply.device,
+    dtype: reply.dtype,
+    mode: modeOf(reply.mode),
+    strategies: reply.strategies,
+    defaultStrategy: strategyFromWire(reply.defaultStrategy),
+    maxGenerateTokens: reply.maxTokensLimit,
+    maxAppendTokens: reply.maxAppendTokens,
+    maxMessageBytes: reply.maxMessageBytes,
+    kvCapacityBytes: exact(reply.kvCapacityBytes, "kv_capacity_bytes"),
+    kvReservedBytes: exact(reply.kvReservedBytes, "kv_reserved_bytes"),
+    segmentTokens: reply.segmentTokens,
+    sessionIdleTtlSeconds: reply.sessionIdleTtlSeconds,
+    drafter: reply.drafter,
+    tierCapacityBytes: exact(reply.tierCapacityBytes, "tier_capacity_bytes"),
+    tierReservedBytes: exact(reply.tierReservedBytes, "tier_reserved_bytes"),
+  };
+}

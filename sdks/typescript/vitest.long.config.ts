@@ -1,0 +1,9 @@
+import { defineConfig } from "vitest/config";
+
+import short from "./vitest.config.js";
+
+/** The tests under pressure in full: minutes. */
+export default defineConfig({
+  ...short,
+  test: { ...short.test, include: ["src/pressure.test.ts"], testTimeout: 900_000, provide: { isLong: true } },
+});

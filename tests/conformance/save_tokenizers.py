@@ -1,0 +1,94 @@
+"""Tokenizers in folders, and what the Python SDK makes of messages with each: TypeScript has to make the same.
+
+usage: save_tokenizers.py FOLDER
+
+Prints {name: {"end_of_turn": ids, "chats": [{"messages", "ids"}], "turns": [{"messages", "after", "ids" or "error"}]}}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from inference_engine.config import forbid_model_hub
+from kakeya import TemplateError
+from kakeya.tokenization import ChatTokenizer, end_of_turn_ids, tokens_for_chat, tokens_for_next_turn
+
+EXAMPLES = Path(__file__).parents[2] / "sdks" / "python" / "examples"
+# As small instruct models have it: a default system message, and trimmed text.
+TEMPLATE = """\
+{%- if messages[0].role != 'system' -%}{{ '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{%- endif -%}
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if tools is defined and tools -%}{{ tools | length }}{%- endif -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+WORDS = ["Hi!", "What is 2 + 3? ", "naïve café 東京 🙂", "a  b\n\n c", "The weather's fine, isn't it?"]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def byte_level() -> ChatTokenizer:
+    """With real merges, trained here."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special: list[Any] = ["<|im_start|>", "<|im_end|>"]
+    corpus = [*WORDS, "The user asked about the weather in Paris, and the assistant answered the user."] * 4
+    trainer = BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(corpus, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=TEMPLATE)
+    return cast("ChatTokenizer", fast)
+
+
+def told(tokenizer: ChatTokenizer) -> dict[str, Any]:
+    """What the Python SDK says with this tokenizer."""
+    ends = end_of_turn_ids(tokenizer)
+    chats = [[user(text)] for text in WORDS]
+    chats.append([user("a?"), {"role": "assistant", "content": "Yes."}, user("b?")])
+    spoken = [int(token_id) for token_id in tokenizer.encode("Yes.", add_special_tokens=False)]
+    turns = [
+        turn(tokenizer, messages, after)
+        for after in ([], spoken, [*spoken, *ends])
+        for messages in ([user("b?")], [user("b"), {"role": "tool", "content": "c"}])
+    ]
+    return {
+        "end_of_turn": ends,
+        "chats": [{"messages": chat, "ids": tokens_for_chat(chat, tokenizer)} for chat in chats],
+        "turns": turns,
+    }
+
+
+def turn(tokenizer: ChatTokenizer, messages: list[dict[str, str]], after: list[int]) -> dict[str, Any]:
+    try:
+        outcome: dict[str, Any] = {"ids": tokens_for_next_turn(messages, tokenizer, after=after)}
+    except TemplateError:
+        outcome = {"error": "TemplateError"}
+    return {"messages": messages, "after": after, **outcome}
+
+
+def main(folder: Path) -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    from tokenization_per_family import FAMILIES
+
+    tokenizers: dict[str, Any] = {name: family.tokenizer() for name, family in FAMILIES.items()}
+    tokenizers["bytes"] = byte_level()
+    for name, tokenizer in tokenizers.items():
+        tokenizer.save_pretrained(folder / name)
+    print(json.dumps({name: told(tokenizer) for name, tokenizer in tokenizers.items()}))
+
+
+if __name__ == "__main__":
+    forbid_model_hub()
+    main(Path(sys.argv[1]))

@@ -1,0 +1,104 @@
+"""Servers on TinyModel for tests that are not written in Python: each asked for over a control socket.
+
+usage: serve.py
+
+Prints the port of the socket, on loopback, and ends with its standard input. A connection asks with one line of JSON
+and is answered with one:
+
+    {"open": {"engine": {…}, "server": {…}, "guarded": true}}    {"target": …} and of a guarded one "authority", …
+    {"drain": "<target>"}                                        {}
+    {"reasons": true}                                            {"reasons": {reason: code, …}}
+
+`engine` and `server` are settings of EngineConfig and ServerConfig. A guarded server wants the key; its certificate,
+with the private key, and that of its authority are told as PEM text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import trustme
+
+from inference_engine.config import ServerConfig
+from inference_engine.engine import Engine
+from inference_engine.server.run import ServerHandle, start_server
+from inference_engine.server.status import CODES
+from tests.tiny import tiny_engine
+
+KEY = "a" * 32
+
+
+class Servers:
+    """What runs, by target."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: dict[str, tuple[ServerHandle, Engine]] = {}
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One question and its answer."""
+        question = json.loads(await reader.readline())
+        reply: dict[str, Any]
+        match question:
+            case {"open": settings}:
+                reply = await self._open(**settings)
+            case {"drain": target}:
+                await self._drain(target)
+                reply = {}
+            case {"reasons": True}:
+                reply = {"reasons": {reason: code.name for reason, code in CODES.items()}}
+            case _:
+                reply = {"error": f"cannot do {question!r}"}
+        writer.write(json.dumps(reply).encode() + b"\n")
+        await writer.drain()
+        writer.close()
+
+    async def close(self) -> None:
+        for target in list(self._running):
+            await self._drain(target)
+
+    async def _open(
+        self, engine: dict[str, Any] | None = None, server: dict[str, Any] | None = None, *, guarded: bool = False
+    ) -> dict[str, str]:
+        guards, told = self._guards() if guarded else ({}, {})
+        config = ServerConfig(**{"bind": "127.0.0.1:0", "drain_seconds": 1.0, **guards, **(server or {})})
+        runtime = tiny_engine(**(engine or {}))
+        handle = await start_server(runtime, config)
+        self._running[handle.target] = handle, runtime
+        return {"target": handle.target, **told}
+
+    async def _drain(self, target: str) -> None:
+        handle, engine = self._running.pop(target)
+        await handle.drain_and_stop()
+        engine.close()
+
+    def _guards(self) -> tuple[dict[str, str], dict[str, str]]:
+        authority = trustme.CA()
+        # Of its own: a server reads its files again when they change.
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        certificate, keys = folder / "server.pem", folder / "keys"
+        pem = authority.issue_cert("localhost", "127.0.0.1").private_key_and_cert_chain_pem
+        pem.write_to_path(certificate)
+        keys.write_text(f"{KEY}\n", encoding="utf-8")
+        files = {"api_key_file": str(keys), "tls_cert_file": str(certificate), "tls_key_file": str(certificate)}
+        told = {"authority": authority.cert_pem.bytes().decode(), "certificate": pem.bytes().decode(), "key": KEY}
+        return files, told
+
+
+async def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        servers = Servers(Path(folder))
+        control = await asyncio.start_server(servers.answer, "127.0.0.1", 0)
+        print(control.sockets[0].getsockname()[1], flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        await servers.close()
+        control.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,54 @@
+"""The Python SDK plays the scenarios as they are written, and both of its clients see the same."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import kakeya
+from tests.conformance.python_runner import Player, in_loop
+from tests.conformance.scenarios import SCENARIOS, SETTINGS, differences, resolved
+from tests.server.wire import serving
+from tests.tiny import tiny_engine
+
+
+async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return await asyncio.to_thread(function, *args, **kwargs)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
+async def test_both_clients_play_a_scenario_and_see_the_same(scenario: dict[str, Any]) -> None:
+    with tiny_engine(**SETTINGS["engine"]) as engine:
+        async with serving(engine, **SETTINGS["server"]) as server:
+            async with kakeya.AsyncClient(server.target) as client:
+                awaited = await Player(client, in_loop).play(scenario["steps"])
+            with kakeya.Client(server.target) as blocking:
+                waited = await Player(blocking, in_thread).play(scenario["steps"])
+    assert awaited == waited
+
+
+async def test_a_step_that_sees_something_else_fails() -> None:
+    with tiny_engine() as engine:
+        async with serving(engine) as server, kakeya.AsyncClient(server.target) as client:
+            step = {"do": "create", "session": "s", "expect": {"limit_tokens": 1}}
+            with pytest.raises(AssertionError, match=r"seen.limit_tokens is 512, expected 1"):
+                await Player(client, in_loop).play([step])
+
+
+def test_what_stands_for_tokens_is_replaced_by_them() -> None:
+    tokens = {"a": [7, 8]}
+    assert resolved([1, {"all_of": "a"}, {"of": "a", "at": 1}, {"repeat": [5], "times": 2}], tokens) == [
+        1,
+        7,
+        8,
+        8,
+        5,
+        5,
+    ]
+    assert resolved({"token_ids": {"all_of": "a"}}, tokens) == {"token_ids": [7, 8]}
+
+
+def test_differences_are_told_by_their_place() -> None:
+    assert differences({"a": {"b": 1}}, {"a": {"b": 2, "c": 3}}) == ["seen.a.b is 2, expected 1"]
+    assert differences({"a": 1}, {}) == ["seen.a is None, expected 1"]
