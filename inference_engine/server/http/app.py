@@ -1,0 +1,157 @@
+"""The shim as an ASGI application: its routes, who may use them, and what every answer carries."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from dataclasses import dataclass, field
+
+import prometheus_client
+from fastapi import APIRouter, Depends, FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from inference_engine.errors import Draining, RequestError
+from inference_engine.metrics import EngineMetrics
+from inference_engine.server.address import Address
+from inference_engine.server.auth import KeyRing
+from inference_engine.server.http import deprecation
+from inference_engine.server.http.completion import ROUTE, Completion, Desk
+from inference_engine.server.http.errors import body_of, envelope, headers_of, status_of
+from inference_engine.server.http.replies import model_list
+from inference_engine.server.status import as_request_error
+
+MODELS, HEALTH, METRICS = "/v1/models", "/healthz", "/metrics"
+ROUTES = (ROUTE, MODELS, HEALTH, METRICS, deprecation.PAGE)
+
+
+@dataclass(slots=True)
+class State:
+    """What an operator changes while the shim runs."""
+
+    is_draining: bool = field(default=False)
+
+
+def create_app(desk: Desk, keys: KeyRing, address: Address, state: State) -> ASGIApp:
+    """The whole application, to be served at `address`."""
+    # No pages that describe it to machines: it is frozen, and others have described it.
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.include_router(_open_routes(desk, state))
+    app.include_router(_guarded_routes(desk, keys, state))
+    app.add_exception_handler(RequestError, _refuse)
+    app.add_exception_handler(HTTPException, _refuse_route)
+    app.add_exception_handler(ClientDisconnect, _forget)
+    app.add_exception_handler(Exception, _report)
+    return _Frame(app, desk.engine.metrics, address)
+
+
+def _open_routes(desk: Desk, state: State) -> APIRouter:
+    router = APIRouter()
+
+    @router.get(HEALTH)
+    async def health() -> Response:
+        is_serving = desk.engine.is_alive() and not state.is_draining
+        return JSONResponse({"status": "ok" if is_serving else "unavailable"}, 200 if is_serving else 503)
+
+    @router.get(deprecation.PAGE)
+    async def why() -> Response:
+        return PlainTextResponse(deprecation.PAGE_TEXT)
+
+    return router
+
+
+def _guarded_routes(desk: Desk, keys: KeyRing, state: State) -> APIRouter:
+    async def authenticate(request: Request) -> None:
+        headers = [(name.decode("latin-1"), value) for name, value in request.headers.raw]
+        request.state.owner = keys.owner_of(headers)
+
+    router = APIRouter(dependencies=[Depends(authenticate)])
+    created = int(desk.now())
+
+    @router.post(ROUTE)
+    async def complete(request: Request) -> Response:
+        if state.is_draining:
+            raise Draining
+        return Completion(desk, request.state.owner)
+
+    @router.get(MODELS)
+    async def models() -> Response:
+        return JSONResponse(model_list(desk.engine.info().facts.model_id, created))
+
+    @router.get(METRICS)
+    async def metrics() -> Response:
+        # It reads the process's own numbers from the system.
+        page = await asyncio.to_thread(prometheus_client.generate_latest, desk.engine.metrics.registry)
+        return Response(page, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    return router
+
+
+async def _refuse(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return JSONResponse(body_of(error), status_of(error), headers_of(error))
+
+
+async def _refuse_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path} is not served here; there are {', '.join(ROUTES)}"
+    return JSONResponse(envelope(error.status_code, message), error.status_code, error.headers)
+
+
+async def _forget(_request: Request, _error: Exception) -> Response:
+    """Nobody is there to read it."""
+    return Response(status_code=400)
+
+
+async def _report(request: Request, error: Exception) -> Response:
+    return await _refuse(request, as_request_error(error, request.url.path))
+
+
+class _Frame:
+    """Around everything: the host is checked, the answer counted and marked as deprecated.
+
+    On loopback a browser may be led here by a name that somebody else's page resolves to 127.0.0.1; its requests carry
+    that name. So there, only names of this machine are answered.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: EngineMetrics, address: Address) -> None:
+        self._app = app
+        self._responses = metrics.http_responses
+        self._is_loopback = address.is_loopback
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        route = scope["path"] if scope["path"] in ROUTES else "other"
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *deprecation.HEADERS]}
+                self._responses.labels(route, str(message["status"])).inc()
+            await send(message)
+
+        if self._is_loopback and not _is_of_this_machine(scope):
+            text = "the host is not this machine's; call it 127.0.0.1 or localhost"
+            await JSONResponse(envelope(421, text), 421)(scope, receive, marked)
+            return
+        try:
+            await self._app(scope, receive, marked)
+        except Exception:  # noqa: BLE001 - `_report` has answered and logged it; starlette raises it once more
+            return
+
+
+def _is_of_this_machine(scope: Scope) -> bool:
+    hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+    if len(hosts) != 1:
+        return False
+    host = hosts[0].lower()
+    # A port is what follows the last colon, unless that is inside an IPv6 address.
+    if not host.endswith("]"):
+        host = host.rpartition(":")[0] or host
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False

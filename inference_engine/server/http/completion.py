@@ -1,0 +1,170 @@
+"""One chat completion, from its body to the last byte of its answer; given up as soon as the client is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from inference_engine.engine import Engine
+from inference_engine.errors import Overloaded
+from inference_engine.server.http.answer import Answer, follow, until_work_begins
+from inference_engine.server.http.body import read_json_body
+from inference_engine.server.http.chat_text import ChatText
+from inference_engine.server.http.errors import UnknownModel, body_of
+from inference_engine.server.http.replies import Json, Replies
+from inference_engine.server.http.request import read_request
+from inference_engine.server.http.single_shot import Prompt, prepare, single_shot
+from inference_engine.server.limits import OwnerLimits
+from inference_engine.server.service import STALL_SECONDS
+from inference_engine.server.status import as_request_error
+from inference_engine.server.stream import EventQueue, Stall
+
+ROUTE = "/v1/chat/completions"
+
+
+@dataclass(slots=True)
+class Slots:
+    """Requests that may be inside at the same time, so that bodies and prompts of others need no memory."""
+
+    limit: int
+    taken: int = field(default=0, init=False)
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """Raises Overloaded if there is none."""
+        if self.taken >= self.limit:
+            raise Overloaded(f"{self.taken} requests are being answered already; retry later", retry_after_seconds=1.0)
+        self.taken += 1
+        try:
+            yield
+        finally:
+            self.taken -= 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Desk:
+    """What every completion needs. `executor` has one thread: it renders and encodes, one request after another."""
+
+    engine: Engine
+    chat: ChatText
+    limits: OwnerLimits
+    slots: Slots
+    executor: Executor
+    max_body_bytes: int
+    now: Callable[[], float]
+
+
+class Completion(Response):
+    """A response that does the work when it is sent, because only then it learns whether somebody still listens."""
+
+    def __init__(self, desk: Desk, owner: str) -> None:
+        super().__init__()
+        self._desk = desk
+        self._owner = owner
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._desk.limits.call(self._owner), self._desk.slots.one():
+            body = await read_json_body(Request(scope, receive), self._desk.max_body_bytes)
+            await _while_connected(receive, self._answer(body, scope, receive, send))
+
+    async def _answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        desk = self._desk
+        prompt = await asyncio.get_running_loop().run_in_executor(desk.executor, self._prepare, body)
+        replies = Replies(model=prompt.asked.model, created=int(desk.now()), include_usage=prompt.asked.include_usage)
+        answer = Answer(prompt, desk.chat)
+        async with single_shot(desk.engine, prompt, end_ids=desk.chat.end_ids, owner=self._owner) as events:
+            if prompt.asked.stream:
+                await _stream(answer, replies, events, send)
+                return
+            whole = await _whole(answer, replies, events)
+        await JSONResponse(whole)(scope, receive, send)
+
+    def _prepare(self, body: bytes) -> Prompt:
+        asked = read_request(body)
+        info = self._desk.engine.info()
+        if asked.model != info.facts.model_id:
+            raise UnknownModel(asked.model, info.facts.model_id)
+        return prepare(asked, self._desk.chat, info)
+
+
+async def _whole(answer: Answer, replies: Replies, events: EventQueue) -> Json:
+    text = []
+    async for event in follow([], events):
+        text.append(answer.take(event))
+        if answer.is_finished:
+            break
+    return replies.whole(
+        "".join(text), answer.pop_logprobs(), answer.finish_reason, answer.usage, answer.dropped_tokens
+    )
+
+
+async def _stream(answer: Answer, replies: Replies, events: EventQueue, send: Send) -> None:
+    """Server-sent events. What goes wrong after the first one is the last one."""
+    first = await until_work_begins(events)
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    with _writing(send) as write:
+        try:
+            await write(replies.first_chunk())
+            async for event in follow(first, events):
+                text, logprobs = answer.take(event), answer.pop_logprobs()
+                if text or logprobs:
+                    await write(replies.chunk(text, logprobs))
+                if answer.is_finished:
+                    break
+            await write(replies.last_chunk(answer.finish_reason, answer.dropped_tokens))
+            if replies.include_usage:
+                await write(replies.usage_chunk(answer.usage))
+        except Exception as error:  # noqa: BLE001 - the status is sent; this is the only way left to tell the client
+            await write(body_of(as_request_error(error, ROUTE)))
+        else:
+            await write("[DONE]")
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@contextlib.contextmanager
+def _writing(send: Send) -> Iterator[Callable[[Json | str], Coroutine[Any, Any, None]]]:
+    """What sends one event, and ends this task if the client does not read for long."""
+    task = asyncio.current_task()
+    assert task is not None
+    stall = Stall(asyncio.get_running_loop(), STALL_SECONDS, task.cancel)
+
+    async def write(data: Json | str) -> None:
+        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+        stall.begin_write()
+        await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
+        stall.end_write()
+
+    try:
+        yield write
+    finally:
+        stall.stop()
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end, or until the client is gone: then it is cancelled, and has ended when this returns."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        is_done = working.done()
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.wait((working, leaving))
+    if is_done and not working.cancelled():
+        await working
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

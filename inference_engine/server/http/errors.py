@@ -1,0 +1,119 @@
+"""Errors as clients of chat completions know them: an HTTP status, and a body with message, type, param and code."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import grpc
+
+from inference_engine.errors import InvalidArgument, RequestError
+from inference_engine.server.status import CODES, reason_of
+
+# By `reason`: our own, and those that mean something else here than over gRPC, where sessions live on.
+_STATUSES: dict[str, int] = {
+    "BAD_JSON": 400,
+    "HISTORY_LIMIT": 400,
+    "MODEL_NOT_FOUND": 404,
+    "REQUEST_TIMEOUT": 408,
+    "BODY_TOO_LARGE": 413,
+    "UNSUPPORTED_MEDIA_TYPE": 415,
+    "OUT_OF_MEMORY": 503,
+    "SESSION_CLOSED": 503,
+}
+# By gRPC code. What is not here cannot befall a session that lives for one request, or is a bug of ours: 500.
+_STATUSES_OF_CODES = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.UNAVAILABLE: 503,
+}
+# Where clients of chat completions branch on another word than ours.
+_CODES = {
+    "INVALID_ARGUMENT": None,
+    "HISTORY_LIMIT": "context_length_exceeded",
+    "UNAUTHENTICATED": "invalid_api_key",
+    "NO_CAPACITY": "rate_limit_exceeded",
+    "OVERLOADED": "rate_limit_exceeded",
+    "QUOTA": "rate_limit_exceeded",
+}
+_RETRY_SECONDS = 1.0
+
+
+class UnknownModel(RequestError):
+    reason = "MODEL_NOT_FOUND"
+
+    def __init__(self, asked: str, served: str) -> None:
+        super().__init__(f"model: this server serves {served!r}, not {asked!r}", field="model")
+
+
+class BadJson(RequestError):
+    reason = "BAD_JSON"
+
+
+class BodyTooLarge(RequestError):
+    reason = "BODY_TOO_LARGE"
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"the body is larger than the {limit_bytes} bytes this server takes (max_message_bytes)")
+
+
+class BodyTooSlow(RequestError):
+    reason = "REQUEST_TIMEOUT"
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"the body did not arrive within {seconds:g} s")
+
+
+class NotJson(RequestError):
+    reason = "UNSUPPORTED_MEDIA_TYPE"
+
+    def __init__(self) -> None:
+        super().__init__("send JSON, with 'content-type: application/json'")
+
+
+class ContextLengthExceeded(RequestError):
+    """The rendered messages leave no room for an answer."""
+
+    reason = "HISTORY_LIMIT"
+
+    def __init__(self, prompt_tokens: int, limit_tokens: int) -> None:
+        super().__init__(
+            f"messages: they are {prompt_tokens} tokens when rendered, and a session holds {limit_tokens} at most, the "
+            "answer among them; send fewer",
+            field="messages",
+            prompt_tokens=prompt_tokens,
+            limit_tokens=limit_tokens,
+        )
+
+
+def status_of(error: RequestError) -> int:
+    reason = reason_of(error)
+    return _STATUSES.get(reason) or _STATUSES_OF_CODES.get(CODES.get(reason, grpc.StatusCode.INTERNAL), 500)
+
+
+def headers_of(error: RequestError) -> dict[str, str]:
+    status = status_of(error)
+    if status == 401:
+        return {"www-authenticate": "Bearer"}
+    if status in (429, 503):
+        return {"retry-after": str(math.ceil(error.retry_after_seconds or _RETRY_SECONDS))}
+    return {}
+
+
+def body_of(error: RequestError) -> dict[str, Any]:
+    reason, status = reason_of(error), status_of(error)
+    param = error.field if isinstance(error, InvalidArgument) else error.metadata.get("field")
+    return envelope(status, error.message, param=param, code=_CODES.get(reason, reason.lower()))
+
+
+def envelope(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": _type_of(status), "param": param, "code": code}}
+
+
+def _type_of(status: int) -> str:
+    if status == 401:
+        return "authentication_error"
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"

@@ -1,0 +1,246 @@
+"""A chat completions request, read strictly: what is not honoured is refused by its name, never ignored.
+
+Each value is checked once, here or where it is used: the ranges of sampling are those of `types.Sampling`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from inference_engine.errors import InvalidArgument
+from inference_engine.server.http.errors import BadJson
+from inference_engine.types import Sampling
+
+MAX_STOPS = 4
+MAX_STOP_CHARACTERS = 256
+ROLES = ("system", "user", "assistant")
+HONOURED = (
+    "model",
+    "messages",
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "seed",
+    "stop",
+    "logit_bias",
+    "logprobs",
+    "n",
+    "stream",
+    "stream_options",
+    "user",
+)
+# Parameters that are not honoured, at the values that ask for what happens anyway.
+_OFF: dict[str, Any] = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "top_logprobs": 0,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "tools": [],
+    "tool_choice": "none",
+    "store": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatRequest:
+    """max_tokens None: as many as there is room for. `max_tokens_name`: under which name the caller gave it."""
+
+    model: str
+    messages: tuple[Mapping[str, str], ...]
+    sampling: Sampling
+    max_tokens: int | None = None
+    max_tokens_name: str = "max_tokens"
+    stops: tuple[str, ...] = ()
+    logprobs: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    user: str = ""
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """Raises BadJson, or InvalidArgument that names the parameter."""
+    given = {name: value for name, value in _object(body).items() if value is not None}
+    _refuse_not_honoured(given)
+    name, max_tokens = _max_tokens(given)
+    stream = _flag(given, "stream")
+    return ChatRequest(
+        model=_text(_required(given, "model"), "model"),
+        messages=_messages(_required(given, "messages")),
+        sampling=_sampling(given),
+        max_tokens=max_tokens,
+        max_tokens_name=name,
+        stops=_stops(given.get("stop", [])),
+        logprobs=_flag(given, "logprobs"),
+        stream=stream,
+        include_usage=_include_usage(given.get("stream_options"), stream=stream),
+        user=_text(given.get("user", ""), "user"),
+    )
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise BadJson(f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise BadJson(f"the body must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _refuse_not_honoured(given: Mapping[str, Any]) -> None:
+    refused = [name for name in given if name not in HONOURED and not _is_off(name, given[name])]
+    if refused:
+        raise InvalidArgument(
+            refused[0],
+            f"this interface is frozen and does not honour {', '.join(refused)}; leave that out. It honours "
+            f"{', '.join(HONOURED)}; sessions over gRPC do more",
+        )
+    if (count := given.get("n", 1)) != 1 or isinstance(count, bool):
+        raise InvalidArgument("n", f"must be 1, got {count!r}; send one request for each answer")
+
+
+def _is_off(name: str, value: object) -> bool:
+    # JSON's false is not its 0, though Python's is.
+    return name in _OFF and value == _OFF[name] and isinstance(value, bool) == isinstance(_OFF[name], bool)
+
+
+def _required(given: Mapping[str, Any], name: str) -> Any:
+    if name not in given:
+        raise InvalidArgument(name, "is required")
+    return given[name]
+
+
+def _max_tokens(given: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The older name and the newer one mean the same."""
+    names = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
+    values = {_whole(given[name], name) for name in names}
+    if len(values) > 1:
+        raise InvalidArgument("max_tokens", f"is {given['max_tokens']}, but max_completion_tokens is another number")
+    if not names:
+        return "max_tokens", None
+    if (value := values.pop()) < 1:
+        raise InvalidArgument(names[0], f"must be ≥ 1, got {value}")
+    return names[0], value
+
+
+def _sampling(given: Mapping[str, Any]) -> Sampling:
+    return Sampling(
+        temperature=_number(given.get("temperature", 0.0), "temperature"),
+        top_p=_number(given.get("top_p", 1.0), "top_p"),
+        seed=None if "seed" not in given else _whole(given["seed"], "seed"),
+        logit_bias=_logit_bias(given.get("logit_bias", {})),
+    )
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise InvalidArgument("logit_bias", f"must be an object from token id to bias, got {_kind(value)}")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not key.isascii() or not key.isdigit() or len(key) > len(str(2**32)):
+            raise InvalidArgument("logit_bias", f"its names must be token ids, got {key[:20]!r}")
+        biases[int(key)] = _number(bias, "logit_bias")
+    return biases
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or len(values) > MAX_STOPS:
+        raise InvalidArgument("stop", f"must be a text or a list of at most {MAX_STOPS}")
+    for stop in values:
+        if not 1 <= len(_text(stop, "stop")) <= MAX_STOP_CHARACTERS:
+            raise InvalidArgument("stop", f"each must have 1 to {MAX_STOP_CHARACTERS} characters, got {len(stop)}")
+    return tuple(values)
+
+
+def _include_usage(options: object, *, stream: bool) -> bool:
+    if options is None:
+        return False
+    if not stream:
+        raise InvalidArgument("stream_options", "is for streams; set stream, or leave it out")
+    if not isinstance(options, dict):
+        raise InvalidArgument("stream_options", f"must be an object, got {_kind(options)}")
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in given:
+        if name != "include_usage":
+            raise InvalidArgument(f"stream_options.{name}", "is not honoured; leave it out")
+    return _flag(given, "include_usage", path="stream_options.include_usage")
+
+
+def _messages(value: object) -> tuple[Mapping[str, str], ...]:
+    if not isinstance(value, list) or not value:
+        raise InvalidArgument("messages", "must be a list of at least one message")
+    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(value))
+
+
+def _message(value: object, path: str) -> Mapping[str, str]:
+    if not isinstance(value, dict):
+        raise InvalidArgument(path, f"must be an object, got {_kind(value)}")
+    given = {name: item for name, item in value.items() if item is not None}
+    if (role := given.get("role")) not in ROLES:
+        raise InvalidArgument(f"{path}.role", f"must be {', '.join(ROLES[:-1])} or {ROLES[-1]}, got {role!r:.40}")
+    for name, item in given.items():
+        # An answer sent back as it came carries lists of nothing, such as `"annotations": []`.
+        if name not in ("role", "content") and item not in ([], ""):
+            raise InvalidArgument(f"{path}.{name}", "is not honoured; a message has a role and content")
+    return {"role": role, "content": _content(given.get("content"), f"{path}.content")}
+
+
+def _content(value: object, path: str) -> str:
+    """Text, or text parts, which are joined by line ends as the Python SDK joins them."""
+    if not isinstance(value, list):
+        return _text(value, path)
+    if not value:
+        raise InvalidArgument(path, "must hold at least one part")
+    return "\n".join(_part(part, f"{path}[{index}]") for index, part in enumerate(value))
+
+
+def _part(value: object, path: str) -> str:
+    if not isinstance(value, dict) or value.get("type") != "text" or set(value) != {"type", "text"}:
+        raise InvalidArgument(path, 'must be {"type": "text", "text": …}; the model reads text')
+    return _text(value["text"], f"{path}.text")
+
+
+def _text(value: object, path: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(path, f"must be text, got {_kind(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(path, "holds half of a surrogate pair, which is no character") from None
+    return value
+
+
+def _number(value: object, path: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidArgument(path, f"must be a number, got {_kind(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidArgument(path, "is too large") from None
+
+
+def _whole(value: object, path: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidArgument(path, f"must be a whole number, got {_kind(value)}")
+    return value
+
+
+def _flag(given: Mapping[str, Any], name: str, *, path: str | None = None) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise InvalidArgument(path or name, f"must be true or false, got {_kind(value)}")
+    return value
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__

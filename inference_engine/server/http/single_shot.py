@@ -1,0 +1,92 @@
+"""One request, one session: opened, filled, asked, and closed whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+
+from inference_engine.answers import EngineInfo
+from inference_engine.engine import Engine
+from inference_engine.errors import InvalidArgument, NoCapacity, SessionEvicted, SessionNotFound
+from inference_engine.server.http.chat_text import ChatText
+from inference_engine.server.http.errors import ContextLengthExceeded
+from inference_engine.server.http.request import ChatRequest
+from inference_engine.server.stream import EventQueue
+from inference_engine.types import GenerateParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """A request that is ready to run. limit_tokens: what its session reserves; None: a session without an end."""
+
+    asked: ChatRequest
+    token_ids: Sequence[int]
+    params: GenerateParams
+    limit_tokens: int | None
+
+
+def prepare(asked: ChatRequest, chat: ChatText, info: EngineInfo) -> Prompt:
+    """Render, encode and measure a request. Blocks. Raises InvalidArgument or ContextLengthExceeded."""
+    most = info.config.max_generate_tokens
+    if asked.max_tokens is not None and asked.max_tokens > most:
+        raise InvalidArgument(
+            asked.max_tokens_name,
+            f"must be at most {most} on this server (max_generate_tokens), got {asked.max_tokens}",
+        )
+    token_ids = chat.prompt_ids(asked.messages)
+    room = most if info.limit_tokens is None else info.limit_tokens - len(token_ids)
+    if room < 1:
+        assert info.limit_tokens is not None
+        raise ContextLengthExceeded(len(token_ids), info.limit_tokens)
+    max_tokens = min(most, room) if asked.max_tokens is None else asked.max_tokens
+    # A stop string that is a token of its own is never seen as text.
+    stop_ids = [token_id for stop in asked.stops if (token_id := chat.token_id(stop)) is not None]
+    params = GenerateParams(
+        max_tokens=max_tokens,
+        sampling=asked.sampling,
+        stop_token_ids=tuple(dict.fromkeys(stop_ids)),
+        logprobs=asked.logprobs,
+    )
+    # The session needs no more memory than its only Generate can use.
+    return Prompt(asked=asked, token_ids=token_ids, params=params, limit_tokens=len(token_ids) + min(max_tokens, room))
+
+
+@contextlib.asynccontextmanager
+async def single_shot(
+    engine: Engine, prompt: Prompt, *, end_ids: Sequence[int], owner: str
+) -> AsyncIterator[EventQueue]:
+    """A session that answers `prompt`, and the events of its Generate.
+
+    Leaving closes the session, which ends a Generate that still runs at its next step. Raises what the engine does.
+    """
+    try:
+        opened = engine.create_session(
+            eos_token_ids=end_ids, limit_tokens=prompt.limit_tokens, label=prompt.asked.user, owner=owner
+        )
+    except InvalidArgument as error:
+        raise InvalidArgument("user", error.description) if error.field == "client_label" else error from None
+    except NoCapacity as error:
+        if error.retry_after_seconds is not None:
+            raise
+        raise InvalidArgument(
+            prompt.asked.max_tokens_name,
+            f"messages of {len(prompt.token_ids)} tokens and an answer of at most {prompt.params.max_tokens} need more "
+            f"memory than this server has; ask for fewer tokens ({error.message})",
+        ) from None
+    try:
+        for piece in _pieces(prompt.token_ids, engine.config.max_append_tokens):
+            engine.append(opened.session_id, piece, owner=owner)
+            await asyncio.sleep(0)
+        events = EventQueue(asyncio.get_running_loop())
+        engine.generate(opened.session_id, prompt.params, listener=events.push, owner=owner)
+        yield events
+    finally:
+        # Gone is what it is meant to be.
+        with contextlib.suppress(SessionNotFound, SessionEvicted):
+            engine.close_session(opened.session_id, owner=owner)
+
+
+def _pieces(token_ids: Sequence[int], most: int) -> Iterator[Sequence[int]]:
+    return (token_ids[start : start + most] for start in range(0, len(token_ids), most))

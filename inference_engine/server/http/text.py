@@ -1,0 +1,96 @@
+"""From token ids to the text a client sees, as it comes: no halves of characters, nothing of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+# A character has at most four bytes, and a token at least one: these many may wait for the one that ends it.
+_MAX_WAITING_IDS = 3
+# Decoding begins anew after so many ids, where a character ends; after so many without such a place, anywhere.
+_WINDOW_IDS = 16
+_MAX_WINDOW_IDS = 64
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class TextStream:
+    """Decodes ids one by one. The pieces joined are what decoding all ids at once gives.
+
+    A character may be spread over several ids. Its piece waits until the last one is there; what is still unfinished
+    at the end is left out, and so is a replacement character that the model really wrote there: they look alike.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._shown = 0  # characters of the decoded ids that were given out
+        self._context = 0  # ids before this one were given out; the next one's text may depend on the last of them
+
+    def push(self, token_id: int) -> str:
+        """The text this id completes."""
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        settled = self._settled(text)
+        piece, self._shown = text[self._shown : settled], max(self._shown, settled)
+        if piece and self._shown == len(text):
+            if len(self._ids) >= _WINDOW_IDS:
+                del self._ids[: self._context]
+                self._shown = len(self._decode(self._ids))
+            self._context = len(self._ids)
+        elif len(self._ids) >= _MAX_WINDOW_IDS:
+            waiting = len(text) - self._shown
+            self._ids, self._context = self._ids[-_WINDOW_IDS:], 0
+            self._shown = len(self._decode(self._ids)) - waiting
+        return piece
+
+    def _settled(self, text: str) -> int:
+        """How many characters of `text` no later id can change."""
+        if not text.endswith(_BROKEN):
+            return len(text)
+        before = text
+        for waiting in range(1, _MAX_WAITING_IDS + 1):
+            before = self._decode(self._ids[:-waiting])
+            if not before.endswith(_BROKEN):
+                return len(before)
+        # Either these bytes are no text, or each token begins the character that the next one ends.
+        common = zip(text, before, strict=False)
+        return next((at for at, (one, other) in enumerate(common) if one != other), min(len(text), len(before)))
+
+
+class StopStrings:
+    """Passes text on until it contains one of `stops`, and from there on nothing.
+
+    Whatever way the text is cut into pieces: the stop string that is complete first counts, of several the longest.
+    The end of a text that could be the beginning of a stop string waits.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._waiting = ""
+        self.is_matched = False
+
+    def push(self, piece: str) -> str:
+        """The text that is safe to show now."""
+        if self.is_matched:
+            return ""
+        text = self._waiting + piece
+        ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if ends:
+            self.is_matched, self._waiting = True, ""
+            return text[: min(ends)[1]]
+        begun = max((_overlap(text, stop) for stop in self._stops), default=0)
+        cut = len(text) - begun
+        self._waiting = text[cut:]
+        return text[:cut]
+
+    def end(self) -> str:
+        """What waited in vain."""
+        text, self._waiting = self._waiting, ""
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` are the beginning of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)

@@ -1,0 +1,148 @@
+"""The HTTP shim: chat completions for clients that have not moved to sessions yet. Deprecated, frozen, single-shot.
+
+It runs in the server's process and on its event loop, over the same engine. Each request is a session that lives as
+long as the request. What it honours, refuses and why it will go: docs/http.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import prometheus_client
+import uvicorn
+
+from inference_engine.config import ServerConfig
+from inference_engine.engine import Engine
+from inference_engine.errors import ConfigError
+from inference_engine.server.address import Address, cannot_bind
+from inference_engine.server.auth import KeyRing
+from inference_engine.server.http.app import State, create_app
+from inference_engine.server.http.chat_text import ChatText
+from inference_engine.server.http.completion import Desk, Slots
+from inference_engine.server.limits import OwnerLimits
+from inference_engine.server.tls import Certificates
+
+# How long answers may take to leave once no Generate runs any more.
+LEAVE_SECONDS = 5
+
+_log = logging.getLogger(__name__)
+
+
+class HttpShim:
+    """A running shim."""
+
+    def __init__(self, *, url: str, server: uvicorn.Server, sock: socket.socket, desk: Desk, state: State) -> None:
+        self.url = url  # "http://127.0.0.1:8000/v1": what a client calls its base
+        self._state = state
+        self._server = server
+        self._desk = desk
+        self._serving = asyncio.create_task(server.serve(sockets=[sock]), name="http")
+
+    def refuse_work(self) -> None:
+        """From now on health says 503 and completions are refused; what is being answered goes on."""
+        self._state.is_draining = True
+
+    async def stop(self) -> None:
+        """Let answers leave, for LEAVE_SECONDS at most, and close the port."""
+        self.refuse_work()
+        self._server.should_exit = True
+        await self._serving
+        self._desk.executor.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._desk.chat.close)
+
+
+async def start_http(
+    engine: Engine,
+    config: ServerConfig,
+    address: Address,
+    *,
+    keys: KeyRing,
+    limits: OwnerLimits,
+    certificates: Certificates | None,
+    chat: ChatText | None,
+) -> HttpShim:
+    """Listen at `address`, as a part of the server that has these keys, limits and certificates.
+
+    Raises ConfigError if it cannot.
+    """
+    if chat is None:
+        raise ConfigError("http_bind needs the model's tokenizer and chat template, and this server was given none")
+    # `session_created` beside `session_total` would read as a count.
+    cast("Callable[[], None]", prometheus_client.disable_created_metrics)()
+    engine_config = engine.info().config
+    desk = Desk(
+        engine=engine,
+        chat=chat,
+        limits=limits,
+        slots=Slots(engine_config.max_running + engine_config.max_queued),
+        executor=ThreadPoolExecutor(1, "chat-text"),
+        max_body_bytes=config.max_message_bytes,
+        now=time.time,
+    )
+    state = State()
+    context = None if certificates is None else _renewing_context(certificates)
+    server = _Server(_settings(create_app(desk, keys, address, state), context))
+    server.config.load()
+    sock = _listen(address)
+    host, port = sock.getsockname()[:2]
+    bound = Address(host=host, port=port, is_loopback=address.is_loopback)
+    scheme = "http" if certificates is None else "https"
+    return HttpShim(url=f"{scheme}://{bound}/v1", server=server, sock=sock, desk=desk, state=state)
+
+
+class _Server(uvicorn.Server):
+    """Signals are for whoever runs the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def _settings(app: Any, context: ssl.SSLContext | None) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=LEAVE_SECONDS,
+        ssl_context_factory=None if context is None else lambda _config, _default: context,
+    )
+
+
+def _renewing_context(certificates: Certificates) -> ssl.SSLContext:
+    """What each handshake begins with; it goes on with the certificates as the files have them then."""
+
+    def renew(connection: ssl.SSLObject, _server_name: str, _context: ssl.SSLContext) -> None:
+        connection.context = certificates.context()
+
+    context = certificates.context()
+    context.sni_callback = renew
+    return context
+
+
+def _listen(address: Address) -> socket.socket:
+    """A socket that listens already, so that who connects right after the start waits instead of being refused."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((address.host, address.port))
+        sock.listen()
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise cannot_bind("http_bind", address) from error
+    return sock

@@ -1,0 +1,89 @@
+"""A shim over a real engine on TinyModel, the `openai` client for it, and the same questions asked over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2
+import openai
+
+from inference_engine.config import ServerConfig
+from inference_engine.engine import Engine
+from inference_engine.server.http.chat_text import ChatText
+from inference_engine.server.run import ServerHandle, start_server
+from kakeya import tokenization
+from kakeya.v1 import runtime_pb2 as pb
+from tests.server.wire import TIMEOUT_SECONDS, connected
+from tests.tiny_folder import tiny_tokenizer
+
+MESSAGES: Any = [{"role": "user", "content": "Hello"}]
+COMPLETIONS = "/chat/completions"
+
+
+def tiny_chat() -> ChatText:
+    return ChatText(tiny_tokenizer(), name="tiny")
+
+
+@asynccontextmanager
+async def serving_http(engine: Engine, chat: ChatText, **settings: Any) -> AsyncIterator[ServerHandle]:
+    """A server with both ports free ones on loopback, stopped at the end."""
+    given = {"bind": "127.0.0.1:0", "http_bind": "127.0.0.1:0", "drain_seconds": 0.0, **settings}
+    handle = await start_server(engine, ServerConfig(**given), chat=chat)
+    try:
+        yield handle
+    finally:
+        await handle.drain_and_stop()
+
+
+@asynccontextmanager
+async def openai_client(handle: ServerHandle, *, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
+    """The client as it comes, but that a refusal is shown instead of tried again."""
+    assert handle.http_url is not None
+    async with openai.AsyncOpenAI(
+        base_url=handle.http_url, api_key=key, max_retries=0, timeout=TIMEOUT_SECONDS
+    ) as client:
+        yield client
+
+
+@asynccontextmanager
+async def http_client(handle: ServerHandle, **options: Any) -> AsyncIterator[httpx2.AsyncClient]:
+    """For requests that no library of that API would send."""
+    assert handle.http_url is not None
+    async with httpx2.AsyncClient(base_url=handle.http_url, timeout=TIMEOUT_SECONDS, **options) as client:
+        yield client
+
+
+def asking(**parameters: Any) -> dict[str, Any]:
+    """The body of a small request, changed by `parameters`."""
+    return {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, **parameters}
+
+
+async def over_grpc(
+    handle: ServerHandle, messages: Sequence[Any], max_tokens: int, **parameters: Any
+) -> tuple[list[int], list[float], Any]:
+    """Ids, logprobs and `done` of a session whose history is these messages, rendered by the SDK."""
+    tokenizer = tiny_tokenizer()
+    async with connected(handle) as client:
+        ends = tokenization.end_of_turn_ids(tokenizer)
+        session_id = await client.open(tokenization.tokens_for_chat(messages, tokenizer), eos_token_ids=ends)
+        request = pb.GenerateRequest(
+            session_id=session_id, max_tokens=max_tokens, token_details=True, logprobs=True, **parameters
+        )
+        frames = await client.call("Generate", request)
+        tokens = [frame.token for frame in frames if frame.HasField("token")]
+        await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
+        return [token.token_id for token in tokens], [token.logprob for token in tokens], frames[-1].done
+
+
+def ended(engine: Engine, outcome: str) -> int:
+    """How many Generates ended so."""
+    return int(engine.metrics.registry.get_sample_value("generate_total", {"outcome": outcome}) or 0)
+
+
+async def left_nothing(engine: Engine) -> bool:
+    """Whether the engine comes to rest by itself, with no session left. It takes no work afterwards."""
+    await asyncio.to_thread(engine.drain, TIMEOUT_SECONDS)
+    return not ended(engine, "draining") and not engine.info().kv_reserved_bytes

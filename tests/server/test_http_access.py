@@ -1,0 +1,280 @@
+"""Who may use the shim, by which name, over what; and what every answer of it carries."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import trustme
+
+from inference_engine.config import ServerConfig
+from inference_engine.engine import Engine
+from inference_engine.errors import ConfigError
+from inference_engine.server.http.chat_text import ChatText
+from inference_engine.server.run import ServerHandle, start_server
+from tests.server import certificates
+from tests.server.http_client import COMPLETIONS, asking, http_client, openai_client, serving_http, tiny_chat
+from tests.server.wire import TIMEOUT_SECONDS
+
+KEY = "k" * 32
+MODELS, HEALTH, METRICS, WHY = "/v1/models", "/healthz", "/metrics", "/deprecation"
+
+
+@pytest.fixture
+def chat() -> Iterator[ChatText]:
+    chat = tiny_chat()
+    yield chat
+    chat.close()
+
+
+@pytest.fixture
+async def server(engine: Engine, chat: ChatText) -> AsyncIterator[ServerHandle]:
+    async with serving_http(engine, chat) as handle:
+        yield handle
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> str:
+    path = tmp_path / "keys"
+    path.write_text(KEY, encoding="utf-8")
+    return str(path)
+
+
+class Authority:
+    """Certificates for localhost, written where a server reads them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._authority = trustme.CA()
+        self._folder = folder
+        self.settings = {"tls_cert_file": str(folder / "chain.pem"), "tls_key_file": str(folder / "key.pem")}
+        self.issue()
+
+    def issue(self) -> None:
+        certificate = self._authority.issue_cert("localhost", "127.0.0.1")
+        certificate.private_key_pem.write_to_path(self._folder / "key.pem")
+        (self._folder / "chain.pem").write_bytes(b"".join(pem.bytes() for pem in certificate.cert_chain_pems))
+
+    def trust(self) -> ssl.SSLContext:
+        context = ssl.create_default_context()
+        self._authority.configure_trust(context)
+        return context
+
+
+def site(handle: ServerHandle) -> str:
+    """The shim's address without the path that is the API's."""
+    assert handle.http_url is not None
+    return handle.http_url.removesuffix("/v1")
+
+
+async def test_every_answer_says_that_it_is_deprecated_and_until_when(server: ServerHandle) -> None:
+    async with http_client(server) as client:
+        answers = [
+            await client.post(COMPLETIONS, json=asking()),
+            await client.post(COMPLETIONS, json=asking(stream=True)),
+            await client.post(COMPLETIONS, json=asking(top_k=1)),
+            await client.post(COMPLETIONS, content=b"x"),
+            await client.get(COMPLETIONS),
+            *[await client.get(site(server) + path) for path in (MODELS, HEALTH, METRICS, WHY, "/none")],
+            await client.get(site(server) + HEALTH, headers={"host": "evil.example"}),
+        ]
+    assert sorted({answer.status_code for answer in answers}) == [200, 400, 404, 405, 415, 421]
+    for answer in answers:
+        since = datetime.fromtimestamp(int(answer.headers["deprecation"].removeprefix("@")), tz=UTC)
+        assert answer.headers["deprecation"].startswith("@")
+        assert parsedate_to_datetime(answer.headers["sunset"]) > since
+        assert 'rel="deprecation"' in answer.headers["link"]
+        assert 'rel="sunset"' in answer.headers["link"]
+
+
+async def test_the_link_leads_to_a_page_that_says_why_without_a_key(
+    engine: Engine, chat: ChatText, key_file: str
+) -> None:
+    async with serving_http(engine, chat, api_key_file=key_file) as handle, http_client(handle) as client:
+        link = (await client.get(site(handle) + HEALTH)).headers["link"]
+        page = await client.get(site(handle) + link.partition(">")[0].removeprefix("<"))
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/plain; charset=utf-8")
+    assert "gRPC" in page.text
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:8000", 200),
+        ("127.0.0.1:1", 200),
+        ("127.8.8.8", 200),
+        ("[::1]:8000", 200),
+        ("[::1]", 200),
+        ("evil.example", 421),
+        ("localhost.evil.example", 421),
+        ("127.0.0.1.evil.example:80", 421),
+        ("10.0.0.1", 421),
+        ("", 421),
+    ],
+)
+async def test_on_loopback_only_names_of_this_machine_are_answered(
+    server: ServerHandle, host: str, status: int
+) -> None:
+    async with http_client(server) as client:
+        answer = await client.get(site(server) + MODELS, headers={"host": host})
+    assert answer.status_code == status
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [None, "", "Bearer", "Bearer x", f"Bearer {KEY}x", f"bearer {KEY}", f"Basic {KEY}", f"Bearer  {KEY}"],
+)
+async def test_without_the_key_everything_but_health_is_refused(
+    engine: Engine, chat: ChatText, key_file: str, authorization: str | None
+) -> None:
+    headers = {} if authorization is None else {"authorization": authorization}
+    async with serving_http(engine, chat, api_key_file=key_file) as handle, http_client(handle) as client:
+        for answer in (
+            await client.post(COMPLETIONS, json=asking(), headers=headers),
+            await client.post(COMPLETIONS, content=b"not even JSON", headers=headers),
+            await client.get(site(handle) + MODELS, headers=headers),
+            await client.get(site(handle) + METRICS, headers=headers),
+        ):
+            assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert (await client.get(site(handle) + HEALTH, headers=headers)).status_code == 200
+        assert not engine.info().kv_reserved_bytes
+
+
+async def test_the_openai_client_gets_in_with_its_key(engine: Engine, chat: ChatText, key_file: str) -> None:
+    async with serving_http(engine, chat, api_key_file=key_file) as handle:
+        async with openai_client(handle, key=KEY) as client:
+            assert (await client.models.list()).data
+        async with openai_client(handle, key="wrong" * 8) as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.models.list()
+
+
+async def test_one_header_too_many_is_no_key(engine: Engine, chat: ChatText, key_file: str) -> None:
+    headers = [("authorization", f"Bearer {KEY}"), ("authorization", f"Bearer {KEY}")]
+    async with serving_http(engine, chat, api_key_file=key_file) as handle, http_client(handle) as client:
+        assert (await client.get(site(handle) + MODELS, headers=headers)).status_code == 401
+
+
+async def test_with_a_certificate_it_speaks_tls_only(engine: Engine, chat: ChatText, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    async with serving_http(engine, chat, **authority.settings) as handle:
+        assert handle.http_url is not None
+        assert handle.http_url.startswith("https://")
+        async with http_client(handle, verify=authority.trust()) as client:
+            assert (await client.post(COMPLETIONS, json=asking())).status_code == 200
+        async with http_client(handle) as client:
+            with pytest.raises(httpx2.ConnectError):
+                await client.post(COMPLETIONS, json=asking())
+            with pytest.raises(httpx2.HTTPError):
+                await client.get(site(handle).replace("https:", "http:") + HEALTH)
+
+
+async def peer_certificate(handle: ServerHandle, context: ssl.SSLContext) -> Any:
+    host, port = site(handle).removeprefix("https://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port), ssl=context)
+    try:
+        return writer.get_extra_info("peercert")["serialNumber"]
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_a_renewed_certificate_serves_the_next_connection_and_a_broken_one_changes_nothing(
+    engine: Engine, chat: ChatText, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path)
+    async with serving_http(engine, chat, **authority.settings) as handle:
+        first = await peer_certificate(handle, authority.trust())
+        authority.issue()
+        second = await peer_certificate(handle, authority.trust())
+        assert second != first
+        (tmp_path / "chain.pem").write_text("nothing", encoding="utf-8")
+        assert await peer_certificate(handle, authority.trust()) == second
+
+
+def connect(handle: ServerHandle, context: ssl.SSLContext, session: ssl.SSLSession | None) -> ssl.SSLSession | None:
+    """The TLS session of a connection that got an answer; None if it got none. A `session` is resumed."""
+    host, port = site(handle).removeprefix("https://").split(":")
+    try:
+        with (
+            socket.create_connection((host, int(port)), timeout=TIMEOUT_SECONDS) as sock,
+            context.wrap_socket(sock, server_hostname="localhost", session=session) as connection,
+        ):
+            connection.sendall(f"GET {HEALTH} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            return connection.session if connection.recv(1) else None
+    except OSError:
+        return None
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3], ids=str)
+async def test_an_authority_that_was_taken_out_lets_nobody_in_whatever_happens_to_the_files(
+    engine: Engine, chat: ChatText, tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    authority, newer = certificates.Authority(), certificates.Authority()
+    context = ssl.create_default_context(cadata=authority.pem.decode())
+    context.maximum_version = version
+    (tmp_path / "client.pem").write_bytes(b"".join(authority.client("alice")))
+    context.load_cert_chain(tmp_path / "client.pem")
+    async with serving_http(engine, chat, **authority.settings(tmp_path, asks_clients=True)) as handle:
+        session = await asyncio.to_thread(connect, handle, context, None)
+        assert (session is not None) == (version is ssl.TLSVersion.TLSv1_3)
+        (tmp_path / "clients.pem").write_bytes(newer.pem)
+        assert await asyncio.to_thread(connect, handle, context, session) is None
+        assert await asyncio.to_thread(connect, handle, context, None) is None
+        (tmp_path / "chain.pem").write_text("nothing", encoding="utf-8")
+        assert await asyncio.to_thread(connect, handle, context, None) is None
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+async def test_where_others_can_reach_it_keys_and_a_certificate_are_needed(
+    engine: Engine, chat: ChatText, key_file: str, tmp_path: Path, has_key: bool
+) -> None:
+    settings: Any = {"api_key_file": key_file} if has_key else Authority(tmp_path).settings
+    with pytest.raises(ConfigError, match=r"http_bind 0\.0\.0\.0:0 can be reached"):
+        await start_server(engine, ServerConfig(bind="127.0.0.1:0", http_bind="0.0.0.0:0", **settings), chat=chat)
+
+
+async def test_where_others_can_reach_it_they_call_it_by_any_name(
+    engine: Engine, chat: ChatText, key_file: str, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path)
+    settings = {"http_bind": "0.0.0.0:0", "api_key_file": key_file, **authority.settings}
+    async with serving_http(engine, chat, **settings) as handle:
+        url = site(handle).replace("0.0.0.0", "127.0.0.1") + MODELS
+        headers = {"host": "models.example", "authorization": f"Bearer {KEY}"}
+        async with http_client(handle, verify=authority.trust()) as client:
+            assert (await client.get(url, headers=headers)).status_code == 200
+
+
+async def test_a_port_in_use_is_said_by_the_settings_name(engine: Engine, chat: ChatText) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"http_bind: {bind} is already in use"):
+            await start_server(engine, ServerConfig(bind="127.0.0.1:0", http_bind=bind), chat=chat)
+
+
+async def test_metrics_show_the_engine_and_who_still_comes_this_way(server: ServerHandle) -> None:
+    async with http_client(server) as client:
+        await client.post(COMPLETIONS, json=asking())
+        await client.post(COMPLETIONS, json=asking(top_k=1))
+        await client.get(site(server) + "/some/path")
+        page = await client.get(site(server) + METRICS)
+    assert page.headers["content-type"].startswith("text/plain")
+    shown = dict(line.rsplit(" ", 1) for line in page.text.splitlines() if not line.startswith("#"))
+    assert shown["generate_tokens_total"] == "4.0"
+    assert shown['http_response_total{route="/v1/chat/completions",status="200"}'] == "1.0"
+    assert shown['http_response_total{route="/v1/chat/completions",status="400"}'] == "1.0"
+    assert shown['http_response_total{route="other",status="404"}'] == "1.0"
+    assert "some/path" not in page.text

@@ -1,0 +1,351 @@
+"""Clients that leave, servers that are full or shut down: the engine is free at once, and no place stays taken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from inference_engine.engine import Engine
+from inference_engine.errors import Overloaded
+from inference_engine.generation import Generation
+from inference_engine.server.address import Address
+from inference_engine.server.auth import KeyRing
+from inference_engine.server.http import completion
+from inference_engine.server.http.app import State, create_app
+from inference_engine.server.http.chat_text import ChatText
+from inference_engine.server.http.completion import Desk, Slots
+from inference_engine.server.limits import OwnerLimits
+from inference_engine.server.run import ServerHandle
+from tests.server.http_client import (
+    COMPLETIONS,
+    MESSAGES,
+    asking,
+    ended,
+    http_client,
+    left_nothing,
+    openai_client,
+    serving_http,
+    tiny_chat,
+)
+from tests.server.test_http_template import ENDLESS
+from tests.server.wire import TIMEOUT_SECONDS, held
+from tests.tiny import tiny_engine
+from tests.tiny_folder import TEMPLATE, tiny_tokenizer
+
+# Sessions that go on for as long as a test needs, and never come to an end by themselves.
+ENDLESS_SESSIONS = "sink_window:sink=4,window=32"
+NO_END = {str(tiny_tokenizer().eos_token_id): -1000}
+FOREVER: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 30_000, "logit_bias": NO_END, "temperature": 0}
+
+
+@pytest.fixture
+def chat() -> Iterator[ChatText]:
+    chat = tiny_chat()
+    yield chat
+    chat.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with tiny_engine(strategy=ENDLESS_SESSIONS) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def server(engine: Engine, chat: ChatText) -> AsyncIterator[ServerHandle]:
+    async with serving_http(engine, chat) as handle:
+        yield handle
+
+
+@pytest.fixture
+async def client(server: ServerHandle) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai_client(server) as client:
+        yield client
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine, str], asyncio.Event]:
+    """An event that is set once the engine's method has been called."""
+
+    def called(engine: Engine, method: str) -> asyncio.Event:
+        loop, event, original = asyncio.get_running_loop(), asyncio.Event(), getattr(engine, method)
+
+        def wrapper(*arguments: Any, **named: Any) -> Any:
+            loop.call_soon_threadsafe(event.set)
+            return original(*arguments, **named)
+
+        monkeypatch.setattr(engine, method, wrapper)
+        return event
+
+    return called
+
+
+def generated(engine: Engine) -> float:
+    return engine.metrics.registry.get_sample_value("generate_tokens_total") or 0.0
+
+
+async def test_a_client_that_leaves_its_stream_frees_the_engine_within_a_step(
+    engine: Engine, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens_at_close = []
+    close = engine.close_session
+
+    def closing(*arguments: Any, **named: Any) -> int:
+        tokens_at_close.append(generated(engine))
+        return close(*arguments, **named)
+
+    monkeypatch.setattr(engine, "close_session", closing)
+    stream = await client.chat.completions.create(**FOREVER, stream=True)
+    for _ in range(4):
+        await anext(stream)
+    await stream.close()
+    assert await left_nothing(engine)
+    assert ended(engine, "closed") == 1
+    # A token whose step was over may still have been on its way when the session was closed.
+    assert generated(engine) - tokens_at_close[0] <= 1
+
+
+async def test_a_client_that_leaves_before_the_first_step_costs_none(
+    engine: Engine, client: openai.AsyncOpenAI, called: Callable[[Engine, str], asyncio.Event]
+) -> None:
+    with held(engine) as let_go:
+        is_queued, is_closed = called(engine, "generate"), called(engine, "close_session")
+        asking_for_all = asyncio.create_task(client.chat.completions.create(**FOREVER))
+        await is_queued.wait()
+        asking_for_all.cancel()
+        await is_closed.wait()
+        let_go()
+    await asyncio.to_thread(engine.drain, TIMEOUT_SECONDS)
+    assert (ended(engine, "closed"), generated(engine)) == (1, 1)
+
+
+async def test_a_client_that_leaves_while_its_answer_is_made_frees_the_engine(
+    engine: Engine, client: openai.AsyncOpenAI, called: Callable[[Engine, str], asyncio.Event]
+) -> None:
+    is_running = called(engine, "generate")
+    asking_for_all = asyncio.create_task(client.chat.completions.create(**FOREVER))
+    await is_running.wait()
+    asking_for_all.cancel()
+    assert await left_nothing(engine)
+    assert ended(engine, "closed") == 1
+
+
+async def test_a_client_that_leaves_while_its_messages_are_rendered_gets_no_session(
+    engine: Engine, called: Callable[[Engine, str], asyncio.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% if messages|length > 2 %}" + ENDLESS + "{% endif %}" + TEMPLATE
+    chat = ChatText(tokenizer, name="slow", max_render_seconds=1.0)
+    loop, is_rendering = asyncio.get_running_loop(), asyncio.Event()
+    render = chat.prompt_ids
+
+    def rendering(messages: Any) -> list[int]:
+        loop.call_soon_threadsafe(is_rendering.set)
+        return render(messages)
+
+    monkeypatch.setattr(chat, "prompt_ids", rendering)
+    is_created = called(engine, "create_session")
+    async with serving_http(engine, chat) as handle, openai_client(handle) as client:
+        slow: Any = {**FOREVER, "messages": MESSAGES * 3}
+        leaving = asyncio.create_task(client.chat.completions.create(**slow))
+        await is_rendering.wait()
+        leaving.cancel()
+        # The one that comes after it waits for the template's limit, not for ever.
+        answer = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2)
+        assert answer.usage is not None
+        assert is_created.is_set()
+        assert ended(engine, "max_tokens") == 1
+        assert await left_nothing(engine)
+        assert sum(ended(engine, outcome) for outcome in ("closed", "cancelled", "failed")) == 0
+
+
+async def test_streams_left_at_any_moment_leave_nothing(engine: Engine, client: openai.AsyncOpenAI) -> None:
+    rng = random.Random(0)
+
+    async def leave(chunks: int) -> None:
+        stream = await client.chat.completions.create(**FOREVER, stream=True)
+        for _ in range(chunks):
+            await anext(stream)
+        await stream.close()
+
+    for _ in range(5):
+        await asyncio.gather(*(leave(rng.randrange(6)) for _ in range(4)))
+    assert await left_nothing(engine)
+    assert ended(engine, "closed") == 20
+
+
+async def test_where_too_many_ask_some_get_429_with_a_time_and_the_rest_is_answered(chat: ChatText) -> None:
+    with tiny_engine(max_running=1, max_queued=1) as engine:
+        async with serving_http(engine, chat) as handle, http_client(handle) as client:
+            with held(engine) as let_go:
+                reserved_bytes = engine.info().kv_reserved_bytes
+                bodies = [asking(stream=number % 2 == 0) for number in range(8)]
+                posts = [asyncio.create_task(client.post(COMPLETIONS, json=body)) for body in bodies]
+                refused: set[asyncio.Task[Any]] = set()
+                # There is one place to run, which is taken, and one to wait.
+                while len(refused) < 6:
+                    refused, _ = await asyncio.wait(posts, return_when=asyncio.FIRST_COMPLETED)
+                let_go()
+                answers = await asyncio.gather(*posts)
+            statuses = [answer.status_code for answer in answers]
+            assert set(statuses) == {200, 429}
+            for answer in answers:
+                if answer.status_code == 429:
+                    assert int(answer.headers["retry-after"]) >= 1
+                    assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+            again = [(await client.post(COMPLETIONS, json=asking())).status_code for _ in range(4)]
+            assert again == [200] * 4
+            await asyncio.to_thread(engine.drain, TIMEOUT_SECONDS)
+            assert engine.info().kv_reserved_bytes == reserved_bytes
+
+
+async def test_no_room_for_a_session_is_429_with_a_time(chat: ChatText) -> None:
+    with tiny_engine(max_sessions=1) as engine:
+        async with serving_http(engine, chat) as handle, openai_client(handle) as client:
+            with held(engine), pytest.raises(openai.RateLimitError) as refused:
+                await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2)
+            assert int(refused.value.response.headers["retry-after"]) >= 1
+
+
+async def begin_a_body(handle: ServerHandle) -> asyncio.StreamWriter:
+    """A request whose body never comes, once the server waits for it."""
+    assert handle.http_url is not None
+    host, port = handle.http_url.removeprefix("http://").removesuffix("/v1").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"content-length: 1000\r\nexpect: 100-continue\r\n\r\n"
+    )
+    assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
+    return writer
+
+
+async def test_requests_that_never_get_on_keep_others_out_only_while_they_are_there(chat: ChatText) -> None:
+    with tiny_engine(max_running=1, max_queued=1) as engine:
+        async with serving_http(engine, chat) as handle, http_client(handle) as client:
+            slow = [await begin_a_body(handle) for _ in range(2)]
+            refused = await client.post(COMPLETIONS, json=asking())
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            for writer in slow:
+                writer.close()
+                await writer.wait_closed()
+            status = 429
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                while status == 429:
+                    status = (await client.post(COMPLETIONS, json=asking())).status_code
+            assert status == 200
+
+
+async def test_a_client_that_does_not_read_loses_its_session(
+    engine: Engine, chat: ChatText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completion, "STALL_SECONDS", 0.05)
+    desk = Desk(
+        engine=engine,
+        chat=chat,
+        limits=OwnerLimits(calls=10, calls_per_second=0, clock=lambda: 0.0),
+        slots=Slots(10),
+        executor=ThreadPoolExecutor(1),
+        max_body_bytes=10_000,
+        now=lambda: 0.0,
+    )
+    app = create_app(desk, KeyRing(), Address(host="127.0.0.1", port=0, is_loopback=True), State())
+    body = json.dumps({**FOREVER, "stream": True}).encode()
+    coming: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: list[str] = []
+
+    async def receive() -> Any:
+        if coming:
+            return coming.pop()
+        return await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+        if len(sent) == 5:
+            await asyncio.Event().wait()
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "raw_path": b"/v1/chat/completions",
+        "query_string": b"",
+        "headers": headers,
+        "root_path": "",
+        "http_version": "1.1",
+        "scheme": "http",
+    }
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        await app(scope, receive, send)
+    desk.executor.shutdown()
+    assert await left_nothing(engine)
+    assert ended(engine, "closed") == 1
+    assert desk.slots.taken == 0
+
+
+async def test_while_the_server_drains_answers_go_on_and_new_ones_are_refused(chat: ChatText) -> None:
+    with tiny_engine(strategy=ENDLESS_SESSIONS) as engine:
+        async with (
+            serving_http(engine, chat, drain_seconds=60.0) as handle,
+            openai_client(handle) as client,
+            http_client(handle) as other,
+        ):
+            stream = await client.chat.completions.create(**{**FOREVER, "max_tokens": 400}, stream=True)
+            await anext(stream)
+            await other.get("/models")  # a connection that is there before the port closes
+            draining = asyncio.create_task(handle.drain_and_stop())
+            assert handle.http_url is not None
+            health = handle.http_url.removesuffix("/v1") + "/healthz"
+            while (await other.get(health)).status_code == 200:
+                pass
+            refused = await other.post(COMPLETIONS, json=asking())
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            assert int(refused.headers["retry-after"]) >= 1
+            last = [chunk async for chunk in stream][-1]
+            assert last.choices[0].finish_reason == "length"
+            await draining
+        assert not engine.info().kv_reserved_bytes
+
+
+async def test_an_answer_that_outlives_the_grace_ends_with_an_error_in_its_stream(
+    engine: Engine, server: ServerHandle, client: openai.AsyncOpenAI
+) -> None:
+    stream = await client.chat.completions.create(**FOREVER, stream=True)
+    await anext(stream)
+    draining = asyncio.create_task(server.drain_and_stop())
+    with pytest.raises(openai.APIError) as ending:
+        async for _ in stream:
+            pass
+    assert ending.value.code == "draining"
+    await draining
+    assert not engine.info().kv_reserved_bytes
+
+
+async def test_a_stream_that_fails_before_it_begins_has_a_status(
+    engine: Engine, server: ServerHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate, is_queued = engine.generate, asyncio.Event()
+
+    def generate_and_stop(*arguments: Any, **named: Any) -> Generation:
+        generation = generate(*arguments, **named)
+        generation.abort(Overloaded("later", retry_after_seconds=2.5))
+        is_queued.set()
+        return generation
+
+    async with http_client(server) as client:
+        with held(engine) as let_go:
+            monkeypatch.setattr(engine, "generate", generate_and_stop)
+            waiting = asyncio.create_task(client.post(COMPLETIONS, json={**FOREVER, "stream": True}))
+            await is_queued.wait()
+            let_go()
+            answer = await waiting
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
+    assert answer.json()["error"]["message"] == "later"

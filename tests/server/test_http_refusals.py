@@ -1,0 +1,182 @@
+"""What the shim does not do is refused by its name, in the envelope clients know; it is never ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from inference_engine.engine import Engine
+from inference_engine.server.http.chat_text import ChatText
+from inference_engine.server.run import ServerHandle
+from tests.server.http_client import (
+    COMPLETIONS,
+    MESSAGES,
+    asking,
+    ended,
+    http_client,
+    left_nothing,
+    openai_client,
+    serving_http,
+    tiny_chat,
+)
+from tests.tiny import tiny_engine
+from tests.tiny_folder import tiny_tokenizer
+
+MAX_BODY_BYTES = 4096
+
+
+@pytest.fixture
+def chat() -> Iterator[ChatText]:
+    chat = tiny_chat()
+    yield chat
+    chat.close()
+
+
+@pytest.fixture
+async def server(engine: Engine, chat: ChatText) -> AsyncIterator[ServerHandle]:
+    async with serving_http(engine, chat, max_message_bytes=MAX_BODY_BYTES) as handle:
+        yield handle
+        assert await left_nothing(engine)
+
+
+@pytest.fixture
+async def client(server: ServerHandle) -> AsyncIterator[httpx2.AsyncClient]:
+    async with http_client(server) as client:
+        yield client
+
+
+def error_of(answer: httpx2.Response) -> dict[str, Any]:
+    """The error in the envelope, which has exactly these fields."""
+    body = answer.json()
+    assert set(body) == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize(
+    ("parameters", "param"),
+    [
+        ({"top_k": 5}, "top_k"),
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 10**9}, "max_tokens"),
+        ({"max_tokens": None, "max_completion_tokens": 10**9}, "max_completion_tokens"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"user": "x" * 129}, "user"),
+        ({"messages": [*MESSAGES, {"role": "user"}]}, "messages[1].content"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+async def test_what_is_not_honoured_is_refused_by_its_name(
+    client: httpx2.AsyncClient, parameters: dict[str, Any], param: str
+) -> None:
+    body = json.dumps(asking(**parameters)).encode()
+    answer = await client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    error = error_of(answer)
+    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert param.rpartition(".")[2] in error["message"]
+
+
+async def test_all_that_is_not_honoured_is_named_at_once(client: httpx2.AsyncClient) -> None:
+    answer = await client.post(COMPLETIONS, json=asking(top_k=5, best_of=3, min_p=0.1))
+    assert "top_k, best_of, min_p" in error_of(answer)["message"]
+
+
+async def test_a_body_that_is_no_json_is_refused(client: httpx2.AsyncClient) -> None:
+    answer = await client.post(COMPLETIONS, content=b"{", headers={"content-type": "application/json"})
+    assert (answer.status_code, error_of(answer)["code"]) == (400, "bad_json")
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+async def test_a_body_that_a_page_could_send_unasked_is_refused(client: httpx2.AsyncClient, kind: str) -> None:
+    answer = await client.post(COMPLETIONS, content=json.dumps(asking()).encode(), headers={"content-type": kind})
+    assert answer.status_code == 415
+    assert error_of(answer)["code"] == "unsupported_media_type"
+
+
+async def test_a_body_that_is_too_large_is_refused(client: httpx2.AsyncClient) -> None:
+    answer = await client.post(COMPLETIONS, json=asking(user="x" * MAX_BODY_BYTES))
+    assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large")
+
+
+async def test_another_model_is_not_found(client: httpx2.AsyncClient) -> None:
+    answer = await client.post(COMPLETIONS, json=asking(model="other"))
+    error = error_of(answer)
+    assert (answer.status_code, error["param"], error["code"]) == (404, "model", "model_not_found")
+    assert "'tiny'" in error["message"]
+
+
+async def test_messages_that_leave_no_room_for_an_answer_are_refused(client: httpx2.AsyncClient) -> None:
+    answer = await client.post(COMPLETIONS, json=asking(messages=[{"role": "user", "content": "x" * 512}]))
+    error = error_of(answer)
+    assert (answer.status_code, error["param"], error["code"]) == (400, "messages", "context_length_exceeded")
+
+
+async def test_what_the_chat_template_refuses_is_the_callers(engine: Engine, chat: ChatText) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
+        + tokenizer.chat_template
+    )
+    strict = ChatText(tokenizer, name="strict")
+    async with serving_http(engine, strict) as handle, http_client(handle) as client:
+        answer = await client.post(COMPLETIONS, json=asking(messages=[{"role": "system", "content": "x"}]))
+        error = error_of(answer)
+        assert (answer.status_code, error["param"]) == (400, "messages")
+        assert error["message"].endswith("no system messages")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", COMPLETIONS, 405), ("OPTIONS", COMPLETIONS, 405), ("POST", "/completions", 404), ("GET", "/docs", 404)],
+)
+async def test_other_routes_and_methods_are_not_served(
+    client: httpx2.AsyncClient, method: str, path: str, status: int
+) -> None:
+    answer = await client.request(method, path)
+    assert answer.status_code == status
+    assert "/v1/chat/completions" in error_of(answer)["message"]
+
+
+async def test_the_openai_client_raises_its_own_kinds(server: ServerHandle) -> None:
+    async with openai_client(server) as client:
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client.chat.completions.create(model="tiny", messages=MESSAGES, presence_penalty=1)
+        assert bad.value.param == "presence_penalty"
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="other", messages=MESSAGES)
+
+
+async def test_an_answer_that_never_fits_is_refused_for_good(chat: ChatText) -> None:
+    with tiny_engine(kv_bytes=100_000) as engine:
+        async with serving_http(engine, chat) as handle, http_client(handle) as client:
+            answer = await client.post(COMPLETIONS, json=asking(max_tokens=None))
+            error = error_of(answer)
+            assert (answer.status_code, error["param"]) == (400, "max_tokens")
+            assert (await client.post(COMPLETIONS, json=asking())).status_code == 200
+
+
+async def test_a_bug_is_told_as_an_incident_and_nothing_else(
+    server: ServerHandle,
+    engine: Engine,
+    client: httpx2.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(*_arguments: object, **_named: object) -> None:
+        raise ZeroDivisionError("secret detail")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "generate", broken)
+        answer = await client.post(COMPLETIONS, json=asking())
+    error = error_of(answer)
+    assert (answer.status_code, error["type"], error["code"]) == (500, "server_error", "internal")
+    assert "secret" not in answer.text
+    incident = error["message"].rpartition(" ")[2]
+    assert any(incident in record.getMessage() and record.exc_info for record in caplog.records)
+    assert ended(engine, "failed") == 0

@@ -1,0 +1,178 @@
+"""Reading a request: what is honoured is kept, everything else is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_engine.errors import InvalidArgument
+from inference_engine.server.http.errors import BadJson
+from inference_engine.server.http.request import HONOURED, ChatRequest, read_request
+from inference_engine.types import Sampling
+
+MESSAGES: Any = [{"role": "user", "content": "Hello"}]
+
+
+def read(**parameters: Any) -> ChatRequest:
+    return read_request(json.dumps({"model": "m", "messages": MESSAGES, **parameters}).encode())
+
+
+def test_what_is_honoured_is_kept() -> None:
+    assert read(
+        max_completion_tokens=7,
+        temperature=0.5,
+        top_p=0.25,
+        seed=3,
+        logit_bias={"5": -2},
+        stop="END",
+        logprobs=True,
+        stream=True,
+        stream_options={"include_usage": True},
+        user="someone",
+        n=1,
+    ) == ChatRequest(
+        model="m",
+        messages=tuple(MESSAGES),
+        sampling=Sampling(temperature=0.5, top_p=0.25, seed=3, logit_bias={5: -2.0}),
+        max_tokens=7,
+        max_tokens_name="max_completion_tokens",
+        stops=("END",),
+        logprobs=True,
+        stream=True,
+        include_usage=True,
+        user="someone",
+    )
+
+
+def test_null_is_the_same_as_nothing() -> None:
+    nothing = dict.fromkeys([*HONOURED, "tools", "anything"])
+    assert read(**{**nothing, "model": "m", "messages": MESSAGES}) == read()
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"presence_penalty": 0, "frequency_penalty": 0.0},
+        {"response_format": {"type": "text"}},
+        {"tools": [], "tool_choice": "none"},
+        {"logprobs": False, "top_logprobs": 0},
+        {"store": False, "modalities": ["text"]},
+    ],
+)
+def test_values_that_ask_for_what_happens_anyway_are_taken(parameters: dict[str, Any]) -> None:
+    assert read(**parameters) == read()
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("a", "a"), ("", ""), ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb")],
+)
+def test_content_is_text_or_text_parts(content: Any, text: str) -> None:
+    assert read(messages=[{"role": "user", "content": content}]).messages[0]["content"] == text
+
+
+def test_an_answer_can_be_sent_back_as_it_came() -> None:
+    answer: Any = {"role": "assistant", "content": "Hi", "refusal": None, "annotations": [], "tool_calls": None}
+    assert read(messages=[*MESSAGES, answer]).messages[1] == {"role": "assistant", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field"),
+    [
+        ({"top_k": 5}, "top_k"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"frequency_penalty": False}, "frequency_penalty"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
+        ({"store": True}, "store"),
+        ({"metadata": {"a": "b"}}, "metadata"),
+        ({"session_id": "abc"}, "session_id"),
+        ({"n": 2}, "n"),
+        ({"n": True}, "n"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 10_000}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": "x" * 257}, "stop"),
+        ({"stop": "\ud800"}, "stop"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"user": 5}, "user"),
+        ({"model": None}, "model"),
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": ["hello"]}, "messages[0]"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "name": "n"}]}, "messages[0].name"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            "messages[0].content[0]",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_is_not_honoured_is_refused_by_its_name(parameters: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        read(**parameters)
+    assert refused.value.field == field
+    assert field in refused.value.message
+
+
+def test_all_that_is_not_honoured_is_named_at_once() -> None:
+    with pytest.raises(InvalidArgument, match="top_k, best_of, min_p"):
+        read(top_k=5, best_of=3, min_p=0.1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'"x"', b'{"temperature": NaN}', b"\xff\xfe", b"[" * 100_000],
+    ids=["empty", "cut", "list", "text", "nan", "not-utf8", "deep"],
+)
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(BadJson):
+        read_request(body)
+
+
+JSON: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(parameters=st.dictionaries(st.sampled_from(HONOURED), JSON, max_size=6))
+def test_whatever_a_parameter_is_given_it_is_read_or_refused_by_a_name(parameters: dict[str, Any]) -> None:
+    field = refused_field(parameters)
+    assert not field or field.startswith(HONOURED)
+
+
+def refused_field(parameters: dict[str, Any]) -> str:
+    """Raises whatever is not a refusal by name."""
+    try:
+        read(**parameters)
+    except InvalidArgument as refused:
+        return refused.field
+    return ""

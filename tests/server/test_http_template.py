@@ -1,0 +1,121 @@
+"""Chat templates in a process of their own: rendered as transformers renders them, within limits, and locked in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from inference_engine.errors import InvalidArgument, ModelError
+from inference_engine.server.http.template import ChatTemplate
+from tests.tiny_folder import TEMPLATE, tiny_tokenizer
+
+MESSAGES = (
+    {"role": "system", "content": "Be <brief> & “kind”."},
+    {"role": "user", "content": "Hello\n  you"},
+    {"role": "assistant", "content": "Hi"},
+    {"role": "user", "content": "Again"},
+)
+# What templates of known models do, each in its own way.
+IDIOMS = {
+    "loops": "{%- for m in messages %}\n  {%- if loop.first %}{% continue %}{% endif %}{{ m.content }}\n{%- endfor %}",
+    "namespace": "{% set n = namespace(s='') %}{% for m in messages %}{% set n.s = n.s ~ m.role %}{% endfor %}{{n.s}}",
+    "json": "{{ messages | tojson }}{{ {'b': 1, 'a': 'ü<'} | tojson(indent=2) }}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "variables": "{{ eos_token }}{{ bos_token is defined }}{{ tools is none }}{{ add_generation_prompt }}",
+    "strings": "{{ messages[0].content.split('<')[0].strip() | upper }}{{ messages[1:] | length }}{{ dict(a=1).a }}",
+    "macros": "{% macro turn(m) -%}[{{ m.role }}]{%- endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}",
+    "dates": "{{ strftime_now('%Y') }}",
+}
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., ChatTemplate]]:
+    made: list[ChatTemplate] = []
+
+    def make(template: str, **limits: Any) -> ChatTemplate:
+        made.append(ChatTemplate(template, {"eos_token": "<|im_end|>"}, **limits))
+        return made[-1]
+
+    yield make
+    for template in made:
+        template.close()
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, *IDIOMS.values()], ids=["tiny", *IDIOMS])
+@pytest.mark.parametrize("prompt", [True, False])
+def test_a_template_gives_what_transformers_makes_of_it(
+    make: Callable[..., ChatTemplate], template: str, prompt: bool
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    rendered = tokenizer.apply_chat_template(list(MESSAGES), tokenize=False, add_generation_prompt=prompt)
+    assert make(template).render(MESSAGES, add_generation_prompt=prompt) == rendered
+
+
+def test_what_a_template_refuses_is_the_callers_and_the_next_conversation_is_rendered(
+    make: Callable[..., ChatTemplate],
+) -> None:
+    template = make("{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}fine")
+    with pytest.raises(InvalidArgument, match="refuses them: one at a time"):
+        template.render(MESSAGES)
+    assert template.render(MESSAGES[:1]) == "fine"
+
+
+@pytest.mark.parametrize(
+    "escape",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__['os'] }}",
+        "{{ namespace(__class__=1) }}",
+        "{{ raise_exception.__globals__['json'] }}",
+        "{% include '/etc/passwd' %}",
+        "{{ dict.__subclasses__() }}",
+    ],
+)
+def test_a_template_reaches_nothing_but_its_values(make: Callable[..., ChatTemplate], escape: str) -> None:
+    with pytest.raises(InvalidArgument, match="refuses them"):
+        make(escape).render(MESSAGES)
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_does_not_end_is_ended_and_the_next_conversation_is_rendered(
+    make: Callable[..., ChatTemplate],
+) -> None:
+    template = make("{% if messages|length > 1 %}" + ENDLESS + "{% endif %}fine", max_seconds=1.0)
+    with pytest.raises(InvalidArgument, match="did not end within 1 s"):
+        template.render(MESSAGES)
+    assert template.render(MESSAGES[:1]) == "fine"
+
+
+@pytest.mark.parametrize(
+    ("greedy", "complaint"),
+    [
+        ("{{ 'x' * 9999999999 }}", "too much memory"),
+        ("{{ '%9999999999d' % 1 }}", "too much memory"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{{ messages }}{% endfor %}{% endfor %}", "longer than"),
+    ],
+    ids=["repeat", "pad", "loop"],
+)
+def test_a_template_that_takes_too_much_is_refused(
+    make: Callable[..., ChatTemplate], greedy: str, complaint: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=complaint):
+        make(greedy).render(MESSAGES)
+
+
+def test_a_template_with_wrong_syntax_is_the_models_fault(make: Callable[..., ChatTemplate]) -> None:
+    with pytest.raises(ModelError, match="cannot be used"):
+        make("{% for m in messages %}").render(MESSAGES)
+
+
+def test_a_template_that_was_closed_starts_again(make: Callable[..., ChatTemplate]) -> None:
+    template = make("fine")
+    template.close()
+    assert template.render(MESSAGES) == "fine"
+    template.close()
+    assert template.render(MESSAGES) == "fine"

@@ -1,0 +1,156 @@
+"""Ids to text piece by piece, and text up to a stop string: the same whatever way it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from inference_engine.server.http.text import StopStrings, TextStream
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+# Characters of one to four bytes, and joined ones.
+WRITING = st.text(alphabet=st.sampled_from("aé ß你😀👩‍👧\n"), max_size=60)
+
+
+@lru_cache(maxsize=1)
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, as byte-level vocabularies have for what they have no word for."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+@lru_cache(maxsize=1)
+def fallback_tokenizer() -> Tokenizer:
+    """Words with a marker for the space before them, bytes for what is no word, as SentencePiece has it."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "a", "▁"]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={word: index for index, word in enumerate(words)},
+            merges=[("▁", "a")],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    stream = TextStream(tokenizer.decode)
+    return [stream.push(token_id) for token_id in ids]
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, fallback_tokenizer], ids=["bytes", "fallback"])
+@given(text=WRITING)
+def test_pieces_joined_are_the_text_and_none_shows_half_a_character(make: Callable[[], Tokenizer], text: str) -> None:
+    tokenizer = make()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    given_out = pieces(tokenizer, ids)
+    assert "".join(given_out) == tokenizer.decode(ids)
+    assert not any(BROKEN in piece for piece in given_out)
+
+
+@given(text=WRITING)
+def test_a_replacement_character_that_was_written_is_text_unless_it_is_the_last(text: str) -> None:
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode(f"{BROKEN}{text}{BROKEN}a{BROKEN}", add_special_tokens=False).ids
+    assert "".join(pieces(tokenizer, ids)) == f"{BROKEN}{text}{BROKEN}a"
+
+
+@given(ids=st.lists(st.integers(0, 255), max_size=80))
+def test_bytes_that_are_no_text_come_out_as_they_decode_and_wait_for_three_more_at_most(ids: list[int]) -> None:
+    tokenizer = byte_tokenizer()
+    stream, shown = TextStream(tokenizer.decode), ""
+    for count, token_id in enumerate(ids, start=1):
+        shown += stream.push(token_id)
+        whole = tokenizer.decode(ids[:count])
+        assert whole.startswith(shown)
+        assert len(whole) - len(shown) <= 3
+
+
+@lru_cache(maxsize=1)
+def straddling_tokenizer() -> Tokenizer:
+    """Tokens that end one character and begin the next."""
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str("你好吗")[0][0]
+    words = [spelled[:2], *(spelled[at : at + 3] for at in range(2, 8, 3)), spelled[8:]]
+    tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+@given(rounds=st.integers(1, 30))
+def test_tokens_that_begin_the_next_character_show_no_half_of_it(rounds: int) -> None:
+    ids = [0, 1, 2, 3] * rounds
+    given_out = pieces(straddling_tokenizer(), ids)
+    assert "".join(given_out) == "你好吗" * rounds
+    assert not any(BROKEN in piece for piece in given_out)
+
+
+def test_a_character_comes_with_its_last_token() -> None:
+    ids = byte_tokenizer().encode("a😀b", add_special_tokens=False).ids
+    assert pieces(byte_tokenizer(), ids) == ["a", "", "", "", "😀", "b"]
+
+
+def test_a_character_that_was_cut_off_is_left_out() -> None:
+    ids = byte_tokenizer().encode("a😀", add_special_tokens=False).ids
+    assert "".join(pieces(byte_tokenizer(), ids[:-1])) == "a"
+
+
+def stopped(stops: Sequence[str], given_pieces: Sequence[str]) -> tuple[str, bool]:
+    strings = StopStrings(stops)
+    shown = "".join([strings.push(piece) for piece in given_pieces])
+    return shown + strings.end(), strings.is_matched
+
+
+def expected(stops: Sequence[str], text: str) -> tuple[str, bool]:
+    """Read character by character: the first prefix that ends with a stop string, without the longest such one."""
+    for end in range(1, len(text) + 1):
+        matched = [stop for stop in stops if text[:end].endswith(stop)]
+        if matched:
+            return text[: end - max(map(len, matched))], True
+    return text, False
+
+
+@given(
+    text=st.text(alphabet="ab", max_size=24),
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=4),
+    cuts=st.lists(st.integers(0, 24), max_size=8),
+)
+def test_a_stop_string_ends_the_text_wherever_it_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
+    edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    cut = [text[start:end] for start, end in pairwise(edges)]
+    assert stopped(stops, cut) == expected(stops, text)
+
+
+@given(
+    text=st.text(alphabet="ab", max_size=24),
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4),
+)
+def test_nothing_of_a_stop_string_is_shown_and_only_what_may_become_one_waits(text: str, stops: list[str]) -> None:
+    strings, shown = StopStrings(stops), ""
+    for count, character in enumerate(text, start=1):
+        shown += strings.push(character)
+        if strings.is_matched:
+            break
+        waiting = text[len(shown) : count]
+        assert waiting == "" or any(stop.startswith(waiting) for stop in stops)
+    assert shown == expected(stops, text)[0] or not strings.is_matched
+
+
+def test_after_a_stop_string_nothing_comes() -> None:
+    strings = StopStrings(["."])
+    assert strings.push("One. Two.") == "One"
+    assert strings.push("Three") == ""
+    assert strings.end() == ""
