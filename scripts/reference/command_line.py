@@ -12,7 +12,7 @@ from scripts.reference.markdown import code, page, table
 
 INTRODUCTION = """
     `make` installs the command into `.venv/bin`. Exit status: 0 done; 1 something is at fault, and one line on standard
-    error says what; 2 wrong usage; 130 interrupted. Settings, which most commands take as well: [settings](settings.md).
+    error says what; 2 wrong usage; 130 interrupted. Most commands take settings: [what they say](settings.md).
 """
 
 

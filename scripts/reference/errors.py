@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import kakeya
 from inference_engine.server.status import CODES, DOMAIN
-from kakeya._status import error_of_reason
+from kakeya._status import _BY_REASON
 from scripts.reference.markdown import code, one_line, page, table
 
 INTRODUCTION = f"""
@@ -36,6 +36,6 @@ def _rows() -> Iterator[tuple[str, str, str, str, str]]:
     """Those of one turn beside each other, in the order of the table of statuses."""
     for base, turn in TURNS.items():
         for reason, status in CODES.items():
-            kind = error_of_reason(reason)
+            kind = _BY_REASON[reason]
             if issubclass(kind, base):
                 yield code(reason), code(status.name), turn, code(kind.__name__), one_line(kind.__doc__ or "")

@@ -18,17 +18,28 @@ INTRODUCTION = """
 
 def render() -> str:
     tables = [f"## {title.capitalize()}\n\n{table(HEADER, _rows(kind))}" for kind, title in TITLES.items()]
-    return page(
-        "Settings", "inference_engine/config.py and inference_engine/cli/settings.py", INTRODUCTION, *tables
-    )
+    return page("Settings", "inference_engine/config.py and inference_engine/cli/settings.py", INTRODUCTION, *tables)
 
 
+MIB = 2**20
 HEADER = ("setting", "takes", "default", "says")
 
 
 def _rows(kind: type) -> Iterator[tuple[str, str, str, str]]:
     for field in fields(kind):
         takes, says = HELP[field.name]
-        default = field.default.value if isinstance(field.default, enum.Enum) else field.default
-        shown = code(f"{default:,}" if isinstance(default, int) else str(default)) or "empty"
-        yield code(field.name), code(takes), shown, says
+        yield code(field.name), code(takes), code(_typed(field.default, takes)) or "empty", says
+
+
+def _typed(default: object, takes: str) -> str:
+    """A default as somebody would type it."""
+    match default:
+        case enum.Enum():
+            return str(default.value)
+        case bool():
+            return str(default).lower()
+        case int() if takes == "SIZE" and default and default % MIB == 0:
+            return f"{default // MIB}MiB"
+        case float():
+            return f"{default:g}"
+    return str(default)

@@ -133,6 +133,7 @@ def _link(type_name: str) -> str:
 
 def _enum(enum: EnumDescriptorProto, heading: str, place: Path_, comments: _Comments) -> Sequence[str]:
     rows = (
-        (str(value.number), code(value.name), comments.of((*place, 2, number))) for number, value in enumerate(enum.value)
+        (str(value.number), code(value.name), comments.of((*place, 2, number)))
+        for number, value in enumerate(enum.value)
     )
     return f"## {heading}", comments.of(place), table(("number", "value", "says"), rows)

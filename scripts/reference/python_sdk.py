@@ -1,0 +1,28 @@
+"""The page of the Python SDK."""
+
+from __future__ import annotations
+
+from scripts.reference.markdown import page
+from scripts.reference.python_api import TOKENIZATION, entries
+from scripts.reference.sdk_page import sections
+
+INTRODUCTION = """
+    `from kakeya import Client`; everything below is in `kakeya`, but for the last section, which is in
+    `kakeya.tokenization`. How to use it: [the SDK's guide](../../sdks/python/README.md). The same in TypeScript:
+    [both, side by side](sdk_names.md).
+"""
+
+TITLES = {
+    "_sync": "Client, session, stream",
+    "_async": "The same for asyncio",
+    "_strategies": "Strategies",
+    "_values": "Answers",
+    "_channel": "Certificates",
+    "_retry": "Retries",
+    "_errors": "Errors",
+    TOKENIZATION: "Tokenization",
+}
+
+
+def render() -> str:
+    return page("Python SDK", "sdks/python/src/kakeya", INTRODUCTION, *sections(entries(), TITLES, "python"))

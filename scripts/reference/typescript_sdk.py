@@ -1,0 +1,32 @@
+"""The page of the TypeScript SDK."""
+
+from __future__ import annotations
+
+from scripts.reference.markdown import page
+from scripts.reference.sdk_page import sections
+from scripts.reference.typescript_api import TOKENIZATION, entries
+
+INTRODUCTION = """
+    `import { Client } from "@kakeya/runtime"`; everything below is there, but for the last section, which is in
+    `@kakeya/runtime/tokenization`. How to use it: [the SDK's guide](../../sdks/typescript/README.md). The same in
+    Python: [both, side by side](sdk_names.md).
+"""
+
+TITLES = {
+    "client": "Client",
+    "link": "What a client and every call take",
+    "requests": "What single calls take",
+    "session": "Session",
+    "stream": "Stream",
+    "checks": "Token ids",
+    "strategies": "Strategies",
+    "values": "Answers",
+    "channel": "Certificates",
+    "retry": "Retries",
+    "errors": "Errors",
+    TOKENIZATION: "Tokenization",
+}
+
+
+def render() -> str:
+    return page("TypeScript SDK", "sdks/typescript/api.json", INTRODUCTION, *sections(entries(), TITLES, "typescript"))

@@ -1,0 +1,154 @@
+"""What MkDocs does besides, to make the site whole: pages from outside docs/, decisions in the menu, links that fit.
+
+Documents link to files of the repository by relative paths, so that they can be read there. In the site such a link
+leads to the page made of that file; a source file becomes a page that shows it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts.reference.markdown import anchor
+
+DOCS = PurePosixPath("docs")
+RESULTS = PurePosixPath("results")
+DECISIONS = PurePosixPath("docs/adr")
+# Pages of the site that are made from files outside docs/.
+PAGES = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "README.md": "index.md",
+    "results/README.md": "results/index.md",
+    "sdks/python/README.md": "sdks/python.md",
+    "sdks/typescript/README.md": "sdks/typescript.md",
+}
+LANGUAGES = {".json": "json", ".py": "python", ".proto": "protobuf", ".toml": "toml", ".ts": "typescript"}
+
+# A link outside of code: code, in fences or in a line, is matched first and left alone.
+LINK = re.compile(
+    r"^```.*?^```|`[^`\n]+`|(?P<before>\]\()(?P<target>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)", re.MULTILINE | re.DOTALL
+)
+
+log = logging.getLogger("mkdocs.hooks.site")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put every decision into the menu, below the list of them."""
+    for section in config.nav or []:
+        for pages in section.values():
+            for page in pages if isinstance(pages, list) else ():
+                if page == {"Decisions": "adr/index.md"}:
+                    page["Decisions"] = ["adr/index.md", *(f"adr/{path.name}" for path in _decisions())]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add what the site shows of the repository beside docs/."""
+    for path, uri in PAGES.items():
+        if uri not in files.src_uris and (ROOT / path).exists():
+            files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    for image in sorted((ROOT / RESULTS).rglob("*.png")):
+        files.append(File.generated(config, image.relative_to(ROOT).as_posix(), abs_src_path=str(image)))
+    files.append(File.generated(config, "adr/index.md", content=_list_of_decisions()))
+    for source in _linked_sources(files):
+        files.append(File.generated(config, _source_uri(source), content=_shown(source)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
+    """Point links at the site's pages. A link to nothing is a warning, which fails a strict build."""
+    here = PurePosixPath(page.file.src_uri)
+    home = _home(page.file)
+
+    def pointed(match: re.Match[str]) -> str:
+        if home is None or not (target := match["target"]) or _is_elsewhere(target):
+            return match[0]
+        path = _resolve(home, target)
+        uri = _uri(path)
+        if uri is None:
+            log.warning("%s links to %s, which does not exist", home, target)
+            return match[0]
+        address, _, section = uri.partition("#")
+        relative = os.path.relpath(address, here.parent)
+        return f"]({relative}{match['anchor'] or (section and '#' + section)})"
+
+    return LINK.sub(pointed, markdown)
+
+
+def _home(file: File) -> PurePosixPath | None:
+    """Where a page comes from in the repository; None for a page that is made here."""
+    if not file.abs_src_path:
+        return None
+    return PurePosixPath(Path(file.abs_src_path).resolve().relative_to(ROOT).as_posix())
+
+
+def _resolve(home: PurePosixPath, target: str) -> PurePosixPath:
+    return PurePosixPath(os.path.normpath(home.parent / target))
+
+
+def _uri(path: PurePosixPath) -> str | None:
+    """The site's address of a file or folder of the repository; None if there is no such thing."""
+    if str(path) in PAGES:
+        return PAGES[str(path)] if (ROOT / path).exists() else None
+    if path == DECISIONS:
+        return "adr/index.md"
+    if path.is_relative_to(RESULTS) and (ROOT / path).is_dir():
+        return "results/index.md" + (f"#{anchor(path.parts[1].replace('_', ' '))}" if len(path.parts) > 1 else "")
+    if not (ROOT / path).is_file():
+        return None
+    if path.is_relative_to(DOCS):
+        return str(path.relative_to(DOCS))
+    return str(path) if path.suffix == ".png" else _source_uri(path)
+
+
+def _linked_sources(files: Files) -> list[PurePosixPath]:
+    """Source files that a page links to, as far as they are text."""
+    found = set()
+    for file in files.documentation_pages():
+        if (home := _home(file)) is None:
+            continue
+        for match in LINK.finditer(file.content_string):
+            target = match["target"]
+            if target and not _is_elsewhere(target):
+                path = _resolve(home, target)
+                if (uri := _uri(path)) is not None and uri == _source_uri(path):
+                    found.add(path)
+    return sorted(found)
+
+
+def _source_uri(path: PurePosixPath) -> str:
+    return f"source/{path}.md"
+
+
+def _shown(path: PurePosixPath) -> str:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return f"---\nsearch: {{exclude: true}}\n---\n\n# {path}\n\n````{LANGUAGES.get(path.suffix, '')}\n{text}\n````\n"
+
+
+def _is_elsewhere(target: str) -> bool:
+    return re.match(r"[a-z]+:", target) is not None
+
+
+def _decisions() -> list[Path]:
+    return sorted((ROOT / DECISIONS).glob("0*.md"))
+
+
+def _list_of_decisions() -> str:
+    return "# Decisions\n\n" + "\n".join(f"- [{title}]({name})" for name, title in _titles()) + "\n"
+
+
+def _titles() -> Iterator[tuple[str, str]]:
+    for path in _decisions():
+        yield path.name, path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")

@@ -1,0 +1,81 @@
+"""The site is whole, and needs nothing from elsewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inference_engine.config import child_environment
+from scripts.check_links import ROOT, broken_links, documents
+
+# What a browser fetches by itself when it opens a page; a link that a reader may follow is not that.
+FETCHED = re.compile(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?([^\"\s>]+)|<link\b[^>]*\bhref=\"?([^\"\s>]+)")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=child_environment(NO_MKDOCS_2_WARNING="1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+def test_no_page_fetches_anything_from_elsewhere(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    fetched = {one or other for page in pages for one, other in FETCHED.findall(page.read_text(encoding="utf-8"))}
+    assert len(pages) > 20
+    assert any(address.endswith(".css") for address in fetched)
+    assert not [address for address in fetched if re.match(r"(?:[a-z]+:)?//", address)]
+
+
+def test_what_pages_fetch_is_in_the_site(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        if page.name == "404.html":  # it is shown at any address, and written for the site's root
+            continue
+        for one, other in FETCHED.findall(page.read_text(encoding="utf-8")):
+            address = (one or other).partition("?")[0].partition("#")[0]
+            if not address.startswith("data:"):
+                assert (page.parent / address).exists(), f"{page.relative_to(site)}: {address}"
+
+
+def test_search_works_on_pages_read_from_disk(site: Path) -> None:
+    assert (site / "search" / "search_index.js").read_text(encoding="utf-8").startswith("var __index = {")
+    assert "iframe-worker.js" in (site / "index.html").read_text(encoding="utf-8")
+
+
+def test_a_link_out_of_the_documents_leads_to_a_page_of_the_site(site: Path) -> None:
+    concepts = (site / "concepts.html").read_text(encoding="utf-8")
+    assert 'href="results/index.html#long-session"' in concepts
+    assert 'href="source/kv_cache_proposer/checkpoints/smollm2-135m/drafter.json.html"' in (
+        site / "measured.html"
+    ).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_relative_link_leads_somewhere_in_the_repository(document: Path) -> None:
+    assert not list(broken_links(document))
+
+
+def test_a_link_to_nothing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scripts.check_links.ROOT", tmp_path)
+    (tmp_path / "there.md").write_text("# One heading\n\n```\n# no heading\n```\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "[a](there.md) [b](there.md#one-heading) [c](gone.md) [d](there.md#no-heading) `[e](code.md)` [f](https://x)\n"
+    )
+    assert list(broken_links(page)) == [
+        "page.md: gone.md does not exist",
+        "page.md: there.md#no-heading: no heading of that name",
+    ]
