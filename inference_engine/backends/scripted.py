@@ -1,14 +1,15 @@
 """A model that costs nothing and forgets nothing: its next token is a keyed hash of the history, read through K/V.
 
 It proves the machinery around a model. Every row carries what it stands for, token id and position, hashed into its
-key, its value and its query. Attention averages the values of the rows that a query sees, weighted by their keys, and
-the logits are those averages wound many times round a circle:
+key, its value and its query. Attention averages the values of the rows that a query sees, weighted by their keys; the
+averages are laid on a grid, and the cells they fall into are hashed into logits:
 
-    row (token, position) ── hash ──▶ q, k, v          logits = frac(SPREAD · Σ softmax(q·k) v · U)
+    row (token, position) ── hash ──▶ q, k, v          logits = hash(⌊ Σ softmax(q·k) v / CELL ⌋)
 
-One row lost, held twice, out of place or from another session moves the average by a little and the logits by whole
-turns, so every token after it is another one. Rounding moves them by 1e-9 of a turn: a session alone, in any batch and
-after any split gives the same tokens. Everything else is the real thing: plan, slabs, strategies, sampling.
+One row lost, held twice, out of place or from another session moves every average, most of them into other cells, and
+then every token is another one. Rounding moves them by 1e-15, and has to do so right at the edge of a cell to show: a
+session alone, in any batch and after any split gives the same tokens. Everything else is the real thing: plan, slabs,
+strategies, sampling.
 
 A script says how long steps take and what goes wrong in them.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,10 +35,8 @@ from inference_engine.kv.pool import Pool
 from inference_engine.types import Mode, ModelFacts
 
 HEAD_DIM = 8
-SPREAD = 4096.0  # turns that a whole unit of an average takes
+CELL = 2.0**-8  # of a thousand rows, one that is missing moves an average by an eighth of this
 LOGIT_SCALE = 16.0
-# In float64 the order of a sum shows in the sixteenth digit only, so that it never decides about a token.
-DTYPE = torch.float64
 FIXED_SHAPE_QUANTA = (4, 16)  # nothing here needs padding; rows are padded all the same, as for other models
 
 _QUERY, _KEY, _VALUE = range(3)
@@ -59,15 +58,19 @@ class Script:
 
     step_seconds, row_seconds: the least a step takes, and what each of its rows adds to that.
     faults: by token id; a step with a row of that id meets the fault, as often as is said (None: always).
+    on_step: called with the step's number in the middle of every step, on the engine's thread.
     """
 
     step_seconds: float = 0.0
     row_seconds: float = 0.0
     faults: dict[int, tuple[Fault, int | None]] = field(default_factory=dict)
+    on_step: Callable[[int], None] | None = None
     let_go: threading.Event = field(default_factory=threading.Event)
 
     def take(self, token_ids: NDArray[np.int64]) -> dict[int, Fault]:
         """The faults that these rows meet, by token id; each that is counted counts."""
+        if not self.faults:
+            return {}
         met = {token: self.faults[token][0] for token in set(token_ids.tolist()) & set(self.faults)}
         for token in met:
             fault, times = self.faults[token]
@@ -84,8 +87,8 @@ class ScriptedModel:
     def __init__(self, *, key: int = 0, vocab_size: int = 256, layers: int = 1) -> None:
         """key: another one is another model."""
         self.key, self.vocab_size, self.layers = key, vocab_size, layers
-        wide = np.arange(layers * HEAD_DIM * vocab_size, dtype=np.uint64).reshape(layers * HEAD_DIM, vocab_size)
-        self._unembedding = torch.from_numpy(_signed(_mix(wide + _U64(key & 0xFFFF_FFFF) * _U64(0x9E37_79B9))))
+        self._place_salts = _mix(np.arange(layers * HEAD_DIM, dtype=np.uint64) + _U64(key * 2654435761 & 0xFFFF_FFFF))
+        self._token_salts = _mix(np.arange(vocab_size, dtype=np.uint64) + _U64(1 << 32))
 
     def rows(
         self, layer: int, token_ids: NDArray[np.int64], positions: NDArray[np.int64]
@@ -97,21 +100,29 @@ class ScriptedModel:
         return numbers[:, _QUERY], numbers[:, _KEY], numbers[:, _VALUE]
 
     def logits(self, averages: Sequence[Tensor]) -> Tensor:
-        """float32 [N, V] in [0, LOGIT_SCALE) from one average [N, HEAD_DIM] a layer."""
-        turns = torch.cat(list(averages), dim=1) @ self._unembedding * SPREAD
-        return ((turns - turns.floor()) * LOGIT_SCALE).float()
+        """float32 [N, V] in [0, LOGIT_SCALE) from one average [N, HEAD_DIM], float64, a layer."""
+        cells = np.floor(torch.cat(list(averages), dim=1).numpy() / CELL).astype(np.int64).astype(np.uint64)
+        row = _mix(cells + self._place_salts).sum(axis=1, dtype=np.uint64)  # where which cell is met counts
+        return torch.from_numpy((_signed(_mix(row[:, None] ^ self._token_salts)) + 1.0) / 2.0 * LOGIT_SCALE).float()
 
 
 class ScriptedForward:
     """The scripted model behind the same protocol as any other, on the CPU."""
 
     def __init__(
-        self, model: ScriptedModel | None = None, script: Script | None = None, *, trained_positions: int = 8192
+        self,
+        model: ScriptedModel | None = None,
+        script: Script | None = None,
+        *,
+        trained_positions: int = 8192,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
+        """dtype: of K and V. In float32, for strategies that know no other, rounding may decide about a token."""
         self.model = model or ScriptedModel()
         self.script = script or Script()
         self.steps = 0  # forwards so far
         self._trained_positions = trained_positions
+        self._dtype = dtype
 
     @property
     def facts(self) -> ModelFacts:
@@ -120,7 +131,7 @@ class ScriptedForward:
             vocab_size=self.model.vocab_size,
             trained_positions=self._trained_positions,
             device="cpu",
-            dtype="float64",
+            dtype=str(self._dtype).removeprefix("torch."),
         )
 
     @property
@@ -129,13 +140,13 @@ class ScriptedForward:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return DTYPE
+        return self._dtype
 
     def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
         row_quantum, key_quantum = FIXED_SHAPE_QUANTA if mode is Mode.FIXED_SHAPE else (1, 1)
         return Geometry(
             layers=(LayerGeometry(query_heads=1, kv_heads=1, head_dim=HEAD_DIM),) * self.model.layers,
-            itemsize=DTYPE.itemsize,
+            itemsize=self._dtype.itemsize,
             trained_positions=self._trained_positions,
             page_tokens=page_tokens,
             segment_tokens=segment_tokens,
@@ -148,12 +159,18 @@ class ScriptedForward:
 
     def open(self, geometry: Geometry, capacity_bytes: int, *, tap_layers: tuple[int, ...] = ()) -> KVContext:
         return KVContext(
-            geometry=geometry, pool=Pool(geometry, capacity_bytes, _zeros), rotate=_unrotated, device=self.device
+            geometry=geometry, pool=Pool(geometry, capacity_bytes, self._zeros), rotate=_unrotated, device=self.device
         )
+
+    def _zeros(self, count: int) -> Tensor:
+        # As in `torch_forward`: memory that nobody wrote to is not taken yet.
+        return torch.from_numpy(np.zeros(count * self._dtype.itemsize, dtype=np.uint8)).view(self._dtype)
 
     def run(self, step: Step) -> Result:
         until = time.monotonic() + self.script.step_seconds + self.script.row_seconds * len(step.token_ids)
         self.steps += 1
+        if self.script.on_step is not None:
+            self.script.on_step(self.steps)
         # A padding row stands for nobody's token.
         faults = self.script.take(np.concatenate([step.token_ids[span.real] for span in step.plan.spans]))
         met = set(faults.values())
@@ -176,21 +193,16 @@ class ScriptedForward:
         averages = []
         for layer in range(self.model.layers):
             queries, keys, values = (
-                rows[None, None] for rows in self.model.rows(layer, step.token_ids, step.plan.positions)
+                rows[None, None].to(self._dtype) for rows in self.model.rows(layer, step.token_ids, step.plan.positions)
             )
             out = step.plan.attend(layer, queries, keys, values, scaling=1.0)  # [1, N, 1, D]
-            averages.append(out[0, list(step.logit_rows), 0])
+            averages.append(out[0, list(step.logit_rows), 0].double())
         return self.model.logits(averages)
 
     def _taps(self, step: Step) -> Tensor:
         """What a drafter may condition on: the rows' values, [N, layers, HEAD_DIM]."""
         values = [self.model.rows(layer, step.token_ids, step.plan.positions)[_VALUE] for layer in step.tap_layers]
         return torch.stack(values, dim=1)
-
-
-def _zeros(count: int) -> Tensor:
-    # As in `torch_forward`: memory that nobody wrote to is not taken yet.
-    return torch.from_numpy(np.zeros(count, dtype=np.float64))
 
 
 def _unrotated(keys: Tensor, _shifts: Tensor, _rotary: str) -> Tensor:

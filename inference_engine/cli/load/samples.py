@@ -1,0 +1,63 @@
+"""What was seen of a phase: latencies, tokens, refusals, and the numbers that say it in short."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(kw_only=True)
+class Samples:
+    """Seconds, all of them; a turn's from when it was due."""
+
+    first_token: list[float] = field(default_factory=list)
+    gap: list[float] = field(default_factory=list)
+    turn: list[float] = field(default_factory=list)
+    refusal: list[float] = field(default_factory=list)  # from the call that was refused
+    fork: list[float] = field(default_factory=list)  # until there was one
+    late: list[float] = field(default_factory=list)  # how much after its time our own call went out, if it could
+    refused: collections.Counter[str] = field(default_factory=collections.Counter)  # by reason
+    failed: collections.Counter[str] = field(default_factory=collections.Counter)  # by reason, or status code
+    due: int = 0
+    finished: int = 0
+    tokens_by_second: collections.Counter[int] = field(default_factory=collections.Counter)  # of finished turns
+
+    def goodput(self, seconds: float) -> list[float]:
+        """Tokens of finished turns that came in each whole second of the phase."""
+        return [float(self.tokens_by_second[second]) for second in range(max(1, int(seconds)))]
+
+    def percentiles(self) -> dict[str, dict[str, float]]:
+        """In seconds: by what, then by percentile; only of what there was."""
+        kinds = {
+            "first_token": self.first_token,
+            "gap": self.gap,
+            "turn": self.turn,
+            "refusal": self.refusal,
+            "fork": self.fork,
+            "late": self.late,
+        }
+        return {
+            name: {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}
+            for name, values in kinds.items()
+            if values
+        }
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "turns_due": self.due,
+            "turns_finished": self.finished,
+            "turns_refused": dict(sorted(self.refused.items())),
+            "turns_failed": dict(sorted(self.failed.items())),
+            "percentiles_seconds": self.percentiles(),
+        }
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least `percent` of the values do not exceed. `values` must hold one."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

@@ -1,0 +1,321 @@
+"""Faults of one line, put into a copy of the code one at a time: does the suite see each of them?
+
+    python scripts/seeded_bugs.py                    all of them; writes results/seeded_bugs/<date>-<machine>/
+    python scripts/seeded_bugs.py "owner …" …        those whose names begin so, and no record
+
+A fault is an exact replacement in one file. The copy is first on the import path, and the tests named with the fault
+run there, first without it: they have to pass, and then to fail. Nothing outside the copy is touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from inference_engine.config import child_environment
+from inference_engine.evaluation import record
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("inference_engine", "kv_cache_proposer", "tests", "scripts", "pyproject.toml")
+LIMIT_SECONDS = 600
+
+ISOLATION = "tests/load/test_isolation.py::test_interleaved_operations_of_many_owners_leave_every_stream_its_own[0]"
+CANCELS = "tests/load/test_cancels.py::test_cancels_at_random_instants_stop_within_a_step_and_leave_no_trace[0]"
+SEQUENCES = "tests/load/test_call_sequences.py"
+FUZZ = "tests/load/test_fuzz.py::test_whatever_bytes_come_are_answered_or_refused_with_a_typed_error[0]"
+CLOSED_FORM = "tests/backends/test_scripted.py::test_the_engine_gives_the_tokens_of_the_closed_form"
+LEFT_OVERS = "tests/backends/test_scripted.py::test_what_others_left_in_memory_reaches_nobody"
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """`old` stands in `path` exactly once; with `new` in its place `tests` have to fail."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+BUGS = (
+    Bug(
+        "eviction takes sessions that are in use",
+        "inference_engine/session/admission.py",
+        "session.owner == owner and session.operation is None and not session.pins and",
+        "session.owner == owner and not session.pins and",
+        (ISOLATION,),
+    ),
+    Bug(
+        "owners are not told apart",
+        "inference_engine/session/store.py",
+        "if session is not None and session.owner == owner:",
+        "if session is not None:",
+        (ISOLATION,),
+    ),
+    Bug(
+        "rows are not wiped when they are opened",
+        "inference_engine/kv/session_kv.py",
+        "            group.wipe(np.arange(opened, needed, dtype=np.int64))\n",
+        "            np.arange(opened, needed, dtype=np.int64)\n",
+        (LEFT_OVERS,),
+    ),
+    Bug(
+        "a slab that was given back is not zeroed",
+        "inference_engine/kv/pool.py",
+        "                _zero(states[first : first + count * self._unit])\n",
+        "                assert len(states[first : first + count * self._unit])\n",
+        ("tests/kv/test_cleaning.py",),
+    ),
+    Bug(
+        "a slab is given back twice",
+        "inference_engine/kv/session_kv.py",
+        "        resident, self._resident = self._resident, []\n",
+        "        resident = self._resident\n",
+        ("tests/engine/test_lifecycle.py", ISOLATION),
+    ),
+    Bug(
+        "a session does not go to sleep after its Generate",
+        "inference_engine/scheduler/endings.py",
+        "        session.kv.sleep()\n",
+        "        session.kv.footprint()\n",
+        (CANCELS,),
+    ),
+    Bug(
+        "rejected rows keep their slots",
+        "inference_engine/kv/session_kv.py",
+        "            group.held[group.layout.slots(rejected)] = -1\n",
+        "            group.layout.slots(rejected)\n",
+        (CANCELS,),
+    ),
+    Bug(
+        "the window is a row too short",
+        "inference_engine/kv/layout.py",
+        "            horizons = queries - queries % self.segment - self.window\n",
+        "            horizons = queries - queries % self.segment - self.window + 1\n",
+        (CLOSED_FORM,),
+    ),
+    Bug(
+        "logits that are not finite are sampled",
+        "inference_engine/decode/verifier.py",
+        "        finite = torch.isfinite(rows).all(dim=-1)\n",
+        "        finite = torch.ones(len(rows), dtype=torch.bool, device=rows.device)\n",
+        ("tests/backends/test_scripted.py",),
+    ),
+    Bug(
+        "randomness depends on the place in the batch",
+        "inference_engine/decode/verifier.py",
+        "tokens[place] = block.sampler.draw(rows[place], position, guesses)",
+        "tokens[place] = block.sampler.draw(rows[place], place, guesses)",
+        (CLOSED_FORM,),
+    ),
+    Bug(
+        "guesses are kept that were wrong",
+        "inference_engine/decode/verifier.py",
+        "            return tuple(samples[:count])\n",
+        "            return tuple(samples)\n",
+        (
+            "tests/laws/test_speculation_laws.py::test_a_right_draft_saves_steps_and_a_wrong_one_does_not",
+            "tests/laws/test_speculation_laws.py::test_a_stop_id_within_a_draft_ends_the_stream_there",
+        ),
+    ),
+    Bug(
+        "a cancel commits one more token",
+        "inference_engine/scheduler/loop.py",
+        "                if session.is_closed or request.stop is not None:\n"
+        "                    return rows - block.drafted - 1, ()\n",
+        "                if session.is_closed:\n                    return rows - block.drafted - 1, ()\n",
+        (CANCELS,),
+    ),
+    Bug(
+        "the expected length may be off by one",
+        "inference_engine/engine.py",
+        "    if expected is not None and expected != len(session.history):\n",
+        "    if expected is not None and abs(expected - len(session.history)) > 1:\n",
+        (ISOLATION,),
+    ),
+    Bug(
+        "every key opens",
+        "inference_engine/server/auth.py",
+        "if hmac.compare_digest(given, key.digest)]",
+        "if hmac.compare_digest(key.digest, key.digest)]",
+        ("tests/server/test_auth.py",),
+    ),
+    Bug(
+        "a request id stands for any content",
+        "inference_engine/session/replies.py",
+        "        if found.digest != call.digest:\n",
+        "        if len(found.digest) != len(call.digest):\n",
+        (SEQUENCES,),
+    ),
+    Bug(
+        "a stream that is taken up again skips a token",
+        "inference_engine/scheduler/transcript.py",
+        "        self.position = position  # of the next token\n",
+        "        self.position = position + (position < transcript.end_position)  # of the next token\n",
+        (SEQUENCES,),
+    ),
+    Bug(
+        "the history grows before the journal knows",
+        "inference_engine/session/session.py",
+        "        journal.append(self.session_id, len(self.history), token_ids, mark)\n"
+        "        self.history.extend(token_ids, mark)\n",
+        "        self.history.extend(token_ids, mark)\n"
+        "        journal.append(self.session_id, len(self.history) - len(token_ids), token_ids, mark)\n",
+        ("tests/engine/test_lifecycle.py",),
+    ),
+    Bug(
+        "an append is acknowledged and lost",
+        "inference_engine/session/history.py",
+        "        self._marks[self._length : end] = mark\n        self._length = end\n",
+        "        self._marks[self._length : end] = mark\n        self._length = max(end - 1, self._length)\n",
+        (ISOLATION,),
+    ),
+    Bug(
+        "sessions in use grow too old",
+        "inference_engine/session/store.py",
+        '                if session.operation is None:\n                    self._evict(session, "ttl")\n',
+        '                if session is not None:\n                    self._evict(session, "ttl")\n',
+        ("tests/load/test_isolation.py::test_a_session_whose_generate_takes_longer_than_its_time_to_live_goes_on",),
+    ),
+    Bug(
+        "an error of ours has no status",
+        "inference_engine/server/status.py",
+        '    "REQUEST_ID_REUSED": grpc.StatusCode.INVALID_ARGUMENT,\n',
+        "",
+        (FUZZ,),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the tests said of a bug. caught_by: the first test that failed; "": none did."""
+
+    bug: Bug
+    caught_by: str
+    seconds: float
+
+
+class Copy:
+    """The code in a folder of its own, in which one bug at a time is put."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+            else:
+                shutil.copy(source, folder / name)
+
+    def run(self, tests: Sequence[str]) -> tuple[int, str]:
+        """The exit status of pytest, and the first test that failed."""
+        done = subprocess.run(
+            [*(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header"), *tests],
+            cwd=self._folder,
+            env=child_environment(PYTHONPATH=str(self._folder), PYTHONDONTWRITEBYTECODE="1"),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
+            check=False,
+        )
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED tests", "ERROR tests"))]
+        name = failed[0].split(" ", 1)[1].split(" - ")[0] if failed else ""
+        return done.returncode, name
+
+    def runs_here(self) -> bool:
+        """Is it this copy that tests import?"""
+        code = "import inference_engine, kv_cache_proposer; print(inference_engine.__file__)"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=self._folder,
+            env=child_environment(PYTHONPATH=str(self._folder)),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return Path(done.stdout.strip()).is_relative_to(self._folder)
+
+    def try_bug(self, bug: Bug) -> Found:
+        """Put the bug in, run its tests, take it out again."""
+        path = self._folder / bug.path
+        healthy = path.read_text(encoding="utf-8")
+        path.write_text(planted(bug, healthy), encoding="utf-8")
+        began = time.monotonic()
+        try:
+            status, name = self.run(bug.tests)
+        except subprocess.TimeoutExpired:
+            status, name = 1, "the tests did not end in time"
+        finally:
+            path.write_text(healthy, encoding="utf-8")
+        # Status 1: tests ran, and some failed. Anything else is no answer.
+        return Found(bug, name if status == 1 else "", time.monotonic() - began)
+
+
+def planted(bug: Bug, text: str) -> str:
+    """The text with the bug in it. Raises ValueError if the place is not there, or not the only one."""
+    if text.count(bug.old) != 1:
+        raise ValueError(
+            f"{bug.name!r}: {text.count(bug.old)} places in {bug.path} look like {bug.old!r}; it must be one"
+        )
+    return text.replace(bug.old, bug.new)
+
+
+def try_all(bugs: Sequence[Bug]) -> list[Found]:
+    """Raises ValueError if tests do not pass without any bug, or a bug has no place."""
+    with tempfile.TemporaryDirectory(prefix="kakeya-bugs-") as folder:
+        copy = Copy(Path(folder).resolve())
+        if not copy.runs_here():
+            raise ValueError("the tests would import another copy of the code")
+        for test in sorted({test for bug in bugs for test in bug.tests}):
+            status, name = copy.run([test])
+            if status:
+                raise ValueError(f"without any bug pytest ends with status {status}: {name or test}")
+        found = []
+        for bug in bugs:
+            found.append(copy.try_bug(bug))
+            print(f"{'caught' if found[-1].caught_by else 'MISSED':7} {bug.name}: {found[-1].caught_by}", flush=True)
+        return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="beginnings of names (default: all, and a record)")
+    parser.add_argument("--results", type=Path, default=record.RESULTS)
+    args = parser.parse_args()
+    bugs = [bug for bug in BUGS if not args.names or bug.name.startswith(tuple(args.names))]
+    found = try_all(bugs)
+    missed = [each for each in found if not each.caught_by]
+    if not args.names:
+        payload = {
+            "command": record.command_line(without=("--results",)),
+            "config": {"bugs": len(BUGS)},
+            "seeds": [],
+            "values": {
+                "bugs": record.exact(len(found), "bugs"),
+                "caught": record.exact(len(found) - len(missed), "bugs"),
+                "time_to_catch": record.summarize([each.seconds for each in found], "s"),
+            },
+            "baseline": "the same tests on the same copy without a bug: all pass",
+            "tables": {
+                "bugs": [
+                    {"name": each.bug.name, "file": each.bug.path, "caught_by": each.caught_by, "seconds": each.seconds}
+                    for each in found
+                ]
+            },
+        }
+        path = record.write_record("seeded_bugs", payload, results_dir=args.results)
+        print(path.parent.name, path.name)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

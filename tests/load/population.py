@@ -1,0 +1,358 @@
+"""A standing pool of sessions of several owners, and random operations on it, each checked against the law.
+
+One interleaving is a run of operations that do not wait for each other: appends, Generates, cancels, closes, evictions,
+calls with somebody else's session and calls that come at the wrong time. When it is over, every stream must hold the
+tokens that its own history gives alone, every history what its owner put there and was told, and the pool the bytes
+that the open sessions were promised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from inference_engine.engine import Engine
+from inference_engine.errors import (
+    HistoryLengthMismatch,
+    NoCapacity,
+    SessionBusy,
+    SessionEvicted,
+    SessionNotFound,
+    TokenOutOfRange,
+)
+from inference_engine.generation import Generation
+from inference_engine.kv.strategies import make_strategy
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.session.journal import MemoryJournal, TokensRecord
+from inference_engine.types import Finished, GenerateParams, Sampling, StopReason, TokenCommitted
+from tests.load.scripted import scripted_engine, solo_of
+from tests.load.solo import Solo
+
+OWNERS, SESSIONS = 8, 16
+OPERATIONS = 50
+LIMIT_TOKENS = 112
+FULL_AT = 80  # a session with so many tokens is closed, and another takes its place
+VOCABULARY = 256
+
+# The law of these is known in closed form …
+KNOWN: tuple[KVStrategy, ...] = (
+    make_strategy("full"),
+    make_strategy("sink_window", sink=2, window=20),
+    make_strategy("sink_window", sink=0, window=7),
+    make_strategy("layer_window", sink=4, window=16, full_layers=(1,)),
+    make_strategy("restored", sink=4, window=16),
+)
+# … and these are run again alone, from what the journal says of them. (Strategies that add up in float32 are not here:
+# the last digits of a sum would decide about tokens. `tests/laws` has them.)
+REPLAYED: tuple[KVStrategy, ...] = (
+    make_strategy("full", codec="int8", exact_window=16),
+    make_strategy("sink_window", sink=2, window=44, codec="int8", exact_window=9),
+)
+REPLAYED_SHARE = 0.1
+CHECKED_LENGTHS = 32
+ALL_BUSY_SHARE = 0.2  # of sessions too many, those that come while every session of their owner is in use
+
+
+class Wrong(AssertionError):
+    """A promise was broken."""
+
+
+@dataclass(kw_only=True)
+class Stream:
+    """A Generate that was started, and what its history was then."""
+
+    generation: Generation
+    first: int
+    asked: int
+    seed: int | None
+    is_cancelled: bool = False
+
+
+@dataclass(kw_only=True)
+class Member:
+    owner: str
+    session_id: str
+    strategy: KVStrategy
+    solo: Solo | None
+    sustained_bytes: int
+    history: list[int] = field(default_factory=list)
+    stream: Stream | None = None
+
+
+@dataclass
+class Counts:
+    """What was seen, so that a run can say what it covered."""
+
+    interleavings: int = 0
+    operations: int = 0
+    streams: int = 0
+    tokens: int = 0
+    replayed: int = 0
+    cancelled: int = 0
+    evicted: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+
+    def refuse(self, error: Exception) -> None:
+        name = type(error).__name__
+        self.refused[name] = self.refused.get(name, 0) + 1
+
+
+class Population:
+    """The pool. `engine` is the one to be judged; `alone` runs single sessions again."""
+
+    def __init__(self, engine: Engine, journal: MemoryJournal, alone: Engine, *, replay_every: int = 1) -> None:
+        self._engine, self._journal, self._alone = engine, journal, alone
+        self._replay_every = replay_every
+        self.counts = Counts()
+        self.members: list[Member] = []
+
+    @staticmethod
+    def engine(journal: MemoryJournal) -> Engine:
+        """An engine in which the standing pool is all there may be: one more session evicts its owner's oldest."""
+        return scripted_engine(journal=journal, max_sessions=OWNERS * SESSIONS, session_evictable_seconds=0.0)
+
+    def fill(self, rng: np.random.Generator) -> None:
+        for number in range(OWNERS * SESSIONS):
+            self.members.append(self._open(f"owner-{number % OWNERS}", rng))
+
+    def interleave(self, rng: np.random.Generator, operations: int = OPERATIONS) -> None:
+        """One interleaving. Raises Wrong."""
+        moves: Sequence[tuple[Callable[[np.random.Generator, Member], None], float]] = (
+            (self._append, 0.30),
+            (self._generate, 0.34),
+            (self._cancel, 0.10),
+            (self._wait, 0.04),
+            (self._intrude, 0.08),
+            (self._mistake, 0.05),
+            (self._disturb, 0.05),
+            (self._close, 0.02),
+            (self._crowd, 0.02),
+        )
+        chances = np.array([chance for _, chance in moves])
+        for _ in range(operations):
+            move = moves[rng.choice(len(moves), p=chances / chances.sum())][0]
+            move(rng, self._pick(rng, is_running=move in (self._cancel, self._wait, self._disturb)))
+            self.counts.operations += 1
+        for member in self.members:
+            self._finish(member)
+        self._check_lengths(rng)
+        self._check_pool()
+        for index, member in enumerate(self.members):
+            if len(member.history) >= FULL_AT:
+                self._engine.close_session(member.session_id, owner=member.owner)
+                self.members[index] = self._open(member.owner, rng)
+        self.counts.interleavings += 1
+
+    # -- operations -------------------------------------------------------------------------------------------------
+
+    def _append(self, rng: np.random.Generator, member: Member) -> None:
+        self._finish(member)
+        ids = _ids(rng, int(rng.integers(0, 13)))
+        length = self._engine.append(
+            member.session_id, ids, owner=member.owner, expected_history_length=len(member.history)
+        )
+        member.history += ids
+        if length != len(member.history):
+            raise Wrong(f"an append answered {length}, the history has {len(member.history)} tokens")
+
+    def _generate(self, rng: np.random.Generator, member: Member) -> None:
+        self._finish(member)
+        if not member.history:
+            return
+        seed = int(rng.integers(2**32)) if rng.random() < 0.3 else None
+        params = GenerateParams(
+            max_tokens=int(rng.integers(1, 5)),
+            sampling=Sampling() if seed is None else Sampling(temperature=1.0, seed=seed),
+        )
+        generation = self._engine.generate(member.session_id, params, owner=member.owner)
+        member.stream = Stream(generation=generation, first=len(member.history), asked=params.max_tokens, seed=seed)
+
+    def _cancel(self, _rng: np.random.Generator, member: Member) -> None:
+        if member.stream is not None:
+            member.stream.generation.cancel()
+            member.stream.is_cancelled = True
+
+    def _wait(self, _rng: np.random.Generator, member: Member) -> None:
+        self._finish(member)
+
+    def _intrude(self, rng: np.random.Generator, member: Member) -> None:
+        """Somebody else's session is no session, whatever is asked of it."""
+        intruder = f"owner-{(int(member.owner[-1]) + 1 + int(rng.integers(OWNERS - 1))) % OWNERS}"
+        calls: Sequence[Callable[[], object]] = (
+            lambda: self._engine.append(member.session_id, [1], owner=intruder),
+            lambda: self._engine.generate(member.session_id, GenerateParams(max_tokens=1), owner=intruder),
+            lambda: self._engine.session_info(member.session_id, owner=intruder),
+            lambda: self._engine.close_session(member.session_id, owner=intruder),
+        )
+        self._refused(calls[int(rng.integers(len(calls)))], SessionNotFound)
+
+    def _mistake(self, rng: np.random.Generator, member: Member) -> None:
+        self._finish(member)
+        length = len(member.history)
+        wrong = length + int(rng.choice([-1, 1]))
+        calls: Sequence[tuple[Callable[[], object], type[Exception]]] = (
+            (
+                lambda: self._engine.append(
+                    member.session_id, [1], owner=member.owner, expected_history_length=abs(wrong)
+                ),
+                HistoryLengthMismatch,
+            ),
+            (lambda: self._engine.append(member.session_id, [1, VOCABULARY], owner=member.owner), TokenOutOfRange),
+        )
+        self._refused(*calls[int(rng.integers(len(calls)))])
+
+    def _disturb(self, _rng: np.random.Generator, member: Member) -> None:
+        """An append while a Generate runs: refused, or it came after the end."""
+        if member.stream is None:
+            return
+        try:
+            length = self._engine.append(member.session_id, [3], owner=member.owner)
+        except SessionBusy as busy:
+            self.counts.refuse(busy)
+            return
+        self._finish(member)
+        member.history.append(3)
+        if length != len(member.history):
+            raise Wrong("an append came into the middle of a Generate")
+
+    def _close(self, rng: np.random.Generator, member: Member) -> None:
+        self._finish(member)
+        if self._engine.close_session(member.session_id, owner=member.owner) != len(member.history):
+            raise Wrong("a session closed with another length than its owner knows of")
+        self._refused(lambda: self._engine.session_info(member.session_id, owner=member.owner), SessionNotFound)
+        self.members[self.members.index(member)] = self._open(member.owner, rng)
+
+    def _crowd(self, rng: np.random.Generator, member: Member) -> None:
+        """One session more than there is room for: an idle one of the same owner goes, and no other."""
+        siblings = [other for other in self.members if other.owner == member.owner]
+        if rng.random() < ALL_BUSY_SHARE:
+            for other in siblings:
+                if not other.history:
+                    self._append(rng, other)
+                if other.stream is None:
+                    self._generate(rng, other)
+        running = [other for other in siblings if other.stream is not None]
+        try:
+            opened = self._open(member.owner, rng)
+        except NoCapacity as full:
+            self.counts.refuse(full)
+            if len(running) < len(siblings):
+                raise Wrong("no room, though sessions of the owner are idle") from None
+            return
+        gone = [other for other in self.members if self._is_evicted(other)]
+        if len(gone) != 1 or gone[0].owner != member.owner:
+            raise Wrong(f"{len(gone)} sessions were evicted for one")
+        # One whose Generate had ended already was idle, though its stream was not read yet: it is whole all the same.
+        if gone[0].stream is not None:
+            self._finish(gone[0])
+        self.members[self.members.index(gone[0])] = opened
+        self.counts.evicted += 1
+
+    # -- judging ----------------------------------------------------------------------------------------------------
+
+    def _finish(self, member: Member) -> None:
+        """Wait for the member's Generate, if one runs, and judge it."""
+        stream, member.stream = member.stream, None
+        if stream is None:
+            return
+        *events, end = list(stream.generation)
+        if not isinstance(end, Finished):
+            raise Wrong(f"a stream ended with {end}")
+        tokens = [event.token_id for event in events if isinstance(event, TokenCommitted)]
+        positions = [event.position for event in events if isinstance(event, TokenCommitted)]
+        if positions != list(range(stream.first, stream.first + len(tokens))) or end.generated_tokens != len(tokens):
+            raise Wrong(f"tokens at {positions}, {end.generated_tokens} counted, after {stream.first} in the history")
+        member.history += tokens
+        if end.history_length != len(member.history):
+            raise Wrong(f"the end says {end.history_length} tokens, its history has {len(member.history)}")
+        is_whole = len(tokens) == stream.asked or len(member.history) >= LIMIT_TOKENS
+        if not is_whole and not (stream.is_cancelled and end.stop_reason is StopReason.CANCELLED):
+            raise Wrong(f"{len(tokens)} of {stream.asked} tokens, ended with {end.stop_reason}")
+        self._judge(member, stream, tokens)
+        self.counts.streams += 1
+        self.counts.tokens += len(tokens)
+        self.counts.cancelled += stream.is_cancelled
+
+    def _judge(self, member: Member, stream: Stream, tokens: list[int]) -> None:
+        if not tokens:
+            return
+        if member.solo is not None:
+            expected = member.solo.tokens(member.history[:-1], stream.first, seed=stream.seed)
+        elif self.counts.streams % self._replay_every == 0 and not self._is_evicted(member):
+            expected = self._replay(member, stream, len(tokens))
+        else:
+            return
+        if tokens != expected:
+            raise Wrong(f"{member.strategy} gave {tokens}, its history alone gives {expected}")
+
+    def _replay(self, member: Member, stream: Stream, count: int) -> list[int]:
+        """The same Generate on a session of its own, in an engine of its own."""
+        began, records = self._journal.read(member.session_id)
+        opened = self._alone.rebuild_session(began, list(_until(records, stream.first)))
+        sampling = Sampling() if stream.seed is None else Sampling(temperature=1.0, seed=stream.seed)
+        params = GenerateParams(max_tokens=count, sampling=sampling)
+        events = list(self._alone.generate(opened.session_id, params, owner=member.owner))
+        self._alone.close_session(opened.session_id, owner=member.owner)
+        self.counts.replayed += 1
+        return [event.token_id for event in events if isinstance(event, TokenCommitted)]
+
+    def _check_lengths(self, rng: np.random.Generator) -> None:
+        """Of some sessions, whether or not anything was done to them."""
+        for index in rng.choice(len(self.members), CHECKED_LENGTHS, replace=False):
+            member = self.members[index]
+            told = self._engine.session_info(member.session_id, owner=member.owner).history_length
+            if told != len(member.history):
+                raise Wrong(f"the history has {told} tokens, its owner knows of {len(member.history)}")
+
+    def _check_pool(self) -> None:
+        """All Generates are over: what is reserved is what the open sessions were promised, no byte more or less."""
+        promised = sum(member.sustained_bytes for member in self.members)
+        if (reserved := self._engine.info().kv_reserved_bytes) != promised:
+            raise Wrong(f"{reserved} bytes are reserved, {promised} were promised to the sessions there are")
+
+    # -- helpers ----------------------------------------------------------------------------------------------------
+
+    def _open(self, owner: str, rng: np.random.Generator) -> Member:
+        choice = REPLAYED if rng.random() < REPLAYED_SHARE else KNOWN
+        strategy = choice[int(rng.integers(len(choice)))]
+        opened = self._engine.create_session(strategy=strategy, limit_tokens=LIMIT_TOKENS, owner=owner)
+        return Member(
+            owner=owner,
+            session_id=opened.session_id,
+            strategy=strategy,
+            solo=solo_of(strategy) if strategy in KNOWN else None,
+            sustained_bytes=opened.bound.sustained_bytes,
+        )
+
+    def _pick(self, rng: np.random.Generator, *, is_running: bool) -> Member:
+        """Any member; of those whose Generate runs, or not, if there are such."""
+        some = [member for member in self.members if (member.stream is not None) == is_running] or self.members
+        return some[int(rng.integers(len(some)))]
+
+    def _is_evicted(self, member: Member) -> bool:
+        try:
+            self._engine.session_info(member.session_id, owner=member.owner)
+        except SessionEvicted:
+            return True
+        return False
+
+    def _refused(self, call: Callable[[], object], kind: type[Exception]) -> None:
+        try:
+            answer = call()
+        except kind as refusal:
+            self.counts.refuse(refusal)
+        else:
+            raise Wrong(f"{kind.__name__} was to be raised, the answer was {answer}")
+
+
+def _ids(rng: np.random.Generator, count: int) -> list[int]:
+    return [int(token) for token in rng.integers(0, VOCABULARY, count)]
+
+
+def _until(records: Sequence[TokensRecord], length: int) -> Iterator[TokensRecord]:
+    """What a journal said when the history had `length` tokens."""
+    for record in records:
+        if record.position < length:
+            yield replace(record, token_ids=record.token_ids[: length - record.position])
