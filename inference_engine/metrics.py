@@ -1,24 +1,64 @@
 """Every number the runtime shows to Prometheus, as attributes of one object with its own registry.
 
-Labels take values from a small fixed set (the tuples below, method names, status codes): never an id, a label or a key.
-Instruments without labels cost about a microsecond and may be used for every token; look up a labelled child once.
+Labels take values from a small fixed set (the tuples below, names of strategies and methods, status codes and reasons):
+never an id, an owner, a label of a client's or a key, hashed or not. Instruments without labels cost about a
+microsecond and may be used for every token; look up a labelled child once.
+
+What is counted as it happens is a counter or a histogram. What is there at a moment (`Census`) is counted when somebody
+looks, so that it is never old.
 """
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
+from prometheus_client.registry import Collector
 
 SESSION_OUTCOMES = ("closed", "evicted", "failed")
 TRANSFERS = ("kept", "streamed", "fetched")
 EVICTION_REASONS = ("ttl", "lru")
 GENERATE_OUTCOMES = ("max_tokens", "eos", "truncated", "cancelled", "deadline", "closed", "draining", "failed")
 INVARIANTS = ("INV1", "INV2", "INV3")
+# `dropped`: idle, and no more than its token ids.
+SESSION_STATES = ("idle", "dropped", "appending", "queued", "prefilling", "decoding", "failed")
+# What a session's bytes are; `SessionKV.footprint` says the same words.
+KV_KINDS = ("rows", "sink_copy", "bounds", "mac", "fetched", "archive", "restored", "draft")
+# Where the seconds of a step go, in this order. What is not the model's is `plan`, `draft` and `settle`.
+STEP_PARTS = ("plan", "draft", "forward", "sample", "settle")
 
 # Powers of two, because rows and tokens come in pages and segments.
 _TOKENS = tuple(float(2**power) for power in range(0, 21, 2))
 _ROWS = tuple(float(2**power) for power in range(13))
-_STEP_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-_WAIT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_STEP_SECONDS = tuple(
+    milliseconds / 1000
+    for milliseconds in (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 150, 250, 500, 1000, 2500, 10_000)
+)
+_WAIT_SECONDS = (
+    *(milliseconds / 1000 for milliseconds in (1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 750)),
+    *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 300.0),
+)
+_PART_SECONDS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, *_STEP_SECONDS)
+_RATES = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+_SESSIONS = tuple(float(2**power) for power in range(11))
+_DRAFTED = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 24.0, 32.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Census:
+    """What an engine holds at one moment."""
+
+    sessions: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by strategy and state
+    kv_bytes: Mapping[str, int] = field(default_factory=dict)  # on the device, by kind
+    kv_reserved_bytes: int = 0
+    kv_kept_for_forks_bytes: int = 0
+    tier_bytes: int = 0
+    tier_reserved_bytes: int = 0
+    waiting: int = 0  # Generates
+    running: int = 0
+    beat_age_seconds: float = 0.0
 
 
 class EngineMetrics:
@@ -29,6 +69,10 @@ class EngineMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._census: Callable[[], Census] | None = None
+        self._states: dict[tuple[str, str], Gauge] = {}
+        # A registry asks its collectors in the order in which they came: what is there is counted before it is shown.
+        self.registry.register(_Look(self.look))
         ProcessCollector(registry=self.registry)
         self._add_sessions()
         self._add_memory()
@@ -38,9 +82,18 @@ class EngineMetrics:
 
     def _add_sessions(self) -> None:
         self.sessions_active = self._gauge("session_active", "Sessions open now.")
+        self.session_states = Gauge(
+            "session_state",
+            "Sessions open now, by strategy and by what they do.",
+            ("strategy", "state"),
+            registry=self.registry,
+        )
         self.sessions_total = self._counter("session_total", "Sessions that ended, by how.", outcome=SESSION_OUTCOMES)
         self.evicted = self._counter(
             "session_evicted_total", "Sessions the server closed on its own, by cause.", reason=EVICTION_REASONS
+        )
+        self.dropped = self._counter(
+            "session_dropped_total", "Times a session's K/V were dropped to its token ids to make room."
         )
         self.history_tokens = self._histogram(
             "session_history_tokens", "Tokens in a session's history when a Generate ends.", _TOKENS
@@ -51,7 +104,19 @@ class EngineMetrics:
 
     def _add_memory(self) -> None:
         self.kv_live_bytes = self._gauge("session_kv_live_bytes", "Bytes of K/V held, summed over sessions.")
+        self.kv_bytes = Gauge(
+            "session_kv_bytes",
+            "Bytes of K/V held on the device, by what they are.",
+            ("kind",),
+            registry=self.registry,
+        )
+        for kind in KV_KINDS:
+            self.kv_bytes.labels(kind)
         self.kv_reserved_bytes = self._gauge("session_kv_reserved_bytes", "Bytes of K/V promised to open sessions.")
+        self.kv_kept_for_forks_bytes = self._gauge(
+            "session_kv_kept_for_forks_bytes",
+            "Of the reserved bytes of K/V, those of sessions that ended, kept for forks that read them.",
+        )
         self.kv_capacity_bytes = self._gauge("session_kv_capacity_bytes", "Bytes of K/V that may be promised.")
         self.tier_live_bytes = self._gauge(
             "session_tier_live_bytes", "Bytes of K/V held off the device, summed over sessions."
@@ -72,6 +137,14 @@ class EngineMetrics:
     def _add_generates(self) -> None:
         self.generates_active = self._gauge("generate_active", "Generates running now.")
         self.queue_depth = self._gauge("generate_queue_depth", "Generates waiting for their first step.")
+        self.queue_seconds = self._histogram(
+            "generate_queue_seconds",
+            "Seconds from accepting a Generate to where it begins, waiting for room to wake included.",
+            _WAIT_SECONDS,
+        )
+        self.wake_seconds = self._histogram(
+            "generate_wake_seconds", "Seconds it took to get a session's old rows ready for a Generate.", _WAIT_SECONDS
+        )
         self.generates = self._counter("generate_total", "Generates that ended, by how.", outcome=GENERATE_OUTCOMES)
         self.generated_tokens = self._counter("generate_tokens_total", "Tokens generated and committed.")
         self.prefilled_tokens = self._counter("generate_prefilled_tokens_total", "Tokens of history forwarded.")
@@ -80,6 +153,11 @@ class EngineMetrics:
             "generate_prefill_duration_seconds",
             "Seconds from a Generate's first step to the end of its prefill.",
             _WAIT_SECONDS,
+        )
+        self.prefill_rate = self._histogram(
+            "generate_prefill_tokens_per_second",
+            "Tokens a Generate prefilled, divided by the seconds that took; batched prefills share theirs.",
+            _RATES,
         )
         self.first_token_seconds = self._histogram(
             "generate_first_token_seconds",
@@ -91,6 +169,9 @@ class EngineMetrics:
         )
         self.drafted_tokens = self._counter("generate_drafted_tokens_total", "Guesses that were verified.")
         self.accepted_tokens = self._counter("generate_accepted_tokens_total", "Guesses that were right.")
+        self.acceptance_length = self._histogram(
+            "generate_acceptance_length", "Tokens that a step with a draft gave: guesses accepted, and one.", _DRAFTED
+        )
         self.drafter_failures = self._counter(
             "generate_drafter_failures_total", "Generates that went on without the drafter because it raised."
         )
@@ -100,9 +181,23 @@ class EngineMetrics:
 
     def _add_steps(self) -> None:
         self.step_seconds = self._histogram(
-            "engine_step_seconds", "Seconds of one forward and its commit.", _STEP_SECONDS
+            "engine_step_seconds", "Seconds of one step, from choosing who runs to the last commit.", _STEP_SECONDS
         )
+        self.step_parts = Histogram(
+            "engine_step_part_seconds",
+            "Seconds of one step by where they went: planning on the host, drafting, the forward until the host is free"
+            " again, sampling until the ids are there, settling. They add up to engine_step_seconds.",
+            ("part",),
+            buckets=_PART_SECONDS,
+            registry=self.registry,
+        )
+        self._step_parts = {part: self.step_parts.labels(part) for part in STEP_PARTS}
         self.step_rows = self._histogram("engine_step_rows", "Rows in one forward, over all its sessions.", _ROWS)
+        self.step_sessions = self._histogram("engine_step_sessions", "Sessions in one forward.", _SESSIONS)
+        self.beat_age = self._gauge(
+            "engine_beat_age_seconds", "Seconds since the engine last came round, if it has work; else 0."
+        )
+        self.stalls = self._counter("engine_stalls_total", "Times the engine was found to stand still.")
 
     def _add_server(self) -> None:
         self.rpc_total = Counter(
@@ -115,8 +210,23 @@ class EngineMetrics:
             buckets=_WAIT_SECONDS,
             registry=self.registry,
         )
+        self.rpc_errors = Counter(
+            "rpc_error_total",
+            "Calls that ended with an error of ours, by its reason: refused, given up or failed.",
+            ("reason",),
+            registry=self.registry,
+        )
+        self.http_responses = Counter(
+            "http_response_total",
+            "Answers over HTTP, by route and status.",
+            ("route", "status"),
+            registry=self.registry,
+        )
+        self.replays = self._counter(
+            "rpc_replayed_total", "Calls that came again with their request id: answered as before, or attached."
+        )
         self.draining = self._gauge("server_draining", "1 while the server shuts down, else 0.")
-        self._build_info = Gauge(
+        self.build_info = Gauge(
             "server_build_info",
             "Always 1; the labels say what runs.",
             ("version", "model", "device", "dtype", "mode"),
@@ -124,12 +234,46 @@ class EngineMetrics:
         )
 
     def set_build_info(self, *, version: str, model: str, device: str, dtype: str, mode: str) -> None:
-        self._build_info.clear()
-        self._build_info.labels(version=version, model=model, device=device, dtype=dtype, mode=mode).set(1)
+        self.build_info.clear()
+        self.build_info.labels(version=version, model=model, device=device, dtype=dtype, mode=mode).set(1)
 
     def count_transfer(self, kind: str, count: int) -> None:
         """`count` bytes moved between the device and the second tier; kind: one of TRANSFERS."""
         self._tier_transfers[kind].inc(count)
+
+    def observe_step(self, parts: Mapping[str, float]) -> None:
+        """One step is over. parts: its seconds, by STEP_PARTS."""
+        self.step_seconds.observe(sum(parts.values()))
+        for part, seconds in parts.items():
+            self._step_parts[part].observe(seconds)
+
+    # -- what is there now ------------------------------------------------------------------------------------------
+
+    def watch(self, census: Callable[[], Census], strategies: Iterable[str]) -> None:
+        """`census` is called, from any thread, whenever somebody looks; its strategies are among these."""
+        self._census = census
+        self._states = {
+            pair: self.session_states.labels(*pair) for pair in itertools.product(strategies, SESSION_STATES)
+        }
+
+    def look(self) -> None:
+        """Bring the gauges up to date."""
+        if self._census is None:
+            return
+        now = self._census()
+        for pair, gauge in self._states.items():
+            gauge.set(now.sessions.get(pair, 0))
+        self.sessions_active.set(sum(now.sessions.values()))
+        for kind in {*KV_KINDS, *now.kv_bytes}:
+            self.kv_bytes.labels(kind).set(now.kv_bytes.get(kind, 0))
+        self.kv_live_bytes.set(sum(now.kv_bytes.values()))
+        self.kv_reserved_bytes.set(now.kv_reserved_bytes)
+        self.kv_kept_for_forks_bytes.set(now.kv_kept_for_forks_bytes)
+        self.tier_live_bytes.set(now.tier_bytes)
+        self.tier_reserved_bytes.set(now.tier_reserved_bytes)
+        self.queue_depth.set(now.waiting)
+        self.generates_active.set(now.running)
+        self.beat_age.set(now.beat_age_seconds)
 
     def _gauge(self, name: str, help_text: str) -> Gauge:
         return Gauge(name, help_text, registry=self.registry)
@@ -144,3 +288,45 @@ class EngineMetrics:
             for value in values:
                 counter.labels(value)
         return counter
+
+
+class StepTimer:
+    """Splits the seconds of a step into parts, so that each moment belongs to exactly one. Engine's thread.
+
+    On a CUDA device the host goes on while the model runs: `forward` is then what launching takes, and `sample` waits
+    for the rest.
+    """
+
+    def __init__(self, metrics: EngineMetrics, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._at = 0.0
+        self._parts = dict.fromkeys(STEP_PARTS, 0.0)
+
+    def begin(self) -> None:
+        """A step begins; one that did not end is forgotten."""
+        self._parts = dict.fromkeys(STEP_PARTS, 0.0)
+        self._at = self._clock()
+
+    def lap(self, part: str) -> None:
+        """What passed since the last call belongs to `part`, one of STEP_PARTS."""
+        now = self._clock()
+        self._parts[part] += now - self._at
+        self._at = now
+
+    def end(self) -> None:
+        self._metrics.observe_step(self._parts)
+
+
+class _Look(Collector):
+    """Shows nothing of its own."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        self._look()
+        return ()

@@ -1,0 +1,165 @@
+"""The log: lines of text or of JSON, each with short hashes that say which session and which call it is about.
+
+    2026-11-21 14:02:11,120 INFO inference_engine.scheduler.endings: a Generate ended session=5f0c… request=91ab… …
+    {"time": "2026-11-21T14:02:11.120Z", "level": "INFO", "logger": "…", "message": "a Generate ended", "session": …}
+
+Of what code hands over beside the message, a line shows what `FIELDS` names and nothing else: no token ids, keys, ids
+or labels. Lines are written by a thread of their own, so that a reader who does not read stops nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import queue
+import secrets
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import TextIO
+
+from inference_engine.tracing import current_trace_id, describe
+
+TAG_CHARACTERS = 12
+# What a line may say beside its message, in this order.
+FIELDS = ("session", "request", "trace_id", "owner", "method", "reason", "incident", "outcome", "tokens", "seconds")
+_QUEUED_LINES = 10_000
+_LAST_LINES_SECONDS = 5.0  # to write what is left when the process ends
+
+_request: ContextVar[str] = ContextVar("request", default="")
+
+
+def tag(identifier: str | bytes) -> str:
+    """A short hash by which an id can be found in logs and traces: `printf %s ID | sha256sum | cut -c1-12`."""
+    data = identifier.encode() if isinstance(identifier, str) else identifier
+    return hashlib.sha256(data).hexdigest()[:TAG_CHARACTERS]
+
+
+@contextmanager
+def about_request() -> Iterator[None]:
+    """What is logged within this block, and in no other task, is about one call, under a tag of its own."""
+    token = _request.set(secrets.token_hex(TAG_CHARACTERS // 2))
+    try:
+        yield
+    finally:
+        _request.reset(token)
+
+
+def name_request(request_id: bytes) -> None:
+    """From now on, the call that this is has the tag of its client's id for it."""
+    _request.set(tag(request_id))
+    describe(request=_request.get())
+
+
+def about_session(session_id: str) -> dict[str, str]:
+    """What to hand over as `extra` with a record about this session, on whichever thread."""
+    return {"session": tag(session_id), **_current()}
+
+
+@contextmanager
+def written(kind: str, stream: TextIO | None = None) -> Iterator[None]:
+    """Within this block everything from INFO on goes to `stream`, standard error by default. kind: text or json."""
+    handler = _BackgroundHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
+    root = logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+        handler.close()
+
+
+class TextFormatter(logging.Formatter):
+    """One line for people, the fields at its end, a traceback below."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the base class names it
+        fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
+        return super().formatMessage(record) + fields
+
+
+class JsonFormatter(logging.Formatter):
+    """One object on one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {
+            "time": time.removesuffix("+00:00") + "Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, object]:
+    """What the record is about; what it does not say itself, the call that it was made in does."""
+    said = {**_current(), **vars(record)}
+    return {name: said[name] for name in FIELDS if said.get(name) not in (None, "")}
+
+
+def _current() -> dict[str, str]:
+    now = {"request": _request.get(), "trace_id": current_trace_id()}
+    return {name: value for name, value in now.items() if value}
+
+
+class _BackgroundHandler(logging.Handler):
+    """Formats where the record is made, and writes elsewhere. If writing cannot keep up, lines are dropped, and
+    counted in a line of their own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._lines: queue.Queue[str | None] = queue.Queue(_QUEUED_LINES)
+        self._dropped = 0
+        self._writer = threading.Thread(target=self._write, name="log", daemon=True)
+        self._writer.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self._dropped += 1
+        except Exception:  # noqa: BLE001 - as logging does it: a record that cannot be formatted ends nobody's work
+            self.handleError(record)
+
+    def close(self) -> None:
+        """Write what is left, for a few seconds at most."""
+        if self._writer.is_alive():
+            try:
+                self._lines.put(None, timeout=_LAST_LINES_SECONDS)
+            except queue.Full:
+                return
+            self._writer.join(_LAST_LINES_SECONDS)
+        super().close()
+
+    def _write(self) -> None:
+        line: str | None = ""
+        while line is not None:
+            line = self._lines.get()
+            try:
+                if line is not None:
+                    self._stream.write(line + "\n")
+                if self._dropped and (line is None or self._lines.empty()):
+                    dropped, self._dropped = self._dropped, 0
+                    self._stream.write(self._told(dropped) + "\n")
+                self._stream.flush()
+            except (OSError, ValueError):
+                return  # nobody reads any more
+
+    def _told(self, dropped: int) -> str:
+        text = f"{dropped} lines of the log were dropped: they came faster than they are read"
+        return self.format(logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (), None))

@@ -1,0 +1,181 @@
+"""The operator's port: Prometheus metrics, and a live page of them, over HTTP, for this machine only.
+
+    GET /metrics           Prometheus' text format
+    GET /dashboard         the page; its parts lie under /dashboard/
+    GET /dashboard/data    what the page draws, as JSON
+
+Nothing here asks for a key, so nothing here is for other machines: the address has to be a loopback one, and a request
+has to name one in its `Host`, lest a page of somebody else's in the operator's browser reads along under a name of its
+own that resolves to us. Everything is read-only.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from typing import Any, cast
+from urllib.parse import parse_qs, urlsplit
+
+import prometheus_client
+from prometheus_client.exposition import choose_encoder
+
+from inference_engine.errors import ConfigError
+from inference_engine.metrics import EngineMetrics
+from inference_engine.server.address import Address, cannot_bind, resolve_bind
+from inference_engine.server.dashboard import SAMPLE_SECONDS, Dashboard
+
+PAGE = {
+    "/dashboard": ("index.html", "text/html; charset=utf-8"),
+    "/dashboard/style.css": ("style.css", "text/css; charset=utf-8"),
+    "/dashboard/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
+    "/dashboard/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+# Sent with everything: the page loads its own parts and data, and is part of nobody else's page.
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+_REQUEST_SECONDS = 10.0  # to send one, and to take its answer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    content_type: str
+    body: bytes
+    status: HTTPStatus = HTTPStatus.OK
+
+
+class MetricsPort:
+    """Listens from the start until `stop`."""
+
+    def __init__(self, metrics: EngineMetrics, bind: str) -> None:
+        """Raises ConfigError if `bind` cannot be had, or can be reached from other machines."""
+        address = resolve_bind("metrics_bind", bind)
+        refuse_unless_loopback(address, bind)
+        # `session_created` beside `session_total` would read as a count.
+        cast("Callable[[], None]", prometheus_client.disable_created_metrics)()
+        self._metrics = metrics
+        self._dashboard = Dashboard(metrics)
+        name = bind.rpartition(":")[0]
+        handler = type("Handler", (_Handler,), {"answer": staticmethod(self._answer), "names": ("localhost", name)})
+        try:
+            self._httpd = _Server(address, handler)
+        except OSError as error:
+            raise cannot_bind("metrics_bind", address) from error
+        self.target = str(Address(host=address.host, port=self._httpd.server_port, is_loopback=True))
+        self._is_stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._httpd.serve_forever, name="metrics", daemon=True),
+            threading.Thread(target=self._keep_sampling, name="dashboard", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Close the port. Idempotent."""
+        self._is_stopping.set()
+        self._httpd.shutdown()
+        self._httpd.server_close()
+        for thread in self._threads:
+            thread.join()
+
+    def _keep_sampling(self) -> None:
+        while not self._is_stopping.wait(SAMPLE_SECONDS):
+            self._dashboard.sample()
+
+    def _answer(self, path: str, query: str, accept: str) -> _Answer | None:
+        """None: there is no such page."""
+        if path == "/metrics":
+            encode, content_type = choose_encoder(accept)
+            self._metrics.look()
+            registry: Any = self._metrics.registry
+            if names := parse_qs(query).get("name[]"):
+                registry = registry.restricted_registry(names)
+            return _Answer(content_type, encode(registry))
+        if path == "/dashboard/data":
+            return _Answer("application/json", json.dumps(self._dashboard.data(), allow_nan=False).encode())
+        if path in PAGE:
+            name, content_type = PAGE[path]
+            return _Answer(content_type, resources.files(__package__).joinpath("dashboard_page", name).read_bytes())
+        return None
+
+
+def refuse_unless_loopback(address: Address, bind: str) -> None:
+    """Raises ConfigError for an address that other machines can reach."""
+    if not address.is_loopback:
+        raise ConfigError(
+            f"metrics_bind {bind} can be reached from other machines, and metrics have no access control; bind "
+            "127.0.0.1 and let a local agent collect them"
+        )
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: Address, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        super().__init__((address.host, address.port), handler)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        _log.debug("a reader of the metrics port left", exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request. Subclasses know what to answer."""
+
+    timeout = _REQUEST_SECONDS
+    server_version, sys_version = "kakeya", ""
+    answer: Callable[[str, str, str], _Answer | None]
+    names: tuple[str, ...]
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        if not self._is_for_us():
+            self._send(
+                _Answer("text/plain", b"this port answers to loopback names only\n", HTTPStatus.MISDIRECTED_REQUEST)
+            )
+            return
+        try:
+            found = self.answer(url.path, url.query, self.headers.get("Accept", ""))
+        except Exception:  # noqa: BLE001 - the reader is told, and the log says what went wrong
+            _log.exception("the metrics port cannot answer")
+            found = _Answer("text/plain", b"internal error\n", HTTPStatus.INTERNAL_SERVER_ERROR)
+        self._send(found or _Answer("text/plain", b"see /metrics and /dashboard\n", HTTPStatus.NOT_FOUND))
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def _is_for_us(self) -> bool:
+        """Does the request name a loopback address? One without a Host comes from no browser."""
+        host = self.headers.get("Host")
+        if host is None:
+            return True
+        name = (urlsplit(f"//{host}").hostname or "").lower()
+        try:
+            return ipaddress.ip_address(name).is_loopback
+        except ValueError:
+            return name in self.names
+
+    def _send(self, answer: _Answer) -> None:
+        self.send_response(answer.status)
+        for name, value in {**HEADERS, "Content-Type": answer.content_type}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
+
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - the base class names it
+        _log.debug(format, *arguments)

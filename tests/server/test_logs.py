@@ -1,0 +1,172 @@
+"""The log: two formats, hashes by which to find a session or a call, and nothing that anybody said."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import threading
+from typing import Any
+
+import pytest
+
+from inference_engine import logs
+from inference_engine.backends.scripted import Fault, Script
+from inference_engine.config import ServerConfig
+from inference_engine.errors import ConfigError
+from inference_engine.logs import FIELDS, about_request, about_session, name_request, tag, written
+from inference_engine.tracing import Tracing
+from tests.load.scripted import scripted_engine
+from tests.server.test_tracing import Recorded
+from tests.server.wire import connected, refused, serving
+from tests.tiny import tiny_engine
+
+KEY = "a-key-that-is-long-enough-0123456789"
+POISON = 213
+
+log = logging.getLogger("a.test")
+
+
+def lines_of(stream: io.StringIO) -> list[Any]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_a_line_of_json_is_one_object_with_the_fields_there_are() -> None:
+    stream = io.StringIO()
+    with written("json", stream):
+        log.info("a %s ended", "Generate", extra={"outcome": "eos", "tokens": 7, "reason": ""})
+    (line,) = lines_of(stream)
+    assert line.pop("time").endswith("Z")
+    assert line == {"level": "INFO", "logger": "a.test", "message": "a Generate ended", "outcome": "eos", "tokens": 7}
+
+
+def test_a_line_of_text_says_the_same() -> None:
+    stream = io.StringIO()
+    with written("text", stream):
+        log.warning("something\x1b[31m", extra={"outcome": "eos", "tokens": 7})
+    assert stream.getvalue().endswith("WARNING a.test: something\x1b[31m outcome=eos tokens=7\n")
+
+
+def test_a_traceback_stays_within_its_object() -> None:
+    stream = io.StringIO()
+    with written("json", stream):
+        try:
+            raise RuntimeError("the device failed")
+        except RuntimeError:
+            log.exception("a step\nfailed")
+    (line,) = lines_of(stream)
+    assert line["message"] == "a step\nfailed"
+    assert line["exception"].startswith("Traceback") and line["exception"].endswith("RuntimeError: the device failed")
+
+
+def test_only_named_fields_are_shown_whatever_a_record_carries() -> None:
+    stream = io.StringIO()
+    with written("json", stream):
+        log.info("x", extra={"token_ids": [1, 2, 3], "api_key": KEY, "session": tag("an id")})
+    (line,) = lines_of(stream)
+    assert set(line) - {"time", "level", "logger", "message"} == {"session"} <= set(FIELDS)
+    assert KEY not in stream.getvalue()
+
+
+def test_what_is_logged_within_a_call_is_about_that_call() -> None:
+    stream = io.StringIO()
+    request_id = os.urandom(16)
+    with written("json", stream):
+        log.info("before")
+        with about_request():
+            log.info("one")
+            name_request(request_id)
+            log.info("two", extra=about_session("an id"))
+        log.info("after")
+    before, one, two, after = lines_of(stream)
+    assert "request" not in before and "request" not in after
+    assert len(one["request"]) == logs.TAG_CHARACTERS
+    assert (two["request"], two["session"]) == (tag(request_id), tag("an id"))
+    assert before.keys() == after.keys()
+
+
+def test_a_tag_can_be_worked_out_by_whoever_knows_the_id() -> None:
+    assert tag("abc") == tag(b"abc") == "ba7816bf8f01"
+
+
+def test_the_root_logger_is_left_as_it_was() -> None:
+    root = logging.getLogger()
+    before = (list(root.handlers), root.level)
+    with written("text", io.StringIO()):
+        assert len(root.handlers) == len(before[0]) + 1
+    assert (list(root.handlers), root.level) == before
+
+
+def test_a_reader_who_does_not_read_stops_nobody_and_learns_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_QUEUED_LINES", 10)
+    may_write, is_writing = threading.Event(), threading.Event()
+
+    class Slow(io.StringIO):
+        def write(self, text: str) -> int:
+            is_writing.set()
+            may_write.wait()
+            return super().write(text)
+
+    stream = Slow()
+    with written("json", stream):
+        log.info("the first")
+        is_writing.wait()
+        for number in range(25):
+            log.info("line %d", number)
+        may_write.set()
+    messages = [line["message"] for line in lines_of(stream)]
+    assert messages[:11] == ["the first", *(f"line {number}" for number in range(10))]
+    assert messages[11:] == ["15 lines of the log were dropped: they came faster than they are read"]
+
+
+def test_a_stream_that_is_closed_ends_the_log_and_nothing_else() -> None:
+    stream = io.StringIO()
+    with written("text", stream):
+        stream.close()
+        log.info("to nobody")
+
+
+def test_there_are_two_formats() -> None:
+    with pytest.raises(ConfigError, match="log_format must be text or json, got 'xml'"):
+        ServerConfig(log_format="xml")
+
+
+async def test_a_generate_leaves_one_line_with_the_tags_of_its_session_call_and_trace() -> None:
+    stream, recorded = io.StringIO(), Recorded()
+    request_id = os.urandom(16)
+    with written("json", stream), tiny_engine(tracing=Tracing(recorded.tracer)) as engine:
+        async with serving(engine) as handle, connected(handle) as client:
+            session_id = await client.open()
+            await client.generate(session_id, 5, request_id=request_id)
+    (line,) = (line for line in lines_of(stream) if line["message"] == "a Generate ended")
+    whole = recorded.one("generate")
+    assert (line["session"], line["request"]) == (tag(session_id), tag(request_id))
+    assert line["trace_id"] == f"{whole.context.trace_id:032x}"
+    assert (line["outcome"], line["tokens"]) == ("max_tokens", 5)
+    assert (whole.attributes or {})["kakeya.session"] == line["session"]
+
+
+@pytest.mark.parametrize("kind", ["text", "json"])
+async def test_nothing_that_a_client_said_is_in_the_log(kind: str, tmp_path: Any) -> None:
+    """Canaries: a key, a label, an owner's key file, ids of tokens and of the session, through good and bad calls."""
+    stream = io.StringIO()
+    key_file = tmp_path / "keys"
+    key_file.write_text(KEY + "\n", encoding="utf-8")
+    rare = (199, 211, POISON)
+    script = Script(faults={POISON: (Fault.ERROR, 1)})
+    with written(kind, stream), scripted_engine(script=script) as engine:
+        async with (
+            serving(engine, api_key_file=str(key_file)) as handle,
+            connected(handle, metadata=[("authorization", f"Bearer {KEY}")]) as client,
+        ):
+            session_id = await client.open(rare, client_label="a-label-nobody-may-see")
+            assert (await refused(client.generate(session_id))).reason == "INTERNAL INTERNAL"
+            said = await client.generate(session_id, 4)
+            await refused(client.append(session_id, [987654]))
+            await refused(client.append("an-id-that-is-none", [1]))
+    text = stream.getvalue()
+    assert "incident" in text and tag(session_id) in text
+    for secret in (KEY, "a-label-nobody-may-see", session_id, "987654", "an-id-that-is-none", str(rare)[1:-1]):
+        assert secret not in text
+    assert str(said)[1:-1] not in text

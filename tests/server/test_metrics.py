@@ -1,0 +1,339 @@
+"""Every instrument is moved by something that happens, and no label says who it happened to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from itertools import count
+from typing import Any
+
+from prometheus_client import generate_latest
+from prometheus_client.metrics import MetricWrapperBase
+
+from inference_engine.backends.scripted import Fault, Script
+from inference_engine.engine import Engine
+from inference_engine.kv.strategies import parse_strategy, strategy_names
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.metrics import KV_KINDS, SESSION_STATES, STEP_PARTS, EngineMetrics, StepTimer
+from inference_engine.server.service import SERVICE_NAME
+from inference_engine.server.status import CODES
+from inference_engine.server.watchdog import Watchdog
+from inference_engine.types import GenerateParams, TokenCommitted
+from kakeya.v1 import runtime_pb2 as pb
+from tests.laws.drafters import Failing, Knowing, Wrong
+from tests.load.scripted import scripted_engine
+from tests.server.http_client import asking, http_client, serving_http, tiny_chat
+from tests.server.wire import HISTORY, Client, connected, held, refused, serving
+from tests.tiny import tiny_engine
+
+POISON = 77  # the id at which the scripted device does what its script says
+
+Values = dict[str, dict[str, float]]
+
+
+def instruments(metrics: EngineMetrics) -> list[MetricWrapperBase]:
+    return [instrument for instrument in vars(metrics).values() if isinstance(instrument, MetricWrapperBase)]
+
+
+def shown(metrics: EngineMetrics) -> Values:
+    """What every instrument shows now: its samples by name and labels."""
+    metrics.look()
+    return {
+        family.name: {
+            f"{sample.name}{sorted(sample.labels.items())}": sample.value
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        }
+        for instrument in instruments(metrics)
+        for family in instrument.collect()
+    }
+
+
+class Seen:
+    """Instruments that have shown something else than they did on an engine that is new."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._new: Values = {}
+
+    def begin(self, engine: Engine) -> None:
+        self._new = shown(engine.metrics)
+        # What an engine sets when it starts has moved already.
+        capacities = {name: values for name, values in self._new.items() if name.endswith("capacity_bytes")}
+        self.names |= {name for name, values in capacities.items() if any(values.values())}
+
+    def look(self, engine: Engine) -> None:
+        now = shown(engine.metrics)
+        self.names |= {name for name in now if now[name] != self._new[name]}
+
+
+Scenario = Callable[[Seen], Awaitable[None]]
+
+
+async def an_ordinary_day(seen: Seen) -> None:
+    """Sessions of strategies that hold something special, a call that comes twice, one that is refused."""
+    with tiny_engine() as engine:
+        seen.begin(engine)
+        async with serving(engine) as handle, connected(handle) as client:
+            session_id = ""
+            for strategy in (
+                pb.Strategy(gather=pb.GatherStrategy(block=4, sink=4, window=16, budget=32)),
+                pb.Strategy(restored=pb.RestoredStrategy(sink=4, window=16)),
+                pb.Strategy(tiered=pb.TieredStrategy(block=4, sink=4, window=16, budget=32, resident_tokens=48)),
+            ):
+                session_id = await client.open(range(100), strategy=strategy)
+                assert len(await client.generate(session_id)) == 8
+                assert len(await client.generate(session_id)) == 8
+                seen.look(engine)
+            request = pb.AppendTokensRequest(session_id=session_id, token_ids=[1], request_id=os.urandom(16))
+            for _ in range(2):
+                await client.call("AppendTokens", request)
+            await refused(client.append("nobody's", [1]))
+            await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
+            with held(engine):
+                seen.look(engine)  # a Generate runs
+        seen.look(engine)
+
+
+async def waiting(seen: Seen) -> None:
+    """A Generate that waits for its turn."""
+    with tiny_engine() as engine:
+        seen.begin(engine)
+        session = engine.create_session()
+        engine.append(session.session_id, HISTORY)
+        with held(engine):
+            running = engine.generate(session.session_id, GenerateParams(max_tokens=1))
+            seen.look(engine)
+        assert list(running)
+
+
+async def drafting(seen: Seen) -> None:
+    with tiny_engine() as engine:
+        session = engine.create_session()
+        engine.append(session.session_id, HISTORY)
+        events = engine.generate(session.session_id, GenerateParams(max_tokens=9))
+        said = [event.token_id for event in events if isinstance(event, TokenCommitted)]
+    for drafter in (Knowing(text=[*HISTORY, *said]), Failing(fails=1)):
+        with tiny_engine(drafter=drafter, draft_tokens=2) as engine:
+            seen.begin(engine)
+            session = engine.create_session()
+            engine.append(session.session_id, HISTORY)
+            assert list(engine.generate(session.session_id, GenerateParams(max_tokens=9)))
+            seen.look(engine)
+
+
+async def a_fork_that_outlives_its_parent(seen: Seen) -> None:
+    """It goes on reading rows of the parent's, which are kept for it: where no row ever leaves, so without windows."""
+    with tiny_engine(windowed=False) as engine:
+        seen.begin(engine)
+        parent = engine.create_session().session_id
+        engine.append(parent, [token % 128 for token in range(100)])
+        assert list(engine.generate(parent, GenerateParams(max_tokens=3)))
+        fork = engine.fork_session(parent).session_id
+        assert list(engine.generate(fork, GenerateParams(max_tokens=3)))
+        engine.close_session(parent)
+        seen.look(engine)
+
+
+async def no_room(seen: Seen) -> None:
+    """Idle sessions are evicted for others, or dropped to their tokens."""
+    tight: tuple[dict[str, Any], ...] = ({"max_sessions": 1}, {"kv_bytes": 600_000})
+    for settings in tight:
+        with tiny_engine(session_evictable_seconds=0, **settings) as engine:
+            seen.begin(engine)
+            for _ in range(4):
+                engine.create_session()
+            seen.look(engine)
+
+
+async def a_poisoned_history(seen: Seen) -> None:
+    script = Script(faults={POISON: (Fault.NON_FINITE, 1)})
+    with scripted_engine(script=script) as engine:
+        seen.begin(engine)
+        async with serving(engine) as handle, connected(handle) as client:
+            details = await refused(client.generate(await client.open((1, 2, POISON))))
+            assert details.reason == "INTERNAL NON_FINITE_LOGITS"
+        seen.look(engine)
+
+
+async def a_broken_invariant(seen: Seen) -> None:
+    with tiny_engine() as engine:
+        seen.begin(engine)
+        async with serving(engine) as handle, connected(handle) as client:
+            session_id = await client.open()
+            engine._store.find(session_id, "").cached_tokens = 1_000_000
+            assert (await refused(client.generate(session_id))).reason == "FAILED_PRECONDITION INV2"
+        seen.look(engine)
+
+
+async def a_device_that_hangs(seen: Seen) -> None:
+    """The clock is ours: every look at it is a second later."""
+    script = Script(faults={POISON: (Fault.HANG, 1)})
+    ticks = count()
+    with scripted_engine(script=script, clock=lambda: float(next(ticks)), stall_seconds=5.0) as engine:
+        seen.begin(engine)
+        session = engine.create_session()
+        engine.append(session.session_id, (1, 2, POISON))
+        running = engine.generate(session.session_id, GenerateParams(max_tokens=1))
+        watchdog = Watchdog(engine, exit_seconds=0.0, clock=lambda: 0.0)
+        while not engine.metrics.registry.get_sample_value("engine_stalls_total"):
+            assert not watchdog.look()
+        seen.look(engine)
+        script.let_go.set()
+        assert any(isinstance(event, TokenCommitted) for event in running)
+
+
+async def over_http(seen: Seen) -> None:
+    with tiny_engine() as engine:
+        seen.begin(engine)
+        async with serving_http(engine, tiny_chat()) as handle, http_client(handle) as client:
+            assert (await client.post("chat/completions", json=asking())).status_code == 200
+        seen.look(engine)  # the server has drained
+
+
+async def test_every_instrument_is_moved_by_something_that_happens() -> None:
+    """No instrument is there that nobody sets."""
+    seen = Seen()
+    scenarios: tuple[Scenario, ...] = (
+        an_ordinary_day,
+        waiting,
+        drafting,
+        a_fork_that_outlives_its_parent,
+        no_room,
+        a_poisoned_history,
+        a_broken_invariant,
+        a_device_that_hangs,
+        over_http,
+    )
+    for scenario in scenarios:
+        await scenario(seen)
+    known = {family.name for instrument in instruments(EngineMetrics()) for family in instrument.describe()}
+    assert known - seen.names == set()
+
+
+METHODS = {
+    *(f"{SERVICE_NAME}/{method.name}" for method in pb.DESCRIPTOR.services_by_name["RuntimeService"].methods),
+    *(f"grpc.health.v1.Health/{name}" for name in ("Check", "List", "Watch")),
+}
+KNOWN_LABELS: dict[str, set[str]] = {
+    "strategy": set(strategy_names()),
+    "state": set(SESSION_STATES),
+    "kind": {*KV_KINDS, "INV1", "INV2", "INV3"},
+    "part": set(STEP_PARTS),
+    "method": {*METHODS, "unknown"},
+    "code": {code.name for code in CODES.values()} | {"OK", "CANCELLED"},
+}
+
+
+async def test_labels_come_from_small_fixed_sets_whoever_calls() -> None:
+    """Twenty sessions, owners and labels later there are as many time series as after two."""
+    with tiny_engine() as engine:
+        async with serving(engine) as handle, connected(handle) as client:
+            series: list[set[str]] = []
+            session_id = ""
+            for number in range(20):
+                label = f"label-{number}"
+                session_id = await client.open(client_label=label)
+                await client.generate(session_id)
+                await refused(client.append(f"no-such-session-{number}", [1]))
+                await refused(client.raw("NoSuchMethod", b""))
+                engine.create_session(owner=f"owner-{number}")
+                series.append({sample for samples in shown(engine.metrics).values() for sample in samples})
+            page = generate_latest(engine.metrics.registry).decode()
+    assert series[1] == series[-1]
+    assert all(text not in page for text in ("label-", "owner-", "no-such", session_id))
+    for instrument in instruments(engine.metrics):
+        for family in instrument.collect():
+            for sample in family.samples:
+                for name, known in KNOWN_LABELS.items():
+                    assert sample.labels.get(name) is None or sample.labels[name] in known, sample
+
+
+def test_every_byte_that_a_strategy_holds_is_of_a_known_kind() -> None:
+    with tiny_engine(drafter=Wrong()) as engine:
+        kinds: set[str] = set()
+        for name in strategy_names():
+            session = engine.create_session(strategy=_strategy(name))
+            engine.append(session.session_id, [token % 128 for token in range(100)])
+            assert list(engine.generate(session.session_id, GenerateParams(max_tokens=3)))
+            kinds |= set(engine._store.find(session.session_id, "").live_kinds)
+        value = engine.metrics.registry.get_sample_value
+        by_kind = [value("session_kv_bytes", {"kind": kind}) or 0 for kind in KV_KINDS]
+        assert sum(by_kind) == value("session_kv_live_bytes")
+    assert kinds <= set(KV_KINDS)
+    assert sum(by_kind) > 0
+
+
+def _strategy(name: str) -> KVStrategy:
+    small = {
+        "sink_window": "sink=4,window=16",
+        "layer_window": "sink=4,window=16,full_layers=1",
+        "restored": "sink=4,window=16",
+        "gather": "block=4,sink=4,window=16,budget=32",
+        "tiered": "block=4,sink=4,window=16,budget=32,resident_tokens=48",
+    }
+    return parse_strategy(f"{name}:{small[name]}" if name in small else name)
+
+
+def test_the_parts_of_a_step_add_up_to_the_step() -> None:
+    """Each moment of a step belongs to exactly one part."""
+    metrics, ticks = EngineMetrics(), count()
+    timer = StepTimer(metrics, lambda: float(next(ticks)))
+    timer.begin()
+    timer.lap("plan")
+    timer.begin()  # the step before failed, and counts for nothing
+    for part in ("plan", "draft", "plan", "forward", "sample", "settle"):
+        timer.lap(part)
+    timer.end()
+    value = metrics.registry.get_sample_value
+    parts = {part: value("engine_step_part_seconds_sum", {"part": part}) for part in STEP_PARTS}
+    assert parts == {"plan": 2, "draft": 1, "forward": 1, "sample": 1, "settle": 1}
+    assert value("engine_step_seconds_sum") == 6
+    assert value("engine_step_seconds_count") == 1
+
+
+async def test_a_step_is_mostly_its_forward_where_the_forward_takes_long() -> None:
+    """The share outside the model can be read: here the device sleeps in the forward, for far longer than the rest."""
+    with scripted_engine(script=Script(step_seconds=0.05)) as engine:
+        session = engine.create_session()
+        engine.append(session.session_id, HISTORY)
+        assert list(engine.generate(session.session_id, GenerateParams(max_tokens=4)))
+    value = engine.metrics.registry.get_sample_value
+    total = value("engine_step_seconds_sum")
+    forward = value("engine_step_part_seconds_sum", {"part": "forward"})
+    assert total is not None and forward is not None
+    assert 0 < forward < total
+    assert forward >= 0.05 * (value("engine_step_seconds_count") or 0)
+
+
+async def test_states_of_sessions_follow_what_they_do() -> None:
+    with tiny_engine() as engine:
+        value = engine.metrics.registry.get_sample_value
+
+        def states() -> dict[str, float]:
+            found = {state: value("session_state", {"strategy": "full", "state": state}) for state in SESSION_STATES}
+            return {state: number for state, number in found.items() if number}
+
+        session = engine.create_session()
+        engine.append(session.session_id, HISTORY)
+        assert states() == {"idle": 1}
+        with held(engine):
+            running = engine.generate(session.session_id, GenerateParams(max_tokens=1))
+            assert states() == {"decoding": 1, "queued": 1}
+            assert (value("generate_active"), value("generate_queue_depth")) == (1, 1)
+        assert list(running)
+        assert value("session_active") == 2
+
+
+async def test_server_info_the_metrics_and_the_ready_line_say_the_same(client: Client, engine: Engine) -> None:
+    await client.open()
+    info: Any = await client.call("GetServerInfo", pb.GetServerInfoRequest())
+    value = engine.metrics.registry.get_sample_value
+    for name in ("kv_capacity_bytes", "kv_reserved_bytes", "tier_capacity_bytes", "tier_reserved_bytes"):
+        assert getattr(info, name) == value(f"session_{name}") == getattr(engine.info(), name), name
+    mode = pb.Mode.Name(info.mode).removeprefix("MODE_").lower()
+    labels = {"version": info.version, "model": info.model_id, "device": info.device, "dtype": info.dtype, "mode": mode}
+    assert value("server_build_info", labels) == 1
+    assert set(info.strategies) == {
+        sample.labels["strategy"] for family in engine.metrics.session_states.collect() for sample in family.samples
+    }

@@ -1,0 +1,337 @@
+"""Traces: one Generate is one tree, from the client's span to the draft that was verified, and it holds no content."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode, Tracer
+
+import kakeya
+from inference_engine.engine import Engine
+from inference_engine.errors import ConfigError, Overloaded
+from inference_engine.kv.strategies import parse_strategy
+from inference_engine.logs import tag
+from inference_engine.server import trace_export
+from inference_engine.server.trace_export import exported
+from inference_engine.tracing import MOST_EVENTS, OFF, Tracing
+from inference_engine.types import GenerateParams, TokenCommitted
+from tests.laws.drafters import Knowing
+from tests.server.wire import HISTORY, connected, held, refused, serving
+from tests.tiny import tiny_engine
+
+SERVICE = "kakeya.v1.RuntimeService"
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
+
+
+class Recorded:
+    """Spans in memory."""
+
+    def __init__(self) -> None:
+        self._exporter = InMemorySpanExporter()
+        self._provider = TracerProvider()
+        self._provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.tracer: Tracer = self._provider.get_tracer("test")
+
+    @property
+    def spans(self) -> tuple[ReadableSpan, ...]:
+        """Those that have ended, in that order."""
+        return self._exporter.get_finished_spans()
+
+    def one(self, name: str) -> ReadableSpan:
+        (found,) = (span for span in self.spans if span.name == name)
+        return found
+
+    def tree(self) -> dict[str, str | None]:
+        """Each span's name with its parent's; None for a parent that is none of ours."""
+        names = {span.context.span_id: span.name for span in self.spans}
+        return {span.name: names.get(span.parent.span_id) if span.parent else None for span in self.spans}
+
+    def text(self) -> str:
+        """All that was recorded, but for the ids of spans and their times, which are random or ours."""
+        said: list[object] = []
+        for span in self.spans:
+            said += [span.name, span.status.description, dict(span.attributes or {}), dict(span.resource.attributes)]
+            said += [(event.name, dict(event.attributes or {})) for event in span.events]
+        return str(said)
+
+
+@pytest.fixture
+def recorded() -> Recorded:
+    return Recorded()
+
+
+@pytest.fixture
+def engine(recorded: Recorded) -> Iterator[Engine]:
+    with tiny_engine(tracing=Tracing(recorded.tracer)) as engine:
+        yield engine
+
+
+async def test_one_generate_is_one_tree_under_the_clients_span(engine: Engine, recorded: Recorded) -> None:
+    request_id = os.urandom(16)
+    async with serving(engine) as handle, connected(handle, metadata=[("traceparent", TRACEPARENT)]) as client:
+        session_id = await client.open()
+        assert len(await client.generate(session_id, 8, request_id=request_id)) == 8
+    assert recorded.tree() == {
+        f"{SERVICE}/CreateSession": None,
+        f"{SERVICE}/AppendTokens": None,
+        f"{SERVICE}/Generate": None,
+        "generate": f"{SERVICE}/Generate",
+        "queue": "generate",
+        "prefill": "generate",
+        "decode": "generate",
+    }
+    call = recorded.one(f"{SERVICE}/Generate")
+    assert call.kind is SpanKind.SERVER
+    assert {f"{span.context.trace_id:032x}" for span in recorded.spans} == {TRACE_ID}
+    assert call.parent is not None and f"{call.parent.span_id:016x}" == SPAN_ID
+    assert dict(call.attributes or {}) == {
+        "rpc.system": "grpc",
+        "rpc.service": SERVICE,
+        "rpc.method": "Generate",
+        "rpc.grpc.status_code": 0,
+        "kakeya.request": tag(request_id),
+    }
+    assert dict(recorded.one("generate").attributes or {}) == {
+        "kakeya.session": tag(session_id),
+        "kakeya.strategy": "full",
+        "kakeya.history_length": len(HISTORY),
+        "kakeya.max_tokens": 8,
+        "kakeya.outcome": "max_tokens",
+        "kakeya.prefilled_tokens": len(HISTORY),
+        "kakeya.cached_tokens": 0,
+        "kakeya.generated_tokens": 8,
+        "kakeya.drafted_tokens": 0,
+        "kakeya.accepted_tokens": 0,
+    }
+
+
+def test_the_parts_of_a_generate_follow_each_other_without_a_gap(engine: Engine, recorded: Recorded) -> None:
+    """A strategy that sleeps wakes first."""
+    session_id = engine.create_session(strategy=parse_strategy("restored:sink=4,window=16")).session_id
+    engine.append(session_id, [token % 128 for token in range(100)])
+    assert list(engine.generate(session_id, GenerateParams(max_tokens=3)))
+    assert list(engine.generate(session_id, GenerateParams(max_tokens=3)))
+    second = [span for span in recorded.spans if span.context.trace_id == recorded.spans[-1].context.trace_id]
+    parts, whole = second[:-1], second[-1]
+    assert [span.name for span in parts] == ["queue", "wake", "prefill", "decode"]
+    for earlier, later in pairwise(parts):
+        assert earlier.start_time is not None and earlier.end_time is not None and later.start_time is not None
+        assert earlier.start_time <= earlier.end_time == later.start_time
+    assert whole.name == "generate" and whole.end_time == parts[-1].end_time
+
+
+def test_chunks_and_verified_drafts_are_events_and_bounded(recorded: Recorded) -> None:
+    with tiny_engine() as engine:
+        said = _said(engine, 3 * MOST_EVENTS)
+    drafter = Knowing(text=[*HISTORY, *said])
+    with tiny_engine(tracing=Tracing(recorded.tracer), drafter=drafter, draft_tokens=1) as engine:
+        assert _said(engine, 3 * MOST_EVENTS) == said
+    (chunk,) = recorded.one("prefill").events
+    assert (chunk.name, dict(chunk.attributes or {})) == ("chunk", {"kakeya.tokens": len(HISTORY)})
+    verified = recorded.one("decode").events
+    assert len(verified) == MOST_EVENTS
+    assert {event.name for event in verified} == {"verify"}
+    assert dict(verified[0].attributes or {}) == {"kakeya.drafted": 1, "kakeya.accepted": 1}
+    whole = recorded.one("generate").attributes or {}
+    assert whole["kakeya.accepted_tokens"] == whole["kakeya.drafted_tokens"]
+
+
+def _said(engine: Engine, count: int) -> list[int]:
+    session_id = engine.create_session().session_id
+    engine.append(session_id, HISTORY)
+    events = engine.generate(session_id, GenerateParams(max_tokens=count))
+    return [event.token_id for event in events if isinstance(event, TokenCommitted)]
+
+
+async def test_an_error_is_in_the_trace_by_its_reason_only(engine: Engine, recorded: Recorded) -> None:
+    async with serving(engine) as handle, connected(handle) as client:
+        await refused(client.append("no-such-session-id", [1]))
+        session_id = await client.open()
+        engine._store.find(session_id, "").cached_tokens = 1_000_000
+        await refused(client.generate(session_id))
+    call = recorded.spans[0]
+    assert (call.attributes or {})["error.type"] == "SESSION_NOT_FOUND"
+    assert (call.attributes or {})["rpc.grpc.status_code"] == grpc.StatusCode.NOT_FOUND.value[0]
+    assert call.status.status_code is StatusCode.ERROR
+    failed = recorded.one("generate")
+    assert (failed.attributes or {})["error.type"] == "INV2"
+    assert failed.status.status_code is StatusCode.ERROR
+    assert all(not span.events for span in recorded.spans if span.name != "prefill"), "no exception is quoted"
+
+
+def test_a_generate_that_is_not_even_queued_is_in_the_trace_as_refused(recorded: Recorded) -> None:
+    with tiny_engine(tracing=Tracing(recorded.tracer), max_running=1, max_queued=1) as engine:
+        ids = [engine.create_session().session_id for _ in range(2)]
+        for session_id in ids:
+            engine.append(session_id, HISTORY)
+        with held(engine):
+            waiting = engine.generate(ids[0], GenerateParams(max_tokens=1))
+            with pytest.raises(Overloaded):
+                engine.generate(ids[1], GenerateParams(max_tokens=1))
+        assert list(waiting)
+    (refused_one,) = (span for span in recorded.spans if (span.attributes or {}).get("kakeya.outcome") == "refused")
+    assert (refused_one.attributes or {})["error.type"] == "OVERLOADED"
+
+
+async def test_spans_hold_no_token_ids_no_session_ids_no_labels_and_no_keys(recorded: Recorded, tmp_path: Any) -> None:
+    key = "a-key-that-is-long-enough-0123456789"
+    key_file = tmp_path / "keys"
+    key_file.write_text(key + "\n", encoding="utf-8")
+    rare = [111, 113, 127]
+    with tiny_engine(tracing=Tracing(recorded.tracer)) as engine:
+        authorization = [("authorization", f"Bearer {key}")]
+        async with (
+            serving(engine, api_key_file=str(key_file)) as handle,
+            connected(handle, metadata=authorization) as client,
+        ):
+            session_id = await client.open(rare, client_label="a-label")
+            said = await client.generate(session_id, 4)
+            await refused(client.append(session_id, [9999]))
+    facts = [span.attributes or {} for span in recorded.spans]
+    facts += [event.attributes or {} for span in recorded.spans for event in span.events]
+    numbers = {value for each in facts for value in each.values() if isinstance(value, int)}
+    assert len(said) == 4
+    assert not {*rare, *said, 9999} & (numbers - {3, 4}), "but for how many there were"
+    for secret in (session_id, "a-label", key, "9999"):
+        assert secret not in recorded.text()
+
+
+@pytest.mark.parametrize(
+    "sent", ["", "nonsense", "00-zz-zz-01", f"00-{'0' * 32}-{'0' * 16}-01", "ff-" + TRACEPARENT[3:]]
+)
+async def test_a_traceparent_that_is_none_begins_a_trace_of_its_own(
+    engine: Engine, recorded: Recorded, sent: str
+) -> None:
+    async with serving(engine) as handle, connected(handle, metadata=[("traceparent", sent)]) as client:
+        await client.open()
+    assert len(recorded.spans) == 2
+    for span in recorded.spans:
+        assert span.parent is None
+        assert f"{span.context.trace_id:032x}" != TRACE_ID
+
+
+async def test_who_is_not_let_in_leaves_no_span(recorded: Recorded, tmp_path: Any) -> None:
+    key_file = tmp_path / "keys"
+    key_file.write_text("a-key-that-is-long-enough-0123456789\n", encoding="utf-8")
+    with tiny_engine(tracing=Tracing(recorded.tracer)) as engine:
+        async with (
+            serving(engine, api_key_file=str(key_file)) as handle,
+            connected(handle, metadata=[("traceparent", TRACEPARENT)]) as client,
+        ):
+            assert (await refused(client.open())).reason == "UNAUTHENTICATED UNAUTHENTICATED"
+    assert recorded.spans == ()
+
+
+def test_without_a_tracer_nothing_is_made() -> None:
+    assert Tracing().generate(session="x") is OFF
+    assert not Tracing().is_on
+    with tiny_engine() as engine:
+        assert len(_said(engine, 3)) == 3
+        assert not engine.tracing.is_on
+
+
+async def test_the_python_sdk_hands_its_span_on(engine: Engine, recorded: Recorded) -> None:
+    async with serving(engine) as handle:
+
+        def talk() -> None:
+            with (
+                recorded.tracer.start_as_current_span("agent"),
+                kakeya.Client(handle.target) as client,
+                client.create_session() as session,
+            ):
+                session.append(HISTORY)
+                assert len(session.generate(3).result().token_ids) == 3
+
+        await asyncio.to_thread(talk)
+
+        with recorded.tracer.start_as_current_span("async agent"):
+            async with kakeya.AsyncClient(handle.target) as client:
+                await client.server_info()
+    tree = recorded.tree()
+    assert tree[f"{SERVICE}/Generate"] == "agent"
+    assert tree["generate"] == f"{SERVICE}/Generate"
+    assert tree[f"{SERVICE}/GetServerInfo"] in ("agent", "async agent")
+    assert trace.get_current_span().get_span_context().is_valid is False
+
+
+# -- on their way out -------------------------------------------------------------------------------------------------
+
+
+class Collector:
+    """What an OTLP collector is asked to take."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        self.services: set[str] = set()
+        self._server = grpc.server(ThreadPoolExecutor(1))
+        method = grpc.unary_unary_rpc_method_handler(
+            self._export,
+            trace_service_pb2.ExportTraceServiceRequest.FromString,
+            trace_service_pb2.ExportTraceServiceResponse.SerializeToString,
+        )
+        name = "opentelemetry.proto.collector.trace.v1.TraceService"
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"Export": method}),))
+        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+
+    def _export(self, request: Any, _context: Any) -> Any:
+        for of_resource in request.resource_spans:
+            self.services |= {
+                attribute.value.string_value
+                for attribute in of_resource.resource.attributes
+                if attribute.key == "service.name"
+            }
+            self.spans += [span for of_scope in of_resource.scope_spans for span in of_scope.spans]
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def __enter__(self) -> Collector:
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop(None).wait()
+
+
+def test_spans_reach_a_collector_that_speaks_otlp() -> None:
+    with Collector() as collector:
+        with exported(collector.endpoint) as tracing, tiny_engine(tracing=tracing) as engine:
+            assert len(_said(engine, 3)) == 3
+        assert [span.name for span in collector.spans] == ["queue", "prefill", "decode", "generate"]
+        assert collector.services == {"kakeya"}
+
+
+def test_a_collector_that_is_not_there_changes_nothing() -> None:
+    with exported("http://127.0.0.1:1") as tracing, tiny_engine(tracing=tracing) as engine:
+        assert len(_said(engine, 3)) == 3
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:4317", "ftp://host:1", "http://", "http://host/v1/traces", "nonsense"])
+def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="trace_endpoint must be such as http"), exported(endpoint):
+        pass
+
+
+def test_without_the_exporters_packages_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(trace_export, "import_module", missing)
+    with (
+        pytest.raises(ConfigError, match="pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-grpc"),
+        exported("http://127.0.0.1:4317"),
+    ):
+        pass
+    with exported("") as tracing:
+        assert not tracing.is_on
