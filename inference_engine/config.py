@@ -26,6 +26,7 @@ _SIZE = re.compile(r"(\d+)\s*(|B|KiB|MiB|GiB|TiB)", re.ASCII)
 _LARGEST = 2.0**50  # of anything: bytes, seconds, tokens
 _LONGEST_SECONDS = 10.0 * 365 * 86_400
 _WIRE_LARGEST = 2**31 - 1  # what gRPC and the wire contract can say
+_BOOLEANS = {"true": True, "false": False}
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -53,7 +54,17 @@ class EngineConfig:
     tier_bytes: int = 0  # for rows off the device; 0: a quarter of free host memory, or on a CPU of the folder's disk
     tier_dir: str = ""  # the folder for rows that leave a CPU's memory; "": the system's for temporary files
     max_sessions: int = 1024
-    max_queued: int = 256
+    max_running: int = 128  # Generates that have begun and not ended; others wait, but one of each owner never does
+    max_queued: int = 256  # Generates that wait
+    # Of one owner; 0: no limit but those of the server.
+    max_sessions_per_owner: int = 0
+    kv_bytes_per_owner: int = 0
+    max_running_per_owner: int = 0
+    max_queued_per_owner: int = 0
+    share_forks: bool = True  # forks read the rows they have in common with others where these hold them, if they can
+    # What prefills beside decoding sessions are sized by; 0: a segment each.
+    first_token_target_seconds: float = 0.0
+    inter_token_target_seconds: float = 0.0
     max_batch: int = 64  # Generates in one forward
     draft_tokens: int = 0  # guesses in each draft, where there is a drafter; 0: as many as pay, none among them
     step_tokens: int = 0  # rows in one forward, of prefills and decodes; 0: 512 on a CPU, 4096 elsewhere
@@ -63,6 +74,7 @@ class EngineConfig:
     max_generate_tokens: int = 32_768
     session_idle_ttl_seconds: float = 1800.0
     session_evictable_seconds: float = 60.0
+    stall_seconds: float = 60.0  # a step that takes longer counts as an engine that stands still
 
     def __post_init__(self) -> None:
         _at_least(
@@ -70,7 +82,14 @@ class EngineConfig:
             kv_bytes=0,
             tier_bytes=0,
             max_sessions=1,
+            max_running=1,
             max_queued=1,
+            max_sessions_per_owner=0,
+            kv_bytes_per_owner=0,
+            max_running_per_owner=0,
+            max_queued_per_owner=0,
+            first_token_target_seconds=0,
+            inter_token_target_seconds=0,
             max_batch=1,
             draft_tokens=0,
             page_tokens=1,
@@ -78,9 +97,11 @@ class EngineConfig:
             max_generate_tokens=1,
             session_idle_ttl_seconds=0.001,
             session_evictable_seconds=0,
+            stall_seconds=2,  # a loop without work comes round every second
         )
         _at_most(
             self,
+            stall_seconds=_LONGEST_SECONDS,
             max_append_tokens=_WIRE_LARGEST,
             max_generate_tokens=_WIRE_LARGEST,
             segment_tokens=_WIRE_LARGEST,
@@ -140,23 +161,51 @@ class ServerConfig:
 
     bind: str = "127.0.0.1:50051"
     metrics_bind: str = ""  # "": no metrics port
-    api_key_file: str = ""  # one key a line; "": no key needed (loopback only)
+    trace_endpoint: str = ""  # where spans go by OTLP over gRPC, such as http://127.0.0.1:4317; "": nowhere
+    log_format: str = "text"  # or "json", an object a line
+    http_bind: str = ""  # chat completions over HTTP, deprecated; "": none
+    api_key_file: str = ""  # as `kakeya keys` writes it; "": no key needed (loopback, or with tls_client_ca_file)
     tls_cert_file: str = ""
     tls_key_file: str = ""
+    tls_client_ca_file: str = ""  # every client needs a certificate that one of these signed; "": none does
+    allow_plaintext: bool = False  # beyond loopback without TLS: something in front of this server ends it
+    max_connections: int = 0  # 0: as many as file descriptors allow, 10,000 at most
+    max_connection_age_seconds: float = 0.0  # then clients connect anew, and certificates are looked at; 0: never
+    max_owner_calls: int = 1024  # of one owner, and on one connection, at the same time
+    owner_calls_per_second: float = 0.0  # that one owner may start; 0: 1,000 beyond loopback, else no limit
     max_message_bytes: int = 4 * 2**20
     busy_wait_seconds: float = 2.0
     drain_seconds: float = 30.0
+    stall_exit_seconds: float = 120.0  # a stalled engine that is not back by then ends the process; 0: it never does
 
     def __post_init__(self) -> None:
-        _at_least(self, max_message_bytes=1024, busy_wait_seconds=0, drain_seconds=0)
+        _at_least(
+            self,
+            max_message_bytes=1024,
+            max_connections=0,
+            max_connection_age_seconds=0,
+            max_owner_calls=1,
+            owner_calls_per_second=0,
+            busy_wait_seconds=0,
+            drain_seconds=0,
+            stall_exit_seconds=0,
+        )
         _at_most(
             self,
             max_message_bytes=_WIRE_LARGEST,
+            max_connections=_WIRE_LARGEST,
+            max_connection_age_seconds=_WIRE_LARGEST / 1000,  # milliseconds for gRPC
+            max_owner_calls=_WIRE_LARGEST,
+            stall_exit_seconds=_LONGEST_SECONDS,
             busy_wait_seconds=_LONGEST_SECONDS,
             drain_seconds=_LONGEST_SECONDS,
         )
+        if self.log_format not in ("text", "json"):
+            raise ConfigError(f"log_format must be text or json, got {self.log_format!r}")
         if bool(self.tls_cert_file) != bool(self.tls_key_file):
             raise ConfigError("tls_cert_file and tls_key_file come together; only one of them is set")
+        if self.tls_client_ca_file and not self.tls_cert_file:
+            raise ConfigError("tls_client_ca_file asks clients for certificates, which needs tls_cert_file and its key")
 
 
 def configure_threads_environment() -> None:
@@ -226,7 +275,11 @@ def _parse(source: str, value: Any, kind: Any) -> Any:
             return int(match[1]) * _UNITS[match[2]]
         if kind is float and isinstance(value, (str, int)) and not isinstance(value, bool):
             return float(value)
-        if isinstance(value, bool) or not isinstance(value, kind):
+        if kind is bool and isinstance(value, str):
+            if value.strip().lower() not in _BOOLEANS:
+                raise ValueError(f"{value!r} is neither true nor false")
+            return _BOOLEANS[value.strip().lower()]
+        if isinstance(value, bool) is not (kind is bool) or not isinstance(value, kind):
             raise ValueError(f"expected {kind.__name__}, got {value!r}")
         return value
     except ValueError as error:

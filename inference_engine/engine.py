@@ -6,17 +6,17 @@ Thread-safe. Everything but iterating a Generation returns in microseconds and n
 from __future__ import annotations
 
 import logging
-import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
-from inference_engine.answers import EngineInfo, SessionInfo, SessionOpened
+from inference_engine.answers import EngineInfo, HistoryLength, SessionForked, SessionInfo, SessionOpened
 from inference_engine.backends.base import Forward
 from inference_engine.config import EngineConfig
 from inference_engine.decode.drafting import Drafter
@@ -24,6 +24,7 @@ from inference_engine.decode.verifier import Verifier
 from inference_engine.errors import (
     AppendTooLarge,
     Draining,
+    EngineStalled,
     HistoryLengthMismatch,
     InvalidArgument,
     InvariantViolated,
@@ -39,22 +40,32 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.kv.tier import open_tier
 from inference_engine.kv.token_codec import TokenCodec
 from inference_engine.kv.transfers import TransferTotals
-from inference_engine.metrics import EngineMetrics
+from inference_engine.logs import about_session
+from inference_engine.metrics import EngineMetrics, StepTimer
+from inference_engine.scheduler.census import take_census
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import Forced, Listener, OnLogits, Request
+from inference_engine.scheduler.transcript import Reader, Transcript
+from inference_engine.session.admission import SessionLimits
 from inference_engine.session.journal import Journal, MemoryJournal, SessionRecord, TokenIds, TokensRecord
+from inference_engine.session.replies import Call, Replies, identify
 from inference_engine.session.session import Operation, Session
 from inference_engine.session.store import SessionStore
+from inference_engine.tracing import Tracing
 from inference_engine.types import (
     MAX_STOP_TOKEN_IDS,
-    Event,
     GenerateParams,
     Mark,
 )
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
+Reply = TypeVar("Reply", bound="SessionOpened | HistoryLength")
+
 MAX_LABEL_CHARACTERS = 128
+_REMEMBERED_GENERATES = 8  # of each session
 _STALL_SECONDS = 60.0
 _FAILED_STEPS = 3  # in a row: the device, not a request, is at fault
 _KV_SHARE = 4  # of the free memory, one part in this many goes to K/V unless the settings say
@@ -66,6 +77,8 @@ class Engine:
     Every method raises RequestError kinds for what callers get wrong.
     """
 
+    THREAD_NAME = Scheduler.THREAD_NAME
+
     def __init__(
         self,
         forward: Forward,
@@ -73,6 +86,7 @@ class Engine:
         *,
         journal: Journal | None = None,
         metrics: EngineMetrics | None = None,
+        tracing: Tracing | None = None,
         latent: TokenCodec | None = None,
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -86,6 +100,7 @@ class Engine:
         step_tokens = config.step_tokens or max(config.segment_tokens, 512 if forward.device.type == "cpu" else 4096)
         self.config = replace(config, step_tokens=step_tokens)
         self.metrics = metrics or EngineMetrics()
+        self.tracing = tracing or Tracing()
         self._forward = forward
         self._drafter = drafter
         self._clock = clock
@@ -115,20 +130,37 @@ class Engine:
             self._journal,
             self.metrics,
             clock,
-            max_sessions=self.config.max_sessions,
+            limits=SessionLimits(
+                max_sessions=self.config.max_sessions,
+                evictable_seconds=self.config.session_evictable_seconds,
+                max_sessions_per_owner=self.config.max_sessions_per_owner,
+                kv_bytes_per_owner=self.config.kv_bytes_per_owner,
+                share_forks=self.config.share_forks,
+            ),
             idle_ttl_seconds=self.config.session_idle_ttl_seconds,
-            evictable_seconds=self.config.session_evictable_seconds,
         )
+        self._forks: Replies[SessionForked] = self._store.replies.page(most_per_session=1)
+        timer = StepTimer(self.metrics, clock)
         self._scheduler = Scheduler(
-            Verifier(forward, self._context, tap_layers=tap_layers),
+            Verifier(forward, self._context, tap_layers=tap_layers, lap=timer.lap),
             self._store,
             self._journal,
             self.metrics,
             self.config,
             clock,
             vocab_size=forward.facts.vocab_size,
+            timer=timer,
             drafter=drafter,
         )
+        self.metrics.watch(
+            lambda: take_census(self._store, self._scheduler, self._context, self._clock()), strategy_names()
+        )
+        replies = self._store.replies
+        self._opened: Replies[SessionOpened] = replies.page()
+        self._appended: Replies[HistoryLength] = replies.page()
+        self._closed: Replies[HistoryLength] = replies.page()
+        # Their tokens are in the history, which goes with the session.
+        self._generated: Replies[Transcript] = replies.page(most_per_session=_REMEMBERED_GENERATES, keep_seconds=0.0)
         self._is_draining = False
         self._scheduler.start()
 
@@ -142,22 +174,98 @@ class Engine:
         limit_tokens: int | None = None,
         label: str = "",
         owner: str = "",
+        request_id: bytes = b"",
     ) -> SessionOpened:
-        """Open a session, its memory reserved for good. Raises InvalidArgument, NoCapacity or Draining."""
+        """Open a session, its memory reserved for good. Raises InvalidArgument, NoCapacity or Draining.
+
+        request_id: of a call that may come again; it is answered as it was, and opens no second session.
+        """
         self._refuse_when_draining()
         spec = (strategy or self._default_strategy).resolved(self._geometry)
         spec.check(self._geometry)
         self._check_ready(spec)
         self._check_ids("eos_token_ids", eos_token_ids, at_most=MAX_STOP_TOKEN_IDS)
-        if len(label) > MAX_LABEL_CHARACTERS or not (label.isprintable()):
-            raise InvalidArgument(
-                "client_label", f"must be at most {MAX_LABEL_CHARACTERS} printable characters, got {len(label)}"
-            )
+        _check_label(label)
         limit = self._limit(spec, limit_tokens)
-        session = self._store.create(spec, eos_token_ids=frozenset(eos_token_ids), limit_tokens=limit, owner=owner)
-        return SessionOpened(
-            session_id=session.session_id, strategy=spec, bound=session.kv.bound, limit_tokens=session.limit_tokens
-        )
+        eos_ids = frozenset(eos_token_ids)
+        call = identify(request_id, str(spec), sorted(eos_ids), limit_tokens, label, owner=owner)
+        with self._store.locked():
+            if (known := self._opened.recall(call)) is not None:
+                return self._again(known)
+            session = self._store.create(spec, eos_token_ids=eos_ids, limit_tokens=limit, owner=owner)
+            opened = SessionOpened(
+                session_id=session.session_id, strategy=spec, bound=session.kv.bound, limit_tokens=session.limit_tokens
+            )
+            self._opened.remember(call, opened, session_id=session.session_id)
+            return opened
+
+    def fork_session(
+        self,
+        session_id: str,
+        *,
+        expected_history_length: int | None = None,
+        limit_tokens: int | None = None,
+        label: str = "",
+        owner: str = "",
+        wait_seconds: float = 0.0,
+        request_id: bytes = b"",
+    ) -> SessionForked:
+        """A new session that goes on from where this one is; its memory is reserved for good, rows follow at once.
+
+        limit_tokens: None for that of the session it is made from. request_id: of a call that may come again; it is
+        answered as it was. Raises what `create_session` and `append` raise.
+        """
+        with self._store.locked():
+            if not self._forks.knows(request_id, owner=owner):
+                self._find(session_id, owner)
+        call = identify(request_id, session_id, expected_history_length, limit_tokens, label, owner=owner)
+        if (reply := self._forked_before(call)) is not None:
+            return reply
+        parent = self._find(session_id, owner)
+        self._refuse_when_draining()
+        _check_label(label)
+        limit = parent.limit_tokens if limit_tokens is None else self._limit(parent.kv.strategy, limit_tokens)
+        with self._holding(parent, Operation.FORK, wait_seconds), self._store.locked():
+            if (reply := self._forked_before(call)) is not None:
+                return reply
+            _check_length(parent, expected_history_length)
+            length = len(parent.history)
+            if limit is not None and limit < length:
+                raise InvalidArgument("limit_tokens", f"must hold the history of {length} tokens, got {limit}")
+            fork = self._store.fork(parent, limit)
+            try:
+                self._scheduler.between_steps(lambda: self._copy_rows(parent, fork))
+            except BaseException:
+                self._store.unpin(parent, fork)
+                self._store.close(fork.session_id, owner)
+                raise
+            reply = SessionForked(
+                session_id=fork.session_id,
+                strategy=fork.kv.strategy,
+                bound=fork.kv.bound,
+                limit_tokens=fork.limit_tokens,
+                history_length=length,
+                shared_bytes=fork.kv.shared_bytes,
+            )
+            self._forks.remember(call, reply, session_id=fork.session_id)
+            return reply
+
+    def _forked_before(self, call: Call | None) -> SessionForked | None:
+        with self._store.locked():
+            reply = self._forks.recall(call)
+        return None if reply is None else self._again(reply)
+
+    def _copy_rows(self, parent: Session, fork: Session) -> None:
+        """Engine's thread, between steps. If rows cannot be copied, the fork computes them from its history."""
+        try:
+            if not parent.failure_reason and not fork.is_closed:
+                fork.kv.copy_from(parent.kv)
+                fork.refresh_facts()
+        except Exception:
+            logger.exception("the rows of a fork could not be copied")
+            fork.forget_rows()
+        finally:
+            self._store.unpin(parent, fork)
 
     def rebuild_session(self, began: SessionRecord, records: Sequence[TokensRecord]) -> SessionOpened:
         """A new session with the history of a recorded one, marks included, so that it goes on as that one would."""
@@ -187,36 +295,71 @@ class Engine:
 
         Raises SessionBusy if something holds the session for longer than `wait_seconds`.
         """
-        session = self._find(session_id, owner)
+        return self.append_once(
+            session_id,
+            token_ids,
+            expected_history_length=expected_history_length,
+            owner=owner,
+            wait_seconds=wait_seconds,
+        ).tokens
+
+    def append_once(
+        self,
+        session_id: str,
+        token_ids: Sequence[int],
+        *,
+        request_id: bytes = b"",
+        expected_history_length: int | None = None,
+        owner: str = "",
+        wait_seconds: float = 0.0,
+    ) -> HistoryLength:
+        """As `append`; a call with the request id of an earlier one does nothing and answers as that one did."""
+        appended, named = self._appended, {"owner": owner, "session_id": session_id}
+        with self._store.locked():
+            if not appended.knows(request_id, **named):
+                self._find(session_id, owner)
         ids = self._as_ids(token_ids)
+        call = identify(request_id, ids.tobytes(), expected_history_length, **named)
+        with self._store.locked():
+            if (known := appended.recall(call)) is not None:
+                return self._again(known)
+        session = self._find(session_id, owner)
         self._refuse_when_draining()
-        with self._holding(session, Operation.APPEND, wait_seconds):
+        with self._holding(session, Operation.APPEND, wait_seconds), self._store.locked():
+            if (known := appended.recall(call)) is not None:
+                return self._again(known)
             _check_length(session, expected_history_length)
             session.check_room(len(ids))
-            with self._store.locked():
-                if session.is_closed:
-                    raise SessionClosed
-                if len(ids):
-                    session.record(self._journal, ids, Mark.APPENDED)
-                return len(session.history)
+            if session.is_closed:
+                raise SessionClosed
+            if len(ids):
+                session.record(self._journal, ids, Mark.APPENDED)
+            length = HistoryLength(tokens=len(session.history))
+            appended.remember(call, length, session_id=session_id)
+            return length
 
     def generate(
         self,
         session_id: str,
         params: GenerateParams,
         *,
+        request_id: bytes = b"",
+        resume_from: int | None = None,
         listener: Listener | None = None,
         owner: str = "",
         wait_seconds: float = 0.0,
     ) -> Generation:
         """Start generating. What is wrong with the call is raised here; what befalls it later comes as Failed.
 
-        `listener` is called on the engine's thread: it must return at once and never raise.
+        request_id: of an earlier Generate with the same parameters, to get its tokens from the position `resume_from`
+        on. If it runs, this call takes its stream over; if it was stopped before it was through, it goes on, provided
+        the history still ends there: else HistoryLengthMismatch.
+        listener: called with each event on the engine's thread; must return at once and never raise.
         """
         session = self._find(session_id, owner)
         self._check_params(params)
-        self._refuse_when_draining()
-        return self._start(session, params, listener, wait_seconds)
+        call = identify(request_id, params, owner=owner, session_id=session_id)
+        return self._start(session, params, listener, wait_seconds, call=call, resume_from=resume_from)
 
     def score(
         self,
@@ -238,8 +381,7 @@ class Engine:
         if not len(ids):
             raise InvalidArgument("token_ids", "must hold at least one id to score")
         params = GenerateParams(max_tokens=len(ids))
-        self._refuse_when_draining()
-        return self._start(session, params, None, wait_seconds, Forced(ids, on_logits))
+        return self._start(session, params, None, wait_seconds, forced=Forced(ids, on_logits))
 
     def session_info(self, session_id: str, *, owner: str = "") -> SessionInfo:
         """Never waits, and does not count as use of the session."""
@@ -273,7 +415,27 @@ class Engine:
 
     def close_session(self, session_id: str, *, owner: str = "") -> int:
         """End a session at once; returns its final length. A running Generate ends with Failed(SessionClosed)."""
-        length = self._store.close(session_id, owner)
+        return self.close_once(session_id, owner=owner).tokens
+
+    def close_once(
+        self,
+        session_id: str,
+        *,
+        request_id: bytes = b"",
+        expected_history_length: int | None = None,
+        owner: str = "",
+    ) -> HistoryLength:
+        """As `close_session`; a call with the request id of an earlier one does nothing and answers as that one did."""
+        closed = self._closed
+        with self._store.locked():
+            if not closed.knows(request_id, owner=owner):
+                _check_length(self._store.find(session_id, owner), expected_history_length)
+            call = identify(request_id, session_id, expected_history_length, owner=owner)
+            if (known := closed.recall(call)) is not None:
+                return self._again(known)
+            length = HistoryLength(tokens=self._store.close(session_id, owner))
+            closed.remember(call, length, session_id=session_id)
+            closed.session_ended(session_id, owner)
         self._scheduler.nudge()
         return length
 
@@ -287,33 +449,78 @@ class Engine:
         params: GenerateParams,
         listener: Listener | None,
         wait_seconds: float,
+        *,
+        call: Call | None = None,
+        resume_from: int | None = None,
         forced: Forced | None = None,
     ) -> Generation:
-        self._acquire(session, Operation.GENERATE, wait_seconds)
-        try:
-            _check_length(session, params.expected_history_length)
-            if not len(session.history):
-                raise InvalidArgument("session_id", "the session's history is empty; append tokens before generating")
-            if forced is not None:
-                session.check_room(len(forced.token_ids))
-            events: queue.SimpleQueue[Event] | None = None
-            if listener is None:
-                events = queue.SimpleQueue()
-                listener = events.put
-            request = Request(
-                session=session,
-                params=params,
-                seed=secrets.randbits(64) if params.sampling.seed is None else params.sampling.seed,
-                listener=listener,
-                stop_ids=session.eos_token_ids | frozenset(params.stop_token_ids),
-                accepted_at=self._clock(),
-                forced=forced,
-            )
-            self._scheduler.submit(request)
-        except BaseException:
-            self._store.free(session)
-            raise
-        return Generation(request, self._scheduler, events)
+        def begin() -> tuple[Transcript, Reader, Request | None]:
+            """Under the store's lock, so that of two equal calls one begins and the other attaches."""
+            with self._store.locked():
+                known = self._generated.recall(call)
+                if known is None and resume_from is not None:
+                    raise InvalidArgument("resume_from", "needs the request_id of a Generate that is remembered")
+                if known is not None and not known.can_continue:
+                    if known.is_stopping:
+                        raise SessionBusy(0.0)
+                    return known, known.attach(position=resume_from, is_replayed=True, listener=listener), None
+                self._refuse_when_draining()
+                self._store.acquire(session, Operation.GENERATE)
+                try:
+                    if known is not None:
+                        _check_length(session, known.end_position)
+                    self._store.ensure_memory(session)
+                    transcript = known or self._new_transcript(session, params, forced)
+                    reader = transcript.attach(position=resume_from, is_replayed=known is not None, listener=listener)
+                    request = transcript.run(self._clock())
+                    self._follow(request)
+                    self._generated.remember(call, transcript, session_id=session.session_id)
+                except BaseException:
+                    self._store.free(session)
+                    raise
+                return transcript, reader, request
+
+        transcript, reader, request = self._when_not_busy(session, wait_seconds, begin)
+        if reader.is_replayed:
+            self.metrics.replays.inc()
+        if request is not None:
+            try:
+                self._scheduler.submit(request)
+            except BaseException as error:
+                transcript.refuse(error)
+                request.trace.end(error=getattr(error, "reason", "INTERNAL"), outcome="refused")
+                if not reader.is_replayed:
+                    with self._store.locked():
+                        self._generated.forget(call)
+                self._store.free(session)
+                raise
+        return Generation(transcript, reader, self._scheduler)
+
+    def _follow(self, request: Request) -> None:
+        """Let its spans and its lines in the log say what it is about."""
+        session = request.session
+        request.about = about_session(session.session_id)
+        request.trace = self.tracing.generate(
+            session=request.about["session"],
+            strategy=session.kv.strategy.name,
+            history_length=len(session.history),
+            max_tokens=request.params.max_tokens,
+        )
+        request.trace.enter("queue")
+
+    def _new_transcript(self, session: Session, params: GenerateParams, forced: Forced | None) -> Transcript:
+        _check_length(session, params.expected_history_length)
+        if not len(session.history):
+            raise InvalidArgument("session_id", "the session's history is empty; append tokens before generating")
+        if forced is not None:
+            session.check_room(len(forced.token_ids))
+        seed = secrets.randbits(64) if params.sampling.seed is None else params.sampling.seed
+        return Transcript(session, params, seed, forced=forced)
+
+    def _again(self, reply: Reply) -> Reply:
+        """The answer to a call that came before."""
+        self.metrics.replays.inc()
+        return replace(reply, is_replayed=True)
 
     # -- the engine itself ------------------------------------------------------------------------------------------
 
@@ -325,6 +532,7 @@ class Engine:
             mode=self.config.mode,
             strategies=strategy_names(),
             default_strategy=self._default_strategy,
+            limit_tokens=self._default_strategy.length_limit(self._geometry),
             kv_capacity_bytes=self._context.pool.capacity_bytes,
             kv_reserved_bytes=self._context.pool.reserved_bytes,
             tier_capacity_bytes=tier.capacity_bytes,
@@ -333,11 +541,15 @@ class Engine:
             config=self.config,
         )
 
-    def is_alive(self) -> bool:
-        """The engine's thread runs, came round lately if it has work, and its last forwards did not all fail."""
+    def is_stalled(self) -> bool:
+        """The engine's thread has ended, or has work and did not come round for `stall_seconds`."""
         scheduler = self._scheduler
-        is_stalled = scheduler.has_work and self._clock() - scheduler.beat_at > _STALL_SECONDS
-        return scheduler.is_alive and not is_stalled and scheduler.failed_steps < _FAILED_STEPS
+        is_late = scheduler.has_work and self._clock() - scheduler.beat_at > self.config.stall_seconds
+        return is_late or not scheduler.is_alive
+
+    def is_alive(self) -> bool:
+        """The engine is not stalled, and its last forwards did not all fail."""
+        return not self.is_stalled() and self._scheduler.failed_steps < _FAILED_STEPS
 
     def drain(self, grace_seconds: float) -> None:
         """Refuse new sessions and Generates; wait for those that run; after the grace, end them with Draining."""
@@ -382,8 +594,11 @@ class Engine:
             )
 
     def _refuse_when_draining(self) -> None:
+        """Refuse work, too, that nobody would do."""
         if self._is_draining:
             raise Draining
+        if self.is_stalled():
+            raise EngineStalled
 
     def _limit(self, strategy: KVStrategy, limit_tokens: int | None) -> int | None:
         longest = strategy.length_limit(self._geometry)
@@ -425,11 +640,12 @@ class Engine:
 
     # -- holding a session ------------------------------------------------------------------------------------------
 
-    def _acquire(self, session: Session, operation: Operation, wait_seconds: float) -> None:
+    def _when_not_busy(self, session: Session, wait_seconds: float, attempt: Callable[[], T]) -> T:
+        """Do `attempt`, again each time the session becomes free, until it is not refused with SessionBusy."""
         until = time.monotonic() + wait_seconds
         while True:
             try:
-                return self._store.acquire(session, operation)
+                return attempt()
             except SessionBusy:
                 remaining = until - time.monotonic()
                 if remaining <= 0:
@@ -440,11 +656,18 @@ class Engine:
 
     @contextmanager
     def _holding(self, session: Session, operation: Operation, wait_seconds: float) -> Iterator[None]:
-        self._acquire(session, operation, wait_seconds)
+        self._when_not_busy(session, wait_seconds, lambda: self._store.acquire(session, operation))
         try:
             yield
         finally:
             self._store.free(session)
+
+
+def _check_label(label: str) -> None:
+    if len(label) > MAX_LABEL_CHARACTERS or not label.isprintable():
+        raise InvalidArgument(
+            "client_label", f"must be at most {MAX_LABEL_CHARACTERS} printable characters, got {len(label)}"
+        )
 
 
 def _check_length(session: Session, expected: int | None) -> None:

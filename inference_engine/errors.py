@@ -5,11 +5,11 @@
     ├── ModelError           weights or an architecture we will not run
     ├── BackendError         the device cannot keep a promise (quanta, memory)
     └── RequestError         the caller's request, or what befell it; has a wire `reason`
-        ├── InvalidArgument ── TokenOutOfRange
+        ├── InvalidArgument ── TokenOutOfRange, RequestIdReused
         ├── SessionNotFound ── SessionEvicted
-        ├── SessionBusy, HistoryLengthMismatch, SessionClosed
-        ├── HistoryLimit, AppendTooLarge, NoCapacity, Overloaded
-        ├── Draining, DeadlineExceeded, Unauthenticated
+        ├── SessionBusy, HistoryLengthMismatch, SessionClosed, StreamTakenOver
+        ├── HistoryLimit, AppendTooLarge, NoCapacity, Overloaded, QuotaExceeded
+        ├── Draining, EngineStalled, OutOfMemory, DeadlineExceeded, Unauthenticated
         ├── InvariantViolated, NonFiniteLogits, RestorationFailed
         └── InternalError
 
@@ -65,6 +65,17 @@ class TokenOutOfRange(InvalidArgument):
     reason = "TOKEN_OUT_OF_RANGE"
 
 
+class RequestIdReused(InvalidArgument):
+    """A retry has to say what the first call said."""
+
+    reason = "REQUEST_ID_REUSED"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "request_id", "a call with this id and another content was made before; nothing was done. Make up a new id"
+        )
+
+
 class SessionNotFound(RequestError):
     """Unknown, closed, or somebody else's: the three are told apart nowhere."""
 
@@ -108,6 +119,18 @@ class SessionClosed(RequestError):
         super().__init__("the session was closed while this call was running")
 
 
+class StreamTakenOver(RequestError):
+    """A newer call with the request id of a Generate has its stream now."""
+
+    reason = "STREAM_TAKEN_OVER"
+
+    def __init__(self, position: int) -> None:
+        super().__init__(
+            f"another call attached to this Generate and gets its tokens; this stream ended before position {position}",
+            position=position,
+        )
+
+
 class HistoryLimit(RequestError):
     reason = "HISTORY_LIMIT"
 
@@ -136,11 +159,45 @@ class Overloaded(RequestError):
     reason = "OVERLOADED"
 
 
+class QuotaExceeded(RequestError):
+    """The owner has as much as the operator lets one owner have; what others have does not matter.
+
+    quota: the setting that says so.
+    """
+
+    reason = "QUOTA"
+
+    def __init__(self, quota: str, limit: int, message: str, *, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message, retry_after_seconds=retry_after_seconds, quota=quota, limit=limit)
+
+
 class Draining(RequestError):
     reason = "DRAINING"
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down; retry against another or later", retry_after_seconds=5.0)
+
+
+class EngineStalled(RequestError):
+    """The engine's thread has stood still for too long. It may come back; if not, the process ends."""
+
+    reason = "ENGINE_STALLED"
+
+    def __init__(self) -> None:
+        super().__init__("the engine stands still; retry against another server or later", retry_after_seconds=5.0)
+
+
+class OutOfMemory(RequestError):
+    """The device ran out of memory in a step. The rows of its sessions were dropped, their histories are kept."""
+
+    reason = "OUT_OF_MEMORY"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the device had no memory for this step; the session's history is kept and its rows are computed again: "
+            "retry later",
+            retry_after_seconds=1.0,
+        )
 
 
 class DeadlineExceeded(RequestError):
@@ -181,14 +238,18 @@ class NonFiniteLogits(RequestError):
 
 
 class RestorationFailed(RequestError):
-    """Rows that had left the exact window could not be kept or brought back. The history is kept."""
+    """Rows that had left the exact window could not be kept or brought back. The history is kept.
+
+    The text says what the system said of a file or a disk, and no more; the log has the rest of `cause`.
+    """
 
     reason = "RESTORATION_FAILED"
 
     def __init__(self, cause: BaseException) -> None:
+        system = f": {cause.strerror}" if isinstance(cause, OSError) and cause.strerror else ""
         super().__init__(
-            f"the session's evicted rows could not be restored: {type(cause).__name__}: {cause}. The history is kept; "
-            "generate again, or go on with it in a session of another strategy"
+            f"the session's evicted rows could not be restored{system}. The history is kept; generate again, or go on "
+            "with it in a session of another strategy"
         )
 
 

@@ -2,47 +2,66 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 from inference_engine.errors import DeadlineExceeded, RequestError
 from inference_engine.scheduler.loop import Scheduler
-from inference_engine.scheduler.request import Request
+from inference_engine.scheduler.transcript import Reader, Transcript
 from inference_engine.types import Event, Failed, Finished, StopReason
 
 
 class Generation:
-    """A running Generate. Iterate it for its events, the last of which is Finished; a Failed is raised as its error.
+    """A Generate that runs, or has run. Iterate it for its events, the last of which is Finished; a Failed is raised as
+    its error.
 
-    With a listener, events go there instead and there is nothing to iterate.
+    When a newer call attaches to the same Generate, this one ends with StreamTakenOver and stops nothing any more.
     """
 
-    def __init__(self, request: Request, scheduler: Scheduler, events: queue.SimpleQueue[Event] | None) -> None:
-        self._request = request
+    def __init__(self, transcript: Transcript, reader: Reader, scheduler: Scheduler) -> None:
+        self._transcript = transcript
+        self._reader = reader
         self._scheduler = scheduler
-        self._events = events
+
+    @property
+    def position(self) -> int:
+        """Of the next token to be read."""
+        return self._reader.position
+
+    def read(self) -> list[Event]:
+        """The next events, none if there are none yet; never waits. The last one is Finished or Failed."""
+        return self._reader.read()
+
+    def when_news(self, callback: Callable[[], None]) -> None:
+        """Call back, from any thread, whenever there may be something to read; now, too. It must return at once."""
+        self._reader.when_news(callback)
 
     def cancel(self) -> None:
         """Stop at the next step boundary with Finished(CANCELLED). Idempotent, from any thread."""
-        self._request.ask_to_stop(lambda: StopReason.CANCELLED)
-        self._scheduler.nudge()
+        self._stop(lambda: StopReason.CANCELLED)
 
     def expire(self) -> None:
         """As `cancel`, but the Generate ends with DeadlineExceeded."""
-        self._request.ask_to_stop(lambda: DeadlineExceeded(len(self._request.session.history)))
-        self._scheduler.nudge()
+        self._stop(lambda: DeadlineExceeded(len(self._transcript.session.history)))
 
     def abort(self, error: RequestError) -> None:
         """As `cancel`, but the Generate ends with `error`."""
-        self._request.ask_to_stop(lambda: error)
-        self._scheduler.nudge()
+        self._stop(lambda: error)
 
     def __iter__(self) -> Iterator[Event]:
-        assert self._events is not None, "the events of this Generate go to its listener"
+        news = threading.Event()
+        self.when_news(news.set)
         while True:
-            event = self._events.get()
-            if isinstance(event, Failed):
-                raise event.error
-            yield event
-            if isinstance(event, Finished):
-                return
+            news.wait()
+            news.clear()
+            while events := self.read():
+                for event in events:
+                    if isinstance(event, Failed):
+                        raise event.error
+                    yield event
+                    if isinstance(event, Finished):
+                        return
+
+    def _stop(self, how: Callable[[], StopReason | BaseException]) -> None:
+        self._transcript.stop(self._reader, how)
+        self._scheduler.nudge()

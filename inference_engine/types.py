@@ -122,8 +122,12 @@ class GenerateParams:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
+    """first_position: of the first token that will come. is_replayed: the Generate was there already."""
+
     queue_position: int
     prefill_tokens: int
+    first_position: int = 0
+    is_replayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +168,7 @@ class Finished:
     drafted_tokens: int = 0  # guesses of a drafter that were verified, and how many of them were right
     accepted_tokens: int = 0
     is_degraded: bool = False  # the drafter failed; the tokens are what they would have been
+    is_replayed: bool = False  # told to a call that attached to a Generate that was there already
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from typing import TypeAlias
 import grpc
 import psutil
 
-from inference_engine.answers import EngineInfo, SessionInfo, SessionOpened
+from inference_engine.answers import EngineInfo, HistoryLength, SessionInfo, SessionOpened
 from inference_engine.config import EngineConfig, ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.evaluation import record
@@ -37,6 +37,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Listener
 from inference_engine.server.run import serve
+from inference_engine.tracing import Tracing
 from inference_engine.types import (
     Bound,
     Event,
@@ -61,10 +62,27 @@ StreamCall: TypeAlias = "grpc.aio.UnaryStreamMultiCallable[bytes, bytes]"
 
 
 class NullGeneration(Generation):
-    """Has ended before anybody could stop it."""
+    """Says what it was told to say, from a thread; nobody can stop it."""
 
     def __init__(self) -> None:
-        pass
+        self._said: SimpleQueue[Event] = SimpleQueue()
+        self._on_news: Callable[[], None] | None = None
+
+    @property
+    def position(self) -> int:
+        return 0
+
+    def say(self, event: Event) -> None:
+        self._said.put(event)
+        if self._on_news is not None:
+            self._on_news()
+
+    def read(self) -> list[Event]:
+        return [self._said.get() for _ in range(self._said.qsize())]
+
+    def when_news(self, callback: Callable[[], None]) -> None:
+        self._on_news = callback
+        callback()
 
     def cancel(self) -> None:
         pass
@@ -78,11 +96,12 @@ class NullEngine(Engine):
 
     def __init__(self) -> None:
         self.metrics = EngineMetrics()
+        self.tracing = Tracing()
         self._lengths: dict[str, int] = {}
         self._ids = itertools.count()
         self._strategy = make_strategy("full")
         self._bound = Bound(sustained_bytes=1, peak_bytes=1)
-        self._work: SimpleQueue[tuple[GenerateParams, Listener]] = SimpleQueue()
+        self._work: SimpleQueue[tuple[GenerateParams, NullGeneration]] = SimpleQueue()
         threading.Thread(target=self._generate, daemon=True).start()
 
     def info(self) -> EngineInfo:
@@ -91,6 +110,7 @@ class NullEngine(Engine):
             mode=Mode.BATCHED,
             strategies=strategy_names(),
             default_strategy=self._strategy,
+            limit_tokens=None,
             kv_capacity_bytes=1,
             kv_reserved_bytes=0,
             tier_capacity_bytes=0,
@@ -107,6 +127,7 @@ class NullEngine(Engine):
         limit_tokens: int | None = None,
         label: str = "",
         owner: str = "",
+        request_id: bytes = b"",
     ) -> SessionOpened:
         session_id = f"{next(self._ids):032x}"
         self._lengths[session_id] = 0
@@ -114,30 +135,33 @@ class NullEngine(Engine):
             session_id=session_id, strategy=self._strategy, bound=self._bound, limit_tokens=limit_tokens
         )
 
-    def append(
+    def append_once(
         self,
         session_id: str,
         token_ids: Sequence[int],
         *,
+        request_id: bytes = b"",
         expected_history_length: int | None = None,
         owner: str = "",
         wait_seconds: float = 0.0,
-    ) -> int:
+    ) -> HistoryLength:
         self._lengths[session_id] += len(token_ids)
-        return self._lengths[session_id]
+        return HistoryLength(tokens=self._lengths[session_id])
 
     def generate(
         self,
         session_id: str,
         params: GenerateParams,
         *,
+        request_id: bytes = b"",
+        resume_from: int | None = None,
         listener: Listener | None = None,
         owner: str = "",
         wait_seconds: float = 0.0,
     ) -> Generation:
-        assert listener is not None
-        self._work.put((params, listener))
-        return NullGeneration()
+        generation = NullGeneration()
+        self._work.put((params, generation))
+        return generation
 
     def session_info(self, session_id: str, *, owner: str = "") -> SessionInfo:
         return SessionInfo(
@@ -165,17 +189,20 @@ class NullEngine(Engine):
     def close(self) -> None:
         pass
 
+    def is_stalled(self) -> bool:
+        return False
+
     def is_alive(self) -> bool:
         return True
 
     def _generate(self) -> None:
         while True:
-            params, listener = self._work.get()
+            params, generation = self._work.get()
             count = params.max_tokens
             events: list[Event] = [TokenCommitted(index % VOCAB_SIZE, index) for index in range(count)]
             for event in events:
-                listener(event)
-            listener(
+                generation.say(event)
+            generation.say(
                 Finished(
                     stop_reason=StopReason.MAX_TOKENS,
                     generated_tokens=count,

@@ -24,6 +24,7 @@ from kv_cache_proposer.training.latent import calibrate
 VOCABULARY = 128
 TRAINED_POSITIONS = 512
 NATIVE_WINDOW = 24
+EXTRAS = ("clock", "journal", "latent", "drafter", "tracing")
 LATENT_BYTES = 160  # of at most 192: 128 numbers in 12 bits each
 PAGES = {"page_tokens": 4, "segment_tokens": 16}
 # Small units, so that windows wrap and segments end within a short test.
@@ -100,9 +101,9 @@ def tiny_latent(*, seed: int = 0, windowed: bool = True) -> LatentCodec:
 def tiny_engine(*, seed: int = 0, windowed: bool = True, **settings: Any) -> Engine:
     """An engine on TinyModel, a latent codec loaded.
 
-    `settings` change EngineConfig; `clock`, `journal`, `latent` and `drafter` go to the engine.
+    `settings` change EngineConfig; those of EXTRAS go to the engine.
     """
     extras: dict[str, Any] = {"latent": tiny_latent(seed=seed, windowed=windowed)}
-    extras |= {name: settings.pop(name) for name in ("clock", "journal", "latent", "drafter") if name in settings}
+    extras |= {name: settings.pop(name) for name in EXTRAS if name in settings}
     config = EngineConfig(**{**SMALL, **settings})
     return Engine(tiny_forward(seed=seed, windowed=windowed), config, **extras)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from inference_engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kakeya import Client
+    from kakeya import AsyncClient, Client
+
+C = TypeVar("C")
 
 
 def add_connection(parser: argparse.ArgumentParser) -> None:
@@ -18,22 +21,49 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key-file", metavar="FILE", help="the key for that server, on the file's first line")
     group.add_argument("--tls", action="store_true", help="encrypt, and trust the usual authorities")
     group.add_argument("--tls-ca-file", metavar="FILE", help="encrypt, and trust this certificate, in PEM format")
+    group.add_argument("--tls-client-cert-file", metavar="FILE", help="your own, for a server that asks for one")
+    group.add_argument("--tls-client-key-file", metavar="FILE", help="its private key")
 
 
 def connect(args: argparse.Namespace, target: str) -> Client:
     """A client for `target` with the key and the certificate of `args`. Raises ConfigError for files it cannot read."""
-    from kakeya import TLS, Client
+    from kakeya import Client
+
+    return _made(Client, args, target)
+
+
+def connect_async(args: argparse.Namespace, target: str, **options: Any) -> AsyncClient:
+    """As `connect`, for asyncio. options: those of the client."""
+    from kakeya import AsyncClient
+
+    return _made(AsyncClient, args, target, **options)
+
+
+def _made(kind: Callable[..., C], args: argparse.Namespace, target: str, **options: Any) -> C:
+    from kakeya import TLS
 
     try:
         key = _first_line(args.api_key_file) if args.api_key_file else None
-        tls = TLS(root_certificates=Path(args.tls_ca_file).expanduser()) if args.tls_ca_file else args.tls
-        return Client(target, api_key=key, tls=tls)
+        certificate, own_key = _path(args.tls_client_cert_file), _path(args.tls_client_key_file)
+        has_files = bool(args.tls_ca_file or certificate or own_key)
+        tls: TLS | bool = args.tls
+        if has_files:
+            tls = TLS(root_certificates=_path(args.tls_ca_file), certificate=certificate, key=own_key)
+        return kind(target, api_key=key, tls=tls, **options)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the key or the certificate for {target}: {error}") from error
+
+
+def _path(given: str | None) -> Path | None:
+    return Path(given).expanduser() if given else None
 
 
 def _first_line(path: str) -> str:
     lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     if not lines or not lines[0].strip():
         raise ConfigError(f"{path} holds no key on its first line")
+    if lines[0].startswith(("sha256:", "#")):
+        raise ConfigError(
+            f"{path} is a server's: it has digests of keys. Give a file with the key that was made for you"
+        )
     return lines[0].strip()

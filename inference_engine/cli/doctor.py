@@ -22,6 +22,8 @@ from inference_engine.cli.settings import CONVERSATION, add_config_file, add_set
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
 from inference_engine.errors import KakeyaError, ModelError
 from inference_engine.server.address import resolve_bind
+from inference_engine.server.metrics_port import refuse_unless_loopback
+from inference_engine.server.trace_export import check_exporter
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -60,7 +62,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_config_file(parser)
     add_settings(parser, ModelConfig)
     add_settings(parser, EngineConfig, only=CONVERSATION)
-    add_settings(parser, ServerConfig, only=("bind",))
+    add_settings(parser, ServerConfig, only=("bind", "metrics_bind", "trace_endpoint"))
     parser.set_defaults(run=run)
 
 
@@ -149,14 +151,30 @@ def _tokenizer(found: Settings) -> Finding:
 
 
 def _port(found: Settings) -> Finding:
-    address = resolve_bind("bind", found.server.bind)
+    return _bindable("bind", found.server.bind)
+
+
+def _metrics(found: Settings) -> Finding:
+    if not found.server.metrics_bind:
+        return Finding(Level.OK, "neither metrics nor the dashboard are served; --metrics-bind says where to")
+    refuse_unless_loopback(resolve_bind("metrics_bind", found.server.metrics_bind), found.server.metrics_bind)
+    return _bindable("metrics-bind", found.server.metrics_bind)
+
+
+def _traces(found: Settings) -> Finding:
+    check_exporter(found.server.trace_endpoint)
+    return Finding(Level.OK, f"go to {found.server.trace_endpoint}" if found.server.trace_endpoint else "go nowhere")
+
+
+def _bindable(flag: str, bind: str) -> Finding:
+    address = resolve_bind(flag.replace("-", "_"), bind)
     match bind_error(address):
         case None:
             return Finding(Level.OK, f"{address} is free")
         case OSError(errno=errno.EADDRINUSE):
-            return Finding(Level.WARN, f"{address} is in use; a server may be running, or choose another --bind")
+            return Finding(Level.WARN, f"{address} is in use; a server may be running, or choose another --{flag}")
         case error:
-            return Finding(Level.FAIL, f"{address} cannot be used: {error.strerror}; choose another --bind")
+            return Finding(Level.FAIL, f"{address} cannot be used: {error.strerror}; choose another --{flag}")
 
 
 def _self_test(found: Settings) -> Finding:
@@ -189,5 +207,7 @@ CHECKS: dict[str, Callable[[Settings], Finding]] = {
     "model": _model,
     "tokenizer": _tokenizer,
     "port": _port,
+    "metrics": _metrics,
+    "traces": _traces,
     "self test": _self_test,
 }

@@ -62,6 +62,7 @@ EXPERIMENTS = {
     "backstop": Experiment("inference_engine.evaluation.backstop", "the fewest layers that must be kept full"),
     "hints": Experiment("inference_engine.evaluation.hints", "how far gather's choice is known from the token before"),
     "waking": Experiment("inference_engine.evaluation.waking", "what idle sessions hold, and how soon they go on"),
+    "forks": Experiment("inference_engine.evaluation.forks", "what forks hold and take, against prefilling anew"),
     "restoration": Experiment(
         "inference_engine.evaluation.restoration", "the latent beside everything else that holds as many bytes"
     ),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import kakeya
 from inference_engine import __version__
-from inference_engine.cli import chat, demo, doctor, evaluate, models, serve, train
+from inference_engine.cli import bench, chat, demo, doctor, evaluate, keys, models, serve, train
 from inference_engine.config import configure_threads_environment, forbid_model_hub
 from inference_engine.errors import KakeyaError
 
@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="kakeya", description="Sessions with one model, over gRPC, in raw token ids.")
     top.add_argument("--version", action="version", version=f"kakeya {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, chat, demo, doctor, models, evaluate, train):
+    for command in (serve, chat, demo, doctor, models, keys, evaluate, bench, train):
         command.add_parser(commands)
     return top
 

@@ -6,7 +6,6 @@ Standard output gets one line, once clients can connect; `ready_target` reads it
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import re
 import signal
@@ -17,11 +16,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.filesize import decimal
 
+from inference_engine import logs
 from inference_engine.cli.ports import bind_error
 from inference_engine.cli.settings import add_config_file, add_settings, settings
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
-from inference_engine.models import check_model
+from inference_engine.models import check_model, tokenizer_folder
 from inference_engine.server.address import cannot_bind, resolve_bind
+from inference_engine.server.trace_export import check_exporter, exported
 
 if TYPE_CHECKING:
     from inference_engine.engine import Engine
@@ -49,41 +50,53 @@ def run(args: argparse.Namespace) -> int:
     """Serve until told to stop. Raises ConfigError, ModelError or BackendError for what is refused."""
     model, engine_config = settings(args, ModelConfig), settings(args, EngineConfig)
     server = settings(args, ServerConfig)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with logs.written(server.log_format):
+        return _serve(args, model, engine_config, server)
+
+
+def _serve(args: argparse.Namespace, model: ModelConfig, engine_config: EngineConfig, server: ServerConfig) -> int:
     # What can be refused at once is refused before libraries and weights are loaded.
+    check_exporter(server.trace_endpoint)
     check_model(model.model, cache=model.cache_path)
-    if bind_error(address := resolve_bind("bind", server.bind)):
-        raise cannot_bind("bind", address)
+    for setting, bind in (("bind", server.bind), ("http_bind", server.http_bind)):
+        if bind and bind_error(address := resolve_bind(setting, bind)):
+            raise cannot_bind(setting, address)
 
     with Console(stderr=True).status(f"loading {model.model} on {model.device}"):
         from inference_engine.backends import open_backend
         from inference_engine.engine import Engine
         from inference_engine.kv.strategies import parse_strategy
+        from inference_engine.server.http.chat_text import load_chat_text
         from inference_engine.server.run import serve
         from kv_cache_proposer.drafters import find_drafter
         from kv_cache_proposer.latents import find_latent
 
         parse_strategy(engine_config.strategy)
+        chat = load_chat_text(tokenizer_folder(model.model, model.cache_path)) if server.http_bind else None
         latent = find_latent(model)
         forward = open_backend(model)
-        engine = Engine(forward, engine_config, latent=latent, drafter=find_drafter(model, forward))
+        drafter = find_drafter(model, forward)
 
     def ready(handle: ServerHandle) -> None:
         print(ready_line(handle, engine), flush=True)
         if args.until_eof:
-            threading.Thread(target=_stop_at_eof, name="until-eof", daemon=True).start()
+            threading.Thread(target=stop_at_eof, name="until-eof", daemon=True).start()
 
-    with engine:
-        serve(engine, server, on_ready=ready)
+    with (
+        exported(server.trace_endpoint) as tracing,
+        Engine(forward, engine_config, latent=latent, drafter=drafter, tracing=tracing) as engine,
+    ):
+        serve(engine, server, chat=chat, on_ready=ready)
     return 0
 
 
 def ready_line(handle: ServerHandle, engine: Engine) -> str:
     info = engine.info()
     metrics = f", metrics at http://{handle.metrics_target}/metrics" if handle.metrics_target else ""
+    http = f", chat completions at {handle.http_url}" if handle.http_url else ""
     return (
         f"ready at {handle.target}: {info.facts.model_id} in {info.facts.dtype} on {info.facts.device}, "
-        f"strategy {info.default_strategy}, {decimal(info.kv_capacity_bytes)} for K/V{metrics}"
+        f"strategy {info.default_strategy}, {decimal(info.kv_capacity_bytes)} for K/V{http}{metrics}"
     )
 
 
@@ -93,7 +106,7 @@ def ready_target(line: str) -> str | None:
     return match[1] if match else None
 
 
-def _stop_at_eof() -> None:
+def stop_at_eof() -> None:
     # Not through the buffer of sys.stdin, whose lock this thread would still hold when the interpreter ends.
     while os.read(sys.stdin.fileno(), 4096):
         pass

@@ -15,7 +15,7 @@ to equal the keyed sample, which is the same distribution and the same tokens as
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,9 +89,20 @@ class BlockFailed(Exception):
 class Verifier:
     """The target model at work. Only the engine's thread calls it."""
 
-    def __init__(self, forward: Forward, context: KVContext, *, tap_layers: tuple[int, ...] = ()) -> None:
-        """tap_layers: after which layers hidden states are taken, for blocks that want them."""
+    def __init__(
+        self,
+        forward: Forward,
+        context: KVContext,
+        *,
+        tap_layers: tuple[int, ...] = (),
+        lap: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """tap_layers: after which layers hidden states are taken, for blocks that want them.
+
+        lap: told at the end of each part of a step; see `metrics.StepTimer`.
+        """
         self._forward = forward
+        self._lap = lap
         self.context = context  # what the sessions live in
         self._tap_layers = tap_layers
 
@@ -136,8 +147,11 @@ class Verifier:
             ends.append(len(wanted) + (span.real.stop - rows.start if count else 0))
             wanted.extend(rows)
         tap_layers = self._tap_layers if any(block.wants_taps for block in blocks) else ()
+        self._lap("plan")
         result = self._forward.run(Step(token_ids, plan, wanted, tap_layers))
+        self._lap("forward")
         samples = self._sample(blocks, ends, result.logits)
+        self._lap("sample")
         return [
             Outcome(
                 samples=_agreeing(block, drawn),

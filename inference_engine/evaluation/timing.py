@@ -83,7 +83,7 @@ def _run(engine: Engine, sessions: Sequence[str], prompts: Sequence[Sequence[int
         prefill_seconds=sum(prefill_seconds) / len(sessions),
         first_token_seconds=sum(first_token_seconds) / len(sessions),
         resume_seconds=max(watch.token_times[0] for watch in watches) - began,
-        token_seconds=_token_seconds([watch.token_times for watch in watches]),
+        token_seconds=step_seconds([watch.token_times for watch in watches]),
         kv_bytes=max(info.kv_live_bytes for info in infos),
         tier_bytes=max(info.tier_live_bytes for info in infos),
         kv_peak_bytes=max(peak, *(watch.kv_peak_bytes for watch in watches)),
@@ -106,7 +106,7 @@ def start(engine: Engine, sessions: Sequence[str], *, tokens: int) -> list[Watch
     return watches
 
 
-def _token_seconds(times: Sequence[Sequence[float]]) -> float:
+def step_seconds(times: Sequence[Sequence[float]]) -> float:
     """Seconds that each session waits for a token while all of them decode."""
     began, ended = max(stamps[0] for stamps in times), min(stamps[-1] for stamps in times)
     steps = [sum(began < stamp <= ended for stamp in stamps) for stamps in times]

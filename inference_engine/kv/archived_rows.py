@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -152,6 +153,12 @@ class ArchivedRows(ABC):
     @abstractmethod
     def _replace(self, leaving: Sequence[Positions]) -> None:
         """See to it that these rows are read as the archive gives them back."""
+
+    def copy_from(self, other: Self, length: int) -> None:
+        """Keep what another session of the same rule keeps, asleep, after a history of `length`. Raises OSError."""
+        for rows, theirs in zip(self._sets, other._sets, strict=True):
+            rows.lanes.copy_from(theirs.lanes, length)
+        self._archive.copy_from(other._archive, [rows.leaving(0, length) for rows in self._sets])
 
     def forget(self) -> None:
         """Go back to an empty history, asleep."""

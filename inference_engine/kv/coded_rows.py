@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -82,6 +83,10 @@ class _CodedArchive(Archive):
     def restore(self, positions: Sequence[Positions]) -> Sequence[RowBlock]:
         return [group.restore(asked) for group, asked in zip(self._groups, positions, strict=True)]
 
+    def copy_from(self, other: Self, positions: Sequence[Positions]) -> None:
+        for group, theirs, kept in zip(self._groups, other._groups, positions, strict=True):
+            group.copy_from(theirs, kept)
+
     def held_bytes(self, counts: Sequence[int]) -> int:
         return sum(group.held_bytes(count) for group, count in zip(self._groups, counts, strict=True))
 
@@ -148,6 +153,18 @@ class _CodedGroup:
             for index, places in enumerate(self._codes)
         )
         return RowBlock(positions, keys, values)
+
+    def copy_from(self, other: _CodedGroup, positions: Positions) -> None:
+        if not len(positions):
+            return
+        device = self._codes[0][0].device
+        mine, theirs = self._slots(positions, device), other._slots(positions, device)
+        for means, given in zip(self._means, other._means, strict=True):
+            for place, source in zip(means, given, strict=True):
+                place.copy_(source)
+        for codes, given in zip(self._codes, other._codes, strict=True):
+            for place, source in zip(codes, given, strict=True):
+                place.index_copy_(0, mine, source[theirs])
 
     def held_bytes(self, count: int) -> int:
         if not count:

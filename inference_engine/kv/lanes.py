@@ -6,7 +6,8 @@ back whole; writing, reading and wiping go by position or slot, for all its laye
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -22,7 +23,10 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import BlockSelector, Layout, Positions, TierLayout
 from inference_engine.kv.pool import Arena, Demand
 from inference_engine.kv.query_rings import QueryRings, ring_demand
+from inference_engine.kv.slab import Slab
 from inference_engine.kv.tier_rows import TierRows
+from inference_engine.kv.trunk import Piece, Trunk
+from inference_engine.kv.views import Lane
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -100,60 +104,82 @@ class LaneGroup:
 
     layers: NDArray[np.int64]
     starts: NDArray[np.int64]  # first arena row of each layer's lanes
+    slab: Slab
     layout: Layout
     kv_heads: int
     head_dim: int
     rotary: str
     context: KVContext
     rings: QueryRings | None = None
-    source: RowSource | None = None  # where the rows are that have left and are read all the same
+    source: RowSource | None = None  # where the rows are that are read and not in the lanes
     tier: TierRows | None = None  # that source, if it is the second tier
+    trunk: Trunk | None = None  # that source, if other sessions hold them
     held: Positions = field(init=False)
 
     def __post_init__(self) -> None:
         self.held = np.full(self.layout.capacity, -1, dtype=np.int64)
 
     @staticmethod
-    def reserve(context: KVContext, layers: LayerSet, layout: Layout) -> LaneGroup | None:
+    def reserve(context: KVContext, layers: LayerSet, layout: Layout, trunk: Trunk | None = None) -> LaneGroup | None:
         """Take the lanes from the pool; None, and nothing taken, if there is no room.
 
-        Raises Overloaded, with nothing taken, if the second tier cannot be had after all.
+        trunk: where the rows before `layout.base` are; its slabs are the caller's to borrow. Raises Overloaded, with
+        nothing taken, if the second tier cannot be had after all.
         """
-        starts = context.pool.reserve(demands(context.geometry, layers, layout))
-        if starts is None:
+        assert layout.base == (0 if trunk is None else trunk.end)
+        slab = Slab.reserve(context.pool, demands(context.geometry, layers, layout), itemsize=context.geometry.itemsize)
+        if slab is None:
             return None
-        count = len(layers.layers)
+        starts, count = slab.starts, len(layers.layers)
         rings = None
         if layout.matcher is not None:
             rings = QueryRings(layout.matcher, dict(zip(layers.layers, starts[count:], strict=True)), context)
         try:
             tier = None if layout.tier is None else _open_tier(context, layers, layout, layout.tier, starts)
         except BaseException:
-            context.pool.release(demands(context.geometry, layers, layout), starts)
+            slab.release()
             raise
         return LaneGroup(
             layers=np.array(layers.layers, dtype=np.int64),
             starts=np.array(starts[:count], dtype=np.int64),
+            slab=slab,
             layout=layout,
             kv_heads=layers.kv_heads,
             head_dim=layers.head_dim,
             rotary=layers.rotary,
             context=context,
             rings=rings,
-            source=tier,
+            source=tier or trunk,
             tier=tier,
+            trunk=trunk,
         )
 
     def release(self) -> None:
-        layers = LayerSet(
-            layers=tuple(self.layers.tolist()), kv_heads=self.kv_heads, head_dim=self.head_dim, rotary=self.rotary
-        )
-        starts = [*self.starts.tolist(), *(self.rings.starts if self.rings is not None else ())]
         try:
             if self.tier is not None:
                 self.tier.release()
         finally:
-            self.context.pool.release(demands(self.context.geometry, layers, self.layout), starts)
+            self.slab.release()
+
+    def piece(self, length: int) -> Piece:
+        """The rows that the lanes hold of a history of `length`, for a fork to read. Every row has to stay."""
+        base = self.layout.base
+        return Piece(slab=self.slab, lane=self.lane, base=base, first=base, last=length)
+
+    @property
+    def lane(self) -> Lane:
+        """Where the lanes lie."""
+        starts = dict(zip(self.layers.tolist(), self.starts.tolist(), strict=True))
+        return Lane(starts=starts, heads=self.kv_heads, lane=self.layout.lane)
+
+    def trunk_of(self, pieces: Sequence[Piece]) -> Trunk:
+        """A trunk of these pieces, for layers like these."""
+        return Trunk(pieces, self.arena, row_bytes=self.row_bytes)
+
+    @property
+    def floor(self) -> int:
+        """Rows of positions below this one are not the session's own to forget: others read them, or hold them."""
+        return max(self.layout.base, self.slab.lent_until if self.slab.is_lent else 0)
 
     @property
     def arena(self) -> Arena:
@@ -170,15 +196,15 @@ class LaneGroup:
         return self.starts[:, None, None] + slots[None, :, None] + heads[None, None, :]
 
     def chunks(self, position: int) -> tuple[range, ...]:
-        """Positions that queries in the segment of `position` read from the source."""
-        if self.source is None:
+        """Positions that queries in the segment of `position` read from the source, chunk by chunk."""
+        if self.source is None or self.trunk is not None:
             return ()
         size = self.context.geometry.segment_tokens if self.layout.tier is None else self.layout.tier.chunk
         return chunks_between(self.layout.sink, self.layout.horizon(position), size)
 
     def open_slots(self, length: int) -> int:
         """Slots that histories of `length` have touched."""
-        return min(length, self.layout.capacity)
+        return min(length - self.layout.base, self.layout.capacity)
 
     def open_rows(self, length: int) -> int:
         """Slots in the pages that histories of `length` have opened."""
@@ -190,6 +216,18 @@ class LaneGroup:
             rows = self._index(slots)
             self.arena.keys.index_fill_(0, rows, 0)
             self.arena.values.index_fill_(0, rows, 0)
+
+    def forget(self, slots: Positions, length: int) -> None:
+        """Wipe these slots and all else that was kept of a history of `length`. The table of slots is the caller's."""
+        copies = self.layout.capacity + np.arange(min(self.layout.spare, length), dtype=np.int64)
+        blocks = 0 if self.layout.selector is None else length // self.layout.selector.block
+        summaries = self.layout.summaries_from + np.arange(blocks, dtype=np.int64)
+        with ExitStack() as stack:
+            if self.tier is not None:
+                stack.callback(self.tier.forget)
+            if self.rings is not None:
+                stack.callback(self.rings.forget)
+            stack.callback(self.wipe, np.concatenate([slots, copies, summaries]))
 
     def read(self, positions: Positions) -> tuple[Tensor, Tensor]:
         """Keys, rotated at their own positions, and values of `positions`: [layers, n, Hkv, D] each."""
@@ -213,6 +251,60 @@ class LaneGroup:
             chosen = keys[:, torch.from_numpy(sink).to(keys.device)]
             self.arena.keys.index_copy_(0, copies, chosen.to(dtype).reshape(-1, self.head_dim))
         self.held[slots] = positions
+
+    def copy_from(self, other: LaneGroup, length: int) -> None:
+        """Hold what `other`, of the same layers and rule, reads after a history of `length`. Only into new lanes.
+
+        Limits may differ, and slots with them. Raises OSError if the second tier cannot take its part.
+        """
+        if self._has_slots_of(other):
+            self._copy_slots(other, 0, 0, self.open_rows(length))
+            self._copy_slots(other, self.layout.capacity, other.layout.capacity, min(self.layout.spare, length))
+            held = min(len(self.held), len(other.held))
+            self.held[:held] = other.held[:held]
+        else:
+            self._copy_rows(other, length)
+        if self.layout.selector is not None:
+            blocks = length // self.layout.selector.block
+            self._copy_slots(other, self.layout.summaries_from, other.layout.summaries_from, blocks)
+        if self.rings is not None and other.rings is not None:
+            self.rings.copy_from(other.rings)
+        if self.tier is not None and other.tier is not None:
+            self.tier.copy_from(other.tier)
+
+    def _has_slots_of(self, other: LaneGroup) -> bool:
+        """Is each position in the same slot?"""
+        ours, theirs = self.layout, other.layout
+        return ours.base == theirs.base and (ours.window is None or ours.capacity == theirs.capacity)
+
+    def _copy_slots(self, other: LaneGroup, first: int, source: int, count: int) -> None:
+        """The bytes of `count` slots of `other`, from its slot `source` on, into those from `first` on."""
+        mine, theirs = self.lane, other.lane
+        for layer in self.layers.tolist():
+            for states in (self.arena.keys, self.arena.values):
+                mine.slots(states, layer, first, count).copy_(theirs.slots(states, layer, source, count))
+
+    def _copy_rows(self, other: LaneGroup, length: int) -> None:
+        """Position by position, those in the trunk of `other` alone among them."""
+        self.wipe(np.arange(self.open_rows(length), dtype=np.int64))
+        step = self.context.geometry.segment_tokens
+        for piece in other.trunk.pieces if other.trunk is not None else ():
+            # Of one that is in this session's trunk, too, there is nothing to copy.
+            for chunk in chunks_between(max(piece.first, self.layout.base), piece.last, step):
+                self.write(np.array(chunk, dtype=np.int64), *other._from_trunk(chunk))
+        positions = np.sort(other.held[other.held >= self.layout.base])
+        for first in range(0, len(positions), step):
+            some = positions[first : first + step]
+            self.write(some, *other.read(some))
+        if shift := self.layout.sink_shift(length):
+            self.move_sink(shift)
+
+    def _from_trunk(self, chunk: range) -> tuple[Tensor, Tensor]:
+        """Rows of a chunk of the trunk, as `read` gives those of the lanes."""
+        assert self.trunk is not None
+        states = [self.trunk.chunk(layer, chunk.start, chunk.stop) for layer in self.layers.tolist()]
+        keys, values = (torch.stack(rows).transpose(1, 2) for rows in zip(*states, strict=True))
+        return keys, values
 
     def drop(self, positions: Positions) -> None:
         """Wipe the rows of positions that were rejected, the second copies of a sink's keys among them."""

@@ -128,6 +128,14 @@ class LatentCodes:
         parts = [part.to(self._context.device) for part in self._in_tier(first, begin)]
         return torch.cat([*parts, self._in_pool(begin, last)])
 
+    def copy_from(self, other: LatentCodes) -> None:
+        """Keep every latent that another session keeps. What that moves between the tiers is in no step of either."""
+        for first in range(0, other._end, self._places.segment):
+            self.put(first, other.get(first, min(first + self._places.segment, other._end)))
+        for transfers in (self._transfers, other._transfers):
+            if transfers is not None:
+                transfers.settle()
+
     def commit(self, length: int) -> None:
         """A step has ended with a history of `length`: count what it moved."""
         if self._transfers is not None:

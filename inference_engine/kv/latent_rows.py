@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -167,6 +168,9 @@ class _LatentArchive(Archive):
         layers = group.layers
         rows = torch.zeros((len(layers.layers), 0, layers.kv_heads, layers.head_dim), device=self._context.device)
         return rows, rows
+
+    def copy_from(self, other: Self, positions: Sequence[Positions]) -> None:
+        self._codes.copy_from(other._codes)
 
     def commit(self, length: int) -> None:
         self._codes.commit(length)

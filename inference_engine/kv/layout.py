@@ -20,7 +20,7 @@ whole blocks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -128,6 +128,7 @@ class Layout:
     selector: BlockSelector | None = None
     matcher: QueryMatcher | None = None
     tier: TierLayout | None = None
+    base: int = 0  # the first position that has a slot; those before it lie elsewhere
 
     @staticmethod
     def of(
@@ -168,6 +169,16 @@ class Layout:
         )
 
     @property
+    def keeps_every_row(self) -> bool:
+        """Does each row stay in the slot it was put in, and is it read there by every query?"""
+        return self.window is None and self.selector is None and self.matcher is None
+
+    def behind(self, base: int, geometry: Geometry, limit_tokens: int) -> Layout:
+        """The same layout for a session whose first `base` rows lie elsewhere."""
+        assert self.keeps_every_row
+        return replace(self, base=base, capacity=geometry.round_up(limit_tokens - base))
+
+    @property
     def blocks(self) -> int:
         """Slots that hold what is known of each block of rows."""
         if self.tier is not None:
@@ -192,7 +203,7 @@ class Layout:
     def slots(self, positions: Positions) -> Positions:
         """The slot of each position."""
         if self.window is None:
-            return positions
+            return positions - self.base
         ring = max(1, self.capacity - self.sink)  # a limit shorter than the sink leaves none, and needs none
         return np.where(positions < self.sink, positions, self.sink + (positions - self.sink) % ring)
 

@@ -5,20 +5,27 @@
 Layers with heads of different sizes D see the same memory as rows of their own size. A slab is taken when a session is
 created, whole, and given back when it ends: what was promised is there. On a CPU the arena is address space; pages of
 it become memory when rows are first written. Row 0 takes the writes of padding rows.
+
+What is given back may be taken again at once, and is zeroed soon (`clean`), by the one thread that writes: what an
+ended session held does not lie about. Nobody depends on it, as rows are wiped again when they are opened.
 """
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from inference_engine.kv.geometry import Geometry
 
 TRASH_UNITS = 1
+# On a CPU, memory is looked at in pieces of so many bytes, and written only where something is: what nobody wrote to
+# must not become memory for being zeroed.
+_PIECE_BYTES = 2**16
 
 
 class RunAllocator:
@@ -60,6 +67,17 @@ class RunAllocator:
                 self._lengths[left] += self._lengths[left + 1]
                 del self._starts[left + 1], self._lengths[left + 1]
 
+    def free_within(self, start: int, count: int) -> Iterator[tuple[int, int]]:
+        """The free runs, or parts of them, among these units: start and count of each."""
+        end = start + count
+        for index in range(max(0, bisect_right(self._starts, start) - 1), len(self._starts)):
+            if self._starts[index] >= end:
+                return
+            first = max(start, self._starts[index])
+            last = min(end, self._starts[index] + self._lengths[index])
+            if first < last:
+                yield first, last - first
+
 
 @dataclass(frozen=True, slots=True)
 class Arena:
@@ -91,7 +109,9 @@ class Pool:
         self._unit = geometry.alignment
         units = capacity_bytes // (2 * self._unit * geometry.itemsize)
         self._runs = RunAllocator(units)
+        self._unclean: list[tuple[int, int]] = []  # given back and not zeroed since: start and count, in units
         keys, values = (allocate((units + TRASH_UNITS) * self._unit) for _ in range(2))
+        self._halves = (keys, values)
         self.arenas = {dim: Arena(keys.view(-1, dim), values.view(-1, dim)) for dim in head_dims}
 
     @property
@@ -126,6 +146,32 @@ class Pool:
         units = [start * demand.head_dim // self._unit - TRASH_UNITS for start, demand in pairs]
         with self._lock:
             self._give_back(demands, units)
+            self._unclean += [
+                (unit, self._units(demand)) for unit, demand in zip(units, demands, strict=True) if demand.elements
+            ]
+
+    def clean(self, most_bytes: int) -> bool:
+        """Engine's thread: zero about `most_bytes` of what was given back. Is there more to do?
+
+        What was taken again meanwhile is left alone: it may hold rows already, and its session wipes what it opens.
+        """
+        room = max(1, most_bytes // self._bytes(1))
+        free: list[tuple[int, int]] = []
+        with self._lock:
+            while self._unclean and room:
+                start, count = self._unclean.pop()
+                now = min(count, room)
+                room -= now
+                free.extend(self._runs.free_within(start, now))
+                if now < count:
+                    self._unclean.append((start + now, count - now))
+            is_left = bool(self._unclean)
+        # It may be taken from here on, but rows are written by this thread alone.
+        for start, count in free:
+            first = (start + TRASH_UNITS) * self._unit
+            for states in self._halves:
+                _zero(states[first : first + count * self._unit])
+        return is_left
 
     def _give_back(self, demands: Sequence[Demand], starts: Sequence[int]) -> None:
         for demand, start in zip(demands, starts, strict=False):
@@ -137,3 +183,16 @@ class Pool:
 
     def _bytes(self, units: int) -> int:
         return 2 * units * self._unit * self._itemsize
+
+
+def _zero(states: Tensor) -> None:
+    if states.device.type != "cpu":
+        states.zero_()
+        return
+    flat = states.view(torch.uint8)
+    whole = len(flat) // _PIECE_BYTES * _PIECE_BYTES
+    pieces, rest = flat[:whole].view(-1, _PIECE_BYTES), flat[whole:]
+    for index in pieces.any(dim=1).nonzero().flatten().tolist():
+        pieces[index].zero_()
+    if rest.any():
+        rest.zero_()

@@ -116,6 +116,23 @@ class QueryRings:
                 totals = MatchTotals.of(entry.position, stats, self._kv_heads[layer])
                 self.totals[layer] = self.totals[layer].plus(totals) if layer in self.totals else totals
 
+    def copy_from(self, other: QueryRings) -> None:
+        """Hold what the committed rows of another session left. The totals of its matches stay its own."""
+        if not other._is_used:
+            return
+        for own, given in zip(self._slabs, other._slabs, strict=True):
+            for half, source in zip(own, given, strict=True):
+                half.copy_(source)
+        self._is_used = True
+
+    def forget(self) -> None:
+        """Remember nothing any more. The totals of past matches stay."""
+        if self._is_used:
+            for slab in self._slabs:
+                for half in slab:
+                    half.zero_()
+        self._pending, self._is_staged, self._is_used = {}, False, False
+
     def held_bytes(self) -> int:
         """Rings are held whole from the first generated row on."""
         return sum(state.nbytes for state in self._states.values()) if self._is_used or self._is_staged else 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -90,6 +90,13 @@ class Archive(ABC):
     def restore_layer(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
         """Rows of one layer, where the restorer streams: keys, unrotated, and values, float32 [n, Hkv, D]."""
         raise AssertionError("this restorer does not stream")
+
+    @abstractmethod
+    def copy_from(self, other: Self, positions: Sequence[Positions]) -> None:
+        """Keep what another session's archive of the same rule keeps of `positions`, per set of layers, to the bit.
+
+        Only into an archive that keeps nothing yet. Raises OSError if the second tier cannot take its part.
+        """
 
     @abstractmethod
     def held_bytes(self, counts: Sequence[int]) -> int:
@@ -173,6 +180,9 @@ class _EmptyArchive(Archive):
 
     def restore(self, positions: Sequence[Positions]) -> Sequence[RowBlock]:
         raise AssertionError("a restorer that replays is not asked for rows")
+
+    def copy_from(self, other: Self, positions: Sequence[Positions]) -> None:
+        pass
 
     def held_bytes(self, counts: Sequence[int]) -> int:
         return 0

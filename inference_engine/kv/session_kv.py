@@ -13,9 +13,11 @@ Awake, it is a session like any other.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import reduce
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,10 +28,12 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.draft_memory import DraftMemory
 from inference_engine.kv.lanes import LaneGroup
 from inference_engine.kv.query_rings import MatchTotals
+from inference_engine.kv.slab import Slab
 from inference_engine.kv.sleeping import SleepingRows
 from inference_engine.kv.strategy import KVStrategy, Placement
 from inference_engine.kv.streaming import StreamingRows
 from inference_engine.kv.transfers import TransferTotals
+from inference_engine.kv.trunk import MOST_PIECES, Trunk
 from inference_engine.types import Bound, Footprint
 
 
@@ -39,26 +43,43 @@ class SessionKV:
     Everything but construction and `release` runs on the engine's thread.
     """
 
-    def __init__(self, strategy: KVStrategy, context: KVContext, limit_tokens: int | None) -> None:
-        """Reserve what is sustained. Raises NoCapacity, with nothing taken, if there is no room for it."""
+    def __init__(
+        self, strategy: KVStrategy, context: KVContext, limit_tokens: int | None, trunks: Sequence[Trunk] = ()
+    ) -> None:
+        """Reserve what is sustained. Raises NoCapacity, with nothing taken, if there is no room for it.
+
+        trunks: the first rows, one trunk for each set of layers; they are borrowed until the session is released.
+        """
         self.strategy = strategy
         self.context = context
         self.limit_tokens = limit_tokens
-        self.length = 0  # committed positions
+        self.base = trunks[0].end if trunks else 0  # positions whose rows are in the trunks
+        self.length = self.base  # committed positions
         self.staged = 0  # positions staged beyond `next_position`
         self.staged_generated: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self.evicted = 0  # committed positions that no query can read any more
-        self.bound = bound_of(strategy, context, limit_tokens)
+        self.bound = bound_of(strategy, context, limit_tokens, base=self.base)
         self.draft_memory: DraftMemory | None = None  # what a drafter remembers of the session
         self._resident: list[LaneGroup] = []
         self._archived: ArchivedRows | None = None
         self._replayed: int | None = None  # while rows are computed again: how far
         self._is_awake = False
         self._tier_bytes = 0  # reserved of the second tier
-        plan = strategy.placement(context.geometry, limit_tokens)
-        self._has_windows, self._is_selective = plan.has_windows, plan.is_selective
+        self._plan = _placement(strategy, context, limit_tokens, self.base)
+        self._has_windows, self._is_selective = self._plan.has_windows, self._plan.is_selective
+        self._is_reserved = False
+        self.is_dropped = False
+        self._trunks = tuple(trunks)
+        for trunk in trunks:
+            trunk.borrow()
+        self.reserve()
+
+    def reserve(self) -> None:
+        """Take what is sustained. Raises NoCapacity, with nothing taken, if there is no room for it."""
+        assert not self._is_reserved
+        context = self.context
         try:
-            is_reserved = self._reserve(plan)
+            is_reserved = self._reserve(self._plan)
         except BaseException:
             self.release()
             raise
@@ -72,6 +93,66 @@ class SessionKV:
                 needed_bytes=self.bound.peak_bytes,
                 capacity_bytes=context.pool.capacity_bytes,
             )
+        self._is_reserved, self.is_dropped = True, False
+
+    @property
+    def reserved(self) -> Bound:
+        """What of the bound is reserved, or may be needed to wake: nothing once the session was released or dropped."""
+        return self.bound if self._is_reserved else Bound(sustained_bytes=0, peak_bytes=0)
+
+    def drop(self) -> None:
+        """Give everything back, to `reserve` it again later: the session is empty then, and its tokens are staged anew.
+
+        Any thread, while nothing else touches the session.
+        """
+        trunks, self._trunks = self._trunks, ()
+        self.release()
+        self._trunks = trunks
+        self.draft_memory = None
+        self.length, self.staged, self.evicted = self.base, 0, 0
+        self._replayed = None
+        self.is_dropped = True
+
+    @property
+    def freeable(self) -> Bound:
+        """What `drop` would give back: nothing of what forks read."""
+        is_lent = any(slab.is_lent for slab in self.slabs)
+        return Bound(sustained_bytes=0, peak_bytes=0) if is_lent else self.reserved
+
+    # -- forks ------------------------------------------------------------------------------------------------------
+
+    def share(self) -> tuple[Trunk, ...]:
+        """Trunks of the committed rows for a fork of this session, one for each set of layers; () if it has to copy.
+
+        Rows are read where they lie only where each stays there as it is, and sums may be taken in another order; a few
+        of them are copied sooner than read apart. Nothing is borrowed yet.
+        """
+        geometry = self.context.geometry
+        if not self._plan.keeps_every_row or geometry.row_quantum > 1 or geometry.key_quantum > 1:
+            return ()
+        lent = [trunk.pieces for trunk in self._trunks] or [() for _ in self._plan.resident]
+        if self.length - self.base >= geometry.segment_tokens and len(lent[0]) < MOST_PIECES:
+            lent = [(*pieces, group.piece(self.length)) for pieces, group in zip(lent, self._resident, strict=True)]
+        if not lent[0]:
+            return ()
+        if not self._resident:  # its own rows were dropped
+            return self._trunks
+        return tuple(group.trunk_of(pieces) for group, pieces in zip(self._resident, lent, strict=True))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of rows that are read where other sessions hold them. They are in no bound of this one."""
+        return sum(trunk.nbytes for trunk in self._trunks)
+
+    @property
+    def slabs(self) -> list[Slab]:
+        """What was reserved for this session and may be lent."""
+        return [group.slab for group in self._resident]
+
+    @property
+    def borrowed(self) -> list[Slab]:
+        """What was reserved for other sessions and is read by this one."""
+        return [piece.slab for trunk in self._trunks for piece in trunk.pieces]
 
     def _reserve(self, plan: Placement) -> bool:
         if self.bound.tier_bytes:
@@ -83,8 +164,8 @@ class SessionKV:
             self.draft_memory = memories.open(self.context)
             if self.draft_memory is None:
                 return False
-        for layers, layout in plan.resident:
-            group = LaneGroup.reserve(self.context, layers, layout)
+        for (layers, layout), trunk in zip(plan.resident, self._trunks or repeat(None), strict=False):
+            group = LaneGroup.reserve(self.context, layers, layout, trunk)
             if group is None:
                 return False
             self._resident.append(group)
@@ -147,17 +228,40 @@ class SessionKV:
         self._is_awake = False
 
     def forget(self) -> None:
-        """Drop every row, as if nothing had been committed: what was kept of them cannot be trusted any more."""
-        for group in self._resident:
-            group.wipe(np.flatnonzero(group.held >= 0))
-            group.held[:] = -1
-            if group.tier is not None:
-                group.tier.forget()
-        if self._archived is not None:
-            self._archived.forget()
-            self._is_awake = False
-        self.length = self.staged = self.evicted = 0
+        """Drop every row, as if nothing had been committed: what was kept of them cannot be trusted any more.
+
+        Rows that forks read, or that this one reads where others hold them, stay: no step since could write to them.
+        Should the device fail meanwhile, the session is empty all the same: rows are wiped again when they are opened.
+        """
+        floor = min((group.floor for group in self._resident), default=0)
+        held = [np.flatnonzero(group.held >= floor) for group in self._resident]
+        length = max(self.length, self.next_position + self.staged)
+        self.length, self.staged, self.evicted = floor, 0, 0
         self._replayed = None
+        with ExitStack() as stack:
+            if self._archived is not None:
+                self._is_awake = False
+                stack.callback(self._archived.forget)
+            for group, slots in zip(self._resident, held, strict=True):
+                group.held[slots] = -1
+                stack.callback(group.forget, slots, length)
+
+    def copy_from(self, other: SessionKV) -> None:
+        """Hold the committed rows of `other`, which sleeps, as if they had been computed here. Only while empty.
+
+        `other` has the same strategy; its limit may differ. Rows in the trunks are there already. What a drafter
+        remembers is not copied. Raises OSError if the second tier cannot take its part; then `forget` is all that is
+        left.
+        """
+        assert self.length == self.base and not other.staged and (other._archived is None or not other._is_awake)
+        length = other.length
+        if length <= self.base:
+            return
+        for group, theirs in zip(self._resident, other._resident, strict=True):
+            group.copy_from(theirs, length)
+        if self._archived is not None and other._archived is not None:
+            self._archived.copy_from(other._archived, length)
+        self.length, self.evicted = length, other.evicted
 
     # -- the life of rows -------------------------------------------------------------------------------------------
 
@@ -252,7 +356,7 @@ class SessionKV:
         cached = self.next_position + self.staged
         for group in self.groups:
             resident = int(np.count_nonzero(group.held >= 0))
-            gone = max(0, group.layout.horizon(self.next_position) - group.layout.sink)
+            gone = max(0, group.layout.horizon(self.next_position) - group.layout.sink) + group.layout.base
             if resident + gone != cached:
                 raise InvariantViolated(
                     "INV1", f"{resident} resident and {gone} evicted positions where {cached} are cached"
@@ -263,7 +367,8 @@ class SessionKV:
         resident, self._resident = self._resident, []
         archived, self._archived = self._archived, None
         tier_bytes, self._tier_bytes = self._tier_bytes, 0
-        self._is_awake = False
+        trunks, self._trunks = self._trunks, ()
+        self._is_awake = self._is_reserved = False
         with ExitStack() as stack:
             # The last comes first: bytes of the tier are promised to others once what took them is given back.
             if tier_bytes and self.context.tier is not None:
@@ -272,6 +377,8 @@ class SessionKV:
                 stack.callback(self.draft_memory.release)
             if archived is not None:
                 stack.callback(archived.release)
+            for trunk in trunks:
+                stack.callback(trunk.give_back)
             for group in resident:
                 stack.callback(group.release)
 
@@ -303,9 +410,20 @@ class SessionKV:
         return Footprint(held, tier_bytes=beyond)
 
 
-def bound_of(strategy: KVStrategy, context: KVContext, limit_tokens: int | None) -> Bound:
-    """Bytes that a session may hold: its rows by its strategy, and what a drafter remembers of it."""
-    rows = strategy.bound(context.geometry, limit_tokens)
+def bound_of(strategy: KVStrategy, context: KVContext, limit_tokens: int | None, *, base: int = 0) -> Bound:
+    """Bytes that a session may hold: its rows by its strategy, and what a drafter remembers of it.
+
+    base: so many of its first rows others hold.
+    """
+    rows = _placement(strategy, context, limit_tokens, base).bound(context.geometry)
     demands = () if context.draft_memories is None else context.draft_memories.demands(context.geometry)
     draft = 2 * sum(demand.elements for demand in demands) * context.geometry.itemsize
     return replace(rows, sustained_bytes=rows.sustained_bytes + draft, peak_bytes=rows.peak_bytes + draft)
+
+
+def _placement(strategy: KVStrategy, context: KVContext, limit_tokens: int | None, base: int) -> Placement:
+    plan = strategy.placement(context.geometry, limit_tokens)
+    if not base:
+        return plan
+    assert limit_tokens is not None, "where every row stays there is a limit"
+    return plan.behind(base, context.geometry, limit_tokens)

@@ -11,6 +11,7 @@ never slept reads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 
@@ -72,6 +73,10 @@ class SleepingRows(ArchivedRows):
                 rows.lanes.write(positions, *lanes.read(positions))
             self._slept = length
         self._drop_lanes()
+
+    def copy_from(self, other: Self, length: int) -> None:
+        super().copy_from(other, length)
+        self._slept = length
 
     def forget(self) -> None:
         self._drop_lanes()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
 from inference_engine.errors import InvalidArgument
@@ -57,6 +57,38 @@ class Placement:
         of them needs a limit. Appended tokens read everything: a prefill needs no such care.
         """
         return any((layout.selector, layout.matcher) != (None, None) for layout in self._layouts)
+
+    @property
+    def keeps_every_row(self) -> bool:
+        """Does each row stay where it was put, and as it is? Then others may read it there."""
+        return self.restorer is None and all(layout.keeps_every_row for layout in self._layouts)
+
+    def behind(self, base: int, geometry: Geometry, limit_tokens: int) -> Placement:
+        """The same for a session whose first `base` rows lie elsewhere; where every row stays."""
+        return replace(
+            self,
+            resident=tuple((layers, layout.behind(base, geometry, limit_tokens)) for layers, layout in self.resident),
+        )
+
+    def bound(self, geometry: Geometry) -> Bound:
+        """Bytes of K/V that such a session may hold, as `KVStrategy.bound` says."""
+        resident = _lanes(geometry, self.resident)
+        exact = _lanes(geometry, [(layers, pair.exact) for layers, pair in self.sleeping])
+        if self.restorer is not None and self.restorer.streams:
+            awake = [chunk_demand(geometry, self.kept)]
+        else:
+            awake = _lanes(geometry, [(layers, pair.awake) for layers, pair in self.sleeping])
+        archive = self.restorer.demands(geometry, self.kept) if self.restorer else ()
+        sustained = sum(demand.elements for demand in (*resident, *exact, *archive))
+        tier = sum(tier_bytes(geometry, layers, layout) for layers, layout in self.resident)
+        if self.restorer is not None:
+            tier += self.restorer.tier_bytes(geometry, self.kept)
+        peak = sustained + sum(demand.elements for demand in awake)
+        return Bound(
+            sustained_bytes=2 * sustained * geometry.itemsize,
+            peak_bytes=2 * peak * geometry.itemsize,
+            tier_bytes=tier,
+        )
 
     @property
     def _layouts(self) -> list[Layout]:
@@ -129,24 +161,7 @@ class KVStrategy(ABC):
         while the session is awake, or the room for a chunk of them, are the difference between the peak and what is
         sustained.
         """
-        placement = self.placement(geometry, limit_tokens)
-        resident = _lanes(geometry, placement.resident)
-        exact = _lanes(geometry, [(layers, pair.exact) for layers, pair in placement.sleeping])
-        if placement.restorer is not None and placement.restorer.streams:
-            awake = [chunk_demand(geometry, placement.kept)]
-        else:
-            awake = _lanes(geometry, [(layers, pair.awake) for layers, pair in placement.sleeping])
-        archive = placement.restorer.demands(geometry, placement.kept) if placement.restorer else ()
-        sustained = sum(demand.elements for demand in (*resident, *exact, *archive))
-        tier = sum(tier_bytes(geometry, layers, layout) for layers, layout in placement.resident)
-        if placement.restorer is not None:
-            tier += placement.restorer.tier_bytes(geometry, placement.kept)
-        peak = sustained + sum(demand.elements for demand in awake)
-        return Bound(
-            sustained_bytes=2 * sustained * geometry.itemsize,
-            peak_bytes=2 * peak * geometry.itemsize,
-            tier_bytes=tier,
-        )
+        return self.placement(geometry, limit_tokens).bound(geometry)
 
     def evicted(self, geometry: Geometry, length: int) -> int:
         """Positions among the first `length` that no layer can read any more because of the strategy.

@@ -258,6 +258,8 @@ def _cuda_runtime() -> Any:
 class FileTier(Tier):
     """Files in `folder`, one for each set of layers of a session, that exist for as long as they are open."""
 
+    where = "disk"
+
     def __init__(self, folder: Path, capacity_bytes: int, count: Count | None = None) -> None:
         super().__init__(capacity_bytes, count)
         self._folder = folder
@@ -267,10 +269,12 @@ class FileTier(Tier):
         try:
             return _FileStore(self._folder, shape)
         except OSError as error:
+            # Clients need not know where it is.
+            logger.exception("no file for rows that leave the device could be opened in %s", self._folder)
             # Not for want of bytes: nobody is evicted for it.
             raise Overloaded(
-                f"no file for rows that leave the device could be opened in {self._folder}: {error}. Close sessions, "
-                "or let the server's tier_dir name another folder",
+                f"no file for rows that leave the device could be opened: {error.strerror}. Close sessions, or let the "
+                "server's tier_dir name another folder",
                 retry_after_seconds=1.0,
             ) from error
 

@@ -81,6 +81,17 @@ class TierRows:
         self.end += len(positions)
         self._transfers.add(kept_bytes=states.numel() * states.itemsize)
 
+    def copy_from(self, other: TierRows) -> None:
+        """Store what the second tier holds for another session of the same rule, fetched blocks excepted.
+
+        Raises OSError.
+        """
+        rows = other.end - other.layout.sink
+        for chunk, first in enumerate(range(0, rows, self._tier.chunk)):
+            states = other._store.read(chunk)[:, :, :, : min(self._tier.chunk, rows - first)]
+            self._store.write(chunk, 0, states)
+        self.end = other.end
+
     # -- rows that are read -----------------------------------------------------------------------------------------
 
     def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:

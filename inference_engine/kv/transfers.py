@@ -49,6 +49,10 @@ class Transfers:
         """Count towards the running step, by the names of the totals."""
         self._moved.update(moved)
 
+    def settle(self) -> None:
+        """Put what was moved between steps into the totals, and tell of it."""
+        self.commit(self._length)
+
     def commit(self, length: int) -> None:
         """The history is `length` long now: put what was moved since the last time into the totals, and tell of it."""
         moved = {kind: self._moved[f"{kind}_bytes"] for kind in TRANSFERS}

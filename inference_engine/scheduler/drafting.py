@@ -131,7 +131,9 @@ class Drafting:
             raise ValueError(f"{count} drafts were asked for, {len(drafts)} came")
         for draft in drafts:
             if draft.ndim != 1 or draft.dtype != np.uint32 or (draft >= self._vocab_size).any():
-                raise ValueError(f"a draft must be uint32 [n] below {self._vocab_size}, got {draft!r}")
+                raise ValueError(
+                    f"a draft must be uint32 [n] below {self._vocab_size}, got {draft.dtype} {list(draft.shape)}"
+                )
 
     def _is_served(self, request: Request) -> bool:
         return request.params.drafting and not request.is_degraded and request.forced is None
@@ -178,6 +180,8 @@ class Drafting:
                 counter.accepted_tokens += accepted
             self._metrics.drafted_tokens.inc(block.drafted)
             self._metrics.accepted_tokens.inc(accepted)
+            self._metrics.acceptance_length.observe(accepted + 1)
+            request.trace.note("verify", drafted=block.drafted, accepted=accepted)
             for acceptance in (self._pace(request).acceptance, self._acceptance):
                 acceptance.saw(block.drafted, right)
         elif request.is_prefilling:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from math import lcm
 
 import numpy as np
 from torch import Tensor
@@ -25,14 +26,17 @@ from inference_engine.errors import (
     NoCapacity,
     NonFiniteLogits,
     Overloaded,
+    QuotaExceeded,
     RestorationFailed,
     SessionClosed,
 )
 from inference_engine.kv.plan import SpanFailed
-from inference_engine.metrics import EngineMetrics
+from inference_engine.metrics import EngineMetrics, StepTimer
 from inference_engine.scheduler.drafting import Drafting
 from inference_engine.scheduler.endings import Endings
-from inference_engine.scheduler.policy import Candidate, choose
+from inference_engine.scheduler.out_of_memory import is_out_of_memory
+from inference_engine.scheduler.pace import EndPace, StepPace
+from inference_engine.scheduler.policy import Candidate, Targets, admit, choose, chunk_beside_decoders, cut, places
 from inference_engine.scheduler.request import Request, RequestState
 from inference_engine.session.journal import Journal
 from inference_engine.session.session import Session
@@ -50,11 +54,14 @@ from inference_engine.types import (
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_SECONDS = 1.0
+_CLEAN_BYTES = 32 * 2**20  # of memory given back, zeroed before a step: a few milliseconds on a CPU
 _STUCK_SECONDS = 30.0  # a step that takes longer keeps nobody from shutting down
 
 
 class Scheduler:
     """`submit` from any thread; everything else happens on the loop's own."""
+
+    THREAD_NAME = "kakeya-engine"
 
     def __init__(
         self,
@@ -66,9 +73,11 @@ class Scheduler:
         clock: Callable[[], float],
         *,
         vocab_size: int,
+        timer: StepTimer,
         drafter: Drafter | None = None,
     ) -> None:
         self._verifier = verifier
+        self._timer = timer
         self._store = store
         self._journal = journal
         self._metrics = metrics
@@ -80,13 +89,21 @@ class Scheduler:
             self._drafting = Drafting(drafter, metrics, clock, vocab_size=vocab_size, draft_tokens=config.draft_tokens)
         self._endings = Endings(store, metrics, self._drafting, self._leave)
         self._wake = threading.Condition()
-        self._queued: deque[Request] = deque()
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._queued: deque[Request] = deque()  # in order of arrival
         self._running: deque[Request] = deque()  # longest unserved first
+        self._steps = 0
+        self._turns: dict[tuple[str, bool], int] = {}  # when an owner was last served, prefilling or not
+        self._pace, self._ends = StepPace(), EndPace()
+        self._targets = Targets(
+            first_token_seconds=config.first_token_target_seconds,
+            inter_token_seconds=config.inter_token_target_seconds,
+        )
         self._is_draining = False
         self._is_stopping = False
         self.beat_at = clock()  # when the loop last came round
         self.failed_steps = 0  # forwards in a row that raised
-        self._thread = threading.Thread(target=self._run, name="kakeya-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self.THREAD_NAME, daemon=True)
 
     # -- other threads ----------------------------------------------------------------------------------------------
 
@@ -100,14 +117,46 @@ class Scheduler:
                 raise InternalError("engine-thread-ended")
             if self._is_draining or self._is_stopping:
                 raise Draining
-            if len(self._queued) >= self._config.max_queued:
-                raise Overloaded(
-                    f"{len(self._queued)} Generates are waiting already; retry later", retry_after_seconds=1.0
-                )
+            ahead = self._places_ahead(request.session.owner)
             # Said before the loop can know of the request, so that it comes first.
-            request.listener(Accepted(len(self._queued) + len(self._running), request.pending_tokens))
+            request.listener(Accepted(ahead, request.pending_tokens))
             self._queued.append(request)
-            self._metrics.queue_depth.set(len(self._queued))
+            self._wake.notify_all()
+
+    def _places_ahead(self, owner: str) -> int:
+        """Generates of the owner that wait or run. Raises Overloaded or QuotaExceeded if one more may not wait."""
+        config = self._config
+        running, waiting = _by_owner(self._running), _by_owner(self._queued)
+        most = config.max_queued_per_owner
+        free = places(owner, running, most=config.max_running, most_per_owner=config.max_running_per_owner)
+        if most and waiting[owner] >= most + free:
+            raise QuotaExceeded(
+                "max_queued_per_owner",
+                most,
+                f"{waiting[owner]} Generates of yours are waiting, as many as one owner's may; retry later",
+                retry_after_seconds=self._seconds_until_next(waiting),
+            )
+        # Who has nothing waiting is never refused for those of others, so that nobody can keep everybody out.
+        room = config.max_queued + max(0, config.max_running - running.total())
+        if waiting[owner] and waiting.total() >= room:
+            raise Overloaded(
+                f"{waiting.total()} Generates are waiting already; retry later",
+                retry_after_seconds=self._seconds_until_next(waiting),
+            )
+        return waiting[owner] + running[owner]
+
+    def _seconds_until_next(self, waiting: Counter[str]) -> float:
+        """When one more of an owner's will have begun: owners take turns."""
+        return self._ends.seconds_for(len(waiting), self._clock())
+
+    def between_steps(self, task: Callable[[], None]) -> None:
+        """Run `task` on the loop's thread, soon, and before any request that is submitted later. It must not raise."""
+        with self._wake:
+            if not self._thread.is_alive():
+                raise InternalError("engine-thread-ended")
+            if self._is_stopping:
+                raise Draining
+            self._tasks.append(task)
             self._wake.notify_all()
 
     def nudge(self) -> None:
@@ -143,62 +192,90 @@ class Scheduler:
         return not self._is_idle()
 
     def _is_idle(self) -> bool:
-        return not self._queued and not self._running
+        return not self._queued and not self._running and not self._tasks
+
+    def requests(self) -> tuple[Request, ...]:
+        """Those in flight, waiting ones included."""
+        with self._wake:
+            return (*self._queued, *self._running)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        is_clean = True
         while True:
             with self._wake:
                 if self._is_idle():
                     self._wake.notify_all()
                     if self._is_stopping:
                         return
-                    self._wake.wait(timeout=_HOUSEKEEPING_SECONDS)
-                while self._queued:
-                    self._running.append(self._queued.popleft())
-                self._metrics.queue_depth.set(0)
+                    self._wake.wait(timeout=_HOUSEKEEPING_SECONDS if is_clean else 0)
+                # Together: a request that was submitted after a task must not begin before it.
+                tasks, self._tasks = self._tasks, deque()
+                waiting = list(self._queued)
             self.beat_at = self._clock()
             try:
+                is_clean = not self._verifier.context.pool.clean(_CLEAN_BYTES)
+                for task in tasks:
+                    task()
                 self._store.expire()
                 self._end_stopped()
+                self._begin_waiting([request for request in waiting if request.state is RequestState.QUEUED])
                 self._step()
             except Exception as error:
                 # A bug of ours outside any request: nothing in flight can be trusted to go on.
-                self._endings.fail_all(list(self._running), error)
+                self._endings.fail_all(self.requests(), error)
 
     def _end_stopped(self) -> None:
-        is_waited_for = False
-        for request in list(self._running):
+        for request in self.requests():
             if request.session.is_closed:
                 self._endings.end(request, Failed(SessionClosed()))
             elif request.stop is not None:
                 self._endings.end(request, request.ending(request.stop(), self._clock()))
-            elif request.state is RequestState.QUEUED and not (is_waited_for and request.session.kv.takes_room):
+
+    def _begin_waiting(self, waiting: Sequence[Request]) -> None:
+        running = _by_owner(self._running)
+        owners = [request.session.owner for request in waiting]
+        is_waited_for = False
+        config = self._config
+        for index in admit(owners, running, most=config.max_running, most_per_owner=config.max_running_per_owner):
+            request = waiting[index]
+            if is_waited_for and request.session.kv.takes_room:
+                continue
+            try:
                 self._begin(request)
-                # Who waits for room to wake is not overtaken by others who need some, too.
-                is_waited_for |= request.state is RequestState.QUEUED
+            except Exception as error:
+                self._endings.fail_all([request], error)
+            # Who waits for room to wake is not overtaken by others who need some, too.
+            is_waited_for |= request.state is RequestState.QUEUED
 
     def _begin(self, request: Request) -> None:
         session = request.session
         needed = len(session.history) + request.params.max_tokens
+        began = self._clock()
         try:
             is_awake = session.kv.wake(needed)
         except RestorationFailed as failed:
-            logger.exception("a session could not wake")
+            logger.exception("a session could not wake", extra=request.about)
             self._endings.end(request, Failed(failed))
             return
         if not is_awake:
-            running = (other for other in self._running if other.state is RequestState.RUNNING)
-            if any(other.session.kv.takes_room for other in running):
+            if any(other.session.kv.takes_room for other in self._running):
                 return  # they give room back when they end
             self._endings.end(request, Failed(_no_room_to_wake(session, needed)))
             return
         request.move(RequestState.RUNNING)
+        with self._wake:
+            self._queued.remove(request)
+            self._running.append(request)
         request.started_at = request.token_at = self._clock()
+        if session.kv.takes_room:
+            self._metrics.wake_seconds.observe(request.started_at - began)
+            request.trace.enter("wake", ago_seconds=request.started_at - began)
+        self._metrics.queue_seconds.observe(began - request.accepted_at)
+        request.trace.enter("prefill")
         request.prefill_tokens = request.pending_tokens
         request.cached_tokens = session.kv.length
-        self._metrics.generates_active.inc()
         if session.limit_tokens is not None and len(session.history) >= session.limit_tokens:
             self._endings.end(request, request.finished(StopReason.TRUNCATED, self._clock()))
             return
@@ -212,24 +289,26 @@ class Scheduler:
         )
 
     def _step(self) -> None:
-        requests = [request for request in self._running if request.state is RequestState.RUNNING]
+        requests = list(self._running)
         if not requests:
             return
-        # Beside decoders a prefill moves a segment at a time, so that nobody waits long for a token.
-        alone = all(request.is_prefilling for request in requests)
-        most = self._config.step_tokens if alone else self._config.segment_tokens
+        self._timer.begin()
+        decoders = sum(not request.is_prefilling for request in requests)
         candidates = [
-            Candidate(
-                min(request.pending_tokens, self._room(request), self._most(request, most)), request.is_prefilling
-            )
+            Candidate(self._rows(request, decoders), request.is_prefilling, owner, self._turns.get((owner, kind), 0))
             for request in requests
+            for owner, kind in [_turn_of(request)]
         ]
         chosen = choose(candidates, step_rows=self._config.step_tokens, max_batch=self._config.max_batch)
         batch = [requests[index] for index in chosen]
+        self._steps += 1
+        self._turns |= {_turn_of(request): self._steps for request in batch}
         is_decoding = not any(request.is_prefilling for request in batch)
         drafts: dict[Request, TokenIds] = {}
+        self._timer.lap("plan")
         if self._drafting is not None and is_decoding:
             drafts = self._drafting.draft(batch, self._config.step_tokens - len(batch))
+        self._timer.lap("draft")
         blocks = [self._block(requests[index], candidates[index].rows, drafts.get(requests[index])) for index in chosen]
         began = self._clock()
         try:
@@ -238,17 +317,19 @@ class Scheduler:
             self._endings.fail_session(batch[failed.index], failed.violation)
             return
         except SpanFailed as failed:
-            logger.exception("a session's old rows could not be read")
+            logger.exception("a session's old rows could not be read", extra=batch[failed.index].about)
             self._endings.end(batch[failed.index], Failed(failed.failure))
             return
         except Exception as error:
-            self.failed_steps += 1
+            # Want of memory is the step's fault, and the next may be smaller.
+            self.failed_steps += not is_out_of_memory(error)
             self._endings.fail_all(batch, error)
             return
         self.failed_steps = 0
         seconds, rows = self._clock() - began, sum(len(block.token_ids) for block in blocks)
-        self._metrics.step_seconds.observe(seconds)
+        self._pace.saw(rows, seconds)
         self._metrics.step_rows.observe(rows)
+        self._metrics.step_sessions.observe(len(batch))
         if self._drafting is not None and is_decoding:
             self._drafting.took(len(batch), rows, seconds)
         for request, block, outcome in zip(batch, blocks, outcomes, strict=True):
@@ -262,12 +343,41 @@ class Scheduler:
                 self._endings.fail_session(request, violation)
             except Exception as error:
                 self._endings.fail_all([request], error)
+        self._timer.lap("settle")
         if self._drafting is not None:
             self._drafting.tell_if_many()
+            self._timer.lap("draft")
+        self._timer.end()
 
-    def _most(self, request: Request, most: int) -> int:
-        """Of a block whose logits are all wanted, no more rows than a segment: logits are large."""
-        return min(most, self._config.segment_tokens) if request.has_recorded_forced else most
+    def _rows(self, request: Request, decoders: int) -> int:
+        """Rows of the request that would go along in a step in which so many others decode."""
+        pending, segment = request.pending_tokens, self._config.segment_tokens
+        most = self._config.step_tokens
+        if decoders and request.is_prefilling:
+            most = self._rows_beside(request, min(decoders, self._config.max_batch))
+        if request.has_recorded_forced:
+            most = min(most, segment)  # the logits of all rows are wanted, and they are large
+        rows = min(pending, self._room(request), most)
+        if rows < pending and self._targets.inter_token_seconds:
+            # Odd pieces are dearer: segments begin and blocks fill where they always do.
+            geometry = request.session.kv.context.geometry
+            rows = cut(request.session.kv.next_position, rows, lcm(geometry.page_tokens, geometry.row_quantum))
+        return rows
+
+    def _rows_beside(self, request: Request, decoders: int) -> int:
+        """Beside decoders a prefill moves a segment at a time, so that nobody waits long for a token."""
+        config, targets = self._config, self._targets
+        in_time = self._pace.rows_within(targets.inter_token_seconds)
+        return chunk_beside_decoders(
+            targets,
+            pending=request.pending_tokens,
+            waited_seconds=self._clock() - request.accepted_at,
+            least_rows=config.page_tokens,
+            segment_rows=config.segment_tokens,
+            most_rows=config.step_tokens,
+            seconds_of_chunk=self._pace.seconds(config.segment_tokens + decoders),
+            rows_in_time=None if in_time is None else in_time - decoders,
+        )
 
     @staticmethod
     def _room(request: Request) -> int:
@@ -298,7 +408,11 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         with self._wake:
+            if request in self._queued:
+                self._queued.remove(request)
+                return
             self._running.remove(request)
+            self._ends.ended(self._clock())
 
     # -- after a step -----------------------------------------------------------------------------------------------
 
@@ -317,12 +431,15 @@ class Scheduler:
         if request.is_prefilling:
             request.prefilled_tokens += kept
             self._metrics.prefilled_tokens.inc(kept)
+            request.trace.note("chunk", tokens=kept)
             request.listener(Progress(request.prefilled_tokens, request.prefill_tokens))
         if outcome.logits is not None and kept:
             self._report_logits(request, first + kept, outcome.logits)
         self._report_tokens(request, taken)
         if outcome.samples and not outcome.samples[-1].is_finite and request.state is RequestState.RUNNING:
             self._metrics.non_finite_logits.inc()
+            # Some row of the session holds what led there. It must lead nowhere else.
+            self._endings.forget_rows(session)
             self._endings.end(request, Failed(NonFiniteLogits(len(session.history))))
         if failure is not None and request.state is RequestState.RUNNING:
             self._endings.end(request, Failed(failure))
@@ -378,7 +495,10 @@ class Scheduler:
         if samples and request.generated == 0:
             request.prefill_seconds = now - request.started_at
             self._metrics.prefill_seconds.observe(request.prefill_seconds)
+            if request.prefill_seconds > 0:
+                self._metrics.prefill_rate.observe(request.prefilled_tokens / request.prefill_seconds)
             self._metrics.first_token_seconds.observe(now - request.accepted_at)
+            request.trace.enter("decode")
             if dropped := self._unreadable(session, len(session.history) - len(samples) - 1):
                 request.listener(Truncated(dropped))
         for position, sample in enumerate(samples, start=len(session.history) - len(samples)):
@@ -408,6 +528,15 @@ class Scheduler:
         if session.limit_tokens is not None and len(session.history) >= session.limit_tokens:
             return StopReason.TRUNCATED
         return None
+
+
+def _by_owner(requests: Iterable[Request]) -> Counter[str]:
+    return Counter(request.session.owner for request in requests)
+
+
+def _turn_of(request: Request) -> tuple[str, bool]:
+    """Whose turn it is that the request waits for: its owner's, to prefill or to decode."""
+    return request.session.owner, request.is_prefilling
 
 
 def _up_to_stop(samples: Sequence[Sample], stop_ids: frozenset[int]) -> Sequence[Sample]:

@@ -1,22 +1,33 @@
-"""Which requests run in the next step, and how many rows each: a pure function.
+"""Who begins, who runs in the next step, and how many rows each: pure functions.
 
-Decoding requests come first, one row each, so that a long prefill never keeps others from their next token. What is
-left of the row budget goes to prefills, a whole chunk each: one beside decoding requests, as many as fit otherwise.
-Candidates come in the order in which they were last served, longest ago first, so everybody's turn comes.
+Owners take turns, and within an owner its Generates do: who has a hundred of them gets as much as who has one.
+
+    begin   the owner with the fewest running ones comes first; who has none running waits for nobody
+    step    decoding ones first, one row each, so that a long prefill never keeps others from their next token; beside
+            them one chunk of prefill, as many as fit otherwise. Each time the owner comes first who waited longest
+
+Candidates come in the order in which they were last served, longest ago first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A request that could run: the rows it wants now (1 while decoding, a chunk while prefilling)."""
+    """A request that could run: the rows it wants now (1 while decoding, a chunk while prefilling).
+
+    turn: the number of the last step that served its owner a request of this kind; smaller ones come first.
+    """
 
     rows: int
     is_prefilling: bool
+    owner: str = ""
+    turn: int = 0
 
 
 def choose(candidates: Sequence[Candidate], *, step_rows: int, max_batch: int) -> list[int]:
@@ -24,9 +35,9 @@ def choose(candidates: Sequence[Candidate], *, step_rows: int, max_batch: int) -
 
     Rows together stay within `step_rows`, but for one chunk beside decoders."""
     if max_batch == 1:
-        return [0] if candidates else []
-    decodes = [index for index, candidate in enumerate(candidates) if not candidate.is_prefilling]
-    prefills = [index for index, candidate in enumerate(candidates) if candidate.is_prefilling]
+        return _in_turn(candidates, range(len(candidates)))[:1]
+    decodes = _in_turn(candidates, [index for index, one in enumerate(candidates) if not one.is_prefilling])
+    prefills = _in_turn(candidates, [index for index, one in enumerate(candidates) if one.is_prefilling])
     # A place is kept for a prefill, else max_batch decoders would starve it.
     chosen = decodes[: max_batch - 1 if prefills else max_batch]
     rows = sum(candidates[index].rows for index in chosen)
@@ -40,3 +51,85 @@ def choose(candidates: Sequence[Candidate], *, step_rows: int, max_batch: int) -
                 chosen.append(index)
                 rows += candidates[index].rows
     return chosen
+
+
+def _in_turn(candidates: Sequence[Candidate], indexes: Sequence[int]) -> list[int]:
+    """The candidates `indexes`, one of each owner after another, the owner first who was served longest ago."""
+    lines: dict[str, list[int]] = {}
+    for index in indexes:
+        lines.setdefault(candidates[index].owner, []).append(index)
+    owners = sorted(lines.values(), key=lambda line: candidates[line[0]].turn)
+    return [index for turn in zip_longest(*owners) for index in turn if index is not None]
+
+
+def admit(waiting: Sequence[str], running: Mapping[str, int], *, most: int, most_per_owner: int) -> list[int]:
+    """Indexes of the waiting requests to begin now, in this order.
+
+    waiting: the owner of each, in order of arrival. running: how many of each owner run already. most: may run in all,
+    and beyond it one of each owner who has none; most_per_owner: 0 for no limit.
+    """
+    counts = Counter(running)
+    lines: dict[str, deque[int]] = {}
+    for index, owner in enumerate(waiting):
+        lines.setdefault(owner, deque()).append(index)
+    total, begun = sum(counts.values()), []
+    while lines:
+        owner = min(lines, key=lambda owner: (counts[owner], lines[owner][0]))
+        if counts[owner] and total >= most:
+            break  # whoever comes next has as many
+        if most_per_owner and counts[owner] >= most_per_owner:
+            break
+        begun.append(lines[owner].popleft())
+        counts[owner] += 1
+        total += 1
+        if not lines[owner]:
+            del lines[owner]
+    return begun
+
+
+def places(owner: str, running: Mapping[str, int], *, most: int, most_per_owner: int) -> int:
+    """How many more requests of `owner` could begin now, if no other owner's came."""
+    own = running.get(owner, 0)
+    left = max(most - sum(running.values()), 0 if own else 1)
+    return max(0, min(left, most_per_owner - own) if most_per_owner else left)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Targets:
+    """Seconds that somebody should wait at most; 0 for no target."""
+
+    first_token_seconds: float = 0.0
+    inter_token_seconds: float = 0.0
+
+
+def chunk_beside_decoders(
+    targets: Targets,
+    *,
+    pending: int,
+    waited_seconds: float,
+    least_rows: int,
+    segment_rows: int,
+    most_rows: int,
+    seconds_of_chunk: float | None,
+    rows_in_time: int | None,
+) -> int:
+    """Most rows of a prefill of `pending` tokens to run beside decoding requests.
+
+    A segment, unless its first token would come too late then: `most_rows`. Never more than lets the decoding ones
+    have their tokens in time, but `least_rows` in any case. seconds_of_chunk: what a step with a segment takes;
+    rows_in_time: how many fit into one of `inter_token_seconds`; None where that is not known yet.
+    """
+    rows = segment_rows
+    if targets.first_token_seconds and seconds_of_chunk is not None:
+        steps = -(-pending // segment_rows)
+        if waited_seconds + steps * seconds_of_chunk > targets.first_token_seconds:
+            rows = most_rows
+    if targets.inter_token_seconds and rows_in_time is not None:
+        rows = min(rows, rows_in_time)
+    return max(least_rows, rows)
+
+
+def cut(position: int, rows: int, unit: int) -> int:
+    """`rows` from `position` on, or fewer, so that they end at a multiple of `unit`, where one is within them."""
+    end = (position + rows) // unit * unit
+    return end - position if end > position else rows

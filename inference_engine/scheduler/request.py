@@ -9,7 +9,7 @@ stays.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from inference_engine.decode.sampling import Sampler
 from inference_engine.session.journal import TokenIds
 from inference_engine.session.session import Session
+from inference_engine.tracing import OFF, GenerateTrace
 from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason
 
 Listener = Callable[[Event], None]
@@ -44,6 +45,19 @@ _MOVES = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """What a Generate has done so far, over all requests it took: one that was stopped goes on in another."""
+
+    generated: int = 0
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0  # when it began
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    prefill_seconds: float = 0.0
+    seconds: float = 0.0
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class Request:
     """Mutable, and the engine thread's own, but for `stop`, which anybody may set once."""
@@ -54,12 +68,14 @@ class Request:
     listener: Listener
     stop_ids: frozenset[int]
     accepted_at: float
+    earlier: Done = Done()  # by requests that this one continues
     forced: Forced | None = None  # None: tokens are sampled
     has_recorded_forced: bool = False
     state: RequestState = RequestState.QUEUED
     sampler: Sampler | None = None
     # None until somebody wants the request to end; then how it shall end.
     stop: Callable[[], StopReason | BaseException] | None = None
+    outcome: Finished | Failed | None = None  # known before its session is free
     started_at: float = 0.0
     token_at: float = 0.0
     prefill_seconds: float = 0.0
@@ -71,10 +87,14 @@ class Request:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     is_degraded: bool = False  # the drafter failed and is not asked again
+    trace: GenerateTrace = OFF
+    about: Mapping[str, str] = field(default_factory=dict)  # what its lines in the log say
 
     def move(self, state: RequestState) -> None:
         assert state in _MOVES[self.state], (self.state, state)
         self.state = state
+        if state is RequestState.ENDED:
+            self.sampler = None  # it holds the device's memory, and the request may be remembered
 
     def ask_to_stop(self, how: Callable[[], StopReason | BaseException]) -> None:
         """The first stop wins."""
@@ -98,23 +118,38 @@ class Request:
     def finished(self, reason: StopReason, now: float) -> Finished:
         kv = self.session.kv
         strategy, geometry = kv.strategy, kv.context.geometry
+        done = self.done(now)
         has_asked = self.last_query >= 0
         evicted = strategy.evicted(geometry, self.last_query) if has_asked else 0
         return Finished(
             stop_reason=reason,
-            generated_tokens=self.generated,
+            generated_tokens=done.generated,
             history_length=len(self.session.history),
-            prefill_seconds=self.prefill_seconds,
-            total_seconds=now - self.accepted_at,
+            prefill_seconds=done.prefill_seconds,
+            total_seconds=done.seconds,
             seed=self.seed,
-            prefilled_tokens=self.prefilled_tokens,
-            cached_tokens=self.cached_tokens,
+            prefilled_tokens=done.prefilled_tokens,
+            cached_tokens=done.cached_tokens,
             attended_positions=self.last_query + 1 - evicted,
             evicted_positions=evicted,
             restored_positions=strategy.restored(geometry, self.last_query) if has_asked else 0,
-            drafted_tokens=self.drafted_tokens,
-            accepted_tokens=self.accepted_tokens,
+            drafted_tokens=done.drafted_tokens,
+            accepted_tokens=done.accepted_tokens,
             is_degraded=self.is_degraded,
+        )
+
+    def done(self, now: float) -> Done:
+        """What the Generate has done until `now`, by this request and those it continues."""
+        earlier = self.earlier
+        has_begun_before = earlier.prefilled_tokens + earlier.cached_tokens > 0
+        return Done(
+            generated=earlier.generated + self.generated,
+            prefilled_tokens=earlier.prefilled_tokens + self.prefilled_tokens,
+            cached_tokens=earlier.cached_tokens if has_begun_before else self.cached_tokens,
+            drafted_tokens=earlier.drafted_tokens + self.drafted_tokens,
+            accepted_tokens=earlier.accepted_tokens + self.accepted_tokens,
+            prefill_seconds=earlier.prefill_seconds + self.prefill_seconds,
+            seconds=earlier.seconds + now - self.accepted_at,
         )
 
     def ending(self, how: StopReason | BaseException, now: float) -> Finished | Failed:

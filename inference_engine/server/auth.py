@@ -1,56 +1,142 @@
-"""Who is calling: one bearer key per owner, kept as SHA-256 digests only.
+"""Who is calling: bearer keys with owners, of which only SHA-256 digests are kept, and the subjects of certificates.
 
-With no keys (a loopback server) everyone is the same owner, "". With keys, an owner is named by the start of its key's
-digest, so that sessions and logs never hold the key.
+The key file is what `kakeya keys` writes, one key a line, and is read again whenever it changes:
+
+    # comment
+    sha256:<64 hexadecimal digits> alice       several lines may name one owner
+    sha256:<64 hexadecimal digits>             without a name, the owner is the start of the digest
+    <the key itself>                           as older files have it: it works, and the log asks to hash it
+
+A fast hash is right here, where it would be wrong for passwords: a key is 256 random bits, so nobody finds it by
+guessing, however cheap a guess is, and a slow hash would be paid for with every call, wrong keys included.
+
+Owners of keys and of certificates (`cert:…`) never meet. With neither (a loopback server) everyone is the owner "".
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from inference_engine.errors import ConfigError, Unauthenticated
+from inference_engine.server.file_state import state_of
 
 MIN_KEY_CHARACTERS = 16
 OWNER_CHARACTERS = 16
+CERTIFICATE_OWNER_CHARACTERS = 32
+
+OWNER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}", re.ASCII)
+_HASHED = re.compile(rf"sha256:([0-9a-f]{{64}})(?:\s+({OWNER_NAME.pattern}))?", re.ASCII)
 
 _HEADER = "authorization"
 _SCHEME = b"Bearer "
 
+Metadata = Sequence[tuple[str, str | bytes]]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What is known of a key."""
+
+    digest: bytes
+    owner: str
+    is_plain: bool = False  # it stands in the file as it is
+
+    @staticmethod
+    def of(key: str, owner: str = "", *, is_plain: bool = False) -> Key:
+        """owner: "" for the start of the digest."""
+        digest = hashlib.sha256(key.encode()).digest()
+        return Key(digest, owner or digest.hex()[:OWNER_CHARACTERS], is_plain)
+
+    @property
+    def key_id(self) -> str:
+        """What to call it by: the start of its digest, which tells nothing of the key."""
+        return self.digest.hex()[:OWNER_CHARACTERS]
+
+    @property
+    def line(self) -> str:
+        """Its line in a key file."""
+        return f"sha256:{self.digest.hex()} {self.owner}"
+
+
+def parse_line(line: str) -> Key | None:
+    """The key of a line; None if it is blank or a comment. Raises ValueError, which never shows the line."""
+    text = line.strip()
+    if not text or text.startswith("#"):
+        return None
+    if text.startswith("sha256:"):
+        hashed = _HASHED.fullmatch(text)
+        if hashed is None:
+            raise ValueError(
+                "a hashed key is sha256: and 64 lower-case hexadecimal digits, and then, if you like, an owner: a "
+                "letter or digit and up to 63 more, or any of . _ @ -"
+            )
+        digest = bytes.fromhex(hashed[1])
+        return Key(digest, hashed[2] or hashed[1][:OWNER_CHARACTERS])
+    if len(text) < MIN_KEY_CHARACTERS or not text.isascii() or not text.isprintable() or " " in text:
+        raise ValueError(
+            f"a key is at least {MIN_KEY_CHARACTERS} printable ASCII characters without spaces; `kakeya keys add` "
+            "makes a good one"
+        )
+    return Key.of(text, is_plain=True)
+
 
 class KeyRing:
-    """The keys that open this server. An empty one lets everybody in."""
+    """The keys that open this server. One that never had any, and has no file, lets everybody in.
+
+    Safe to use from any thread.
+    """
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
-        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+        """keys: as their owners know them."""
+        self._keys: tuple[Key, ...] = tuple(Key.of(key) for key in keys)
+        self._path: Path | None = None
+        self._seen: object = None  # what the file looked like when it was last read
+        self._unreadable: object = ()  # and when it could not be
 
     @classmethod
     def from_file(cls, path: str) -> KeyRing:
-        """One key a line; blank lines are skipped. Raises ConfigError, which never shows a key."""
+        """The keys of a file, and from then on always those that are in it.
+
+        Raises ConfigError, which never shows a key, for a file that cannot be meant. Later, when somebody may be half
+        way through a change, a line that is not right opens nothing and goes to the log by its number; a file that
+        cannot be read leaves the keys as they were, and the log says so; one that is empty lets nobody in.
+        """
+        ring = cls()
+        ring._path = Path(path).expanduser()
+        ring._seen = state_of(ring._path)
         try:
-            lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+            keys, wrong = _read(ring._path)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the key file {path}: {type(error).__name__}") from error
-        keys = {number: line.strip() for number, line in enumerate(lines, start=1) if line.strip()}
+        if wrong:
+            number, complaint = min(wrong.items())
+            raise ConfigError(f"{path}, line {number}: {complaint}")
         if not keys:
-            raise ConfigError(f"the key file {path} holds no key; write one a line, or leave api_key_file unset")
-        for number, key in keys.items():
-            if len(key) < MIN_KEY_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
-                raise ConfigError(
-                    f"{path}, line {number}: a key is at least {MIN_KEY_CHARACTERS} printable ASCII characters "
-                    "without spaces; `openssl rand -hex 32` makes a good one"
-                )
-        return cls(tuple(keys.values()))
+            raise ConfigError(f"the key file {path} holds no key; `kakeya keys add` makes one")
+        ring._take(keys)
+        return ring
 
     def __len__(self) -> int:
-        return len(self._digests)
+        return len(self._keys)
 
-    def owner_of(self, metadata: Sequence[tuple[str, str | bytes]]) -> str:
+    @property
+    def is_open(self) -> bool:
+        """Is everybody let in?"""
+        return self._path is None and not self._keys
+
+    def owner_of(self, metadata: Metadata) -> str:
         """The owner these call headers belong to. Raises Unauthenticated without saying which part was wrong."""
-        if not self._digests:
+        if self.is_open:
             return ""
+        self._refresh()
         values = [value for name, value in metadata if name == _HEADER]
         if len(values) != 1:
             raise Unauthenticated
@@ -59,7 +145,66 @@ class KeyRing:
             raise Unauthenticated
         given = hashlib.sha256(value[len(_SCHEME) :]).digest()
         # Every digest is compared, and in constant time, so that neither content nor order of the keys can be timed.
-        matches = [hmac.compare_digest(given, known) for known in self._digests]
-        if not any(matches):
+        matches = [key.owner for key in self._keys if hmac.compare_digest(given, key.digest)]
+        if not matches:
             raise Unauthenticated
-        return given.hex()[:OWNER_CHARACTERS]
+        return matches[0]
+
+    def _refresh(self) -> None:
+        """Read the file if it is another one than before. To look is one call of the system's, so every call does."""
+        if self._path is None or (seen := state_of(self._path)) == self._seen:
+            return
+        try:
+            keys, wrong = _read(self._path)
+        except (OSError, UnicodeDecodeError) as error:
+            # The next call tries again: it may have been want of descriptors, and a key was to be taken back.
+            if seen != self._unreadable:
+                self._unreadable = seen
+                _log.error(
+                    "the key file %s cannot be read, keys stay as they were: %s", self._path, type(error).__name__
+                )
+            return
+        self._seen, self._unreadable = seen, ()
+        for number, complaint in wrong.items():
+            _log.error("%s, line %d opens nothing: %s", self._path, number, complaint)
+        self._take(keys)
+        _log.info("%s changed: %d keys open this server now", self._path, len(keys))
+
+    def _take(self, keys: Sequence[Key]) -> None:
+        self._keys = tuple(keys)
+        if plain := sum(key.is_plain for key in keys):
+            _log.warning(
+                "%s holds %d keys as they are, for whoever can read it; `kakeya keys hash --api-key-file %s` leaves "
+                "their digests, and the keys go on working",
+                self._path,
+                plain,
+                self._path,
+            )
+
+
+def _read(path: Path) -> tuple[list[Key], dict[int, str]]:
+    """The keys, and what is wrong with other lines, by number. Raises OSError or UnicodeDecodeError."""
+    keys: list[Key] = []
+    wrong: dict[int, str] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            key = parse_line(line)
+        except ValueError as complaint:
+            wrong[number] = str(complaint)
+        else:
+            keys.extend([] if key is None else [key])
+    return keys, wrong
+
+
+def owner_of_certificate(facts: Mapping[str, Iterable[bytes]]) -> str:
+    """The owner named by a client's certificate: its SPIFFE id if it has one, else its whole subject.
+
+    facts: what gRPC found in a certificate it has verified. Raises Unauthenticated if that names nobody.
+    """
+    for name in ("peer_spiffe_id", "x509_subject"):
+        values = [value for value in facts.get(name, ()) if value]
+        if len(values) == 1:
+            # Named by a digest: subjects are long, and people's names belong in no log.
+            digest = hashlib.sha256(name.encode() + b"\0" + values[0]).hexdigest()
+            return f"cert:{digest[:CERTIFICATE_OWNER_CHARACTERS]}"
+    raise Unauthenticated

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from inference_engine.answers import EngineInfo, SessionInfo, SessionOpened
+from google.protobuf.message import Message
+
+from inference_engine.answers import EngineInfo, HistoryLength, SessionForked, SessionInfo, SessionOpened
 from inference_engine.errors import InvalidArgument
 from inference_engine.kv.strategies import make_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
@@ -84,11 +86,14 @@ def params_from_wire(request: pb.GenerateRequest) -> GenerateParams:
         ),
         stop_token_ids=tuple(request.stop_token_ids),
         logprobs=request.logprobs,
-        expected_history_length=request.expected_history_length
-        if request.HasField("expected_history_length")
-        else None,
+        expected_history_length=optional(request, "expected_history_length"),
         drafting=request.drafting if request.HasField("drafting") else True,
     )
+
+
+def optional(message: Message, field: str) -> Any:
+    """The value of a field that says whether it is there; None if it is not."""
+    return getattr(message, field) if message.HasField(field) else None
 
 
 # What one event becomes on the wire. None: this client did not ask for such frames. (`Failed` becomes the status.)
@@ -113,7 +118,10 @@ def framer_for(request: pb.GenerateRequest) -> Framer:
         if isinstance(event, Accepted) and show_progress:
             return pb.GenerateResponse(
                 accepted=pb.GenerateAccepted(
-                    queue_position=event.queue_position, prefill_token_count=event.prefill_tokens
+                    queue_position=event.queue_position,
+                    prefill_token_count=event.prefill_tokens,
+                    first_position=event.first_position,
+                    replayed=event.is_replayed,
                 )
             )
         if isinstance(event, Progress) and show_progress:
@@ -141,6 +149,7 @@ def _done_to_wire(event: Finished) -> pb.GenerateDone:
         drafted_token_count=event.drafted_tokens,
         accepted_token_count=event.accepted_tokens,
         degraded=event.is_degraded,
+        replayed=event.is_replayed,
     )
 
 
@@ -154,6 +163,31 @@ def opened_to_wire(opened: SessionOpened, *, mode: Mode, model_id: str) -> pb.Cr
         mode=_MODES[mode],
         model_id=model_id,
         tier_bytes=opened.bound.tier_bytes,
+        replayed=opened.is_replayed,
+    )
+
+
+def appended_to_wire(length: HistoryLength) -> pb.AppendTokensResponse:
+    return pb.AppendTokensResponse(history_length=length.tokens, replayed=length.is_replayed)
+
+
+def closed_to_wire(length: HistoryLength) -> pb.CloseSessionResponse:
+    return pb.CloseSessionResponse(final_history_length=length.tokens, replayed=length.is_replayed)
+
+
+def forked_to_wire(forked: SessionForked, *, mode: Mode, model_id: str) -> pb.ForkSessionResponse:
+    return pb.ForkSessionResponse(
+        session_id=forked.session_id,
+        history_length=forked.history_length,
+        strategy=strategy_to_wire(forked.strategy),
+        sustained_bytes=forked.bound.sustained_bytes,
+        peak_bytes=forked.bound.peak_bytes,
+        limit_tokens=forked.limit_tokens,
+        tier_bytes=forked.bound.tier_bytes,
+        mode=_MODES[mode],
+        model_id=model_id,
+        shared_bytes=forked.shared_bytes,
+        replayed=forked.is_replayed,
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import grpc
 from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 
@@ -12,15 +14,27 @@ from inference_engine.server.service import SERVICE_NAME
 
 LOOK_SECONDS = 0.5
 
+_SERVICES = ("", SERVICE_NAME)
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class _Servicer(HealthServicer):
+    """The library's, with the method that it leaves out."""
+
+    async def List(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        asked = {service: health_pb2.HealthCheckRequest(service=service) for service in _SERVICES}
+        messages: Any = health_pb2  # whose types do not know this one
+        return messages.HealthListResponse(
+            statuses={service: await self.Check(request, context) for service, request in asked.items()}
+        )
 
 
 class Health:
     """Keeps the health service in step with an engine, from `follow` until `drain`."""
 
     def __init__(self, engine: Engine) -> None:
-        self.servicer = HealthServicer()
+        self.servicer = _Servicer()
         self._engine = engine
         self._following: asyncio.Task[None] | None = None
 
@@ -42,5 +56,5 @@ class Health:
 
     async def _look(self) -> None:
         status = _SERVING if self._engine.is_alive() else _NOT_SERVING
-        for service in ("", SERVICE_NAME):
+        for service in _SERVICES:
             await self.servicer.set(service, status)

@@ -1,6 +1,7 @@
-"""What happens around every call: who is calling, how long it took, what its error becomes.
+"""What happens around every call: who is calling, whether they may now, how long it took, what its error becomes.
 
 Default-deny: with keys set, every method needs one, known or not, except those in OPEN_METHODS, matched by exact path.
+Without keys, the certificate that a client had to show names the owner; without either, everybody is the same one.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from inference_engine.errors import Unauthenticated
+from inference_engine.errors import RequestError, Unauthenticated
+from inference_engine.logs import about_request
 from inference_engine.metrics import EngineMetrics
-from inference_engine.server.auth import KeyRing
-from inference_engine.server.status import as_request_error, code_of, to_trailers
+from inference_engine.server.auth import KeyRing, owner_of_certificate
+from inference_engine.server.limits import OwnerLimits
+from inference_engine.server.status import CODES, as_request_error, code_of, reason_of, to_trailers
+from inference_engine.tracing import Tracing, end_call
 
 OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check"})
 OUR_METHODS = "/kakeya.v1."
@@ -36,13 +40,28 @@ def caller() -> str:
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """One for the server: authenticates, maps errors, measures, and knows how many calls are running."""
 
-    def __init__(self, keys: KeyRing, metrics: EngineMetrics) -> None:
+    def __init__(
+        self,
+        keys: KeyRing,
+        metrics: EngineMetrics,
+        tracing: Tracing,
+        limits: OwnerLimits,
+        *,
+        has_certificates: bool = False,
+    ) -> None:
+        """has_certificates: every client had to show one."""
         self._keys = keys
         self._metrics = metrics
+        self._tracing = tracing
+        self._limits = limits
+        self._is_by_certificate = keys.is_open and has_certificates
+        for reason in CODES:
+            metrics.rpc_errors.labels(reason)
         self._guarded: dict[str, Handler] = {}
-        self._running = 0
+        self._running: set[asyncio.Task[Any]] = set()  # calls of ours
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+        self._ending: RequestError | None = None
 
     async def intercept_service(
         self,
@@ -61,6 +80,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Until no call of ours runs. (`grpc.aio.Server.stop` may return while handlers still do.)"""
         await self._is_idle.wait()
 
+    def end_all(self, error: RequestError) -> None:
+        """End every call of ours that is running with `error`."""
+        self._ending = error
+        for task in tuple(self._running):
+            task.cancel()
+
     async def _handler(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
@@ -78,13 +103,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _guard_handler(self, handler: Handler, method: str) -> Handler:
         if handler.request_streaming:
             return handler  # server reflection: a library's, with no errors of ours
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(
-                self._guard(handler.unary_stream, method), handler.request_deserializer, handler.response_serializer
-            )
-        return grpc.unary_unary_rpc_method_handler(
-            self._guard(handler.unary_unary, method), handler.request_deserializer, handler.response_serializer
+        behaviour: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        if method not in OPEN_METHODS:
+            behaviour = self._admitted(behaviour)
+        make = (
+            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
         )
+        guarded = self._observed(self._guard(behaviour, method), method)
+        return make(guarded, handler.request_deserializer, handler.response_serializer)
 
     def _refusal(self, error: Unauthenticated, method: str) -> Handler:
         async def refuse(_request: Any, _context: Context) -> None:
@@ -92,16 +118,40 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         return grpc.unary_unary_rpc_method_handler(self._guard(refuse, method))
 
+    def _observed(self, behaviour: Behaviour, method: str) -> Behaviour:
+        """`behaviour` in a span of its own, where calls are traced, and with a tag for what it logs."""
+        name, is_traced = method.removeprefix("/"), self._tracing.is_on and method.startswith(OUR_METHODS)
+
+        async def observed(request: Any, context: Context) -> Any:
+            with about_request():
+                if not is_traced:
+                    return await behaviour(request, context)
+                with self._tracing.call(name, context.invocation_metadata() or ()):
+                    return await behaviour(request, context)
+
+        return observed
+
+    def _admitted(self, behaviour: Any) -> Behaviour:
+        """`behaviour` for owners who may call now."""
+
+        async def admitted(request: Any, context: Context) -> Any:
+            if self._is_by_certificate:
+                _caller.set(owner_of_certificate(context.auth_context()))
+            with self._limits.call(caller()):
+                return await behaviour(request, context)
+
+        return admitted
+
     def _guard(self, behaviour: Any, method: str) -> Behaviour:
         name = method.removeprefix("/")
         seconds = self._metrics.rpc_seconds.labels(name)
         ok = self._metrics.rpc_total.labels(name, "OK")
-        counts_as_running = method.startswith(OUR_METHODS)
+        is_ours = method.startswith(OUR_METHODS)
 
         async def guarded(request: Any, context: Context) -> Any:
             began = perf_counter()
-            code = grpc.StatusCode.OK
-            self._change_running(counts_as_running)
+            code, reason = grpc.StatusCode.OK, ""
+            task = self._begin() if is_ours else None
             try:
                 return await behaviour(request, context)
             except grpc.aio.AbortError:
@@ -110,22 +160,36 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             except (asyncio.CancelledError, grpc.aio.InternalError):
                 # The client is gone (a write to it may fail before the cancellation comes), or the server stops.
                 # Either way the call must end here: grpc hangs if a handler's own CancelledError reaches it.
-                code = grpc.StatusCode.CANCELLED
-                await context.abort(code, "the call was cancelled")
+                if self._ending is None:
+                    code = grpc.StatusCode.CANCELLED
+                    await context.abort(code, "the call was cancelled")
+                else:
+                    code, reason = code_of(self._ending), reason_of(self._ending)
+                    await context.abort(code, self._ending.message, to_trailers(self._ending))
             except Exception as error:  # noqa: BLE001 - the last one who can answer the client
                 known = as_request_error(error, name)
                 code = code_of(known)
+                reason = reason_of(known)
                 await context.abort(code, known.message, to_trailers(known))
             finally:
-                self._change_running(-counts_as_running)
+                self._end(task)
                 seconds.observe(perf_counter() - began)
+                end_call(code.value[0], reason)
+                if reason:
+                    self._metrics.rpc_errors.labels(reason).inc()
                 (ok if code is grpc.StatusCode.OK else self._metrics.rpc_total.labels(name, code.name)).inc()
 
         return guarded
 
-    def _change_running(self, by: int) -> None:
-        self._running += by
-        if self._running:
-            self._is_idle.clear()
-        else:
+    def _begin(self) -> asyncio.Task[Any]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        self._is_idle.clear()
+        return task
+
+    def _end(self, task: asyncio.Task[Any] | None) -> None:
+        if task is not None:
+            self._running.discard(task)
+        if not self._running:
             self._is_idle.set()

@@ -10,31 +10,41 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
-import ssl
+import sys
+import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, NoReturn
 
 import grpc
-import prometheus_client
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from inference_engine import __version__
 from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import ConfigError
-from inference_engine.metrics import EngineMetrics
+from inference_engine.errors import ConfigError, EngineStalled
 from inference_engine.server.address import Address, cannot_bind, resolve_bind
 from inference_engine.server.auth import KeyRing
+from inference_engine.server.connections import allowed_connections
 from inference_engine.server.health import Health
 from inference_engine.server.interceptors import CallInterceptor
+from inference_engine.server.limits import OwnerLimits
+from inference_engine.server.metrics_port import MetricsPort
 from inference_engine.server.service import SERVICE_NAME, RuntimeService
+from inference_engine.server.tls import Certificates
+from inference_engine.server.watchdog import EXIT_STALLED, Watchdog
+
+if TYPE_CHECKING:
+    from inference_engine.server.http.chat_text import ChatText
+    from inference_engine.server.http_shim import HttpShim
 
 # How long finished calls may take to leave, and their last bytes to be sent, once the engine has drained.
 LEAVE_SECONDS = 5.0
 FLUSH_SECONDS = 1.0
+# Where others can reach the server, unless the settings say something else.
+OWNER_CALLS_PER_SECOND = 1000.0
 
 _log = logging.getLogger(__name__)
 
@@ -46,109 +56,194 @@ class ServerHandle:
         self,
         *,
         target: str,
-        metrics_target: str | None,
+        metrics_port: MetricsPort | None,
         server: grpc.aio.Server,
         engine: Engine,
         health: Health,
         calls: CallInterceptor,
         config: ServerConfig,
-        stop_metrics: Callable[[], None],
+        http: HttpShim | None = None,
     ) -> None:
         self.target = target  # "127.0.0.1:50051": the address really bound
-        self.metrics_target = metrics_target
+        self.metrics_target = metrics_port.target if metrics_port is not None else None
+        self._metrics_port = metrics_port
+        self.http_url = http.url if http else None
         self._server = server
         self._engine = engine
         self._health = health
         self._calls = calls
         self._config = config
-        self._stop_metrics = stop_metrics
+        self._http = http
 
     async def drain_and_stop(self) -> None:
         """Refuse new work, let running Generates end, close the port. The engine is left to its owner, drained."""
         self._engine.metrics.draining.set(1)
         await self._health.drain()
+        if self._http:
+            self._http.refuse_work()
         await asyncio.to_thread(self._engine.drain, self._config.drain_seconds)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._calls.wait_idle(), LEAVE_SECONDS)
+        if self._http:
+            await self._http.stop()
         await self._server.stop(FLUSH_SECONDS)
-        await asyncio.to_thread(self._stop_metrics)
+        if self._metrics_port is not None:
+            await asyncio.to_thread(self._metrics_port.stop)
+
+    async def abandon(self) -> None:
+        """End every call with ENGINE_STALLED and close the port: the engine stands still, and would not drain."""
+        await self._health.drain()
+        self._calls.end_all(EngineStalled())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._calls.wait_idle(), FLUSH_SECONDS)
+        await self._server.stop(FLUSH_SECONDS)
 
 
-async def start_server(engine: Engine, config: ServerConfig) -> ServerHandle:
-    """Listen as `config` says. Raises ConfigError if it must not or cannot."""
+async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText | None = None) -> ServerHandle:
+    """Listen as `config` says; `chat` is for `http_bind`. Raises ConfigError if it must not or cannot."""
     address = resolve_bind("bind", config.bind)
+    http_address = resolve_bind("http_bind", config.http_bind) if config.http_bind else None
     keys = KeyRing.from_file(config.api_key_file) if config.api_key_file else KeyRing()
-    credentials = _credentials(config)
-    if not address.is_loopback and not (keys and credentials):
-        raise ConfigError(
-            f"bind {config.bind} can be reached from other machines, which needs both api_key_file and tls_cert_file "
-            "with tls_key_file; or bind 127.0.0.1"
-        )
-    metrics_target, stop_metrics = _start_metrics(engine.metrics, config)
+    certificates = Certificates(config) if config.tls_cert_file else None
+    is_reachable = False
+    for setting, bind, each in (("bind", config.bind, address), ("http_bind", config.http_bind, http_address)):
+        if each is not None and not each.is_loopback:
+            _refuse_open_doors(f"{setting} {bind}", config, keys)
+            is_reachable = True
+    limits = _limits(config, is_reachable=is_reachable)
+    _describe(engine)
+    port = MetricsPort(engine.metrics, config.metrics_bind) if config.metrics_bind else None
     try:
-        health, calls = Health(engine), CallInterceptor(keys, engine.metrics)
+        health = Health(engine)
+        calls = CallInterceptor(
+            keys,
+            engine.metrics,
+            engine.tracing,
+            limits,
+            has_certificates=certificates is not None and certificates.asks_clients,
+        )
         server = grpc.aio.server(interceptors=(calls,), options=_options(config))
         server.add_generic_rpc_handlers((RuntimeService(engine, config).handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
         if address.is_loopback:
             names = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
-        target = _bind(server, address, credentials)
-        _describe(engine)
+        target = _bind(server, address, None if certificates is None else certificates.for_grpc())
+        http = None
+        if http_address is not None:
+            # A second of imports, for those who want it.
+            from inference_engine.server.http_shim import start_http
+
+            http = await start_http(
+                engine, config, http_address, keys=keys, limits=limits, certificates=certificates, chat=chat
+            )
         await health.follow()
         await server.start()
     except BaseException:
-        stop_metrics()
+        if port is not None:
+            port.stop()
         raise
     return ServerHandle(
         target=target,
-        metrics_target=metrics_target,
+        metrics_port=port,
         server=server,
         engine=engine,
         health=health,
         calls=calls,
         config=config,
-        stop_metrics=stop_metrics,
+        http=http,
     )
 
 
-def serve(engine: Engine, config: ServerConfig, *, on_ready: Callable[[ServerHandle], None] = lambda _: None) -> None:
+def serve(
+    engine: Engine,
+    config: ServerConfig,
+    *,
+    chat: ChatText | None = None,
+    on_ready: Callable[[ServerHandle], None] = lambda _: None,
+) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return. A second signal ends the process at once.
 
     `on_ready` is called once, when clients can connect. Raises ConfigError as `start_server` does.
     """
-    asyncio.run(_serve(engine, config, on_ready))
+    asyncio.run(_serve(engine, config, chat, on_ready))
 
 
-async def _serve(engine: Engine, config: ServerConfig, on_ready: Callable[[ServerHandle], None]) -> None:
+async def _serve(
+    engine: Engine, config: ServerConfig, chat: ChatText | None, on_ready: Callable[[ServerHandle], None]
+) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     signals = (signal.SIGTERM, signal.SIGINT)
     for number in signals:
         loop.add_signal_handler(number, stop.set)
-    handle = await start_server(engine, config)
+    handle = await start_server(engine, config, chat=chat)
     # What is here now (the libraries, the model) stays. Walking all of it takes the collector a tenth of a second, in
     # which no token moves.
     gc.collect()
     gc.freeze()
     on_ready(handle)
-    await stop.wait()
+    watchdog = Watchdog(engine, config.stall_exit_seconds, time.monotonic)
+    gave_up = asyncio.create_task(watchdog.gave_up(), name="watchdog")
+    await asyncio.wait({gave_up, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    if not stop.is_set():
+        await _end_process(handle)
     for number in signals:
         loop.remove_signal_handler(number)
         # The system's own handler works even if the loop is stuck.
         signal.signal(number, signal.SIG_DFL)
     _log.info("draining for at most %g s; a second signal ends at once", config.drain_seconds)
-    await handle.drain_and_stop()
+    draining = asyncio.create_task(handle.drain_and_stop())
+    await asyncio.wait({gave_up, draining}, return_when=asyncio.FIRST_COMPLETED)
+    if not draining.done():
+        await _end_process(handle)
+    gave_up.cancel()
+    draining.result()
+
+
+async def _end_process(handle: ServerHandle) -> NoReturn:
+    """Without waiting for the engine, which would never come."""
+    _log.critical("the engine did not come back: ending with status %d", EXIT_STALLED)
+    await handle.abandon()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(EXIT_STALLED)
+
+
+def _refuse_open_doors(bind: str, config: ServerConfig, keys: KeyRing) -> None:
+    """Where others can reach the server, they have to say who they are, and nobody may listen in."""
+    has_owners = not keys.is_open or bool(config.tls_client_ca_file)
+    if not has_owners or not (config.tls_cert_file or config.allow_plaintext):
+        raise ConfigError(
+            f"{bind} can be reached from other machines, which needs both api_key_file and tls_cert_file "
+            "with tls_key_file. (In place of keys, tls_client_ca_file asks clients for certificates; where something "
+            "in front of this server ends TLS, allow_plaintext says so.) Or bind 127.0.0.1"
+        )
+    if not config.tls_cert_file:
+        _log.warning("%s can be reached from other machines, and keys cross the network as they are", bind)
+
+
+def _limits(config: ServerConfig, *, is_reachable: bool) -> OwnerLimits:
+    default = OWNER_CALLS_PER_SECOND if is_reachable else 0.0
+    return OwnerLimits(
+        calls=config.max_owner_calls,
+        calls_per_second=config.owner_calls_per_second or default,
+        clock=time.monotonic,
+    )
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    age = [("grpc.max_connection_age_ms", max(1, round(config.max_connection_age_seconds * 1000)))]
     return [
+        *(age if config.max_connection_age_seconds else ()),
+        ("grpc.max_allowed_incoming_connections", allowed_connections(config.max_connections)),
+        ("grpc.server_handshake_timeout_ms", 20_000),  # who connects and says nothing holds a descriptor
         ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.max_metadata_size", 8 * 1024),
         ("grpc.absolute_max_metadata_size", 16 * 1024),
-        ("grpc.max_concurrent_streams", 1024),
+        ("grpc.max_concurrent_streams", config.max_owner_calls),
         # A long prefill is a silent call. Clients may ping through it, every 10 s (a common setting) or less often.
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -157,21 +252,6 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.max_pings_without_data", 0),
     ]
-
-
-def _credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
-    if not config.tls_cert_file:
-        return None
-    certificate, key = Path(config.tls_cert_file).expanduser(), Path(config.tls_key_file).expanduser()
-    try:
-        # grpc would say no more than "cannot bind". An encrypted key must fail too, not ask for a password.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: b"")
-        return grpc.ssl_server_credentials([(key.read_bytes(), certificate.read_bytes())])
-    except OSError as error:
-        raise ConfigError(
-            f"tls_cert_file {certificate} and tls_key_file {key} are not a readable certificate chain and its "
-            f"unencrypted key in PEM format: {error.strerror}"
-        ) from error
 
 
 def _bind(server: grpc.aio.Server, address: Address, credentials: grpc.ServerCredentials | None) -> str:
@@ -185,31 +265,6 @@ def _bind(server: grpc.aio.Server, address: Address, credentials: grpc.ServerCre
     if port == 0:
         raise cannot_bind("bind", address)
     return str(Address(host=address.host, port=port, is_loopback=address.is_loopback))
-
-
-def _start_metrics(metrics: EngineMetrics, config: ServerConfig) -> tuple[str | None, Callable[[], None]]:
-    """Serve /metrics over HTTP, if asked to. Returns where, and what stops it."""
-    if not config.metrics_bind:
-        return None, lambda: None
-    address = resolve_bind("metrics_bind", config.metrics_bind)
-    if not address.is_loopback:
-        raise ConfigError(
-            f"metrics_bind {config.metrics_bind} can be reached from other machines, and metrics have no access "
-            "control; bind 127.0.0.1 and let a local agent collect them"
-        )
-    # `session_created` beside `session_total` would read as a count.
-    cast("Callable[[], None]", prometheus_client.disable_created_metrics)()
-    try:
-        httpd, thread = prometheus_client.start_http_server(address.port, address.host, metrics.registry)
-    except OSError as error:
-        raise cannot_bind("metrics_bind", address) from error
-
-    def stop() -> None:
-        httpd.shutdown()
-        httpd.server_close()
-        thread.join()
-
-    return str(Address(host=address.host, port=httpd.server_port, is_loopback=True)), stop
 
 
 def _describe(engine: Engine) -> None:

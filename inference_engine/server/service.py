@@ -15,14 +15,16 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from inference_engine import __version__
+from inference_engine.answers import HistoryLength, SessionForked
 from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, SessionBusy
 from inference_engine.generation import Generation
+from inference_engine.logs import name_request
 from inference_engine.server import convert
 from inference_engine.server.interceptors import caller
 from inference_engine.server.status import SlowConsumer
-from inference_engine.server.stream import EventQueue, Stall
+from inference_engine.server.stream import Feed, Stall
 from inference_engine.types import Failed, Finished, GenerateParams
 from kakeya.v1 import runtime_pb2 as pb
 
@@ -41,7 +43,7 @@ Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 
 class RuntimeService:
-    """The RPCs. Stateless: everything lives in the engine."""
+    """The RPCs. What lasts longer than a call lives in the engine."""
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self._engine = engine
@@ -49,6 +51,7 @@ class RuntimeService:
         info = engine.info()
         self._mode, self._model_id = info.mode, info.facts.model_id
         self._max_append_tokens = info.config.max_append_tokens
+        self._awaited: dict[str, asyncio.Event] = {}  # by session, set when it becomes free
 
     async def create_session(self, request: pb.CreateSessionRequest, context: Context) -> pb.CreateSessionResponse:
         strategy = convert.strategy_from_wire(request.strategy) if request.HasField("strategy") else None
@@ -56,9 +59,10 @@ class RuntimeService:
             opened = self._engine.create_session(
                 strategy=strategy,
                 eos_token_ids=list(request.eos_token_ids),
-                limit_tokens=request.limit_tokens if request.HasField("limit_tokens") else None,
+                limit_tokens=convert.optional(request, "limit_tokens"),
                 label=request.client_label,
                 owner=caller(),
+                request_id=request.request_id,
             )
         except InvalidArgument as error:
             if strategy is None:
@@ -70,30 +74,59 @@ class RuntimeService:
         # Too many ids are refused by their count, before they are made into numbers.
         too_many = len(request.token_ids) > self._max_append_tokens
         token_ids = request.token_ids if too_many else list(request.token_ids)
-        expected = request.expected_history_length if request.HasField("expected_history_length") else None
+        expected = convert.optional(request, "expected_history_length")
         owner = caller()
 
-        def append() -> int:
-            return self._engine.append(request.session_id, token_ids, expected_history_length=expected, owner=owner)
+        def append() -> HistoryLength:
+            return self._engine.append_once(
+                request.session_id,
+                token_ids,
+                request_id=request.request_id,
+                expected_history_length=expected,
+                owner=owner,
+            )
 
-        length = await self._when_free(request.session_id, append)
-        return pb.AppendTokensResponse(history_length=length)
+        return convert.appended_to_wire(await self._when_free(request.session_id, append))
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
         owner = caller()
         params = self._params(request, owner)
-        events = EventQueue(asyncio.get_running_loop())
+        resume_from = convert.optional(request, "resume_from")
 
         def start() -> Generation:
-            return self._engine.generate(request.session_id, params, listener=events.push, owner=owner)
+            return self._engine.generate(
+                request.session_id, params, request_id=request.request_id, resume_from=resume_from, owner=owner
+            )
 
         generation = await self._when_free(request.session_id, start)
-        with self._supervised(generation, context) as stall:
-            await _send(events, convert.framer_for(request), context, stall)
+        feed = Feed(generation, asyncio.get_running_loop())
+        with self._supervised(generation, feed, context) as stall:
+            await _send(feed, convert.framer_for(request), context, stall)
 
     async def close_session(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
-        length = self._engine.close_session(request.session_id, owner=caller())
-        return pb.CloseSessionResponse(final_history_length=length)
+        length = self._engine.close_once(
+            request.session_id,
+            request_id=request.request_id,
+            expected_history_length=convert.optional(request, "expected_history_length"),
+            owner=caller(),
+        )
+        return convert.closed_to_wire(length)
+
+    async def fork_session(self, request: pb.ForkSessionRequest, context: Context) -> pb.ForkSessionResponse:
+        owner = caller()
+
+        def fork() -> SessionForked:
+            return self._engine.fork_session(
+                request.session_id,
+                expected_history_length=convert.optional(request, "expected_history_length"),
+                limit_tokens=convert.optional(request, "limit_tokens"),
+                label=request.client_label,
+                owner=owner,
+                request_id=request.request_id,
+            )
+
+        forked = await self._when_free(request.session_id, fork)
+        return convert.forked_to_wire(forked, mode=self._mode, model_id=self._model_id)
 
     async def get_session_info(self, request: pb.GetSessionInfoRequest, context: Context) -> pb.GetSessionInfoResponse:
         return convert.session_info_to_wire(self._engine.session_info(request.session_id, owner=caller()))
@@ -112,6 +145,7 @@ class RuntimeService:
                 "AppendTokens": _unary(self.append_tokens, pb.AppendTokensRequest),
                 "Generate": _stream(self.generate, pb.GenerateRequest),
                 "CloseSession": _unary(self.close_session, pb.CloseSessionRequest),
+                "ForkSession": _unary(self.fork_session, pb.ForkSessionRequest),
                 "GetSessionInfo": _unary(self.get_session_info, pb.GetSessionInfoRequest),
                 "GetServerInfo": _unary(self.get_server_info, pb.GetServerInfoRequest),
             },
@@ -145,18 +179,29 @@ class RuntimeService:
         raise SessionBusy(round(loop.time() - began, 3))
 
     async def _free(self, session_id: str, loop: asyncio.AbstractEventLoop) -> None:
-        is_free = asyncio.Event()
-
-        def tell() -> None:
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(is_free.set)
-
-        self._engine.when_free(session_id, tell)
+        # One callback for all who wait, so that who gives up leaves nothing behind, however often.
+        is_free = self._awaited.get(session_id)
+        if is_free is None:
+            is_free = self._awaited[session_id] = asyncio.Event()
+            self._engine.when_free(session_id, lambda: self._tell_free(session_id, loop))
         await is_free.wait()
 
+    def _tell_free(self, session_id: str, loop: asyncio.AbstractEventLoop) -> None:
+        """Any thread."""
+
+        def tell() -> None:
+            self._awaited.pop(session_id).set()
+
+        # The loop is closed only when the process ends, and then nobody waits.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(tell)
+
     @contextlib.contextmanager
-    def _supervised(self, generation: Generation, context: Context) -> Iterator[Stall]:
-        """Stops the engine's work when the client leaves, stops reading or runs out of time."""
+    def _supervised(self, generation: Generation, feed: Feed, context: Context) -> Iterator[Stall]:
+        """Stops the engine's work when the client leaves, stops reading or runs out of time.
+
+        The same call may come again and go on; if it has already, what becomes of this one stops nothing.
+        """
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
@@ -172,7 +217,7 @@ class RuntimeService:
             # A Generate that has ended, or was stopped otherwise, takes no notice.
             generation.expire() if context.time_remaining() == 0 else generation.cancel()
             if stall.is_stalled and isinstance(error, asyncio.CancelledError):
-                raise SlowConsumer(STALL_SECONDS) from None
+                raise SlowConsumer(STALL_SECONDS, feed.position) from None
             raise
         finally:
             stall.stop()
@@ -180,11 +225,11 @@ class RuntimeService:
                 expiry.cancel()
 
 
-async def _send(events: EventQueue, frame: convert.Framer, context: Context, stall: Stall) -> None:
+async def _send(feed: Feed, frame: convert.Framer, context: Context, stall: Stall) -> None:
     """Write the frames of one Generate until its last event. Raises the error of a Failed."""
     while True:
-        await events.wait()
-        for event in events.pop_all():
+        await feed.wait()
+        for event in feed.pop_all():
             if isinstance(event, Failed):
                 raise event.error
             message = frame(event)
@@ -221,6 +266,8 @@ def _decoded(behaviour: Behaviour, request_type: type[Message]) -> Behaviour:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, f"the message is not a valid {request_type.DESCRIPTOR.full_name}"
             )
+        if request_id := getattr(request, "request_id", b""):
+            name_request(request_id)
         return await behaviour(request, context)
 
     return call

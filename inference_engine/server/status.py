@@ -22,16 +22,21 @@ CODES: dict[str, grpc.StatusCode] = {
     "SESSION_EVICTED": grpc.StatusCode.NOT_FOUND,
     "TOKEN_OUT_OF_RANGE": grpc.StatusCode.INVALID_ARGUMENT,
     "INVALID_ARGUMENT": grpc.StatusCode.INVALID_ARGUMENT,
+    "REQUEST_ID_REUSED": grpc.StatusCode.INVALID_ARGUMENT,
     "APPEND_TOO_LARGE": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "SESSION_BUSY": grpc.StatusCode.ABORTED,
     "SESSION_CLOSED": grpc.StatusCode.ABORTED,
+    "STREAM_TAKEN_OVER": grpc.StatusCode.ABORTED,
     "HISTORY_LENGTH_MISMATCH": grpc.StatusCode.ABORTED,
     "NO_CAPACITY": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "OVERLOADED": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "QUOTA": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "HISTORY_LIMIT": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "SLOW_CONSUMER": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "UNAUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
     "DRAINING": grpc.StatusCode.UNAVAILABLE,
+    "ENGINE_STALLED": grpc.StatusCode.UNAVAILABLE,
+    "OUT_OF_MEMORY": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "INV1": grpc.StatusCode.FAILED_PRECONDITION,
     "INV2": grpc.StatusCode.FAILED_PRECONDITION,
     "INV3": grpc.StatusCode.FAILED_PRECONDITION,
@@ -45,15 +50,21 @@ _log = logging.getLogger(__name__)
 
 
 class SlowConsumer(RequestError):
-    """The client did not read its stream. The server alone can see that; it cancels the Generate."""
+    """The client did not read its stream. The server alone can see that; it cancels the Generate.
+
+    position: of the token whose frame was being sent.
+    """
 
     reason = "SLOW_CONSUMER"
 
-    def __init__(self, stalled_seconds: float) -> None:
+    def __init__(self, stalled_seconds: float, position: int) -> None:
         super().__init__(
-            f"the stream was not read for {stalled_seconds:g} s, so the Generate was cancelled; the session is kept: "
-            "read its length with GetSessionInfo and generate again",
+            f"the stream was not read for {stalled_seconds:g} s, so the Generate was cancelled at position {position}; "
+            "the session is kept: send the same request_id again with resume_from, or read the session's length with "
+            "GetSessionInfo and generate again",
+            retry_after_seconds=0.0,
             stalled_seconds=f"{stalled_seconds:g}",
+            position=position,
         )
 
 

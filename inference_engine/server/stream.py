@@ -1,9 +1,10 @@
 """The bridge from the engine's thread to one client's stream.
 
-    engine thread ── push ──▶ deque ──▶ batch ── event loop ──▶ frames
+    engine thread ── ring ──▶ event loop ── read ──▶ frames
 
-One wakeup of the loop may carry many events. The deque needs no lock (append and popleft are atomic) and cannot outgrow
-the request: a Generate reports at most `max_tokens` tokens and one progress report per prefill chunk.
+One wakeup of the loop may carry many events. A Feed holds none: what its client has not taken yet stays where the
+engine keeps it, in the session's history, so that a slow client costs no memory and the engine waits for nobody. An
+EventQueue holds those that are pushed to it, at most `max_tokens` of one Generate and a report for each prefill chunk.
 
 A client that stops reading fills the transport's own buffers (thousands of frames) and then one write stalls; `Stall`
 notices that.
@@ -16,42 +17,90 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from inference_engine.types import Event
+from inference_engine.generation import Generation
+from inference_engine.types import Event, TokenCommitted
+
+
+class Feed:
+    """The events of a Generation. Single consumer on `loop`."""
+
+    def __init__(self, generation: Generation, loop: asyncio.AbstractEventLoop) -> None:
+        self._generation = generation
+        self._bell = _Bell(loop)
+        self.position = generation.position  # of the token that is being sent, or comes next
+        generation.when_news(self._bell.ring)
+
+    async def wait(self) -> None:
+        """Until there may be something to pop."""
+        await self._bell.wait()
+
+    def pop_all(self) -> Iterator[Event]:
+        """What is there, and what comes while it is being consumed: a busy producer costs no wakeups."""
+        while True:
+            while events := self._generation.read():
+                yield from self._placed(events)
+            self._bell.is_rung = False
+            if not (events := self._generation.read()):
+                return
+            self._bell.is_rung = True
+            yield from self._placed(events)
+
+    def _placed(self, events: list[Event]) -> Iterator[Event]:
+        for event in events:
+            if isinstance(event, TokenCommitted):
+                self.position = event.position
+                yield event
+                self.position += 1
+            else:
+                yield event
 
 
 class EventQueue:
-    """Single producer on any thread, single consumer on `loop`."""
+    """Single producer on any thread, single consumer on `loop`. Needs no lock: append and popleft are atomic."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
         self._events: deque[Event] = deque()
-        self._ready = asyncio.Event()
-        self._is_signalled = False
+        self._bell = _Bell(loop)
 
     def push(self, event: Event) -> None:
         """Any thread. Returns at once and never raises."""
         self._events.append(event)
-        # Appended before the flag is read, cleared before the deque is read: whoever comes second sees the other.
-        if not self._is_signalled:
-            self._is_signalled = True
+        self._bell.ring()
+
+    async def wait(self) -> None:
+        """Until there may be something to pop."""
+        await self._bell.wait()
+
+    def pop_all(self) -> Iterator[Event]:
+        """As `Feed.pop_all`."""
+        while True:
+            while self._events:
+                yield self._events.popleft()
+            self._bell.is_rung = False
+            if not self._events:
+                return
+            self._bell.is_rung = True
+
+
+class _Bell:
+    """Wakes the consumer once for all that has come since it last looked."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._ready = asyncio.Event()
+        self.is_rung = False
+
+    def ring(self) -> None:
+        # Rung after there is something, reset before the consumer looks again: whoever comes second sees the other.
+        if not self.is_rung:
+            self.is_rung = True
             # The loop is closed only when the process ends, and then nobody listens.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._ready.set)
 
     async def wait(self) -> None:
-        """Until there may be something to pop."""
         await self._ready.wait()
         self._ready.clear()
-
-    def pop_all(self) -> Iterator[Event]:
-        """What is there, and what comes while it is being consumed: a busy producer costs no wakeups."""
-        while True:
-            while self._events:
-                yield self._events.popleft()
-            self._is_signalled = False
-            if not self._events:
-                return
-            self._is_signalled = True
 
 
 class Stall:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 import numpy as np
 
 from inference_engine.session.journal import TokenIds
@@ -30,6 +33,13 @@ class History:
         self._ids[self._length : end] = token_ids
         self._marks[self._length : end] = mark
         self._length = end
+
+    def runs(self) -> Iterator[tuple[TokenIds, Mark]]:
+        """The history in order, as stretches of equal mark. Views, as `ids` gives them."""
+        marks = self.marks()
+        edges = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), self._length] if self._length else []
+        for start, stop in pairwise(edges):
+            yield self.ids(start, stop), Mark(int(marks[start]))
 
     def ids(self, start: int = 0, stop: int | None = None) -> TokenIds:
         """A view of positions [start, stop). Valid until the history grows."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +22,7 @@ class Operation(enum.Enum):
 
     APPEND = "append"
     GENERATE = "generate"
+    FORK = "fork"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,9 +51,11 @@ class Session:
     history: History = field(default_factory=History)
     operation: Operation | None = None
     waiters: list[Callable[[], None]] = field(default_factory=list)
+    pins: int = 0  # that keep the rows where they are, though the session may be closed meanwhile
     is_closed: bool = False
     failure_reason: str = ""
     live_bytes: int = 0  # on the device
+    live_kinds: Mapping[str, int] = field(default_factory=dict)  # the same, by what they are
     tier_live_bytes: int = 0  # in the second tier
     evicted_tokens: int = 0
     cached_tokens: int = 0
@@ -81,11 +85,23 @@ class Session:
 
     def forget_rows(self) -> None:
         """Engine's thread: drop all K/V. The history stays, and is prefilled again when it is needed."""
-        self.kv.forget()
-        if self.kv.draft_memory is not None:
-            self.kv.draft_memory.forget()
+        with ExitStack() as stack:
+            # The last comes first, and each of them whatever becomes of the others.
+            stack.callback(self._forget_facts)
+            if self.kv.draft_memory is not None:
+                stack.callback(self.kv.draft_memory.forget)
+            stack.callback(self.kv.forget)
+
+    def _forget_facts(self) -> None:
         self.cached_tokens = 0
         self.refresh_facts()
+
+    def drop_rows(self) -> None:
+        """Give back the memory of K/V, of a session that nothing holds. The history stays."""
+        self.kv.drop()
+        self.live_bytes = self.tier_live_bytes = self.evicted_tokens = 0
+        self.live_kinds = {}
+        self.cached_tokens = self.kv.length  # those that other sessions hold for it
 
     def refresh_facts(self) -> None:
         """Engine's thread, after a commit: publish what other threads may read. Raises InvariantViolated."""
@@ -96,5 +112,6 @@ class Session:
             raise InvariantViolated("INV2", f"the cache went back from {self.cached_tokens} to {length} positions")
         footprint = self.kv.footprint()
         self.live_bytes, self.tier_live_bytes = footprint.total_bytes, footprint.tier_bytes
+        self.live_kinds = footprint.by_kind
         self.evicted_tokens = self.kv.evicted
         self.cached_tokens = length

@@ -1,9 +1,8 @@
-"""The session store: issues ids, admits by bytes, expires the idle, and lets one operation at a time hold a session.
+"""The session store: issues ids, admits, expires the idle, and lets one operation at a time hold a session.
 
-Admission comes before allocation: a session's whole slab is reserved when it is created and nothing it does later
-needs more. To make room, sessions of the same owner that have been idle long enough are evicted, least recently used
-first; a session that something holds is never evicted. All methods are safe from any thread; the lock is held for
-microseconds and never during a forward.
+Admission (`session/admission.py`) comes before allocation: a session's whole slab is reserved when it is created, and
+nothing it does later needs more. All methods are safe from any thread; the lock is held for microseconds and never
+during a forward.
 """
 
 from __future__ import annotations
@@ -12,17 +11,18 @@ import itertools
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from inference_engine.errors import InvariantViolated, NoCapacity, SessionBusy, SessionEvicted, SessionNotFound
+from inference_engine.errors import InvariantViolated, SessionBusy, SessionClosed, SessionEvicted, SessionNotFound
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.session_kv import SessionKV, bound_of
+from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
+from inference_engine.session.admission import Admission, SessionLimits
 from inference_engine.session.journal import Journal, SessionRecord
+from inference_engine.session.replies import ReplyBook
 from inference_engine.session.session import Operation, Session
-from inference_engine.types import Bound
 
 _TOMBSTONES = 10_000
 
@@ -37,18 +37,19 @@ class SessionStore:
         metrics: EngineMetrics,
         clock: Callable[[], float],
         *,
-        max_sessions: int,
+        limits: SessionLimits,
         idle_ttl_seconds: float,
-        evictable_seconds: float,
     ) -> None:
         self._context = context
         self._journal = journal
         self._metrics = metrics
         self._clock = clock
-        self._max_sessions = max_sessions
         self._idle_ttl_seconds = idle_ttl_seconds
-        self._evictable_seconds = evictable_seconds
+        self._admission = Admission(
+            context, limits, clock, evict=lambda session: self._evict(session, "lru"), drop=self._drop
+        )
         self._lock = threading.RLock()
+        self.replies = ReplyBook(clock)  # to calls that may come again
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
         self._evicted: OrderedDict[str, tuple[str, str]] = OrderedDict()  # id -> owner, cause
         metrics.kv_capacity_bytes.set(context.pool.capacity_bytes)
@@ -59,27 +60,35 @@ class SessionStore:
     def create(
         self, strategy: KVStrategy, *, eos_token_ids: frozenset[int], limit_tokens: int | None, owner: str
     ) -> Session:
-        """Open a session, its memory reserved. Raises NoCapacity, with nothing changed but idle sessions evicted."""
+        """Open a session, its memory reserved. Raises NoCapacity or QuotaExceeded."""
         with self._lock:
-            self._refuse_what_can_never_fit(strategy, limit_tokens)
-            kv = self._reserve(strategy, limit_tokens, owner)
-            session = Session(
-                session_id=secrets.token_urlsafe(24),
-                owner=owner,
-                kv=kv,
-                eos_token_ids=eos_token_ids,
-                limit_tokens=limit_tokens,
-                used_at=self._clock(),
+            kv = self._admission.admit(self._sessions.values(), strategy, limit_tokens, owner)
+            session = self._open(kv, eos_token_ids, owner)
+            self._add(session)
+            return session
+
+    def fork(self, parent: Session, limit_tokens: int | None) -> Session:
+        """Open a session with the history of `parent`, which the caller holds; its rows are not there yet.
+
+        Both are pinned until `unpin`. Raises NoCapacity or QuotaExceeded.
+        """
+        with self._lock:
+            if parent.is_closed:
+                raise SessionClosed
+            kv = self._admission.admit(
+                self._sessions.values(), parent.kv.strategy, limit_tokens, parent.owner, parent=parent.kv
             )
+            session = self._open(kv, parent.eos_token_ids, parent.owner)
             try:
-                self._journal.open(
-                    SessionRecord(session.session_id, owner, str(strategy), limit_tokens, tuple(sorted(eos_token_ids)))
-                )
+                for token_ids, mark in parent.history.runs():
+                    session.record(self._journal, token_ids, mark)
             except BaseException:
+                self._journal.close(session.session_id)
                 kv.release()
                 raise
-            self._sessions[session.session_id] = session
-            self._update_gauges()
+            parent.pins += 1
+            session.pins += 1
+            self._add(session)
             return session
 
     def find(self, session_id: str, owner: str) -> Session:
@@ -105,10 +114,10 @@ class SessionStore:
         with self._lock:
             session.failure_reason = reason
             session.live_bytes = session.tier_live_bytes = 0
+            session.live_kinds = {}
             session.kv.release()
             self._journal.close(session.session_id)
             self._metrics.sessions_total.labels(outcome="failed").inc()
-            self._update_gauges()
 
     def expire(self) -> None:
         """Evict sessions idle longer than the TTL. To be called now and then."""
@@ -119,11 +128,28 @@ class SessionStore:
             for session in old:
                 if session.operation is None:
                     self._evict(session, "ttl")
+            self.replies.expire()
 
     def close_all(self) -> None:
         with self._lock:
             for session in list(self._sessions.values()):
                 self._remove(session, "closed")
+
+    def ensure_memory(self, session: Session) -> None:
+        """The caller holds the session and needs its rows: if they were dropped, reserve memory for them again.
+
+        Raises NoCapacity or QuotaExceeded; the session keeps its history, and may try again.
+        """
+        with self._lock:
+            if session.kv.is_dropped and not session.is_closed:
+                self._admission.readmit(self._sessions.values(), session)
+
+    def unpin(self, *sessions: Session) -> None:
+        """Let go of rows that `fork` kept where they are."""
+        with self._lock:
+            for session in sessions:
+                session.pins -= 1
+                self._release_if_over(session)
 
     # -- one operation at a time ------------------------------------------------------------------------------------
 
@@ -150,10 +176,8 @@ class SessionStore:
         with self._lock:
             session.operation = None
             waiters, session.waiters = session.waiters, []
-            if session.is_closed:
-                session.kv.release()
+            self._release_if_over(session)
             self._touch(session)
-            self._update_gauges()
         for wake in waiters:
             wake()
 
@@ -169,96 +193,50 @@ class SessionStore:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    def sessions(self) -> tuple[Session, ...]:
+        """Those that are open now."""
+        with self._lock:
+            return tuple(self._sessions.values())
+
     # -- helpers, lock held -----------------------------------------------------------------------------------------
+
+    def _open(self, kv: SessionKV, eos_token_ids: frozenset[int], owner: str) -> Session:
+        """A session around `kv`, told to the journal. If that raises, `kv` is given back."""
+        session = Session(
+            session_id=secrets.token_urlsafe(24),
+            owner=owner,
+            kv=kv,
+            eos_token_ids=eos_token_ids,
+            limit_tokens=kv.limit_tokens,
+            used_at=self._clock(),
+        )
+        try:
+            self._journal.open(
+                SessionRecord(
+                    session.session_id, owner, str(kv.strategy), kv.limit_tokens, tuple(sorted(eos_token_ids))
+                )
+            )
+        except BaseException:
+            kv.release()
+            raise
+        return session
+
+    def _add(self, session: Session) -> None:
+        self._sessions[session.session_id] = session
+
+    @staticmethod
+    def _release_if_over(session: Session) -> None:
+        if session.is_closed and session.operation is None and not session.pins:
+            session.kv.release()
 
     def _touch(self, session: Session) -> None:
         session.used_at = self._clock()
         if session.session_id in self._sessions:
             self._sessions.move_to_end(session.session_id)
 
-    def _refuse_what_can_never_fit(self, strategy: KVStrategy, limit_tokens: int | None) -> None:
-        """No session is evicted for one that would not fit into the empty pool either."""
-        bound = bound_of(strategy, self._context, limit_tokens)
-        if self._context.tier is not None:
-            self._context.tier.refuse_what_can_never_fit(bound.tier_bytes)
-        needed = bound.peak_bytes
-        capacity = self._context.pool.capacity_bytes
-        if needed > capacity:
-            raise NoCapacity(
-                f"the session needs {needed} bytes of K/V and the server has {capacity} in all; ask for a smaller "
-                "limit_tokens or another strategy",
-                needed_bytes=needed,
-                capacity_bytes=capacity,
-            )
-
-    def _reserve(self, strategy: KVStrategy, limit_tokens: int | None, owner: str) -> SessionKV:
-        needed = bound_of(strategy, self._context, limit_tokens)
-        while True:
-            idle = self._idle(owner)
-            if len(self._sessions) >= self._max_sessions:
-                if not idle:
-                    raise NoCapacity(
-                        f"the server holds {self._max_sessions} sessions already, its maximum; close some",
-                        retry_after_seconds=1.0,
-                        max_sessions=self._max_sessions,
-                    )
-                self._evict(idle[0], "lru")
-                continue
-            # A failed session holds no bytes any more, and answers for itself until its TTL.
-            holding = [session for session in idle if not session.failure_reason]
-            try:
-                self._keep_room_to_wake(strategy, limit_tokens)
-                return SessionKV(strategy, self._context, limit_tokens)
-            except NoCapacity:
-                pool = self._context.pool
-                within_reach = pool.capacity_bytes - pool.reserved_bytes
-                within_reach += sum(session.kv.bound.sustained_bytes for session in holding)
-                if not holding or within_reach < needed.sustained_bytes:
-                    raise
-                if (short := self._short_of_tier(needed)) > 0:
-                    # Only those that hold some of it can make room there.
-                    holding = [session for session in holding if session.kv.bound.tier_bytes]
-                    if sum(session.kv.bound.tier_bytes for session in holding) < short:
-                        raise
-                # Nobody is evicted for a session that would be refused even then.
-                self._keep_room_to_wake(strategy, limit_tokens, without=holding)
-                self._evict(holding[0], "lru")
-
-    def _short_of_tier(self, needed: Bound) -> int:
-        """Bytes of the second tier that would have to be given back first."""
-        tier = self._context.tier
-        return 0 if tier is None else needed.tier_bytes - (tier.capacity_bytes - tier.reserved_bytes)
-
-    def _keep_room_to_wake(
-        self, strategy: KVStrategy, limit_tokens: int | None, *, without: Sequence[Session] = ()
-    ) -> None:
-        """Raise NoCapacity if the new session left too little room for the most that one session needs to wake.
-
-        without: sessions that would be evicted first.
-        """
-        new = bound_of(strategy, self._context, limit_tokens)
-        staying = [session for session in self._sessions.values() if session not in without]
-        bounds = [session.kv.bound for session in staying if not session.failure_reason] + [new]
-        sustained = sum(bound.sustained_bytes for bound in bounds)
-        waking = max(bound.peak_bytes - bound.sustained_bytes for bound in bounds)
-        capacity = self._context.pool.capacity_bytes
-        if waking and sustained + waking > capacity:
-            raise NoCapacity(
-                f"with this session {sustained} bytes of K/V would be reserved and {waking} are needed to wake one, "
-                f"of {capacity} in all. Close sessions, or ask for a smaller limit_tokens or another strategy",
-                retry_after_seconds=1.0,
-                needed_bytes=sustained + waking,
-                capacity_bytes=capacity,
-            )
-
-    def _idle(self, owner: str) -> list[Session]:
-        """The owner's sessions that may make room, least recently used first."""
-        horizon = self._clock() - self._evictable_seconds
-        return [
-            session
-            for session in self._sessions.values()
-            if session.owner == owner and session.operation is None and session.used_at <= horizon
-        ]
+    def _drop(self, session: Session) -> None:
+        session.drop_rows()
+        self._metrics.dropped.inc()
 
     def _evict(self, session: Session, cause: str) -> None:
         self._evicted[session.session_id] = (session.owner, cause)
@@ -270,17 +248,8 @@ class SessionStore:
     def _remove(self, session: Session, outcome: str) -> None:
         session.is_closed = True
         del self._sessions[session.session_id]
-        if session.operation is None:
-            session.kv.release()
+        self.replies.session_ended(session.session_id, session.owner)
+        self._release_if_over(session)
         if not session.failure_reason:
             self._journal.close(session.session_id)
             self._metrics.sessions_total.labels(outcome=outcome).inc()
-        self._update_gauges()
-
-    def _update_gauges(self) -> None:
-        self._metrics.sessions_active.set(len(self._sessions))
-        self._metrics.kv_live_bytes.set(sum(session.live_bytes for session in self._sessions.values()))
-        self._metrics.kv_reserved_bytes.set(self._context.pool.reserved_bytes)
-        if self._context.tier is not None:
-            self._metrics.tier_reserved_bytes.set(self._context.tier.reserved_bytes)
-            self._metrics.tier_live_bytes.set(sum(session.tier_live_bytes for session in self._sessions.values()))

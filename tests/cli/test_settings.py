@@ -9,7 +9,8 @@ import pytest
 
 from inference_engine.cli.main import parser
 from inference_engine.cli.settings import HELP, Config, as_flags, settings
-from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
+from inference_engine.config import EngineConfig, ModelConfig, ServerConfig, resolve
+from inference_engine.errors import ConfigError
 from inference_engine.types import Mode
 
 KINDS = (ModelConfig, EngineConfig, ServerConfig)
@@ -64,3 +65,19 @@ def test_settings_written_as_flags_are_read_back_whatever_the_environment_says(
         monkeypatch.setenv(f"KAKEYA_{field.name.upper()}", "nonsense")
     args = parser().parse_args(["serve", *as_flags(config)])
     assert settings(args, type(config)) == config
+
+
+@pytest.mark.parametrize(("given", "meant"), [("true", True), ("False", False), (True, True), (False, False)])
+def test_yes_and_no_are_true_and_false_as_text_and_as_they_are(given: object, meant: bool) -> None:
+    assert resolve(ServerConfig, {"allow_plaintext": given}).allow_plaintext is meant
+
+
+@pytest.mark.parametrize("given", ["yes", "1", "", 1, 0.0])
+def test_what_is_neither_true_nor_false_is_refused(given: object) -> None:
+    with pytest.raises(ConfigError, match="flag allow_plaintext"):
+        resolve(ServerConfig, {"allow_plaintext": given})
+
+
+def test_a_number_is_not_a_yes_and_a_yes_is_no_number() -> None:
+    with pytest.raises(ConfigError, match="flag max_owner_calls"):
+        resolve(ServerConfig, {"max_owner_calls": True})

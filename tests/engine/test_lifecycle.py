@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from inference_engine.errors import (
     NoCapacity,
     NonFiniteLogits,
     Overloaded,
+    QuotaExceeded,
     SessionBusy,
     SessionClosed,
     SessionEvicted,
@@ -34,8 +36,8 @@ from inference_engine.generation import Generation
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.session.journal import MemoryJournal, TokenIds
-from inference_engine.types import Event, Failed, Finished, GenerateParams, Mark, StopReason, TokenCommitted
-from tests.laws.variants import drain, generate, text, tokens
+from inference_engine.types import Event, Failed, Finished, GenerateParams, Mark, Mode, StopReason, TokenCommitted
+from tests.laws.variants import drain, generate, same, text, tokens
 from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_engine, tiny_forward
 
 
@@ -314,7 +316,7 @@ def test_draining_without_grace_ends_running_generates_typed() -> None:
 
 
 def test_a_full_queue_refuses_and_keeps_the_session_free() -> None:
-    with tiny_engine(max_queued=1) as engine:
+    with tiny_engine(max_running=1, max_queued=1) as engine:
         holder, gate = opened(engine), Gate()
         engine.generate(holder, GenerateParams(max_tokens=2), listener=gate)
         assert gate.reached.wait(30)  # the engine's thread is held: what is submitted now stays queued
@@ -338,7 +340,7 @@ def bytes_for(sessions: float) -> int:
 
 def test_idle_sessions_make_room_least_recently_used_first_and_never_a_busy_or_fresh_one() -> None:
     clock = Clock()
-    with tiny_engine(clock=clock, kv_bytes=bytes_for(3.5)) as engine:
+    with tiny_engine(clock=clock, kv_bytes=bytes_for(3.5), stall_seconds=1000) as engine:
         old, older, busy = opened(engine), opened(engine), opened(engine)
         gate = Gate()
         engine.generate(busy, GenerateParams(max_tokens=2), listener=gate)
@@ -349,13 +351,87 @@ def test_idle_sessions_make_room_least_recently_used_first_and_never_a_busy_or_f
             engine.create_session()
         clock.now += 40  # `older` has been idle for 70 seconds, `old` for 40
         engine.create_session()
-        with pytest.raises(SessionEvicted, match="lru"):
-            engine.append(older, [1])
-        assert engine.session_info(old).history_length == 21
         with pytest.raises(NoCapacity):
             engine.create_session()
         gate.go_on.set()
         assert isinstance(gate.rest()[-1], Finished)
+        with pytest.raises(NoCapacity):
+            engine.generate(older, GenerateParams(max_tokens=1))
+        assert engine.append(older, [1]) == 21
+        assert len(generate(engine, old, 2)) == 2
+
+
+def test_rows_that_made_room_are_computed_again_and_nothing_else_is_lost() -> None:
+    clock = Clock()
+    with tiny_engine() as plain:
+        expected = generate(plain, opened(plain), 8)
+    with tiny_engine(clock=clock, kv_bytes=bytes_for(1.5)) as engine:
+        session = opened(engine)
+        said = generate(engine, session, 4)
+        clock.now += 70
+        other = opened(engine)
+        facts = engine.session_info(session)
+        assert (facts.history_length, facts.cached_tokens, facts.kv_live_bytes) == (24, 0, 0)
+        assert engine.info().kv_reserved_bytes == facts.bound.sustained_bytes  # those of the other one
+        clock.now += 70
+        assert same([*said, *generate(engine, session, 4)], expected, Mode.BATCHED)
+        assert engine.session_info(other).history_length == 20
+
+
+def test_the_sessions_of_one_owner_never_make_room_for_those_of_another() -> None:
+    clock = Clock()
+    with tiny_engine(clock=clock, kv_bytes=bytes_for(1.5), max_sessions=2) as engine:
+        mine = engine.create_session(owner="me").session_id
+        engine.append(mine, text(20), owner="me")
+        drain(engine.generate(mine, GenerateParams(max_tokens=2), owner="me"))
+        clock.now += 1000
+        for _ in range(2):
+            with pytest.raises(NoCapacity):
+                engine.create_session(owner="you")
+        assert engine.session_info(mine, owner="me").cached_tokens == 21
+
+
+def test_an_idle_session_is_evicted_where_there_are_too_many() -> None:
+    clock = Clock()
+    with tiny_engine(clock=clock, max_sessions=2) as engine:
+        oldest, newer = opened(engine), opened(engine)
+        with pytest.raises(NoCapacity, match="maximum"):
+            engine.create_session()
+        clock.now += 70
+        engine.create_session()
+        with pytest.raises(SessionEvicted, match="lru"):
+            engine.append(oldest, [1])
+        assert engine.session_info(newer).history_length == 20
+
+
+@pytest.mark.parametrize(
+    ("quota", "opens"), [({"max_sessions_per_owner": 2}, 2), ({"kv_bytes_per_owner": bytes_for}, 2)], ids=["N", "bytes"]
+)
+def test_an_owner_at_its_quota_makes_room_for_itself_or_is_refused_and_others_are_not(
+    quota: dict[str, Any], opens: int
+) -> None:
+    clock = Clock()
+    quota = {name: value(2.5) if callable(value) else value for name, value in quota.items()}
+    with tiny_engine(clock=clock, **quota) as engine:
+        for _ in range(opens):
+            engine.create_session(owner="me")
+        with pytest.raises(QuotaExceeded) as refused:
+            engine.create_session(owner="me")
+        assert refused.value.metadata["quota"] in quota
+        assert engine.create_session(owner="you").session_id
+        clock.now += 70
+        assert engine.create_session(owner="me").session_id
+
+
+def test_a_session_larger_than_its_owners_quota_evicts_nobody_and_need_not_come_again() -> None:
+    clock = Clock()
+    with tiny_engine(clock=clock, kv_bytes_per_owner=bytes_for(0.5)) as engine:
+        small = opened(engine, strategy=SinkWindow(sink=1, window=8))
+        generate(engine, small, 2)
+        clock.now += 1000
+        with pytest.raises(QuotaExceeded):
+            engine.create_session(strategy=Full())
+        assert engine.session_info(small).cached_tokens == 21
 
 
 def test_a_session_that_can_never_fit_evicts_nobody() -> None:
@@ -390,8 +466,8 @@ def test_a_failed_session_answers_for_itself_even_when_room_is_needed() -> None:
         held = opened(engine)
         clock.now += 70
         opened(engine)  # takes the place of `held`
-        with pytest.raises(SessionEvicted):
-            engine.session_info(held)
+        with pytest.raises(NoCapacity):
+            engine.generate(held, GenerateParams(max_tokens=1))
         assert engine.session_info(failed).failure_reason == "INV2"
 
 
@@ -497,14 +573,14 @@ def test_a_forward_that_fails_leaves_every_session_as_it_was(monkeypatch: pytest
         session = opened(engine)
         first = generate(engine, session, 4)
 
-        def out_of_memory(step: object) -> torch.Tensor:
-            raise torch.OutOfMemoryError("no")
+        def fail(step: object) -> torch.Tensor:
+            raise RuntimeError("device-side assert triggered")
 
         with monkeypatch.context() as patch:
-            patch.setattr(TorchForward, "run", lambda _, step: out_of_memory(step))
+            patch.setattr(TorchForward, "run", lambda _, step: fail(step))
             with pytest.raises(InternalError) as failure:
                 drain(engine.generate(session, GenerateParams(max_tokens=3)))
-            assert "OutOfMemory" not in failure.value.message
+            assert "device-side" not in failure.value.message
             assert engine.is_alive()
             for _ in range(2):
                 with pytest.raises(InternalError):

@@ -15,7 +15,7 @@ import torch
 
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import ConfigError, NoCapacity, Overloaded, RestorationFailed, SessionEvicted
+from inference_engine.errors import ConfigError, NoCapacity, Overloaded, RestorationFailed
 from inference_engine.kv import tier as tier_module
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.session_kv import SessionKV
@@ -320,20 +320,23 @@ def test_a_disk_that_is_full_ends_the_generate_by_name_and_keeps_the_history(mon
         assert same(again, expected[5 + heard :], Mode.BATCHED)
 
 
-def test_idle_sessions_make_room_in_the_second_tier_and_no_others_are_evicted_for_it() -> None:
+def test_idle_sessions_make_room_in_the_second_tier_and_no_others_do() -> None:
     now = [0.0]
     with engine_for(Mode.BATCHED) as roomy:
         needed = roomy.create_session(strategy=TIERED).bound.tier_bytes
     with engine_for(Mode.BATCHED, tier_bytes=needed, clock=lambda: now[0]) as engine:
-        plain = engine.create_session().session_id
-        first = engine.create_session(strategy=TIERED).session_id
+        plain, first = (engine.create_session(strategy=one).session_id for one in (None, TIERED))
+        for session in (plain, first):
+            engine.append(session, text(9))
+            generate(engine, session, 1)
         with pytest.raises(NoCapacity, match="tier_bytes"):
             engine.create_session(strategy=TIERED)
         now[0] = 1000.0
-        second = engine.create_session(strategy=TIERED).session_id
-        assert engine.session_info(plain).history_length == engine.session_info(second).history_length == 0
-        with pytest.raises(SessionEvicted):
-            engine.session_info(first)
+        engine.create_session(strategy=TIERED)
+        assert engine.session_info(plain).cached_tokens == 9
+        assert engine.session_info(first).cached_tokens == 0
+        with pytest.raises(NoCapacity, match="tier_bytes"):
+            engine.generate(first, GenerateParams(max_tokens=1))
     with engine_for(Mode.BATCHED, tier_bytes=needed - 1) as engine, pytest.raises(NoCapacity, match="in all"):
         engine.create_session(strategy=TIERED)
 

@@ -1,22 +1,57 @@
-"""The choice of a step: budgets hold, nobody starves."""
+"""The choice of a step: budgets hold, nobody starves, and owners take turns."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_engine.scheduler.policy import Candidate, choose
+from inference_engine.scheduler.policy import (
+    Candidate,
+    Targets,
+    admit,
+    choose,
+    chunk_beside_decoders,
+    cut,
+    places,
+)
 
+owners = st.sampled_from(["", "a", "b", "c"])
 candidates = st.lists(
     st.one_of(
-        st.builds(Candidate, rows=st.just(1), is_prefilling=st.just(False)),
-        st.builds(Candidate, rows=st.integers(1, 256), is_prefilling=st.just(True)),
+        st.builds(Candidate, rows=st.just(1), is_prefilling=st.just(False), owner=owners),
+        st.builds(Candidate, rows=st.integers(1, 256), is_prefilling=st.just(True), owner=owners),
     ),
     min_size=1,
     max_size=40,
 )
+
+
+class Line:
+    """Requests that are served again and again, as the loop does it."""
+
+    def __init__(self, waiting: list[Candidate], max_batch: int) -> None:
+        self._line = deque(enumerate(waiting))
+        self._max_batch = max_batch
+        self._turns: dict[tuple[str, bool], int] = {}
+        self._steps = 0
+
+    def add(self, name: int, candidate: Candidate) -> None:
+        self._line.append((name, candidate))
+
+    def step(self) -> list[int]:
+        """Who was served."""
+        self._steps += 1
+        turned = [replace(one, turn=self._turns.get((one.owner, one.is_prefilling), 0)) for _, one in self._line]
+        chosen = [self._line[index] for index in choose(turned, step_rows=256, max_batch=self._max_batch)]
+        for entry in chosen:
+            self._turns[entry[1].owner, entry[1].is_prefilling] = self._steps
+            self._line.remove(entry)
+            self._line.append(entry)
+        return [name for name, _ in chosen]
 
 
 @given(candidates, st.integers(1, 16))
@@ -28,18 +63,36 @@ def test_a_step_stays_within_its_budgets_and_is_never_empty(waiting: list[Candid
 
 
 @given(candidates, st.integers(1, 16))
-def test_everybody_is_served_within_as_many_steps_as_there_are_requests(
-    waiting: list[Candidate], max_batch: int
-) -> None:
-    line = deque(enumerate(waiting))
-    served: Counter[int] = Counter()
-    for _ in range(2 * len(waiting)):
-        chosen = [line[index] for index in choose([c for _, c in line], step_rows=256, max_batch=max_batch)]
-        for entry in chosen:
-            served[entry[0]] += 1
-            line.remove(entry)
-            line.append(entry)
+def test_everybody_is_served_before_long(waiting: list[Candidate], max_batch: int) -> None:
+    """An owner's turn comes at least every few steps, and the turn of each of its requests every few of those."""
+    line, served = Line(waiting, max_batch), Counter[int]()
+    for _ in range(4 * 2 * len(waiting)):
+        served.update(line.step())
     assert set(served) == set(range(len(waiting)))
+
+
+@pytest.mark.parametrize("max_batch", [1, 2, 8, 64])
+@pytest.mark.parametrize("kinds", [(True,), (False,), (True, False)], ids=["prefilling", "decoding", "both"])
+@pytest.mark.parametrize("is_prefilling", [True, False], ids=["a prefill", "a decode"])
+def test_who_floods_delays_another_owners_only_request_by_a_step_at_most(
+    max_batch: int, kinds: tuple[bool, ...], is_prefilling: bool
+) -> None:
+    flood = [Candidate(256 if kinds[index % len(kinds)] else 1, kinds[index % len(kinds)], "a") for index in range(100)]
+    line = Line(flood, max_batch)
+    for _ in range(7):
+        line.step()
+    line.add(-1, Candidate(256 if is_prefilling else 1, is_prefilling, "b"))
+    # With places for one, two kinds of the flood's may have been served longer ago than any of the other owner's.
+    slack = 1 if max_batch > 1 else 2
+    served = [-1 in line.step() for _ in range(40)]
+    unserved = "".join("." if is_there else "x" for is_there in served).split(".")
+    assert max(map(len, unserved)) <= slack
+
+
+def test_within_a_step_owners_share_places_alike_and_take_what_others_leave() -> None:
+    waiting = [Candidate(1, False, "a")] * 10 + [Candidate(1, False, "b")] * 3 + [Candidate(1, False, "c")]
+    by_owner = Counter(waiting[index].owner for index in choose(waiting, step_rows=64, max_batch=9))
+    assert by_owner == {"a": 5, "b": 3, "c": 1}
 
 
 def test_decoding_requests_run_beside_one_prefill() -> None:
@@ -50,3 +103,80 @@ def test_decoding_requests_run_beside_one_prefill() -> None:
 def test_prefills_share_a_step_when_nobody_decodes() -> None:
     waiting = [Candidate(256, True), Candidate(256, True), Candidate(256, True)]
     assert choose(waiting, step_rows=512, max_batch=8) == [0, 1]
+
+
+# -- who begins -------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(owners, max_size=30),
+    st.dictionaries(owners, st.integers(0, 6)),
+    st.integers(1, 12),
+    st.integers(0, 4),
+)
+def test_admission_fills_what_is_free_keeps_the_limits_and_leaves_nobody_out(
+    waiting: list[str], running: dict[str, int], most: int, most_per_owner: int
+) -> None:
+    begun = admit(waiting, running, most=most, most_per_owner=most_per_owner)
+    counts = Counter(running)
+    assert len(begun) == len(set(begun))
+    for index in begun:
+        owner = waiting[index]
+        assert places(owner, counts, most=most, most_per_owner=most_per_owner) > 0
+        counts[owner] += 1
+    left = [owner for index, owner in enumerate(waiting) if index not in begun]
+    assert all(places(owner, counts, most=most, most_per_owner=most_per_owner) == 0 for owner in left)
+    for owner in set(waiting):
+        assert most_per_owner == 0 or counts[owner] <= max(most_per_owner, running.get(owner, 0))
+        assert counts[owner] >= 1, "who has nothing running waits for nobody"
+        own = [index for index in begun if waiting[index] == owner]
+        assert own == sorted(own), "first come, first served, within an owner"
+
+
+def test_places_go_to_the_owner_with_the_fewest_running() -> None:
+    waiting = ["a", "a", "a", "b", "b", "c"]
+    assert admit(waiting, {"a": 2}, most=6, most_per_owner=0) == [3, 5, 4, 0]
+
+
+# -- how much ---------------------------------------------------------------------------------------------------------
+
+
+def rows(
+    targets: Targets, *, pending: int = 1000, waited: float = 0.0, chunk: float | None = 0.5, fit: int | None = 64
+) -> int:
+    return chunk_beside_decoders(
+        targets,
+        pending=pending,
+        waited_seconds=waited,
+        least_rows=16,
+        segment_rows=256,
+        most_rows=512,
+        seconds_of_chunk=chunk,
+        rows_in_time=fit,
+    )
+
+
+def test_without_targets_or_before_anything_was_measured_a_chunk_is_a_segment() -> None:
+    both = Targets(first_token_seconds=1.0, inter_token_seconds=0.1)
+    assert rows(Targets()) == 256
+    assert rows(both, chunk=None, fit=None) == 256
+
+
+def test_a_chunk_lets_the_others_have_their_tokens_in_time_and_always_moves() -> None:
+    assert rows(Targets(inter_token_seconds=0.1), fit=64) == 64
+    assert rows(Targets(inter_token_seconds=0.1), fit=1000) == 256
+    assert rows(Targets(inter_token_seconds=0.1), fit=-5) == 16
+
+
+def test_a_prefill_that_would_be_late_hurries_but_not_at_the_others_cost() -> None:
+    in_time = Targets(first_token_seconds=3.0)
+    assert rows(in_time, waited=0.9) == 256  # four more segments of half a second
+    assert rows(in_time, waited=1.1) == 512
+    assert rows(Targets(first_token_seconds=3.0, inter_token_seconds=0.1), waited=1.1, fit=300) == 300
+
+
+@given(st.integers(0, 1000), st.integers(1, 600), st.sampled_from([4, 16]))
+def test_a_piece_ends_where_pages_do_if_it_reaches_one(position: int, count: int, unit: int) -> None:
+    taken = cut(position, count, unit)
+    assert 1 <= taken <= count
+    assert (position + taken) % unit == 0 or taken == count < unit

@@ -1,71 +1,60 @@
-"""With keys set, every method of every service needs one of them, whatever else is sent; health alone is open."""
+"""Owners never meet: what belongs to another is, in every byte of every answer, as unknown as what never was."""
 
-import hashlib
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2
 
 from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import ConfigError, Unauthenticated
-from inference_engine.server.auth import KeyRing
+from inference_engine.server.auth import Key, KeyRing
 from inference_engine.server.run import ServerHandle, start_server
 from kakeya.v1 import runtime_pb2 as pb
-from tests.server.wire import HISTORY, Client, connected, refused, serving
+from tests.server.wire import HISTORY, Client, connected, read_rest, refused, serving
+from tests.tiny import tiny_engine
 
 ALICE, BOB = "alice-" + "a" * 32, "bob-" + "b" * 32
-HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+REQUEST_ID = bytes(range(16))
 
-
-def methods_of(descriptor: Any, service: str) -> list[str]:
-    found = descriptor.services_by_name[service]
-    return [f"/{found.full_name}/{method.name}" for method in found.methods]
-
-
-CLOSED_METHODS = [
-    *methods_of(pb.DESCRIPTOR, "RuntimeService"),
-    *(method for method in methods_of(health_pb2.DESCRIPTOR, "Health") if method != HEALTH_CHECK),
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-    "/kakeya.v1.RuntimeService/NoSuchMethod",
-    "/no.such.Service/Method",
-    "/grpc.health.v1.Health/Check/",
-    "//grpc.health.v1.Health/Check",
-    "/grpc.health.v1.Health/check",
-    "/grpc.health.v1.Health/Check?key",
-]
-WRONG = {
-    "none": [],
-    "empty": [("authorization", "")],
-    "scheme alone": [("authorization", "Bearer")],
-    "scheme and space": [("authorization", "Bearer ")],
-    "key alone": [("authorization", ALICE)],
-    "another key": [("authorization", "Bearer " + "c" * 40)],
-    "part of a key": [("authorization", f"Bearer {ALICE[:-1]}")],
-    "more than a key": [("authorization", f"Bearer {ALICE}x")],
-    "lower-case scheme": [("authorization", f"bearer {ALICE}")],
-    "other scheme": [("authorization", f"Basic {ALICE}")],
-    "two spaces": [("authorization", f"Bearer  {ALICE}")],
-    "two keys": [("authorization", f"Bearer {ALICE}, Bearer {BOB}")],
-    "twice the same": [("authorization", f"Bearer {ALICE}")] * 2,
-    "right and wrong": [("authorization", f"Bearer {ALICE}"), ("authorization", "Bearer wrong")],
-    "digest": [("authorization", "Bearer " + hashlib.sha256(ALICE.encode()).hexdigest())],
-    "another header": [("x-api-key", ALICE)],
-}
+METHODS = {method.name: method.input_type for method in pb.DESCRIPTOR.services_by_name["RuntimeService"].methods}
+OF_A_SESSION = sorted(name for name, request in METHODS.items() if "session_id" in request.fields_by_name)
 
 
 def bearer(key: str) -> list[tuple[str, str]]:
     return [("authorization", f"Bearer {key}")]
 
 
+def write_keys(path: str, **keys: str) -> None:
+    Path(path).write_text("".join(f"{Key.of(key, owner).line}\n" for owner, key in keys.items()), encoding="utf-8")
+
+
+def request(method: str, session_id: str, **fields: Any) -> Any:
+    """A message of the method's that is right in itself."""
+    known = METHODS[method].fields_by_name
+    least = {"max_tokens": 4, "token_ids": [1], **fields}
+    given = {name: value for name, value in least.items() if name in known}
+    return getattr(pb, METHODS[method].name)(session_id=session_id, **given)
+
+
+async def answer(client: Client, method: str, message: Any) -> tuple[Any, ...]:
+    """All that the client can see of a call that is refused."""
+    try:
+        got = await client.call(method, message)
+    except grpc.aio.AioRpcError as error:
+        initial, trailing = error.initial_metadata(), error.trailing_metadata()
+        return error.code(), error.details(), tuple(initial or ()), tuple(trailing or ())
+    raise AssertionError(f"{method} was answered: {got!r}")
+
+
 @pytest.fixture
 def key_file(tmp_path: Path) -> str:
-    path = tmp_path / "keys"
-    path.write_text(f"{ALICE}\n\n{BOB}\n", encoding="utf-8")
-    return str(path)
+    path = str(tmp_path / "keys")
+    write_keys(path, alice=ALICE, bob=BOB)
+    return path
 
 
 @pytest.fixture
@@ -74,21 +63,85 @@ async def guarded(engine: Engine, key_file: str) -> AsyncIterator[ServerHandle]:
         yield handle
 
 
-@pytest.mark.parametrize("method", CLOSED_METHODS)
-async def test_no_method_answers_without_the_right_credential(guarded: ServerHandle, method: str) -> None:
-    async with connected(guarded) as client:
-        for name, metadata in WRONG.items():
-            call = client.channel.unary_unary(method)(b"", metadata=metadata, timeout=10.0)
-            details = await refused(call)
-            assert details.reason == "UNAUTHENTICATED UNAUTHENTICATED", name
-            assert ALICE not in details.text
+@pytest.fixture
+async def owners(guarded: ServerHandle) -> AsyncIterator[tuple[Client, Client]]:
+    async with AsyncExitStack() as stack:
+        alice, bob = [await stack.enter_async_context(connected(guarded, metadata=bearer(key))) for key in (ALICE, BOB)]
+        yield alice, bob
 
 
-@pytest.mark.parametrize("metadata", WRONG.values(), ids=WRONG)
-async def test_health_is_open_to_everybody(guarded: ServerHandle, metadata: list[tuple[str, str]]) -> None:
-    async with connected(guarded) as client:
-        answer = await client.channel.unary_unary(HEALTH_CHECK)(b"", metadata=metadata)
-        assert health_pb2.HealthCheckResponse.FromString(answer).status == health_pb2.HealthCheckResponse.SERVING
+@pytest.mark.parametrize("method", OF_A_SESSION)
+async def test_another_owners_session_is_as_unknown_as_one_that_never_was(
+    owners: tuple[Client, Client], method: str
+) -> None:
+    alice, bob = owners
+    open_one, closed = await alice.open(), await alice.open()
+    await alice.call("CloseSession", pb.CloseSessionRequest(session_id=closed))
+    never_was = "x" * len(open_one)
+    expected = await answer(bob, method, request(method, never_was))
+    assert expected[0] is grpc.StatusCode.NOT_FOUND
+    for session_id in (open_one, closed, ""):
+        assert await answer(bob, method, request(method, session_id)) == expected
+    assert await answer(alice, method, request(method, closed)) == expected
+    assert await alice.length(open_one) == len(HISTORY)
+
+
+@pytest.mark.parametrize("method", OF_A_SESSION)
+async def test_an_argument_that_is_wrong_tells_nothing_of_another_owners_session(
+    owners: tuple[Client, Client], method: str
+) -> None:
+    alice, bob = owners
+    wrong = {"max_tokens": 0, "token_ids": [2**32 - 1], "expected_history_length": 1, "limit_tokens": 0}
+    session_id = await alice.open()
+    of_another = await answer(bob, method, request(method, session_id, **wrong))
+    assert of_another == await answer(bob, method, request(method, "x" * len(session_id), **wrong))
+
+
+@pytest.mark.parametrize("method", [name for name in OF_A_SESSION if "request_id" in METHODS[name].fields_by_name])
+async def test_the_id_of_another_owners_request_brings_back_nothing(owners: tuple[Client, Client], method: str) -> None:
+    alice, bob = owners
+    session_id = await alice.open()
+    message = request(method, session_id, request_id=REQUEST_ID)
+    await alice.call(method, message)
+    expected = await answer(bob, method, request(method, "x" * len(session_id), request_id=REQUEST_ID))
+    assert await answer(bob, method, message) == expected
+
+
+async def test_a_session_created_with_the_id_of_another_owners_request_is_another_one(
+    owners: tuple[Client, Client],
+) -> None:
+    alice, bob = owners
+    message = pb.CreateSessionRequest(request_id=REQUEST_ID)
+    first, second = [(await client.call("CreateSession", message)).session_id for client in (alice, bob)]
+    assert first != second
+    assert await bob.length(second) == 0
+    assert (await refused(bob.length(first))).reason == "NOT_FOUND SESSION_NOT_FOUND"
+
+
+async def test_an_evicted_session_is_unknown_to_everybody_but_its_owner(key_file: str) -> None:
+    now = 0.0
+    with tiny_engine(clock=lambda: now, session_idle_ttl_seconds=10.0) as engine:
+        async with (
+            serving(engine, api_key_file=key_file) as handle,
+            connected(handle, metadata=bearer(ALICE)) as alice,
+            connected(handle, metadata=bearer(BOB)) as bob,
+        ):
+            session_id = await alice.open()
+            now = 11.0
+            # The engine's thread looks for old sessions before each step.
+            await bob.generate(await bob.open())
+            assert (await refused(alice.length(session_id))).reason == "NOT_FOUND SESSION_EVICTED"
+            expected = await answer(bob, "GetSessionInfo", request("GetSessionInfo", "x" * len(session_id)))
+            assert await answer(bob, "GetSessionInfo", request("GetSessionInfo", session_id)) == expected
+
+
+async def test_no_answer_lists_or_counts_another_owners_sessions(owners: tuple[Client, Client]) -> None:
+    alice, bob = owners
+    session_id = await alice.open(client_label="a-label-nobody-may-see")
+    info = await bob.call("GetServerInfo", pb.GetServerInfoRequest())
+    assert session_id not in str(info) and "a-label-nobody-may-see" not in str(info)
+    repeated = {field.name for field in pb.GetServerInfoResponse.DESCRIPTOR.fields if field.is_repeated}
+    assert repeated == {"strategies"}, "a list that is new here: is it of the caller's own?"
 
 
 async def test_every_key_opens_every_method(guarded: ServerHandle) -> None:
@@ -100,33 +153,21 @@ async def test_every_key_opens_every_method(guarded: ServerHandle) -> None:
             await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
 
 
-@pytest.mark.parametrize("method", ["AppendTokens", "Generate", "CloseSession", "GetSessionInfo"])
-async def test_another_owners_session_is_as_unknown_as_one_that_never_was(guarded: ServerHandle, method: str) -> None:
-    async with connected(guarded, metadata=bearer(ALICE)) as alice, connected(guarded, metadata=bearer(BOB)) as bob:
-        session_id = await alice.open()
-
-        def request(which: str) -> object:
-            fields = {"max_tokens": 4} if method == "Generate" else {}
-            return getattr(pb, f"{method}Request")(session_id=which, **fields)
-
-        foreign = await refused(bob.call(method, request(session_id)))
-        unknown = await refused(bob.call(method, request("never-was")))
-        assert foreign.reason == "NOT_FOUND SESSION_NOT_FOUND"
-        assert (foreign.text, foreign.error_info) == (unknown.text, unknown.error_info)
-        assert await alice.length(session_id) == len(HISTORY)
+async def test_a_stream_that_runs_goes_on_when_its_key_is_taken_back(guarded: ServerHandle, key_file: str) -> None:
+    async with connected(guarded, metadata=bearer(ALICE)) as alice:
+        session_id = await alice.open_endless()
+        stream = alice.stream(pb.GenerateRequest(session_id=session_id, max_tokens=200))
+        await stream.read()
+        write_keys(key_file, bob=BOB)
+        assert (await refused(alice.length(session_id))).reason == "UNAUTHENTICATED UNAUTHENTICATED"
+        assert len(await read_rest(stream)) == 200  # one was read before, and `done` is last
 
 
 async def test_without_keys_a_loopback_server_is_open(client: Client) -> None:
     assert len(await client.generate(await client.open())) == 8
 
 
-async def test_metadata_far_over_the_limit_is_refused_by_the_transport(client: Client) -> None:
-    call = client.channel.unary_unary("/kakeya.v1.RuntimeService/GetServerInfo")
-    details = await refused(call(b"", metadata=[("x-large", "x" * 64 * 1024)], timeout=10.0))
-    assert details.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-def test_an_owner_is_named_by_a_digest_and_the_same_on_every_start() -> None:
+def test_an_owner_without_a_name_is_named_by_a_digest_and_the_same_on_every_start() -> None:
     owners = [KeyRing((ALICE, BOB)).owner_of(bearer(key)) for key in (ALICE, BOB)]
     assert owners == [KeyRing((BOB, ALICE)).owner_of(bearer(key)) for key in (ALICE, BOB)]
     assert len({*owners, ""}) == 3
@@ -143,7 +184,7 @@ def test_a_key_outside_ascii_is_wrong_and_nothing_worse(value: str | bytes) -> N
     ("content", "complaint"),
     [
         (b"", "holds no key"),
-        (b"\n  \n", "holds no key"),
+        (b"\n  \n# nothing\n", "holds no key"),
         (b"short\n", "line 1"),
         (ALICE.encode() + b"\nhas spaces in the middle of it\n", "line 2"),
         ("schlüssel-mit-umlaut-ist-zu-viel\n".encode(), "line 1"),

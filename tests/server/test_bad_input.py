@@ -13,7 +13,7 @@ from tests.server.wire import HISTORY, Client, connected, held, read_rest, refus
 from tests.tiny import VOCABULARY, tiny_engine
 
 NAN, INFINITY = math.nan, math.inf
-UNARY_METHODS = ("CreateSession", "AppendTokens", "CloseSession", "GetSessionInfo", "GetServerInfo")
+UNARY_METHODS = ("CreateSession", "AppendTokens", "CloseSession", "ForkSession", "GetSessionInfo", "GetServerInfo")
 
 
 def varint(value: int) -> bytes:
@@ -250,7 +250,7 @@ async def test_bytes_that_are_no_message_are_refused_without_internals(
 
 
 @pytest.mark.parametrize("session_id", ["", "word", "long" * 25_000, "odd\u202e\x00"], ids=lambda text: text[:4])
-@pytest.mark.parametrize("method", ["AppendTokens", "Generate", "CloseSession", "GetSessionInfo"])
+@pytest.mark.parametrize("method", ["AppendTokens", "Generate", "CloseSession", "ForkSession", "GetSessionInfo"])
 async def test_every_unknown_session_gets_the_same_bytes(client: Client, method: str, session_id: str) -> None:
     details = await refused(client.call(method, getattr(pb, f"{method}Request")(session_id=session_id)))
     assert details.reason == "NOT_FOUND SESSION_NOT_FOUND"
@@ -324,7 +324,7 @@ async def test_the_owner_of_an_evicted_session_learns_why() -> None:
 
 
 async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
-    with tiny_engine(max_queued=1) as engine, held(engine) as release:
+    with tiny_engine(max_running=1, max_queued=1) as engine, held(engine) as release:
         async with serving(engine) as handle, connected(handle) as client:
             request = pb.GenerateRequest(session_id=await client.open(), max_tokens=8, progress=True)
             waiting = client.stream(request)

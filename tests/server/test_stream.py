@@ -3,8 +3,11 @@
 import asyncio
 import threading
 
-from inference_engine.server.stream import EventQueue, Stall
-from inference_engine.types import Event, Finished, StopReason, TokenCommitted
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.server.stream import EventQueue, Feed, Stall
+from inference_engine.types import Event, Finished, GenerateParams, StopReason, TokenCommitted
+from tests.server.wire import HISTORY
+from tests.tiny import tiny_engine
 
 DONE = Finished(
     stop_reason=StopReason.MAX_TOKENS,
@@ -72,3 +75,24 @@ async def test_only_a_write_that_lasts_is_a_stall() -> None:
     stall.begin_write()
     await stalled.wait()
     assert stall.is_stalled
+
+
+async def test_a_feed_gives_every_event_of_a_generate_once_in_order_and_says_where_it_is() -> None:
+    with tiny_engine() as engine:
+        session = engine.create_session(strategy=SinkWindow(sink=4, window=16)).session_id
+        engine.append(session, HISTORY)
+        feed = Feed(engine.generate(session, GenerateParams(max_tokens=700)), asyncio.get_running_loop())
+        received: list[Event] = []
+        while not received or not isinstance(received[-1], Finished):
+            await feed.wait()
+            for event in feed.pop_all():
+                received.append(event)
+                if isinstance(event, TokenCommitted):
+                    assert feed.position == event.position
+                if len(received) % 7 == 0:
+                    await asyncio.sleep(0)
+        first = len(HISTORY)
+        tokens = [event for event in received if isinstance(event, TokenCommitted)]
+        assert [token.position for token in tokens] == list(range(first, first + 700))
+        assert [token.token_id for token in tokens] == engine._store.find(session, "").history.ids(first).tolist()
+        assert feed.position == first + 700

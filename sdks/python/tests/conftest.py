@@ -99,6 +99,9 @@ class Scripted(RuntimeServiceServicer):
     def CloseSession(self, request: Any, context: Any) -> Any:
         return self._answer("CloseSession", request, context)
 
+    def ForkSession(self, request: Any, context: Any) -> Any:
+        return self._answer("ForkSession", request, context)
+
     def GetSessionInfo(self, request: Any, context: Any) -> Any:
         return self._answer("GetSessionInfo", request, context)
 

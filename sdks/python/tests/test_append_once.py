@@ -1,5 +1,6 @@
 """Every id is in the history once, or the caller knows how many are: `Append` against a server that loses requests,
-answers and connections in every order. No network and no clock: the flow says what it would do."""
+answers and connections in every order, one that knows a request by its id and one that does not. No network and no
+clock: the flow says what it would do."""
 
 from __future__ import annotations
 
@@ -31,8 +32,16 @@ class Server:
     after the next call), "timeout", "busy", "draining", "gone".
     """
 
-    def __init__(self, faults: list[str], *, history: list[int] | None = None, max_append_tokens: int = 3) -> None:
+    def __init__(
+        self,
+        faults: list[str],
+        *,
+        history: list[int] | None = None,
+        max_append_tokens: int = 3,
+        knows_ids: bool = True,
+    ) -> None:
         self.history = list(history or [])
+        self._replies: dict[bytes, pb.AppendTokensResponse] | None = {} if knows_ids else None
         self.appends = 0
         self._faults = faults
         self._late: pb.AppendTokensRequest | None = None
@@ -58,7 +67,8 @@ class Server:
             "draining": lambda: Draining("draining", code="UNAVAILABLE", reason="DRAINING"),
             "gone": lambda: SessionNotFound("no such session", code="NOT_FOUND", reason="SESSION_NOT_FOUND"),
         }
-        if fault in refusals:
+        is_known = isinstance(step.request, pb.AppendTokensRequest) and step.request.request_id in (self._replies or {})
+        if fault in refusals and not is_known:
             raise refusals[fault]()
         if isinstance(step.request, pb.GetSessionInfoRequest):
             if fault != "ok":
@@ -83,10 +93,16 @@ class Server:
 
     def _try_append(self, request: pb.AppendTokensRequest) -> pb.AppendTokensResponse | None:
         assert len(request.token_ids) <= self._limit
+        assert len(request.request_id) == 16
+        if self._replies is not None and request.request_id in self._replies:
+            return self._replies[request.request_id]
         if request.expected_history_length != len(self.history):
             return None
         self.history.extend(request.token_ids)
-        return pb.AppendTokensResponse(history_length=len(self.history))
+        reply = pb.AppendTokensResponse(history_length=len(self.history))
+        if self._replies is not None:
+            self._replies[request.request_id] = reply
+        return reply
 
 
 def drive(flow: Flow[int], server: Server) -> int:
@@ -120,10 +136,10 @@ FAULTS = st.lists(
 )
 
 
-@given(faults=FAULTS, count=st.integers(0, 10), lag=st.sampled_from([0, 1, 3]))
-def test_ids_arrive_once_or_the_error_says_how_many(faults: list[str], count: int, lag: int) -> None:
+@given(faults=FAULTS, count=st.integers(0, 10), lag=st.sampled_from([0, 1, 3]), knows_ids=st.booleans())
+def test_ids_arrive_once_or_the_error_says_how_many(faults: list[str], count: int, lag: int, knows_ids: bool) -> None:
     known = [900, 901, 902, 903]
-    server = Server(faults, history=[*known, *range(800, 800 + lag)])
+    server = Server(faults, history=[*known, *range(800, 800 + lag)], knows_ids=knows_ids)
     before = list(server.history)
     ids = list(range(count))
     tail = Tail(length=len(known), may_lag=lag > 0)
@@ -143,10 +159,10 @@ def test_ids_arrive_once_or_the_error_says_how_many(faults: list[str], count: in
         assert length == tail.length == len(server.history)
 
 
-@given(faults=FAULTS, count=st.integers(1, 10))
-def test_trying_again_with_what_is_missing_never_doubles_an_id(faults: list[str], count: int) -> None:
+@given(faults=FAULTS, count=st.integers(1, 10), knows_ids=st.booleans())
+def test_trying_again_with_what_is_missing_never_doubles_an_id(faults: list[str], count: int, knows_ids: bool) -> None:
     """What a caller does with `appended_tokens`: append the rest, as often as it takes."""
-    server = Server(faults)
+    server = Server(faults, knows_ids=knows_ids)
     tail = Tail()
     ids = list(range(count))
     missing = list(ids)
@@ -172,14 +188,27 @@ def test_a_broken_connection_is_survived(fault: str) -> None:
     assert server.history == [1, 2, 3]
 
 
-def test_an_append_that_arrived_is_not_sent_again() -> None:
-    server = Server(["unanswered", "ok"])
-    append(server, [1, 2, 3], Tail())
-    assert server.appends == 1
+@pytest.mark.parametrize("knows_ids", [True, False])
+def test_an_append_whose_answers_were_lost_is_sent_again_and_arrives_once(knows_ids: bool) -> None:
+    server = Server(["unanswered", "unanswered"], knows_ids=knows_ids)
+    assert append(server, [1, 2, 3], Tail()) == 3
+    assert server.history == [1, 2, 3]
+
+
+def test_an_answer_that_was_lost_after_a_lagging_length_is_told_again() -> None:
+    """The length alone would not say whether the ids arrived; the server knows the request."""
+    server = Server(["ok", "unanswered"], history=[7, 8, 9])
+    assert append(server, [1, 2, 3], Tail(length=0, may_lag=True)) == 6
+    assert server.history == [7, 8, 9, 1, 2, 3]
+
+
+def test_an_append_that_nobody_answered_is_asked_about_before_giving_up() -> None:
+    server = Server(["unanswered", "lost", "lost", "ok"])
+    assert append(server, [1, 2, 3], Tail()) == 3
 
 
 def test_what_cannot_be_known_is_not_claimed() -> None:
-    server = Server(["unanswered", "lost", "lost", "lost"])
+    server = Server(["unanswered", *["lost"] * 5])
     tail = Tail()
     with pytest.raises(ConnectionFailed) as caught:
         append(server, [1, 2], tail)
@@ -188,7 +217,7 @@ def test_what_cannot_be_known_is_not_claimed() -> None:
 
 
 def test_after_an_open_append_the_next_one_insists_on_the_length_known_before() -> None:
-    server = Server(["unanswered", "lost", "lost", "lost"])
+    server = Server(["unanswered", *["lost"] * 5])
     tail = Tail()
     with pytest.raises(ConnectionFailed):
         append(server, [1, 2], tail)
@@ -204,7 +233,7 @@ def test_after_an_open_append_the_next_one_insists_on_the_length_known_before() 
 def test_a_lagging_length_alone_does_not_prove_arrival() -> None:
     """Three tokens were generated unseen; an append of three that is lost must not be taken for arrived."""
     server = Server(["lost"], history=[7, 8, 9])
-    with pytest.raises(ConnectionFailed) as caught:
+    with pytest.raises(HistoryLengthMismatch) as caught:
         append(server, [1, 2, 3], Tail(length=0, may_lag=True))
     assert caught.value.appended_tokens is None
     assert server.history == [7, 8, 9]

@@ -13,18 +13,23 @@ from kakeya._status import from_rpc_error
 EVERY_REASON = {
     "INVALID_ARGUMENT": ("INVALID_ARGUMENT", kakeya.InvalidArgument, kakeya.CallerError),
     "TOKEN_OUT_OF_RANGE": ("INVALID_ARGUMENT", kakeya.TokenOutOfRange, kakeya.CallerError),
+    "REQUEST_ID_REUSED": ("INVALID_ARGUMENT", kakeya.RequestIdReused, kakeya.InvalidArgument),
     "SESSION_NOT_FOUND": ("NOT_FOUND", kakeya.SessionNotFound, kakeya.CallerError),
     "SESSION_EVICTED": ("NOT_FOUND", kakeya.SessionEvicted, kakeya.CallerError),
     "SESSION_CLOSED": ("ABORTED", kakeya.SessionClosed, kakeya.CallerError),
     "HISTORY_LENGTH_MISMATCH": ("ABORTED", kakeya.HistoryLengthMismatch, kakeya.CallerError),
     "HISTORY_LIMIT": ("RESOURCE_EXHAUSTED", kakeya.HistoryLimit, kakeya.CallerError),
     "APPEND_TOO_LARGE": ("RESOURCE_EXHAUSTED", kakeya.AppendTooLarge, kakeya.CallerError),
+    "STREAM_TAKEN_OVER": ("ABORTED", kakeya.StreamTakenOver, kakeya.CallerError),
     "SLOW_CONSUMER": ("RESOURCE_EXHAUSTED", kakeya.SlowConsumer, kakeya.CallerError),
     "UNAUTHENTICATED": ("UNAUTHENTICATED", kakeya.Unauthenticated, kakeya.CallerError),
     "SESSION_BUSY": ("ABORTED", kakeya.SessionBusy, kakeya.RetryableError),
     "NO_CAPACITY": ("RESOURCE_EXHAUSTED", kakeya.NoCapacity, kakeya.RetryableError),
     "OVERLOADED": ("RESOURCE_EXHAUSTED", kakeya.Overloaded, kakeya.RetryableError),
+    "QUOTA": ("RESOURCE_EXHAUSTED", kakeya.QuotaExceeded, kakeya.RetryableError),
     "DRAINING": ("UNAVAILABLE", kakeya.Draining, kakeya.RetryableError),
+    "ENGINE_STALLED": ("UNAVAILABLE", kakeya.EngineStalled, kakeya.RetryableError),
+    "OUT_OF_MEMORY": ("RESOURCE_EXHAUSTED", kakeya.OutOfMemory, kakeya.RetryableError),
     "INV1": ("FAILED_PRECONDITION", kakeya.InvariantViolated, kakeya.ServerError),
     "INV2": ("FAILED_PRECONDITION", kakeya.InvariantViolated, kakeya.ServerError),
     "INV3": ("FAILED_PRECONDITION", kakeya.InvariantViolated, kakeya.ServerError),
@@ -109,6 +114,13 @@ def test_the_facts_of_an_error_are_attributes() -> None:
     broken = from_rpc_error(server_failure(errors.InvariantViolated("INV2", "positions decreased")), "here")
     assert isinstance(broken, kakeya.InvariantViolated)
     assert broken.kind == "INV2"
+
+    from inference_engine.server.status import SlowConsumer
+
+    for told in (errors.StreamTakenOver(17), SlowConsumer(30.0, 17)):
+        stopped = from_rpc_error(server_failure(told), "here")
+        assert isinstance(stopped, kakeya.StreamTakenOver | kakeya.SlowConsumer)
+        assert stopped.position == 17
 
     argument = from_rpc_error(server_failure(errors.InvalidArgument("top_p", "must be in (0, 1], got 2")), "here")
     assert isinstance(argument, kakeya.InvalidArgument)

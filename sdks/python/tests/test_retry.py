@@ -6,8 +6,17 @@ from typing import Any
 
 import pytest
 
-from kakeya import ConnectionFailed, Draining, InvalidArgument, KakeyaError, RetryPolicy, SessionBusy, SessionNotFound
-from kakeya._flows import Call, Sleep, close_session, once, repeatable
+from kakeya import (
+    ConnectionFailed,
+    Draining,
+    InvalidArgument,
+    KakeyaError,
+    NoCapacity,
+    RetryPolicy,
+    SessionBusy,
+    SessionNotFound,
+)
+from kakeya._flows import Call, Sleep, close_session, repeatable
 from kakeya._retry import Patience
 from kakeya.v1 import runtime_pb2 as pb
 
@@ -58,18 +67,34 @@ def test_attempts_are_counted() -> None:
 @pytest.mark.parametrize(
     "error", [SessionBusy("busy", code="ABORTED"), SessionNotFound("none", code="NOT_FOUND")], ids=repr
 )
-def test_only_unavailable_is_tried_again(error: KakeyaError) -> None:
+def test_what_is_neither_a_lost_connection_nor_promised_for_later_is_not_tried_again(error: KakeyaError) -> None:
     flow = repeatable("GetSessionInfo", INFO, patience())
     next(flow)
     with pytest.raises(type(error)):
         flow.throw(error)
 
 
-def test_creating_a_session_is_never_repeated() -> None:
-    flow = once("CreateSession", pb.CreateSessionRequest(), patience())
-    next(flow)
-    with pytest.raises(ConnectionFailed):
-        flow.throw(LOST)
+def test_what_the_server_promises_for_later_is_tried_again_then_and_not_by_everybody_at_once() -> None:
+    full = NoCapacity("no room", code="RESOURCE_EXHAUSTED", retry_after_seconds=2.0)
+    waits = set()
+    jitters = [0.0, 0.5]
+    waiting = Patience(RetryPolicy(), None, clock=lambda: 0.0, jitter=jitters.pop)
+    for _ in range(2):
+        flow = repeatable("CreateSession", pb.CreateSessionRequest(), waiting)
+        next(flow)
+        waits.add(flow.throw(full))
+    assert waits == {Sleep(2.0), Sleep(2.2)}
+
+
+def test_a_call_that_is_repeated_says_by_its_id_that_it_is_the_same() -> None:
+    flow = close_session("id", patience())
+    first = next(flow)
+    flow.throw(LOST)
+    second = flow.send(None)
+    assert isinstance(first, Call) and isinstance(second, Call)
+    assert first.request == second.request
+    assert isinstance(first.request, pb.CloseSessionRequest)
+    assert len(first.request.request_id) == 16
 
 
 def test_a_session_gone_after_a_lost_close_counts_as_closed() -> None:

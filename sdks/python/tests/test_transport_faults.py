@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -49,38 +51,111 @@ async def test_the_key_goes_with_every_call(scripted: Any, session: Any, do: Do)
     assert [metadata["authorization"] for metadata in scripted.metadata] == ["Bearer k1"] * 3
 
 
-async def test_creating_a_session_is_not_repeated(scripted: Any, client: Any, do: Do, unexplained: Failure) -> None:
-    scripted.on("CreateSession", unexplained(UNAVAILABLE), reply(pb.CreateSessionResponse(session_id="s2")))
-    with pytest.raises(kakeya.ConnectionFailed):
-        await do(client.create_session)
-    assert len(scripted.calls("CreateSession")) == 1
+async def test_every_call_that_changes_something_is_repeated_as_the_same_call(
+    scripted: Any, client: Any, do: Do, unexplained: Failure
+) -> None:
+    lost = unexplained(UNAVAILABLE)
+    scripted.on("CreateSession", lost, reply(pb.CreateSessionResponse(session_id="s2")))
+    scripted.on("GetServerInfo", reply(pb.GetServerInfoResponse(max_append_tokens=100, max_message_bytes=4 * 2**20)))
+    scripted.on("AppendTokens", lost, reply(pb.AppendTokensResponse(history_length=3)))
+    scripted.on("ForkSession", lost, reply(pb.ForkSessionResponse(session_id="s3", history_length=3)))
+    scripted.on("CloseSession", lost, reply(pb.CloseSessionResponse(final_history_length=3)))
+    session = await do(client.create_session)
+    assert await do(session.append, [1, 2, 3]) == 3
+    fork = await do(session.fork)
+    assert (fork.id, fork.history_length) == ("s3", 3)
+    assert await do(session.close) == 3
+    ids = set()
+    for method in ("CreateSession", "AppendTokens", "ForkSession", "CloseSession"):
+        first, again = scripted.calls(method)
+        assert first == again
+        assert len(first.request_id) == 16
+        ids.add(first.request_id)
+    assert len(ids) == 4
 
 
-async def test_generating_is_not_repeated(scripted: Any, session: Any, do: Do, unexplained: Failure) -> None:
-    scripted.on("Generate", unexplained(UNAVAILABLE))
+def tokens(*positions: int) -> list[pb.GenerateResponse]:
+    return [pb.GenerateResponse(token=pb.TokenDetail(token_id=at + 100, position=at)) for at in positions]
+
+
+def streamed(*frames: pb.GenerateResponse, then: Answer | None = None) -> Answer:
+    """An answer of these frames, and then an error if one is given."""
+
+    def answer(request: Any, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield from frames
+        if then is not None:
+            then(request, context)
+
+    return answer
+
+
+async def test_a_broken_stream_goes_on_behind_the_last_token_that_came(
+    scripted: Any, session: Any, do: Do, unexplained: Failure, explained: Failure
+) -> None:
+    lost = unexplained(UNAVAILABLE)
+    slow = explained(grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_CONSUMER", retry_after_seconds=0.0)
+    done = pb.GenerateResponse(done=pb.GenerateDone(generated_token_count=4, history_length=9, replayed=True))
+    scripted.on(
+        "Generate",
+        streamed(then=lost),
+        streamed(*tokens(5, 6), then=lost),
+        streamed(then=lost),
+        streamed(*tokens(7), then=slow),
+        streamed(*tokens(8), done),
+    )
+    result = await do(session.generate(4, temperature=1.0).result)
+    assert result.token_ids == (105, 106, 107, 108)
+    assert session.history_length == 9
+    calls = scripted.calls("Generate")
+    resumed = [call.resume_from if call.HasField("resume_from") else None for call in calls]
+    assert resumed == [None, None, 7, 7, 8]
+    for call in calls:
+        call.ClearField("resume_from")
+    assert all(call == calls[0] for call in calls)
+    assert len(calls[0].request_id) == 16
+
+
+async def test_a_stream_that_gives_no_token_any_more_is_given_up(
+    scripted: Any, session: Any, do: Do, unexplained: Failure
+) -> None:
+    lost = unexplained(UNAVAILABLE)
+    scripted.on("Generate", streamed(*tokens(5), then=lost), *[streamed(then=lost)] * 3)
+    stream = session.generate(4)
     with pytest.raises(kakeya.ConnectionFailed):
-        await do(session.generate(1).result)
+        await do(stream.result)
+    assert stream.token_ids == (105,)
+    assert len(scripted.calls("Generate")) == QUICK.attempts
+
+
+async def test_a_stream_that_skips_or_doubles_a_position_is_an_error(scripted: Any, session: Any, do: Do) -> None:
+    for wrong in (tokens(5, 7), tokens(5, 5)):
+        scripted.on("Generate", streamed(*wrong))
+        with pytest.raises(kakeya.ProtocolError, match="where 6 comes next"):
+            await do(session.generate(4).result)
+
+
+async def test_a_cancel_while_a_stream_waits_to_go_on_ends_it(
+    scripted: Any, flavour: str, do: Do, unexplained: Failure
+) -> None:
+    patient = kakeya.RetryPolicy(first_delay_seconds=600.0, max_delay_seconds=600.0)
+    client: Any = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(scripted.target, retry=patient)
+    scripted.on("CreateSession", reply(pb.CreateSessionResponse(session_id="s1")))
+    session = await do(client.create_session)
+    answered = threading.Event()
+
+    def lost(request: Any, context: grpc.ServicerContext) -> Any:
+        answered.set()
+        return unexplained(UNAVAILABLE)(request, context)
+
+    scripted.on("Generate", streamed(then=lost))
+    stream = session.generate(4, timeout=None)
+    reading = asyncio.ensure_future(do(stream.result))
+    await asyncio.to_thread(answered.wait)
+    stream.cancel()
+    with pytest.raises(kakeya.StateError, match="cancelled"):
+        await reading
     assert len(scripted.calls("Generate")) == 1
-
-
-async def test_an_append_whose_answer_was_lost_is_asked_about(
-    scripted: Any, session: Any, do: Do, unexplained: Failure
-) -> None:
-    scripted.on("AppendTokens", unexplained(UNAVAILABLE))
-    scripted.on("GetSessionInfo", reply(pb.GetSessionInfoResponse(history_length=3)))
-    assert await do(session.append, [1, 2, 3]) == 3
-    assert len(scripted.calls("AppendTokens")) == 1
-
-
-async def test_an_append_that_did_not_arrive_is_sent_again_for_the_same_length(
-    scripted: Any, session: Any, do: Do, unexplained: Failure
-) -> None:
-    scripted.on("AppendTokens", unexplained(UNAVAILABLE), reply(pb.AppendTokensResponse(history_length=3)))
-    scripted.on("GetSessionInfo", reply(pb.GetSessionInfoResponse(history_length=0)))
-    assert await do(session.append, [1, 2, 3]) == 3
-    sent = scripted.calls("AppendTokens")
-    assert [list(request.token_ids) for request in sent] == [[1, 2, 3], [1, 2, 3]]
-    assert [request.expected_history_length for request in sent] == [0, 0]
+    await do(client.close)
 
 
 async def test_a_lost_close_and_then_no_session_is_closed(

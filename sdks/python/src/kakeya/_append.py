@@ -1,9 +1,10 @@
 """Appending token ids so that each is in the history once, or the caller knows how many are.
 
-Every request names the length it appends to (`expected_history_length`). History only grows, so a request can take
-effect at one length alone, and sending it again is safe. Where the answer is lost, the length tells what happened:
+Every request has an id by which the server knows it when it comes again, and names the length it appends to
+(`expected_history_length`): history only grows, so it can take effect at one length alone. Sending it again is safe.
+Where no answer comes in the end, the length tells what happened:
 
-    found == length             it did not arrive: send it again, or say so
+    found == length             it did not arrive
     found == length + count     it arrived
     anything else               somebody else wrote, too: nobody can tell
 """
@@ -21,7 +22,8 @@ from kakeya._errors import (
     ServerError,
     TransportError,
 )
-from kakeya._flows import Call, Flow, repeatable, wait_or_give_up
+from kakeya._flows import Call, Flow, Sleep, repeatable
+from kakeya._requests import new_request_id
 from kakeya._retry import Patience
 from kakeya.v1 import runtime_pb2 as pb
 
@@ -104,36 +106,34 @@ class Append:
 
     def _send(self, chunk: Sequence[int]) -> Flow[None]:
         """Append one request's worth at `_length`, and move `_length` behind it."""
-        is_resent = False
+        is_in_doubt = False  # an earlier attempt may have arrived, or may yet
         attempt = 0
+        request_id = new_request_id()
         while True:
             attempt += 1
             end = self._length + len(chunk)
             # Written before the request leaves, for the case that this generator is abandoned while it is under way.
             self._tail.has_open_append, self._is_fate_known = True, False
+            failure: KakeyaError
             try:
-                reply: pb.AppendTokensResponse = yield self._request(chunk)
+                reply: pb.AppendTokensResponse = yield self._request(chunk, request_id)
             except HistoryLengthMismatch as error:
                 if error.actual is None:
                     raise
                 self._tail.settle(error.actual)
-                if is_resent and self._is_exact and error.actual == end:  # the earlier request arrived after all
+                if is_in_doubt and self._is_exact and error.actual == end:  # it arrived, at a server that knows no ids
                     break
-                self._is_fate_known = not is_resent
-                if self._must_match or is_resent:
+                self._is_fate_known = not is_in_doubt
+                if self._must_match or is_in_doubt:
                     raise
                 self._length, self._is_exact, self._is_open = error.actual, True, False
+                request_id = new_request_id()  # for another length, it is another request
+                continue
             except (TransportError, DeadlineExceeded, ServerError) as error:
-                found = yield from self._inquire()
-                if self._is_exact and found == end != self._length:
-                    break
-                if found != self._length:
-                    raise
-                self._is_fate_known = is_resent = True
-                yield from wait_or_give_up(error, attempt, self._patience)
-            except KakeyaError as error:  # refused: this request changed nothing
-                self._tail.has_open_append, self._is_fate_known = self._is_open or is_resent, True
-                yield from wait_or_give_up(error, attempt, self._patience)
+                is_in_doubt, failure = True, error
+            except KakeyaError as error:  # refused: this attempt changed nothing
+                self._tail.has_open_append = self._is_open or is_in_doubt
+                self._is_fate_known, failure = not is_in_doubt, error
             else:
                 if reply.history_length != end:
                     raise ProtocolError(
@@ -141,12 +141,24 @@ class Append:
                         f"the server says {reply.history_length}"
                     )
                 break
+            if (delay := self._patience.wait_seconds(attempt, failure)) is not None:
+                yield Sleep(delay)
+                continue
+            if is_in_doubt:
+                found = yield from self._inquire()
+                if self._is_exact and found == end != self._length:
+                    break
+                self._is_fate_known = found == self._length
+            raise failure
         self._length, self._is_fate_known = end, True
         self._tail.settle(end)
 
-    def _request(self, chunk: Sequence[int]) -> Call:
+    def _request(self, chunk: Sequence[int], request_id: bytes) -> Call:
         request = pb.AppendTokensRequest(
-            session_id=self._session_id, token_ids=chunk, expected_history_length=self._length
+            session_id=self._session_id,
+            token_ids=chunk,
+            expected_history_length=self._length,
+            request_id=request_id,
         )
         return Call("AppendTokens", request, self._patience.remaining_seconds())
 

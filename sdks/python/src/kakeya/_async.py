@@ -21,8 +21,8 @@ from kakeya._channel import OPTIONS, TLS
 from kakeya._checks import token_ids as checked_token_ids
 from kakeya._client import ClientBase
 from kakeya._errors import KakeyaError, StateError
-from kakeya._flows import Call, Flow, Step, close_session, once, repeatable
-from kakeya._retry import RetryPolicy
+from kakeya._flows import Call, Flow, Step, close_session, repeatable
+from kakeya._retry import Patience, RetryPolicy
 from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase, Timeout
 from kakeya._strategies import Strategy
 from kakeya._stream import Fold, StreamBase
@@ -64,7 +64,7 @@ class AsyncClient(ClientBase):
     ) -> AsyncSession:
         """As `Client.create_session`."""
         request = requests.create_session(strategy, eos_token_ids, limit_tokens, label)
-        return AsyncSession(self, await self._run(once("CreateSession", request, self._patience(timeout))))
+        return AsyncSession(self, await self._run(repeatable("CreateSession", request, self._patience(timeout))))
 
     async def server_info(self, *, timeout: Timeout = DEFAULT) -> ServerInfo:
         """As `Client.server_info`."""
@@ -126,7 +126,7 @@ class AsyncClient(ClientBase):
             return None
         try:
             method = getattr(self._stub(), step.method)
-            return await method(step.request, timeout=step.timeout, metadata=self._address.metadata)
+            return await method(step.request, timeout=step.timeout, metadata=self._metadata())
         except grpc.RpcError as error:
             raise self._explain(error) from error
         except asyncio.CancelledError:
@@ -134,17 +134,17 @@ class AsyncClient(ClientBase):
                 raise
             raise self._closed_meanwhile() from None
 
-    def _stream(self, request: pb.GenerateRequest, timeout: Timeout, fold: Fold, tail: Tail) -> AsyncGenerateStream:
-        seconds = self._stream_seconds(timeout)
-        call = self._stub().Generate(request, timeout=seconds, metadata=self._address.metadata)
-        return AsyncGenerateStream(self, call, fold=fold, tail=tail)
+    def _generate(self, request: pb.GenerateRequest, patience: Patience) -> Any:
+        return self._stub().Generate(request, timeout=patience.remaining_seconds(), metadata=self._metadata())
 
 
 class AsyncSession(SessionBase):
     """As `Session`. `generate` starts at once and is not awaited; reading its stream is."""
 
-    def __init__(self, client: AsyncClient, created: pb.CreateSessionResponse) -> None:
-        super().__init__(created)
+    def __init__(
+        self, client: AsyncClient, created: pb.CreateSessionResponse, *, history_length: int = 0, shared_bytes: int = 0
+    ) -> None:
+        super().__init__(created, history_length=history_length, shared_bytes=shared_bytes)
         self._client = client
 
     async def append(
@@ -203,7 +203,29 @@ class AsyncSession(SessionBase):
             drafting=drafting,
         )
         fold = Fold(wants_logprobs=logprobs, on_progress=on_progress)
-        return self._client._stream(request, timeout, fold, self._tail)
+        patience = self._client._stream_patience(timeout)
+        call = self._client._generate(request, patience)
+        return AsyncGenerateStream(self._client, call, request, fold=fold, tail=self._tail, patience=patience)
+
+    async def fork(
+        self,
+        *,
+        limit_tokens: int | None = None,
+        label: str = "",
+        expected_history_length: int | None = None,
+        timeout: Timeout = DEFAULT,
+    ) -> AsyncSession:
+        """As `Session.fork`."""
+        self._require_open()
+        request = requests.fork_session(self.id, limit_tokens, label, expected_history_length)
+        flow = repeatable("ForkSession", request, self._client._patience(timeout))
+        forked: pb.ForkSessionResponse = await self._client._run(flow)
+        return AsyncSession(
+            self._client,
+            self._of_fork(forked),
+            history_length=forked.history_length,
+            shared_bytes=forked.shared_bytes,
+        )
 
     async def info(self, *, timeout: Timeout = DEFAULT) -> SessionInfo:
         """As `Session.info`."""
@@ -237,10 +259,22 @@ class AsyncSession(SessionBase):
 class AsyncGenerateStream(StreamBase):
     """As `GenerateStream`, with `async for`, `async with` and `await result()`."""
 
-    def __init__(self, client: AsyncClient, call: Any, *, fold: Fold, tail: Tail) -> None:
+    _client: AsyncClient
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        call: Any,
+        request: pb.GenerateRequest,
+        *,
+        fold: Fold,
+        tail: Tail,
+        patience: Patience,
+    ) -> None:
         self._call = call
         self._loop = asyncio.get_running_loop()
-        super().__init__(client, fold=fold, tail=tail)
+        self._stopped = asyncio.Event()
+        super().__init__(client, request, fold=fold, tail=tail, patience=patience)
 
     def __aiter__(self) -> AsyncIterator[int]:
         """As `GenerateStream.__iter__`."""
@@ -264,10 +298,15 @@ class AsyncGenerateStream(StreamBase):
             return
         self._is_over = self._is_cancelled = True
         if _running_loop() is self._loop:
-            self._call.cancel()
+            self._stop()
         else:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the RPC with it
-                self._loop.call_soon_threadsafe(self._call.cancel)
+                self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        """On the loop: end the RPC, or the wait for the next one."""
+        self._stopped.set()
+        self._call.cancel()
 
     async def close(self) -> None:
         """The same as `cancel`."""
@@ -285,16 +324,19 @@ class AsyncGenerateStream(StreamBase):
         self.cancel()
 
     async def _next_token(self) -> TokenDetail | None:
-        """The next token, None at the end. Whatever goes wrong here ends the RPC."""
+        """The next token, None at the end. Whatever goes wrong here, and is not a lost connection, ends the RPC."""
         try:
             while not self._is_over:
-                frame = await self._call.read()
+                try:
+                    frame = await self._call.read()
+                except grpc.RpcError as error:
+                    if (delay := self._broke(error)) is not None:
+                        await self._attach_again(delay)
+                    continue
                 if frame is grpc.aio.EOF:
                     self._ended()
                 elif (token := self._received(cast("pb.GenerateResponse", frame))) is not None:
                     return token
-        except grpc.RpcError as error:
-            self._broke(error)
         except asyncio.CancelledError:
             # grpc raises this for a cancelled RPC, too.
             if not _is_task_cancelled() and self._is_cancelled:
@@ -307,6 +349,12 @@ class AsyncGenerateStream(StreamBase):
             self.cancel()
             raise
         return None
+
+    async def _attach_again(self, delay: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopped.wait(), delay)
+        if not self._is_cancelled:
+            self._call = self._client._generate(self._request_again(), self._patience)
 
 
 class _Tokens(Generic[T]):

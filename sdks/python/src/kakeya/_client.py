@@ -11,6 +11,7 @@ from kakeya._errors import KakeyaError, StateError
 from kakeya._retry import Patience, RetryPolicy
 from kakeya._session import DEFAULT, Timeout
 from kakeya._status import from_rpc_error
+from kakeya._trace import Metadata, trace_metadata
 
 
 class ClientBase:
@@ -44,11 +45,15 @@ class ClientBase:
         if self._is_closed:
             raise StateError(f"this client of {self.target} is closed; make a new one")
 
+    def _metadata(self) -> Metadata:
+        """What goes along with a call that is made here and now."""
+        return self._address.metadata + trace_metadata()
+
     def _patience(self, timeout: Timeout) -> Patience:
         return Patience(self._retry, self._timeout if timeout is DEFAULT else seconds(timeout, "timeout"))
 
-    def _stream_seconds(self, timeout: Timeout) -> float | None:
-        return self._generate_timeout if timeout is DEFAULT else seconds(timeout, "timeout")
+    def _stream_patience(self, timeout: Timeout) -> Patience:
+        return Patience(self._retry, self._generate_timeout if timeout is DEFAULT else seconds(timeout, "timeout"))
 
     def _explain(self, error: grpc.RpcError) -> KakeyaError:
         """The typed error for a failed RPC."""

@@ -2,14 +2,14 @@
 
     KakeyaError
     ├── CallerError                 yours to fix; the same call fails again
-    │   ├── InvalidArgument         ── TokenOutOfRange, InvalidTokenIds        (also ValueError)
+    │   ├── InvalidArgument         ── TokenOutOfRange, InvalidTokenIds, RequestIdReused   (also ValueError)
     │   ├── SessionNotFound         ── SessionEvicted
     │   ├── SessionClosed, HistoryLengthMismatch, HistoryLimit, AppendTooLarge
-    │   ├── SlowConsumer, Unauthenticated
+    │   ├── StreamTakenOver, SlowConsumer, Unauthenticated
     │   ├── StateError              a client, session or stream used out of order
     │   └── InvalidMessages, TemplateError, TokenizerError     from kakeya.tokenization
     ├── RetryableError              wait (`retry_after_seconds`) and try again
-    │   └── SessionBusy, NoCapacity, Overloaded, Draining
+    │   └── SessionBusy, NoCapacity, OutOfMemory, Overloaded, Draining, EngineStalled
     ├── ServerError                 the server's fault
     │   └── InvariantViolated, NonFiniteLogits, RestorationFailed, InternalError, ProtocolError
     ├── DeadlineExceeded            the call took longer than its timeout      (also TimeoutError)
@@ -86,6 +86,10 @@ class InvalidTokenIds(InvalidArgument):
         self.value = value
 
 
+class RequestIdReused(InvalidArgument):
+    """The server knows another call by this id. The SDK makes up a new one for each, so this is its own mistake."""
+
+
 class SessionNotFound(CallerError):
     """The session is unknown, closed, or somebody else's."""
 
@@ -134,8 +138,20 @@ class AppendTooLarge(CallerError):
         return self._number("max_append_tokens")
 
 
+class StreamTakenOver(CallerError):
+    """Another stream of the same Generate gets its tokens from `position` on; this one has ended."""
+
+    @property
+    def position(self) -> int | None:
+        return self._number("position")
+
+
 class SlowConsumer(CallerError):
-    """The stream was not read for so long that the server stopped generating. The session is kept."""
+    """The stream was not read for so long that the server stopped generating, at `position`. The session is kept."""
+
+    @property
+    def position(self) -> int | None:
+        return self._number("position")
 
 
 class Unauthenticated(CallerError):
@@ -178,8 +194,24 @@ class Overloaded(RetryableError):
     """The server's queue is full."""
 
 
+class QuotaExceeded(RetryableError):
+    """The caller has as many sessions, bytes or Generates as the server lets one caller have. `quota` says which."""
+
+    @property
+    def quota(self) -> str | None:
+        return self.metadata.get("quota")
+
+
 class Draining(RetryableError):
     """The server is shutting down."""
+
+
+class EngineStalled(RetryableError):
+    """The server's engine stands still. It may come back; if not, the server ends."""
+
+
+class OutOfMemory(RetryableError):
+    """The device ran out of memory during the call. The session and its history are kept."""
 
 
 class ServerError(KakeyaError):

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from kakeya._errors import KakeyaError, SessionNotFound
+from kakeya._requests import new_request_id
 from kakeya._retry import Patience
 from kakeya.v1 import runtime_pb2 as pb
 
@@ -37,13 +38,8 @@ Step = Call | Sleep
 Flow = Generator[Step, Any, T]
 
 
-def once(method: str, request: Message, patience: Patience) -> Flow[Any]:
-    """An RPC that must not be repeated."""
-    return (yield Call(method, request, patience.remaining_seconds()))
-
-
 def repeatable(method: str, request: Message, patience: Patience) -> Flow[Any]:
-    """An RPC that changes nothing, tried again while patience lasts."""
+    """An RPC that changes nothing, or says by its id that it is the same one again: tried while patience lasts."""
     attempt = 0
     while True:
         attempt += 1
@@ -54,8 +50,8 @@ def repeatable(method: str, request: Message, patience: Patience) -> Flow[Any]:
 
 
 def close_session(session_id: str, patience: Patience) -> Flow[int | None]:
-    """The final history length; None if an earlier attempt closed the session and its answer was lost."""
-    request = pb.CloseSessionRequest(session_id=session_id)
+    """The final history length; None if an earlier attempt closed the session and its answer was lost for good."""
+    request = pb.CloseSessionRequest(session_id=session_id, request_id=new_request_id())
     attempt = 0
     while True:
         attempt += 1

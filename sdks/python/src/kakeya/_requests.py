@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Mapping
 
 from kakeya._checks import finite, invalid, token_ids, whole_number
@@ -10,6 +11,11 @@ from kakeya.v1 import runtime_pb2 as pb
 
 _UINT32 = 2**32
 _UINT64 = 2**64
+
+
+def new_request_id() -> bytes:
+    """What the server knows a call by when it comes again. One for each call that changes something."""
+    return secrets.token_bytes(16)
 
 
 def create_session(
@@ -23,6 +29,21 @@ def create_session(
         client_label=label,
         eos_token_ids=token_ids(eos_token_ids, "eos_token_ids"),
         strategy=None if strategy is None else strategy._to_wire(),
+        limit_tokens=_optional_whole(limit_tokens, "limit_tokens"),
+        request_id=new_request_id(),
+    )
+
+
+def fork_session(
+    session_id: str, limit_tokens: int | None, label: str, expected_history_length: int | None
+) -> pb.ForkSessionRequest:
+    if not isinstance(label, str):
+        raise invalid("label", f"must be a text, got {label!r}")
+    return pb.ForkSessionRequest(
+        session_id=session_id,
+        request_id=new_request_id(),
+        expected_history_length=history_length(expected_history_length),
+        client_label=label,
         limit_tokens=_optional_whole(limit_tokens, "limit_tokens"),
     )
 
@@ -66,6 +87,7 @@ def generate(
         progress=progress or None,
         expected_history_length=history_length(expected_history_length),
         drafting=None if drafting else False,
+        request_id=new_request_id(),
     )
 
 

@@ -13,10 +13,10 @@ from kakeya._errors import KakeyaError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:
-    """Waits between attempts of calls that are safe to repeat, after UNAVAILABLE only.
+    """Waits between attempts of a call, after a lost connection and where the server says when to come again.
 
     The n-th wait is between half and all of `first_delay_seconds` × 2^(n-1), at most `max_delay_seconds`, and never
-    less than the server asked for. `attempts=1` switches retries off. CreateSession and Generate are never repeated.
+    less than the server asked for. `attempts=1` switches retries off. A stream's attempts count from its last token.
     """
 
     attempts: int = 4
@@ -57,9 +57,12 @@ class Patience:
 
     def wait_seconds(self, attempt: int, error: KakeyaError) -> float | None:
         """How long to wait before the next attempt; None to give up with `error`."""
-        if error.code != "UNAVAILABLE" or attempt >= self.policy.attempts:
+        asked = error.retry_after_seconds
+        if (error.code != "UNAVAILABLE" and asked is None) or attempt >= self.policy.attempts:
             return None
-        delay = max(self.policy.delay_seconds(attempt, self._jitter()), error.retry_after_seconds or 0.0)
+        # Clients that were all told the same do not all come at the same time.
+        jitter = self._jitter()
+        delay = max(self.policy.delay_seconds(attempt, jitter), (asked or 0.0) * (1.0 + 0.2 * jitter))
         remaining = self.remaining_seconds()
         return delay if remaining is None or delay < remaining else None
 

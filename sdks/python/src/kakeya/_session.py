@@ -29,9 +29,10 @@ Timeout = float | None | Literal[Default.DEFAULT]
 class SessionBase:
     """A session's fixed facts, and its history length as last heard."""
 
-    def __init__(self, created: pb.CreateSessionResponse) -> None:
+    def __init__(self, created: pb.CreateSessionResponse, *, history_length: int = 0, shared_bytes: int = 0) -> None:
         self._created = created
-        self._tail = Tail()
+        self._shared_bytes = shared_bytes
+        self._tail = Tail(length=history_length)
         self._is_closed = False
 
     @property
@@ -65,6 +66,11 @@ class SessionBase:
         return self._created.tier_bytes
 
     @property
+    def shared_bytes(self) -> int:
+        """Of a fork: K/V it reads where the session it was made from holds them, when it was made."""
+        return self._shared_bytes
+
+    @property
     def limit_tokens(self) -> int | None:
         """The longest history the session can reach; None if there is no limit."""
         return self._created.limit_tokens if self._created.HasField("limit_tokens") else None
@@ -91,6 +97,20 @@ class SessionBase:
             raise SessionClosed(
                 f"this session was closed with {self.history_length} tokens in its history; create a new one"
             )
+
+    @staticmethod
+    def _of_fork(forked: pb.ForkSessionResponse) -> pb.CreateSessionResponse:
+        """The facts of a fork as those of any new session."""
+        return pb.CreateSessionResponse(
+            session_id=forked.session_id,
+            strategy=forked.strategy,
+            sustained_bytes=forked.sustained_bytes,
+            peak_bytes=forked.peak_bytes,
+            limit_tokens=forked.limit_tokens if forked.HasField("limit_tokens") else None,
+            mode=forked.mode,
+            model_id=forked.model_id,
+            tier_bytes=forked.tier_bytes,
+        )
 
     def _closed(self, final_length: int | None) -> int:
         self._is_closed = True

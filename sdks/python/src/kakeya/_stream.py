@@ -10,6 +10,7 @@ import grpc
 from kakeya._append import Tail
 from kakeya._client import ClientBase
 from kakeya._errors import KakeyaError, ProtocolError, StateError
+from kakeya._retry import Patience
 from kakeya._values import STOP_REASONS, GenerateResult, Progress, StopReason, TokenDetail
 from kakeya.v1 import runtime_pb2 as pb
 
@@ -20,6 +21,7 @@ class Fold:
     def __init__(self, *, wants_logprobs: bool, on_progress: Callable[[Progress], None] | None) -> None:
         self.token_ids: list[int] = []
         self.result: GenerateResult | None = None
+        self.next_position: int | None = None  # None: no token yet
         self._logprobs: list[float] | None = [] if wants_logprobs else None
         self._on_progress = on_progress
         self._queue_position = 0
@@ -53,6 +55,9 @@ class Fold:
             if logprob is None:
                 raise ProtocolError(f"the server sent no logprob for position {token.position}")
             self._logprobs.append(logprob)
+        if self.next_position not in (None, token.position):
+            raise ProtocolError(f"the server sent position {token.position} where {self.next_position} comes next")
+        self.next_position = token.position + 1
         self.token_ids.append(token.token_id)
         return TokenDetail(token_id=token.token_id, position=token.position, logprob=logprob)
 
@@ -88,12 +93,21 @@ class Fold:
 
 
 class StreamBase:
-    """A Generate under way: what has come of it, and what may still be asked of it."""
+    """A Generate under way: what has come of it, and what may still be asked of it.
 
-    def __init__(self, client: ClientBase, *, fold: Fold, tail: Tail) -> None:
+    When its RPC breaks, another one with the same id goes on behind the last token that came: the server tells again
+    what was lost on the way, and continues what it had stopped because nobody seemed to listen.
+    """
+
+    def __init__(
+        self, client: ClientBase, request: pb.GenerateRequest, *, fold: Fold, tail: Tail, patience: Patience
+    ) -> None:
         self._client = client
+        self._request = request
         self._fold = fold
         self._tail = tail
+        self._patience = patience
+        self._attempt = 1  # since the last token
         self._is_taken = False  # somebody iterates
         self._is_over = False  # nothing more will be read
         self._is_cancelled = False
@@ -129,6 +143,7 @@ class StreamBase:
             self._error = error
             raise
         if token is not None:
+            self._attempt = 1
             self._tail.saw(token.position + 1)
         elif self._fold.result is not None:
             self._tail.settle(self._fold.result.history_length)
@@ -140,11 +155,26 @@ class StreamBase:
         if self._fold.result is None:
             self._fail(ProtocolError("the stream ended without its last frame"))
 
-    def _broke(self, error: grpc.RpcError) -> None:
-        """The RPC ended with an error: raises it, unless we cancelled or the result is complete already."""
-        self._is_over = True
-        if not self._is_cancelled and self._fold.result is None:
-            self._fail(self._client._explain(error), error)
+    def _broke(self, error: grpc.RpcError) -> float | None:
+        """The RPC ended with an error: seconds to wait before the next one, None if it does not matter any more.
+
+        Raises the error if it is not worth another try.
+        """
+        if self._is_cancelled or self._fold.result is not None:
+            self._is_over = True
+            return None
+        explained = self._client._explain(error)
+        delay = self._patience.wait_seconds(self._attempt, explained)
+        if delay is None:
+            self._fail(explained, error)
+        self._attempt += 1
+        return delay
+
+    def _request_again(self) -> pb.GenerateRequest:
+        """For what has not come yet. Before the first token nobody can tell whether the server knows the call."""
+        if self._fold.next_position is not None:
+            self._request.resume_from = self._fold.next_position
+        return self._request
 
     def _fail(self, error: KakeyaError, cause: BaseException | None = None) -> NoReturn:
         self._is_over = True

@@ -6,6 +6,7 @@ A client may be shared by threads; a session is one conversation and belongs to 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
@@ -20,8 +21,8 @@ from kakeya._channel import OPTIONS, TLS
 from kakeya._checks import token_ids as checked_token_ids
 from kakeya._client import ClientBase
 from kakeya._errors import KakeyaError
-from kakeya._flows import Call, Flow, Step, close_session, once, repeatable
-from kakeya._retry import RetryPolicy
+from kakeya._flows import Call, Flow, Step, close_session, repeatable
+from kakeya._retry import Patience, RetryPolicy
 from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase, Timeout
 from kakeya._strategies import Strategy
 from kakeya._stream import Fold, StreamBase
@@ -69,13 +70,13 @@ class Client(ClientBase):
         label: str = "",
         timeout: Timeout = DEFAULT,
     ) -> Session:
-        """Open a session and reserve its memory. Never repeated by itself: a lost reply would leave a second one.
+        """Open a session and reserve its memory.
 
         `eos_token_ids` end every Generate of the session; `limit_tokens` is its own length limit (a smaller limit is a
         smaller reservation); `label` is for the operator's eyes.
         """
         request = requests.create_session(strategy, eos_token_ids, limit_tokens, label)
-        return Session(self, self._run(once("CreateSession", request, self._patience(timeout))))
+        return Session(self, self._run(repeatable("CreateSession", request, self._patience(timeout))))
 
     def server_info(self, *, timeout: Timeout = DEFAULT) -> ServerInfo:
         """The server's model, limits and strategies, now."""
@@ -115,22 +116,22 @@ class Client(ClientBase):
             return None
         try:
             method = getattr(self._stub, step.method)
-            return method(step.request, timeout=step.timeout, metadata=self._address.metadata)
+            return method(step.request, timeout=step.timeout, metadata=self._metadata())
         except grpc.RpcError as error:
             raise self._explain(error) from error
 
-    def _stream(self, request: pb.GenerateRequest, timeout: Timeout, fold: Fold, tail: Tail) -> GenerateStream:
+    def _generate(self, request: pb.GenerateRequest, patience: Patience) -> Any:
         self._require_open()
-        seconds = self._stream_seconds(timeout)
-        call = self._stub.Generate(request, timeout=seconds, metadata=self._address.metadata)
-        return GenerateStream(self, call, fold=fold, tail=tail)
+        return self._stub.Generate(request, timeout=patience.remaining_seconds(), metadata=self._metadata())
 
 
 class Session(SessionBase):
     """A history on the server, with its K/V. `Client.create_session` makes one; leaving its `with` closes it."""
 
-    def __init__(self, client: Client, created: pb.CreateSessionResponse) -> None:
-        super().__init__(created)
+    def __init__(
+        self, client: Client, created: pb.CreateSessionResponse, *, history_length: int = 0, shared_bytes: int = 0
+    ) -> None:
+        super().__init__(created, history_length=history_length, shared_bytes=shared_bytes)
         self._client = client
 
     def append(
@@ -179,7 +180,7 @@ class Session(SessionBase):
         Greedy unless `temperature` is above 0. The same seed at the same position draws the same token; without one the
         server draws it, and the result has it. `on_progress` is called, while the stream is read, before the first
         token. `drafting=False` keeps the server's drafter from guessing ahead, which changes no token, only how fast
-        they come. Never repeated by itself.
+        they come. When the connection breaks, the stream goes on where it was: no token is lost, none comes twice.
         """
         self._require_open()
         request = requests.generate(
@@ -199,7 +200,33 @@ class Session(SessionBase):
             drafting=drafting,
         )
         fold = Fold(wants_logprobs=logprobs, on_progress=on_progress)
-        return self._client._stream(request, timeout, fold, self._tail)
+        patience = self._client._stream_patience(timeout)
+        call = self._client._generate(request, patience)
+        return GenerateStream(self._client, call, request, fold=fold, tail=self._tail, patience=patience)
+
+    def fork(
+        self,
+        *,
+        limit_tokens: int | None = None,
+        label: str = "",
+        expected_history_length: int | None = None,
+        timeout: Timeout = DEFAULT,
+    ) -> Session:
+        """A new session that begins with this one's history, and goes its own way from there.
+
+        It has this one's strategy, end ids and, unless `limit_tokens` is given, length limit. With
+        `expected_history_length`, a history of any other length is not forked.
+        """
+        self._require_open()
+        request = requests.fork_session(self.id, limit_tokens, label, expected_history_length)
+        flow = repeatable("ForkSession", request, self._client._patience(timeout))
+        forked: pb.ForkSessionResponse = self._client._run(flow)
+        return Session(
+            self._client,
+            self._of_fork(forked),
+            history_length=forked.history_length,
+            shared_bytes=forked.shared_bytes,
+        )
 
     def info(self, *, timeout: Timeout = DEFAULT) -> SessionInfo:
         """Facts about the session now. Never waits for a running Generate."""
@@ -235,9 +262,21 @@ class GenerateStream(StreamBase):
     generation. The session and everything received stay.
     """
 
-    def __init__(self, client: Client, call: Any, *, fold: Fold, tail: Tail) -> None:
+    _client: Client
+
+    def __init__(
+        self,
+        client: Client,
+        call: Any,
+        request: pb.GenerateRequest,
+        *,
+        fold: Fold,
+        tail: Tail,
+        patience: Patience,
+    ) -> None:
         self._call = call
-        super().__init__(client, fold=fold, tail=tail)
+        self._stopped = threading.Event()
+        super().__init__(client, request, fold=fold, tail=tail, patience=patience)
 
     def __iter__(self) -> Iterator[int]:
         """The token ids, as they come. Once only."""
@@ -259,6 +298,7 @@ class GenerateStream(StreamBase):
         """Stop generating. Safe from any thread, and after the end."""
         if not self._is_over:
             self._is_over = self._is_cancelled = True
+            self._stopped.set()
             self._call.cancel()
 
     def close(self) -> None:
@@ -282,17 +322,26 @@ class GenerateStream(StreamBase):
             self.cancel()
 
     def _next_token(self) -> TokenDetail | None:
-        """The next token, None at the end. Whatever goes wrong here ends the RPC."""
+        """The next token, None at the end. Whatever goes wrong here, and is not a lost connection, ends the RPC."""
         try:
             while not self._is_over:
-                frame = next(self._call, None)
+                try:
+                    frame = next(self._call, None)
+                except grpc.RpcError as error:
+                    if (delay := self._broke(error)) is not None:
+                        self._attach_again(delay)
+                    continue
                 if frame is None:
                     self._ended()
                 elif (token := self._received(frame)) is not None:
                     return token
-        except grpc.RpcError as error:
-            self._broke(error)
         except BaseException:
             self.cancel()
             raise
         return None
+
+    def _attach_again(self, delay: float) -> None:
+        if not self._stopped.wait(delay):
+            self._call = self._client._generate(self._request_again(), self._patience)
+            if self._stopped.is_set():  # meanwhile, from another thread
+                self._call.cancel()

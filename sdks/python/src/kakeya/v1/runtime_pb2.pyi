@@ -64,7 +64,8 @@ class CreateSessionRequest(_message.Message):
     request_id: _builtins.bytes
     """16 bytes that the client made up for this call; empty: none. A retry with the same id and the same content is answered
     as the first call was, and nothing is done twice; the same id with another content is refused: INVALID_ARGUMENT,
-    REQUEST_ID_REUSED. Ids are an owner's own, and are remembered while the session lives and for some minutes after.
+    REQUEST_ID_REUSED. A call that was refused is not remembered. Ids are an owner's own, and are remembered while the
+    session lives and for ten minutes after.
     """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -159,7 +160,7 @@ class AppendTokensRequest(_message.Message):
     expected_history_length: _builtins.int
     """If present and different from the history length, nothing is appended: ABORTED, HISTORY_LENGTH_MISMATCH."""
     request_id: _builtins.bytes
-    """As in CreateSessionRequest; ids are a session's own here."""
+    """As in CreateSessionRequest; ids are a session's own here, and its last 64 appends are remembered."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Empty is a no-op that refreshes the idle clock."""
@@ -273,15 +274,16 @@ class GenerateRequest(_message.Message):
     drafting: _builtins.bool
     """May the server's drafter guess ahead? That changes no token, only how fast they come. Absent: true."""
     request_id: _builtins.bytes
-    """As in AppendTokensRequest. A second call with the id of a Generate attaches to it: it gets the tokens from resume_from
-    on, those already there first, then those to come, then the ending. One that had stopped early (its client left, or
-    its deadline passed) goes on where it stopped, if the history still ends there, and gives what it would have given.
-    One that still has another stream is taken over: that stream ends with ABORTED, STREAM_TAKEN_OVER. All fields but
-    resume_from, progress and token_details must be what they were.
+    """As in CreateSessionRequest; ids are a session's own here, and its last 8 Generates are remembered while it lives. A
+    second call with the id of a Generate attaches to it: it gets the tokens from resume_from on, those already there
+    first, then those to come, then the ending. One that had stopped early (its client left, its deadline passed, or an
+    error ended it) goes on where it stopped, and gives what it would have given; if the history does not end there any
+    more: ABORTED, HISTORY_LENGTH_MISMATCH. One that still has another stream is taken over: that stream ends with
+    ABORTED, STREAM_TAKEN_OVER. All fields but resume_from, progress and token_details must be what they were.
     """
     resume_from: _builtins.int
-    """Absolute position of the first token this call wants; only with a request_id. Absent: the first one generated.
-    From the first one generated to the place after the last one: INVALID_ARGUMENT outside.
+    """Absolute position of the first token this call wants; only with the request_id of a Generate that is remembered, else
+    INVALID_ARGUMENT. From the first one generated to the place after the last one. Absent: the first one generated.
     """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

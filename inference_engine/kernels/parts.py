@@ -1,0 +1,60 @@
+"""Attention of one session's rows over rows that lie in several places, under one softmax.
+
+    queries [T, Hq, D] · parts, each keys and values [Hkv, S, D] and a mask [T, S] or None
+
+It is what `attend` gives over the parts laid end to end, and copies none of them: only scores are put together. For few
+rows that is a fraction of the operations that merging states of the parts takes (`kernels/merge.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Part(NamedTuple):
+    """mask: additive, -inf where a query does not see a key; None where each of them sees each."""
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None = None
+
+
+def attend_parts(
+    queries: Tensor,
+    parts: Sequence[Part],
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    head_sinks: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention over all parts; [T, Hq, D] in float32, in which everything is computed.
+
+    softcap, head_sinks: as in `attend`. Every query must see a key.
+    """
+    rows, query_heads, head_dim = queries.shape
+    kv_heads = parts[0].keys.shape[0]
+    folded = queries.transpose(0, 1).reshape(kv_heads, -1, head_dim).float() * scaling  # [Hkv, group · T, D]
+    scores = [_scores(folded, part, rows, softcap) for part in parts]
+    if head_sinks is not None:
+        column = head_sinks.float().view(kv_heads, -1, 1).expand(-1, -1, rows)
+        scores.append(column.reshape(kv_heads, -1, 1))
+    weights = (torch.cat(scores, dim=-1) if len(scores) > 1 else scores[0]).softmax(dim=-1)
+    shares = torch.split(weights, [part.shape[-1] for part in scores], dim=-1)
+    out: Tensor = shares[0] @ parts[0].values.float()
+    for part, share in zip(parts[1:], shares[1:], strict=False):
+        out = torch.baddbmm(out, share, part.values.float())
+    return out.reshape(query_heads, rows, head_dim).transpose(0, 1)
+
+
+def _scores(folded: Tensor, part: Part, rows: int, softcap: float | None) -> Tensor:
+    """[Hkv, group · T, S]"""
+    scores = folded @ part.keys.float().transpose(-1, -2)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if part.mask is not None:
+        scores.view(scores.shape[0], -1, rows, scores.shape[-1]).add_(part.mask)
+    return scores

@@ -1,0 +1,227 @@
+"""What a Generate has said so far, to be read by one caller after another, from any token on.
+
+    engine's thread ── hear ──▶ Transcript ◀── read ── Reader         the newest reader is the one whose wishes count
+
+Tokens are read where they are kept, in the session's history, when a reader wants them: nothing queues up for one that
+is slow or gone, and the engine never waits for it. A Generate that was stopped goes on, with what it had left to do, in
+another request; tokens are a function of history, parameters, seed and position, so nobody can tell from them.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+
+from inference_engine.errors import InvalidArgument, StreamTakenOver
+from inference_engine.scheduler.request import Done, Forced, Listener, Request
+from inference_engine.session.session import Session
+from inference_engine.types import (
+    Accepted,
+    Event,
+    Failed,
+    Finished,
+    GenerateParams,
+    Progress,
+    StopReason,
+    TokenCommitted,
+    Truncated,
+)
+
+_AT_ONCE = 256  # tokens in one read
+
+
+class Transcript:
+    """Heard on the engine's thread, read and stopped from any. `attach` and `run` are called with the session's store
+    locked."""
+
+    def __init__(self, session: Session, params: GenerateParams, seed: int, *, forced: Forced | None = None) -> None:
+        self.session = session
+        self.params = params
+        self.first_position = len(session.history)
+        self._seed = seed
+        self._forced = forced
+        self._lock = threading.Lock()
+        self._request: Request | None = None  # the newest
+        self._reader: Reader | None = None  # the newest
+        self._tokens = 0
+        # As exact as the wire, in an eighth of what objects would take.
+        self._logprobs: array[float] | None = array("f") if params.logprobs else None
+        self._accepted: Accepted | None = None
+        self._progress: list[Progress] = []
+        self._truncated: Truncated | None = None
+        self._ending: Finished | Failed | None = None
+
+    @property
+    def end_position(self) -> int:
+        """Behind the last token so far."""
+        return self.first_position + self._tokens
+
+    @property
+    def is_stopping(self) -> bool:
+        """Somebody wants it to end, and it has not ended yet: nobody can say now how it will."""
+        request = self._request
+        return request is not None and request.outcome is None and request.stop is not None
+
+    @property
+    def can_continue(self) -> bool:
+        """It ended before it was through."""
+        outcome = None if self._request is None else self._request.outcome
+        return isinstance(outcome, Failed) or (
+            isinstance(outcome, Finished) and outcome.stop_reason is StopReason.CANCELLED
+        )
+
+    def attach(self, *, position: int | None = None, is_replayed: bool, listener: Listener | None = None) -> Reader:
+        """A reader from `position` on (None: the first token), in place of the one there was.
+
+        listener: is told what comes from now on, on the engine's thread. Raises InvalidArgument for a position where
+        no token is and none comes next.
+        """
+        with self._lock:
+            position = self.first_position if position is None else position
+            if not self.first_position <= position <= self.end_position:
+                raise InvalidArgument(
+                    "resume_from", f"must be from {self.first_position} to {self.end_position}, got {position}"
+                )
+            before, self._reader = self._reader, Reader(self, position, is_replayed=is_replayed, listener=listener)
+        if before is not None:
+            before._lose()
+        return self._reader
+
+    def run(self, now: float) -> Request:
+        """A request for all that is left to do. The caller submits it, its session held."""
+        before, done = self._request, Done()
+        if before is not None:
+            done = before.done(before.token_at or before.accepted_at)
+        request = Request(
+            session=self.session,
+            params=replace(self.params, max_tokens=self.params.max_tokens - done.generated),
+            seed=self._seed,
+            listener=lambda event: self._hear(request, event),
+            stop_ids=self.session.eos_token_ids | frozenset(self.params.stop_token_ids),
+            accepted_at=now,
+            earlier=done,
+            forced=self._forced,
+        )
+        if before is not None:
+            request.last_query, request.is_degraded = before.last_query, before.is_degraded
+        with self._lock:
+            self._request, self._accepted, self._progress, self._ending = request, None, [], None
+        return request
+
+    def refuse(self, error: BaseException) -> None:
+        """The newest request could not be submitted: that is how this Generate ended."""
+        request = self._request
+        assert request is not None
+        request.outcome = Failed(error)
+        self._hear(request, request.outcome)
+
+    def stop(self, reader: Reader, how: Callable[[], StopReason | BaseException]) -> None:
+        """End it as `how` says, at the next step boundary, if `reader` still is the one to say so."""
+        with self._lock:
+            if reader is self._reader and self._request is not None:
+                self._request.ask_to_stop(how)
+
+    def _hear(self, request: Request, event: Event) -> None:
+        with self._lock:
+            if request is not self._request:
+                return  # the last word of a request that another one continues already
+            self._note(event)
+            reader = self._reader
+        if reader is not None:
+            reader._tell(event)
+
+    def _note(self, event: Event) -> None:
+        # Tokens first: there are thousands of them for each of the others.
+        if isinstance(event, TokenCommitted):
+            self._tokens += 1
+            if self._logprobs is not None:
+                assert event.logprob is not None
+                self._logprobs.append(event.logprob)
+        elif isinstance(event, Progress):
+            self._progress.append(event)
+        elif isinstance(event, Accepted):
+            self._accepted = event
+        elif isinstance(event, Truncated):
+            if not self._tokens:
+                self._truncated = event
+        else:
+            self._ending = event
+
+
+class Reader:
+    """One caller's place in a transcript. One thread reads."""
+
+    def __init__(
+        self, transcript: Transcript, position: int, *, is_replayed: bool, listener: Listener | None = None
+    ) -> None:
+        self.position = position  # of the next token
+        self.is_replayed = is_replayed
+        self._transcript = transcript
+        self._listener = listener
+        self._on_news: Callable[[], None] | None = None
+        self._first_position = position
+        # Reports of a prefill are for those who were there before it gave a token.
+        self._begins_with_tokens = position < transcript.end_position
+        self._has_greeted = self._has_warned = self._is_over = self._is_lost = False
+        self._reports = 0
+
+    def when_news(self, callback: Callable[[], None]) -> None:
+        """Call back, from any thread, whenever there may be something to read; now, too."""
+        self._on_news = callback
+        callback()
+
+    def read(self) -> list[Event]:
+        """The next events in their order, none if there are none yet; the last one is Finished or Failed."""
+        transcript = self._transcript
+        if self._is_over:
+            return []
+        if self._is_lost:
+            self._is_over = True
+            return [Failed(StreamTakenOver(self.position))]
+        with transcript._lock:
+            end, ending = transcript.end_position, transcript._ending
+            events = self._preamble(end, ending)
+            until = min(end, self.position + _AT_ONCE)
+            logprobs = transcript._logprobs
+            first = transcript.first_position
+            told = None if logprobs is None else logprobs[self.position - first : until - first]
+        ids = transcript.session.history.ids(self.position, until).tolist()
+        for index, token_id in enumerate(ids):
+            events.append(TokenCommitted(token_id, self.position + index, None if told is None else told[index]))
+        self.position = until
+        if ending is not None and until == end:
+            self._is_over = True
+            events.append(replace(ending, is_replayed=self.is_replayed) if isinstance(ending, Finished) else ending)
+        return events
+
+    def _preamble(self, end: int, ending: Finished | Failed | None) -> list[Event]:
+        """What comes before the first token, as far as it is there."""
+        transcript, events = self._transcript, list[Event]()
+        if not self._has_greeted:
+            # Who comes when it is under way, or over, waits for nothing.
+            accepted = Accepted(0, 0) if self._begins_with_tokens or ending is not None else transcript._accepted
+            if accepted is not None:
+                self._has_greeted = True
+                first = self._first_position
+                events.append(replace(accepted, first_position=first, is_replayed=self.is_replayed))
+        if self.position == self._first_position and not self._begins_with_tokens:
+            events += transcript._progress[self._reports :]
+            self._reports = len(transcript._progress)
+        if transcript._truncated is not None and not self._has_warned:
+            self._has_warned = True
+            events.append(transcript._truncated)
+        return events
+
+    def _tell(self, event: Event) -> None:
+        if self._listener is not None:
+            self._listener(event)
+        if self._on_news is not None:
+            self._on_news()
+
+    def _lose(self) -> None:
+        """Another reader has taken over."""
+        self._is_lost = True
+        if not self._is_over:
+            self._tell(Failed(StreamTakenOver(self.position)))

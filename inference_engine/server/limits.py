@@ -1,0 +1,71 @@
+"""What one owner may ask of the server: so many calls at the same time, and so many started in a second.
+
+A bucket holds a second's worth of calls, so that a burst after a pause is served at once:
+
+    calls left   ████████░░   +1 every 1/rate seconds, at most `rate`, −1 for every call that starts
+
+Owners are as many as there are keys or certificates, so what is remembered of them is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from inference_engine.errors import Overloaded
+
+# When a place at the same time becomes free is not known.
+_RETRY_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class _Bucket:
+    calls: float
+    filled_at: float
+
+
+class OwnerLimits:
+    """Event loop only. `clock` gives monotonic seconds."""
+
+    def __init__(self, *, calls: int, calls_per_second: float, clock: Callable[[], float]) -> None:
+        """calls: at the same time. calls_per_second: started; 0: no limit."""
+        self._calls = calls
+        self._rate = calls_per_second
+        self._clock = clock
+        self._running: Counter[str] = Counter()
+        self._buckets: dict[str, _Bucket] = {}
+
+    @contextmanager
+    def call(self, owner: str) -> Iterator[None]:
+        """Around one call. Raises Overloaded, and the call has not begun."""
+        if self._running[owner] >= self._calls:
+            raise Overloaded(
+                f"{self._calls} of your calls are running already, as many as one owner may have; retry later",
+                retry_after_seconds=_RETRY_SECONDS,
+                max_owner_calls=self._calls,
+            )
+        self._take_one(owner)
+        self._running[owner] += 1
+        try:
+            yield
+        finally:
+            self._running[owner] -= 1
+            if not self._running[owner]:
+                del self._running[owner]
+
+    def _take_one(self, owner: str) -> None:
+        if not self._rate:
+            return
+        now, most = self._clock(), max(1.0, self._rate)
+        bucket = self._buckets.setdefault(owner, _Bucket(most, now))
+        bucket.calls = min(most, bucket.calls + (now - bucket.filled_at) * self._rate)
+        bucket.filled_at = now
+        if bucket.calls < 1.0:
+            raise Overloaded(
+                f"more than {self._rate:g} calls a second, as many as one owner may start; retry later",
+                retry_after_seconds=(1.0 - bucket.calls) / self._rate,
+                owner_calls_per_second=f"{self._rate:g}",
+            )
+        bucket.calls -= 1.0

@@ -1,0 +1,119 @@
+"""The server's certificate, its key, and who may sign its clients' certificates: read again when the files change.
+
+The files are looked at before every handshake, so a renewed certificate serves the next connection, and connections
+that are open stay as they are. Files that do not fit each other (half way through a renewal) change nothing: what was
+read last goes on, the log says so once, and every handshake tries them again.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import grpc
+
+from inference_engine.config import ServerConfig
+from inference_engine.errors import ConfigError
+from inference_engine.server.file_state import state_of
+
+_log = logging.getLogger(__name__)
+
+
+class Certificates:
+    """The files that `config` names. Safe to use from any thread."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """config: with tls_cert_file and tls_key_file. Raises ConfigError for files that do not serve."""
+        self._certificate = Path(config.tls_cert_file).expanduser()
+        self._key = Path(config.tls_key_file).expanduser()
+        self._client_ca = Path(config.tls_client_ca_file).expanduser() if config.tls_client_ca_file else None
+        self._lock = threading.Lock()
+        # What the files looked like when they were read, and when they failed.
+        self._seen = self._refused = self._look()
+        self._context, self._for_grpc = self._read()
+        self._given = self._for_grpc  # what gRPC has
+
+    @property
+    def asks_clients(self) -> bool:
+        """Does every client need a certificate?"""
+        return self._client_ca is not None
+
+    def for_grpc(self) -> grpc.ServerCredentials:
+        # Its documentation allows None, for no change; its types do not.
+        renewed = cast("Callable[[], grpc.ServerCertificateConfiguration]", self._renewed)
+        return grpc.dynamic_ssl_server_credentials(
+            self._given, renewed, require_client_authentication=self.asks_clients
+        )
+
+    def context(self) -> ssl.SSLContext:
+        """For the next handshake of another protocol's server."""
+        with self._lock:
+            self._refresh()
+            return self._context
+
+    def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
+        """What gRPC does not have yet; None if it has everything. Called by gRPC's threads; never raises."""
+        with self._lock:
+            self._refresh()
+            if self._given is self._for_grpc:
+                return None
+            self._given = self._for_grpc
+            return self._given
+
+    def _refresh(self) -> None:
+        """Read the files if they are others than before."""
+        seen = self._look()
+        if seen == self._seen:
+            return
+        try:
+            self._context, self._for_grpc = self._read()
+        except ConfigError as error:
+            if seen != self._refused:
+                _log.error("certificates stay as they were: %s", error)
+            self._refused = seen
+            return
+        self._seen = seen
+        _log.info("certificates were read again")
+
+    def _read(self) -> tuple[ssl.SSLContext, grpc.ServerCertificateConfiguration]:
+        """Raises ConfigError for files that do not serve."""
+        context = self._read_context()
+        try:
+            return context, grpc.ssl_server_certificate_configuration(
+                [(self._key.read_bytes(), self._certificate.read_bytes())],
+                root_certificates=None if self._client_ca is None else self._client_ca.read_bytes(),
+            )
+        except OSError as error:  # they were there a moment ago
+            raise ConfigError(f"cannot read the certificates: {error.strerror}") from error
+
+    def _read_context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            # gRPC would say no more than "cannot bind". An encrypted key must fail too, not ask for a password.
+            context.load_cert_chain(self._certificate, self._key, password=lambda: b"")
+        except OSError as error:
+            raise ConfigError(
+                f"tls_cert_file {self._certificate} and tls_key_file {self._key} are not a readable certificate chain "
+                f"and its unencrypted key in PEM format: {error.strerror}"
+            ) from error
+        if self._client_ca is not None:
+            try:
+                context.load_verify_locations(self._client_ca)
+            except OSError as error:
+                raise ConfigError(
+                    f"tls_client_ca_file {self._client_ca} holds no readable certificate in PEM format: "
+                    f"{error.strerror}"
+                ) from error
+            context.verify_mode = ssl.CERT_REQUIRED
+            # A session that is resumed shows no certificate, and would outlast its authority. TLS 1.2 keeps sessions
+            # whatever is asked of it here.
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.num_tickets = 0
+        return context
+
+    def _look(self) -> tuple[object, ...]:
+        return tuple(state_of(path) for path in (self._certificate, self._key, self._client_ca) if path is not None)

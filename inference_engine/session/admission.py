@@ -1,0 +1,206 @@
+"""Who gets memory: admission by sessions and bytes before anything is allocated, and how room is made for it.
+
+    short of sessions   the owner's least recently used idle session is evicted
+    short of bytes      the K/V of the owner's least recently used idle sessions are dropped, one session after another;
+                        their histories stay, and their rows are computed again when they are used
+
+One owner's sessions never make room for another's, and a session that something holds makes room for nobody. Called
+with the store's lock held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from inference_engine.errors import NoCapacity, QuotaExceeded
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.session_kv import SessionKV, bound_of
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.session.session import Session
+from inference_engine.types import Bound
+
+_RETRY_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionLimits:
+    """What the operator allows, by the names of the settings. Of one owner, 0: no limit."""
+
+    max_sessions: int
+    evictable_seconds: float  # a session has to be idle for so long before it makes room
+    max_sessions_per_owner: int = 0
+    kv_bytes_per_owner: int = 0
+    share_forks: bool = True
+
+
+class Admission:
+    """`sessions` are those that are open, least recently used first; `evict` and `drop` end one, or its rows."""
+
+    def __init__(
+        self,
+        context: KVContext,
+        limits: SessionLimits,
+        clock: Callable[[], float],
+        *,
+        evict: Callable[[Session], None],
+        drop: Callable[[Session], None],
+    ) -> None:
+        self._context = context
+        self._limits = limits
+        self._clock = clock
+        self._evict = evict
+        self._drop = drop
+
+    def admit(
+        self,
+        sessions: Collection[Session],
+        strategy: KVStrategy,
+        limit_tokens: int | None,
+        owner: str,
+        *,
+        parent: SessionKV | None = None,
+    ) -> SessionKV:
+        """Memory for a new session, a fork of `parent` if there is one, whose rows it reads where that can be.
+
+        Raises NoCapacity or QuotaExceeded; nobody makes room in vain for bytes.
+        """
+        trunks = parent.share() if parent is not None and self._limits.share_forks else ()
+        needed = bound_of(strategy, self._context, limit_tokens, base=trunks[0].end if trunks else 0)
+        self._refuse_what_can_never_fit(needed)
+        self._make_place(sessions, owner)
+        kv: list[SessionKV] = []
+        self._make_room(
+            sessions, needed, owner, lambda: kv.append(SessionKV(strategy, self._context, limit_tokens, trunks))
+        )
+        return kv[0]
+
+    def readmit(self, sessions: Collection[Session], session: Session) -> None:
+        """Memory for a session whose rows were dropped. Raises as `admit`, and the session stays as it is."""
+        self._make_room(sessions, session.kv.bound, session.owner, session.kv.reserve)
+
+    # -- places -----------------------------------------------------------------------------------------------------
+
+    def _make_place(self, sessions: Collection[Session], owner: str) -> None:
+        while (refusal := self._no_place(sessions, owner)) is not None:
+            idle = self._idle(sessions, owner)
+            if not idle:
+                raise refusal
+            self._evict(idle[0])
+
+    def _no_place(self, sessions: Collection[Session], owner: str) -> NoCapacity | QuotaExceeded | None:
+        limits, own = self._limits, sum(session.owner == owner for session in sessions)
+        if limits.max_sessions_per_owner and own >= limits.max_sessions_per_owner:
+            return QuotaExceeded(
+                "max_sessions_per_owner",
+                limits.max_sessions_per_owner,
+                f"{own} sessions of yours are open, as many as one owner may have; close some",
+                retry_after_seconds=_RETRY_SECONDS,
+            )
+        if len(sessions) >= limits.max_sessions:
+            return NoCapacity(
+                f"the server holds {limits.max_sessions} sessions already, its maximum; close some",
+                retry_after_seconds=_RETRY_SECONDS,
+                max_sessions=limits.max_sessions,
+            )
+        return None
+
+    # -- bytes ------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, sessions: Collection[Session], needed: Bound, owner: str, take: Callable[[], None]) -> None:
+        """Let `take` succeed, which raises NoCapacity where there is no room."""
+        while True:
+            try:
+                self._check_quota(sessions, needed, owner)
+                self._keep_room_to_wake(sessions, needed)
+                return take()
+            except (NoCapacity, QuotaExceeded):
+                holding = self._that_help(sessions, needed, owner)
+                if not holding:
+                    raise
+                # Nobody makes room for a session that would be refused even then.
+                self._check_quota(sessions, needed, owner, without=holding)
+                self._keep_room_to_wake(sessions, needed, without=holding)
+                self._drop(holding[0])
+
+    def _that_help(self, sessions: Collection[Session], needed: Bound, owner: str) -> list[Session]:
+        """The idle sessions of the owner whose rows would make the room, all of them together; [] if not even they."""
+        holding = [session for session in self._idle(sessions, owner) if session.kv.freeable.sustained_bytes]
+        pool, tier = self._context.pool, self._context.tier
+        within_reach = pool.capacity_bytes - pool.reserved_bytes
+        within_reach += sum(session.kv.freeable.sustained_bytes for session in holding)
+        if within_reach < needed.sustained_bytes:
+            return []
+        short = 0 if tier is None else needed.tier_bytes - (tier.capacity_bytes - tier.reserved_bytes)
+        if short > 0:
+            # Only those that hold some of it can make room there.
+            holding = [session for session in holding if session.kv.freeable.tier_bytes]
+            if sum(session.kv.freeable.tier_bytes for session in holding) < short:
+                return []
+        return holding
+
+    def _refuse_what_can_never_fit(self, needed: Bound) -> None:
+        """Nobody makes room for a session that would not fit into the empty pool either."""
+        if self._context.tier is not None:
+            self._context.tier.refuse_what_can_never_fit(needed.tier_bytes)
+        capacity = self._context.pool.capacity_bytes
+        if needed.peak_bytes > capacity:
+            raise NoCapacity(
+                f"the session needs {needed.peak_bytes} bytes of K/V and the server has {capacity} in all; ask for a "
+                "smaller limit_tokens or another strategy",
+                needed_bytes=needed.peak_bytes,
+                capacity_bytes=capacity,
+            )
+
+    def _check_quota(
+        self, sessions: Collection[Session], needed: Bound, owner: str, *, without: Sequence[Session] = ()
+    ) -> None:
+        """Raise QuotaExceeded if the owner's sessions held too much, between Generates, with this one."""
+        most = self._limits.kv_bytes_per_owner
+        own = [session for session in sessions if session.owner == owner]
+        held = sum(session.kv.reserved.sustained_bytes for session in own if session not in without)
+        held += orphaned_bytes(own)
+        if most and held + needed.sustained_bytes > most:
+            raise QuotaExceeded(
+                "kv_bytes_per_owner",
+                most,
+                f"the session needs {needed.sustained_bytes} bytes of K/V; your others hold {held}, and one owner may "
+                f"have {most}. Close sessions, or ask for a smaller limit_tokens or another strategy",
+                retry_after_seconds=_RETRY_SECONDS if held else None,
+            )
+
+    def _keep_room_to_wake(
+        self, sessions: Collection[Session], needed: Bound, *, without: Sequence[Session] = ()
+    ) -> None:
+        """Raise NoCapacity if the new session left too little room for the most that one session needs to wake.
+
+        without: sessions that would make room first.
+        """
+        bounds = [session.kv.reserved for session in sessions if session not in without] + [needed]
+        sustained = sum(bound.sustained_bytes for bound in bounds) + orphaned_bytes(sessions)
+        waking = max(bound.peak_bytes - bound.sustained_bytes for bound in bounds)
+        capacity = self._context.pool.capacity_bytes
+        if waking and sustained + waking > capacity:
+            raise NoCapacity(
+                f"with this session {sustained} bytes of K/V would be reserved and {waking} are needed to wake one, "
+                f"of {capacity} in all. Close sessions, or ask for a smaller limit_tokens or another strategy",
+                retry_after_seconds=_RETRY_SECONDS,
+                needed_bytes=sustained + waking,
+                capacity_bytes=capacity,
+            )
+
+    def _idle(self, sessions: Collection[Session], owner: str) -> list[Session]:
+        """The owner's sessions that may make room, least recently used first."""
+        horizon = self._clock() - self._limits.evictable_seconds
+        return [
+            session
+            for session in sessions
+            if session.owner == owner and session.operation is None and not session.pins and session.used_at <= horizon
+        ]
+
+
+def orphaned_bytes(sessions: Collection[Session]) -> int:
+    """Bytes that these sessions keep reserved as forks of others, which are not among them any more; each once."""
+    borrowed = {id(slab): slab.nbytes for session in sessions for slab in session.kv.borrowed}
+    owned = {id(slab) for session in sessions for slab in session.kv.slabs} if borrowed else ()
+    return sum(nbytes for key, nbytes in borrowed.items() if key not in owned)

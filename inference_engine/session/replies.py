@@ -1,0 +1,183 @@
+"""Remembered replies: a call that comes again with its request id is answered as it was, and nothing is done twice.
+
+    call = identify(request_id, *content, owner=owner)        None: the caller gave no id
+    with store.locked():                                      so that of two equal calls one acts
+        if (reply := replies.recall(call)) is not None:       or RequestIdReused: the same id, another content
+            return replace(reply, is_replayed=True)
+        reply = ...                                           act; what fails is not remembered, and may be tried again
+        replies.remember(call, reply, session_id=...)
+
+A reply belongs to a session: to the one it opened, closed or changed. It is kept while that session lives, of each kind
+the last few; and for some minutes after, of each owner so many. No owner's calls make another's be forgotten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Generic, TypeVar
+
+from inference_engine.errors import InvalidArgument, RequestIdReused
+
+R = TypeVar("R")
+
+REQUEST_ID_BYTES = 16
+KEEP_SECONDS = 600.0  # after the session ended
+MOST_PER_SESSION = 64  # of one kind of call
+MOST_ENDED_PER_OWNER = 4096  # of one kind of call, over all sessions that ended
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Who made a call, by which id, and what it said. An id is an owner's own, or one session's if that is named."""
+
+    owner: str
+    session_id: str
+    request_id: bytes
+    digest: bytes
+
+    @property
+    def key(self) -> tuple[str, str, bytes]:
+        return self.owner, self.session_id, self.request_id
+
+
+def identify(request_id: bytes, *content: object, owner: str, session_id: str = "") -> Call | None:
+    """The identity of a call with this content; None if it has no id. Raises InvalidArgument for one of a wrong length.
+
+    content: what has to be the same in a retry, of plain values, bytes, sequences, mappings and dataclasses of these.
+    """
+    if not request_id:
+        return None
+    if len(request_id) != REQUEST_ID_BYTES:
+        raise InvalidArgument("request_id", f"must be empty or {REQUEST_ID_BYTES} bytes, got {len(request_id)}")
+    return Call(owner, session_id, request_id, hashlib.sha256(_canonical(content)).digest())
+
+
+class Replies(Generic[R]):
+    """The replies to one kind of call. Every method is called with the store's lock held."""
+
+    def __init__(self, clock: Callable[[], float], *, most_per_session: int, keep_seconds: float) -> None:
+        self._clock = clock
+        self._most_per_session = most_per_session
+        self._keep_seconds = keep_seconds
+        self._replies: dict[tuple[str, str, bytes], _Reply[R]] = {}
+        self._of_session: dict[str, OrderedDict[tuple[str, str, bytes], None]] = {}  # oldest first
+        self._ended: dict[str, OrderedDict[str, float]] = {}  # owner -> session id -> when it ended, oldest first
+        self._ended_count: dict[str, int] = {}  # owner -> replies of those sessions
+
+    def knows(self, request_id: bytes, *, owner: str, session_id: str = "") -> bool:
+        """Is a reply to this id remembered? Whether the content is the same, `recall` finds out."""
+        return (owner, session_id, request_id) in self._replies
+
+    def recall(self, call: Call | None) -> R | None:
+        """What the call was answered before, if it was. Raises RequestIdReused if its content was another."""
+        if call is None or (found := self._replies.get(call.key)) is None:
+            return None
+        if found.digest != call.digest:
+            raise RequestIdReused
+        return found.reply
+
+    def remember(self, call: Call | None, reply: R, *, session_id: str) -> None:
+        """Keep the reply with the session it belongs to, in place of the oldest of its kind if there are many."""
+        if call is None:
+            return
+        self.forget(call)
+        kept = self._of_session.setdefault(session_id, OrderedDict())
+        self._replies[call.key] = _Reply(call.digest, reply, session_id)
+        kept[call.key] = None
+        if session_id in self._ended.get(call.owner, ()):
+            self._ended_count[call.owner] += 1
+        while len(kept) > self._most_per_session:
+            self._drop(next(iter(kept)))
+
+    def forget(self, call: Call | None) -> None:
+        """As if the call had never come: what it had begun came to nothing."""
+        if call is not None and call.key in self._replies:
+            self._drop(call.key)
+
+    def session_ended(self, session_id: str, owner: str) -> None:
+        """From now on the session's replies grow old."""
+        if session_id not in self._of_session:
+            return
+        ended = self._ended.setdefault(owner, OrderedDict())
+        if session_id not in ended:
+            self._ended_count[owner] = self._ended_count.get(owner, 0) + len(self._of_session[session_id])
+        ended[session_id] = self._clock()
+        ended.move_to_end(session_id)
+        self.expire()
+
+    def expire(self) -> None:
+        """Forget what is too old, and of each owner what is too much. To be called now and then."""
+        horizon = self._clock() - self._keep_seconds
+        for owner, ended in list(self._ended.items()):
+            while ended:
+                session_id, at = next(iter(ended.items()))
+                if at > horizon and self._ended_count[owner] <= MOST_ENDED_PER_OWNER:
+                    break
+                self._forget_session(session_id, owner)
+            if not ended:
+                del self._ended[owner], self._ended_count[owner]
+
+    def __len__(self) -> int:
+        return len(self._replies)
+
+    def _forget_session(self, session_id: str, owner: str) -> None:
+        del self._ended[owner][session_id]
+        for key in self._of_session.pop(session_id, ()):
+            del self._replies[key]
+            self._ended_count[owner] -= 1
+
+    def _drop(self, key: tuple[str, str, bytes]) -> None:
+        session_id = self._replies.pop(key).session_id
+        kept = self._of_session[session_id]
+        del kept[key]
+        if session_id in self._ended.get(key[0], ()):
+            self._ended_count[key[0]] -= 1
+        if not kept:
+            del self._of_session[session_id]
+
+
+class ReplyBook:
+    """The replies to every kind of call, which all end with their sessions. Called with the store's lock held."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._pages: list[Replies[Any]] = []
+
+    def page(self, *, most_per_session: int = MOST_PER_SESSION, keep_seconds: float = KEEP_SECONDS) -> Replies[Any]:
+        """Room for one more kind of call."""
+        page: Replies[Any] = Replies(self._clock, most_per_session=most_per_session, keep_seconds=keep_seconds)
+        self._pages.append(page)
+        return page
+
+    def session_ended(self, session_id: str, owner: str) -> None:
+        for page in self._pages:
+            page.session_ended(session_id, owner)
+
+    def expire(self) -> None:
+        for page in self._pages:
+            page.expire()
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply(Generic[R]):
+    digest: bytes
+    reply: R
+    session_id: str
+
+
+def _canonical(value: object) -> bytes:
+    """Bytes that are equal for equal contents and differ for others: each piece says its kind and its length."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {spec.name: getattr(value, spec.name) for spec in fields(value)}
+    if isinstance(value, bytes):
+        return b"b%d:%b" % (len(value), value)
+    if isinstance(value, Mapping):
+        return _canonical([b"m", *sorted(_canonical(item) for item in value.items())])
+    if isinstance(value, (tuple, list)):
+        pieces = [_canonical(item) for item in value]
+        return b"l%d:%b" % (len(pieces), b"".join(pieces))
+    text = repr(value).encode()
+    return b"v%d:%b" % (len(text), text)

@@ -1,0 +1,107 @@
+"""Both clients over lines that break, against the real server: what a caller gets is what a calm line gives."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+import kakeya
+from tests.breaking_line import BreakingLine, breaking_line
+
+Do = Callable[..., Awaitable[Any]]
+PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
+# gRPC itself waits a fifth of a second and more between connections, and meanwhile fails calls at once.
+STUBBORN = kakeya.RetryPolicy(attempts=100, first_delay_seconds=0.02, max_delay_seconds=0.1)
+SAMPLED = {"temperature": 1.5, "top_p": 0.9, "repetition_penalty": 1.3, "seed": 11}
+STRATEGIES = [kakeya.Full(), kakeya.SinkWindow(sink=4, window=16)]
+
+
+def allowances() -> Iterator[int]:
+    """Bytes that come back over each connection: none, too few for an answer, enough for some tokens; then all."""
+    return iter([200, 1200, 0, 900, 1500])
+
+
+@pytest.fixture
+async def line(server_target: str) -> AsyncIterator[BreakingLine]:
+    async with breaking_line(server_target, allowances()) as line:
+        yield line
+
+
+def connect(flavour: str, target: str) -> Any:
+    return (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(target, retry=STUBBORN)
+
+
+async def conversation(client: Any, do: Do, strategy: kakeya.Strategy, **sampling: Any) -> list[kakeya.GenerateResult]:
+    """Two turns of a session and one of its fork."""
+    session = await do(client.create_session, strategy)
+    results = []
+    for turn in range(2):
+        await do(session.append, [(7 * turn + position) % 128 for position in range(50)])  # two requests
+        results.append(await do(session.generate(40, logprobs=True, **sampling).result))
+    fork = await do(session.fork, expected_history_length=results[-1].history_length)
+    await do(fork.append, PROMPT)
+    results.append(await do(fork.generate(20, logprobs=True, **sampling).result))
+    assert await do(fork.close) == results[-1].history_length
+    assert await do(session.close) == results[-2].history_length
+    return results
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=["full", "sink_window"])
+async def test_a_conversation_over_a_line_that_breaks_is_the_calm_one(
+    server_target: str, line: BreakingLine, flavour: str, do: Do, strategy: kakeya.Strategy, sampling: dict[str, Any]
+) -> None:
+    calm, shaky = connect(flavour, server_target), connect(flavour, line.target)
+    expected = await conversation(calm, do, strategy, **sampling)
+    given = await conversation(shaky, do, strategy, **sampling)
+    assert line.breaks > 3
+    for one, other in zip(given, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+        assert (one.stop_reason, one.history_length) == (other.stop_reason, other.history_length)
+        assert one.truncated_tokens == other.truncated_tokens
+    await do(calm.close)
+    await do(shaky.close)
+
+
+async def test_tokens_read_one_by_one_come_once_each_while_the_line_is_cut_again_and_again(
+    server_target: str, flavour: str, do: Do
+) -> None:
+    async with breaking_line(server_target, iter(())) as line:
+        client = connect(flavour, line.target)
+        session = await do(client.create_session, kakeya.SinkWindow(sink=4, window=32))
+        await do(session.append, PROMPT)
+        stream = session.generate(30_000)
+        tokens = stream.details().__anext__ if flavour == "asyncio" else stream.details().__next__
+        seen = []
+        for count in range(60):
+            if count % 25 == 10:
+                line.cut()
+            seen.append(await do(tokens))
+        stream.cancel()
+        assert [token.position for token in seen] == list(range(len(PROMPT), len(PROMPT) + 60))
+        calm = await do(client.create_session, kakeya.SinkWindow(sink=4, window=32))
+        await do(calm.append, PROMPT)
+        assert (await do(calm.generate(60).result)).token_ids == tuple(token.token_id for token in seen)
+        await do(client.close)
+
+
+async def test_a_fork_goes_its_own_way(server_target: str, flavour: str, do: Do) -> None:
+    client = connect(flavour, server_target)
+    session = await do(client.create_session, kakeya.SinkWindow(sink=4, window=32), eos_token_ids=[1])
+    await do(session.append, PROMPT)
+    await do(session.generate(5).result)
+    fork = await do(session.fork, limit_tokens=100, label="branch")
+    assert fork.id != session.id
+    assert fork.strategy == session.strategy
+    assert fork.limit_tokens == 100
+    assert fork.history_length == session.history_length == (await do(fork.info)).history_length
+    await do(fork.append, [5])
+    assert (await do(session.info)).history_length == fork.history_length - 1
+    with pytest.raises(kakeya.HistoryLengthMismatch):
+        await do(session.fork, expected_history_length=3)
+    await do(fork.close)
+    await do(session.close)
+    await do(client.close)

@@ -1,0 +1,115 @@
+"""`kakeya keys`: keys are shown once, the file has digests, and a server takes changes at once."""
+
+import re
+import stat
+from pathlib import Path
+
+import pytest
+
+from inference_engine.cli.main import main
+from inference_engine.server.auth import Key, KeyRing
+
+PLAIN = "a-key-of-an-older-file"
+
+
+def keys(path: Path, *arguments: str) -> int:
+    return main(["keys", arguments[0], f"--api-key-file={path}", *arguments[1:]])
+
+
+def made(path: Path, owner: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The key that `add` printed, alone."""
+    capsys.readouterr()
+    assert keys(path, "add", owner) == 0
+    return capsys.readouterr().out.strip()
+
+
+def owner_of(path: Path, key: str) -> str:
+    return KeyRing.from_file(str(path)).owner_of([("authorization", f"Bearer {key}")])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "folder" / "keys"
+
+
+def test_a_key_that_was_made_opens_for_its_owner_and_stands_nowhere(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (made(path, owner, capsys) for owner in ("alice", "bob"))
+    assert re.fullmatch(r"kakeya_[A-Za-z0-9_-]{43}", first)
+    assert (owner_of(path, first), owner_of(path, second)) == ("alice", "bob")
+    assert first not in path.read_text(encoding="utf-8")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_the_list_names_owners_and_ids_and_no_key(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = made(path, "alice", capsys)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"{PLAIN}\nshort\n")
+    assert keys(path, "list") == 0
+    shown = capsys.readouterr().out
+    assert "alice" in shown and Key.of(key).key_id in shown and Key.of(PLAIN).key_id in shown
+    assert "line 4 opens nothing" in shown
+    assert key not in shown and PLAIN not in shown and "short" not in shown
+
+
+def test_a_key_is_taken_back_by_its_id_and_all_of_an_owner_by_name(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, third, fourth = (made(path, owner, capsys) for owner in ("alice", "alice", "bob", "bob"))
+    assert keys(path, "remove", Key.of(first).key_id) == 0
+    assert keys(path, "remove", "bob") == 0
+    text = path.read_text(encoding="utf-8")
+    assert [Key.of(key).digest.hex() in text for key in (first, second, third, fourth)] == [False, True, False, False]
+
+
+def test_a_server_that_runs_takes_changes_at_once(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = made(path, "alice", capsys)
+    ring = KeyRing.from_file(str(path))
+    second = made(path, "bob", capsys)
+    assert ring.owner_of([("authorization", f"Bearer {second}")]) == "bob"
+    assert keys(path, "remove", "alice") == 0
+    assert len(ring) == 2, "nobody has called since"
+    assert ring.owner_of([("authorization", f"Bearer {second}")]) == "bob"
+    assert len(ring) == 1
+    assert first not in repr(vars(ring))
+
+
+def test_plain_keys_go_on_working_once_they_are_hashed(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path.parent.mkdir()
+    path.write_text(f"# mine\n{PLAIN}\n", encoding="utf-8")
+    before = owner_of(path, PLAIN)
+    assert keys(path, "hash") == 0
+    assert owner_of(path, PLAIN) == before
+    text = path.read_text(encoding="utf-8")
+    assert PLAIN not in text
+    assert "# mine" in text
+
+
+@pytest.mark.parametrize("owner", ["", "two words", "cert:abc", "-dash", "ümlaut", "x" * 65])
+def test_an_owner_that_no_line_can_say_is_refused(path: Path, owner: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert keys(path, "add", "--", owner) == 1
+    assert "an owner is" in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_what_cannot_be_done_changes_nothing_and_says_why(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(path, "alice", capsys)
+    before = path.read_bytes()
+    assert keys(path, "remove", "nobody") == 1
+    assert "no key and no owner 'nobody'" in capsys.readouterr().err
+    assert path.read_bytes() == before
+    assert keys(path.parent / "none", "list") == 1
+    assert "cannot read the key file" in capsys.readouterr().err
+
+
+def test_without_a_file_it_asks_which(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("KAKEYA_API_KEY_FILE", raising=False)
+    assert main(["keys", "list"]) == 1
+    assert "which file?" in capsys.readouterr().err
+
+
+def test_a_key_file_of_a_server_is_no_key_for_a_client(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(path, "alice", capsys)
+    assert main(["chat", "--target=127.0.0.1:1", f"--api-key-file={path}"]) == 1
+    assert "it has digests of keys" in capsys.readouterr().err

@@ -1,0 +1,648 @@
+"""Calls that come again with their request id: nothing is done twice, and a Generate is told again or goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.engine import Engine
+from inference_engine.errors import (
+    DeadlineExceeded,
+    Draining,
+    HistoryLengthMismatch,
+    InternalError,
+    InvalidArgument,
+    InvariantViolated,
+    NoCapacity,
+    Overloaded,
+    RequestError,
+    RequestIdReused,
+    SessionBusy,
+    SessionEvicted,
+    SessionNotFound,
+    StreamTakenOver,
+)
+from inference_engine.generation import Generation
+from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.scheduler.transcript import Transcript
+from inference_engine.session.replies import KEEP_SECONDS
+from inference_engine.types import (
+    Accepted,
+    Event,
+    Failed,
+    Finished,
+    GenerateParams,
+    Mode,
+    Progress,
+    Sampling,
+    StopReason,
+    TokenCommitted,
+    Truncated,
+)
+from tests.laws.variants import drain, each_mode, each_strategy, engine_for, generate, same, text, tokens
+from tests.tiny import tiny_engine
+
+ONE, OTHER = b"1" * 16, b"2" * 16
+ENDLESS = SinkWindow(sink=4, window=16)
+SAMPLED = Sampling(temperature=1.5, top_p=0.9, repetition_penalty=1.3, seed=11)
+KINDS = pytest.mark.parametrize(
+    "sampling", [Sampling(repetition_penalty=1.2), SAMPLED], ids=["greedy with a penalty", "sampled with a penalty"]
+)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Gate:
+    """A listener that holds the engine's thread at a token until it may go on."""
+
+    def __init__(self, at: int = 1) -> None:
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+        self._left = at
+
+    def __call__(self, event: Event) -> None:
+        self.events.put(event)
+        if isinstance(event, TokenCommitted):
+            self._left -= 1
+            if self._left == 0:
+                self.reached.set()
+                assert self.go_on.wait(30)
+
+    def rest(self) -> list[Event]:
+        seen = [self.events.get(timeout=30)]
+        while not isinstance(seen[-1], Finished | Failed):
+            seen.append(self.events.get(timeout=30))
+        return seen
+
+
+def opened(engine: Engine, length: int = 20, **options: Any) -> str:
+    session_id = engine.create_session(**options).session_id
+    engine.append(session_id, text(length), owner=options.get("owner", ""))
+    return session_id
+
+
+def history(engine: Engine, session_id: str) -> list[int]:
+    ids: list[int] = engine._store.find(session_id, "").history.ids().tolist()
+    return ids
+
+
+def stopped_after(
+    engine: Engine, session_id: str, params: GenerateParams, count: int, stop: Callable[[Generation], object]
+) -> Event:
+    """Run the Generate with the id ONE, stop it when it has given `count` more tokens; its last event."""
+    gate = Gate(count)
+    generation = engine.generate(session_id, params, request_id=ONE, listener=gate, wait_seconds=30)
+    assert gate.reached.wait(30)
+    stop(generation)
+    gate.go_on.set()
+    return gate.rest()[-1]
+
+
+def failure(generation: Generation) -> tuple[list[Event], BaseException]:
+    """The events of a Generation that fails, and its error."""
+    events: list[Event] = []
+    with pytest.raises(RequestError) as caught:
+        events.extend(generation)
+    return events, caught.value
+
+
+# -- append, create, close --------------------------------------------------------------------------------------------
+
+
+def test_an_append_that_comes_again_does_nothing_and_is_answered_as_it_was() -> None:
+    with tiny_engine() as engine:
+        session = opened(engine)
+        first = engine.append_once(session, [1, 2], request_id=ONE, expected_history_length=20)
+        engine.append(session, [3])
+        again = engine.append_once(session, [1, 2], request_id=ONE, expected_history_length=20)
+        assert (first.tokens, first.is_replayed) == (22, False)
+        assert (again.tokens, again.is_replayed) == (22, True)
+        assert history(engine, session)[20:] == [1, 2, 3]
+
+
+def test_an_append_with_a_used_id_and_another_content_is_refused() -> None:
+    with tiny_engine() as engine:
+        session = opened(engine)
+        engine.append_once(session, [1, 2], request_id=ONE)
+        for ids, expected in (([1, 3], None), ([1], None), ([1, 2], 22)):
+            with pytest.raises(RequestIdReused):
+                engine.append_once(session, ids, request_id=ONE, expected_history_length=expected)
+        assert history(engine, session)[20:] == [1, 2]
+
+
+def test_an_append_that_was_refused_may_come_again() -> None:
+    with tiny_engine() as engine:
+        session = opened(engine)
+        with pytest.raises(HistoryLengthMismatch):
+            engine.append_once(session, [1], request_id=ONE, expected_history_length=21)
+        engine.append(session, [7])
+        assert engine.append_once(session, [1], request_id=ONE, expected_history_length=21).tokens == 22
+
+
+def test_an_append_that_comes_again_waits_for_nobody() -> None:
+    with tiny_engine() as engine:
+        session, gate = opened(engine), Gate()
+        engine.append_once(session, [1], request_id=ONE)
+        engine.generate(session, GenerateParams(max_tokens=2), listener=gate)
+        assert gate.reached.wait(30)
+        assert engine.append_once(session, [1], request_id=ONE).is_replayed
+        with pytest.raises(SessionBusy):
+            engine.append_once(session, [1], request_id=OTHER)
+        gate.go_on.set()
+        gate.rest()
+
+
+def test_of_two_equal_appends_that_race_one_appends() -> None:
+    with tiny_engine() as engine:
+        session = opened(engine)
+        answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+        def append() -> None:
+            told = engine.append_once(session, [1, 2, 3], request_id=ONE, wait_seconds=30)
+            answers.put(told.is_replayed)
+
+        threads = [threading.Thread(target=append) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert sorted(answers.get_nowait() for _ in threads) == [False, True, True, True]
+        assert engine.session_info(session).history_length == 23
+
+
+def test_a_create_that_comes_again_opens_no_second_session() -> None:
+    with tiny_engine() as engine:
+        first = engine.create_session(limit_tokens=50, label="x", owner="me", request_id=ONE)
+        reserved = engine.info().kv_reserved_bytes
+        again = engine.create_session(limit_tokens=50, label="x", owner="me", request_id=ONE)
+        assert again == dataclasses.replace(first, is_replayed=True)
+        assert engine.info().kv_reserved_bytes == reserved
+        same: dict[str, Any] = {"limit_tokens": 50, "label": "x", "owner": "me", "request_id": ONE}
+        for other in ({"limit_tokens": 51}, {"label": "y"}, {"eos_token_ids": [3]}, {"strategy": ENDLESS}):
+            with pytest.raises(RequestIdReused):
+                engine.create_session(**{**same, **other})
+        theirs = engine.create_session(limit_tokens=50, label="x", owner="you", request_id=ONE)
+        assert not theirs.is_replayed
+        assert theirs.session_id != first.session_id
+
+
+def test_a_create_that_found_no_room_may_come_again() -> None:
+    with tiny_engine() as engine:
+        needed = engine.create_session().bound.peak_bytes
+    with tiny_engine(kv_bytes=int(1.5 * needed)) as engine:
+        session = engine.create_session().session_id
+        with pytest.raises(NoCapacity):
+            engine.create_session(request_id=ONE)
+        engine.close_session(session)
+        assert not engine.create_session(request_id=ONE).is_replayed
+
+
+def test_a_close_that_comes_again_is_answered_as_it_was() -> None:
+    with tiny_engine() as engine:
+        session, other = opened(engine), opened(engine)
+        with pytest.raises(HistoryLengthMismatch):
+            engine.close_once(session, request_id=ONE, expected_history_length=19)
+        first = engine.close_once(session, request_id=ONE, expected_history_length=20)
+        again = engine.close_once(session, request_id=ONE, expected_history_length=20)
+        assert (first.tokens, first.is_replayed, again.tokens, again.is_replayed) == (20, False, 20, True)
+        with pytest.raises(RequestIdReused):
+            engine.close_once(other, request_id=ONE, expected_history_length=20)
+        with pytest.raises(SessionNotFound):
+            engine.close_once(session, request_id=OTHER)
+        with pytest.raises(SessionNotFound):
+            engine.close_once(session, request_id=ONE, owner="you", expected_history_length=20)
+        assert engine.session_info(other).history_length == 20
+
+
+@pytest.mark.parametrize("end", ["closed", "evicted", "failed"])
+def test_what_was_done_to_a_session_is_still_answered_for_some_time_after_its_end(end: str) -> None:
+    clock = Clock()
+    with tiny_engine(clock=clock, session_idle_ttl_seconds=50) as engine:
+        created = engine.create_session(request_id=ONE)
+        session = created.session_id
+        engine.append_once(session, [1, 2, 3], request_id=ONE)
+        drain(engine.generate(session, GenerateParams(max_tokens=2), request_id=ONE))
+        gone: type[RequestError]
+        if end == "closed":
+            engine.close_session(session)
+            gone = SessionNotFound
+        elif end == "evicted":
+            clock.now += 60
+            engine._store.expire()
+            gone = SessionEvicted
+        else:
+            engine._store.fail(engine._store.find(session, ""), "INV1")
+            gone = InvariantViolated
+        assert engine.append_once(session, [1, 2, 3], request_id=ONE).is_replayed
+        assert engine.create_session(request_id=ONE) == dataclasses.replace(created, is_replayed=True)
+        with pytest.raises(gone):
+            engine.append_once(session, [1], request_id=OTHER)
+        # Its tokens went with the session.
+        with pytest.raises(gone):
+            engine.generate(session, GenerateParams(max_tokens=2), request_id=ONE)
+        with pytest.raises(SessionNotFound):
+            engine.append_once(session, [1, 2, 3], request_id=ONE, owner="you")
+        if end != "failed":
+            clock.now += KEEP_SECONDS
+            engine._store.expire()
+            with pytest.raises(gone):
+                engine.append_once(session, [1, 2, 3], request_id=ONE)
+            assert engine.create_session(request_id=ONE).session_id != session
+
+
+@pytest.mark.parametrize("wrong", [b"x", b"x" * 15, b"x" * 17])
+def test_an_id_of_a_wrong_length_is_refused_once_the_session_is_known_to_exist(wrong: bytes) -> None:
+    with tiny_engine() as engine:
+        session, params = opened(engine), GenerateParams(max_tokens=1)
+        calls: list[Callable[[str], object]] = [
+            lambda session_id: engine.append_once(session_id, [1], request_id=wrong),
+            lambda session_id: engine.generate(session_id, params, request_id=wrong),
+            lambda session_id: engine.close_once(session_id, request_id=wrong),
+        ]
+        for call in calls:
+            with pytest.raises(SessionNotFound):
+                call("never issued")
+            with pytest.raises(InvalidArgument, match="16 bytes"):
+                call(session)
+        with pytest.raises(InvalidArgument, match="16 bytes"):
+            engine.create_session(request_id=wrong)
+        assert engine.session_info(session).history_length == 20
+
+
+# -- a Generate that ended by itself ----------------------------------------------------------------------------------
+
+
+@KINDS
+def test_a_generate_that_ended_is_told_again_from_any_token_on(sampling: Sampling) -> None:
+    params = GenerateParams(max_tokens=9, sampling=dataclasses.replace(sampling, seed=None), logprobs=True)
+    with tiny_engine() as engine:
+        session = opened(engine, 60, strategy=ENDLESS)
+        first = drain(engine.generate(session, params, request_id=ONE))
+        engine.append(session, [5, 6])
+        generate(engine, session, 3)
+        for skipped in (None, 0, 1, 4, 9):
+            at = None if skipped is None else 60 + skipped
+            again = drain(engine.generate(session, params, request_id=ONE, resume_from=at))
+            told = [event for event in first if isinstance(event, TokenCommitted)][skipped or 0 :]
+            assert [event for event in again if isinstance(event, TokenCommitted)] == told
+            assert again[0] == Accepted(0, 0, first_position=60 + (skipped or 0), is_replayed=True)
+            assert [event for event in again if isinstance(event, Truncated)] == first[-11:-10]
+            assert isinstance(first[-1], Finished)
+            assert again[-1] == dataclasses.replace(first[-1], is_replayed=True)
+        assert engine.session_info(session).history_length == 60 + 9 + 2 + 3
+
+
+def test_telling_again_waits_for_nobody_and_is_done_while_the_engine_drains() -> None:
+    params = GenerateParams(max_tokens=4)
+    with tiny_engine() as engine:
+        session, gate = opened(engine), Gate()
+        first = tokens(drain(engine.generate(session, params, request_id=ONE)))
+        engine.generate(session, GenerateParams(max_tokens=2), listener=gate)
+        assert gate.reached.wait(30)
+        assert tokens(drain(engine.generate(session, params, request_id=ONE))) == first
+        gate.go_on.set()
+        gate.rest()
+        engine.drain(30)
+        assert tokens(drain(engine.generate(session, params, request_id=ONE))) == first
+        with pytest.raises(Draining):
+            engine.generate(session, params, request_id=OTHER)
+
+
+def test_the_same_id_in_another_session_is_another_generate() -> None:
+    params = GenerateParams(max_tokens=3)
+    with tiny_engine() as engine:
+        one, other = opened(engine, 20), opened(engine, 21)
+        first = tokens(drain(engine.generate(one, params, request_id=ONE)))
+        second = tokens(drain(engine.generate(other, params, request_id=ONE)))
+        assert first == generate_plain(engine, 20, 3)
+        assert second == generate_plain(engine, 21, 3)
+
+
+def generate_plain(engine: Engine, length: int, count: int) -> list[tuple[int, float | None]]:
+    return tokens(drain(engine.generate(opened(engine, length), GenerateParams(max_tokens=count))))
+
+
+def test_a_generate_with_a_used_id_and_other_parameters_is_refused() -> None:
+    params = GenerateParams(max_tokens=3, sampling=SAMPLED)
+    with tiny_engine() as engine:
+        session = opened(engine)
+        drain(engine.generate(session, params, request_id=ONE))
+        changes: list[dict[str, Any]] = [
+            {"max_tokens": 4},
+            {"sampling": dataclasses.replace(SAMPLED, seed=12)},
+            {"sampling": dataclasses.replace(SAMPLED, logit_bias={1: 1.0})},
+            {"stop_token_ids": (1,)},
+            {"logprobs": True},
+            {"expected_history_length": 20},
+            {"drafting": False},
+        ]
+        for change in changes:
+            with pytest.raises(RequestIdReused):
+                engine.generate(session, dataclasses.replace(params, **change), request_id=ONE)
+        assert engine.session_info(session).history_length == 23
+
+
+def test_a_position_where_no_token_is_or_comes_next_is_refused() -> None:
+    params = GenerateParams(max_tokens=3)
+    with tiny_engine() as engine:
+        session = opened(engine)
+        for unknown in (20, 21):
+            with pytest.raises(InvalidArgument, match="remembered") as caught:
+                engine.generate(session, params, request_id=ONE, resume_from=unknown)
+            assert caught.value.field == "resume_from"
+        with pytest.raises(InvalidArgument, match="remembered"):
+            engine.generate(session, params, resume_from=20)
+        drain(engine.generate(session, params, request_id=ONE))
+        for outside in (0, 19, 24, 2**40):
+            with pytest.raises(InvalidArgument, match="from 20 to 23"):
+                engine.generate(session, params, request_id=ONE, resume_from=outside)
+        assert engine.session_info(session).history_length == 23
+
+
+def test_the_last_generates_of_a_session_are_remembered() -> None:
+    params = GenerateParams(max_tokens=1)
+    with tiny_engine() as engine:
+        session = opened(engine)
+        ids = [bytes([number]) * 16 for number in range(9)]
+        for request_id in ids:
+            drain(engine.generate(session, params, request_id=request_id))
+        for request_id in ids[1:]:
+            drain(engine.generate(session, params, request_id=request_id))
+        assert engine.session_info(session).history_length == 29
+        # Forgotten: it is a new one. Whoever had tokens of the first would be told.
+        with pytest.raises(InvalidArgument, match="remembered"):
+            engine.generate(session, params, request_id=ids[0], resume_from=21)
+
+
+# -- a Generate that was stopped --------------------------------------------------------------------------------------
+
+
+@each_mode
+@each_strategy
+def test_a_generate_stopped_again_and_again_gives_what_an_undisturbed_one_gives(
+    strategy: KVStrategy, mode: Mode
+) -> None:
+    params = GenerateParams(max_tokens=16, sampling=SAMPLED, logprobs=True)
+    rng = np.random.default_rng(3)
+    with engine_for(mode) as engine:
+        calm = opened(engine, 45, strategy=strategy)
+        expected = tokens(drain(engine.generate(calm, params)))
+        session = opened(engine, 45, strategy=strategy)
+        done = 0
+        while (left := 16 - done) > 4:
+            at = 1 + int(rng.integers(left - 3))
+            last = stopped_after(engine, session, params, at, lambda generation: generation.cancel())
+            assert isinstance(last, Finished)
+            assert last.stop_reason is StopReason.CANCELLED
+            done += at
+            assert last.generated_tokens == done
+        events = drain(engine.generate(session, params, request_id=ONE, wait_seconds=30))
+        told = tokens(events)
+        assert len(told) == 16
+        assert same(told, expected, mode)
+        assert history(engine, session) == history(engine, calm)
+        end = events[-1]
+        assert isinstance(end, Finished)
+        assert (end.stop_reason, end.generated_tokens, end.is_replayed) == (StopReason.MAX_TOKENS, 16, True)
+        # And the next turn goes on from there as if nothing had been.
+        assert same(generate(engine, session, 5), generate(engine, calm, 5), mode)
+
+
+@KINDS
+def test_a_drawn_seed_stays_the_same_when_a_generate_goes_on(sampling: Sampling) -> None:
+    params = GenerateParams(max_tokens=16, sampling=dataclasses.replace(sampling, seed=None))
+    with tiny_engine() as engine:
+        session = opened(engine)
+        stopped_after(engine, session, params, 5, lambda generation: generation.cancel())
+        events = drain(engine.generate(session, params, request_id=ONE, wait_seconds=30))
+        end = events[-1]
+        assert isinstance(end, Finished)
+        seeded = dataclasses.replace(params, sampling=dataclasses.replace(sampling, seed=end.seed))
+        assert tokens(events) == tokens(drain(engine.generate(opened(engine), seeded)))
+
+
+@pytest.mark.parametrize("how", ["deadline", "abort"])
+def test_a_generate_that_ended_with_an_error_goes_on(how: str) -> None:
+    params = GenerateParams(max_tokens=8)
+    stop: dict[str, Callable[[Generation], object]] = {
+        "deadline": lambda generation: generation.expire(),
+        "abort": lambda generation: generation.abort(Overloaded("shed")),
+    }
+    with tiny_engine() as engine:
+        session = opened(engine)
+        last = stopped_after(engine, session, params, 3, stop[how])
+        assert isinstance(last, Failed)
+        assert isinstance(last.error, DeadlineExceeded if how == "deadline" else Overloaded)
+        again = drain(engine.generate(session, params, request_id=ONE, resume_from=22, wait_seconds=30))
+        assert tokens(again) == generate_plain(engine, 20, 8)[2:]
+
+
+def test_a_generate_whose_step_failed_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = GenerateParams(max_tokens=8)
+    run, steps = TorchForward.run, 0
+
+    def breaking(self: TorchForward, step: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 5:
+            raise RuntimeError("the device hiccups")
+        return run(self, step)
+
+    with tiny_engine() as engine:
+        session = opened(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(TorchForward, "run", breaking)
+            events, error = failure(engine.generate(session, params, request_id=ONE))
+        assert isinstance(error, InternalError)
+        assert 0 < len(tokens(events)) < 8
+        again = drain(engine.generate(session, params, request_id=ONE, wait_seconds=30))
+        assert tokens(again) == generate_plain(engine, 20, 8)
+
+
+def test_a_generate_stopped_before_its_first_token_begins_again() -> None:
+    params = GenerateParams(max_tokens=4)
+    with tiny_engine() as engine:
+        holder, gate = opened(engine), Gate()
+        engine.generate(holder, GenerateParams(max_tokens=1), listener=gate)
+        assert gate.reached.wait(30)
+        session = opened(engine, 40)
+        waiting = engine.generate(session, params, request_id=ONE)
+        waiting.cancel()
+        with pytest.raises(SessionBusy):  # nobody can say yet how it ends
+            engine.generate(session, params, request_id=ONE)
+        gate.go_on.set()
+        events = drain(engine.generate(session, params, request_id=ONE, wait_seconds=30))
+        assert [type(event) for event in events[:2]] == [Accepted, Progress]
+        assert events[0] == Accepted(0, 40, first_position=40, is_replayed=True)
+        assert tokens(events) == generate_plain(engine, 40, 4)
+
+
+def test_when_the_history_has_gone_on_a_stopped_generate_does_not() -> None:
+    params = GenerateParams(max_tokens=8)
+    with tiny_engine() as engine:
+        session = opened(engine)
+        stopped_after(engine, session, params, 3, lambda generation: generation.cancel())
+        engine.append(session, [7], wait_seconds=30)
+        with pytest.raises(HistoryLengthMismatch) as caught:
+            engine.generate(session, params, request_id=ONE)
+        assert caught.value.metadata == {"expected": "23", "actual": "24"}
+        assert engine.append(session, [8]) == 25
+
+
+def test_the_counts_of_a_generate_that_went_on_are_those_of_the_whole() -> None:
+    params = GenerateParams(max_tokens=10)
+    with tiny_engine() as engine:
+        session = opened(engine, 30)
+        stopped_after(engine, session, params, 4, lambda generation: generation.cancel())
+        end = drain(engine.generate(session, params, request_id=ONE, wait_seconds=30))[-1]
+        calm = drain(engine.generate(opened(engine, 30), params))[-1]
+        assert isinstance(end, Finished)
+        assert isinstance(calm, Finished)
+        # The token that was last when it stopped had to be forwarded again by the one that went on.
+        assert (end.prefilled_tokens, end.cached_tokens) == (calm.prefilled_tokens + 1, 0)
+        for name in ("generated_tokens", "history_length", "attended_positions", "evicted_positions", "stop_reason"):
+            assert getattr(end, name) == getattr(calm, name)
+
+
+def test_a_generate_the_queue_had_no_place_for_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = GenerateParams(max_tokens=2)
+
+    def full(request: object) -> None:
+        raise Overloaded("the queue is full")
+
+    with tiny_engine() as engine:
+        session = opened(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._scheduler, "submit", full)
+            with pytest.raises(Overloaded):
+                engine.generate(session, params, request_id=ONE)
+        events = drain(engine.generate(session, params, request_id=ONE))
+        assert isinstance(events[-1], Finished)
+        assert not events[-1].is_replayed
+        assert len(tokens(events)) == 2
+
+
+# -- a Generate that runs ---------------------------------------------------------------------------------------------
+
+
+def test_the_newest_caller_has_the_stream_and_the_one_before_stops_nothing() -> None:
+    params = GenerateParams(max_tokens=12)
+    with tiny_engine() as engine:
+        session, gate = opened(engine), Gate(4)
+        older = engine.generate(session, params, request_id=ONE, listener=gate)
+        assert gate.reached.wait(30)
+        newer = engine.generate(session, params, request_id=ONE, resume_from=22)
+        for stop in (older.cancel, older.expire):
+            stop()
+        gate.go_on.set()
+        lost = gate.rest()[-1]
+        assert isinstance(lost, Failed)
+        assert isinstance(lost.error, StreamTakenOver)
+        with pytest.raises(StreamTakenOver):
+            list(older)
+        events = drain(newer)
+        assert tokens(events) == generate_plain(engine, 20, 12)[2:]
+        assert events[0] == Accepted(0, 0, first_position=22, is_replayed=True)
+        assert isinstance(events[-1], Finished)
+        assert (events[-1].generated_tokens, events[-1].is_replayed) == (12, True)
+
+
+def test_the_caller_who_took_over_can_stop_it() -> None:
+    params = GenerateParams(max_tokens=12)
+    with tiny_engine() as engine:
+        session, gate = opened(engine), Gate(4)
+        engine.generate(session, params, request_id=ONE, listener=gate)
+        assert gate.reached.wait(30)
+        newer = engine.generate(session, params, request_id=ONE)
+        newer.cancel()
+        gate.go_on.set()
+        events = drain(newer)
+        assert len(tokens(events)) == 4
+        assert isinstance(events[-1], Finished)
+        assert events[-1].stop_reason is StopReason.CANCELLED
+
+
+def test_many_who_attach_at_once_leave_one_stream_that_is_whole() -> None:
+    params = GenerateParams(max_tokens=60, sampling=SAMPLED, logprobs=True)
+    with tiny_engine() as engine:
+        expected = tokens(drain(engine.generate(opened(engine), params)))
+        session = opened(engine)
+        endings: queue.SimpleQueue[tuple[str, list[tuple[int, float | None]]]] = queue.SimpleQueue()
+
+        def attach() -> None:
+            events: list[Event] = []
+            try:
+                events.extend(engine.generate(session, params, request_id=ONE, wait_seconds=30))
+            except StreamTakenOver:
+                endings.put(("taken over", tokens(events)))
+            else:
+                endings.put(("finished", tokens(events)))
+
+        threads = [threading.Thread(target=attach) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        told = [endings.get_nowait() for _ in threads]
+        assert any(how == "finished" for how, _ in told)
+        for how, shown in told:
+            assert shown == (expected if how == "finished" else expected[: len(shown)])
+        assert engine.session_info(session).history_length == 80
+
+
+def test_a_session_closed_under_a_reattached_generate_ends_it() -> None:
+    params = GenerateParams(max_tokens=400)
+    with tiny_engine() as engine:
+        session, gate = opened(engine, strategy=Full()), Gate(4)
+        engine.generate(session, params, request_id=ONE, listener=gate)
+        assert gate.reached.wait(30)
+        newer = engine.generate(session, params, request_id=ONE)
+        engine.close_session(session)
+        gate.go_on.set()
+        events, error = failure(newer)
+        assert isinstance(error, RequestError)
+        assert error.reason == "SESSION_CLOSED"
+        assert len(tokens(events)) == 4
+        with pytest.raises(SessionNotFound):
+            engine.generate(session, params, request_id=ONE)
+
+
+def test_what_is_remembered_of_a_generate_holds_no_memory_of_the_device() -> None:
+    with tiny_engine() as engine:
+        session = opened(engine)
+        drain(engine.generate(session, GenerateParams(max_tokens=2, sampling=SAMPLED), request_id=ONE))
+        (transcript,) = [reply.reply for reply in engine._generated._replies.values()]
+        request = transcript._request
+        assert request is not None
+        assert request.sampler is None
+        kept = [getattr(request, field.name) for field in dataclasses.fields(request)]
+        assert not [value for value in kept if isinstance(value, torch.Tensor)]
+
+
+def test_the_last_word_of_a_request_that_another_continues_is_not_heard_any_more() -> None:
+    """The engine frees a session before it says how its Generate ended; the retry may come in between."""
+    with tiny_engine() as engine:
+        session = engine._store.find(opened(engine), "")
+        transcript = Transcript(session, GenerateParams(max_tokens=4), 0)
+        stopped = transcript.run(0.0)
+        stopped.outcome = Failed(DeadlineExceeded(20))
+        reader = transcript.attach(is_replayed=True)
+        transcript.run(0.0)
+        stopped.listener(stopped.outcome)
+        assert reader.read() == []

@@ -1,0 +1,204 @@
+"""Rows that forks read where others hold them: who shares, what is promised, what stays when sessions end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from inference_engine.answers import SessionForked
+from inference_engine.engine import Engine
+from inference_engine.errors import NoCapacity, QuotaExceeded
+from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.layer_window import LayerWindow
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.trunk import MOST_PIECES
+from inference_engine.session.journal import MemoryJournal
+from inference_engine.types import GenerateParams, Mode
+from tests.laws.variants import all_strategies, drain, generate, same, text
+from tests.tiny import tiny_engine
+
+ROW_BYTES = 3 * 2 * 2 * 16 * 4  # TinyModel's layers, K and V, KV heads, their size, float32
+
+
+def sharing_engine(**settings: Any) -> Engine:
+    return tiny_engine(**{"windowed": False, **settings})
+
+
+def parent_of(engine: Engine, length: int = 100, **options: object) -> str:
+    session = engine.create_session(**options).session_id  # type: ignore[arg-type]
+    engine.append(session, text(length))
+    generate(engine, session, 5)
+    return session
+
+
+def grown(engine: Engine, session_id: str, seed: int, length: int = 30) -> list[tuple[int, float | None]]:
+    engine.append(session_id, text(length, seed=seed))
+    return generate(engine, session_id, 5)
+
+
+def alone(engine: Engine, journal: MemoryJournal, fork: SessionForked, seed: int) -> list[tuple[int, float | None]]:
+    """What a session built from scratch with the fork's history says."""
+    return grown(engine, engine.rebuild_session(*journal.read(fork.session_id)).session_id, seed)
+
+
+def test_a_fork_reserves_what_it_adds_and_reads_the_rest_where_it_is() -> None:
+    with sharing_engine() as engine:
+        parent = parent_of(engine, limit_tokens=200)
+        whole = engine.info().kv_reserved_bytes
+        forks = [engine.fork_session(parent) for _ in range(5)]
+        for seed, fork in enumerate(forks):
+            assert fork.shared_bytes == 104 * ROW_BYTES  # the last token has no row yet
+            assert fork.bound.sustained_bytes == (200 - 104) * ROW_BYTES
+            grown(engine, fork.session_id, seed)
+            assert engine.session_info(fork.session_id).kv_live_bytes == 36 * ROW_BYTES  # of 140 tokens, in pages
+        assert engine.info().kv_reserved_bytes == whole + 5 * (200 - 104) * ROW_BYTES
+
+
+@pytest.mark.parametrize("strategy", all_strategies(), ids=str)
+def test_only_where_every_row_stays_as_it_is_rows_are_shared(strategy: KVStrategy) -> None:
+    is_shared = strategy == Full()
+    with sharing_engine() as engine:
+        assert bool(engine.fork_session(parent_of(engine, strategy=strategy)).shared_bytes) is is_shared
+    with sharing_engine(windowed=True) as engine:
+        assert not engine.fork_session(parent_of(engine, strategy=strategy)).shared_bytes
+    if is_shared:
+        with sharing_engine(mode=Mode.FIXED_SHAPE) as engine:
+            assert not engine.fork_session(parent_of(engine, strategy=strategy)).shared_bytes
+        with sharing_engine() as engine:
+            few = parent_of(engine, 7)
+            assert not engine.fork_session(few).shared_bytes
+            full_layers = parent_of(engine, strategy=LayerWindow(window=16, full_layers=(0, 1, 2)))
+            assert engine.fork_session(full_layers).shared_bytes
+
+
+def test_sharing_can_be_switched_off_and_changes_what_is_reserved_but_no_token() -> None:
+    said: list[list[tuple[int, float | None]]] = []
+    reserved: list[int] = []
+    for share_forks in (True, False):
+        with sharing_engine(share_forks=share_forks) as engine:
+            fork = engine.fork_session(parent_of(engine))
+            reserved.append(engine.info().kv_reserved_bytes)
+            said.append(grown(engine, fork.session_id, 1))
+    assert same(said[0], said[1], Mode.BATCHED)
+    assert reserved[0] < reserved[1]
+
+
+@pytest.mark.parametrize("ending", ["closed", "evicted", "failed"])
+def test_rows_stay_until_the_last_fork_is_gone_however_their_session_ended(ending: str) -> None:
+    now, journal = 0.0, MemoryJournal()
+    with sharing_engine(clock=lambda: now, journal=journal, stall_seconds=1e6) as engine:
+        parent = parent_of(engine, limit_tokens=200)
+        first, second = (engine.fork_session(parent) for _ in range(2))
+        with_parent = engine.info().kv_reserved_bytes
+        if ending == "closed":
+            engine.close_session(parent)
+        elif ending == "failed":
+            engine._store.fail(engine._store.find(parent, ""), "INV1")
+        else:
+            now += 1500.0
+            for fork in (first, second):
+                engine.append(fork.session_id, [])
+            now += 1000.0
+            engine._store.expire()
+        assert engine.info().kv_reserved_bytes == with_parent
+        if ending != "failed":  # which is there, and answers for itself
+            kept = engine.metrics.registry.get_sample_value("session_kv_kept_for_forks_bytes")
+            assert kept == 200 * ROW_BYTES
+        strangers = [parent_of(engine, 150, limit_tokens=200) for _ in range(3)]
+        expected = alone(engine, journal, first, 3)
+        assert same(grown(engine, first.session_id, 3), expected, Mode.BATCHED)
+        for session in strangers:
+            engine.close_session(session)
+        engine.close_session(first.session_id)
+        expected = alone(engine, journal, second, 4)
+        assert same(grown(engine, second.session_id, 4), expected, Mode.BATCHED)
+
+
+def test_a_chain_of_forks_shares_up_to_a_number_of_pieces_and_copies_beyond() -> None:
+    journal = MemoryJournal()
+    with sharing_engine(journal=journal) as engine:
+        session, shared = parent_of(engine, 40), []
+        for generation in range(MOST_PIECES + 2):
+            fork = engine.fork_session(session)
+            shared.append(fork.shared_bytes // ROW_BYTES)
+            assert same(
+                alone(engine, journal, fork, generation), grown(engine, fork.session_id, generation), Mode.BATCHED
+            )
+            session = fork.session_id
+        # Each adds 35 tokens; the last of them has no row yet when the fork is made.
+        assert shared == [44, 79, 114, 149, 149, 149]
+
+
+def test_few_rows_of_a_forks_own_are_copied_and_the_trunk_is_shared() -> None:
+    journal = MemoryJournal()
+    with sharing_engine(journal=journal) as engine:
+        fork = engine.fork_session(parent_of(engine))
+        engine.append(fork.session_id, text(4))
+        generate(engine, fork.session_id, 3)
+        again = engine.fork_session(fork.session_id)
+        assert again.shared_bytes == fork.shared_bytes
+        assert engine.session_info(again.session_id).history_length == 112
+        assert same(alone(engine, journal, again, 1), grown(engine, again.session_id, 1), Mode.BATCHED)
+
+
+def test_neither_a_lent_session_nor_one_with_a_trunk_forgets_what_it_did_not_compute_alone() -> None:
+    """After want of memory in a step, say: rows that others read are there, and are right."""
+    journal = MemoryJournal()
+    with sharing_engine(journal=journal) as engine:
+        parent = parent_of(engine)
+        fork = engine.fork_session(parent)
+        twins = [engine.rebuild_session(*journal.read(parent)).session_id for _ in range(2)]
+        for session_id, twin in zip((parent, fork.session_id), twins, strict=True):
+            assert same(grown(engine, session_id, 1), grown(engine, twin, 1), Mode.BATCHED)
+            session = engine._store.find(session_id, "")
+            session.forget_rows()
+            assert session.cached_tokens == 104
+            assert same(grown(engine, session_id, 2), grown(engine, twin, 2), Mode.BATCHED)
+
+
+def test_a_fork_that_made_room_keeps_its_trunk_and_a_lent_session_makes_none() -> None:
+    now, journal = 0.0, MemoryJournal()
+    whole = 200 * ROW_BYTES
+    settings = {"clock": lambda: now, "journal": journal, "kv_bytes_per_owner": 2 * whole + 1, "stall_seconds": 1e6}
+    with sharing_engine(**settings) as engine:
+        parent = parent_of(engine, limit_tokens=200)
+        fork = engine.fork_session(parent)
+        grown(engine, fork.session_id, 1)
+        now += 1000.0
+        other = engine.create_session(limit_tokens=200).session_id
+        assert engine.session_info(parent).cached_tokens == 104
+        facts = engine.session_info(fork.session_id)
+        assert (facts.cached_tokens, facts.kv_live_bytes) == (104, 0)
+        with pytest.raises(QuotaExceeded):
+            drain(engine.generate(fork.session_id, GenerateParams(max_tokens=1)))
+        engine.close_session(other)
+        with sharing_engine() as twin:
+            expected = grown(twin, twin.rebuild_session(*journal.read(fork.session_id)).session_id, 2)
+        assert same(grown(engine, fork.session_id, 2), expected, Mode.BATCHED)
+        assert engine.info().kv_reserved_bytes == whole + (200 - 104) * ROW_BYTES
+
+
+def test_rows_kept_for_forks_alone_count_towards_what_their_owner_may_have() -> None:
+    whole = 200 * ROW_BYTES
+    with sharing_engine(kv_bytes_per_owner=2 * whole) as engine:
+        parent = parent_of(engine, limit_tokens=200)
+        fork = engine.fork_session(parent)
+        grown(engine, fork.session_id, 1)
+        engine.close_session(parent)
+        with pytest.raises(QuotaExceeded):
+            engine.create_session(limit_tokens=200)
+        engine.close_session(fork.session_id)
+        assert engine.info().kv_reserved_bytes == 0
+        engine.create_session(limit_tokens=200)
+
+
+def test_a_fork_that_finds_no_room_leaves_nothing_behind() -> None:
+    with sharing_engine(kv_bytes=210 * ROW_BYTES) as engine:
+        parent = parent_of(engine, limit_tokens=200)
+        reserved = engine.info().kv_reserved_bytes
+        with pytest.raises(NoCapacity):
+            engine.fork_session(parent)
+        assert engine.info().kv_reserved_bytes == reserved
+        engine.close_session(parent)
+        assert engine.info().kv_reserved_bytes == 0

@@ -1,0 +1,92 @@
+"""The laws of rows that go: an ended session's are zeroed, and a session that dropped its own goes on as if it had not.
+
+Over every registered strategy, through the engine, on TinyModel.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from inference_engine.engine import Engine
+from inference_engine.kv.pool import TRASH_UNITS, Pool
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.session.journal import MemoryJournal
+from inference_engine.types import GenerateParams, Mode
+from tests.laws.variants import drain, each_mode, each_strategy, engine_for, generate, text
+
+LIMIT_SECONDS = 60.0
+
+
+def on_the_engines_thread(engine: Engine, task: Callable[[], object]) -> None:
+    """Between two steps; returns when it is done."""
+    is_done = threading.Event()
+
+    def run() -> None:
+        try:
+            task()
+        finally:
+            is_done.set()
+
+    engine._scheduler.between_steps(run)
+    assert is_done.wait(LIMIT_SECONDS)
+
+
+def held_bytes(pool: Pool) -> int:
+    """Bytes of the pool that are not zero, where padding rows may write left aside."""
+    aside = TRASH_UNITS * pool._unit
+    return sum(int(states[aside:].view(torch.uint8).count_nonzero()) for states in pool._halves)
+
+
+def used(engine: Engine, strategy: KVStrategy) -> str:
+    session_id = engine.create_session(strategy=strategy).session_id
+    for turn in range(2):
+        engine.append(session_id, text(60, seed=turn))
+        generate(engine, session_id, 5)
+    return session_id
+
+
+@each_strategy
+@each_mode
+def test_nothing_of_an_ended_session_is_left_in_memory(strategy: KVStrategy, mode: Mode) -> None:
+    with engine_for(mode) as engine:
+        pool = engine._context.pool
+        session_id = used(engine, strategy)
+        on_the_engines_thread(engine, lambda: None)
+        assert held_bytes(pool)
+        engine.close_session(session_id)
+        on_the_engines_thread(engine, lambda: None)
+        assert held_bytes(pool) == 0
+
+
+@each_strategy
+def test_a_session_that_dropped_its_rows_goes_on_as_one_that_did_not(strategy: KVStrategy) -> None:
+    journal = MemoryJournal()
+    with engine_for(Mode.FIXED_SHAPE, journal=journal) as engine:
+        session_id = used(engine, strategy)
+        twin = engine.rebuild_session(*journal.read(session_id)).session_id
+        session = engine._store.find(session_id, "")
+        on_the_engines_thread(engine, session.forget_rows)
+        info = engine.session_info(session_id)
+        assert (info.cached_tokens, info.kv_live_bytes, info.tier_live_bytes) == (0, 0, 0)
+        for each in (session_id, twin):
+            engine.append(each, text(20, seed=5))
+        assert generate(engine, session_id, 12) == generate(engine, twin, 12)
+
+
+@each_strategy
+def test_a_session_that_dropped_its_rows_reads_none_of_them_again(strategy: KVStrategy) -> None:
+    """Not in the lanes, nor in second copies, bounds of blocks or rings of past queries."""
+    with engine_for(Mode.BATCHED) as engine:
+        session_id = used(engine, strategy)
+        session = engine._store.find(session_id, "")
+        on_the_engines_thread(engine, session.forget_rows)
+        for group in session.kv.groups:
+            assert int((group.held >= 0).sum()) == 0
+            rows = torch.from_numpy(group.starts[:, None] + torch.arange(group.kv_heads * group.layout.lane).numpy())
+            for states in (group.arena.keys, group.arena.values):
+                assert not states[rows.reshape(-1)].any()
+            assert group.rings is None or group.rings.held_bytes() == 0
+        assert len(drain(engine.generate(session_id, GenerateParams(max_tokens=2)))) > 2

@@ -1,0 +1,145 @@
+"""The laws of forks, over every registered strategy and both modes: through the engine, on TinyModel."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference_engine.engine import Engine
+from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.layer_window import LayerWindow
+from inference_engine.kv.strategies.tiered import Tiered
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.session.journal import MemoryJournal
+from inference_engine.types import Finished, GenerateParams, Mode
+from tests.laws.variants import all_strategies, drain, each_mode, engine_for, generate, same, text
+
+# TinyModel has a layer with a window of its own, and then every strategy copies; without it some share.
+each_case = pytest.mark.parametrize(
+    ("strategy", "windowed"),
+    [
+        *((strategy, True) for strategy in all_strategies()),
+        (Full(), False),
+        (LayerWindow(window=16, full_layers=(0, 1, 2)), False),
+    ],
+    ids=lambda value: str(value) if isinstance(value, KVStrategy) else "copies" if value else "may share",
+)
+
+
+def with_turns(engine: Engine, strategy: KVStrategy) -> str:
+    """A session of appended and generated tokens, whose last append waits for its prefill."""
+    session = engine.create_session(strategy=strategy).session_id
+    for turn in range(2):
+        engine.append(session, text(46 + turn, seed=turn))
+        generate(engine, session, 9)
+    engine.append(session, text(5, seed=99))
+    return session
+
+
+def from_scratch(engine: Engine, journal: MemoryJournal, session_id: str) -> str:
+    """A session of the same history and marks that no other one gave anything to."""
+    return engine.rebuild_session(*journal.read(session_id)).session_id
+
+
+@each_case
+@each_mode
+def test_a_fork_goes_on_as_a_session_built_from_scratch_and_its_parent_as_if_never_forked(
+    strategy: KVStrategy, windowed: bool, mode: Mode
+) -> None:
+    journal = MemoryJournal()
+    with engine_for(mode, windowed=windowed, journal=journal) as engine:
+        parent = with_turns(engine, strategy)
+        alone, twin = (from_scratch(engine, journal, parent) for _ in range(2))
+        fork = engine.fork_session(parent)
+        assert fork.history_length == engine.session_info(parent).history_length
+        # Each says something else from here on.
+        engine.append(fork.session_id, text(9, seed=5))
+        engine.append(alone, text(9, seed=5))
+        assert same(generate(engine, fork.session_id, 20), generate(engine, alone, 20), mode)
+        assert same(generate(engine, parent, 9), generate(engine, twin, 9), mode)
+        # And the fork is a session like any other.
+        engine.append(fork.session_id, text(30, seed=6))
+        engine.append(alone, text(30, seed=6))
+        assert same(generate(engine, fork.session_id, 9), generate(engine, alone, 9), mode)
+
+
+@each_case
+def test_a_fork_computes_nothing_that_its_parent_had_computed(strategy: KVStrategy, windowed: bool) -> None:
+    journal = MemoryJournal()
+    with engine_for(Mode.BATCHED, windowed=windowed, journal=journal) as engine:
+        parent = with_turns(engine, strategy)
+        before = engine.session_info(parent)
+        opened = engine.fork_session(parent)
+        generate(engine, engine.rebuild_session(*journal.read(parent)).session_id, 1)  # rows are there by then
+        fork, facts = opened.session_id, engine.session_info(opened.session_id)
+        assert (facts.cached_tokens, facts.evicted_tokens) == (before.cached_tokens, before.evicted_tokens)
+        if isinstance(strategy, Tiered):  # what was fetched is not copied
+            assert facts.kv_live_bytes <= before.kv_live_bytes
+        else:
+            assert facts.kv_live_bytes == (0 if opened.shared_bytes else before.kv_live_bytes)
+        assert facts.tier_live_bytes == before.tier_live_bytes
+        of_parent, of_fork = (drain(engine.generate(id_, GenerateParams(max_tokens=2)))[-1] for id_ in (parent, fork))
+        assert isinstance(of_parent, Finished)
+        assert isinstance(of_fork, Finished)
+        assert of_fork.cached_tokens == of_parent.cached_tokens > 90
+        assert of_fork.prefilled_tokens == of_parent.prefilled_tokens
+
+
+@each_case
+@each_mode
+def test_a_fork_of_a_fork_outlives_both(strategy: KVStrategy, windowed: bool, mode: Mode) -> None:
+    journal = MemoryJournal()
+    with engine_for(mode, windowed=windowed, journal=journal) as engine:
+        parent = with_turns(engine, strategy)
+        child = engine.fork_session(parent).session_id
+        engine.append(child, text(30, seed=7))
+        generate(engine, child, 9)
+        grandchild = engine.fork_session(child).session_id
+        engine.close_session(parent)
+        engine.append(child, text(3, seed=8))
+        generate(engine, child, 5)
+        engine.close_session(child)
+        # What others write now would show where rows were given up too early.
+        other = engine.create_session(strategy=strategy).session_id
+        engine.append(other, text(90, seed=20))
+        generate(engine, other, 3)
+        alone = from_scratch(engine, journal, grandchild)
+        assert same(generate(engine, grandchild, 20), generate(engine, alone, 20), mode)
+        for session in (other, grandchild, alone):
+            engine.close_session(session)
+        assert (engine.info().kv_reserved_bytes, engine.info().tier_reserved_bytes) == (0, 0)
+
+
+@each_case
+@pytest.mark.parametrize("limit", [170, 512])
+def test_a_fork_may_have_another_limit(strategy: KVStrategy, windowed: bool, limit: int) -> None:
+    """Slots may lie elsewhere then; the rows are the same."""
+    journal = MemoryJournal()
+    with engine_for(Mode.BATCHED, windowed=windowed, journal=journal) as engine:
+        parent = engine.create_session(strategy=strategy, limit_tokens=300).session_id
+        engine.append(parent, text(120))
+        generate(engine, parent, 11)
+        fork = engine.fork_session(parent, limit_tokens=limit)
+        alone = from_scratch(engine, journal, fork.session_id)
+        assert fork.limit_tokens == engine.session_info(alone).limit_tokens == limit
+        assert same(generate(engine, fork.session_id, 9), generate(engine, alone, 9), Mode.BATCHED)
+
+
+@each_case
+def test_forks_hold_no_more_than_they_were_promised_and_every_byte_is_reserved_once(
+    strategy: KVStrategy, windowed: bool
+) -> None:
+    with engine_for(Mode.BATCHED, windowed=windowed) as engine:
+        parent = engine.create_session(strategy=strategy)
+        engine.append(parent.session_id, text(100))
+        generate(engine, parent.session_id, 7)
+        forks = [engine.fork_session(parent.session_id) for _ in range(2)]
+        for turn, fork in enumerate(forks):
+            engine.append(fork.session_id, text(60, seed=turn))
+            for _ in engine.generate(fork.session_id, GenerateParams(max_tokens=9)):
+                assert engine.session_info(fork.session_id).kv_live_bytes <= fork.bound.peak_bytes
+            assert engine.session_info(fork.session_id).kv_live_bytes <= fork.bound.sustained_bytes
+        promised = sum(opened.bound.sustained_bytes for opened in (parent, *forks))
+        assert engine.info().kv_reserved_bytes == promised
+        for opened in (parent, *forks):
+            engine.close_session(opened.session_id)
+        assert (engine.info().kv_reserved_bytes, engine.info().tier_reserved_bytes) == (0, 0)

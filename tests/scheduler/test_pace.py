@@ -1,0 +1,56 @@
+"""What is known of how long things take."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference_engine.scheduler.pace import EndPace, StepPace
+
+
+def pace(fixed: float, each: float, sizes: list[int]) -> StepPace:
+    known = StepPace()
+    for count in sizes:
+        known.saw(count, fixed + each * count)
+    return known
+
+
+def test_steps_of_different_sizes_tell_what_any_other_takes() -> None:
+    known = pace(0.010, 0.001, [1, 64, 1, 256, 1, 1, 32, 1])
+    assert known.seconds(100) == pytest.approx(0.110)
+    assert known.rows_within(0.1101) == 100
+    assert known.rows_within(0.001) == 0
+
+
+def test_too_few_steps_or_steps_of_one_size_tell_nothing() -> None:
+    for sizes in ([], [1, 64], [8] * 100):
+        known = pace(0.010, 0.001, sizes)
+        assert known.seconds(10) is None
+        assert known.rows_within(1.0) is None
+
+
+def test_older_steps_count_less() -> None:
+    known = pace(0.010, 0.001, [1, 64] * 50)
+    for _ in range(300):
+        for count in (1, 64):
+            known.saw(count, 0.020 + 0.002 * count)
+    assert known.seconds(100) == pytest.approx(0.220, rel=0.01)
+
+
+def test_larger_steps_are_never_taken_to_be_faster() -> None:
+    known = pace(0.1, -0.001, [1, 64, 1, 64, 1, 64, 1, 64])
+    small, large = known.seconds(1), known.seconds(512)
+    assert small is not None
+    assert large is not None
+    assert small <= large
+    assert known.rows_within(1.0)
+
+
+def test_a_place_comes_free_as_often_as_one_did_and_later_the_longer_none_does() -> None:
+    ends = EndPace()
+    assert ends.seconds_for(3, 0.0) == 1.0
+    for second in range(10):
+        ends.ended(float(second) * 2)
+    assert ends.seconds_for(1, 20.0) == pytest.approx(2.0)
+    assert ends.seconds_for(3, 20.0) == pytest.approx(6.0)
+    assert ends.seconds_for(1, 100.0) == pytest.approx(10.0)
+    assert ends.seconds_for(1000, 100.0) == 60.0

@@ -1,0 +1,216 @@
+"""The key file: what its lines mean, and that a server always has the keys that are in it, and no other."""
+
+import errno
+import hmac
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from inference_engine.errors import ConfigError, Unauthenticated
+from inference_engine.server import auth
+from inference_engine.server.auth import Key, KeyRing, owner_of_certificate
+
+ALICE, BOB, CAROL = "alice-" + "a" * 32, "bob-" + "b" * 32, "carol-" + "c" * 32
+
+
+def bearer(key: str) -> list[tuple[str, str | bytes]]:
+    return [("authorization", f"Bearer {key}")]
+
+
+def opens(ring: KeyRing, key: str) -> bool:
+    try:
+        ring.owner_of(bearer(key))
+    except Unauthenticated:
+        return False
+    return True
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    write(path, Key.of(ALICE, "alice").line, Key.of(BOB, "bob").line)
+    return path
+
+
+def write(path: Path, *lines: str) -> None:
+    """As `kakeya keys` does: the whole file at once."""
+    new = path.with_suffix(".new")
+    new.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    new.replace(path)
+
+
+@contextmanager
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[list[logging.LogRecord]]:
+    """What goes to the log meanwhile, in which no key may be."""
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    yield caplog.records
+    for secret in (ALICE, BOB, CAROL):
+        assert secret not in caplog.text
+
+
+def test_a_hashed_key_opens_for_its_owner(file: Path) -> None:
+    ring = KeyRing.from_file(str(file))
+    assert [ring.owner_of(bearer(key)) for key in (ALICE, BOB)] == ["alice", "bob"]
+    assert not opens(ring, CAROL)
+
+
+def test_no_key_is_in_its_line() -> None:
+    assert ALICE not in Key.of(ALICE, "owner").line
+    assert ALICE not in repr(Key.of(ALICE))
+
+
+def test_several_keys_may_have_one_owner(file: Path) -> None:
+    write(file, Key.of(ALICE, "team").line, Key.of(BOB, "team").line)
+    ring = KeyRing.from_file(str(file))
+    assert {ring.owner_of(bearer(key)) for key in (ALICE, BOB)} == {"team"}
+
+
+def test_comments_and_blank_lines_open_nothing(file: Path) -> None:
+    write(file, "# a comment of more than sixteen characters", "", "  ", Key.of(ALICE, "alice").line)
+    assert len(KeyRing.from_file(str(file))) == 1
+
+
+def test_a_key_without_an_owner_has_the_same_one_hashed_and_as_it_is(file: Path) -> None:
+    owners = set()
+    for line in (ALICE, f"sha256:{Key.of(ALICE).digest.hex()}", Key.of(ALICE).line):
+        write(file, line)
+        owners.add(KeyRing.from_file(str(file)).owner_of(bearer(ALICE)))
+    assert owners == {Key.of(ALICE).key_id}
+
+
+def test_a_plain_key_of_an_older_file_works_and_the_log_says_what_to_do(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(file, ALICE, Key.of(BOB, "bob").line)
+    with logged(caplog) as records:
+        ring = KeyRing.from_file(str(file))
+    assert opens(ring, ALICE)
+    assert [record.levelname for record in records] == ["WARNING"]
+    assert "kakeya keys hash" in records[0].getMessage()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "sha256:" + "a" * 63,
+        "sha256:" + "A" * 64,
+        "sha256:" + "a" * 64 + " two words",
+        "sha256:" + "a" * 64 + " " + "x" * 65,
+        "sha256:" + "a" * 64 + " über",
+        "sha256:" + "a" * 64 + " cert:abc",
+        "sha512:" + "a" * 64 + " alice",
+        "short",
+    ],
+    ids=str,
+)
+def test_a_line_that_cannot_be_meant_stops_the_start(file: Path, line: str) -> None:
+    write(file, Key.of(ALICE).line, line)
+    with pytest.raises(ConfigError, match="line 2") as caught:
+        KeyRing.from_file(str(file))
+    assert line not in str(caught.value)
+
+
+def test_a_new_key_opens_and_one_taken_back_does_not_from_the_next_call_on(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ring = KeyRing.from_file(str(file))
+    with logged(caplog):
+        write(file, Key.of(BOB, "bob").line, Key.of(CAROL, "carol").line)
+        assert [opens(ring, key) for key in (ALICE, BOB, CAROL)] == [False, True, True]
+
+
+def test_the_last_key_taken_back_leaves_nobody_in(file: Path) -> None:
+    ring = KeyRing.from_file(str(file))
+    write(file)
+    assert not opens(ring, ALICE)
+    assert not ring.is_open
+    with pytest.raises(Unauthenticated):
+        ring.owner_of([])
+    write(file, Key.of(ALICE, "alice").line)
+    assert opens(ring, ALICE)
+
+
+def test_a_line_that_became_wrong_opens_nothing_and_the_others_hold(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ring = KeyRing.from_file(str(file))
+    with logged(caplog) as records:
+        write(file, "short", Key.of(BOB, "bob").line)
+        assert [opens(ring, key) for key in (ALICE, BOB)] == [False, True]
+    assert [record.levelname for record in records] == ["ERROR", "INFO"]
+    assert "line 1 opens nothing" in records[0].getMessage()
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.write_bytes(b"\xff\xfe")], ids=["gone", "not text"])
+def test_a_file_that_cannot_be_read_leaves_the_keys_as_they_were_and_says_so_once(
+    file: Path, caplog: pytest.LogCaptureFixture, change: object
+) -> None:
+    ring = KeyRing.from_file(str(file))
+    assert callable(change)
+    with logged(caplog) as records:
+        change(file)
+        assert opens(ring, ALICE) and opens(ring, BOB) and not opens(ring, CAROL)
+    assert [record.levelname for record in records] == ["ERROR"]
+
+
+def test_a_file_that_could_not_be_read_for_a_moment_counts_from_the_next_call_on(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def out_of_descriptors(_path: Path) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    ring = KeyRing.from_file(str(file))
+    with logged(caplog) as records:
+        with monkeypatch.context() as patched:
+            patched.setattr(auth, "_read", out_of_descriptors)
+            write(file, Key.of(BOB, "bob").line)
+            assert opens(ring, ALICE) and opens(ring, ALICE)
+        assert [opens(ring, key) for key in (ALICE, BOB)] == [False, True]
+    assert [record.levelname for record in records] == ["ERROR", "INFO"]
+
+
+def test_a_file_that_did_not_change_is_not_read_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = KeyRing.from_file(str(file))
+    monkeypatch.setattr(auth, "_read", lambda _path: pytest.fail("it was read again"))
+    assert opens(ring, ALICE)
+
+
+def test_every_key_is_compared_whatever_the_first_comparison_says(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that time tells nothing of which key it was, or how much of it was right."""
+    ring, compared = KeyRing.from_file(str(file)), []
+    compare = hmac.compare_digest
+
+    def counting(given: bytes, known: bytes) -> bool:
+        compared.append(known)
+        return compare(given, known)
+
+    monkeypatch.setattr(hmac, "compare_digest", counting)
+    for key in (ALICE, BOB, CAROL):
+        compared.clear()
+        opens(ring, key)
+        assert compared == [Key.of(each).digest for each in (ALICE, BOB)]
+
+
+def test_a_certificate_names_its_owner_by_its_spiffe_id_or_else_by_its_whole_subject() -> None:
+    subject = owner_of_certificate({"x509_subject": [b"CN=alice,O=agents"]})
+    assert subject == owner_of_certificate({"x509_subject": [b"CN=alice,O=agents"], "x509_common_name": [b"alice"]})
+    assert subject.startswith("cert:") and "alice" not in subject
+    spiffe = {"x509_subject": [b"O=SPIRE"], "peer_spiffe_id": [b"spiffe://example.org/alice"]}
+    others = [
+        owner_of_certificate({"x509_subject": [b"CN=alice,O=others"]}),
+        owner_of_certificate(spiffe),
+        owner_of_certificate({**spiffe, "peer_spiffe_id": [b"spiffe://example.org/bob"]}),
+        owner_of_certificate({"x509_subject": [b"spiffe://example.org/alice"]}),
+    ]
+    assert len({subject, *others}) == 5
+
+
+@pytest.mark.parametrize("facts", [{}, {"x509_subject": [b""]}, {"x509_common_name": [b"alice"]}], ids=str)
+def test_a_certificate_that_names_nobody_opens_nothing(facts: dict[str, list[bytes]]) -> None:
+    with pytest.raises(Unauthenticated):
+        owner_of_certificate(facts)

@@ -1,0 +1,90 @@
+"""ForkSession over the wire: what it answers, what a retry gets, and what it refuses."""
+
+import os
+from typing import Any
+
+import pytest
+
+from inference_engine.engine import Engine
+from kakeya.v1 import runtime_pb2 as pb
+from tests.server.wire import HISTORY, Client, held, refused
+from tests.tiny import TRAINED_POSITIONS
+
+
+async def fork(client: Client, session_id: str, **fields: Any) -> Any:
+    return await client.call("ForkSession", pb.ForkSessionRequest(session_id=session_id, **fields))
+
+
+async def test_a_fork_says_what_it_was_promised_and_goes_on_by_itself(client: Client) -> None:
+    parent = await client.open(eos_token_ids=[5], limit_tokens=200)
+    said = await client.generate(parent, 6)
+    forked = await fork(client, parent, client_label="a branch")
+    facts = await client.info(forked.session_id)
+    assert forked.session_id != parent
+    assert forked.history_length == facts.history_length == len(HISTORY) + len(said)
+    assert forked.strategy == facts.strategy == (await client.info(parent)).strategy
+    assert (forked.sustained_bytes, forked.limit_tokens) == (facts.sustained_bytes, 200)
+    assert forked.mode == pb.MODE_BATCHED
+    assert forked.model_id == "tiny"
+    assert not forked.replayed
+    assert await client.append(forked.session_id, [1, 2, 3]) == forked.history_length + 3
+    assert await client.length(parent) == forked.history_length
+    assert await client.generate(forked.session_id, 4)
+
+
+async def test_a_fork_and_its_parent_say_the_same_until_they_are_told_different_things(client: Client) -> None:
+    parent = await client.open()
+    await client.generate(parent, 6)
+    forked = (await fork(client, parent)).session_id
+    assert await client.generate(forked, 6) == await client.generate(parent, 6)
+    for session, word in ((parent, 7), (forked, 8)):
+        await client.append(session, [word])
+    assert await client.generate(forked, 6) != await client.generate(parent, 6)
+
+
+async def test_a_retry_gets_the_fork_that_was_made_even_when_its_parent_is_gone(client: Client) -> None:
+    parent, request_id = await client.open(), os.urandom(16)
+    first = await fork(client, parent, request_id=request_id)
+    again = await fork(client, parent, request_id=request_id)
+    assert (again.session_id, again.replayed, first.replayed) == (first.session_id, True, False)
+    await client.call("CloseSession", pb.CloseSessionRequest(session_id=parent))
+    assert (await fork(client, parent, request_id=request_id)).session_id == first.session_id
+    details = await refused(fork(client, parent, request_id=request_id, client_label="another"))
+    assert details.reason == "INVALID_ARGUMENT REQUEST_ID_REUSED"
+
+
+async def test_a_fork_waits_for_what_runs_on_its_parent_and_gives_up_typed(client: Client, engine: Engine) -> None:
+    parent = await client.open()
+    with held(engine):
+        running = client.stream(pb.GenerateRequest(session_id=parent, max_tokens=3, progress=True))
+        await running.read()  # it was accepted
+        details = await refused(fork(client, parent))
+        assert details.reason == "ABORTED SESSION_BUSY"
+    forked = await fork(client, parent)
+    assert forked.history_length == len(HISTORY) + 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"expected_history_length": 3}, "ABORTED HISTORY_LENGTH_MISMATCH"),
+        ({"limit_tokens": len(HISTORY) - 1}, "INVALID_ARGUMENT INVALID_ARGUMENT"),
+        ({"limit_tokens": TRAINED_POSITIONS + 1}, "INVALID_ARGUMENT INVALID_ARGUMENT"),
+        ({"client_label": "a\nb"}, "INVALID_ARGUMENT INVALID_ARGUMENT"),
+        ({"request_id": b"short"}, "INVALID_ARGUMENT INVALID_ARGUMENT"),
+    ],
+    ids=str,
+)
+async def test_what_is_wrong_is_said_and_nothing_is_forked(
+    client: Client, engine: Engine, fields: dict[str, Any], reason: str
+) -> None:
+    parent = await client.open()
+    reserved = engine.info().kv_reserved_bytes
+    assert (await refused(fork(client, parent, **fields))).reason == reason
+    assert engine.info().kv_reserved_bytes == reserved
+    assert (await fork(client, parent, expected_history_length=len(HISTORY))).history_length == len(HISTORY)
+
+
+async def test_a_session_that_is_not_there_cannot_be_forked(client: Client) -> None:
+    for fields in ({}, {"request_id": b"short"}, {"limit_tokens": 0}):
+        assert (await refused(fork(client, "never issued", **fields))).reason == "NOT_FOUND SESSION_NOT_FOUND"

@@ -1,0 +1,344 @@
+"""An engine that stalls, runs out of memory or gives nonsense: who hears of it, what is kept, and that others go on."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2
+
+from inference_engine.backends.scripted import Fault, Script
+from inference_engine.config import child_environment
+from inference_engine.engine import Engine
+from inference_engine.errors import EngineStalled
+from inference_engine.kv.lanes import LaneGroup
+from inference_engine.scheduler.out_of_memory import is_out_of_memory
+from inference_engine.server.watchdog import EXIT_STALLED, Watchdog
+from kakeya.v1 import runtime_pb2 as pb
+from tests.load.scripted import scripted_engine
+from tests.server.wire import TIMEOUT_SECONDS, Client, connected, read_rest, refused, serving
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = Path(__file__).with_name("serve_scripted.py")
+POISON = 250
+HISTORY = tuple(range(40))
+STALL_SECONDS = 60.0
+
+
+class Clock:
+    """Seconds of the engine's, which pass when a test says so."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    """Whatever hangs is let go at the end."""
+    script = Script()
+    yield script
+    script.let_go.set()
+
+
+@pytest.fixture
+def engine(script: Script, clock: Clock) -> Iterator[Engine]:
+    with scripted_engine(script=script, clock=clock, stall_seconds=STALL_SECONDS) as engine:
+        yield engine
+        # Before the engine is closed, which waits for its thread.
+        script.let_go.set()
+
+
+@pytest.fixture
+async def client(engine: Engine) -> AsyncIterator[Client]:
+    async with serving(engine) as handle, connected(handle) as client:
+        yield client
+        engine._scheduler.nudge()
+
+
+async def generated(client: Client, session_id: str) -> list[int]:
+    return await client.generate(session_id, 8)
+
+
+# -- memory -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_step_without_memory_drops_its_sessions_to_tokens_and_says_when_to_come_back(
+    engine: Engine, client: Client, script: Script
+) -> None:
+    expected = await generated(client, await client.open(HISTORY))
+    session_id = await client.open(HISTORY[:-1])
+    await client.generate(session_id, 1, seed=1)
+    before = await client.length(session_id)
+    await client.append(session_id, [POISON])
+    script.faults[POISON] = (Fault.OUT_OF_MEMORY, 1)
+    details = await refused(generated(client, session_id))
+    assert details.reason == "RESOURCE_EXHAUSTED OUT_OF_MEMORY"
+    assert details.retry_info is not None and details.retry_info.retry_delay.seconds == 1
+    info = await client.info(session_id)
+    assert (info.history_length, info.cached_token_count, info.kv_live_bytes) == (before + 1, 0, 0)
+    assert info.failure_reason == ""
+    assert len(await generated(client, session_id)) == 8
+    assert await generated(client, await client.open(HISTORY)) == expected
+
+
+async def test_what_is_generated_after_want_of_memory_is_what_would_have_been(client: Client, script: Script) -> None:
+    history = (*HISTORY, POISON)
+    expected = await generated(client, await client.open(history))
+    session_id = await client.open(history)
+    script.faults[POISON] = (Fault.OUT_OF_MEMORY, 2)
+    for _ in range(2):
+        assert (await refused(generated(client, session_id))).reason == "RESOURCE_EXHAUSTED OUT_OF_MEMORY"
+    assert await generated(client, session_id) == expected
+
+
+async def test_want_of_memory_in_one_step_leaves_sessions_of_other_steps_alone(
+    engine: Engine, client: Client, script: Script
+) -> None:
+    calm = await client.open(HISTORY)
+    await client.generate(calm, 1)
+    session_id = await client.open((*HISTORY, POISON))
+    script.faults[POISON] = (Fault.OUT_OF_MEMORY, 1)
+    await refused(generated(client, session_id))
+    assert (await client.info(calm)).cached_token_count == len(HISTORY)
+    assert engine.is_alive()
+
+
+async def test_want_of_memory_again_and_again_is_not_a_sick_device(
+    engine: Engine, client: Client, script: Script
+) -> None:
+    """Or one client with too large a request would take the server away from everybody."""
+    session_id = await client.open((*HISTORY, POISON))
+    script.faults[POISON] = (Fault.OUT_OF_MEMORY, None)
+    for _ in range(5):
+        assert (await refused(generated(client, session_id))).reason == "RESOURCE_EXHAUSTED OUT_OF_MEMORY"
+        assert engine.is_alive()
+
+
+async def test_rows_that_cannot_even_be_wiped_are_dropped_all_the_same(
+    client: Client, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = (*HISTORY, POISON)
+    expected = await generated(client, await client.open(history))
+    session_id = await client.open(history)
+    has_failed, wipe = threading.Event(), LaneGroup.wipe
+
+    def failing(group: LaneGroup, slots: Any) -> None:
+        if has_failed.is_set():
+            raise torch.OutOfMemoryError("scripted: no memory to wipe with")
+        wipe(group, slots)
+
+    script.faults[POISON] = (Fault.OUT_OF_MEMORY, 1)
+    script.on_step = lambda _step: has_failed.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(LaneGroup, "wipe", failing)
+        assert (await refused(generated(client, session_id))).reason == "RESOURCE_EXHAUSTED OUT_OF_MEMORY"
+    assert (await client.info(session_id)).cached_token_count == 0
+    assert await generated(client, session_id) == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("the device failed"), False),
+        (ValueError("DefaultCPUAllocator: can't allocate memory"), False),
+    ],
+    ids=repr,
+)
+def test_want_of_memory_is_told_from_other_errors_also_as_their_cause(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+    outer = RuntimeError("a step failed")
+    outer.__cause__ = error
+    assert is_out_of_memory(outer) is expected
+
+
+def test_what_the_allocator_of_the_cpu_says_is_known() -> None:
+    with pytest.raises(RuntimeError) as refusal:
+        torch.empty(2**61, dtype=torch.uint8)
+    assert is_out_of_memory(refusal.value)
+
+
+# -- nonsense -----------------------------------------------------------------------------------------------------
+
+
+async def test_logits_that_are_not_finite_end_their_generate_alone_and_drop_its_rows(
+    engine: Engine, client: Client, script: Script
+) -> None:
+    history = (*HISTORY, POISON)
+    expected = [await generated(client, await client.open(each)) for each in (HISTORY, history)]
+    beside, session_id = await client.open(HISTORY), await client.open(history)
+    script.faults[POISON] = (Fault.NON_FINITE, 1)
+    others, details = await asyncio.gather(generated(client, beside), refused(generated(client, session_id)))
+    assert details.reason == "INTERNAL NON_FINITE_LOGITS"
+    assert others == expected[0]
+    info = await client.info(session_id)
+    assert (info.history_length, info.cached_token_count, info.kv_live_bytes) == (len(history), 0, 0)
+    kv = engine._store.find(session_id, "").kv
+    for group in kv.groups:
+        rows = torch.from_numpy(group.rows(torch.arange(group.layout.lane).numpy()).reshape(-1))
+        assert not group.arena.keys[rows].any() and not group.arena.values[rows].any()
+    assert await generated(client, session_id) == expected[1]
+
+
+# -- a stall ------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def stalled(engine: Engine, client: Client, script: Script, clock: Clock) -> AsyncIterator[Any]:
+    """A Generate in whose step the engine hangs, for longer than it may. Yields its stream."""
+    hangs = threading.Event()
+    script.faults[POISON] = (Fault.HANG, 1)
+    script.on_step = lambda _step: hangs.set()
+    stream = client.stream(pb.GenerateRequest(session_id=await client.open((*HISTORY, POISON)), max_tokens=4))
+    assert await asyncio.to_thread(hangs.wait, TIMEOUT_SECONDS)
+    clock.now += STALL_SECONDS + 1
+    try:
+        yield stream
+    finally:
+        script.let_go.set()
+
+
+async def test_while_the_engine_stalls_work_is_refused_and_the_rest_answers(
+    engine: Engine, client: Client, script: Script, clock: Clock
+) -> None:
+    other = await client.open(HISTORY)
+    async with stalled(engine, client, script, clock) as stream:
+        assert not engine.is_alive()
+        for call in (client.open(()), client.append(other, [1]), generated(client, other)):
+            details = await refused(call)
+            assert details.reason == "UNAVAILABLE ENGINE_STALLED"
+            assert details.retry_info is not None
+        assert await client.length(other) == len(HISTORY)
+        await client.call("GetServerInfo", pb.GetServerInfoRequest())
+        await client.call("CloseSession", pb.CloseSessionRequest(session_id=other))
+        script.let_go.set()
+        assert len(await read_rest(stream)) == 5
+    assert engine.is_alive()
+    assert len(await generated(client, await client.open(HISTORY))) == 8
+
+
+async def test_health_says_so_and_takes_it_back(engine: Engine, client: Client, script: Script, clock: Clock) -> None:
+    states = health_pb2.HealthCheckResponse
+    watch = client.channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
+    assert states.FromString(await watch.read()).status == states.SERVING
+    async with stalled(engine, client, script, clock) as stream:
+        assert states.FromString(await watch.read()).status == states.NOT_SERVING
+        script.let_go.set()
+        await read_rest(stream)
+        assert states.FromString(await watch.read()).status == states.SERVING
+    watch.cancel()
+
+
+async def test_the_watchdog_says_where_the_engine_hangs_and_gives_up_only_if_it_does_not_come_back(
+    engine: Engine, client: Client, script: Script, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    watchdog = Watchdog(engine, 10.0, clock)
+    assert not watchdog.look()
+    async with stalled(engine, client, script, clock) as stream:
+        assert not watchdog.look()
+        assert "the engine stands still" in caplog.text
+        assert "let_go.wait" in caplog.text
+        clock.now += 9.9
+        assert not watchdog.look()
+        clock.now += 0.1
+        assert watchdog.look()
+        assert caplog.text.count("the engine stands still") == 1
+        assert not Watchdog(engine, 0.0, clock).look(), "patience without end"
+        script.let_go.set()
+        await read_rest(stream)
+    assert not watchdog.look()
+    assert "the engine is back" in caplog.text
+
+
+async def test_patience_begins_anew_with_every_stall(
+    engine: Engine, client: Client, script: Script, clock: Clock
+) -> None:
+    watchdog = Watchdog(engine, 10.0, clock)
+    for _ in range(2):
+        script.let_go.clear()
+        async with stalled(engine, client, script, clock) as stream:
+            assert not watchdog.look()
+            clock.now += 9.0
+            assert not watchdog.look()
+            script.let_go.set()
+            await read_rest(stream)
+        assert not watchdog.look()
+
+
+async def test_an_engine_whose_thread_has_ended_is_stalled(engine: Engine, clock: Clock) -> None:
+    engine._scheduler.stop()
+    assert engine.is_stalled()
+    with pytest.raises(EngineStalled):
+        engine.create_session()
+    watchdog = Watchdog(engine, 10.0, clock)
+    assert not watchdog.look()
+    clock.now += 10.0
+    assert watchdog.look()
+
+
+async def test_calls_that_run_when_the_server_gives_up_hear_why(engine: Engine, script: Script, clock: Clock) -> None:
+    async with (
+        serving(engine) as handle,
+        connected(handle) as client,
+        stalled(engine, client, script, clock) as stream,
+    ):
+        await handle.abandon()
+        details = await refused(read_rest(stream))
+    assert details.reason == "UNAVAILABLE ENGINE_STALLED"
+    assert details.retry_info is not None
+
+
+@pytest.mark.parametrize("is_told_to_end", [False, True], ids=["by itself", "while draining"])
+async def test_a_process_whose_engine_does_not_come_back_ends_with_a_status_of_its_own(
+    is_told_to_end: bool, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    with log.open("w", encoding="utf-8") as stderr, _started(stderr) as child:
+        assert child.stdout is not None
+        target = (await asyncio.to_thread(child.stdout.readline)).strip()
+        async with grpc.aio.insecure_channel(target) as channel:
+            client = Client(channel)
+            request = pb.GenerateRequest(session_id=await client.open((*HISTORY, POISON)), max_tokens=4)
+            reading = asyncio.ensure_future(refused(read_rest(client.stream(request))))
+            assert await asyncio.to_thread(child.stdout.readline) == "hangs\n"
+            if is_told_to_end:
+                child.send_signal(signal.SIGTERM)
+            assert (await reading).reason == "UNAVAILABLE ENGINE_STALLED"
+            assert await asyncio.to_thread(child.wait, TIMEOUT_SECONDS) == EXIT_STALLED
+    text = await asyncio.to_thread(log.read_text, encoding="utf-8")
+    assert "the engine did not come back" in text
+
+
+@contextmanager
+def _started(stderr: IO[str]) -> Iterator[subprocess.Popen[str]]:
+    """The server process, which is gone at the end, whatever happens."""
+    child = subprocess.Popen(
+        (sys.executable, str(PROGRAM), str(POISON), "600"),
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        cwd=ROOT,
+        env=child_environment(PYTHONPATH=str(ROOT)),
+    )
+    with child:
+        try:
+            yield child
+        finally:
+            child.kill()

@@ -1,0 +1,343 @@
+"""Calls over lines that break, and what comes of them: every token once, and nothing done twice."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from inference_engine.engine import Engine
+from inference_engine.server import service
+from inference_engine.server.run import ServerHandle
+from kakeya.v1 import runtime_pb2 as pb
+from tests.breaking_line import BreakingLine, breaking_line
+from tests.laws.variants import ROUNDING
+from tests.server.wire import HISTORY, SERVICE, Client, connected, read_rest, refused, serving, until_free
+
+ONE, OTHER = b"1" * 16, b"2" * 16
+FOREVER = 30_000  # tokens; minutes of work for TinyModel
+TURNS = 3
+STRATEGIES = {
+    "full": pb.Strategy(full=pb.FullStrategy()),
+    "sink_window": pb.Strategy(sink_window=pb.SinkWindowStrategy(sink=4, window=16)),
+    "restored": pb.Strategy(restored=pb.RestoredStrategy(sink=4, window=16)),
+}
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"repetition_penalty": 1.2},
+    "sampled": {"temperature": 1.5, "top_p": 0.9, "repetition_penalty": 1.3, "seed": 11},
+}
+
+
+def kinds(frames: list[Any]) -> list[str]:
+    return [frame.WhichOneof("payload") for frame in frames]
+
+
+def token_ids(frames: list[Any]) -> list[int]:
+    return [frame.token.token_id for frame in frames if frame.HasField("token")]
+
+
+def asked(session_id: str, max_tokens: int, *, request_id: bytes = ONE, **fields: Any) -> pb.GenerateRequest:
+    fields = {"token_details": True, **fields}
+    return pb.GenerateRequest(session_id=session_id, max_tokens=max_tokens, request_id=request_id, **fields)
+
+
+@asynccontextmanager
+async def one_attempt(line: BreakingLine) -> AsyncIterator[Client]:
+    """A client on a connection of its own."""
+    async with grpc.aio.insecure_channel(line.target, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
+        yield Client(channel)
+
+
+async def insist(line: BreakingLine, method: str, request: Any) -> Any:
+    """The answer, whatever number of attempts it takes."""
+    while True:
+        async with one_attempt(line) as client:
+            try:
+                return await client.call(method, request)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+
+
+async def insist_on_tokens(line: BreakingLine, request: pb.GenerateRequest) -> tuple[list[Any], Any]:
+    """The tokens and the last frame of a Generate, asked again behind the last token each time the line breaks."""
+    tokens: list[Any] = []
+    while True:
+        async with one_attempt(line) as client:
+            frames: list[Any] = []
+            try:
+                await read_rest(client.stream(request), into=frames)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+        tokens += [frame.token for frame in frames if frame.HasField("token")]
+        if frames and frames[-1].HasField("done"):
+            return tokens, frames[-1].done
+        if tokens:
+            request.resume_from = tokens[-1].position + 1
+
+
+async def conversation(
+    line: BreakingLine, request_id: bytes, strategy: str, sampling: str
+) -> tuple[str, list[Any], list[int]]:
+    """Some turns, every call with an id and as often as it takes. Session, tokens, and the lengths that were told."""
+    create = pb.CreateSessionRequest(strategy=STRATEGIES[strategy], request_id=request_id)
+    opened = await insist(line, "CreateSession", create)
+    tokens: list[Any] = []
+    lengths = []
+    for turn in range(TURNS):
+        request_id = bytes([turn]) * 16
+        ids = [(7 * turn + position) % 128 for position in range(20)]
+        append = pb.AppendTokensRequest(session_id=opened.session_id, token_ids=ids, request_id=request_id)
+        lengths.append((await insist(line, "AppendTokens", append)).history_length)
+        request = asked(opened.session_id, 25, request_id=request_id, logprobs=True, **SAMPLING[sampling])
+        given, done = await insist_on_tokens(line, request)
+        assert done.generated_token_count == len(given) == 25
+        tokens += given
+        lengths.append(done.history_length)
+    return opened.session_id, tokens, lengths
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_over_a_line_that_breaks_a_conversation_is_what_it_is_over_a_calm_one(
+    engine: Engine, server: ServerHandle, strategy: str, sampling: str
+) -> None:
+    rng = np.random.default_rng(5)
+    # Nothing comes back, or less than an answer takes, or some tokens.
+    allowances = (int(rng.choice([0, 100, 300, 600, 1000])) for _ in itertools.count())
+    async with breaking_line(server.target, allowances) as broken, breaking_line(server.target, iter(())) as calm:
+        _, expected, lengths = await conversation(calm, ONE, strategy, sampling)
+        session_id, tokens, told = await conversation(broken, OTHER, strategy, sampling)
+        assert broken.breaks > 2 * TURNS
+    assert told == lengths
+    assert [token.position for token in tokens] == [token.position for token in expected]
+    assert [token.token_id for token in tokens] == [token.token_id for token in expected]
+    ours, theirs = ([token.logprob for token in run] for run in (tokens, expected))
+    assert np.allclose(ours, theirs, atol=ROUNDING)
+    assert len(engine._store.find(session_id, "").history) == lengths[-1]
+    # Two sessions were opened, and no third by an answer that was lost.
+    assert len(engine._store) == 2
+
+
+# -- one call, twice --------------------------------------------------------------------------------------------------
+
+
+async def test_each_call_says_when_it_had_been_answered_before(client: Client) -> None:
+    create = pb.CreateSessionRequest(limit_tokens=100, request_id=ONE)
+    opened = [await client.call("CreateSession", create) for _ in range(2)]
+    assert [answer.replayed for answer in opened] == [False, True]
+    session_id = opened[0].session_id
+    assert opened[1].session_id == session_id
+    append = pb.AppendTokensRequest(session_id=session_id, token_ids=HISTORY, request_id=ONE)
+    appended = [await client.call("AppendTokens", append) for _ in range(2)]
+    assert [(answer.history_length, answer.replayed) for answer in appended] == [(8, False), (8, True)]
+    streams = [await client.call("Generate", asked(session_id, 4, progress=True)) for _ in range(2)]
+    assert token_ids(streams[0]) == token_ids(streams[1])
+    assert [frames[-1].done.replayed for frames in streams] == [False, True]
+    assert [(frames[0].accepted.first_position, frames[0].accepted.replayed) for frames in streams] == [
+        (8, False),
+        (8, True),
+    ]
+    close = pb.CloseSessionRequest(session_id=session_id, request_id=ONE, expected_history_length=12)
+    closed = [await client.call("CloseSession", close) for _ in range(2)]
+    assert [(answer.final_history_length, answer.replayed) for answer in closed] == [(12, False), (12, True)]
+
+
+async def test_a_used_id_with_another_content_is_refused(client: Client) -> None:
+    session_id = await client.open(request_id=ONE)
+    await client.append(session_id, [1], request_id=ONE)
+    await client.call("Generate", asked(session_id, 2))
+    for method, request in (
+        ("CreateSession", pb.CreateSessionRequest(limit_tokens=9, request_id=ONE)),
+        ("AppendTokens", pb.AppendTokensRequest(session_id=session_id, token_ids=[2], request_id=ONE)),
+        ("Generate", asked(session_id, 3)),
+    ):
+        details = await refused(client.call(method, request))
+        assert details.reason == "INVALID_ARGUMENT REQUEST_ID_REUSED"
+        assert details.fields == ["request_id"]
+    assert await client.length(session_id) == len(HISTORY) + 3
+
+
+@pytest.mark.parametrize("length", [1, 15, 17])
+async def test_an_id_has_sixteen_bytes(client: Client, length: int) -> None:
+    wrong = bytes(length)
+    session_id = await client.open()
+    for method, request in (
+        ("CreateSession", pb.CreateSessionRequest(request_id=wrong)),
+        ("AppendTokens", pb.AppendTokensRequest(session_id=session_id, token_ids=[1], request_id=wrong)),
+        ("Generate", asked(session_id, 1, request_id=wrong)),
+        ("CloseSession", pb.CloseSessionRequest(session_id=session_id, request_id=wrong)),
+    ):
+        details = await refused(client.call(method, request))
+        assert details.reason == "INVALID_ARGUMENT INVALID_ARGUMENT"
+        assert details.fields == ["request_id"]
+    assert await client.length(session_id) == len(HISTORY)
+
+
+async def test_a_close_that_expects_another_length_closes_nothing(client: Client) -> None:
+    session_id = await client.open()
+    close = pb.CloseSessionRequest(session_id=session_id, expected_history_length=7)
+    assert (await refused(client.call("CloseSession", close))).reason == "ABORTED HISTORY_LENGTH_MISMATCH"
+    assert await client.length(session_id) == len(HISTORY)
+
+
+async def test_a_position_outside_a_generate_is_refused(client: Client) -> None:
+    session_id = await client.open()
+    assert (await refused(client.call("Generate", asked(session_id, 2, resume_from=8)))).fields == ["resume_from"]
+    await client.call("Generate", asked(session_id, 2))
+    for outside in (0, 7, 11):
+        details = await refused(client.call("Generate", asked(session_id, 2, resume_from=outside)))
+        assert (details.reason, details.fields) == ("INVALID_ARGUMENT INVALID_ARGUMENT", ["resume_from"])
+    assert kinds(await client.call("Generate", asked(session_id, 2, resume_from=10))) == ["done"]
+    assert await client.length(session_id) == len(HISTORY) + 2
+
+
+# -- a Generate that runs, or was stopped -----------------------------------------------------------------------------
+
+
+async def started(client: Client, session_id: str, count: int) -> tuple[Any, list[int]]:
+    """A stream that goes on and on, and its first tokens."""
+    stream = client.stream(asked(session_id, FOREVER))
+    return stream, [(await stream.read()).token.token_id for _ in range(count)]
+
+
+async def next_tokens(stream: Any, count: int) -> list[int]:
+    return [(await stream.read()).token.token_id for _ in range(count)]
+
+
+async def test_a_newer_stream_takes_over_and_the_older_ones_end_stops_nothing(
+    engine: Engine, server: ServerHandle, client: Client
+) -> None:
+    session_id = await client.open_endless()
+    older, first = await started(client, session_id, 5)
+    async with connected(server) as other:
+        newer = other.stream(asked(session_id, FOREVER, resume_from=len(HISTORY) + 3))
+        again = await next_tokens(newer, 30)
+        details = await refused(read_rest(older))
+        assert details.reason == "ABORTED STREAM_TAKEN_OVER"
+        assert details.error_info is not None
+        assert int(details.error_info.metadata["position"]) >= len(HISTORY) + 5
+        again += await next_tokens(newer, 30)
+        newer.cancel()
+        await until_free(engine, session_id)
+    undisturbed = await client.generate(await client.open_endless(), 63)
+    assert first == undisturbed[:5]
+    assert again == undisturbed[3:]
+
+
+async def test_a_line_that_is_cut_in_the_middle_frees_the_engine_and_the_generate_goes_on_when_asked_for(
+    engine: Engine, server: ServerHandle, client: Client
+) -> None:
+    session_id = await client.open_endless()
+    async with breaking_line(server.target, iter(())) as line, one_attempt(line) as before:
+        stream, first = await started(before, session_id, 5)
+        line.cut()
+        await until_free(engine, session_id)
+        assert (await refused(read_rest(stream))).code is grpc.StatusCode.UNAVAILABLE
+    stopped_at = await client.length(session_id)
+    assert stopped_at >= len(HISTORY) + 5
+    stream = client.stream(asked(session_id, FOREVER, resume_from=len(HISTORY) + 5))
+    rest = await next_tokens(stream, stopped_at - len(HISTORY) + 20)
+    stream.cancel()
+    await until_free(engine, session_id)
+    undisturbed = await client.generate(await client.open_endless(), 5 + len(rest))
+    assert first + rest == undisturbed
+
+
+async def test_a_client_that_asks_again_at_once_need_not_wait_for_the_old_stream_to_be_noticed(
+    engine: Engine, server: ServerHandle, client: Client
+) -> None:
+    """A cancel and the same call right behind it, many times over."""
+    session_id = await client.open_endless()
+    given: list[int] = []
+    for _ in range(20):
+        request = asked(session_id, FOREVER)
+        if given:
+            request.resume_from = len(HISTORY) + len(given)
+        stream = client.stream(request)
+        given += await next_tokens(stream, 3)
+        stream.cancel()
+    await until_free(engine, session_id)
+    assert given == await client.generate(await client.open_endless(), len(given))
+
+
+async def test_when_somebody_wrote_behind_it_a_stopped_generate_does_not_go_on(engine: Engine, client: Client) -> None:
+    session_id = await client.open_endless()
+    stream, _ = await started(client, session_id, 3)
+    stream.cancel()
+    await until_free(engine, session_id)
+    length = await client.append(session_id, [1])
+    details = await refused(client.call("Generate", asked(session_id, FOREVER)))
+    assert details.reason == "ABORTED HISTORY_LENGTH_MISMATCH"
+    assert details.error_info is not None
+    assert dict(details.error_info.metadata) == {"expected": str(length - 1), "actual": str(length)}
+    assert await client.length(session_id) == length
+
+
+async def test_a_deadline_in_the_middle_is_made_good_by_asking_again(client: Client) -> None:
+    session_id = await client.open_endless()
+    shown: list[Any] = []
+    stream = client.stream(asked(session_id, FOREVER), timeout=1.0)
+    assert (await refused(read_rest(stream, into=shown))).reason == "DEADLINE_EXCEEDED DEADLINE"
+    stream = client.stream(asked(session_id, FOREVER, resume_from=len(HISTORY) + len(shown)))
+    rest = await next_tokens(stream, 10)
+    stream.cancel()
+    undisturbed = await client.generate(await client.open_endless(), len(shown) + 10)
+    assert token_ids(shown) + rest == undisturbed
+
+
+async def test_a_client_that_did_not_read_is_told_where_it_was_and_gets_the_rest(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "STALL_SECONDS", 0.2)
+    narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1))
+    async with serving(engine) as handle, connected(handle, options=narrow) as client:
+        session_id = await client.open_endless()
+        request = asked(session_id, FOREVER, logprobs=True)
+        stream = client.stream(request)
+        shown = [await stream.read()]
+        await until_free(engine, session_id)
+        details = await refused(read_rest(stream, into=shown))
+        assert details.reason == "RESOURCE_EXHAUSTED SLOW_CONSUMER"
+        assert details.error_info is not None
+        # Where sending stopped; what was on its way then may have come since.
+        assert len(HISTORY) < int(details.error_info.metadata["position"]) <= len(HISTORY) + len(shown)
+        assert details.retry_info is not None  # it may come again at once
+        request.resume_from = len(HISTORY) + len(shown)
+        stream = client.stream(request)
+        rest = await next_tokens(stream, 10)
+        stream.cancel()
+        await until_free(engine, session_id)
+        undisturbed = await client.generate(await client.open_endless(), len(shown) + 10)
+        assert token_ids(shown) + rest == undisturbed
+
+
+async def test_what_a_call_without_an_id_is_answered_is_the_same_bytes_as_ever(client: Client) -> None:
+    """Frozen frames alone: a token's id in its own field, and a last one without the fields that came later."""
+    session_id = await client.open()
+
+    async def raw(message: Any, method: str) -> Sequence[bytes]:
+        if method == "Generate":
+            call = client.channel.unary_stream(SERVICE + method)(message.SerializeToString())
+            return [frame async for frame in call]
+        return [await client.raw(method, message.SerializeToString())]
+
+    tokens = await raw(pb.GenerateRequest(session_id=session_id, max_tokens=3), "Generate")
+    assert [frame[0] for frame in tokens[:-1]] == [0x08] * 3
+    assert "replayed" not in str(pb.GenerateResponse.FromString(tokens[-1]))
+    assert await raw(pb.AppendTokensRequest(session_id=session_id, token_ids=[1]), "AppendTokens") == [b"\x08\x0c"]
+    assert await raw(pb.CloseSessionRequest(session_id=session_id), "CloseSession") == [b"\x08\x0c"]
+
+
+async def test_racing_retries_of_an_append_are_one(client: Client) -> None:
+    session_id = await client.open()
+    answers = await asyncio.gather(*(client.append(session_id, [1, 2], request_id=OTHER) for _ in range(8)))
+    assert set(answers) == {len(HISTORY) + 2}
+    assert await client.length(session_id) == len(HISTORY) + 2

@@ -1,0 +1,175 @@
+"""What is remembered of calls, for how long, and that no owner's calls make another's be forgotten."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from inference_engine.errors import InvalidArgument, RequestIdReused
+from inference_engine.session.replies import KEEP_SECONDS, MOST_ENDED_PER_OWNER, Call, Replies, ReplyBook, identify
+from inference_engine.types import GenerateParams, Sampling
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def request_id(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def call(number: int, *content: object, owner: str = "me", session_id: str = "") -> Call:
+    made = identify(request_id(number), *content, owner=owner, session_id=session_id)
+    assert made is not None
+    return made
+
+
+def replies(clock: Clock, *, most_per_session: int = 4) -> Replies[str]:
+    return Replies(clock, most_per_session=most_per_session, keep_seconds=KEEP_SECONDS)
+
+
+def test_a_call_without_an_id_is_nobodys() -> None:
+    kept = replies(Clock())
+    assert identify(b"", "content", owner="me") is None
+    kept.remember(None, "reply", session_id="s")
+    kept.forget(None)
+    assert kept.recall(None) is None
+    assert len(kept) == 0
+
+
+@pytest.mark.parametrize("length", [1, 15, 17, 1000])
+def test_an_id_has_sixteen_bytes(length: int) -> None:
+    with pytest.raises(InvalidArgument, match=f"got {length}") as caught:
+        identify(bytes(length), owner="me")
+    assert caught.value.field == "request_id"
+
+
+def test_the_same_call_is_recalled_and_the_same_id_with_another_content_refused() -> None:
+    kept = replies(Clock())
+    kept.remember(call(1, "a", (1, 2)), "reply", session_id="s")
+    assert kept.recall(call(1, "a", (1, 2))) == "reply"
+    assert kept.recall(call(2, "a", (1, 2))) is None
+    for other in (call(1, "a", (1, 3)), call(1, "a"), call(1, "a", (1, 2), None)):
+        with pytest.raises(RequestIdReused):
+            kept.recall(other)
+
+
+def test_ids_are_an_owners_own_or_a_sessions() -> None:
+    kept = replies(Clock())
+    kept.remember(call(1, "a"), "mine", session_id="s")
+    kept.remember(call(1, "b", session_id="t"), "the session's", session_id="t")
+    assert kept.recall(call(1, "b", owner="you")) is None
+    assert kept.recall(call(1, "a", session_id="t2")) is None
+    assert kept.recall(call(1, "a")) == "mine"
+    assert kept.recall(call(1, "b", session_id="t")) == "the session's"
+    assert kept.knows(request_id(1), owner="me")
+    assert not kept.knows(request_id(1), owner="you")
+
+
+def digests(*contents: tuple[object, ...]) -> set[bytes]:
+    return {call(1, *content).digest for content in contents}
+
+
+def test_contents_that_differ_in_anything_have_different_digests() -> None:
+    params = GenerateParams(max_tokens=3, sampling=Sampling(logit_bias={1: 0.5, 2: 1.0}, seed=7))
+    changed: dict[str, Any] = dict(
+        zip(
+            [field.name for field in dataclasses.fields(params)],
+            (4, Sampling(seed=7), (1,), True, 5, False),
+            strict=True,
+        )
+    )
+    others: list[tuple[object, ...]] = [
+        (dataclasses.replace(params, **{name: value}),) for name, value in changed.items()
+    ]
+    others += [(params,), (b"ab", b"c"), (b"a", b"bc"), (b"abc",), ("abc",), (["a", "bc"],), (None,), (0,), ()]
+    assert len(digests(*others)) == len(others)
+
+
+def test_contents_that_say_the_same_have_the_same_digest() -> None:
+    one = Sampling(logit_bias={1: 0.5, 2: 1.0})
+    other = Sampling(logit_bias=MappingProxyType({2: 1.0, 1: 0.5}))
+    assert len(digests((one, [1, 2]), (other, (1, 2)))) == 1
+
+
+def test_a_living_session_keeps_its_newest_replies() -> None:
+    clock = Clock()
+    kept = replies(clock)
+    for number in range(6):
+        kept.remember(call(number), str(number), session_id="s")
+    kept.remember(call(100), "another session's", session_id="t")
+    clock.now += 100 * KEEP_SECONDS
+    kept.expire()
+    assert [kept.recall(call(number)) for number in range(6)] == [None, None, "2", "3", "4", "5"]
+    assert kept.recall(call(100)) == "another session's"
+
+
+def test_the_replies_of_a_session_that_ended_are_kept_for_some_time() -> None:
+    clock = Clock()
+    kept = replies(clock)
+    kept.remember(call(1), "reply", session_id="s")
+    kept.session_ended("s", "me")
+    clock.now += KEEP_SECONDS - 1
+    kept.expire()
+    assert kept.recall(call(1)) == "reply"
+    clock.now += 1
+    kept.expire()
+    assert kept.recall(call(1)) is None
+    assert len(kept) == 0
+
+
+def test_a_reply_given_at_the_end_of_a_session_grows_old_with_it() -> None:
+    clock = Clock()
+    kept = replies(clock)
+    kept.remember(call(1), "appended", session_id="s")
+    kept.session_ended("s", "me")
+    kept.remember(call(2), "closed", session_id="s")
+    kept.session_ended("s", "me")
+    assert kept.recall(call(2)) == "closed"
+    clock.now += KEEP_SECONDS
+    kept.expire()
+    assert len(kept) == 0
+
+
+def test_what_came_to_nothing_is_forgotten() -> None:
+    kept = replies(Clock())
+    kept.remember(call(1), "reply", session_id="s")
+    kept.forget(call(1))
+    kept.forget(call(1))
+    assert kept.recall(call(1)) is None
+    kept.session_ended("s", "me")
+    assert len(kept) == 0
+
+
+def test_an_owner_who_opens_and_closes_without_end_is_bounded_and_displaces_nobody_else() -> None:
+    kept = replies(Clock())
+    kept.remember(call(1, owner="you"), "yours", session_id="your session")
+    kept.session_ended("your session", "you")
+    for number in range(MOST_ENDED_PER_OWNER + 50):
+        kept.remember(call(number), "mine", session_id=f"session {number}")
+        kept.session_ended(f"session {number}", "me")
+    assert len(kept) == MOST_ENDED_PER_OWNER + 1
+    assert kept.recall(call(1, owner="you")) == "yours"
+    assert kept.recall(call(49)) is None
+    assert kept.recall(call(50)) == "mine"
+
+
+def test_all_pages_of_a_book_end_with_a_session() -> None:
+    clock = Clock()
+    book = ReplyBook(clock)
+    long, short = book.page(), book.page(most_per_session=1, keep_seconds=0.0)
+    for page in (long, short):
+        page.remember(call(1), "first", session_id="s")
+        page.remember(call(2), "second", session_id="s")
+    assert (len(long), len(short)) == (2, 1)
+    book.session_ended("s", "me")
+    assert (len(long), len(short)) == (2, 0)
+    clock.now += KEEP_SECONDS
+    book.expire()
+    assert len(long) == 0
