@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from inference_engine.config import EngineConfig
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.session.session import Operation, Session
 from inference_engine.types import Bound, Mode, ModelFacts
 
 
@@ -61,6 +62,28 @@ class SessionInfo:
     idle_seconds: float
     failure_reason: str
     is_generating: bool
+
+    @staticmethod
+    def of(session: Session, *, now: float) -> SessionInfo:
+        """now: on the clock that the session's use is noted on."""
+        return SessionInfo(
+            history_length=len(session.history),
+            cached_tokens=session.cached_tokens,
+            evicted_tokens=session.evicted_tokens,
+            kv_live_bytes=session.live_bytes,
+            tier_live_bytes=session.tier_live_bytes,
+            bound=session.kv.bound,
+            strategy=session.kv.strategy,
+            limit_tokens=session.limit_tokens,
+            inv1_violations=session.violations.inv1,
+            inv2_violations=session.violations.inv2,
+            inv3_violations=session.violations.inv3,
+            drafted_tokens=session.drafted_tokens,
+            accepted_tokens=session.accepted_tokens,
+            idle_seconds=max(0.0, now - session.used_at),
+            failure_reason=session.failure_reason,
+            is_generating=session.operation is Operation.GENERATE,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,30 +7,24 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-import numpy as np
-
 from inference_engine.answers import EngineInfo, HistoryLength, SessionForked, SessionInfo, SessionOpened
+from inference_engine.arguments import Arguments, check_label, check_length
 from inference_engine.backends.base import Forward
 from inference_engine.config import EngineConfig
 from inference_engine.decode.drafting import Drafter
 from inference_engine.decode.verifier import Verifier
 from inference_engine.errors import (
-    AppendTooLarge,
     Draining,
     EngineStalled,
-    HistoryLengthMismatch,
     InvalidArgument,
     InvariantViolated,
     SessionBusy,
     SessionClosed,
-    TokenOutOfRange,
 )
 from inference_engine.generation import Generation
 from inference_engine.kv.query_rings import MatchTotals
@@ -47,7 +41,8 @@ from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import Forced, Listener, OnLogits, Request
 from inference_engine.scheduler.transcript import Reader, Transcript
 from inference_engine.session.admission import SessionLimits
-from inference_engine.session.journal import Journal, MemoryJournal, SessionRecord, TokenIds, TokensRecord
+from inference_engine.session.holding import holding, when_not_busy
+from inference_engine.session.journal import Journal, MemoryJournal, SessionRecord, TokensRecord
 from inference_engine.session.replies import Call, Replies, identify
 from inference_engine.session.session import Operation, Session
 from inference_engine.session.store import SessionStore
@@ -64,9 +59,7 @@ logger = logging.getLogger(__name__)
 
 Reply = TypeVar("Reply", bound="SessionOpened | HistoryLength")
 
-MAX_LABEL_CHARACTERS = 128
 _REMEMBERED_GENERATES = 8  # of each session
-_STALL_SECONDS = 60.0
 _FAILED_STEPS = 3  # in a row: the device, not a request, is at fault
 _KV_SHARE = 4  # of the free memory, one part in this many goes to K/V unless the settings say
 
@@ -108,6 +101,7 @@ class Engine:
         self._geometry = forward.geometry(
             mode=self.config.mode, page_tokens=self.config.page_tokens, segment_tokens=self.config.segment_tokens
         )
+        self._arguments = Arguments(self.config, self._geometry, vocab_size=forward.facts.vocab_size)
         self._default_strategy = parse_strategy(self.config.strategy).resolved(self._geometry)
         self._default_strategy.check(self._geometry)
         tap_layers = () if drafter is None else drafter.tap_layers
@@ -184,9 +178,9 @@ class Engine:
         spec = (strategy or self._default_strategy).resolved(self._geometry)
         spec.check(self._geometry)
         self._check_ready(spec)
-        self._check_ids("eos_token_ids", eos_token_ids, at_most=MAX_STOP_TOKEN_IDS)
-        _check_label(label)
-        limit = self._limit(spec, limit_tokens)
+        self._arguments.check_ids("eos_token_ids", eos_token_ids, at_most=MAX_STOP_TOKEN_IDS)
+        check_label(label)
+        limit = self._arguments.limit(spec, limit_tokens)
         eos_ids = frozenset(eos_token_ids)
         call = identify(request_id, str(spec), sorted(eos_ids), limit_tokens, label, owner=owner)
         with self._store.locked():
@@ -223,12 +217,12 @@ class Engine:
             return reply
         parent = self._find(session_id, owner)
         self._refuse_when_draining()
-        _check_label(label)
-        limit = parent.limit_tokens if limit_tokens is None else self._limit(parent.kv.strategy, limit_tokens)
-        with self._holding(parent, Operation.FORK, wait_seconds), self._store.locked():
+        check_label(label)
+        limit = parent.limit_tokens if limit_tokens is None else self._arguments.limit(parent.kv.strategy, limit_tokens)
+        with holding(self._store, parent, Operation.FORK, wait_seconds), self._store.locked():
             if (reply := self._forked_before(call)) is not None:
                 return reply
-            _check_length(parent, expected_history_length)
+            check_length(parent, expected_history_length)
             length = len(parent.history)
             if limit is not None and limit < length:
                 raise InvalidArgument("limit_tokens", f"must hold the history of {length} tokens, got {limit}")
@@ -276,7 +270,7 @@ class Engine:
             owner=began.owner,
         )
         session = self._find(opened.session_id, began.owner)
-        with self._holding(session, Operation.APPEND, 0.0), self._store.locked():
+        with holding(self._store, session, Operation.APPEND, 0.0), self._store.locked():
             for record in records:
                 assert record.position == len(session.history), "records follow each other"
                 session.record(self._journal, record.token_ids, record.mark)
@@ -318,17 +312,17 @@ class Engine:
         with self._store.locked():
             if not appended.knows(request_id, **named):
                 self._find(session_id, owner)
-        ids = self._as_ids(token_ids)
+        ids = self._arguments.ids(token_ids)
         call = identify(request_id, ids.tobytes(), expected_history_length, **named)
         with self._store.locked():
             if (known := appended.recall(call)) is not None:
                 return self._again(known)
         session = self._find(session_id, owner)
         self._refuse_when_draining()
-        with self._holding(session, Operation.APPEND, wait_seconds), self._store.locked():
+        with holding(self._store, session, Operation.APPEND, wait_seconds), self._store.locked():
             if (known := appended.recall(call)) is not None:
                 return self._again(known)
-            _check_length(session, expected_history_length)
+            check_length(session, expected_history_length)
             session.check_room(len(ids))
             if session.is_closed:
                 raise SessionClosed
@@ -357,7 +351,7 @@ class Engine:
         listener: called with each event on the engine's thread; must return at once and never raise.
         """
         session = self._find(session_id, owner)
-        self._check_params(params)
+        self._arguments.check_params(params)
         call = identify(request_id, params, owner=owner, session_id=session_id)
         return self._start(session, params, listener, wait_seconds, call=call, resume_from=resume_from)
 
@@ -377,7 +371,7 @@ class Engine:
         the callee's to keep. Iterate the Generation to wait for the end; an error of `on_logits` ends it.
         """
         session = self._find(session_id, owner)
-        ids = self._as_ids(token_ids)
+        ids = self._arguments.ids(token_ids)
         if not len(ids):
             raise InvalidArgument("token_ids", "must hold at least one id to score")
         params = GenerateParams(max_tokens=len(ids))
@@ -385,25 +379,7 @@ class Engine:
 
     def session_info(self, session_id: str, *, owner: str = "") -> SessionInfo:
         """Never waits, and does not count as use of the session."""
-        session = self._store.find(session_id, owner)
-        return SessionInfo(
-            history_length=len(session.history),
-            cached_tokens=session.cached_tokens,
-            evicted_tokens=session.evicted_tokens,
-            kv_live_bytes=session.live_bytes,
-            tier_live_bytes=session.tier_live_bytes,
-            bound=session.kv.bound,
-            strategy=session.kv.strategy,
-            limit_tokens=session.limit_tokens,
-            inv1_violations=session.violations.inv1,
-            inv2_violations=session.violations.inv2,
-            inv3_violations=session.violations.inv3,
-            drafted_tokens=session.drafted_tokens,
-            accepted_tokens=session.accepted_tokens,
-            idle_seconds=max(0.0, self._clock() - session.used_at),
-            failure_reason=session.failure_reason,
-            is_generating=session.operation is Operation.GENERATE,
-        )
+        return SessionInfo.of(self._store.find(session_id, owner), now=self._clock())
 
     def match_statistics(self, session_id: str, *, owner: str = "") -> dict[int, MatchTotals]:
         """What matching past queries saved and missed, by layer; empty where a strategy matches none. Never waits."""
@@ -429,7 +405,7 @@ class Engine:
         closed = self._closed
         with self._store.locked():
             if not closed.knows(request_id, owner=owner):
-                _check_length(self._store.find(session_id, owner), expected_history_length)
+                check_length(self._store.find(session_id, owner), expected_history_length)
             call = identify(request_id, session_id, expected_history_length, owner=owner)
             if (known := closed.recall(call)) is not None:
                 return self._again(known)
@@ -468,7 +444,7 @@ class Engine:
                 self._store.acquire(session, Operation.GENERATE)
                 try:
                     if known is not None:
-                        _check_length(session, known.end_position)
+                        check_length(session, known.end_position)
                     self._store.ensure_memory(session)
                     transcript = known or self._new_transcript(session, params, forced)
                     reader = transcript.attach(position=resume_from, is_replayed=known is not None, listener=listener)
@@ -480,7 +456,7 @@ class Engine:
                     raise
                 return transcript, reader, request
 
-        transcript, reader, request = self._when_not_busy(session, wait_seconds, begin)
+        transcript, reader, request = when_not_busy(self._store, session, wait_seconds, begin)
         if reader.is_replayed:
             self.metrics.replays.inc()
         if request is not None:
@@ -509,7 +485,7 @@ class Engine:
         request.trace.enter("queue")
 
     def _new_transcript(self, session: Session, params: GenerateParams, forced: Forced | None) -> Transcript:
-        _check_length(session, params.expected_history_length)
+        check_length(session, params.expected_history_length)
         if not len(session.history):
             raise InvalidArgument("session_id", "the session's history is empty; append tokens before generating")
         if forced is not None:
@@ -599,77 +575,3 @@ class Engine:
             raise Draining
         if self.is_stalled():
             raise EngineStalled
-
-    def _limit(self, strategy: KVStrategy, limit_tokens: int | None) -> int | None:
-        longest = strategy.length_limit(self._geometry)
-        if limit_tokens is None:
-            return longest
-        if limit_tokens < 1 or (longest is not None and limit_tokens > longest):
-            upper = "" if longest is None else f" and at most {longest} with {strategy.name}"
-            raise InvalidArgument("limit_tokens", f"must be at least 1{upper}, got {limit_tokens}")
-        return limit_tokens
-
-    def _as_ids(self, token_ids: Sequence[int]) -> TokenIds:
-        if len(token_ids) > self.config.max_append_tokens:
-            raise AppendTooLarge(len(token_ids), self.config.max_append_tokens)
-        self._check_ids("token_ids", token_ids)
-        return np.array(token_ids, dtype=np.uint32)
-
-    def _check_ids(self, field: str, token_ids: Sequence[int], at_most: int | None = None) -> None:
-        if at_most is not None and len(token_ids) > at_most:
-            raise InvalidArgument(field, f"at most {at_most} ids, got {len(token_ids)}")
-        ids = np.array(token_ids, dtype=np.int64)
-        wrong = np.flatnonzero((ids < 0) | (ids >= self._forward.facts.vocab_size))
-        if len(wrong):
-            first = int(wrong[0])
-            raise TokenOutOfRange(
-                field,
-                f"id {int(ids[first])} at index {first} is not in the vocabulary of {self._forward.facts.vocab_size}; "
-                "nothing was changed",
-                index=first,
-                vocab_size=self._forward.facts.vocab_size,
-            )
-
-    def _check_params(self, params: GenerateParams) -> None:
-        if params.max_tokens > self.config.max_generate_tokens:
-            raise InvalidArgument(
-                "max_tokens", f"at most {self.config.max_generate_tokens} on this server, got {params.max_tokens}"
-            )
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", list(params.sampling.logit_bias))
-
-    # -- holding a session ------------------------------------------------------------------------------------------
-
-    def _when_not_busy(self, session: Session, wait_seconds: float, attempt: Callable[[], T]) -> T:
-        """Do `attempt`, again each time the session becomes free, until it is not refused with SessionBusy."""
-        until = time.monotonic() + wait_seconds
-        while True:
-            try:
-                return attempt()
-            except SessionBusy:
-                remaining = until - time.monotonic()
-                if remaining <= 0:
-                    raise SessionBusy(wait_seconds) from None
-                freed = threading.Event()
-                self._store.when_free(session.session_id, freed.set)
-                freed.wait(remaining)
-
-    @contextmanager
-    def _holding(self, session: Session, operation: Operation, wait_seconds: float) -> Iterator[None]:
-        self._when_not_busy(session, wait_seconds, lambda: self._store.acquire(session, operation))
-        try:
-            yield
-        finally:
-            self._store.free(session)
-
-
-def _check_label(label: str) -> None:
-    if len(label) > MAX_LABEL_CHARACTERS or not label.isprintable():
-        raise InvalidArgument(
-            "client_label", f"must be at most {MAX_LABEL_CHARACTERS} printable characters, got {len(label)}"
-        )
-
-
-def _check_length(session: Session, expected: int | None) -> None:
-    if expected is not None and expected != len(session.history):
-        raise HistoryLengthMismatch(expected, len(session.history))

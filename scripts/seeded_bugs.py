@@ -128,7 +128,7 @@ BUGS = (
     ),
     Bug(
         "a cancel commits one more token",
-        "inference_engine/scheduler/loop.py",
+        "inference_engine/scheduler/settling.py",
         "                if session.is_closed or request.stop is not None:\n"
         "                    return rows - block.drafted - 1, ()\n",
         "                if session.is_closed:\n                    return rows - block.drafted - 1, ()\n",
@@ -136,7 +136,7 @@ BUGS = (
     ),
     Bug(
         "the expected length may be off by one",
-        "inference_engine/engine.py",
+        "inference_engine/arguments.py",
         "    if expected is not None and expected != len(session.history):\n",
         "    if expected is not None and abs(expected - len(session.history)) > 1:\n",
         (ISOLATION,),

@@ -13,18 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 from math import lcm
 
 import numpy as np
-from torch import Tensor
 
 from inference_engine.config import EngineConfig
 from inference_engine.decode.drafting import Drafter, TokenIds
 from inference_engine.decode.sampling import Sampler
-from inference_engine.decode.verifier import Block, BlockFailed, Outcome, Sample, Verifier
+from inference_engine.decode.verifier import Block, BlockFailed, Verifier
 from inference_engine.errors import (
     Draining,
     InternalError,
     InvariantViolated,
     NoCapacity,
-    NonFiniteLogits,
     Overloaded,
     QuotaExceeded,
     RestorationFailed,
@@ -38,17 +36,14 @@ from inference_engine.scheduler.out_of_memory import is_out_of_memory
 from inference_engine.scheduler.pace import EndPace, StepPace
 from inference_engine.scheduler.policy import Candidate, Targets, admit, choose, chunk_beside_decoders, cut, places
 from inference_engine.scheduler.request import Request, RequestState
+from inference_engine.scheduler.settling import Settling
 from inference_engine.session.journal import Journal
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
 from inference_engine.types import (
     Accepted,
     Failed,
-    Mark,
-    Progress,
     StopReason,
-    TokenCommitted,
-    Truncated,
 )
 
 logger = logging.getLogger(__name__)
@@ -79,7 +74,6 @@ class Scheduler:
         self._verifier = verifier
         self._timer = timer
         self._store = store
-        self._journal = journal
         self._metrics = metrics
         self._config = config
         self._clock = clock
@@ -88,6 +82,7 @@ class Scheduler:
         if drafter is not None:
             self._drafting = Drafting(drafter, metrics, clock, vocab_size=vocab_size, draft_tokens=config.draft_tokens)
         self._endings = Endings(store, metrics, self._drafting, self._leave)
+        self._settling = Settling(store, journal, metrics, clock, self._endings, self._drafting)
         self._wake = threading.Condition()
         self._tasks: deque[Callable[[], None]] = deque()
         self._queued: deque[Request] = deque()  # in order of arrival
@@ -211,13 +206,12 @@ class Scheduler:
                         return
                     self._wake.wait(timeout=_HOUSEKEEPING_SECONDS if is_clean else 0)
                 # Together: a request that was submitted after a task must not begin before it.
-                tasks, self._tasks = self._tasks, deque()
-                waiting = list(self._queued)
+                tasks, waiting = len(self._tasks), list(self._queued)
             self.beat_at = self._clock()
             try:
                 is_clean = not self._verifier.context.pool.clean(_CLEAN_BYTES)
-                for task in tasks:
-                    task()
+                for _ in range(tasks):
+                    self._run_task()
                 self._store.expire()
                 self._end_stopped()
                 self._begin_waiting([request for request in waiting if request.state is RequestState.QUEUED])
@@ -225,6 +219,14 @@ class Scheduler:
             except Exception as error:
                 # A bug of ours outside any request: nothing in flight can be trusted to go on.
                 self._endings.fail_all(self.requests(), error)
+
+    def _run_task(self) -> None:
+        """The oldest one. It counts as work until it is done, and waits for the next round if this one fails before."""
+        try:
+            self._tasks[0]()
+        finally:
+            with self._wake:
+                self._tasks.popleft()
 
     def _end_stopped(self) -> None:
         for request in self.requests():
@@ -338,7 +340,7 @@ class Scheduler:
                 self._running.remove(request)
                 self._running.append(request)
             try:
-                self._settle(request, block, outcome)
+                self._settling.settle(request, block, outcome)
             except InvariantViolated as violation:
                 self._endings.fail_session(request, violation)
             except Exception as error:
@@ -414,121 +416,6 @@ class Scheduler:
             self._running.remove(request)
             self._ends.ended(self._clock())
 
-    # -- after a step -----------------------------------------------------------------------------------------------
-
-    def _settle(self, request: Request, block: Block, outcome: Outcome) -> None:
-        """Commit what this step gave the request: history first, then rows, then the client hears of it."""
-        session, kv = request.session, request.session.kv
-        first, is_replayed = kv.next_position, kv.pending_replay > 0
-        try:
-            kept, taken = self._accept(request, block, outcome)
-        except BaseException:
-            kv.commit(first)
-            raise
-        failure = self._commit(session, first + kept)
-        if self._drafting is not None and not is_replayed:
-            self._drafting.settle(request, block, outcome, first=first, kept=kept, taken=len(taken))
-        if request.is_prefilling:
-            request.prefilled_tokens += kept
-            self._metrics.prefilled_tokens.inc(kept)
-            request.trace.note("chunk", tokens=kept)
-            request.listener(Progress(request.prefilled_tokens, request.prefill_tokens))
-        if outcome.logits is not None and kept:
-            self._report_logits(request, first + kept, outcome.logits)
-        self._report_tokens(request, taken)
-        if outcome.samples and not outcome.samples[-1].is_finite and request.state is RequestState.RUNNING:
-            self._metrics.non_finite_logits.inc()
-            # Some row of the session holds what led there. It must lead nowhere else.
-            self._endings.forget_rows(session)
-            self._endings.end(request, Failed(NonFiniteLogits(len(session.history))))
-        if failure is not None and request.state is RequestState.RUNNING:
-            self._endings.end(request, Failed(failure))
-
-    @staticmethod
-    def _commit(session: Session, length: int) -> RestorationFailed | None:
-        """Commit the session's rows. If old ones could not be kept, all are dropped: the history has them still."""
-        try:
-            session.kv.commit(length)
-        except RestorationFailed as failed:
-            logger.exception("rows could not be kept")
-            session.forget_rows()
-            return failed
-        session.refresh_facts()
-        return None
-
-    def _accept(self, request: Request, block: Block, outcome: Outcome) -> tuple[int, Sequence[Sample]]:
-        """Record the samples, unless the request was stopped while the step ran; how many rows to keep, and for what.
-
-        A row whose sample nobody takes is not kept: its logits would be lost, and the next Generate needs them.
-        """
-        rows, session = len(block.token_ids), request.session
-        if block.sampler is not None:
-            taken = _up_to_stop(outcome.samples, request.stop_ids)
-            if not taken:
-                return 0, ()
-            with self._store.locked():
-                if session.is_closed or request.stop is not None:
-                    return rows - block.drafted - 1, ()
-                ids = np.array([sample.token_id for sample in taken], dtype=np.uint32)
-                session.record(self._journal, ids, Mark.GENERATED)
-            return rows - block.drafted + len(taken) - 1, taken
-        if outcome.logits is not None and request.forced is not None and not request.has_recorded_forced:
-            with self._store.locked():
-                if session.is_closed or request.stop is not None:
-                    return rows - 1, ()
-                session.record(self._journal, request.forced.token_ids, Mark.GENERATED)
-                request.has_recorded_forced = True
-                request.prefill_tokens += len(request.forced.token_ids) - 1
-        return rows, ()
-
-    def _report_logits(self, request: Request, position: int, logits: Tensor) -> None:
-        """Hand over the logits of a block whose last row predicts the token at `position`."""
-        assert request.forced is not None
-        request.last_query = position - 1
-        request.forced.on_logits(position - len(logits) + 1, logits)
-        if not request.pending_tokens:
-            self._endings.end(request, request.finished(StopReason.MAX_TOKENS, self._clock()))
-
-    def _report_tokens(self, request: Request, samples: Sequence[Sample]) -> None:
-        """Tell of tokens that are at the history's end."""
-        session, now = request.session, self._clock()
-        if samples and request.generated == 0:
-            request.prefill_seconds = now - request.started_at
-            self._metrics.prefill_seconds.observe(request.prefill_seconds)
-            if request.prefill_seconds > 0:
-                self._metrics.prefill_rate.observe(request.prefilled_tokens / request.prefill_seconds)
-            self._metrics.first_token_seconds.observe(now - request.accepted_at)
-            request.trace.enter("decode")
-            if dropped := self._unreadable(session, len(session.history) - len(samples) - 1):
-                request.listener(Truncated(dropped))
-        for position, sample in enumerate(samples, start=len(session.history) - len(samples)):
-            if request.generated:
-                self._metrics.inter_token_seconds.observe(now - request.token_at)
-            request.token_at = now
-            request.last_query = position - 1
-            request.generated += 1
-            assert request.sampler is not None
-            request.sampler.observe(sample.token_id)
-            self._metrics.generated_tokens.inc()
-            request.listener(TokenCommitted(sample.token_id, position, sample.logprob))
-        if samples and (reason := self._stop_reason(request, samples[-1].token_id)):
-            self._endings.end(request, request.finished(reason, now))
-
-    @staticmethod
-    def _unreadable(session: Session, query: int) -> int:
-        return session.kv.strategy.evicted(session.kv.context.geometry, query)
-
-    @staticmethod
-    def _stop_reason(request: Request, token_id: int) -> StopReason | None:
-        session = request.session
-        if token_id in request.stop_ids:
-            return StopReason.EOS
-        if request.generated >= request.params.max_tokens:
-            return StopReason.MAX_TOKENS
-        if session.limit_tokens is not None and len(session.history) >= session.limit_tokens:
-            return StopReason.TRUNCATED
-        return None
-
 
 def _by_owner(requests: Iterable[Request]) -> Counter[str]:
     return Counter(request.session.owner for request in requests)
@@ -537,16 +424,6 @@ def _by_owner(requests: Iterable[Request]) -> Counter[str]:
 def _turn_of(request: Request) -> tuple[str, bool]:
     """Whose turn it is that the request waits for: its owner's, to prefill or to decode."""
     return request.session.owner, request.is_prefilling
-
-
-def _up_to_stop(samples: Sequence[Sample], stop_ids: frozenset[int]) -> Sequence[Sample]:
-    """The finite samples up to the first that ends the Generate, that one included."""
-    for count, sample in enumerate(samples):
-        if not sample.is_finite:
-            return samples[:count]
-        if sample.token_id in stop_ids:
-            return samples[: count + 1]
-    return samples
 
 
 def _no_room_to_wake(session: Session, tokens: int) -> NoCapacity:

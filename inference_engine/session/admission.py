@@ -10,7 +10,7 @@ with the store's lock held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from inference_engine.errors import NoCapacity, QuotaExceeded
@@ -119,8 +119,9 @@ class Admission:
                 if not holding:
                     raise
                 # Nobody makes room for a session that would be refused even then.
-                self._check_quota(sessions, needed, owner, without=holding)
-                self._keep_room_to_wake(sessions, needed, without=holding)
+                going = frozenset(holding)
+                self._check_quota(sessions, needed, owner, without=going)
+                self._keep_room_to_wake(sessions, needed, without=going)
                 self._drop(holding[0])
 
     def _that_help(self, sessions: Collection[Session], needed: Bound, owner: str) -> list[Session]:
@@ -153,7 +154,7 @@ class Admission:
             )
 
     def _check_quota(
-        self, sessions: Collection[Session], needed: Bound, owner: str, *, without: Sequence[Session] = ()
+        self, sessions: Collection[Session], needed: Bound, owner: str, *, without: Collection[Session] = frozenset()
     ) -> None:
         """Raise QuotaExceeded if the owner's sessions held too much, between Generates, with this one."""
         most = self._limits.kv_bytes_per_owner
@@ -170,7 +171,7 @@ class Admission:
             )
 
     def _keep_room_to_wake(
-        self, sessions: Collection[Session], needed: Bound, *, without: Sequence[Session] = ()
+        self, sessions: Collection[Session], needed: Bound, *, without: Collection[Session] = frozenset()
     ) -> None:
         """Raise NoCapacity if the new session left too little room for the most that one session needs to wake.
 

@@ -14,6 +14,7 @@ the last few; and for some minutes after, of each owner so many. No owner's call
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -66,6 +67,7 @@ class Replies(Generic[R]):
         self._of_session: dict[str, OrderedDict[tuple[str, str, bytes], None]] = {}  # oldest first
         self._ended: dict[str, OrderedDict[str, float]] = {}  # owner -> session id -> when it ended, oldest first
         self._ended_count: dict[str, int] = {}  # owner -> replies of those sessions
+        self._due = math.inf  # before this, nothing is too old
 
     def knows(self, request_id: bytes, *, owner: str, session_id: str = "") -> bool:
         """Is a reply to this id remembered? Whether the content is the same, `recall` finds out."""
@@ -104,24 +106,33 @@ class Replies(Generic[R]):
         ended = self._ended.setdefault(owner, OrderedDict())
         if session_id not in ended:
             self._ended_count[owner] = self._ended_count.get(owner, 0) + len(self._of_session[session_id])
-        ended[session_id] = self._clock()
+        ended[session_id] = now = self._clock()
         ended.move_to_end(session_id)
-        self.expire()
+        self._due = min(self._due, now + self._keep_seconds)
+        self._expire_of(owner, now)
 
     def expire(self) -> None:
-        """Forget what is too old, and of each owner what is too much. To be called now and then."""
-        horizon = self._clock() - self._keep_seconds
-        for owner, ended in list(self._ended.items()):
-            while ended:
-                session_id, at = next(iter(ended.items()))
-                if at > horizon and self._ended_count[owner] <= MOST_ENDED_PER_OWNER:
-                    break
-                self._forget_session(session_id, owner)
-            if not ended:
-                del self._ended[owner], self._ended_count[owner]
+        """Forget what is too old. To be called now and then; between two steps is not too often."""
+        now = self._clock()
+        if now < self._due:
+            return
+        for owner in list(self._ended):
+            self._expire_of(owner, now)
+        oldest = min((next(iter(ended.values())) for ended in self._ended.values()), default=math.inf)
+        self._due = oldest + self._keep_seconds
 
     def __len__(self) -> int:
         return len(self._replies)
+
+    def _expire_of(self, owner: str, now: float) -> None:
+        """Forget what is too old of an owner's, and what is too much."""
+        ended, horizon = self._ended[owner], now - self._keep_seconds
+        while ended:
+            session_id, at = next(iter(ended.items()))
+            if at > horizon and self._ended_count[owner] <= MOST_ENDED_PER_OWNER:
+                return
+            self._forget_session(session_id, owner)
+        del self._ended[owner], self._ended_count[owner]
 
     def _forget_session(self, session_id: str, owner: str) -> None:
         del self._ended[owner][session_id]

@@ -173,3 +173,37 @@ def test_all_pages_of_a_book_end_with_a_session() -> None:
     clock.now += KEEP_SECONDS
     book.expire()
     assert len(long) == 0
+
+
+def test_owners_whose_sessions_ended_at_different_times_are_forgotten_each_in_time() -> None:
+    clock = Clock()
+    kept, ended = replies(clock), dict[int, float]()
+    for number in range(12):
+        kept.remember(call(number, owner=f"owner {number % 4}"), "reply", session_id=f"s{number}")
+    for number in (7, 0, 3, 10, 4, 8, 1, 11, 2, 9, 6, 5):
+        clock.now += 70.0
+        kept.session_ended(f"s{number}", f"owner {number % 4}")
+        ended[number] = clock.now
+        kept.expire()
+        for each in range(12):
+            is_kept = clock.now - ended.get(each, clock.now) < KEEP_SECONDS
+            assert (kept.recall(call(each, owner=f"owner {each % 4}")) is not None) == is_kept
+    clock.now += KEEP_SECONDS
+    kept.expire()
+    assert len(kept) == 0
+
+
+def test_looking_for_what_is_too_old_before_anything_is_walks_no_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    kept = replies(clock)
+    for number in range(3):
+        kept.remember(call(number, owner=str(number)), "reply", session_id=str(number))
+        kept.session_ended(str(number), str(number))
+    walked: list[str] = []
+    monkeypatch.setattr(kept, "_expire_of", lambda owner, _now: walked.append(owner))
+    clock.now += KEEP_SECONDS - 1.0
+    kept.expire()
+    assert not walked, "the engine asks before every step"
+    clock.now += 1.0
+    kept.expire()
+    assert walked == ["0", "1", "2"]

@@ -16,9 +16,9 @@ AppendTooLarge AsyncClient AsyncGenerateStream AsyncSession CallerError Client C
 Draining EngineStalled Full Gather GenerateResult GenerateStream HistoryLengthMismatch HistoryLimit InternalError
 InvalidArgument InvalidMessages InvalidTokenIds InvariantViolated KakeyaError LayerWindow Mac Mode NoCapacity
 NonFiniteLogits OutOfMemory Overloaded Progress ProtocolError QuotaExceeded RequestIdReused RestorationFailed Restored
-RetryPolicy RetryableError ServerError ServerInfo Session SessionBusy SessionClosed SessionEvicted SessionInfo SessionNotFound
-SinkWindow SlowConsumer StateError StopReason Strategy StreamTakenOver TLS TemplateError Tiered TokenDetail
-TokenOutOfRange TokenizerError TransportError Unauthenticated
+RetryPolicy RetryableError ServerError ServerInfo Session SessionBusy SessionClosed SessionEvicted SessionInfo
+SessionNotFound SinkWindow SlowConsumer StateError StopReason Strategy StreamTakenOver TLS TemplateError Tiered
+TokenDetail TokenOutOfRange TokenizerError TransportError Unauthenticated
 """
 
 

@@ -1,0 +1,78 @@
+"""What callers give the engine, checked. Each error names the field, what was given, and what can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from inference_engine.config import EngineConfig
+from inference_engine.errors import AppendTooLarge, HistoryLengthMismatch, InvalidArgument, TokenOutOfRange
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.session.journal import TokenIds
+from inference_engine.session.session import Session
+from inference_engine.types import GenerateParams
+
+MAX_LABEL_CHARACTERS = 128
+
+
+class Arguments:
+    """The checks that depend on the model and the settings."""
+
+    def __init__(self, config: EngineConfig, geometry: Geometry, *, vocab_size: int) -> None:
+        self._config = config
+        self._geometry = geometry
+        self._vocab_size = vocab_size
+
+    def limit(self, strategy: KVStrategy, limit_tokens: int | None) -> int | None:
+        """The length limit of a session that asks for `limit_tokens` (None: as long as can be). None: there is none."""
+        longest = strategy.length_limit(self._geometry)
+        if limit_tokens is None:
+            return longest
+        if limit_tokens < 1 or (longest is not None and limit_tokens > longest):
+            upper = "" if longest is None else f" and at most {longest} with {strategy.name}"
+            raise InvalidArgument("limit_tokens", f"must be at least 1{upper}, got {limit_tokens}")
+        return limit_tokens
+
+    def ids(self, token_ids: Sequence[int]) -> TokenIds:
+        """As an array, if the server takes so many and each is in the vocabulary."""
+        if len(token_ids) > self._config.max_append_tokens:
+            raise AppendTooLarge(len(token_ids), self._config.max_append_tokens)
+        self.check_ids("token_ids", token_ids)
+        return np.array(token_ids, dtype=np.uint32)
+
+    def check_ids(self, field: str, token_ids: Sequence[int], at_most: int | None = None) -> None:
+        if at_most is not None and len(token_ids) > at_most:
+            raise InvalidArgument(field, f"at most {at_most} ids, got {len(token_ids)}")
+        ids = np.array(token_ids, dtype=np.int64)
+        wrong = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
+        if len(wrong):
+            first = int(wrong[0])
+            raise TokenOutOfRange(
+                field,
+                f"id {int(ids[first])} at index {first} is not in the vocabulary of {self._vocab_size}; "
+                "nothing was changed",
+                index=first,
+                vocab_size=self._vocab_size,
+            )
+
+    def check_params(self, params: GenerateParams) -> None:
+        if params.max_tokens > self._config.max_generate_tokens:
+            raise InvalidArgument(
+                "max_tokens", f"at most {self._config.max_generate_tokens} on this server, got {params.max_tokens}"
+            )
+        self.check_ids("stop_token_ids", params.stop_token_ids)
+        self.check_ids("logit_bias", list(params.sampling.logit_bias))
+
+
+def check_label(label: str) -> None:
+    if len(label) > MAX_LABEL_CHARACTERS or not label.isprintable():
+        raise InvalidArgument(
+            "client_label", f"must be at most {MAX_LABEL_CHARACTERS} printable characters, got {len(label)}"
+        )
+
+
+def check_length(session: Session, expected: int | None) -> None:
+    if expected is not None and expected != len(session.history):
+        raise HistoryLengthMismatch(expected, len(session.history))
