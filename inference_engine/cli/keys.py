@@ -171,8 +171,7 @@ def _replace(path: Path, lines: Sequence[str]) -> None:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
             if before is not None:
-                if (before.st_uid, before.st_gid) != (os.geteuid(), os.getegid()):
-                    os.fchown(file.fileno(), before.st_uid, before.st_gid)
+                os.fchown(file.fileno(), before.st_uid, before.st_gid)
                 os.fchmod(file.fileno(), before.st_mode & 0o777)
             file.flush()
             os.fsync(file.fileno())

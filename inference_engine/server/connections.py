@@ -15,17 +15,21 @@ FEW_CONNECTIONS = 128
 _log = logging.getLogger(__name__)
 
 
-def allowed_connections(max_connections: int) -> int:
-    """What of `max_connections` (0: as many as is reasonable) the system can give. Warns if that is less, or little."""
+def allowed_connections(max_connections: int, *, ports: int = 1) -> int:
+    """What of `max_connections` to each port (0: as many as is reasonable) the system can give.
+
+    Warns if that is less, or little.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = math.inf if soft == resource.RLIM_INFINITY else soft
-    available = max(1, limit - OWN_DESCRIPTORS)
+    available = max(1, (limit - OWN_DESCRIPTORS) / ports)
     if available < (max_connections or FEW_CONNECTIONS):
         _log.warning(
-            "this process may open %d files, so that there can be %d connections%s; allow it more (ulimit -n %d)",
+            "this process may open %d files, so that there can be %d connections to a port%s; allow it more "
+            "(ulimit -n %d)",
             soft,
             available,
             f" instead of {max_connections}" if max_connections else "",
-            (max_connections or MOST_CONNECTIONS) + OWN_DESCRIPTORS,
+            ports * (max_connections or MOST_CONNECTIONS) + OWN_DESCRIPTORS,
         )
     return int(min(max_connections or MOST_CONNECTIONS, available))

@@ -21,12 +21,13 @@ import uvicorn
 
 from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import ConfigError
+from inference_engine.errors import ConfigError, RequestError
 from inference_engine.server.address import Address, cannot_bind
 from inference_engine.server.auth import KeyRing
 from inference_engine.server.http.app import State, create_app
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.http.completion import Desk, Slots
+from inference_engine.server.http.connection import Connection
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.tls import Certificates
 
@@ -50,6 +51,12 @@ class HttpShim:
         """From now on health says 503 and completions are refused; what is being answered goes on."""
         self._state.is_draining = True
 
+    def give_up(self, error: RequestError) -> None:
+        """End what is being answered with `error`; an answer that has begun just ends."""
+        self.refuse_work()
+        if not self._desk.given_up.done():
+            self._desk.given_up.set_result(error)
+
     async def stop(self) -> None:
         """Let answers leave, for LEAVE_SECONDS at most, and close the port."""
         self.refuse_work()
@@ -68,10 +75,11 @@ async def start_http(
     limits: OwnerLimits,
     certificates: Certificates | None,
     chat: ChatText | None,
+    connections: int,
 ) -> HttpShim:
     """Listen at `address`, as a part of the server that has these keys, limits and certificates.
 
-    Raises ConfigError if it cannot.
+    connections: at the same time. Raises ConfigError if it cannot.
     """
     if chat is None:
         raise ConfigError("http_bind needs the model's tokenizer and chat template, and this server was given none")
@@ -86,10 +94,11 @@ async def start_http(
         executor=ThreadPoolExecutor(1, "chat-text"),
         max_body_bytes=config.max_message_bytes,
         now=time.time,
+        given_up=asyncio.get_running_loop().create_future(),
     )
     state = State()
     context = None if certificates is None else _renewing_context(certificates)
-    server = _Server(_settings(create_app(desk, keys, address, state), context))
+    server = _Server(_settings(create_app(desk, keys, address, state), context, connections))
     server.config.load()
     sock = _listen(address)
     host, port = sock.getsockname()[:2]
@@ -106,10 +115,10 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _settings(app: Any, context: ssl.SSLContext | None) -> uvicorn.Config:
+def _settings(app: Any, context: ssl.SSLContext | None, connections: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="h11",
+        http=type("Connection", (Connection,), {"most": connections}),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -91,11 +91,15 @@ class ServerHandle:
             await asyncio.to_thread(self._metrics_port.stop)
 
     async def abandon(self) -> None:
-        """End every call with ENGINE_STALLED and close the port: the engine stands still, and would not drain."""
+        """End every call with ENGINE_STALLED and close the ports: the engine stands still, and would not drain."""
         await self._health.drain()
         self._calls.end_all(EngineStalled())
+        if self._http:
+            self._http.give_up(EngineStalled())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._calls.wait_idle(), FLUSH_SECONDS)
+        if self._http:
+            await self._http.stop()
         await self._server.stop(FLUSH_SECONDS)
 
 
@@ -111,6 +115,7 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
             _refuse_open_doors(f"{setting} {bind}", config, keys)
             is_reachable = True
     limits = _limits(config, is_reachable=is_reachable)
+    connections = allowed_connections(config.max_connections, ports=1 if http_address is None else 2)
     _describe(engine)
     port = MetricsPort(engine.metrics, config.metrics_bind) if config.metrics_bind else None
     try:
@@ -122,7 +127,7 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
             limits,
             has_certificates=certificates is not None and certificates.asks_clients,
         )
-        server = grpc.aio.server(interceptors=(calls,), options=_options(config))
+        server = grpc.aio.server(interceptors=(calls,), options=_options(config, connections))
         server.add_generic_rpc_handlers((RuntimeService(engine, config).handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
         if address.is_loopback:
@@ -135,7 +140,14 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
             from inference_engine.server.http_shim import start_http
 
             http = await start_http(
-                engine, config, http_address, keys=keys, limits=limits, certificates=certificates, chat=chat
+                engine,
+                config,
+                http_address,
+                keys=keys,
+                limits=limits,
+                certificates=certificates,
+                chat=chat,
+                connections=connections,
             )
         await health.follow()
         await server.start()
@@ -232,11 +244,11 @@ def _limits(config: ServerConfig, *, is_reachable: bool) -> OwnerLimits:
     )
 
 
-def _options(config: ServerConfig) -> list[tuple[str, int]]:
+def _options(config: ServerConfig, connections: int) -> list[tuple[str, int]]:
     age = [("grpc.max_connection_age_ms", max(1, round(config.max_connection_age_seconds * 1000)))]
     return [
         *(age if config.max_connection_age_seconds else ()),
-        ("grpc.max_allowed_incoming_connections", allowed_connections(config.max_connections)),
+        ("grpc.max_allowed_incoming_connections", connections),
         ("grpc.server_handshake_timeout_ms", 20_000),  # who connects and says nothing holds a descriptor
         ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
         ("grpc.max_receive_message_length", config.max_message_bytes),

@@ -1,5 +1,7 @@
 """`kakeya keys`: keys are shown once, the file has digests, and a server takes changes at once."""
 
+import errno
+import os
 import re
 import stat
 from pathlib import Path
@@ -73,6 +75,33 @@ def test_a_server_that_runs_takes_changes_at_once(path: Path, capsys: pytest.Cap
     assert ring.owner_of([("authorization", f"Bearer {second}")]) == "bob"
     assert len(ring) == 1
     assert first not in repr(vars(ring))
+
+
+def test_a_file_stays_with_who_had_it_so_that_a_server_can_still_read_it(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(path, "alice", capsys)
+    path.chmod(0o640)
+    before, given = path.stat(), []
+    # Only root can give a file to somebody else.
+    monkeypatch.setattr(os, "fchown", lambda _file, user, group: given.append((user, group)))
+    assert keys(path, "remove", "alice") == 0
+    assert given == [(before.st_uid, before.st_gid)]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_a_file_that_cannot_stay_with_who_had_it_is_not_changed(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = made(path, "alice", capsys)
+
+    def refuse(*_arguments: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "fchown", refuse)
+    assert keys(path, "remove", "alice") == 1
+    assert "cannot write the key file" in capsys.readouterr().err
+    assert owner_of(path, key) == "alice"
 
 
 def test_plain_keys_go_on_working_once_they_are_hashed(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

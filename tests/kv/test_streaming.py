@@ -143,10 +143,11 @@ def test_a_chunk_that_cannot_be_had_names_the_session_and_leaves_it_as_it_was() 
     feed(kv, Rows(LIMIT), 2 * SEGMENT)
     footprint = kv.footprint()
     codec.is_broken = True
-    with pytest.raises(SpanFailed, match="codes of another codec") as failed:
+    with pytest.raises(SpanFailed, match="could not be restored") as failed:
         step(kv, Rows(LIMIT), 1)
     assert failed.value.index == 0
     assert isinstance(failed.value.failure, RestorationFailed)
+    assert str(failed.value.failure.__cause__) == "codes of another codec"
     kv.commit(kv.next_position)
     assert kv.footprint() == footprint
     kv.check()

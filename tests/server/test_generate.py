@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -243,6 +244,28 @@ async def test_a_waiting_append_goes_on_as_soon_as_the_session_is_free(engine: E
         assert not waiting.done()
         stream.cancel()
         assert await waiting == await client.length(session_id)
+
+
+async def test_callers_who_give_up_waiting_for_a_session_leave_nothing_behind(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    when_free, registered = engine.when_free, []
+
+    def counting(session_id: str, callback: Callable[[], None]) -> None:
+        registered.append(session_id)
+        when_free(session_id, callback)
+
+    monkeypatch.setattr(engine, "when_free", counting)
+    async with serving(engine, busy_wait_seconds=0.05) as handle, connected(handle) as client:
+        session_id = await client.open_endless()
+        stream = client.stream(pb.GenerateRequest(session_id=session_id, max_tokens=FOREVER))
+        await stream.read()
+        for _ in range(5):
+            assert (await refused(client.append(session_id, [1]))).reason == "ABORTED SESSION_BUSY"
+        assert registered == [session_id]
+        stream.cancel()
+        await until_free(engine, session_id)
+        assert await client.append(session_id, [1]) == await client.length(session_id)
 
 
 async def test_a_quick_engine_and_a_slow_loop_lose_no_frame() -> None:

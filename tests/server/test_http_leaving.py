@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +19,7 @@ from inference_engine.errors import Overloaded
 from inference_engine.generation import Generation
 from inference_engine.server.address import Address
 from inference_engine.server.auth import KeyRing
-from inference_engine.server.http import completion
+from inference_engine.server.http import completion, connection
 from inference_engine.server.http.app import State, create_app
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.http.completion import Desk, Slots
@@ -85,6 +87,115 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine, str], asyncio.E
         return event
 
     return called
+
+
+async def test_who_waits_when_the_server_gives_up_on_its_engine_hears_why(
+    engine: Engine, chat: ChatText, called: Callable[[Engine, str], asyncio.Event]
+) -> None:
+    async with serving_http(engine, chat) as server, http_client(server) as client:
+        with held(engine):
+            is_queued = called(engine, "generate")
+            answering = asyncio.create_task(client.post(COMPLETIONS, json=asking()))
+            await is_queued.wait()
+            await server.abandon()
+            answer = await answering
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stalled")
+    assert int(answer.headers["retry-after"]) > 0
+
+
+async def test_what_a_completion_leaves_in_the_log_has_a_tag_of_its_own(
+    client: openai.AsyncOpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "inference_engine")
+    for _ in range(2):
+        await client.chat.completions.create(**{**FOREVER, "max_tokens": 1})
+    tags = {vars(record)["request"] for record in caplog.records if record.getMessage() == "a Generate ended"}
+    assert len(tags) == 2
+
+
+class Caller:
+    """Writes to the shim, byte by byte if it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    def send(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def status(self) -> bytes:
+        """The first line of an answer."""
+        return await asyncio.wait_for(self._reader.readline(), TIMEOUT_SECONDS)
+
+    async def is_hung_up(self) -> bool:
+        """Whether the server closes the connection, without a word more."""
+        try:
+            return not await asyncio.wait_for(self._reader.read(), TIMEOUT_SECONDS)
+        except ConnectionResetError:
+            return True
+
+    async def leave(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def calling(server: ServerHandle) -> AsyncIterator[Caller]:
+    assert server.http_url is not None
+    host, _, port = server.http_url.removeprefix("http://").removesuffix("/v1").partition(":")
+    caller = Caller(*await asyncio.open_connection(host, int(port)))
+    try:
+        yield caller
+    finally:
+        await caller.leave()
+
+
+@pytest.mark.parametrize(
+    "begun", [b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Slow: "], ids=["silent", "slow"]
+)
+async def test_who_connects_and_never_finishes_asking_is_hung_up_on(
+    server: ServerHandle, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.05)
+    async with calling(server) as caller:
+        caller.send(begun)
+        assert await caller.is_hung_up()
+
+
+async def test_who_asked_before_is_hung_up_on_in_the_middle_of_the_next_question(
+    server: ServerHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.05)
+    async with calling(server) as caller:
+        caller.send(b"HEAD /none HTTP/1.1\r\nHost: localhost\r\n\r\nGET /healthz HTTP/1.1\r\nX-Slow: ")
+        while await caller.status() not in (b"\r\n", b""):
+            pass
+        assert await caller.is_hung_up()
+
+
+async def test_who_waits_for_an_answer_is_not_hung_up_on(
+    engine: Engine, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.001)
+    answer = await client.chat.completions.create(**{**FOREVER, "max_tokens": 400})
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 400
+
+
+async def test_one_connection_too_many_is_closed_and_one_that_left_makes_room(engine: Engine, chat: ChatText) -> None:
+    async with (
+        serving_http(engine, chat, max_connections=2) as server,
+        calling(server),
+        calling(server) as second,
+    ):
+        async with calling(server) as third:
+            assert await third.is_hung_up()
+        second.send(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert (await second.status()).startswith(b"HTTP/1.1 200")
+        await second.is_hung_up()
+        async with calling(server) as fourth:
+            fourth.send(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert (await fourth.status()).startswith(b"HTTP/1.1 200")
 
 
 def generated(engine: Engine) -> float:
@@ -255,6 +366,7 @@ async def test_a_client_that_does_not_read_loses_its_session(
         executor=ThreadPoolExecutor(1),
         max_body_bytes=10_000,
         now=lambda: 0.0,
+        given_up=asyncio.get_running_loop().create_future(),
     )
     app = create_app(desk, KeyRing(), Address(host="127.0.0.1", port=0, is_loopback=True), State())
     body = json.dumps({**FOREVER, "stream": True}).encode()

@@ -208,3 +208,9 @@ def test_connections_are_no_more_than_the_system_has_descriptors_for(
     if warns:
         assert f"may open {descriptors} files" in caplog.text
         assert f"ulimit -n {(wanted or 10_000) + OWN_DESCRIPTORS}" in caplog.text
+
+
+@pytest.mark.parametrize(("wanted", "allowed"), [(0, 372), (300, 300), (500, 372)])
+def test_two_ports_share_the_descriptors(monkeypatch: pytest.MonkeyPatch, wanted: int, allowed: int) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (OWN_DESCRIPTORS + 744, OWN_DESCRIPTORS + 744))
+    assert allowed_connections(wanted, ports=2) == allowed

@@ -42,9 +42,11 @@ EXAMPLES = {
 
 
 def kinds(base: type[RequestError] = RequestError) -> Iterator[type[RequestError]]:
+    """Those that gRPC may have to tell; the HTTP shim has more of its own."""
     for kind in base.__subclasses__():
-        yield kind
-        yield from kinds(kind)
+        if not kind.__module__.startswith("inference_engine.server.http"):
+            yield kind
+            yield from kinds(kind)
 
 
 async def info_refused(client: Client) -> Details:

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_engine.errors import Draining, RequestError
+from inference_engine.logs import about_request
 from inference_engine.metrics import EngineMetrics
 from inference_engine.server.address import Address
 from inference_engine.server.auth import KeyRing
@@ -110,7 +111,7 @@ async def _report(request: Request, error: Exception) -> Response:
 
 
 class _Frame:
-    """Around everything: the host is checked, the answer counted and marked as deprecated.
+    """Around everything: the host is checked, the answer counted and marked as deprecated, the log's lines tagged.
 
     On loopback a browser may be led here by a name that somebody else's page resolves to 127.0.0.1; its requests carry
     that name. So there, only names of this machine are answered.
@@ -136,7 +137,8 @@ class _Frame:
             await JSONResponse(envelope(421, text), 421)(scope, receive, marked)
             return
         try:
-            await self._app(scope, receive, marked)
+            with about_request():
+                await self._app(scope, receive, marked)
         except Exception:  # noqa: BLE001 - `_report` has answered and logged it; starlette raises it once more
             return
 

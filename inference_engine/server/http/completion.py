@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from inference_engine.engine import Engine
-from inference_engine.errors import Overloaded
+from inference_engine.errors import Overloaded, RequestError
 from inference_engine.server.http.answer import Answer, follow, until_work_begins
 from inference_engine.server.http.body import read_json_body
 from inference_engine.server.http.chat_text import ChatText
@@ -52,7 +52,10 @@ class Slots:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Desk:
-    """What every completion needs. `executor` has one thread: it renders and encodes, one request after another."""
+    """What every completion needs. `executor` has one thread: it renders and encodes, one request after another.
+
+    given_up: has an error as its result once no answer will come any more, and then that is the answer.
+    """
 
     engine: Engine
     chat: ChatText
@@ -61,6 +64,7 @@ class Desk:
     executor: Executor
     max_body_bytes: int
     now: Callable[[], float]
+    given_up: asyncio.Future[RequestError]
 
 
 class Completion(Response):
@@ -74,7 +78,7 @@ class Completion(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._desk.limits.call(self._owner), self._desk.slots.one():
             body = await read_json_body(Request(scope, receive), self._desk.max_body_bytes)
-            await _while_connected(receive, self._answer(body, scope, receive, send))
+            await _while_connected(receive, self._desk.given_up, self._answer(body, scope, receive, send))
 
     async def _answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         desk = self._desk
@@ -150,12 +154,17 @@ def _writing(send: Send) -> Iterator[Callable[[Json | str], Coroutine[Any, Any, 
         stall.stop()
 
 
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end, or until the client is gone: then it is cancelled, and has ended when this returns."""
+async def _while_connected(
+    receive: Receive, given_up: asyncio.Future[RequestError], work: Coroutine[Any, Any, None]
+) -> None:
+    """Run `work` to its end, or until the client is gone: then it is cancelled, and has ended when this returns.
+
+    Raises the error of `given_up`, if that comes first.
+    """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(receive))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, leaving, given_up), return_when=asyncio.FIRST_COMPLETED)
     finally:
         is_done = working.done()
         for task in (working, leaving):
@@ -163,6 +172,8 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) ->
         await asyncio.wait((working, leaving))
     if is_done and not working.cancelled():
         await working
+    elif given_up.done():
+        raise given_up.result()
 
 
 async def _disconnect(receive: Receive) -> None:

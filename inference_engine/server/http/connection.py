@@ -1,0 +1,37 @@
+"""A connection to the shim: there are only so many, and one on which nobody asks is closed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import ClassVar
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+# uvicorn waits without end for a first request, and for the rest of one that has begun.
+HEAD_SECONDS = 20.0
+
+
+class Connection(H11Protocol):
+    """Closed after one to two times HEAD_SECONDS in which no answer was due and no request's head was complete."""
+
+    most: ClassVar[int]  # at the same time; one more is closed at once
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._quiet_since: object = None  # the last request when it was last looked at, if it was answered
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._look)
+        if len(self.connections) > self.most:
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        is_quiet = self.cycle is None or self.cycle.response_complete
+        if is_quiet and self.cycle is self._quiet_since:
+            # Not `close`, which would wait for a client that does not read.
+            self.transport.abort()
+            return
+        self._quiet_since = self.cycle if is_quiet else self
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._look)
