@@ -20,7 +20,7 @@ def open_backend(config: ModelConfig) -> Forward:
     from inference_engine.backends.graphs import wants_graphs
     from inference_engine.backends.packed_linear import can_pack, pack_linears
     from inference_engine.backends.torch_forward import TorchForward, use_threads
-    from inference_engine.kernels.lane_attention import open_lane_attention
+    from inference_engine.kernels.choice import open_lane_attention
     from inference_engine.models import load_model
     from inference_engine.models.seam import ATTENTION, Seam
     from inference_engine.types import ModelFacts

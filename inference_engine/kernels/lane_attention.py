@@ -14,19 +14,15 @@ This is the reference, row by row in plain torch, and the contract; `triton/lane
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from inference_engine.errors import BackendError
 from inference_engine.kernels.attention import attend
 
 START, LANE, COUNT, SINK, RING, LAST, UPTO, FLOOR, SINK_FLOOR = range(9)
 FIELDS = 9
-CHOICES = ("auto", "plain", "triton")
-Numbers = Any  # a tensor, or numbers that broadcast with one
 
 
 class LaneAttention(Protocol):
@@ -78,21 +74,3 @@ def seen(slots: Tensor, numbers: list[int]) -> Tensor:
     positions = slots if not ring else torch.where(in_sink, slots, last - (last - slots) % ring)
     floor = torch.where(in_sink, numbers[SINK_FLOOR], max(numbers[FLOOR], 0 if not ring else sink))
     return (positions <= upto) & (positions >= floor)
-
-
-def open_lane_attention(choice: str, device: torch.device) -> LaneAttention | None:
-    """The kernel for `device`; None where rows are attended to session by session (`plain`, and `auto` off a GPU).
-
-    Raises BackendError if `triton` is asked for and cannot be had.
-    """
-    if choice == "plain" or (choice == "auto" and device.type != "cuda"):
-        return None
-    try:
-        from inference_engine.kernels.triton import lane_attention
-    except ImportError as error:
-        raise BackendError(
-            f"kernels={choice} on {device} needs the package triton, which cannot be imported ({error}); "
-            "install it, or start with kernels=plain"
-        ) from error
-    opened: Callable[..., Tensor] = lane_attention.attend_lanes
-    return opened

@@ -17,7 +17,8 @@ from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.decode.drafting import Drafter
 from inference_engine.engine import Engine
-from inference_engine.kernels.lane_attention import attend_lanes, open_lane_attention
+from inference_engine.kernels.choice import open_lane_attention
+from inference_engine.kernels.lane_attention import attend_lanes
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
