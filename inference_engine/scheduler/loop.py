@@ -37,6 +37,7 @@ from inference_engine.scheduler.pace import EndPace, StepPace
 from inference_engine.scheduler.policy import Candidate, Targets, admit, choose, chunk_beside_decoders, cut, places
 from inference_engine.scheduler.request import Request, RequestState
 from inference_engine.scheduler.settling import Settling
+from inference_engine.scheduler.turns import Turn, Turns
 from inference_engine.session.journal import Journal
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
@@ -87,8 +88,7 @@ class Scheduler:
         self._tasks: deque[Callable[[], None]] = deque()
         self._queued: deque[Request] = deque()  # in order of arrival
         self._running: deque[Request] = deque()  # longest unserved first
-        self._steps = 0
-        self._turns: dict[tuple[str, bool], int] = {}  # when an owner was last served, prefilling or not
+        self._turns = Turns()
         self._pace, self._ends = StepPace(), EndPace()
         self._targets = Targets(
             first_token_seconds=config.first_token_target_seconds,
@@ -297,14 +297,17 @@ class Scheduler:
         self._timer.begin()
         decoders = sum(not request.is_prefilling for request in requests)
         candidates = [
-            Candidate(self._rows(request, decoders), request.is_prefilling, owner, self._turns.get((owner, kind), 0))
+            Candidate(
+                self._rows(request, decoders),
+                request.is_prefilling,
+                request.session.owner,
+                self._turns.last(_turn_of(request)),
+            )
             for request in requests
-            for owner, kind in [_turn_of(request)]
         ]
         chosen = choose(candidates, step_rows=self._config.step_tokens, max_batch=self._config.max_batch)
         batch = [requests[index] for index in chosen]
-        self._steps += 1
-        self._turns |= {_turn_of(request): self._steps for request in batch}
+        self._turns.served(_turn_of(request) for request in batch)
         is_decoding = not any(request.is_prefilling for request in batch)
         drafts: dict[Request, TokenIds] = {}
         self._timer.lap("plan")
@@ -421,7 +424,7 @@ def _by_owner(requests: Iterable[Request]) -> Counter[str]:
     return Counter(request.session.owner for request in requests)
 
 
-def _turn_of(request: Request) -> tuple[str, bool]:
+def _turn_of(request: Request) -> Turn:
     """Whose turn it is that the request waits for: its owner's, to prefill or to decode."""
     return request.session.owner, request.is_prefilling
 
