@@ -51,7 +51,7 @@ serve: $(INSTALLED) ## the server, until Ctrl-C
 chat: $(INSTALLED) ## talk to a model in the terminal
 	@$(BIN)/kakeya chat $(ARGS)
 
-test: check unit unit-typescript ## everything that must hold: check, then unit and integration tests
+test: check unit-typescript unit ## everything that must hold: check, then unit and integration tests
 
 unit: $(INSTALLED) node ## the tests without the checks; ARGS go to pytest
 	@$(BIN)/kakeya models fetch smollm2-135m
