@@ -75,16 +75,10 @@ class ChildServer:
         self._errors.extend(self._process.stderr)
 
 
-@contextmanager
-def child_server(model: ModelConfig, engine: EngineConfig) -> Iterator[ChildServer]:
-    """Start a server; it may be loading still (see `wait_ready`). Stops it at the end.
-
-    Raises KakeyaError if it ends badly although nothing went wrong here.
-    """
-    server = ServerConfig(bind="127.0.0.1:0", drain_seconds=5.0)
-    flags = [flag for config in (model, engine, server) for flag in as_flags(config)]
-    with subprocess.Popen(
-        [sys.executable, "-m", "inference_engine.cli.main", "serve", "--until-eof", *flags],
+def start_child(module: str, *arguments: str) -> subprocess.Popen[str]:
+    """`python -m module` with these arguments and none of our settings, its three streams ours."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -94,7 +88,18 @@ def child_server(model: ModelConfig, engine: EngineConfig) -> Iterator[ChildServ
         env={name: value for name, value in child_environment().items() if not name.startswith("KAKEYA_")},
         # Ctrl-C in our terminal is for us alone: it may mean no more than "stop talking".
         start_new_session=True,
-    ) as process:
+    )
+
+
+@contextmanager
+def child_server(model: ModelConfig, engine: EngineConfig) -> Iterator[ChildServer]:
+    """Start a server; it may be loading still (see `wait_ready`). Stops it at the end.
+
+    Raises KakeyaError if it ends badly although nothing went wrong here.
+    """
+    server = ServerConfig(bind="127.0.0.1:0", drain_seconds=5.0)
+    flags = [flag for config in (model, engine, server) for flag in as_flags(config)]
+    with start_child("inference_engine.cli.main", "serve", "--until-eof", *flags) as process:
         child = ChildServer(process)
         try:
             yield child

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import argparse
 import logging
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from inference_engine.backends.scripted import Script, ScriptedForward, ScriptedModel
-from inference_engine.cli.child import ChildServer
+from inference_engine.cli.child import ChildServer, start_child
 from inference_engine.cli.serve import ready_line, stop_at_eof
 from inference_engine.cli.settings import add_config_file, add_settings, as_flags, settings
-from inference_engine.config import EngineConfig, ServerConfig, child_environment, configure_threads_environment
+from inference_engine.config import EngineConfig, ServerConfig, configure_threads_environment
 from inference_engine.engine import Engine
 from inference_engine.server.run import ServerHandle, serve
 
@@ -54,21 +52,8 @@ def scripted_child(
 ) -> Iterator[ChildServer]:
     """Such a server as a child process, gone at the end."""
     flags = [flag for config in (engine, server) for flag in as_flags(config)]
-    with subprocess.Popen(
-        [
-            *(sys.executable, "-m", MODULE),
-            *(f"--step-seconds={step_seconds}", f"--row-seconds={row_seconds}"),
-            *flags,
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-        env={name: value for name, value in child_environment().items() if not name.startswith("KAKEYA_")},
-        start_new_session=True,
-    ) as process:
+    script = (f"--step-seconds={step_seconds}", f"--row-seconds={row_seconds}")
+    with start_child(MODULE, *script, *flags) as process:
         child = ChildServer(process)
         try:
             yield child

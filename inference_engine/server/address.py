@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from inference_engine.errors import ConfigError
@@ -45,6 +46,22 @@ def resolve_bind(setting: str, bind: str) -> Address:
         raise ConfigError(f"{setting}: {host!r} does not resolve to an address: {error}") from error
     hosts = [str(entry[4][0]) for entry in found]
     return Address(host=hosts[0], port=port, is_loopback=all(_is_loopback(each) for each in hosts))
+
+
+def names_this_machine(host: str, names: Collection[str] = ("localhost",)) -> bool:
+    """Does a request's `Host`, port and brackets included, name a loopback address, or one of `names`?
+
+    A browser may be led to a loopback port by a name that somebody else's page resolves to it; its requests carry that
+    name.
+    """
+    name = host.lower()
+    # A port is what follows the last colon, unless that is inside an IPv6 address.
+    if not name.endswith("]"):
+        name = name.rpartition(":")[0] or name
+    try:
+        return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return name in names
 
 
 def _is_loopback(host: str) -> bool:

@@ -11,7 +11,6 @@ own that resolves to us. Everything is read-only.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import socket
@@ -29,7 +28,7 @@ from prometheus_client.exposition import choose_encoder
 
 from inference_engine.errors import ConfigError
 from inference_engine.metrics import EngineMetrics
-from inference_engine.server.address import Address, cannot_bind, resolve_bind
+from inference_engine.server.address import Address, cannot_bind, names_this_machine, resolve_bind
 from inference_engine.server.dashboard import SAMPLE_SECONDS, Dashboard
 
 PAGE = {
@@ -160,13 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _is_for_us(self) -> bool:
         """Does the request name a loopback address? One without a Host comes from no browser."""
         host = self.headers.get("Host")
-        if host is None:
-            return True
-        name = (urlsplit(f"//{host}").hostname or "").lower()
-        try:
-            return ipaddress.ip_address(name).is_loopback
-        except ValueError:
-            return name in self.names
+        return host is None or names_this_machine(host, self.names)
 
     def _send(self, answer: _Answer) -> None:
         self.send_response(answer.status)

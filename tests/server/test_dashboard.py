@@ -98,7 +98,7 @@ def test_a_page_in_a_browser_can_neither_embed_nor_extend_ours(port: MetricsPort
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example:9090", "evil.example", "127.0.0.1.evil.example", "[2001:db8::1]:9090", ""]
+    "host", ["evil.example:9090", "evil.example", "127.0.0.1.evil.example", "[2001:db8::1]:9090", "[", "[::1", ""]
 )
 @pytest.mark.parametrize("path", ["/metrics", "/dashboard", "/dashboard/data"])
 def test_who_comes_by_another_name_is_refused(port: MetricsPort, path: str, host: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from dataclasses import dataclass, field
 
 import prometheus_client
@@ -16,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from inference_engine.errors import Draining, RequestError
 from inference_engine.logs import about_request
 from inference_engine.metrics import EngineMetrics
-from inference_engine.server.address import Address
+from inference_engine.server.address import Address, names_this_machine
 from inference_engine.server.auth import KeyRing
 from inference_engine.server.http import deprecation
 from inference_engine.server.http.completion import ROUTE, Completion, Desk
@@ -145,15 +144,4 @@ class _Frame:
 
 def _is_of_this_machine(scope: Scope) -> bool:
     hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-    if len(hosts) != 1:
-        return False
-    host = hosts[0].lower()
-    # A port is what follows the last colon, unless that is inside an IPv6 address.
-    if not host.endswith("]"):
-        host = host.rpartition(":")[0] or host
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
-    except ValueError:
-        return False
+    return len(hosts) == 1 and names_this_machine(hosts[0])
