@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.engine import Engine
-from inference_engine.errors import InvalidArgument, NoCapacity
-from inference_engine.evaluation.passages import Passage, force
+from inference_engine.evaluation.passages import Passage, force, force_all
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
 
@@ -50,17 +49,13 @@ def compare(
     baseline = _Baseline(passage)
     force(engine, Full(), passage, baseline)
     found = {FULL: baseline.scores()}
-    refused: dict[str, str] = {}
-    for strategy in strategies:
-        name = f"{FULL}, repeated" if str(strategy) == FULL else str(strategy)
-        comparison = _Comparison(passage, baseline)
-        try:
-            force(engine, strategy, passage, comparison)
-        except (InvalidArgument, NoCapacity) as refusal:
-            refused[name] = refusal.message
-        else:
+    names = [f"{FULL}, repeated" if str(strategy) == FULL else str(strategy) for strategy in strategies]
+    comparisons = [_Comparison(passage, baseline) for _ in strategies]
+    refused = force_all(engine, passage, list(zip(strategies, comparisons, strict=True)))
+    for number, (name, comparison) in enumerate(zip(names, comparisons, strict=True)):
+        if number not in refused:
             found[name] = comparison.scores()
-    return found, refused
+    return found, {names[number]: reason for number, reason in refused.items()}
 
 
 class _Collector(ABC):

@@ -8,13 +8,14 @@ Forced tokens are marked as generated, so strategies that let these read less sh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from inference_engine.engine import Engine
+from inference_engine.errors import InvalidArgument, NoCapacity, Overloaded
 from inference_engine.evaluation.haystack import CHAT, Texts
 from inference_engine.evaluation.models import Target
 from inference_engine.evaluation.sessions import append_all, opened
@@ -76,6 +77,40 @@ def force(engine: Engine, strategy: KVStrategy, passage: Passage, on_logits: Cal
     """Append and force the passage on a session of its own, `on_logits` being told of every forced token's logits."""
     with forced(engine, strategy, passage, on_logits):
         pass
+
+
+def force_all(
+    engine: Engine, passage: Passage, wanted: Sequence[tuple[KVStrategy, Callable[[int, Tensor], None]]]
+) -> dict[int, str]:
+    """Force the passage on a session of each strategy, side by side, as many at a time as memory and queue hold.
+
+    Returns why some have none, by their place in `wanted`. What any failed with otherwise is raised.
+    """
+    length = len(passage.prefix) + len(passage.forced)
+    refused: dict[int, str] = {}
+    waiting = list(enumerate(wanted))
+    while waiting:
+        with ExitStack() as sessions:
+            running = []
+            while waiting:
+                number, (strategy, on_logits) = waiting[0]
+                try:
+                    session = sessions.enter_context(opened(engine, strategy, length))
+                    append_all(engine, session, passage.prefix)
+                    running.append(engine.score(session, passage.forced, on_logits))
+                except InvalidArgument as refusal:
+                    refused[number] = refusal.message
+                except (NoCapacity, Overloaded) as refusal:
+                    if running:
+                        break  # it has another try once these have ended
+                    if isinstance(refusal, Overloaded):
+                        raise
+                    refused[number] = refusal.message
+                waiting.pop(0)
+            for one in running:
+                for _ in one:
+                    pass
+    return refused
 
 
 def _opening(tokenizer: Any) -> list[int]:

@@ -118,6 +118,20 @@ def test_divergence_is_that_of_the_two_distributions() -> None:
     assert scores.loss == pytest.approx(-window[range(37), list(PASSAGE.forced)].numpy(), abs=1e-5)
 
 
+def test_side_by_side_says_what_one_after_another_says_however_many_fit() -> None:
+    strategies = [WINDOW, SinkWindow(sink=4, window=32), Full()]
+    with tiny_engine() as engine:
+        together, _ = compare(engine, strategies, PASSAGE)
+        opened = engine.create_session(strategy=Full(), limit_tokens=len(PASSAGE.prefix) + len(PASSAGE.forced))
+    with tiny_engine(kv_bytes=opened.bound.peak_bytes) as engine:
+        one_by_one, refused = compare(engine, strategies, PASSAGE)
+    assert not refused
+    assert together.keys() == one_by_one.keys()
+    for name, scores in together.items():
+        assert scores.loss == pytest.approx(one_by_one[name].loss, abs=1e-5)
+        assert scores.divergence == pytest.approx(one_by_one[name].divergence, abs=1e-5)
+
+
 def test_a_length_the_strategy_cannot_hold_is_told_with_its_reason() -> None:
     too_wide = SinkWindow(sink=2, window=TRAINED_POSITIONS)
     with tiny_engine() as engine:
