@@ -130,7 +130,7 @@ class ModelConfig:
     threads: int = 0  # 0: as many as the machine has cores
     cache_dir: str = ""  # "": the user's cache folder
     latent: str = "auto"  # the latent codec: a folder, "auto" for the one in the cache if there is one, or "none"
-    drafter: str = "auto"  # "ngram", a trained one's folder, "auto" for a trained one if there is one, or "none"
+    drafter: str = "auto"  # "ngram", a trained one's folder, "auto": long copies, then a trained one if any; or "none"
 
     def __post_init__(self) -> None:
         _at_least(self, threads=0)

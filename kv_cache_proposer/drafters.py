@@ -1,9 +1,10 @@
 """Which drafter a server drafts with, and where a model's own is kept.
 
-    auto     a trained one of this model's, in the cache or else among those that come with the package; else ngram
+    auto     long copies first, else a trained one of this model's, in the cache or else among those that come with the
+             package; without a trained one, ngram
     ngram    prompt lookup
     none     no drafting
-    FOLDER   the trained or published one there
+    FOLDER   the trained or published one there, by itself
 
 A trained one is this model's if it names the digest of the model's weights; nothing else about a model is trusted.
 """
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from inference_engine.config import ModelConfig
 from inference_engine.models import check_model, weights_digest
 from kv_cache_proposer.errors import DrafterError
+from kv_cache_proposer.hybrid import LONG_COPY, HybridDrafter
 from kv_cache_proposer.ngram import NgramDrafter
 
 if TYPE_CHECKING:
@@ -53,12 +55,13 @@ def find_drafter(model: ModelConfig, forward: Forward) -> Drafter | None:
         raise DrafterError("a trained drafter needs a model that runs on torch; start with --drafter ngram or none")
     if model.drafter == "auto":
         network = _trained_for(model, forward)
-        return NgramDrafter() if network is None else _drafter(network, model, forward)
+        return NgramDrafter() if network is None else HybridDrafter(_drafter(network, model, forward))
     return _drafter(_in_folder(Path(model.drafter).expanduser(), model, forward), model, forward)
 
 
 def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
-    """What tells the drafter that `find_drafter` gives from others: a trained or published one's digest, else options.
+    """What tells the drafter that `find_drafter` gives from others: a trained or published one's digest, how copies are
+    looked up.
 
     Nothing where there is none. Raises ModelError as `find_drafter` does.
     """
@@ -79,7 +82,8 @@ def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
 
     if _is_trained(folder):
         stored = read_json(folder / MANIFEST)
-        return {name: stored[name] for name in ("tensors_sha256", "recipe", "seeds", "commit")}
+        made = {name: stored[name] for name in ("tensors_sha256", "recipe", "seeds", "commit")}
+        return {**made, "copies": asdict(LONG_COPY)} if model.drafter == "auto" else made
     digests = "\n".join(sha256_of(folder / name) for name in sorted(weight_files(folder)))
     return {"tensors_sha256": hashlib.sha256(digests.encode()).hexdigest()}
 

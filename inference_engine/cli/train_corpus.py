@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(folder)
     source = PromptSource(
         documents={kind: _encoded(tokenizer, texts) for kind, texts in _documents(args.text)},
-        chat=read_chat(tokenizer) if tokenizer.chat_template else None,
+        chat=read_chat(tokenizer, longest=args.length // 2) if tokenizer.chat_template else None,
         seed=args.seed,
     )
     use_threads(model.threads)

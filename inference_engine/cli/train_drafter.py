@@ -47,6 +47,7 @@ def add_parser(commands: Subparsers) -> None:
         ("taps", 5, "layers of the model that it reads"),
         ("block-size", 8, "of a block: the last token and the guesses after it"),
         ("context-window", 512, "positions before a block that it looks at"),
+        ("chain", 256, "width of what a guess makes of the one before it; 0: nothing"),
         ("steps", 20_000, "of training, if time does not end it before"),
         ("batch", 32, "texts a step"),
         ("anchors", 128, "blocks a text"),
@@ -60,6 +61,9 @@ def add_parser(commands: Subparsers) -> None:
         "--seconds", type=float, default=540.0, metavar="S", help="of this call; the next goes on (default: 540)"
     )
     drafter.add_argument("--rate", type=float, default=6e-4, metavar="R", help="of learning, at its top")
+    drafter.add_argument(
+        "--decay", type=float, default=4.0, metavar="N", help="places over which a guess's weight falls to 1/e"
+    )
     drafter.add_argument("--teacher-share", type=float, default=0.5, metavar="P", help="learnt from the distribution")
     drafter.add_argument("--begin", choices=("random", "target"), default="random", help="weights to begin with")
     drafter.add_argument("--commit", metavar="HASH", help="where there is no repository to ask")
@@ -104,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
         block_size=args.block_size,
         mask_token_id=mask,
         context_window=args.context_window,
+        chain=args.chain,
     )
     network = new_network(config, seed=args.seed)
     if args.begin == "target":
@@ -114,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
         batch=args.batch,
         anchors=args.anchors,
         rate=args.rate,
+        decay=args.decay,
         teacher_share=args.teacher_share,
         seed=args.seed,
     )
@@ -128,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     )
     made = DrafterManifest(
         target_digest=digest,
-        recipe=_recipe(plan, args.begin, progress.steps, manifest.tokens),
+        recipe={**_recipe(plan, args.begin, progress.steps, manifest.tokens), "dtype": loaded.dtype},
         seeds={"training": args.seed, "corpus": manifest.seed},
         commit=commit,
     )
@@ -151,13 +157,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     positive = ("layers", "taps", "context_window", "steps", "batch", "anchors", "measured_texts")
-    floors = {**dict.fromkeys(positive, 1), "block_size": 2, "seed": 0}
+    floors = {**dict.fromkeys(positive, 1), "block_size": 2, "chain": 0, "seed": 0}
     for name, floor in floors.items():
         if getattr(args, name) < floor:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {floor}, got {getattr(args, name)}")
     if not 0 <= args.teacher_share <= 1:
         raise ConfigError(f"--teacher-share must be from 0 to 1, got {args.teacher_share}")
-    for name in ("rate", "total_seconds"):
+    for name in ("rate", "decay", "total_seconds"):
         if not getattr(args, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
 

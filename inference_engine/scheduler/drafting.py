@@ -98,11 +98,11 @@ class Drafting:
                     wanted.append((request, length, is_watched))
         if not wanted:
             return {}
+        began = self._clock()  # what a drafter has to be told first is part of what its draft costs
         self.tell()
         wanted = [entry for entry in wanted if not entry[0].is_degraded]
         if not wanted:
             return {}
-        began = self._clock()
         try:
             drafts = self._drafter.propose(
                 [

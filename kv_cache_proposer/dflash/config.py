@@ -14,7 +14,7 @@ class DFlashConfig:
 
     tap_layers: the target's layers whose outputs it sees, ascending. block_size: the last token and the masks after
     it. mask_token_id: an id of the target's that texts do not contain. context_window: positions before the block that
-    it may look at.
+    it may look at. chain: width of the part that lets a guess know the one before it; 0: none, as in published ones.
     """
 
     hidden: int
@@ -30,13 +30,14 @@ class DFlashConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
     embedding_scale: float = 1.0
+    chain: int = 0
 
     def __post_init__(self) -> None:
         for spec in fields(self):
             value = getattr(self, spec.name)
             if spec.name == "tap_layers":
                 is_right = bool(value) and list(value) == sorted(set(value)) and value[0] >= 0
-            elif spec.name == "mask_token_id":
+            elif spec.name in ("mask_token_id", "chain"):
                 is_right = isinstance(value, int) and value >= 0
             elif spec.name in ("rope_theta", "norm_eps", "embedding_scale"):
                 is_right = isinstance(value, (int, float)) and value > 0

@@ -23,6 +23,7 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.pool import Demand, Pool
 from kv_cache_proposer.dflash.graphs import DrafterGraphs
+from kv_cache_proposer.dflash.guessing import guess
 from kv_cache_proposer.dflash.memory import RingMemory, arenas_of, memory_demand, write_index, write_rows
 from kv_cache_proposer.dflash.network import DFlashNetwork, Rows
 from kv_cache_proposer.dflash.target import TargetWords
@@ -115,7 +116,7 @@ class DFlashDrafter:
             block = self._words.embed(torch.from_numpy(ids).to(self._device), self._network.config.embedding_scale)
             positions = torch.from_numpy(first[:, None] + np.arange(size)).to(self._device)
             states = self._network(block, positions, context, mask)
-            guesses = self._words.head(states[:, 1 : max(limits) + 1]).argmax(-1).cpu().numpy()
+            guesses = guess(self._network, self._words, states[:, 1 : max(limits) + 1]).cpu().numpy()
         return [guesses[place, :limit].astype(np.uint32) for place, limit in enumerate(limits)]
 
     def _context(self, memories: Sequence[RingMemory], first: NDArray[np.int64]) -> tuple[list[Rows], Tensor]:

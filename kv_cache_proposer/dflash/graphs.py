@@ -1,6 +1,6 @@
 """The drafter's two computations as recordings: for so many blocks, and for so many rows, each recorded once.
 
-    propose   ids [N, B] | positions [N, B] | arena rows of all rings | what each block sees   → guesses [N, B − 1]
+    propose   ids [N, B] | positions [N, B] | where each ring begins | what each block sees    → guesses [N, B − 1]
     observe   positions [R] | arena rows to write                       beside them taps [R, taps, hidden]
 
 A draft for a small target is a few dozen launches that take the host longer than the device, like a decode step
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.backends.recording import GraphMemory, Recording, padded
+from kv_cache_proposer.dflash.guessing import guess
 from kv_cache_proposer.dflash.memory import RingMemory
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import TargetWords
@@ -59,14 +60,12 @@ class DrafterGraphs:
         window, size = config.context_window, config.block_size
         count = len(memories)
         visible = np.ones((count, window + size), dtype=np.int64)
-        index = np.zeros((count, self._lanes * window), dtype=np.int64)
-        every = np.arange(window)
+        starts = np.array([memory.first_row for memory in memories], dtype=np.int64)
         for place, (memory, position) in enumerate(zip(memories, first.tolist(), strict=True)):
             visible[place, :window] = memory.visible(position, window)
-            index[place] = memory.index(every)
         blocks = BLOCKS[bisect_left(BLOCKS, count)]
         positions = first[:, None] + np.arange(size)
-        numbers = [padded(part, blocks).reshape(-1) for part in (ids, positions, index, visible)]
+        numbers = [padded(part, blocks).reshape(-1) for part in (ids, positions, starts, visible)]
         guesses = self._proposing[blocks].run(np.concatenate(numbers))
         found: NDArray[np.int64] = guesses[:count].cpu().numpy()
         return found
@@ -82,10 +81,13 @@ class DrafterGraphs:
     def _record_proposing(self, count: int, memory: GraphMemory) -> Recording[Tensor]:
         config = self._network.config
         window, size = config.context_window, config.block_size
-        sizes = [count * size, count * size, count * self._lanes * window, count * (window + size)]
+        sizes = [count * size, count * size, count, count * (window + size)]
+        # Of a ring, from its first on; what pads reads the arena's start, even of one that is too small for a ring.
+        rows = torch.arange(self._lanes * window, device=self._device).clamp(max=len(self._arenas[0]) - 1)
 
         def compute(numbers: Tensor) -> Tensor:
-            ids, positions, index, visible = torch.split(numbers, sizes)
+            ids, positions, starts, visible = torch.split(numbers, sizes)
+            index = starts[:, None] + rows
             seen = visible.view(count, 1, 1, -1).bool()
             held = seen[..., :window].transpose(2, 3)  # [N, 1, window, 1]
             shape = (count, config.layers, config.kv_heads, window, config.head_dim)
@@ -97,7 +99,7 @@ class DrafterGraphs:
             ]
             block = self._words.embed(ids.view(count, size), config.embedding_scale)
             states = self._network(block, positions.view(count, size), context, seen)
-            return self._words.head(states[:, 1:]).argmax(-1)
+            return guess(self._network, self._words, states[:, 1:])
 
         idle = np.zeros(sum(sizes), dtype=np.int64)
         idle[-sizes[-1] :] = 1  # a block sees at least itself

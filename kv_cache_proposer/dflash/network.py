@@ -2,11 +2,11 @@
 
     taps of a token ── fc ── norm ── one context vector ── k_proj, v_proj of every layer ── rows of K and V
                                                                                              │ read by
-    [last token, MASK, MASK, …] ── target's embedding ── layers ── norm ── target's head ── the guesses
+    [last token, MASK, MASK, …] ── target's embedding ── layers ── norm ── (chain) ── target's head ── the guesses
 
 Layers are those of Qwen3 (norm of each query and key head before rotation). Queries come from the block alone; keys and
 values from the context and the block, all of which a block sees of itself. A token's rows depend on nothing but its own
-taps, so they are worked out once and kept. Parameters are named as in published checkpoints.
+taps, so they are worked out once and kept. Parameters are named as in published checkpoints; these have no chain.
 Source: DFlash: Block Diffusion for Flash Speculative Decoding, arXiv 2602.06036.
 """
 
@@ -93,6 +93,24 @@ class Layer(nn.Module):
         return out
 
 
+class Chain(nn.Module):
+    """What a place makes of the guess before it, which its layers, all places at once, could not know.
+
+    Adding it to a place's state adds a score to each pair of neighbours: a bigram model that the state steers.
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden, config.chain, bias=False)
+        self.word_proj = nn.Linear(config.hidden, config.chain, bias=False)
+        self.out_proj = nn.Linear(config.chain, config.hidden, bias=False)
+
+    def forward(self, states: Tensor, before: Tensor) -> Tensor:
+        """States of places [..., hidden], as the head takes them; before: embeddings of the tokens before them."""
+        out: Tensor = states + self.out_proj(F.silu(self.gate_proj(states)) * self.word_proj(before))
+        return out
+
+
 class DFlashNetwork(nn.Module):
     """Its own weights only: the embedding and the head are the target's and stay outside."""
 
@@ -103,6 +121,7 @@ class DFlashNetwork(nn.Module):
         self.hidden_norm = Norm(config.hidden, config.norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = Norm(config.hidden, config.norm_eps)
+        self.chain = Chain(config) if config.chain else None
 
     def context(self, taps: Tensor, positions: Tensor) -> list[Rows]:
         """Every layer's K and V of tokens: taps [N, S, taps, hidden], positions [N, S] absolute."""
@@ -111,7 +130,7 @@ class DFlashNetwork(nn.Module):
         return [layer.self_attn.rows(vectors, angles) for layer in self._layers()]
 
     def forward(self, block: Tensor, positions: Tensor, context: Sequence[Rows], mask: Tensor) -> Tensor:
-        """Final hidden states of blocks [N, T, hidden], of embeddings, at `positions` [N, T].
+        """Final hidden states of blocks [N, T, hidden], of embeddings, at `positions` [N, T]; before any chain.
 
         mask: [N or 1, 1, T or 1, S + T], what may be seen of context and block: bool, or 0 and -inf.
         """

@@ -14,15 +14,25 @@ from kv_cache_proposer.errors import DrafterError
 
 @dataclass(frozen=True, slots=True)
 class TargetWords:
-    """embeddings: [V, hidden], as the weights are, without the model's own scale. head: [..., hidden] → [..., V]."""
+    """embeddings: [V, hidden], as the weights are, without the model's own scale. head: [..., hidden] → [..., V].
+
+    head_rows: the head as a matrix [V, hidden]; None where it is laid out for products only.
+    """
 
     embeddings: Tensor
     head: Callable[[Tensor], Tensor]
+    head_rows: Tensor | None
 
     def embed(self, token_ids: Tensor, scale: float) -> Tensor:
         """[...] → [..., hidden]."""
         found = F.embedding(token_ids, self.embeddings)
         return found if scale == 1.0 else found * scale
+
+    def scores(self, states: Tensor, token_ids: Tensor) -> Tensor:
+        """What the head gives some tokens: states [..., S, hidden], token_ids [..., K] → [..., S, K]."""
+        if self.head_rows is None:
+            return self.head(states).gather(-1, token_ids[..., None, :].expand(*states.shape[:-1], -1))
+        return states @ F.embedding(token_ids, self.head_rows).transpose(-1, -2)
 
 
 def words_of(model: PreTrainedModel) -> TargetWords:
@@ -30,7 +40,12 @@ def words_of(model: PreTrainedModel) -> TargetWords:
     head = model.get_output_embeddings()
     if head is None:
         raise DrafterError(f"{type(model).__name__} has no output head to draft with")
-    return TargetWords(model.get_input_embeddings().weight.detach(), head)
+    embeddings = model.get_input_embeddings().weight.detach()
+    rows = getattr(head, "weight", None)
+    if not isinstance(rows, Tensor) and getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        rows = embeddings
+    is_plain = isinstance(rows, Tensor) and getattr(head, "bias", None) is None
+    return TargetWords(embeddings, head, rows.detach() if is_plain and isinstance(rows, Tensor) else None)
 
 
 def embedding_scale_of(model: PreTrainedModel) -> float:

@@ -1,7 +1,7 @@
 """How texts of a corpus begin: where the chat template has somebody speak, or with a piece of a document.
 
     user        the template up to where the user's words go: the model writes the question, too
-    assistant   the template with a question of `OPENINGS` in it
+    assistant   the template with a question in it: one of `OPENINGS`, or made of parts (`questions.py`)
     text        some ids cut from a document, to be gone on with
 
 A model asked to write the user's words gives questions of its own distribution, at no cost.
@@ -14,11 +14,13 @@ import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from inference_engine.conversations import ChatTokenizer, between_turns
 from kv_cache_proposer.errors import DrafterError
 from kv_cache_proposer.training.conversations import OPENINGS
+from kv_cache_proposer.training.questions import questions
 
 Speaker = Literal["user", "assistant", "text"]
 
@@ -26,7 +28,9 @@ CHAT = "chat"
 
 _MARKER = "Kqzwxjvbm"
 # Of all texts, where the model can chat; of the chats; of the answers and of the texts gone on with.
-_CHATS, _OWN_QUESTIONS, _GREEDY_ANSWERS, _GREEDY_TEXTS = 0.6, 0.7, 0.5, 0.15
+_CHATS, _OWN_QUESTIONS, _GREEDY_ANSWERS, _GREEDY_TEXTS = 0.7, 0.5, 0.5, 0.15
+# Made of parts, beside the openings: so many that few of a corpus begin alike, and are answered alike.
+_QUESTIONS, _QUESTIONS_SEED = 3000, 0
 _TEMPERATURES = (0.6, 0.7, 0.8, 1.0)
 _SHORTEST_CUT, _LONGEST_CUT = 16, 96
 _HELD_OUT_ONE_IN = 20
@@ -54,7 +58,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A chat template in token ids: up to the first user's words, with each opening, and between two speakers.
+    """A chat template in token ids: up to the first user's words, with each question, and between two speakers.
 
     before_user, before_assistant: what follows the id that ended the other's turn.
     end_of_turn: that id.
@@ -67,17 +71,21 @@ class Chat:
     end_of_turn: int
 
 
-def read_chat(tokenizer: ChatTokenizer) -> Chat:
-    """Raises ModelError if the template does not show where a speaker's words go."""
+def read_chat(tokenizer: ChatTokenizer, *, longest: int) -> Chat:
+    """longest: ids of a question with the template around it; longer ones of those made of parts are left out.
+
+    Raises ModelError if the template does not show where a speaker's words go.
+    """
     before_user, before_assistant = (between_turns(tokenizer, role) for role in ("user", "assistant"))
     opened = tokenizer.apply_chat_template([{"role": "user", "content": _MARKER}], tokenize=False).split(_MARKER)[0]
     asked = [
         tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
-        for text in OPENINGS
+        for text in dict.fromkeys([*OPENINGS, *islice(questions(_QUESTIONS_SEED), _QUESTIONS)])
     ]
+    encoded = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in asked]
     return Chat(
         opened=tuple(tokenizer.encode(opened, add_special_tokens=False)),
-        asked=tuple(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in asked),
+        asked=tuple(ids for place, ids in enumerate(encoded) if place < len(OPENINGS) or len(ids) <= longest),
         before_user=tuple(before_user[1:]),
         before_assistant=tuple(before_assistant[1:]),
         end_of_turn=before_user[0],

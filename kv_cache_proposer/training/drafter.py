@@ -1,8 +1,9 @@
 """Training of a DFlash drafter: the target reads texts of its own, the drafter learns to say what follows.
 
 Each step draws blocks at random anchors of a batch of texts. The loss is cross-entropy on the masked places, the nearer
-the heavier: exp(−(k−1)/γ) for the k-th, because a guess counts only if all before it were right. The target's own
-distribution there is a better teacher than the one id it happened to draw; both are used. Only the drafter learns.
+the heavier: exp(−(k−1)/γ) for the k-th, because a guess counts only if all before it were right; for the same reason a
+chain is given the token that was right. The target's own distribution there is a better teacher than the one id it
+happened to draw; both are used. Only the drafter learns.
 Source: DFlash, arXiv 2602.06036; soft targets: Hinton et al., arXiv 1503.02531.
 """
 
@@ -34,6 +35,7 @@ LOG = "progress.jsonl"
 
 _WARMUP, _LAST_RATE = 0.04, 0.1
 _BETAS, _CLIP = (0.9, 0.95), 1.0
+_ALONE = 0.25  # of a chained drafter's places, that learn without the token before them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,6 +179,7 @@ class _Trainer:
         taps, last = read_taps(self._model, texts.token_ids, config.tap_layers)
         with self._autocast:
             states = draft_states(self._network, self._words, texts, blocks, taps * self._tap_scales.to(taps.dtype))
+            states = self._chained(states, blocks, generator)
         weights = self._weights * blocks.is_learnt
         loss, is_right = head_loss(
             states.reshape(-1, config.hidden),
@@ -191,6 +194,16 @@ class _Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return torch.stack([loss.detach(), _mean_accepted(blocks, is_right)])
+
+    def _chained(self, states: Tensor, blocks: Blocks, generator: torch.Generator) -> Tensor:
+        """States that know the token before them, most of them: alone, a place has to know its likeliest few, too."""
+        chain, config = self._network.chain, self._network.config
+        if chain is None:
+            return states
+        later = states[:, :, 1:]
+        known = chain(later, self._words.embed(blocks.targets[:, :, :-1], config.embedding_scale))
+        draws = torch.rand(later.shape[:3], generator=generator, device=states.device)
+        return torch.cat([states[:, :, :1], torch.where(draws[..., None] < _ALONE, later, known)], dim=2)
 
 
 def _teacher(last: Tensor, blocks: Blocks) -> Tensor:

@@ -20,7 +20,14 @@ _UNDECIDED = 0.2
 
 
 def config_for(
-    model: PreTrainedModel, *, layers: int, taps: int, block_size: int, mask_token_id: int, context_window: int
+    model: PreTrainedModel,
+    *,
+    layers: int,
+    taps: int,
+    block_size: int,
+    mask_token_id: int,
+    context_window: int,
+    chain: int = 0,
 ) -> DFlashConfig:
     """A drafter with layers shaped as the target's. Raises DrafterError for a model whose shape it cannot share."""
     text = model.config.get_text_config()
@@ -43,6 +50,7 @@ def config_for(
         rope_theta=float(rope.get("rope_theta") or 10_000.0),
         norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
         embedding_scale=embedding_scale_of(model),
+        chain=chain,
     )
 
 
@@ -56,6 +64,8 @@ def new_network(config: DFlashConfig, *, seed: int) -> DFlashNetwork:
                 scale = 1 / math.sqrt(2 * config.layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
                 nn.init.normal_(parameter, std=scale / math.sqrt(parameter.shape[1]))
         nn.init.constant_(network.norm.weight, _UNDECIDED)
+        if network.chain is not None:
+            nn.init.zeros_(network.chain.out_proj.weight)  # neighbours say nothing at first
     return network
 
 

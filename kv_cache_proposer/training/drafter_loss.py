@@ -1,7 +1,12 @@
 """Cross-entropy over the vocabulary without holding it: a slice of rows at a time, gradients at once.
 
+    gradient of a row's hidden state = weight · (p − share · q − (1 − share) · onehot) @ head
+        p @ head − share · (q @ head) − (1 − share) · head[target]
+
 The head is frozen, so all that is wanted of its backward is the gradient of the hidden states, which is known as soon
-as a slice's probabilities are. Nothing of size [rows, V] outlives its slice.
+as a slice's probabilities are. Nothing of size [rows, V] outlives its slice, and on a GPU moving such things is what
+takes the time, not multiplying them: they are written in the head's dtype, once as scores and once as probabilities
+(whose sums are float32), and the three terms meet as [rows, hidden].
 """
 
 from __future__ import annotations
@@ -42,21 +47,23 @@ class _HeadLoss(torch.autograd.Function):
         gradients = torch.empty_like(states)
         is_right = torch.empty_like(targets, dtype=torch.bool)
         loss = torch.zeros((), device=states.device)
-        step = max(1, _SLICE_BYTES // (4 * len(head)))
+        step = max(1, _SLICE_BYTES // (head.element_size() * len(head)))
         for first in range(0, len(states), step):
             own = slice(first, first + step)
-            target, weight = targets[own, None], weights[own, None]
-            logits = (states[own].to(head.dtype) @ head.T).float()
-            is_right[own] = logits.argmax(-1) == targets[own]
-            scores = logits.log_softmax(-1)
-            gradient = scores.exp()
-            row_loss = scores.gather(1, target) * (share - 1)
+            state, target, weight = states[own].to(head.dtype), targets[own, None], weights[own, None]
+            logits = state @ head.T
+            best, place = logits.max(-1, keepdim=True)
+            is_right[own] = place[:, 0] == targets[own]
+            chances = logits.softmax(-1)
+            # The likeliest has a chance of at least 1 / V: its logarithm is never lost to rounding.
+            total = best.float() - chances.gather(1, place).float().log()
+            row_loss = (1 - share) * (total - logits.gather(1, target).float())
+            gradient = (chances @ head).float() - (1 - share) * head[targets[own]].float()
             if share:
-                wanted = (teacher[own].to(head.dtype) @ head.T).float().softmax(-1)
-                row_loss -= share * (wanted * scores).sum(-1, keepdim=True)
+                wanted = ((teacher[own].to(head.dtype) @ head.T).softmax(-1) @ head).float()
+                row_loss += share * (total - (wanted * state.float()).sum(-1, keepdim=True))
                 gradient -= share * wanted
-            gradient.scatter_add_(1, target, torch.full_like(weight, share - 1))
-            gradients[own] = ((gradient * weight).to(head.dtype) @ head).to(states.dtype)
+            gradients[own] = (gradient * weight).to(states.dtype)
             loss += (row_loss * weight).sum()
         ctx.save_for_backward(gradients)
         ctx.mark_non_differentiable(is_right)

@@ -61,7 +61,7 @@ def said(forward: TorchForward, model: ModelConfig) -> tuple[list[int], int]:
 def test_what_was_trained_drafts_for_its_model_and_changes_no_token(tiny_folder: Path, made: Path) -> None:
     model, forward = opened(tiny_folder, made, "auto")
     drafter = find_drafter(model, forward)
-    assert drafter is not None and drafter.name == "dflash" and drafter.longest == 3
+    assert drafter is not None and drafter.name == "hybrid" and drafter.tap_layers
     drafted, guesses = said(forward, model)
     plain, none = said(forward, replace(model, drafter="none"))
     assert drafted == plain
@@ -83,6 +83,7 @@ def test_a_trained_drafter_is_told_from_others_by_its_digest(tiny_folder: Path, 
     for named in ("auto", str(folder)):
         told = drafter_identity(*opened(tiny_folder, made, named))
         assert told["tensors_sha256"] == manifest["tensors_sha256"]
+        assert ("copies" in told) == (named == "auto")
     for setting in ("auto", "ngram"):
         assert drafter_identity(*opened(tiny_folder, tmp_path, setting))["max_ngram"] == 8
     assert drafter_identity(*opened(tiny_folder, tmp_path, "none")) == {}
@@ -101,7 +102,7 @@ def test_a_drafter_that_comes_with_the_package_is_found_by_its_target(
     shutil.copytree(drafter_folder(tiny_folder.name, made), shipped)
     monkeypatch.setattr(drafters, "SHIPPED", shipped.parent)
     found = find_drafter(*opened(tiny_folder, tmp_path / "empty", "auto"))
-    assert found is not None and found.name == "dflash"
+    assert found is not None and found.name == "hybrid"
     manifest = json.loads((shipped / "drafter.json").read_text())
     (shipped / "drafter.json").write_text(json.dumps({**manifest, "target_digest": "0" * 64}))
     found = find_drafter(*opened(tiny_folder, tmp_path / "empty", "auto"))
@@ -130,6 +131,8 @@ def test_a_folder_that_is_asked_for_must_hold_a_drafter_of_this_model(
         ("corpus", "--rows", "0"),
         ("drafter", "--block-size", "1"),
         ("drafter", "--teacher-share", "2"),
+        ("drafter", "--chain", "-1"),
+        ("drafter", "--decay", "0"),
         ("drafter", "--corpus", "nowhere"),
         ("drafter", "--commit", "later"),
         ("latent", "--refine-steps", "-1"),

@@ -25,6 +25,16 @@ def tiny_network(*, seed: int = 0, **changes: int) -> DFlashNetwork:
     return new_network(tiny_config(**changes), seed=seed).eval().requires_grad_(False)
 
 
+def chained_network(**changes: int) -> DFlashNetwork:
+    """As if it had learnt what follows what: its chain says as much as its layers."""
+    network = tiny_network(**{"chain": 8, **changes})
+    assert network.chain is not None
+    generator = torch.Generator().manual_seed(5)
+    weight = network.chain.out_proj.weight
+    weight.copy_(torch.randn(weight.shape, generator=generator))
+    return network
+
+
 @lru_cache(maxsize=2)
 def greedy_texts(count: int = 6, length: int = 45) -> tuple[Text, ...]:
     """What TinyModel says greedily after eight ids; the last one is held out."""

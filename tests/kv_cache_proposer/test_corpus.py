@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from inference_engine.evaluation import self_talk
 from kv_cache_proposer.errors import DrafterError, ForeignDrafter
 from kv_cache_proposer.training.conversations import OPENINGS
 from kv_cache_proposer.training.corpus import CorpusPlan, write_corpus
@@ -26,6 +28,7 @@ from kv_cache_proposer.training.corpus_store import (
     read_manifest,
     read_texts,
 )
+from kv_cache_proposer.training.questions import questions
 from tests.kv_cache_proposer.small_models import gemma3
 from tests.tiny import VOCABULARY, tiny_model
 from tests.tiny_folder import tiny_tokenizer
@@ -136,7 +139,7 @@ def test_a_text_that_is_no_chat_ends_with_its_first_stop_id() -> None:
 
 def test_a_template_is_read_as_it_renders_a_talk() -> None:
     tokenizer = tiny_tokenizer()
-    chat = read_chat(tokenizer)
+    chat = read_chat(tokenizer, longest=1000)
     talk = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "ho"},
@@ -147,7 +150,18 @@ def test_a_template_is_read_as_it_renders_a_talk() -> None:
     end = [chat.end_of_turn]
     made = [*chat.opened, *hi, *end, *chat.before_assistant, *ho, *end, *chat.before_user, *so]
     assert rendered[: len(made)] == made
-    assert len(chat.asked) == len(OPENINGS)
+    assert len(set(chat.asked)) > 1000
+    few = read_chat(tokenizer, longest=len(chat.asked[100])).asked
+    assert few[: len(OPENINGS)] == chat.asked[: len(OPENINGS)]
+    assert set(few) < set(chat.asked) and max(map(len, few[len(OPENINGS) :])) == len(chat.asked[100])
+
+
+def test_questions_are_of_many_kinds_and_none_is_what_is_evaluated_on() -> None:
+    some = set(islice(questions(0), 3000))
+    assert len(some) > 1000
+    assert some.isdisjoint(self_talk.OPENINGS) and some.isdisjoint(OPENINGS)
+    assert list(islice(questions(1), 20)) == list(islice(questions(1), 20)) != list(islice(questions(2), 20))
+    assert not any("{" in one or "}" in one for one in some)
 
 
 def test_prompts_are_a_function_of_the_seed_and_the_batch() -> None:

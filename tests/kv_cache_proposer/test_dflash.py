@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +14,16 @@ from torch import Tensor
 from inference_engine.decode.drafting import Drafter, DraftMemory, Seen, Wanted
 from inference_engine.kv.context import KVContext
 from inference_engine.types import Mode
+from kv_cache_proposer.dflash import graphs
 from kv_cache_proposer.dflash.drafter import DFlashDrafter
+from kv_cache_proposer.dflash.guessing import guess
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import words_of
 from kv_cache_proposer.errors import DrafterError
 from kv_cache_proposer.training.drafter_blocks import Texts, blocks_at
 from kv_cache_proposer.training.drafter_measure import draft_states
 from kv_cache_proposer.training.drafter_taps import read_taps
-from tests.kv_cache_proposer.drafter_cases import tiny_network
+from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
 from tests.tiny import PAGES, VOCABULARY, tiny_forward, tiny_model
 
 LENGTH = 61
@@ -67,7 +69,7 @@ def by_training(network: DFlashNetwork, ids: Tensor) -> list[int]:
     taps, _ = read_taps(tiny_model(), ids[None], network.config.tap_layers)
     blocks = blocks_at(texts, torch.tensor([[len(ids) - 1]]), block_size=network.config.block_size)
     words = words_of(tiny_model())
-    guesses: list[int] = words.head(draft_states(network, words, texts, blocks, taps)).argmax(-1)[0, 0].tolist()
+    guesses: list[int] = guess(network, words, draft_states(network, words, texts, blocks, taps))[0, 0].tolist()
     return guesses
 
 
@@ -77,8 +79,10 @@ def drafts(drafter: Drafter, asked: Sequence[Wanted]) -> list[list[int]]:
 
 @pytest.mark.parametrize("cuts", [(60,), (1, 2, 3, 60), (5, 30, 31, 59, 60), (23, 24, 25, 48, 60)], ids=str)
 @pytest.mark.parametrize("length", [2, 20, 25, LENGTH])
-def test_a_draft_is_what_training_computes_however_rows_arrived(cuts: tuple[int, ...], length: int) -> None:
-    network = tiny_network()
+@pytest.mark.parametrize("network", [tiny_network(), chained_network()], ids=["plain", "chained"])
+def test_a_draft_is_what_training_computes_however_rows_arrived(
+    network: DFlashNetwork, cuts: tuple[int, ...], length: int
+) -> None:
     drafter, ids = make_drafter(network), history()[:length]
     memory = opened(drafter, context())
     ends = sorted({min(cut, length - 1) for cut in cuts})
@@ -215,3 +219,28 @@ def test_a_mask_that_the_target_does_not_know_is_refused() -> None:
 def test_a_shape_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(DrafterError):
         replace(tiny_network().config, **change)
+
+
+class Unrecorded:
+    """In the place of a recording, which needs a GPU: what would have been recorded, computed anew."""
+
+    def __init__(self, _idle: object, _device: object, compute: Callable[[Tensor], Any], _memory: object) -> None:
+        self._compute = compute
+
+    def run(self, numbers: np.ndarray[Any, Any]) -> Any:
+        return self._compute(torch.from_numpy(numbers))
+
+
+@pytest.mark.parametrize("network", [tiny_network(), chained_network()], ids=["plain", "chained"])
+def test_what_is_recorded_computes_what_training_does(network: DFlashNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "Recording", Unrecorded)
+    place = context()
+    drafter = DFlashDrafter(network, words_of(tiny_model()), records_graphs=True)
+    drafter.prepare(place)
+    texts = [history(seed, length) for seed, length in enumerate((LENGTH, 9, 40))]
+    memories = [opened(drafter, place) for _ in texts]
+    for memory, ids in zip(memories, texts, strict=True):
+        for first in range(0, len(ids) - 1, 7):
+            drafter.observe([seen(memory, ids, first, min(first + 7, len(ids) - 1), network)])
+    together = drafts(drafter, [wanted(memory, ids) for memory, ids in zip(memories, texts, strict=True)])
+    assert together == [by_training(network, ids) for ids in texts]

@@ -60,6 +60,15 @@ def test_the_loss_falls_and_guesses_come_to_be_right(tmp_path: Path) -> None:
     assert acceptance_length(tiny_model(), network.eval(), words_of(tiny_model()), whole) > 2.5
 
 
+def test_a_chain_learns_beside_the_rest(tmp_path: Path) -> None:
+    network = new_network(tiny_config(chain=16), seed=0)
+    plan = replace(PLAN, steps=120)
+    train(tiny_model(), network, texts(), plan, tmp_path, seconds=1e9, report=lambda *_: None)
+    assert network.chain is not None and network.chain.out_proj.weight.abs().max() > 0.01
+    whole = text_set(greedy_texts()).batches(3)
+    assert acceptance_length(tiny_model(), network.eval(), words_of(tiny_model()), whole) > 2.5
+
+
 def test_training_in_two_calls_is_training_in_one(tmp_path: Path) -> None:
     whole = trained(tmp_path / "whole", PLAN)
     trained(tmp_path / "parts", PLAN, seconds=5, clock=1.0)
@@ -168,6 +177,21 @@ def test_the_loss_and_its_gradient_are_those_of_plain_cross_entropy(share: float
     torch.testing.assert_close(loss, plain)
     torch.testing.assert_close(ours, states.grad)
     assert torch.equal(is_right, logits.argmax(-1) == targets)
+
+
+def test_a_head_in_bfloat16_rounds_the_gradient_and_no_more() -> None:
+    generator = torch.Generator().manual_seed(1)
+    states, head, teacher = (torch.randn(count, 32, generator=generator) for count in (64, 301, 64))
+    targets, weights = torch.randint(0, 301, (64,), generator=generator), torch.rand(64, generator=generator)
+    gradients = []
+    for dtype in (torch.float32, torch.bfloat16):
+        own = states.clone().requires_grad_()
+        loss, _ = head_loss(own, head.to(dtype), targets, weights, teacher=teacher, teacher_share=0.5)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert own.grad is not None
+        gradients.append(own.grad)
+    exact, rounded = gradients
+    assert (rounded - exact).norm() < 0.02 * exact.norm()
 
 
 # -- what it begins with, and with what --------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Finished, GenerateParams, Mode, Sampling
 from kv_cache_proposer.dflash.drafter import DFlashDrafter
 from kv_cache_proposer.dflash.target import words_of
+from kv_cache_proposer.hybrid import HybridDrafter
 from kv_cache_proposer.ngram import NgramDrafter
-from tests.kv_cache_proposer.drafter_cases import tiny_network
+from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
 from tests.laws.drafters import Failing, Knowing, Plain, Remembering, Wrong
 from tests.laws.variants import LENGTH, drain, each_mode, each_strategy, engine_for, generate, same, text, tokens
 from tests.tiny import VOCABULARY, tiny_forward
@@ -53,8 +54,10 @@ def test_drafts_change_no_token_and_no_later_one(strategy: KVStrategy, mode: Mod
         engine.append(plain, text(20, seed=5))
         second = generate(engine, plain, 9, sampling=sampling)
     said = [*text(), *(token for token, _ in first), *text(20, seed=5), *(token for token, _ in second)]
-    network = DFlashDrafter(tiny_network(), words_of(tiny_forward().seam.model))
-    for drafter in (Knowing(text=said, errs=7), Remembering(), NgramDrafter(min_ngram=1), network):
+    words = words_of(tiny_forward().seam.model)
+    networks = [DFlashDrafter(network, words) for network in (tiny_network(), chained_network())]
+    hybrid = HybridDrafter(networks[0], NgramDrafter(min_ngram=1, max_ngram=2))
+    for drafter in (Knowing(text=said, errs=7), Remembering(), NgramDrafter(min_ngram=1), *networks, hybrid):
         with engine_for(mode, drafter=drafter, draft_tokens=4) as engine:
             session = opened(engine, strategy, text())
             assert same(first, generate(engine, session, COUNT, sampling=sampling), mode), drafter

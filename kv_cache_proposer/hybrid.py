@@ -1,0 +1,61 @@
+"""A long copy first, else the network: prompt lookup where the history repeats itself, a trained drafter elsewhere.
+
+    history ends like an earlier part of it, for `min_ngram` ids or more   → what followed there
+    it does not                                                            → what the network guesses
+
+A long copy is right more often than any network, costs nothing, and reaches further than a block; a short one is not.
+Which of the two drafts is asked anew each time, so the network is told of every row, as it would be alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inference_engine.decode.drafting import Drafter, DraftMemory, Seen, TokenIds, Wanted
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.pool import Demand
+from kv_cache_proposer.ngram import NgramDrafter
+
+# What follows three ids that came before is right more often than a network is; after two of a chat it is not.
+LONG_COPY = NgramDrafter(min_ngram=3)
+
+
+class HybridDrafter:
+    """network: has the say wherever `copies` has none; what sessions remember is its memory."""
+
+    def __init__(self, network: Drafter, copies: NgramDrafter = LONG_COPY) -> None:
+        self._network = network
+        self._copies = copies
+
+    @property
+    def name(self) -> str:
+        return "hybrid"
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return self._network.tap_layers
+
+    @property
+    def longest(self) -> int:
+        return max(self._copies.longest, self._network.longest)
+
+    def demands(self, geometry: Geometry) -> tuple[Demand, ...]:
+        return self._network.demands(geometry)
+
+    def open(self, context: KVContext) -> DraftMemory | None:
+        return self._network.open(context)
+
+    def prepare(self, context: KVContext) -> None:
+        self._network.prepare(context)
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        self._network.observe(seen)
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[TokenIds]:
+        drafts = self._copies.propose(wanted)
+        without = [place for place, draft in enumerate(drafts) if not len(draft)]
+        guesses = self._network.propose([wanted[place] for place in without])
+        for place, guessed in zip(without, guesses, strict=True):
+            drafts[place] = guessed
+        return drafts
