@@ -4,7 +4,7 @@
 
 Each round runs, at each history length, transformers, then ours in batched mode, then ours in fixed-shape mode; ratios
 are taken within a round, so a slow minute of the machine hits all three. Greedy tokens are compared too: a fast wrong
-answer is no answer. A profile of one decode at each length says what a token's time is spent on.
+answer is no answer. A profile of decodes and of prefills at each length says what their time is spent on.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from inference_engine.models import load_model
 from inference_engine.types import GenerateParams, Mode, Sampling, TokenCommitted
 
 SEED = 1
-_LINEAR = ("aten::mm", "aten::addmm", "linear", "gemm", "gemv", "cublas", "cutlass")
-_ATTENTION = ("scaled_dot_product", "attention", "fmha", "flash")
+_LINEAR = ("aten::mm", "aten::addmm", "linear", "gemm", "gemv", "cublas", "cutlass", "nvjet")
+_ATTENTION = ("scaled_dot_product", "attention", "attend", "fmha", "flash")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +112,15 @@ def run_ours(engine: Engine, history: list[int], count: int) -> Run:
     return Run(times[0] - began, (times[-1] - times[0]) / (count - 1), tuple(tokens))
 
 
-def shares_of_a_token(forward: Forward, history: list[int], count: int) -> dict[str, float]:
-    """Where a decode step's wall time goes: linear layers, attention, other operations, the host between them.
+def shares_of_time(forward: Forward, history: list[int], count: int) -> dict[str, dict[str, float]]:
+    """Where the wall time of decode steps and of prefills goes: linear layers, attention, other operations, the host.
 
     The steps run on this thread: a profile sees no other. On a GPU, operations count with their time on the device.
     """
     on_cpu = forward.device.type == "cpu"
     geometry = forward.geometry(mode=Mode.BATCHED, page_tokens=16, segment_tokens=256)
     limit = len(history) + count + 2
-    bound = Full().bound(geometry, limit)
-    context = forward.open(geometry, bound.peak_bytes)
+    context = forward.open(geometry, Full().bound(geometry, limit).peak_bytes)
     verifier, kv = Verifier(forward, context), SessionKV(Full(), context, limit)
     sampler = Sampler.start(Sampling(), 0, np.array([], dtype=np.uint32), forward.facts.vocab_size, forward.device)
 
@@ -132,11 +131,19 @@ def shares_of_a_token(forward: Forward, history: list[int], count: int) -> dict[
     step(history)
     step(history[:1])
     activities = [ProfilerActivity.CPU, *([] if on_cpu else [ProfilerActivity.CUDA])]
-    with profile(activities=activities, acc_events=True) as profiled:
-        began = time.perf_counter()
-        for token_id in history[:count]:
-            step([token_id])
-        wall = time.perf_counter() - began
+    shares = {}
+    for name, steps in (("token", [[token_id] for token_id in history[:count]]), ("prefill", [history])):
+        with profile(activities=activities, acc_events=True) as profiled:
+            began = time.perf_counter()
+            for token_ids in steps:
+                step(token_ids)
+            wall = time.perf_counter() - began
+        shares[name] = _shares(profiled, wall, on_cpu=on_cpu)
+        kv.forget()
+    return shares
+
+
+def _shares(profiled: profile, wall: float, *, on_cpu: bool) -> dict[str, float]:
     spent = {"linear": 0.0, "attention": 0.0, "other operations": 0.0}
     for event in profiled.key_averages():
         seconds = (event.self_cpu_time_total if on_cpu else event.self_device_time_total) / 1e6
@@ -219,9 +226,8 @@ def main() -> None:
     )
     engines = open_engines(forward, arguments.kv_bytes)
     cells = measure(theirs.model, engines, arguments.lengths, arguments.rounds, arguments.tokens)
-    shares = {
-        f"at {length}": shares_of_a_token(forward, list(range(10, 10 + length)), 16) for length in arguments.lengths
-    }
+    spent = {length: shares_of_time(forward, list(range(10, 10 + length)), 16) for length in arguments.lengths}
+    shares = {word: {f"at {length}": one[word] for length, one in spent.items()} for word in ("token", "prefill")}
     for engine in engines.values():
         engine.close()
     values = values_of(cells, arguments.tokens)
@@ -243,7 +249,8 @@ def main() -> None:
             "seeds": [SEED],
             "values": values,
             "baseline": "transformers generate(), its DynamicCache and sdpa attention, same process, same weights",
-            "shares_of_a_token": shares,
+            "shares_of_a_token": shares["token"],
+            "shares_of_a_prefill": shares["prefill"],
         },
     )
     for name, value in values.items():

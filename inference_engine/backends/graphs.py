@@ -1,10 +1,10 @@
-"""Decode steps as CUDA graphs: recorded for each number of rows when the engine starts, then run over other numbers.
+"""Steps as CUDA graphs: recorded for each number of rows when the engine starts, then run over other numbers.
 
-A small model's decode step is hundreds of launches of microseconds each, and preparing them on the host takes longer
-than running them. A step whose rows all attend to lanes is nothing but numbers of fixed shapes (`kv/lane_tables.py`),
-and can be recorded.
+A small model's step is hundreds of launches of microseconds each, and preparing them on the host takes longer than
+running them, whether it decodes or takes in a segment of a prompt. A step whose rows all attend to lanes is nothing but
+numbers of fixed shapes (`kv/lane_tables.py`), and can be recorded.
 
-    numbers   ids [N] | positions [N] | writes | lanes
+    numbers   ids [N] | positions [N] | rows whose logits are wanted [at most MOST_LOGITS] | writes | lanes
 
 N is rounded up to one of `SIZES`; the rows that pad it write to row 0 of the arena and attend to nothing.
 """
@@ -26,11 +26,15 @@ from inference_engine.kv.lane_tables import LaneTables, StepNumbers
 from inference_engine.kv.pool import Pool
 from inference_engine.models.seam import Seam
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 512, 768, 1024)
+MOST_SELECTING = 64  # rows of a step in which some read keep-sets
+MOST_LOGITS = 64  # logits of a row are as long as the vocabulary: those of a whole prompt would take gigabytes
+
+Recorded = Recording[tuple[Tensor, Tensor | None]]
 
 
 def wants_graphs(choice: str, device: torch.device, *, has_lanes: bool) -> bool:
-    """Are decode steps to be recorded? Raises BackendError if they must be (`on`) and cannot."""
+    """Are steps to be recorded? Raises BackendError if they must be (`on`) and cannot."""
     can = device.type == "cuda" and has_lanes
     if choice == "on" and not can:
         raise BackendError(
@@ -56,56 +60,71 @@ class StepGraphs:
         tap_layers: tuple[int, ...] = (),
         memory: GraphMemory,
     ) -> None:
-        """Records all of them, so that none has to wait later. tap_layers: of the steps that want hidden states.
+        """Records all but those in which rows read keep-sets, so that none has to wait later.
 
-        Raises BackendError for a model that cannot be recorded.
+        tap_layers: of the steps that want hidden states. Raises BackendError for a model that cannot be recorded.
         """
-        self._seam = seam
+        self._seam, self._geometry, self._attention = seam, geometry, attention
         self._device = next(iter(pool.arenas.values())).keys.device
+        self._memory = memory
+        self._taps = {(), tap_layers}
+        # The largest first: the others find room in its temporary memory.
+        self._recorded: dict[tuple[int, tuple[int, ...], bool], Recorded] = {
+            (size, taps, False): self._record(pool, size, taps, selects=False)
+            for size in reversed(SIZES)
+            for taps in self._taps
+        }
 
-        def record(size: int, taps: tuple[int, ...]) -> Recording[tuple[Tensor, Tensor | None]]:
-            def compute(numbers: Tensor) -> tuple[Tensor, Tensor | None]:
-                ids, positions, rest = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
-                tables = LaneTables.over(rest, geometry, pool, attention, rows=size)
-                return _forward(seam, ids, positions, tables, taps)
+    def _record(self, pool: Pool, size: int, taps: tuple[int, ...], *, selects: bool) -> Recorded:
+        seam, geometry, attention = self._seam, self._geometry, self._attention
 
-            nothing = StepNumbers(geometry, size, has_lanes=True).all
-            idle = np.concatenate([np.zeros(2 * size, dtype=np.int64), nothing])
-            return Recording(idle, self._device, compute, memory)
+        def compute(numbers: Tensor) -> tuple[Tensor, Tensor | None]:
+            head, rest = numbers[: 2 * size + _logits(size)], numbers[2 * size + _logits(size) :]
+            tables = LaneTables.over(rest, geometry, pool, attention, rows=size, selects=selects)
+            return _forward(seam, head[:size], head[size : 2 * size], head[2 * size :], tables, taps)
 
-        wanted = {(), tap_layers}
+        nothing = StepNumbers(geometry, size, has_lanes=True).all
+        idle = np.concatenate([np.zeros(2 * size + _logits(size), dtype=np.int64), nothing])
         try:
-            # The largest first: the others find room in its temporary memory.
-            self._recorded = {(size, taps): record(size, taps) for size in reversed(SIZES) for taps in wanted}
+            return Recording(idle, self._device, compute, self._memory)
         except RuntimeError as error:
-            raise BackendError(f"decode steps cannot be recorded ({error}); start with graphs=off") from error
+            raise BackendError(f"steps cannot be recorded ({error}); start with graphs=off") from error
 
     def can_run(self, step: Step) -> bool:
         """Rows past the trained positions are rotated by other operations than those recorded."""
         plan = step.plan
-        if not plan.is_lanes_only or plan.row_count > SIZES[-1] or (SIZES[0], step.tap_layers) not in self._recorded:
+        if not plan.is_lanes_only or step.tap_layers not in self._taps or len(step.logit_rows) > MOST_LOGITS:
+            return False
+        if plan.row_count > (MOST_SELECTING if plan.selects else SIZES[-1]):
             return False
         return bool(plan.positions.max() < self._seam.trained_positions)
 
     def run(self, step: Step) -> Result:
-        """As `Forward.run`."""
+        """As `Forward.run`. The first step with keep-sets of its size is recorded now: BackendError if it cannot be."""
         plan, rows = step.plan, step.plan.row_count
         size = SIZES[bisect_left(SIZES, rows)]
-        parts = (padded(step.token_ids, size), padded(plan.positions, size), plan.numbers.padded(size).all)
-        logits, taps = self._recorded[size, step.tap_layers].run(np.concatenate(parts))
+        kind = (size, step.tap_layers, plan.selects)
+        if kind not in self._recorded:
+            self._recorded[kind] = self._record(plan.pool, size, step.tap_layers, selects=plan.selects)
+        kept = padded(np.array(step.logit_rows, dtype=np.int64), _logits(size))
+        parts = (padded(step.token_ids, size), padded(plan.positions, size), kept, plan.numbers.padded(size).all)
+        logits, taps = self._recorded[kind].run(np.concatenate(parts))
         # Copies: the next step overwrites what the graph gives.
-        if len(step.logit_rows) == rows:
-            logits = logits[:rows].clone()
-        else:
-            logits = logits[torch.tensor(step.logit_rows, dtype=torch.long, device=self._device)]
-        return Result(logits, None if taps is None else taps[:rows].clone())
+        return Result(logits[: len(step.logit_rows)].clone(), None if taps is None else taps[:rows].clone())
+
+
+def _logits(size: int) -> int:
+    """Of how many rows of such a step logits are computed."""
+    return min(size, MOST_LOGITS)
 
 
 def _forward(
-    seam: Seam, ids: Tensor, positions: Tensor, tables: LaneTables, tap_layers: tuple[int, ...]
+    seam: Seam, ids: Tensor, positions: Tensor, kept: Tensor, tables: LaneTables, tap_layers: tuple[int, ...]
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits [N, V] float32 of every row, and hidden states [N, layers, hidden] if any are wanted."""
+    """Logits [n, V] float32 of the rows `kept` [n], and hidden states [N, layers, hidden] if any are wanted."""
     with seam.tapped(tap_layers) as states:
         batch = seam.batch(tables, np.zeros(1, dtype=np.int64))
-        out = seam.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, batch=batch)
+        out = seam.model(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept, batch=batch
+        )
         return out.logits[0].float(), torch.stack(states, dim=1) if states else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 
 def attend(
@@ -40,6 +41,39 @@ def attend(
     else:
         out = _attend_spelled_out(folded, keys, values, mask, scaling, softcap, head_sinks)
     return out.reshape(query_heads, rows, head_dim).transpose(0, 1)
+
+
+def attend_causal(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    head_sinks: Tensor | None = None,
+) -> Tensor:
+    """As `attend`, where the queries stand at the last T of the S positions and see all up to their own.
+
+    No mask is made, so that a GPU's fused operations can be used, and nothing after a query's own position is computed.
+    """
+    rows, query_heads, head_dim = queries.shape
+    kv_heads, count, _ = keys.shape
+    if softcap is not None or head_sinks is not None:
+        later = torch.ones(rows, count, dtype=torch.bool, device=queries.device).triu_(count - rows + 1)
+        mask = torch.zeros(rows, count, dtype=queries.dtype, device=queries.device).masked_fill_(later, float("-inf"))
+        return attend(queries, keys, values, mask, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
+    # KV heads are the batch, and the heads of a group read the same ones: a stride of 0 instead of a copy.
+    group = query_heads // kv_heads
+    grouped = queries.transpose(0, 1).reshape(kv_heads, group, rows, head_dim)
+    shared = (kv_heads, group, count, head_dim)
+    out: Tensor = F.scaled_dot_product_attention(
+        grouped,
+        keys[:, None].expand(shared),
+        values[:, None].expand(shared),
+        attn_mask=causal_lower_right(rows, count),
+        scale=scaling,
+    )
+    return out.permute(2, 0, 1, 3).reshape(rows, query_heads, head_dim)
 
 
 def _attend_spelled_out(

@@ -9,6 +9,10 @@ so that nothing as long as a history is built on the host or copied, and a step'
     position   its number | the last one up to `last` that falls there, `ring` apart (ring 0: its number)
     seen       from sink_floor on | from max(floor, sink) on, and both up to `upto`
 
+A row may read a keep-set (`kernels/gather.py`): its line then has a block size. Of what it sees it reads the sink, what
+is from `local` on, and the `kept` blocks between of the highest bounds; the bounds are in the lane, from slot `bounds`
+on. Slots are positions there. A line whose block size is 0 reads all it sees.
+
 This is the reference, row by row in plain torch, and the contract; `triton/lane_attention.py` has the kernel.
 """
 
@@ -20,13 +24,18 @@ import torch
 from torch import Tensor
 
 from inference_engine.kernels.attention import attend
+from inference_engine.kernels.bounds import bounds_scores
+from inference_engine.kernels.gather import masked_attend, select
 
-START, LANE, COUNT, SINK, RING, LAST, UPTO, FLOOR, SINK_FLOOR = range(9)
-FIELDS = 9
+START, LANE, COUNT, SINK, RING, LAST, UPTO, FLOOR, SINK_FLOOR, BLOCK, KEPT, LOCAL, BOUNDS = range(13)
+FIELDS = 13
 
 
 class LaneAttention(Protocol):
-    """`kv_heads`: Hkv. A row whose count is 0 gets zeros. Returns [N, Hq, D] in the dtype of `queries`."""
+    """`kv_heads`: Hkv. A row whose count is 0 gets zeros. Returns [N, Hq, D] in the dtype of `queries`.
+
+    blocks: no row chooses among more than these; 0 if none reads a keep-set.
+    """
 
     def __call__(
         self,
@@ -38,6 +47,7 @@ class LaneAttention(Protocol):
         kv_heads: int,
         scaling: float,
         softcap: float | None = None,
+        blocks: int = 0,
     ) -> Tensor: ...
 
 
@@ -50,6 +60,7 @@ def attend_lanes(
     kv_heads: int,
     scaling: float,
     softcap: float | None = None,
+    blocks: int = 0,
 ) -> Tensor:
     """The reference of LaneAttention."""
     out = torch.zeros_like(queries)
@@ -58,9 +69,17 @@ def attend_lanes(
         if not count:
             continue
         slots = torch.arange(count, device=queries.device)
+        heads = start + torch.arange(kv_heads, device=queries.device)[:, None] * lane
+        if numbers[BLOCK]:
+            assert blocks, "a row reads a keep-set, and nobody said so"
+            read = kept(queries[row : row + 1], keys, values, heads, numbers, scaling=scaling)
+            index, one = heads + slots, queries[row : row + 1]
+            state, _ = masked_attend(one, keys[index], values[index], read, scaling=scaling, softcap=softcap)
+            out[row] = state[0].to(out.dtype)
+            continue
         mask = torch.zeros(1, count, dtype=queries.dtype, device=queries.device)
         mask.masked_fill_(~seen(slots, numbers)[None], float("-inf"))
-        index = start + torch.arange(kv_heads, device=queries.device)[:, None] * lane + slots  # [Hkv, count]
+        index = heads + slots  # [Hkv, count]
         out[row : row + 1] = attend(
             queries[row : row + 1], keys[index], values[index], mask, scaling=scaling, softcap=softcap
         )
@@ -74,3 +93,20 @@ def seen(slots: Tensor, numbers: list[int]) -> Tensor:
     positions = slots if not ring else torch.where(in_sink, slots, last - (last - slots) % ring)
     floor = torch.where(in_sink, numbers[SINK_FLOOR], max(numbers[FLOOR], 0 if not ring else sink))
     return (positions <= upto) & (positions >= floor)
+
+
+def kept(query: Tensor, keys: Tensor, values: Tensor, heads: Tensor, numbers: list[int], *, scaling: float) -> Tensor:
+    """[1, Hkv, count], which slots the row reads that has a block size. heads: [Hkv, 1], where each head's slots begin.
+
+    scaling must be positive.
+    """
+    block, sink, local = numbers[BLOCK], numbers[SINK], numbers[LOCAL]
+    slots = torch.arange(numbers[COUNT], device=query.device)
+    always = ((slots < sink) | (slots >= local)) & (slots <= numbers[UPTO])
+    firsts = torch.arange(0, max(1, local), block, device=query.device)
+    low, high = (states[heads + numbers[BOUNDS] + firsts // block] for states in (keys, values))
+    candidates = firsts.clamp(min=sink) < (firsts + block).clamp(max=local)
+    scores = bounds_scores(query, low, high, scaling)  # [1, Hkv, B]
+    chosen = select(scores, candidates[None], numbers[KEPT], searched=False).blocks
+    is_chosen = (chosen[..., None] == slots // block).any(2)
+    return always | (is_chosen & (slots < local))

@@ -5,19 +5,21 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_engine.kv.layout import Layout, Positions
+from inference_engine.kv.layout import BlockSelector, Layout, Positions
 
 Numbers = NDArray[np.int64]
 
 
-def lane_numbers(layout: Layout, queries: Positions, *, last: int, count: int) -> Numbers:
-    """[n, 7], for each of `queries`: COUNT, SINK, RING, LAST, UPTO, FLOOR, SINK_FLOOR.
+def lane_numbers(
+    layout: Layout, queries: Positions, *, last: int, count: int, selector: BlockSelector | None = None
+) -> Numbers:
+    """[n, 11], for each of `queries`: COUNT, SINK, RING, LAST, UPTO, FLOOR, SINK_FLOOR, BLOCK, KEPT, LOCAL, BOUNDS.
 
     last: the last position that has a row. count: slots to look at. Says of each slot what `layout.visible` says of the
-    position that it holds.
+    position that it holds. selector: which of these rows the queries read, as the layout has it; None: all.
     """
     window, native = layout.window, layout.native_window
-    numbers = np.zeros((len(queries), 7), dtype=np.int64)
+    numbers = np.zeros((len(queries), 11), dtype=np.int64)
     nearest = np.zeros_like(queries) if native is None else np.maximum(0, queries - native + 1)
     horizons = np.zeros_like(queries) if window is None else queries - queries % layout.segment - window
     numbers[:, 0] = count
@@ -27,4 +29,10 @@ def lane_numbers(layout: Layout, queries: Positions, *, last: int, count: int) -
     numbers[:, 4] = queries
     numbers[:, 5] = np.maximum(nearest, horizons)
     numbers[:, 6] = nearest
+    if selector is not None:
+        numbers[:, 1] = selector.sink_rows
+        numbers[:, 7] = selector.block
+        numbers[:, 8] = selector.count
+        numbers[:, 9] = selector.local_starts(queries)
+        numbers[:, 10] = layout.summaries_from
     return numbers

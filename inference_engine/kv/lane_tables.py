@@ -21,6 +21,7 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.pool import Arena, Pool
 
 Numbers = NDArray[np.int64]
+_MOST_BLOCKS = 4096
 Array = TypeVar("Array", Numbers, Tensor)
 
 
@@ -58,14 +59,21 @@ class LaneTables:
     geometry: Geometry
     pool: Pool
     attention: LaneAttention | None
+    blocks: int  # as LaneAttention has it
     writes: tuple[Tensor, ...]  # by layer [N · Hkv]
     lanes: Tensor
 
     @staticmethod
     def over(
-        numbers: Tensor, geometry: Geometry, pool: Pool, attention: LaneAttention | None, *, rows: int
+        numbers: Tensor,
+        geometry: Geometry,
+        pool: Pool,
+        attention: LaneAttention | None,
+        *,
+        rows: int,
+        selects: bool = False,
     ) -> LaneTables:
-        """Views of `numbers`, which lie on the device as StepNumbers has them."""
+        """Views of `numbers`, which lie on the device as StepNumbers has them. selects: does a row read a keep-set?"""
         writes, lanes = _split(numbers, geometry, rows)
         by_layer = {
             layer: writes[heads][place].reshape(-1)
@@ -73,7 +81,14 @@ class LaneTables:
             for place, layer in enumerate(layers)
         }
         ordered = tuple(by_layer[layer] for layer in range(len(geometry.layers)))
-        return LaneTables(geometry=geometry, pool=pool, attention=attention, writes=ordered, lanes=lanes)
+        return LaneTables(
+            geometry=geometry,
+            pool=pool,
+            attention=attention,
+            blocks=most_blocks(geometry) if selects else 0,
+            writes=ordered,
+            lanes=lanes,
+        )
 
     def arena(self, layer: int) -> Arena:
         return self.pool.arenas[self.geometry.layers[layer].head_dim]
@@ -100,6 +115,7 @@ class LaneTables:
             kv_heads=self.geometry.layers[layer].kv_heads,
             scaling=scaling,
             softcap=softcap,
+            blocks=self.blocks,
         )
 
     def attend(
@@ -116,6 +132,14 @@ class LaneTables:
         """Write the rows of `layer` and attend; as `StepPlan.attend`, for steps whose rows all attend to lanes."""
         self.write(layer, keys, values)
         return self.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)[None]
+
+
+def most_blocks(geometry: Geometry) -> int:
+    """Among how many blocks a row of a lane can choose: those of the smallest size in the longest history, to a limit.
+
+    A number that does not follow from who is there, so that what was recorded fits all.
+    """
+    return min(_MOST_BLOCKS, -(-geometry.trained_positions // geometry.page_tokens))
 
 
 def by_row(states: Tensor) -> Tensor:

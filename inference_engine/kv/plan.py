@@ -7,9 +7,9 @@ layer with no session object, no synchronisation and no decision. In fixed-shape
 position modulo the row quantum, padded on both sides, and keys are padded to the key quantum: a row then meets the
 same arithmetic whatever else is in the forward.
 
-Where the device has an operation for it, rows of short blocks that read lanes are attended to all at once, whatever
-their sessions are (`kernels/lane_attention.py`). A step of nothing else is a table of numbers (`LaneTables`), and may
-be run as a graph.
+Where the device has an operation for it, rows that read lanes are attended to all at once, whatever their sessions are
+(`kernels/lane_attention.py`), but for the longest chunks of prefills: these see every row up to their own, and need no
+mask. A step of nothing but lanes is a table of numbers (`LaneTables`), and may be run as a graph.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from inference_engine.kernels.lane_attention import COUNT, LANE, START, LaneAtte
 from inference_engine.kv.chunk_view import ChunkView, Portion
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.lane_rows import lane_numbers
-from inference_engine.kv.lane_tables import LaneTables, StepNumbers, by_row
+from inference_engine.kv.lane_tables import LaneTables, StepNumbers, by_row, most_blocks
 from inference_engine.kv.lanes import LaneGroup
 from inference_engine.kv.layout import BlockSelector, Positions
 from inference_engine.kv.pool import Pool
@@ -37,10 +37,11 @@ from inference_engine.kv.query_rings import QueryRings
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.tier_view import TierView
 from inference_engine.kv.trunk_view import TrunkView
-from inference_engine.kv.views import DenseView, GatherView, Lane, MacView, Scoring, View
+from inference_engine.kv.views import CausalView, DenseView, GatherView, Lane, MacView, Scoring, View
 
-# Blocks of more rows are attended to session by session: there are enough of them to fill a device.
-_MOST_LANE_ROWS = 32
+# Blocks of more rows are attended to session by session: each fills a device, and fused operations are at their best.
+_MOST_LANE_ROWS = 1024
+_MOST_SELECTING_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class StepPlan:
         self.positions: NDArray[np.int64] = np.concatenate([positions for _, positions, _ in placed])
         has_lanes = self._lane_attention is not None and any(kv.staged <= _MOST_LANE_ROWS for kv in sessions)
         self.numbers = StepNumbers(geometry, total, has_lanes=has_lanes)
+        self.selects = False  # does a row of the lanes read a keep-set?
         self._plan_writes(placed)
         self.spans = tuple(self._plan_span(*entry) for entry in placed)
         self._copies = self._plan_copies(placed)
@@ -103,7 +105,9 @@ class StepPlan:
     @cached_property
     def _tables(self) -> LaneTables:
         numbers = torch.from_numpy(self.numbers.all).to(self._device)
-        return LaneTables.over(numbers, self._geometry, self.pool, self._lane_attention, rows=self.row_count)
+        return LaneTables.over(
+            numbers, self._geometry, self.pool, self._lane_attention, rows=self.row_count, selects=self.selects
+        )
 
     def attend(
         self,
@@ -160,7 +164,7 @@ class StepPlan:
         for group in session.groups:
             count = self._slot_count(group, session.next_position + session.staged)
             if self._reads_lanes(group, session):
-                self._plan_lanes(group, positions, real, count)
+                self._plan_lanes(group, session, positions, real, count)
                 continue
             lane = Lane(
                 starts=dict(zip(group.layers.tolist(), group.starts.tolist(), strict=True)),
@@ -181,11 +185,20 @@ class StepPlan:
         """May the step's one operation over lanes do what a view of the group would?"""
         if self._lane_attention is None or session.staged > _MOST_LANE_ROWS:
             return False
-        reads_less = group.layout.selector is not None or group.rings is not None
-        return group.source is None and not (reads_less and bool(session.staged_generated.any()))
+        if group.source is not None:
+            return False
+        if not session.staged_generated.any():
+            return True
+        if group.layout.selector is None:
+            return group.rings is None
+        # Rows that choose blocks are served one by one, and not beside others of their session that do not.
+        fits = session.staged <= _MOST_SELECTING_ROWS and group.layout.blocks <= most_blocks(self._geometry)
+        return fits and group.layout.selector.scorer == "bounds" and bool(session.staged_generated.all())
 
-    def _plan_lanes(self, group: LaneGroup, positions: Positions, real: slice, count: int) -> None:
-        numbers = lane_numbers(group.layout, positions, last=int(positions[-1]), count=count)
+    def _plan_lanes(self, group: LaneGroup, session: SessionKV, positions: Positions, real: slice, count: int) -> None:
+        selector = group.layout.selector if session.staged_generated.any() else None
+        self.selects |= selector is not None
+        numbers = lane_numbers(group.layout, positions, last=int(positions[-1]), count=count, selector=selector)
         lanes = self.numbers.lanes
         lanes[group.layers, real, START] = group.starts[:, None]
         lanes[group.layers, real, LANE] = group.layout.lane
@@ -234,7 +247,20 @@ class StepPlan:
         if group.source is not None and (chunks := group.chunks(session.next_position)):
             portions = self._portions(group, positions)
             return ChunkView(lane=lane, portions=portions, source=group.source, chunks=chunks)
+        if self._is_causal(group, positions, count):
+            return CausalView(lane=lane, count=count)
         return DenseView(lane=lane, count=count, mask=self._mask(group, positions, count))
+
+    def _is_causal(self, group: LaneGroup, positions: Positions, count: int) -> bool:
+        """Are the first `count` slots the positions up to the last of these rows, and do rows see all up to their own?
+
+        Only where the device's operations are used: others give other bits than under a mask.
+        """
+        if self._lane_attention is None or len(positions) == 1:
+            return False
+        layout = group.layout
+        keeps_all = layout.window is None and layout.native_window is None and not layout.base
+        return keeps_all and count == int(positions[-1]) + 1
 
     def _mac_view(
         self, group: LaneGroup, rings: QueryRings, lane: Lane, session: SessionKV, positions: Positions, count: int

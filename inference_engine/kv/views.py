@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.attention import attend
+from inference_engine.kernels.attention import attend, attend_causal
 from inference_engine.kernels.bounds import bounds_scores, mean_scores
 from inference_engine.kernels.gather import Always, gather_attend, select
 from inference_engine.kernels.mac import mac_attend
@@ -65,6 +65,24 @@ class DenseView:
             self.lane.slots(arena.keys, layer, 0, self.count),
             self.lane.slots(arena.values, layer, 0, self.count),
             self.mask,
+            scaling=scoring.scaling,
+            softcap=scoring.softcap,
+            head_sinks=scoring.head_sinks,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CausalView:
+    """Reads the first `count` slots, where each holds its own position and the step's rows are the last of them."""
+
+    lane: Lane
+    count: int
+
+    def read(self, layer: int, queries: Tensor, arena: Arena, scoring: Scoring) -> Tensor:
+        return attend_causal(
+            queries,
+            self.lane.slots(arena.keys, layer, 0, self.count),
+            self.lane.slots(arena.values, layer, 0, self.count),
             scaling=scoring.scaling,
             softcap=scoring.softcap,
             head_sinks=scoring.head_sinks,

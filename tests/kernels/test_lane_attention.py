@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,16 +13,20 @@ from torch import Tensor
 
 from inference_engine.config import child_environment
 from inference_engine.kernels.attention import attend
-from inference_engine.kernels.lane_attention import FIELDS, attend_lanes
+from inference_engine.kernels.bounds import block_bounds, bounds_scores
+from inference_engine.kernels.gather import always_read, distant_blocks, gather_attend, select
+from inference_engine.kernels.lane_attention import FIELDS, LaneAttention, attend_lanes
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.lane_rows import lane_numbers
-from inference_engine.kv.layout import LayerRule, Layout
+from inference_engine.kv.layout import BlockSelector, LayerRule, Layout
 
+Build = Callable[[tuple[int, int, int], torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]]
 SEGMENT = 16
+BLOCKS = 41  # at least as many as any history here has
 SHAPES = [(3, 3, 64), (9, 3, 64), (4, 1, 24), (2, 2, 16), (8, 1, 256)]
 
 
-def geometry(native: int | None, kv_heads: int, query_heads: int, head_dim: int) -> Geometry:
+def geometry(native: int | None, kv_heads: int, query_heads: int, head_dim: int, *, segment: int = SEGMENT) -> Geometry:
     layer = LayerGeometry(
         query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim, native_window=native, rotary="default"
     )
@@ -30,7 +35,7 @@ def geometry(native: int | None, kv_heads: int, query_heads: int, head_dim: int)
         itemsize=4,
         trained_positions=4096,
         page_tokens=4,
-        segment_tokens=SEGMENT,
+        segment_tokens=segment,
         row_quantum=1,
         key_quantum=1,
     )
@@ -47,11 +52,11 @@ RULES = {
 LENGTHS = [1, 5, 16, 17, 40, 63, 64, 65, 200]
 
 
-def layouts() -> list[tuple[str, Layout]]:
+def layouts(*, segment: int = SEGMENT, limits: tuple[int, ...] = (256, 40)) -> list[tuple[str, Layout]]:
     return [
-        (f"{name}-{limit}", Layout.of(rule, geometry(native, 1, 1, 16), native, limit))
+        (f"{name}-{limit}", Layout.of(rule, geometry(native, 1, 1, 16, segment=segment), native, limit))
         for name, (rule, native) in RULES.items()
-        for limit in (256, 40)
+        for limit in limits
     ]
 
 
@@ -106,9 +111,86 @@ def case(
     return torch.cat(asked), keys, values, torch.tensor(lines), alone
 
 
+def chunks(
+    shape: tuple[int, int, int], dtype: torch.dtype, *, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """As `case`, of chunks of prefills that fill tiles and do not, with rows of others between, and rows of nobody."""
+    query_heads, kv_heads, dim = shape
+    torch.manual_seed(seed)
+    keys, values = (torch.randn(8_000, dim).to(dtype) for _ in range(2))
+    lines, alone, asked, start = [], [], [], 1
+    tile = max(16, 64 * kv_heads // query_heads)  # rows of a tile of the kernel, or more
+    for number, layout in enumerate(chosen[1] for chosen in layouts(segment=48, limits=(200,))[::2]):
+        long = (20, 22 + 2 * tile) if layout.window is None else (146, 146 + min(46, tile + 8))
+        for first, length in ((0, 1), long)[number % 2 :]:
+            queries = np.arange(first, length)
+            own = held(layout, length)
+            count = min(length, layout.capacity)
+            numbers = lane_numbers(layout, queries, last=length - 1, count=count)
+            lines.append(np.concatenate([np.tile([start, layout.lane], (len(queries), 1)), numbers], axis=1))
+            index = start + torch.arange(kv_heads)[:, None] * layout.lane + torch.arange(count)
+            mask = torch.zeros(len(queries), count)
+            mask[~torch.from_numpy(layout.visible(queries, own[:count]))] = float("-inf")
+            asked.append(torch.randn(len(queries), query_heads, dim).to(dtype))
+            kept, valued = keys[index].float(), values[index].float()
+            alone.append(attend(asked[-1].float(), kept, valued, mask, scaling=dim**-0.5))
+            start += 150
+    nobody = 8
+    lines.append(np.zeros((nobody, FIELDS), dtype=np.int64))
+    asked.append(torch.randn(nobody, query_heads, dim).to(dtype))
+    alone.append(torch.zeros(nobody, query_heads, dim))
+    return torch.cat(asked), keys, values, torch.from_numpy(np.concatenate(lines)), alone
+
+
+def keep_sets(
+    shape: tuple[int, int, int], dtype: torch.dtype, *, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """As `case`, of rows that read keep-sets as `kernels/gather.py` has them, each beside one that reads all."""
+    query_heads, kv_heads, dim = shape
+    torch.manual_seed(seed)
+    keys, values = (torch.randn(16_000, dim).to(dtype) for _ in range(2))
+    lines, alone, asked, start = [], [], [], 1
+    for block, sink, count in ((4, 4, 3), (8, 5, 2), (4, 0, 0), (4, 0, 1), (8, 12, 100)):
+        selector = BlockSelector(block=block, sink=sink, window=20, count=count)
+        layout = Layout.of(LayerRule(selector=selector), geometry(None, kv_heads, query_heads, dim), None, 160)
+        for length in (41, 97, 160):
+            own = start + torch.arange(kv_heads)[:, None] * layout.lane
+            rows = own + torch.arange(length)
+            whole = rows[:, : length // block * block]
+            target = own + layout.summaries_from + torch.arange(length // block)
+            keys[target], values[target] = block_bounds(keys[whole], block)
+            queries = np.array([length - 1])
+            always = always_read(queries, selector.local_starts(queries), sink=selector.sink_rows, device="cpu")
+            candidates = distant_blocks(always, block=block, count=length // block)
+            asked.append(torch.randn(1, query_heads, dim).to(dtype))
+            low, high = keys[target].float(), values[target].float()
+            kept = select(bounds_scores(asked[-1], low, high, dim**-0.5), candidates, count).blocks
+            given = (asked[-1].float(), keys[rows].float(), values[rows].float())
+            alone.append(gather_attend(*given, kept, always, block=block, scaling=dim**-0.5)[0])
+            line = lane_numbers(layout, queries, last=length - 1, count=length, selector=selector)[0]
+            lines.append([start, layout.lane, *line.tolist()])
+            whole_line = lane_numbers(layout, queries, last=length - 1, count=length)[0]
+            lines.append([start, layout.lane, *whole_line.tolist()])
+            asked.append(torch.randn(1, query_heads, dim).to(dtype))
+            given = (asked[-1].float(), keys[rows].float(), values[rows].float())
+            alone.append(attend(*given, None, scaling=dim**-0.5))
+            start += kv_heads * layout.lane
+    return torch.cat(asked), keys, values, torch.tensor(lines), alone
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_reference_gives_each_row_what_it_gets_by_itself(shape: tuple[int, int, int]) -> None:
-    queries, keys, values, lanes, alone = case(shape, torch.float32)
+def test_the_reference_reads_the_keep_set_that_gathering_reads(shape: tuple[int, int, int]) -> None:
+    queries, keys, values, lanes, alone = keep_sets(shape, torch.float32)
+
+    out = attend_lanes(queries, keys, values, lanes, kv_heads=shape[1], scaling=shape[2] ** -0.5, blocks=BLOCKS)
+
+    assert torch.allclose(out, torch.cat(alone), atol=1e-5)
+
+
+@pytest.mark.parametrize("build", [case, chunks])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_reference_gives_each_row_what_it_gets_by_itself(shape: tuple[int, int, int], build: Build) -> None:
+    queries, keys, values, lanes, alone = build(shape, torch.float32)
 
     out = attend_lanes(queries, keys, values, lanes, kv_heads=shape[1], scaling=shape[2] ** -0.5)
 
@@ -127,23 +209,41 @@ class _IntOfArray(metaclass=_IsInt):
         return int(np.asarray(number).reshape(()))
 
 
-def compare_kernel() -> None:
-    """What the child process below runs: the kernel against the reference, interpreted where there is no GPU."""
-    if not torch.cuda.is_available():
-        from triton.runtime import interpreter
-
-        interpreter.int = _IntOfArray
+def kernel_of() -> LaneAttention:
+    """Imported late: Triton decides at that moment whether it interprets."""
     from inference_engine.kernels.triton.lane_attention import attend_lanes as kernel
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    half = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter has no bfloat16
+    return kernel
+
+
+def device_of_kernels() -> torch.device:
+    """A GPU, or where there is none the interpreter, told to accept this numpy and to cut rows into fewer parts."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    from triton.runtime import interpreter
+
+    from inference_engine.kernels.triton import lane_attention
+
+    interpreter.int = _IntOfArray
+    # It takes long for each program: fewer than would fill a GPU.
+    lane_attention._PROGRAMS, lane_attention._SOME_SPLITS = 32, 2
+    return torch.device("cpu")
+
+
+def compare_kernel() -> None:
+    """What a child process below runs: the kernel against the reference, interpreted where there is no GPU."""
+    device = device_of_kernels()
+    kernel = kernel_of()
+    is_quick = device.type == "cuda"
+    half = torch.bfloat16 if is_quick else torch.float16  # the interpreter has no bfloat16
     for shape in SHAPES:
         for dtype, tolerance in ((torch.float32, 2e-5), (half, 2e-2)):
             given = case(shape, dtype)[:4]
             count = len(given[3])
-            # All sessions' rows together, and a few by themselves: these are split into more parts.
-            for rows in (slice(0, count), slice(count - 3, count)) if dtype is torch.float32 else (slice(0, 9),):
-                for softcap in (None, 3.0) if rows.start else (None,):
+            # As many as are served row by row, and a few by themselves: these are split into more parts.
+            parts = (slice(0, 64), slice(64, count)) if is_quick else (slice(0, count, 3),)
+            for rows in (*parts, slice(count - 3, count)) if dtype is torch.float32 else (slice(0, 9),):
+                for softcap in (None, 3.0) if rows.start == count - 3 else (None,):
                     queries, keys, values, lanes = (given[0][rows], *given[1:3], given[3][rows])
                     heads, scaling = shape[1], shape[2] ** -0.5
                     expected = attend_lanes(
@@ -156,11 +256,40 @@ def compare_kernel() -> None:
                     assert worst < tolerance, (shape, dtype, softcap, worst)
 
 
-def test_the_kernel_gives_what_the_reference_gives() -> None:
+def compare_chunks_and_keep_sets() -> None:
+    """What the other child process runs; one shape where it is interpreted."""
+    device = device_of_kernels()
+    # Of many numbers some are above 4, where bfloat16 has steps of a thirty-second.
+    tolerances = {torch.float32: 2e-5, torch.bfloat16: 4e-2} if device.type == "cuda" else {torch.float32: 2e-5}
+    for shape in SHAPES if device.type == "cuda" else [(4, 1, 24)]:
+        for dtype, tolerance in tolerances.items():
+            compare_alone(chunks, shape, dtype, tolerance, device)
+            compare_alone(keep_sets, shape, dtype, tolerance, device, blocks=BLOCKS)
+
+
+def compare_alone(
+    build: Build,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    tolerance: float,
+    device: torch.device,
+    *,
+    blocks: int = 0,
+) -> None:
+    """The kernel against what each row gives by itself."""
+    queries, keys, values, lanes, alone = build(shape, dtype)
+    moved = [part.to(device) for part in (queries, keys, values, lanes)]
+    out = kernel_of()(*moved, kv_heads=shape[1], scaling=shape[2] ** -0.5, blocks=blocks).cpu()
+    worst = (out.float() - torch.cat(alone).float()).abs().max().item()
+    assert worst < tolerance, (build, shape, dtype, worst)
+
+
+@pytest.mark.parametrize("compare", [compare_kernel, compare_chunks_and_keep_sets])
+def test_the_kernel_gives_what_the_reference_gives(compare: Callable[[], None]) -> None:
     """In a process of its own: Triton decides when it is imported whether it interprets."""
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     environment = child_environment(OMP_NUM_THREADS="1", **interpreted)
-    code = "import tests.kernels.test_lane_attention as test; test.compare_kernel()"
+    code = f"import tests.kernels.test_lane_attention as test; test.{compare.__name__}()"
     done = subprocess.run(
         [sys.executable, "-c", code], check=False, env=environment, capture_output=True, text=True, timeout=240
     )

@@ -6,6 +6,7 @@ with graphs and without.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -19,14 +20,16 @@ from inference_engine.decode.drafting import Drafter
 from inference_engine.engine import Engine
 from inference_engine.kernels.choice import open_lane_attention
 from inference_engine.kernels.lane_attention import attend_lanes
+from inference_engine.kv import plan
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Mode, Sampling
 from kv_cache_proposer.dflash.drafter import DFlashDrafter
+from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import words_of
 from kv_cache_proposer.ngram import NgramDrafter
-from tests.kv_cache_proposer.drafter_cases import tiny_network
+from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
 from tests.laws.test_engine_laws import opened
 from tests.laws.variants import drain, each_strategy, same, text, tokens
 from tests.tiny import SMALL, tiny_forward_on, tiny_latent
@@ -80,6 +83,18 @@ def test_rows_attended_to_together_give_what_they_give_session_by_session(strate
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_long_chunks_without_a_mask_give_what_they_give_under_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a first prefill and of one that goes on, beside rows that read lanes."""
+    expected = conversation("alone", Full())
+    monkeypatch.setattr(plan, "_MOST_LANE_ROWS", 4)
+
+    found = conversation(way, Full())
+
+    for turn, (wanted, got) in enumerate(zip(expected, found, strict=True)):
+        assert same(wanted, got, Mode.BATCHED), turn
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strategy", [Full(), SinkWindow(sink=3, window=20)], ids=str)
 def test_drafts_verified_over_lanes_change_no_token(strategy: KVStrategy, way: str) -> None:
     """Blocks of several rows of one session, some of which are dropped again."""
@@ -93,11 +108,14 @@ def test_drafts_verified_over_lanes_change_no_token(strategy: KVStrategy, way: s
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_drafter_whose_work_is_recorded_guesses_what_it_guessed_before(way: str) -> None:
+@pytest.mark.parametrize("make", [tiny_network, chained_network], ids=["plain", "chained"])
+def test_a_drafter_whose_work_is_recorded_guesses_what_it_guessed_before(
+    make: Callable[[], DFlashNetwork], way: str
+) -> None:
     """Several sessions, which leave one after another: other numbers of blocks and of rows each time."""
     found = {}
     for records_graphs in {False, WAYS[way]}:
-        network = tiny_network().to(forward(way).device)
+        network = make().to(forward(way).device)
         drafter = DFlashDrafter(network, words_of(forward(way).seam.model), records_graphs=records_graphs)
         with engine_on(way, drafter=drafter, draft_tokens=5) as engine:
             sessions = [opened(engine, Full(), text(length, seed=length)) for length in (9, 40, 77)]

@@ -1,9 +1,13 @@
 """`kernels/lane_attention.py` in Triton: split over keys, then merged.
 
 A program serves one row, one KV head and one part of the slots; the query heads of the group share what it reads. The
-parts are merged by their log-sum-exp (Flash-Decoding: Dao et al., 2023). Loops run to numbers read on the device, so a
-launch depends on the number of rows alone and can be part of a CUDA graph. Sums are float32; float32 inputs are
-multiplied as float32, not in TF32.
+parts are merged by their log-sum-exp (Flash-Decoding: Dao et al., 2023). Of many rows most belong to a chunk of some
+prefill: they are cut into tiles, and where all rows of a tile look at one lane, a program serves the tile.
+
+    rows    a b c c | c c c c | c c c 0      tiles of four; the first and the last are served row by row
+
+Which tiles these are, and how far loops run, are numbers read on the device, so a launch depends on the number of rows
+alone and can be part of a CUDA graph. Sums are float32; float32 inputs are multiplied as float32, not in TF32.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ from inference_engine.kernels.lane_attention import FIELDS
 
 _PROGRAMS = 256  # enough to fill a GPU; fewer rows are split into more parts
 _MOST_SPLITS = 32
+_SOME_SPLITS = 8
 _LEAST = 16  # rows and columns that a matrix product of Triton has at least
+_FEW_ROWS = 64  # up to these many, each is likely to look at a lane of its own
 
 
 def attend_lanes(
@@ -29,36 +35,173 @@ def attend_lanes(
     kv_heads: int,
     scaling: float,
     softcap: float | None = None,
+    blocks: int = 0,
 ) -> Tensor:
     """See `LaneAttention`."""
     rows, query_heads, head_dim = queries.shape
     group = query_heads // kv_heads
-    splits = min(_MOST_SPLITS, triton.next_power_of_2(max(1, _PROGRAMS // (rows * kv_heads))))
+    width = max(_LEAST, triton.next_power_of_2(head_dim))
+    is_narrow = width * queries.element_size() <= 256
+    block_q = 64 if is_narrow and queries.element_size() == 2 else 32
+    tile = 1 if rows <= _FEW_ROWS else max(1, block_q // group)
+    tiles = triton.cdiv(rows, tile)
+    if tile == 1:
+        splits = min(_MOST_SPLITS, triton.next_power_of_2(max(1, _PROGRAMS // (rows * kv_heads))))
+    else:  # one of two numbers: each is a kernel that has to be compiled
+        splits = _SOME_SPLITS if tiles * kv_heads < _PROGRAMS // 2 else 1
     queries, lanes = queries.contiguous(), lanes.contiguous()
     parts = torch.empty((rows, query_heads, splits, head_dim), dtype=torch.float32, device=queries.device)
     sums = torch.empty((rows, query_heads, splits), dtype=torch.float32, device=queries.device)
     out = torch.empty_like(queries)
-    width = max(_LEAST, triton.next_power_of_2(head_dim))
+    block_g = max(_LEAST, triton.next_power_of_2(group))
+    chosen = sums  # whatever it is, if no row chooses
+    if blocks:
+        chosen = _choose(queries, keys, values, lanes, scaling, kv_heads, blocks, block_g, width)
+    tensors = (queries, keys, values, lanes, parts, sums)
+    numbers = (scaling, 0.0 if softcap is None else softcap)
+    constants = {
+        "FIELDS": FIELDS,
+        "SPLITS": splits,
+        "GROUP": group,
+        "TILE": tile,
+        "D": head_dim,
+        "HAS_CAP": softcap is not None,
+        "BLOCK_D": width,
+    }
     _attend_part[(rows, kv_heads, splits)](
+        *tensors, chosen, *numbers, BLOCKS=blocks, BLOCK_G=block_g, BLOCK_S=64 if is_narrow else 32, **constants
+    )
+    if tile > 1:
+        _attend_tile_part[(tiles, kv_heads, splits)](
+            *tensors, rows, *numbers, BLOCK_Q=block_q, BLOCK_S=block_q, **constants
+        )
+    _merge_parts[(rows * query_heads,)](parts, sums, out, SPLITS=splits, D=head_dim, BLOCK_D=width)
+    return out
+
+
+def _choose(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lanes: Tensor,
+    scaling: float,
+    kv_heads: int,
+    blocks: int,
+    block_g: int,
+    width: int,
+) -> Tensor:
+    """[N, Hkv, blocks] int8: 1 for the blocks between sink and window that each row reads; rows without any as well."""
+    rows, query_heads, head_dim = queries.shape
+    scores = torch.empty((rows, kv_heads, blocks), dtype=torch.float32, device=queries.device)
+    chosen = torch.empty((rows, kv_heads, blocks), dtype=torch.int8, device=queries.device)
+    some = 32 if width <= 128 else 16
+    _score_blocks[(rows, kv_heads, triton.cdiv(blocks, some))](
         queries,
         keys,
         values,
         lanes,
-        parts,
-        sums,
+        scores,
         scaling,
-        0.0 if softcap is None else softcap,
         FIELDS=FIELDS,
-        SPLITS=splits,
-        GROUP=group,
+        BLOCKS=blocks,
+        GROUP=query_heads // kv_heads,
         D=head_dim,
-        HAS_CAP=softcap is not None,
-        BLOCK_G=max(_LEAST, triton.next_power_of_2(group)),
+        BLOCK_G=block_g,
         BLOCK_D=width,
-        BLOCK_S=64 if width <= 128 else 32,
+        BLOCK_B=some,
     )
-    _merge_parts[(rows * query_heads,)](parts, sums, out, SPLITS=splits, D=head_dim, BLOCK_D=width)
-    return out
+    _select_blocks[(rows, kv_heads)](
+        scores, chosen, lanes, FIELDS=FIELDS, BLOCKS=blocks, BLOCK_B=triton.next_power_of_2(blocks)
+    )
+    return chosen
+
+
+@triton.jit
+def _score_blocks(
+    p_queries,
+    p_keys,
+    p_values,
+    p_lanes,
+    p_scores,
+    scaling,
+    FIELDS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """The bounds of `kernels/bounds.py`; -inf for what is no candidate."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
+    p_line = p_lanes + row * FIELDS
+    start = tl.load(p_line)
+    lane = tl.load(p_line + 1)
+    sink = tl.load(p_line + 3)
+    block = tl.load(p_line + 9)
+    local = tl.load(p_line + 11)
+    bounds = tl.load(p_line + 12)
+
+    o_b = tl.program_id(2).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    o_from = tl.maximum(o_b * block, sink)
+    m_b = (o_b < BLOCKS) & (o_from < tl.minimum((o_b + 1) * block, local))
+    o_g = tl.arange(0, BLOCK_G)
+    o_d = tl.arange(0, BLOCK_D)
+    m_g = o_g < GROUP
+    m_d = o_d < D
+    o_q = ((row * heads + head) * GROUP + o_g)[:, None] * D + o_d[None, :]
+    b_q = tl.load(p_queries + o_q, mask=m_g[:, None] & m_d[None, :], other=0.0).to(tl.float32)
+    o_kv = (start + head * lane + bounds + o_b)[:, None] * D + o_d[None, :]
+    m_kv = m_b[:, None] & m_d[None, :]
+    b_low = tl.load(p_keys + o_kv, mask=m_kv, other=0.0).to(tl.float32)
+    b_high = tl.load(p_values + o_kv, mask=m_kv, other=0.0).to(tl.float32)
+    b_scores = tl.dot(tl.maximum(b_q, 0.0), tl.trans(b_high), input_precision="ieee")
+    b_scores += tl.dot(tl.minimum(b_q, 0.0), tl.trans(b_low), input_precision="ieee")
+    b_best = tl.max(tl.where(m_g[:, None], b_scores, float("-inf")), axis=0) * scaling
+    o_score = (row * heads + head) * BLOCKS + o_b
+    tl.store(p_scores + o_score, tl.where(m_b, b_best, float("-inf")), mask=o_b < BLOCKS)
+
+
+@triton.jit
+def _select_blocks(
+    p_scores,
+    p_chosen,
+    p_lanes,
+    FIELDS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """The `kept` candidates of highest scores, of equal ones the first, by halving the range of their bit patterns."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
+    p_line = p_lanes + row * FIELDS
+    sink = tl.load(p_line + 3)
+    block = tl.load(p_line + 9)
+    kept = tl.load(p_line + 10)
+    local = tl.load(p_line + 11)
+    o_b = tl.arange(0, BLOCK_B)
+    o_from = tl.maximum(o_b * block, sink)
+    m_b = (o_b < BLOCKS) & (o_from < tl.minimum((o_b + 1) * block, local))
+    o_score = (row * heads + head) * BLOCKS + o_b
+    b_scores = tl.load(p_scores + o_score, mask=m_b, other=0.0)
+    b_bits = b_scores.to(tl.int32, bitcast=True)
+    # Whole numbers in the order of the scores; 0 and -0 are one score.
+    b_order = tl.where(b_scores == 0, 0, tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)).to(tl.int64)
+    low = tl.full((), -2147483648, dtype=tl.int64)  # at least so much: `kept` of them, if there are so many
+    high = tl.full((), 2147483648, dtype=tl.int64)  # at least so much: fewer
+    for _ in range(32):
+        middle = (low + high) >> 1
+        number = tl.sum((m_b & (b_order >= middle)).to(tl.int32), axis=0)
+        low = tl.where(number >= kept, middle, low)
+        high = tl.where(number >= kept, high, middle)
+    m_above = m_b & (b_order > low)
+    m_equal = m_b & (b_order == low)
+    room = kept - tl.sum(m_above.to(tl.int32), axis=0)
+    m_first = m_equal & (tl.cumsum(m_equal.to(tl.int32), axis=0) <= room)
+    tl.store(p_chosen + o_score, (m_above | m_first).to(tl.int8), mask=o_b < BLOCKS)
 
 
 @triton.jit
@@ -69,13 +212,16 @@ def _attend_part(
     p_lanes,
     p_parts,
     p_sums,
+    p_chosen,
     scaling,
     softcap,
     FIELDS: tl.constexpr,
     SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
+    TILE: tl.constexpr,
     D: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -94,14 +240,26 @@ def _attend_part(
     upto = tl.load(p_line + 6)
     floor = tl.load(p_line + 7)
     sink_floor = tl.load(p_line + 8)
+    block = tl.load(p_line + 9)
+    local = tl.load(p_line + 11)
+
+    o_g = tl.arange(0, BLOCK_G)
+    m_g = o_g < GROUP
+    m_own = m_g
+    if TILE > 1:
+        # What a tile shares is left to the program that serves the tile.
+        o_first = row // TILE * TILE
+        o_last = tl.minimum(o_first + TILE, tl.num_programs(0)) - 1
+        is_shared = tl.load(p_lanes + o_first * FIELDS) == tl.load(p_lanes + o_last * FIELDS)
+        is_shared = is_shared & (block == 0)
+        count = tl.where(is_shared, 0, count)
+        m_own = m_g & (o_g < tl.where(is_shared, 0, GROUP))
 
     part = tl.cdiv(tl.cdiv(count, SPLITS), BLOCK_S) * BLOCK_S
     first = split * part
     end = tl.minimum(count, first + part)
 
-    o_g = tl.arange(0, BLOCK_G)
     o_d = tl.arange(0, BLOCK_D)
-    m_g = o_g < GROUP
     m_d = o_d < D
     o_q = ((row * heads + head) * GROUP + o_g)[:, None] * D + o_d[None, :]
     b_q = tl.load(p_queries + o_q, mask=m_g[:, None] & m_d[None, :], other=0.0)
@@ -115,18 +273,24 @@ def _attend_part(
     for s in range(first, end, BLOCK_S):
         o_s = s + tl.arange(0, BLOCK_S)
         m_s = o_s < end
+        in_sink = o_s < sink
+        # A slot past `last` was opened and never written: its remainder is negative, its position past `upto`.
+        position = tl.where(in_sink | (ring == 0), o_s, last - (last - o_s) % step)
+        m_seen = m_s & (position <= upto) & (position >= tl.where(in_sink, sink_floor, own_floor))
+        m_read = m_s
+        if BLOCKS > 0:
+            o_chosen = (row * heads + head) * BLOCKS + o_s // tl.maximum(block, 1)
+            m_distant = m_seen & (block > 0) & (o_s >= sink) & (o_s < local)
+            m_seen = m_seen & (tl.load(p_chosen + o_chosen, mask=m_distant, other=1) != 0)
+            m_read = m_seen
         o_kv = base + o_s[:, None] * D + o_d[None, :]
-        m_kv = m_s[:, None] & m_d[None, :]
+        m_kv = m_read[:, None] & m_d[None, :]
         b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
         b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
         if HAS_CAP:
             b_power = tl.exp(-2.0 * tl.abs(b_scores / softcap))
             b_tanh = (1.0 - b_power) / (1.0 + b_power)
             b_scores = softcap * tl.where(b_scores < 0, -b_tanh, b_tanh)
-        in_sink = o_s < sink
-        # A slot past `last` was opened and never written: its remainder is negative, its position past `upto`.
-        position = tl.where(in_sink | (ring == 0), o_s, last - (last - o_s) % step)
-        m_seen = m_s & (position <= upto) & (position >= tl.where(in_sink, sink_floor, own_floor))
         b_scores = tl.where(m_seen[None, :], b_scores, float("-inf"))
         b_new = tl.maximum(b_top, tl.max(b_scores, axis=1))
         b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
@@ -140,9 +304,102 @@ def _attend_part(
     b_some = tl.where(b_sum > 0, b_sum, 1.0)
     o_h = (row * heads + head) * GROUP + o_g
     o_part = (o_h * SPLITS + split)[:, None] * D + o_d[None, :]
-    tl.store(p_parts + o_part, b_out / b_some[:, None], mask=m_g[:, None] & m_d[None, :])
+    tl.store(p_parts + o_part, b_out / b_some[:, None], mask=m_own[:, None] & m_d[None, :])
     b_lse = tl.where(b_sum > 0, b_top + tl.log(b_some), float("-inf"))
-    tl.store(p_sums + o_h * SPLITS + split, b_lse, mask=m_g)
+    tl.store(p_sums + o_h * SPLITS + split, b_lse, mask=m_own)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _attend_tile_part(
+    p_queries,
+    p_keys,
+    p_values,
+    p_lanes,
+    p_parts,
+    p_sums,
+    rows,
+    scaling,
+    softcap,
+    FIELDS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    D: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """As `_attend_part`, for the rows of a tile that look at one lane: their lines differ only in what they see."""
+    o_first = tl.program_id(0).to(tl.int64) * TILE
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    heads = tl.num_programs(1)
+    o_last = tl.minimum(o_first + TILE, rows) - 1
+    p_line = p_lanes + o_first * FIELDS
+    start = tl.load(p_line)
+    lane = tl.load(p_line + 1)
+    count = tl.load(p_line + 2).to(tl.int32)
+    sink = tl.load(p_line + 3).to(tl.int32)
+    ring = tl.load(p_line + 4).to(tl.int32)
+    last = tl.load(p_line + 5).to(tl.int32)
+    is_shared = (start == tl.load(p_lanes + o_last * FIELDS)) & (tl.load(p_line + 9) == 0)
+
+    # Of each row the query heads of the group, one after another.
+    o_q = tl.arange(0, BLOCK_Q)
+    o_row = o_first + o_q // GROUP
+    m_q = (o_q < tl.where(is_shared, TILE * GROUP, 0)) & (o_row <= o_last)
+    o_h = (o_row * heads + head) * GROUP + o_q % GROUP
+    b_upto = tl.load(p_lanes + o_row * FIELDS + 6, mask=m_q, other=-1).to(tl.int32)
+    b_floor = tl.load(p_lanes + o_row * FIELDS + 7, mask=m_q, other=0).to(tl.int32)
+    b_sink_floor = tl.load(p_lanes + o_row * FIELDS + 8, mask=m_q, other=0).to(tl.int32)
+    b_floor = tl.where(ring > 0, tl.maximum(b_floor, sink), tl.maximum(b_floor, 0))
+    # Where slots are positions, nobody looks at those after the last row's own.
+    count = tl.where(ring > 0, count, tl.minimum(count, tl.max(b_upto, axis=0) + 1))
+    count = tl.where(is_shared, count, 0)
+
+    part = tl.cdiv(tl.cdiv(count, SPLITS), BLOCK_S) * BLOCK_S
+    first = split * part
+    end = tl.minimum(count, first + part)
+
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    b_q = tl.load(p_queries + o_h[:, None] * D + o_d[None, :], mask=m_q[:, None] & m_d[None, :], other=0.0)
+    b_top = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
+    b_sum = tl.zeros((BLOCK_Q,), dtype=tl.float32)
+    b_out = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
+    base = (start + head * lane) * D
+    step = tl.maximum(ring, 1)
+    for s in range(first, end, BLOCK_S):
+        o_s = s + tl.arange(0, BLOCK_S)
+        m_s = o_s < end
+        o_kv = base + o_s.to(tl.int64)[:, None] * D + o_d[None, :]
+        m_kv = m_s[:, None] & m_d[None, :]
+        b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
+        b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
+        if HAS_CAP:
+            b_power = tl.exp(-2.0 * tl.abs(b_scores / softcap))
+            b_tanh = (1.0 - b_power) / (1.0 + b_power)
+            b_scores = softcap * tl.where(b_scores < 0, -b_tanh, b_tanh)
+        in_sink = o_s < sink
+        position = tl.where(in_sink | (ring == 0), o_s, last - (last - o_s) % step)
+        b_from = tl.where(in_sink[None, :], b_sink_floor[:, None], b_floor[:, None])
+        m_seen = m_s[None, :] & (position[None, :] <= b_upto[:, None]) & (position[None, :] >= b_from)
+        b_scores = tl.where(m_seen, b_scores, float("-inf"))
+        b_new = tl.maximum(b_top, tl.max(b_scores, axis=1))
+        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_weights = tl.exp(b_scores - b_safe[:, None])
+        b_keep = tl.exp(b_top - b_safe)
+        b_v = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
+        b_sum = b_sum * b_keep + tl.sum(b_weights, axis=1)
+        b_out = b_out * b_keep[:, None] + tl.dot(b_weights.to(b_v.dtype), b_v, input_precision="ieee")
+        b_top = b_new
+
+    b_some = tl.where(b_sum > 0, b_sum, 1.0)
+    o_part = (o_h * SPLITS + split)[:, None] * D + o_d[None, :]
+    tl.store(p_parts + o_part, b_out / b_some[:, None], mask=m_q[:, None] & m_d[None, :])
+    b_lse = tl.where(b_sum > 0, b_top + tl.log(b_some), float("-inf"))
+    tl.store(p_sums + o_h * SPLITS + split, b_lse, mask=m_q)
 
 
 @triton.jit
