@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import random
 from typing import Any
 
-import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from tests.load.servicer import REQUESTS
 
-MUTATED_SHARE = 0.35
+MUTATED_SHARE = 0.3
+# How many of a hundred messages are for each method: most for those that do most.
+WEIGHTS = {
+    "Generate": 41,
+    "AppendTokens": 34,
+    "CreateSession": 8,
+    "GetSessionInfo": 6,
+    "ForkSession": 5,
+    "CloseSession": 3,
+    "GetServerInfo": 3,
+}
+ODD_SHARES = (0.01, 0.06, 0.25)  # of the fields that need not be there: a message has few, some or many of them
 IDS_AT_MOST = 40
 REQUEST_IDS = 12
 
@@ -25,13 +37,13 @@ _EDGES: dict[int, tuple[float, ...]] = {
         -1.0,
         1e-45,
         3e38,
-        np.inf,
-        -np.inf,
-        np.nan,
+        math.inf,
+        -math.inf,
+        math.nan,
         100.0,
         101.0,
     ),
-    FieldDescriptor.CPPTYPE_DOUBLE: (0.0, 1.0, -1.0, 1e308, np.inf, np.nan),
+    FieldDescriptor.CPPTYPE_DOUBLE: (0.0, 1.0, -1.0, 1e308, math.inf, math.nan),
     FieldDescriptor.CPPTYPE_UINT32: (0, 1, 2, 3, 8, 9, 64, 255, 256, 2**31 - 1, 2**31, 2**32 - 1),
     FieldDescriptor.CPPTYPE_UINT64: (0, 1, 7, 8, 20, 64, 200, 2**32, 2**63 - 1, 2**63, 2**64 - 1),
     FieldDescriptor.CPPTYPE_INT32: _SIGNED,
@@ -45,40 +57,40 @@ _TEXTS = ("", "a", "kakeya", "ä", "x" * 129, "\n", "\x00", "int8", "lloyd4", "l
 class Messages:
     """Makes requests. `session_ids` is the caller's list of sessions that exist, which it may change."""
 
-    def __init__(self, rng: np.random.Generator, session_ids: list[str], *, vocab_size: int) -> None:
+    def __init__(self, rng: random.Random, session_ids: list[str], *, vocab_size: int) -> None:
+        assert WEIGHTS.keys() == REQUESTS.keys(), "every method is called"
         self._rng = rng
         self._session_ids = session_ids
         self._vocab_size = vocab_size
-        self._request_ids = [rng.bytes(16) for _ in range(REQUEST_IDS)]
+        self._request_ids = [rng.randbytes(16) for _ in range(REQUEST_IDS)]
 
     def next(self) -> tuple[str, bytes]:
         """A method, and bytes for it."""
-        names = list(REQUESTS)
-        name = names[int(self._rng.integers(len(names)))]
+        (name,) = self._rng.choices(tuple(WEIGHTS), tuple(WEIGHTS.values()))
         message = REQUESTS[name]()
-        self._fill(message)
+        self._fill(message, self._rng.choice(ODD_SHARES))
         data = message.SerializeToString()
-        return name, self._mutated(data) if self._rng.random() < MUTATED_SHARE else data
+        return name, self.mutated(data) if self._rng.random() < MUTATED_SHARE else data
 
-    def _fill(self, message: Message, depth: int = 0) -> None:
+    def _fill(self, message: Message, share: float, depth: int = 0) -> None:
         for field in message.DESCRIPTOR.fields:
             # What every call needs is mostly there; other fields come now and then, so that calls also get through.
-            chance = 0.97 if field.name in ("session_id", "max_tokens", "token_ids") else 0.12
+            chance = 0.97 if field.name in ("session_id", "max_tokens", "token_ids") else share
             if self._rng.random() < chance:
-                self._set(message, field, depth)
+                self._set(message, field, share, depth)
 
-    def _set(self, message: Message, field: Any, depth: int) -> None:
+    def _set(self, message: Message, field: Any, share: float, depth: int) -> None:
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            for _ in range(int(self._rng.integers(0, 4))):
+            for _ in range(self._rng.randrange(4)):
                 getattr(message, field.name)[self._token()] = float(self._edge(FieldDescriptor.CPPTYPE_FLOAT))
         elif field.message_type is not None:
             if depth < 3:
                 inner = getattr(message, field.name)
                 inner.SetInParent()
-                self._fill(inner, depth + 1)
+                self._fill(inner, share, depth + 1)
         elif field.is_repeated:
-            count = int(self._rng.integers(0, IDS_AT_MOST))
-            getattr(message, field.name).extend(self._token() for _ in range(count))
+            count = self._rng.randrange(IDS_AT_MOST)
+            getattr(message, field.name).extend([self._token() for _ in range(count)])
         else:
             setattr(message, field.name, self._value(field))
 
@@ -88,50 +100,49 @@ class Messages:
         if field.name == "request_id":
             return self._request_id()
         if field.name == "max_tokens" and self._rng.random() < 0.9:
-            return int(self._rng.integers(1, 5))
+            return self._rng.randint(1, 4)
         if field.type == FieldDescriptor.TYPE_STRING:
-            return _TEXTS[int(self._rng.integers(len(_TEXTS)))]
+            return self._rng.choice(_TEXTS)
         if field.type == FieldDescriptor.TYPE_BYTES:
-            return self._rng.bytes(int(self._rng.integers(0, 40)))
+            return self._rng.randbytes(self._rng.randrange(40))
         if field.type == FieldDescriptor.TYPE_BOOL:
-            return bool(self._rng.integers(2))
+            return self._rng.random() < 0.5
         if field.cpp_type in _COUNTS and self._rng.random() < 0.4:
-            return int(self._rng.integers(0, 200))
+            return self._rng.randrange(200)
         return self._edge(field.cpp_type)
 
     def _edge(self, kind: int) -> Any:
-        edges = _EDGES[kind]
-        return edges[int(self._rng.integers(len(edges)))]
+        return self._rng.choice(_EDGES[kind])
 
     def _token(self) -> int:
-        if self._rng.random() < 0.995:
-            return int(self._rng.integers(self._vocab_size))
+        if self._rng.random() < 0.998:
+            return int(self._rng.random() * self._vocab_size)
         return int(self._edge(FieldDescriptor.CPPTYPE_UINT32))
 
     def _session_id(self) -> str:
-        if self._session_ids and self._rng.random() < 0.93:
-            return self._session_ids[int(self._rng.integers(len(self._session_ids)))]
-        return _TEXTS[int(self._rng.integers(len(_TEXTS)))]
+        if self._session_ids and self._rng.random() < 0.95:
+            return self._rng.choice(self._session_ids)
+        return self._rng.choice(_TEXTS)
 
     def _request_id(self) -> bytes:
         if self._rng.random() < 0.9:
-            return self._request_ids[int(self._rng.integers(REQUEST_IDS))]
-        return self._rng.bytes(int(self._rng.integers(0, 40)))
+            return self._rng.choice(self._request_ids)
+        return self._rng.randbytes(self._rng.randrange(40))
 
-    def _mutated(self, data: bytes) -> bytes:
+    def mutated(self, data: bytes) -> bytes:
         """Some bytes changed, lost, doubled, or put in from nowhere."""
         out = bytearray(data)
-        for _ in range(int(self._rng.integers(1, 4))):
-            at = int(self._rng.integers(len(out) + 1))
-            match int(self._rng.integers(5)):
+        for _ in range(self._rng.randint(1, 3)):
+            at = self._rng.randrange(len(out) + 1)
+            match self._rng.randrange(5):
                 case 0 if at < len(out):
-                    out[at] ^= 1 << int(self._rng.integers(8))
+                    out[at] ^= 1 << self._rng.randrange(8)
                 case 1 if at < len(out):
-                    out[at] = int(self._rng.integers(256))
+                    out[at] = self._rng.randrange(256)
                 case 2:
-                    del out[at : at + int(self._rng.integers(1, 9))]
+                    del out[at : at + self._rng.randint(1, 8)]
                 case 3:
-                    out[at:at] = self._rng.bytes(int(self._rng.integers(1, 9)))
+                    out[at:at] = self._rng.randbytes(self._rng.randint(1, 8))
                 case _:
-                    out[at:at] = out[at : at + int(self._rng.integers(1, 17))]
+                    out[at:at] = out[at : at + self._rng.randint(1, 16)]
         return bytes(out)

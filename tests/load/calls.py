@@ -1,0 +1,443 @@
+"""Sequences of calls against a model of what the histories can be.
+
+A call that is answered says how a history goes on. One that is cut off may have happened or not, in part or whole: then
+the model keeps what may have been added, and the next length that is told decides. What the tokens are is known in
+closed form, so that no history can hold anything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from inference_engine.kv.strategies import make_strategy
+from inference_engine.kv.strategy import KVStrategy
+from kakeya.v1 import runtime_pb2 as pb
+from tests.load.scripted import scripted_engine, solo_of
+from tests.load.servicer import Context, Outcome, Servicer
+from tests.load.solo import Solo
+
+T = TypeVar("T")
+
+MAX_SESSIONS = 6
+LIMIT_TOKENS = 64
+TTL_SECONDS = 100.0
+REMEMBERED_GENERATES = 8  # of each session; with one more, the first is forgotten
+REMEMBERED_SECONDS = 600.0  # at least, even if the session ends at once
+STRATEGIES: tuple[KVStrategy, ...] = (make_strategy("full"), make_strategy("sink_window", sink=2, window=12))
+GONE = ("SESSION_NOT_FOUND", "SESSION_EVICTED")
+
+ids = st.lists(st.integers(0, 255), max_size=9)
+picks = st.integers(0, 2**16)
+
+
+@dataclass(kw_only=True)
+class Known:
+    """What the model knows of a session."""
+
+    session_id: str
+    solo: Solo
+    history: list[int] = field(default_factory=list)
+    possible: list[int] = field(default_factory=list)  # tokens of which any number may have been added since
+    used_at: float = 0.0
+
+    def continued(self, count: int, seed: int | None = None) -> list[int] | None:
+        """What follows; None where rounding may decide, as rows that a fork shares are added up in float32."""
+        if not self.history:
+            return []
+        tokens = self.solo.continued(self.history, count, seed=seed)
+        return tokens if self.solo.is_certain(self.history + tokens, len(self.history)) else None
+
+    def told(self, length: int) -> None:
+        """The server said how long the history is."""
+        added = length - len(self.history)
+        assert 0 <= added <= len(self.possible), (length, len(self.history), self.possible)
+        self.history += self.possible[:added]
+        self.possible = []
+
+
+@dataclass(kw_only=True, frozen=True)
+class Made:
+    """A call with a request id, and its answer."""
+
+    request: Any
+    answer: Any
+    made_at: float
+
+
+class CutOff(Context):
+    """A client that leaves when it has seen so many frames."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self._after = after
+        self.left = asyncio.Event()
+
+    async def write(self, message: Any) -> None:
+        self.frames.append(message)
+        if len(self.frames) >= self._after:
+            self.left.set()
+            await asyncio.Event().wait()
+
+
+class Calls(RuleBasedStateMachine):
+    """Every rule is one call, or a few that belong together. None has a precondition: what is there depends on time."""
+
+    # What all machines of this process saw: calls, by method and reason. Looking what became of a session is none.
+    seen: ClassVar[Counter[tuple[str, str]]] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loop = asyncio.new_event_loop()
+        self._now = 1000.0
+        self._engine = scripted_engine(
+            dtype=torch.float32,
+            clock=lambda: self._now,
+            max_sessions=MAX_SESSIONS,
+            session_evictable_seconds=0.0,
+            session_idle_ttl_seconds=TTL_SECONDS,
+            stall_seconds=1e8,  # time that is made to jump is no step that hangs
+        )
+        # A Generate that was left ends within a step: whoever comes next waits for that, however slow the machine is.
+        self._servicer = Servicer(self._engine, busy_wait_seconds=30.0)
+        self._open: list[Known] = []
+        self._closed: list[str] = []
+        self._made: list[Made] = []
+        self._generates: defaultdict[str, list[bytes]] = defaultdict(list)  # session -> ids of its Generates
+        self._request_ids = 0
+        self._has_forked = False
+
+    def teardown(self) -> None:
+        try:
+            self._check_pool()
+        finally:
+            self._engine.close()
+            self._loop.close()
+
+    def _check_pool(self) -> None:
+        """When nothing runs any more, what is reserved is what the sessions that are still there were promised."""
+        self._engine.drain(30.0)
+        promised = 0
+        for known in list(self._open):
+            info = self._look(known)
+            if info.reason == "OK":
+                known.told(info.only.history_length)
+                promised += info.only.sustained_bytes
+        # A fork keeps rows that it shares with a session that is gone.
+        reserved = self._engine.info().kv_reserved_bytes
+        assert reserved >= promised if self._has_forked else reserved == promised
+        for known in self._open:
+            self._run(self._servicer.call(pb.CloseSessionRequest(session_id=known.session_id)))
+        assert self._engine.info().kv_reserved_bytes == 0
+
+    # -- rules ------------------------------------------------------------------------------------------------------
+
+    @rule(pick=picks, has_id=st.booleans())
+    def create(self, pick: int, has_id: bool) -> None:
+        strategy = STRATEGIES[pick % len(STRATEGIES)]
+        arms: dict[str, Any] = {strategy.name: strategy.options()}
+        request = pb.CreateSessionRequest(
+            strategy=pb.Strategy(**arms), limit_tokens=LIMIT_TOKENS, request_id=self._request_id() if has_id else b""
+        )
+        outcome = self._ask(request)
+        if outcome.reason == "NO_CAPACITY":
+            return  # all are in use, by Generates that were left or by copies of rows
+        self._remember(request, outcome.only)
+        self._add(Known(session_id=outcome.only.session_id, solo=solo_of(strategy)))
+
+    @rule(pick=picks, token_ids=ids, has_id=st.booleans())
+    def append(self, pick: int, token_ids: list[int], has_id: bool) -> None:
+        known = self._pick(pick)
+        request = pb.AppendTokensRequest(
+            session_id=known.session_id, token_ids=token_ids, request_id=self._request_id() if has_id else b""
+        )
+        outcome = self._ask(request)
+        if self._is_gone(known, outcome):
+            return
+        if outcome.reason == "HISTORY_LIMIT":
+            self._settle(known)
+            assert len(known.history) + len(token_ids) > LIMIT_TOKENS
+            return
+        known.told(outcome.only.history_length - len(token_ids))
+        known.history += token_ids
+        self._remember(request, outcome.only)
+
+    @rule(pick=picks, off=st.sampled_from([-1, 1]))
+    def append_at_the_wrong_length(self, pick: int, off: int) -> None:
+        known = self._pick(pick)
+        if not self._settle(known):
+            return
+        expected = max(0, len(known.history) + off)
+        outcome = self._ask(
+            pb.AppendTokensRequest(session_id=known.session_id, token_ids=[1], expected_history_length=expected)
+        )
+        if expected == len(known.history):
+            self._take_append(known, outcome, [1])
+        elif not self._is_gone(known, outcome):
+            assert outcome.reason == "HISTORY_LENGTH_MISMATCH"
+
+    @rule(pick=picks, token_ids=ids)
+    def append_at_the_right_length(self, pick: int, token_ids: list[int]) -> None:
+        known = self._pick(pick)
+        if self._settle(known):
+            expected = len(known.history)
+            request = pb.AppendTokensRequest(
+                session_id=known.session_id, token_ids=token_ids, expected_history_length=expected
+            )
+            self._take_append(known, self._ask(request), token_ids)
+
+    @rule(pick=picks, count=st.integers(1, 6), seed=st.one_of(st.none(), st.integers(0, 2**32)), has_id=st.booleans())
+    def generate(self, pick: int, count: int, seed: int | None, has_id: bool) -> None:
+        known = self._pick(pick)
+        if not self._settle(known) or (expected := known.continued(count, seed)) is None:
+            return
+        request = self._generate_request(known, count, seed, self._request_id() if has_id else b"")
+        outcome = self._ask(request)
+        if self._is_gone(known, outcome):
+            return
+        if not known.history:
+            assert outcome.reason == "INVALID_ARGUMENT"
+            return
+        done = outcome.frames[-1].done
+        known.told(done.history_length - len(outcome.tokens))
+        room = LIMIT_TOKENS - len(known.history) if known.solo.sights[0].window is None else count
+        assert outcome.tokens == expected[: max(0, room)]
+        known.history += outcome.tokens
+        self._remember(request, outcome)
+
+    @rule(pick=picks, after=st.integers(1, 5), has_id=st.booleans())
+    def leave_a_generate(self, pick: int, after: int, has_id: bool) -> None:
+        """The client goes away: what it saw is in the history, and perhaps a little more."""
+        known = self._pick(pick)
+        if not self._settle(known) or not (whole := known.continued(6)):
+            return
+        request = self._generate_request(known, 6, None, self._request_id() if has_id else b"")
+        outcome = self._run(self._leave(request, CutOff(after)))
+        if self._is_gone(known, outcome):
+            return
+        assert outcome.tokens == whole[: len(outcome.tokens)]
+        known.history += outcome.tokens
+        known.possible = whole[len(outcome.tokens) :]
+
+    @rule(pick=picks)
+    def run_out_of_time(self, pick: int) -> None:
+        known = self._pick(pick)
+        if not self._settle(known) or not (whole := known.continued(6)):
+            return
+        outcome = self._ask(self._generate_request(known, 6, None, b""), seconds=0.002)
+        assert outcome.tokens == whole[: len(outcome.tokens)]
+        known.history += outcome.tokens
+        if outcome.reason == "DEADLINE":
+            known.possible = whole[len(outcome.tokens) :]
+        elif not self._is_gone(known, outcome):
+            assert outcome.reason == "OK"
+
+    @rule(pick=picks)
+    def ask(self, pick: int) -> None:
+        known = self._pick(pick)
+        outcome = self._ask(pb.GetSessionInfoRequest(session_id=known.session_id))
+        if not self._is_gone(known, outcome, is_use=False):
+            assert 0 <= outcome.only.history_length - len(known.history) <= len(known.possible)
+
+    @rule(pick=picks, has_id=st.booleans())
+    def close(self, pick: int, has_id: bool) -> None:
+        known = self._pick(pick)
+        request = pb.CloseSessionRequest(session_id=known.session_id, request_id=self._request_id() if has_id else b"")
+        outcome = self._ask(request)
+        if self._is_gone(known, outcome):
+            return
+        known.told(outcome.only.final_history_length)
+        self._remember(request, outcome.only)
+        self._open.remove(known)
+        self._closed.append(known.session_id)
+
+    @rule(pick=picks, has_id=st.booleans())
+    def fork(self, pick: int, has_id: bool) -> None:
+        known = self._pick(pick)
+        if not self._settle(known):
+            return
+        request = pb.ForkSessionRequest(session_id=known.session_id, request_id=self._request_id() if has_id else b"")
+        outcome = self._ask(request)
+        if self._is_gone(known, outcome) or outcome.reason == "NO_CAPACITY":
+            return
+        assert outcome.only.history_length == len(known.history)
+        self._has_forked = True
+        self._remember(request, outcome.only)
+        self._add(Known(session_id=outcome.only.session_id, solo=known.solo, history=list(known.history)))
+
+    @rule(pick=picks)
+    def say_it_again(self, pick: int) -> None:
+        """The same call with the same id: the same answer, and nothing happens twice."""
+        remembered = self._remembered()
+        if not remembered:
+            return
+        made = remembered[pick % len(remembered)]
+        outcome = self._ask(made.request)
+        if outcome.reason in GONE:
+            return
+        if isinstance(made.request, pb.GenerateRequest):
+            assert outcome.tokens == made.answer.tokens
+            assert outcome.frames[-1].done.replayed
+            return
+        expected = type(made.answer).FromString(made.answer.SerializeToString())
+        expected.replayed = True
+        assert outcome.only == expected
+
+    @rule(pick=picks, skip=picks)
+    def take_up_a_generate_again(self, pick: int, skip: int) -> None:
+        made = [made for made in self._remembered() if isinstance(made.request, pb.GenerateRequest)]
+        if not made:
+            return
+        chosen = made[pick % len(made)]
+        tokens, end = chosen.answer.tokens, chosen.answer.frames[-1].done.history_length
+        skipped = skip % (len(tokens) + 1)
+        request = pb.GenerateRequest.FromString(chosen.request.SerializeToString())
+        request.resume_from = end - len(tokens) + skipped
+        outcome = self._ask(request)
+        if outcome.reason not in GONE:
+            assert outcome.reason == "OK", outcome.error
+            assert outcome.tokens == tokens[skipped:]
+
+    @rule(pick=picks)
+    def use_an_id_for_something_else(self, pick: int) -> None:
+        remembered = self._remembered()
+        if not remembered:
+            return
+        made = remembered[pick % len(remembered)]
+        request = type(made.request).FromString(made.request.SerializeToString())
+        match request:
+            case pb.CreateSessionRequest() | pb.ForkSessionRequest():
+                request.client_label += "x"
+            case pb.AppendTokensRequest():
+                request.token_ids.append(1)
+            case pb.GenerateRequest():
+                request.max_tokens += 1
+            case pb.CloseSessionRequest():
+                request.expected_history_length = 2**40
+        outcome = self._ask(request)
+        assert outcome.reason in (*GONE, "REQUEST_ID_REUSED")
+
+    @rule(pick=picks)
+    def call_a_closed_session(self, pick: int) -> None:
+        if not self._closed:
+            return
+        session_id = self._closed[pick % len(self._closed)]
+        for request in (
+            pb.AppendTokensRequest(session_id=session_id, token_ids=[1]),
+            pb.GenerateRequest(session_id=session_id, max_tokens=1),
+            pb.GetSessionInfoRequest(session_id=session_id),
+            pb.CloseSessionRequest(session_id=session_id),
+        ):
+            assert self._ask(request).reason == "SESSION_NOT_FOUND"
+
+    @rule(seconds=st.sampled_from([1.0, TTL_SECONDS / 2, TTL_SECONDS + 1]))
+    def let_time_pass(self, seconds: float) -> None:
+        self._now += seconds
+
+    # -- helpers ----------------------------------------------------------------------------------------------------
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run_until_complete(work)
+
+    def _ask(self, request: Any, *, seconds: float | None = None) -> Outcome:
+        return self._counted(request, self._run(self._servicer.call(request, seconds=seconds)))
+
+    def _counted(self, request: Any, outcome: Outcome) -> Outcome:
+        self.seen[type(request).__name__.removesuffix("Request"), outcome.reason] += 1
+        return outcome
+
+    def _look(self, known: Known) -> Outcome:
+        """What became of a session: no call of the sequence."""
+        return self._run(self._servicer.call(pb.GetSessionInfoRequest(session_id=known.session_id)))
+
+    async def _leave(self, request: pb.GenerateRequest, context: CutOff) -> Outcome:
+        """What the client saw until it left; or the refusal, if there was nothing to leave."""
+        task = asyncio.ensure_future(self._servicer.raw("Generate", request.SerializeToString(), context=context))
+        leaving = asyncio.ensure_future(context.left.wait())
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if task.done():
+            return self._counted(request, task.result())
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        self.seen["Generate", "left"] += 1
+        return Outcome(context.frames, None)
+
+    def _settle(self, known: Known) -> bool:
+        """Find out how long the history is. False: the session is gone."""
+        outcome = self._look(known)
+        while outcome.reason == "OK" and outcome.only.generating:
+            outcome = self._look(known)
+        if self._is_gone(known, outcome, is_use=False):
+            return False
+        known.told(outcome.only.history_length)
+        return True
+
+    def _take_append(self, known: Known, outcome: Outcome, token_ids: list[int]) -> None:
+        if self._is_gone(known, outcome):
+            return
+        if outcome.reason == "HISTORY_LIMIT":
+            assert len(known.history) + len(token_ids) > LIMIT_TOKENS
+            return
+        known.history += token_ids
+        assert outcome.only.history_length == len(known.history)
+
+    def _is_gone(self, known: Known, outcome: Outcome, *, is_use: bool = True) -> bool:
+        """Was the session evicted? Here only one that was idle for long: who makes room is known at once (`_add`)."""
+        if outcome.reason not in GONE:
+            known.used_at = self._now if is_use else known.used_at
+            return False
+        assert outcome.reason == "SESSION_EVICTED"
+        assert self._now - known.used_at >= TTL_SECONDS, outcome.error
+        self._open.remove(known)
+        return True
+
+    def _add(self, known: Known) -> None:
+        """One more session. If there were too many, exactly one had to go."""
+        known.used_at = self._now
+        self._open.append(known)
+        gone = [other for other in self._open if self._look(other).reason == "SESSION_EVICTED"]
+        for other in gone:
+            self._open.remove(other)
+        is_old = [other for other in gone if self._now - other.used_at >= TTL_SECONDS]
+        assert len(gone) - len(is_old) <= (1 if len(self._open) + len(gone) > MAX_SESSIONS else 0)
+
+    def _pick(self, pick: int) -> Known:
+        while not self._open:
+            self.create(0, has_id=False)
+        return self._open[pick % len(self._open)]
+
+    def _request_id(self) -> bytes:
+        self._request_ids += 1
+        return self._request_ids.to_bytes(16, "big")
+
+    def _generate_request(self, known: Known, count: int, seed: int | None, request_id: bytes) -> pb.GenerateRequest:
+        if request_id:
+            self._generates[known.session_id].append(request_id)
+        temperature = None if seed is None else 1.0
+        return pb.GenerateRequest(
+            session_id=known.session_id, max_tokens=count, seed=seed, temperature=temperature, request_id=request_id
+        )
+
+    def _remember(self, request: Any, answer: Any) -> None:
+        if request.request_id:
+            self._made.append(Made(request=request, answer=answer, made_at=self._now))
+
+    def _remembered(self) -> list[Made]:
+        """The calls whose answers the server has not forgotten, as it says when it forgets."""
+        return [
+            made
+            for made in self._made
+            if self._now - made.made_at < REMEMBERED_SECONDS
+            and (
+                not isinstance(made.request, pb.GenerateRequest)
+                or made.request.request_id in self._generates[made.request.session_id][-REMEMBERED_GENERATES:]
+            )
+        ]
