@@ -43,13 +43,13 @@ def answer_all(
         while asking.sessions:
             asking.wait_for_one()
     finally:
-        for session in asking.sessions.values():
+        for session in asking.sessions:
             engine.close_session(session)
     return [asking.answers[number] for number in range(len(asked))]
 
 
 class _Asking:
-    """Open sessions by the number of their prompt, and the answers so far."""
+    """Open sessions with the number of their prompt, and the answers so far."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class _Asking:
         self._answer_tokens = answer_tokens
         self._stop_ids = stop_ids
         self._may_fail_with = may_fail_with
-        self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        self.sessions: dict[int, str] = {}
+        self._events: queue.SimpleQueue[tuple[str, Event]] = queue.SimpleQueue()
+        self.sessions: dict[str, int] = {}
         self.answers: dict[int, list[int]] = {}
 
     def start(self, number: int, one: Asked) -> None:
@@ -79,24 +79,31 @@ class _Asking:
     def wait_for_one(self) -> None:
         """Take events until some session has ended and closed."""
         while True:
-            number, event = self._events.get()
+            session, event = self._events.get()
+            if session not in self.sessions:
+                continue  # a refused Generate: told to whoever asked, and to its listener
+            number = self.sessions[session]
             if isinstance(event, TokenCommitted) and event.token_id not in self._stop_ids:
                 self.answers[number].append(event.token_id)
             elif isinstance(event, Failed) and not isinstance(event.error, self._may_fail_with):
                 raise event.error
             elif isinstance(event, Finished | Failed):
-                self._engine.close_session(self.sessions.pop(number))
+                del self.sessions[session]
+                self._engine.close_session(session)
                 return
 
     def _start(self, number: int, one: Asked) -> None:
         limit = len(one.token_ids) + self._answer_tokens
-        opened = self._engine.create_session(strategy=one.strategy, eos_token_ids=self._stop_ids, limit_tokens=limit)
+        session = self._engine.create_session(
+            strategy=one.strategy, eos_token_ids=self._stop_ids, limit_tokens=limit
+        ).session_id
+        self.answers[number] = []
+        self.sessions[session] = number
         try:
-            append_all(self._engine, opened.session_id, one.token_ids)
+            append_all(self._engine, session, one.token_ids)
             params = GenerateParams(max_tokens=self._answer_tokens, sampling=one.sampling)
-            self.answers[number] = []
-            self._engine.generate(opened.session_id, params, listener=lambda event: self._events.put((number, event)))
+            self._engine.generate(session, params, listener=lambda event: self._events.put((session, event)))
         except BaseException:
-            self._engine.close_session(opened.session_id)
+            del self.sessions[session]
+            self._engine.close_session(session)
             raise
-        self.sessions[number] = opened.session_id
