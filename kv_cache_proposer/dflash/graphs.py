@@ -40,6 +40,10 @@ class DrafterGraphs:
         self._arenas = arenas
         self._device = arenas[0].device
         self._lanes = config.layers * config.kv_heads
+        # Of a ring, from its first on; what pads reads the arena's start, even of one that is too small for a ring.
+        # Kept here: a recording reads memory, and what made it may be given to others once nobody holds it.
+        ring = torch.arange(self._lanes * config.context_window, device=self._device)
+        self._ring_rows = ring.clamp(max=len(arenas[0]) - 1)
         memory = GraphMemory()
         shape = (ROWS[-1], len(config.tap_layers), config.hidden)
         self._taps = torch.zeros(shape, dtype=taps_dtype, device=self._device)
@@ -82,8 +86,7 @@ class DrafterGraphs:
         config = self._network.config
         window, size = config.context_window, config.block_size
         sizes = [count * size, count * size, count, count * (window + size)]
-        # Of a ring, from its first on; what pads reads the arena's start, even of one that is too small for a ring.
-        rows = torch.arange(self._lanes * window, device=self._device).clamp(max=len(self._arenas[0]) - 1)
+        rows = self._ring_rows
 
         def compute(numbers: Tensor) -> Tensor:
             ids, positions, starts, visible = torch.split(numbers, sizes)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -244,3 +246,23 @@ def test_what_is_recorded_computes_what_training_does(network: DFlashNetwork, mo
             drafter.observe([seen(memory, ids, first, min(first + 7, len(ids) - 1), network)])
     together = drafts(drafter, [wanted(memory, ids) for memory, ids in zip(memories, texts, strict=True)])
     assert together == [by_training(network, ids) for ids in texts]
+
+
+def test_what_a_recording_reads_outlives_the_computation_it_was_made_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: set[int] = set()
+
+    class Forgetful:
+        """Like CUDA, remembers where tensors lay and holds none of them."""
+
+        def __init__(self, _idle: object, _device: object, compute: FunctionType, _memory: object) -> None:
+            cells = [cell.cell_contents for cell in compute.__closure__ or ()]
+            read.update(held.untyped_storage().data_ptr() for held in cells if isinstance(held, Tensor))
+
+    monkeypatch.setattr(graphs, "Recording", Forgetful)
+    place = context()
+    drafter = DFlashDrafter(tiny_network(), words_of(tiny_model()), records_graphs=True)
+    drafter.prepare(place)
+    gc.collect()
+    held = {one.untyped_storage().data_ptr() for one in gc.get_objects() if type(one) is Tensor}
+    assert read
+    assert read <= held
