@@ -135,10 +135,14 @@ def chunks(
             kept, valued = keys[index].float(), values[index].float()
             alone.append(attend(asked[-1].float(), kept, valued, mask, scaling=dim**-0.5))
             start += 150
-    nobody = 8
-    lines.append(np.zeros((nobody, FIELDS), dtype=np.int64))
-    asked.append(torch.randn(nobody, query_heads, dim).to(dtype))
-    alone.append(torch.zeros(nobody, query_heads, dim))
+    # A row between those of nobody, in a tile that begins and ends with such.
+    lone = lines[0][:1]
+    for count, line in ((2 * tile - sum(map(len, lines)) % tile + 3, None), (1, lone), (2 * tile, None)):
+        lines.append(np.zeros((count, FIELDS), dtype=np.int64) if line is None else line)
+        asked.append(torch.randn(count, query_heads, dim).to(dtype))
+        alone.append(torch.zeros(count, query_heads, dim))
+    index = int(lone[0, 0]) + torch.arange(kv_heads)[:, None] * int(lone[0, 1]) + torch.arange(int(lone[0, 6]) + 1)
+    alone[-2] = attend(asked[-2].float(), keys[index].float(), values[index].float(), None, scaling=dim**-0.5)
     return torch.cat(asked), keys, values, torch.from_numpy(np.concatenate(lines)), alone
 
 

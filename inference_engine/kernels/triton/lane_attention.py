@@ -251,7 +251,8 @@ def _attend_part(
         o_first = row // TILE * TILE
         o_last = tl.minimum(o_first + TILE, tl.num_programs(0)) - 1
         is_shared = tl.load(p_lanes + o_first * FIELDS) == tl.load(p_lanes + o_last * FIELDS)
-        is_shared = is_shared & (block == 0)
+        # Rows of nobody look alike, and one of somebody may be between them.
+        is_shared = is_shared & (tl.load(p_lanes + o_first * FIELDS + 2) > 0) & (block == 0)
         count = tl.where(is_shared, 0, count)
         m_own = m_g & (o_g < tl.where(is_shared, 0, GROUP))
 
@@ -343,7 +344,7 @@ def _attend_tile_part(
     sink = tl.load(p_line + 3).to(tl.int32)
     ring = tl.load(p_line + 4).to(tl.int32)
     last = tl.load(p_line + 5).to(tl.int32)
-    is_shared = (start == tl.load(p_lanes + o_last * FIELDS)) & (tl.load(p_line + 9) == 0)
+    is_shared = (start == tl.load(p_lanes + o_last * FIELDS)) & (count > 0) & (tl.load(p_line + 9) == 0)
 
     # Of each row the query heads of the group, one after another.
     o_q = tl.arange(0, BLOCK_Q)
