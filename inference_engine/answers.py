@@ -62,6 +62,7 @@ class SessionInfo:
     idle_seconds: float
     failure_reason: str
     is_generating: bool
+    label: str
 
     @staticmethod
     def of(session: Session, *, now: float) -> SessionInfo:
@@ -83,6 +84,7 @@ class SessionInfo:
             idle_seconds=max(0.0, now - session.used_at),
             failure_reason=session.failure_reason,
             is_generating=session.operation is Operation.GENERATE,
+            label=session.label,
         )
 
 

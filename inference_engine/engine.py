@@ -187,6 +187,7 @@ class Engine:
             if (known := self._opened.recall(call)) is not None:
                 return self._again(known)
             session = self._store.create(spec, eos_token_ids=eos_ids, limit_tokens=limit, owner=owner)
+            session.label = label
             opened = SessionOpened(
                 session_id=session.session_id, strategy=spec, bound=session.kv.bound, limit_tokens=session.limit_tokens
             )
@@ -227,6 +228,7 @@ class Engine:
             if limit is not None and limit < length:
                 raise InvalidArgument("limit_tokens", f"must hold the history of {length} tokens, got {limit}")
             fork = self._store.fork(parent, limit)
+            fork.label = label
             try:
                 self._scheduler.between_steps(lambda: self._copy_rows(parent, fork))
             except BaseException:

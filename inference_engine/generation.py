@@ -32,9 +32,22 @@ class Generation:
         """The next events, none if there are none yet; never waits. The last one is Finished or Failed."""
         return self._reader.read()
 
-    def when_news(self, callback: Callable[[], None]) -> None:
-        """Call back, from any thread, whenever there may be something to read; now, too. It must return at once."""
-        self._reader.when_news(callback)
+    def when_news(self, callback: Callable[[], None], wake: Callable[[], None] | None = None) -> None:
+        """Call back, from any thread, whenever there may be something to read; now, too. It must return at once.
+
+        wake: called after that. For what a step gives it is called while the device is at work on the next one, and
+        once for all who gave an equal one.
+        """
+        if wake is None:
+            self._reader.when_news(callback)
+            return
+        news = self._scheduler.news
+
+        def tell() -> None:
+            callback()
+            news.wake(wake)
+
+        self._reader.when_news(tell)
 
     def cancel(self) -> None:
         """Stop at the next step boundary with Finished(CANCELLED). Idempotent, from any thread."""

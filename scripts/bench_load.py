@@ -3,19 +3,29 @@
     python scripts/bench_load.py            writes results/server_load/<date>-<machine>/
 
 A server on the scripted model, whose steps take as long as a model's would, in a process of its own; clients in this
-one. First `--streams` Generates at the same time, each as fast as the steps are; one alone is the baseline. Then
-agents, open loop, at 1, 2, 5 and 10 times a load that the steps can just carry.
+one. First `--streams` Generates at the same time, each as fast as the steps are, in rounds with two baselines: one
+stream alone, and as many bare streams of grpc.aio, a frame for each in every step. Then agents, open loop, at 1, 2, 5
+and 10 times a load that the steps can just carry.
+
+Goodput is the tokens that came in a second of a phase, of turns that were finished then or later. The first quarter of
+a phase is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from inference_engine.cli.load import report
 from inference_engine.cli.load.driver import NO_RETRIES
@@ -27,34 +37,93 @@ from inference_engine.config import EngineConfig, ServerConfig
 from inference_engine.evaluation import record
 from kakeya import AsyncClient
 
-STEP_SECONDS = 1 / 30
+sys.path.insert(0, str(record.ROOT))
+
+from scripts.bare_streams import bare_arrivals, bare_child
+
+STREAM_STEP_SECONDS = 1 / 100  # what is left until the next token of 30 a second is for the machinery
+WANTED_PER_SECOND = 30  # tokens of each stream
+ROUNDS = 3
+STEP_SECONDS = 1 / 30  # under overload
 SHAPE = Shape(turns=20, prompt_tokens=60, append_tokens=30, generate_tokens=24, interval_seconds=2.0)
 BATCH = 16  # under overload
 MEAN_OVER_MEDIAN = 1.2  # of the tokens that are drawn
 LIMIT_TOKENS = 4096
 
 
-async def streams(target: str, count: int, seconds: float) -> list[list[float]]:
-    """`count` Generates at once; the gaps between their tokens, by stream, the first second left out."""
+@dataclass
+class Streams:
+    """What was seen of streams side by side, over all rounds."""
+
+    gaps: list[float] = field(default_factory=list)  # seconds
+    rates: list[float] = field(default_factory=list)  # tokens a second, of each stream
+    server_cpu: list[float] = field(default_factory=list)  # seconds for a token, of each round
+    client_cpu: list[float] = field(default_factory=list)
+
+    def saw(self, arrivals: Sequence[Sequence[float]]) -> None:
+        """When the tokens of each stream of a round came. The first second is for all of them to begin."""
+        began = min(times[0] for times in arrivals) + 1.0
+        for times in arrivals:
+            gaps = [after - before for before, after in pairwise(times) if before > began]
+            self.gaps += gaps
+            self.rates.append(len(gaps) / sum(gaps))
+
+    @contextmanager
+    def timed(self, server: int, tokens: int) -> Iterator[None]:
+        """Processor time of the process `server` and of this one, for `tokens`."""
+        watched = psutil.Process(server)
+        before, ours = watched.cpu_times(), time.process_time()
+        yield
+        after = watched.cpu_times()
+        self.client_cpu.append((time.process_time() - ours) / tokens)
+        self.server_cpu.append((after.user + after.system - before.user - before.system) / tokens)
+
+    def values(self, name: str) -> dict[str, dict[str, Any]]:
+        return {
+            **{f"gap_p{at}_{name}": record.exact(1e3 * percentile(self.gaps, at), "ms") for at in (50, 99)},
+            f"rate_{name}": record.summarize(self.rates, "tokens/s"),
+            f"rate_slowest_{name}": record.exact(min(self.rates), "tokens/s"),
+            f"server_cpu_{name}": record.summarize([1e6 * each for each in self.server_cpu], "µs/token"),
+            f"client_cpu_{name}": record.summarize([1e6 * each for each in self.client_cpu], "µs/token"),
+        }
+
+
+async def arrivals(target: str, streams: int, tokens: int, timed: AbstractContextManager[None]) -> list[list[float]]:
+    """When each token of `streams` Generates came, `timed` around all; their histories are of different lengths."""
     async with AsyncClient(target, retry=NO_RETRIES, generate_timeout=None) as client:
-        sessions = [await client.create_session(limit_tokens=LIMIT_TOKENS) for _ in range(count)]
+        sessions = [await client.create_session(limit_tokens=LIMIT_TOKENS) for _ in range(streams)]
         for number, session in enumerate(sessions):
-            await session.append([number % VOCABULARY, 1, 2, 3])
-        began = time.perf_counter()
+            await session.append([(number + index) % VOCABULARY for index in range(4 + number % 64)])
 
-        async def gaps(number: int) -> list[float]:
-            found, last = [], None
-            async for _ in sessions[number].generate(round((seconds + 1) / STEP_SECONDS)):
-                now = time.perf_counter()
-                if last is not None and last - began > 1.0:
-                    found.append(now - last)
-                last = now
-            return found
+        async def read(number: int) -> list[float]:
+            return [time.perf_counter() async for _ in sessions[number].generate(tokens)]
 
-        seen = await asyncio.gather(*(gaps(number) for number in range(count)))
+        with timed:
+            found = await asyncio.gather(*(read(number) for number in range(streams)))
         for session in sessions:
             await session.close()
-        return list(seen)
+        return list(found)
+
+
+def side_by_side(count: int, seconds: float, server: ServerConfig) -> dict[str, dict[str, Any]]:
+    """Values of `count` streams, of one alone and of bare ones: rounds of each in turn, `seconds` in all."""
+    names = ("1_stream", f"{count}_streams", f"{count}_bare_streams")
+    alone, together, bare = every = (Streams(), Streams(), Streams())
+    tokens = round((seconds / ROUNDS + 1) * WANTED_PER_SECOND)
+    wide = EngineConfig(max_batch=count, max_sessions=2 * count, kv_bytes=2**30)
+    with (
+        scripted_child(wide, server, step_seconds=STREAM_STEP_SECONDS) as child,
+        bare_child(step_seconds=1 / WANTED_PER_SECOND) as bare_server,
+    ):
+        target = child.wait_ready()
+        for _ in range(ROUNDS):
+            for streams, seen in ((1, alone), (count, together)):
+                timed = seen.timed(child.pid, streams * tokens)
+                seen.saw(asyncio.run(arrivals(target, streams, tokens, timed)))
+            with bare.timed(bare_server.pid, count * tokens):
+                found = asyncio.run(bare_arrivals(bare_server.target, count, tokens))
+            bare.saw(found)
+    return {key: value for name, seen in zip(names, every, strict=True) for key, value in seen.values(name).items()}
 
 
 async def overload(target: str, loads: Sequence[float], seconds: float, seed: int) -> Sequence[Played]:
@@ -75,26 +144,17 @@ async def overload(target: str, loads: Sequence[float], seconds: float, seed: in
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=128, metavar="N")
-    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="of each part (default: 30)")
+    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="of each part (default: %(default)g)")
     parser.add_argument("--loads", type=float, nargs="+", default=[1.0, 2.0, 5.0, 10.0], metavar="X")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--results", type=Path, default=record.RESULTS)
     args = parser.parse_args()
     server = ServerConfig(bind="127.0.0.1:0", drain_seconds=5.0)
-    wide = EngineConfig(max_batch=args.streams, max_sessions=2 * args.streams, kv_bytes=2**30)
-    with scripted_child(wide, server, step_seconds=STEP_SECONDS) as child:
-        target = child.wait_ready()
-        alone = asyncio.run(streams(target, 1, args.seconds))
-        together = asyncio.run(streams(target, args.streams, args.seconds))
+    load_before = os.getloadavg()[0]
+    values = side_by_side(args.streams, args.seconds, server)
     narrow = EngineConfig(max_batch=BATCH, max_running=BATCH, max_queued=2 * BATCH, max_sessions=2048, kv_bytes=2**31)
     with scripted_child(narrow, server, step_seconds=STEP_SECONDS) as child:
         played = asyncio.run(overload(child.wait_ready(), args.loads, args.seconds, args.seed))
-    values: dict[str, dict[str, Any]] = {}
-    for name, found in (("1_stream", alone), (f"{args.streams}_streams", together)):
-        every = [gap for each in found for gap in each]
-        rates = [len(each) / sum(each) for each in found]
-        values |= {f"gap_p{at}_{name}": record.exact(1e3 * percentile(every, at), "ms") for at in (50, 99)}
-        values[f"rate_{name}"] = record.summarize(rates, "tokens/s")
     values |= report.values(played)
     for name, value in values.items():
         print(f"{name:36} {value['median']:>12,.2f} {value['unit']}")
@@ -102,8 +162,13 @@ def main() -> int:
         "command": record.command_line(without=("--results",)),
         "config": {
             "model": "scripted",
-            "step_seconds": STEP_SECONDS,
             "streams": args.streams,
+            "step_seconds_of_streams": STREAM_STEP_SECONDS,
+            "steps_per_second_of_bare_streams": WANTED_PER_SECOND,
+            "rounds_of_streams": ROUNDS,
+            "step_seconds_under_overload": STEP_SECONDS,
+            "vocabulary": VOCABULARY,
+            "runnable_processes_before": load_before,  # of others: the machine's load average over a minute
             "seconds": args.seconds,
             "batch_under_overload": BATCH,
             "turns": SHAPE.turns,
@@ -114,7 +179,7 @@ def main() -> int:
         },
         "seeds": [args.seed],
         "values": values,
-        "baseline": "one stream alone, and the load of 1, in the same run",
+        "baseline": "one stream alone, as many bare streams of grpc.aio, and the load of 1, in the same run",
         "tables": report.tables(played),
     }
     path = record.write_record("server_load", payload, results_dir=args.results)

@@ -66,7 +66,8 @@ class NullGeneration(Generation):
 
     def __init__(self) -> None:
         self._said: SimpleQueue[Event] = SimpleQueue()
-        self._on_news: Callable[[], None] | None = None
+        self._on_news: Callable[[], None] = lambda: None
+        self._wake: Callable[[], None] | None = None
 
     @property
     def position(self) -> int:
@@ -74,15 +75,19 @@ class NullGeneration(Generation):
 
     def say(self, event: Event) -> None:
         self._said.put(event)
-        if self._on_news is not None:
-            self._on_news()
+        self._tell()
 
     def read(self) -> list[Event]:
         return [self._said.get() for _ in range(self._said.qsize())]
 
-    def when_news(self, callback: Callable[[], None]) -> None:
-        self._on_news = callback
-        callback()
+    def when_news(self, callback: Callable[[], None], wake: Callable[[], None] | None = None) -> None:
+        self._on_news, self._wake = callback, wake
+        self._tell()
+
+    def _tell(self) -> None:
+        self._on_news()
+        if self._wake is not None:
+            self._wake()
 
     def cancel(self) -> None:
         pass
@@ -181,6 +186,7 @@ class NullEngine(Engine):
             idle_seconds=0.0,
             failure_reason="",
             is_generating=False,
+            label="",
         )
 
     def drain(self, grace_seconds: float) -> None:

@@ -106,8 +106,8 @@ class Verifier:
         self.context = context  # what the sessions live in
         self._tap_layers = tap_layers
 
-    def run(self, blocks: Sequence[Block]) -> list[Outcome]:
-        """Forward all blocks in one step.
+    def run(self, blocks: Sequence[Block], *, on_planned: Callable[[], None] = lambda: None) -> list[Outcome]:
+        """Forward all blocks in one step. on_planned: called right before the device gets to work.
 
         The rows are staged: the caller commits each session, to the length it accepts. If the forward raises, nothing
         is staged and every session is as it was. Raises BlockFailed for a broken invariant, SpanFailed, with the
@@ -119,7 +119,7 @@ class Verifier:
                     block.kv.stage(len(block.token_ids), block.generated)
                 except InvariantViolated as violation:
                     raise BlockFailed(index, violation) from violation
-            return self._forward_and_sample(blocks)
+            return self._forward_and_sample(blocks, on_planned)
         except BaseException:
             for block in blocks:
                 # A device that failed the forward may fail this too; the sessions' tables are right all the same.
@@ -128,7 +128,7 @@ class Verifier:
             raise
 
     @torch.inference_mode()
-    def _forward_and_sample(self, blocks: Sequence[Block]) -> list[Outcome]:
+    def _forward_and_sample(self, blocks: Sequence[Block], on_planned: Callable[[], None]) -> list[Outcome]:
         context = self.context
         plan = StepPlan(
             [block.kv for block in blocks],
@@ -147,6 +147,7 @@ class Verifier:
             ends.append(len(wanted) + (span.real.stop - rows.start if count else 0))
             wanted.extend(rows)
         tap_layers = self._tap_layers if any(block.wants_taps for block in blocks) else ()
+        on_planned()
         self._lap("plan")
         result = self._forward.run(Step(token_ids, plan, wanted, tap_layers))
         self._lap("forward")
@@ -190,6 +191,8 @@ class Verifier:
 
 def _agreeing(block: Block, samples: Sequence[Sample]) -> tuple[Sample, ...]:
     """The samples up to the first that is not the guess in its place, that one included."""
+    if not block.drafted:
+        return tuple(samples)
     guesses = block.token_ids[len(block.token_ids) - block.drafted :].tolist()
     for count, (sample, guess) in enumerate(zip(samples, guesses, strict=False), start=1):
         if sample.token_id != guess or not sample.is_finite:

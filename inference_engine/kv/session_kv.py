@@ -265,6 +265,11 @@ class SessionKV:
 
     # -- the life of rows -------------------------------------------------------------------------------------------
 
+    @property
+    def is_selective(self) -> bool:
+        """Does it matter to `room` whether the model generated a token?"""
+        return self._is_selective
+
     def room(self, *, generated: bool = True) -> int:
         """Positions that can be staged in one step, within the limit; generated: the model generated some of them.
 
@@ -286,18 +291,20 @@ class SessionKV:
         makes a difference.
         """
         assert self._is_awake, "a session has to wake before it stages"
-        room = self.room(generated=generated is not None and bool(generated.any()))
+        room = self.room(generated=self._is_selective and generated is not None and bool(generated.any()))
         assert self.staged == 0 and 0 < count <= room, (self.staged, count, room)
         first = self.next_position
         positions = np.arange(first, first + count, dtype=np.int64)
-        for group in self.groups:
+        groups = self.groups
+        for group in groups:
             opened, needed = (group.open_rows(length) for length in (first, first + count))
-            group.wipe(np.arange(opened, needed, dtype=np.int64))
+            if needed > opened:
+                group.wipe(np.arange(opened, needed, dtype=np.int64))
             if (group.held[group.layout.slots(positions)] >= 0).any():
                 raise InvariantViolated("INV1", f"a slot for positions from {first} is still held")
             if group.rings is not None and generated is not None and generated.any():
                 group.rings.stage()
-        for group in self.groups:
+        for group in groups:
             group.held[group.layout.slots(positions)] = positions
         self.staged = count
         self.staged_generated = np.zeros(count, dtype=np.bool_) if generated is None else generated
@@ -318,11 +325,13 @@ class SessionKV:
                 self.evicted = self.strategy.evicted(self.context.geometry, length)
         else:
             self._replayed = length
+        groups = self.groups
         # The tables first, the device second: should the device fail, the tables are right.
-        for group in self.groups:
+        for group in groups if len(rejected) else ():
             group.held[group.layout.slots(rejected)] = -1
-        for group in self.groups:
-            group.drop(rejected)
+        for group in groups:
+            if len(rejected):
+                group.drop(rejected)
             group.summarize(before, length)
             if group.rings is not None:
                 group.rings.commit(length)

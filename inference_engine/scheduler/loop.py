@@ -32,6 +32,7 @@ from inference_engine.kv.plan import SpanFailed
 from inference_engine.metrics import EngineMetrics, StepTimer
 from inference_engine.scheduler.drafting import Drafting
 from inference_engine.scheduler.endings import Endings
+from inference_engine.scheduler.news import News
 from inference_engine.scheduler.out_of_memory import is_out_of_memory
 from inference_engine.scheduler.pace import EndPace, StepPace
 from inference_engine.scheduler.policy import Candidate, Targets, admit, choose, chunk_beside_decoders, cut, places
@@ -84,6 +85,7 @@ class Scheduler:
             self._drafting = Drafting(drafter, metrics, clock, vocab_size=vocab_size, draft_tokens=config.draft_tokens)
         self._endings = Endings(store, metrics, self._drafting, self._leave)
         self._settling = Settling(store, journal, metrics, clock, self._endings, self._drafting)
+        self.news = News()
         self._wake = threading.Condition()
         self._tasks: deque[Callable[[], None]] = deque()
         self._queued: deque[Request] = deque()  # in order of arrival
@@ -199,6 +201,8 @@ class Scheduler:
     def _run(self) -> None:
         is_clean = True
         while True:
+            if self._tasks or not self._running:
+                self.news.release()  # it may take a while until the device works again
             with self._wake:
                 if self._is_idle():
                     self._wake.notify_all()
@@ -255,6 +259,8 @@ class Scheduler:
         session = request.session
         needed = len(session.history) + request.params.max_tokens
         began = self._clock()
+        if session.kv.takes_room:
+            self.news.release()  # to wake may take a while
         try:
             is_awake = session.kv.wake(needed)
         except RestorationFailed as failed:
@@ -312,12 +318,13 @@ class Scheduler:
         drafts: dict[Request, TokenIds] = {}
         self._timer.lap("plan")
         if self._drafting is not None and is_decoding:
+            self.news.release()  # a draft takes the device's time, too
             drafts = self._drafting.draft(batch, self._config.step_tokens - len(batch))
         self._timer.lap("draft")
         blocks = [self._block(requests[index], candidates[index].rows, drafts.get(requests[index])) for index in chosen]
         began = self._clock()
         try:
-            outcomes = self._verifier.run(blocks)
+            outcomes = self._verifier.run(blocks, on_planned=self.news.release)
         except BlockFailed as failed:
             self._endings.fail_session(batch[failed.index], failed.violation)
             return
@@ -337,11 +344,9 @@ class Scheduler:
         self._metrics.step_sessions.observe(len(batch))
         if self._drafting is not None and is_decoding:
             self._drafting.took(len(batch), rows, seconds)
+        self._move_back(batch)
+        self.news.hold()
         for request, block, outcome in zip(batch, blocks, outcomes, strict=True):
-            # Served: to the back of the line. At once, or a drain would see nobody running.
-            with self._wake:
-                self._running.remove(request)
-                self._running.append(request)
             try:
                 self._settling.settle(request, block, outcome)
             except InvariantViolated as violation:
@@ -353,6 +358,14 @@ class Scheduler:
             self._drafting.tell_if_many()
             self._timer.lap("draft")
         self._timer.end()
+
+    def _move_back(self, batch: Sequence[Request]) -> None:
+        """Served: to the back of the line, in this order. At once, or a drain would see nobody running."""
+        served = set(batch)
+        with self._wake:
+            others = [request for request in self._running if request not in served]
+            self._running.clear()
+            self._running.extend((*others, *batch))
 
     def _rows(self, request: Request, decoders: int) -> int:
         """Rows of the request that would go along in a step in which so many others decode."""
@@ -387,8 +400,8 @@ class Scheduler:
     @staticmethod
     def _room(request: Request) -> int:
         session = request.session
-        generated = session.pending_generated(request.pending_tokens)
-        return session.kv.room(generated=bool(generated.any()))
+        is_selective = session.kv.is_selective
+        return session.kv.room(generated=is_selective and bool(session.pending_generated(request.pending_tokens).any()))
 
     def _block(self, request: Request, rows: int, draft: TokenIds | None = None) -> Block:
         is_last = rows == request.pending_tokens

@@ -211,6 +211,7 @@ def session_info_to_wire(info: SessionInfo) -> pb.GetSessionInfoResponse:
         tier_bytes=info.bound.tier_bytes,
         drafted_token_count=info.drafted_tokens,
         accepted_token_count=info.accepted_tokens,
+        client_label=info.label,
     )
 
 

@@ -24,7 +24,7 @@ from inference_engine.logs import name_request
 from inference_engine.server import convert
 from inference_engine.server.interceptors import caller
 from inference_engine.server.status import SlowConsumer
-from inference_engine.server.stream import Feed, Stall
+from inference_engine.server.stream import Bells, Feed, Stall
 from inference_engine.types import Failed, Finished, GenerateParams
 from kakeya.v1 import runtime_pb2 as pb
 
@@ -52,6 +52,7 @@ class RuntimeService:
         self._mode, self._model_id = info.mode, info.facts.model_id
         self._max_append_tokens = info.config.max_append_tokens
         self._awaited: dict[str, asyncio.Event] = {}  # by session, set when it becomes free
+        self._bells: Bells | None = None  # of the loop that serves
 
     async def create_session(self, request: pb.CreateSessionRequest, context: Context) -> pb.CreateSessionResponse:
         strategy = convert.strategy_from_wire(request.strategy) if request.HasField("strategy") else None
@@ -99,7 +100,7 @@ class RuntimeService:
             )
 
         generation = await self._when_free(request.session_id, start)
-        feed = Feed(generation, asyncio.get_running_loop())
+        feed = Feed(generation, self._bells_here())
         with self._supervised(generation, feed, context) as stall:
             await _send(feed, convert.framer_for(request), context, stall)
 
@@ -150,6 +151,12 @@ class RuntimeService:
                 "GetServerInfo": _unary(self.get_server_info, pb.GetServerInfoRequest),
             },
         )
+
+    def _bells_here(self) -> Bells:
+        """Those of the loop, which all streams share."""
+        if self._bells is None:
+            self._bells = Bells(asyncio.get_running_loop())
+        return self._bells
 
     def _params(self, request: pb.GenerateRequest, owner: str) -> GenerateParams:
         try:

@@ -1,10 +1,11 @@
 """The bridge from the engine's thread to one client's stream.
 
-    engine thread ── ring ──▶ event loop ── read ──▶ frames
+    engine thread ── ring, ring, … wake ──▶ event loop ── read ──▶ frames
 
-One wakeup of the loop may carry many events. A Feed holds none: what its client has not taken yet stays where the
-engine keeps it, in the session's history, so that a slow client costs no memory and the engine waits for nobody. An
-EventQueue holds those that are pushed to it, at most `max_tokens` of one Generate and a report for each prefill chunk.
+One wakeup of the loop serves every stream that a step has something for, and may carry many events of each. A Feed
+holds none: what its client has not taken yet stays where the engine keeps it, in the session's history, so that a slow
+client costs no memory and the engine waits for nobody. An EventQueue holds those that are pushed to it, at most
+`max_tokens` of one Generate and a report for each prefill chunk.
 
 A client that stops reading fills the transport's own buffers (thousands of frames) and then one write stalls; `Stall`
 notices that.
@@ -21,38 +22,81 @@ from inference_engine.generation import Generation
 from inference_engine.types import Event, TokenCommitted
 
 
-class Feed:
-    """The events of a Generation. Single consumer on `loop`."""
+class Bells:
+    """The bells of one event loop, which are heard together. `wake` from any thread."""
 
-    def __init__(self, generation: Generation, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._rung: deque[Bell] = deque()
+        self._is_waking = False
+
+    def wake(self) -> None:
+        """Let the loop hear the bells that were rung."""
+        if self._rung and not self._is_waking:
+            self._is_waking = True
+            # The loop is closed only when the process ends, and then nobody listens.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._hear)
+
+    def _hear(self) -> None:
+        # First, so that whoever rings after the last bell was heard wakes the loop again.
+        self._is_waking = False
+        while self._rung:
+            self._rung.popleft()._hear()
+
+
+class Bell:
+    """Tells a consumer on the loop once of all that has come since it last looked. Rung from any thread."""
+
+    def __init__(self, bells: Bells) -> None:
+        self._bells = bells
+        self._is_rung = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def ring(self) -> None:
+        """To be rung once there is something, and heard when `Bells.wake` is called."""
+        if not self._is_rung:
+            self._is_rung = True
+            self._bells._rung.append(self)
+
+    async def wait(self) -> None:
+        """Until it is heard. Whoever rings it from now on rings again: to be called before one looks."""
+        if not self._is_rung:
+            self._waiter = self._bells._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._is_rung = False
+
+    def _hear(self) -> None:
+        if self._is_rung and self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Feed:
+    """The events of a Generation. Single consumer, on the bells' loop."""
+
+    def __init__(self, generation: Generation, bells: Bells) -> None:
         self._generation = generation
-        self._bell = _Bell(loop)
+        self._bell = Bell(bells)
         self.position = generation.position  # of the token that is being sent, or comes next
-        generation.when_news(self._bell.ring)
+        generation.when_news(self._bell.ring, bells.wake)
 
     async def wait(self) -> None:
         """Until there may be something to pop."""
         await self._bell.wait()
 
     def pop_all(self) -> Iterator[Event]:
-        """What is there, and what comes while it is being consumed: a busy producer costs no wakeups."""
-        while True:
-            while events := self._generation.read():
-                yield from self._placed(events)
-            self._bell.is_rung = False
-            if not (events := self._generation.read()):
-                return
-            self._bell.is_rung = True
-            yield from self._placed(events)
-
-    def _placed(self, events: list[Event]) -> Iterator[Event]:
-        for event in events:
-            if isinstance(event, TokenCommitted):
-                self.position = event.position
-                yield event
-                self.position += 1
-            else:
-                yield event
+        """What is there. What comes while it is being consumed is there at once the next time."""
+        while events := self._generation.read():
+            for event in events:
+                if isinstance(event, TokenCommitted):
+                    self.position = event.position
+                    yield event
+                    self.position += 1
+                else:
+                    yield event
 
 
 class EventQueue:
@@ -60,12 +104,14 @@ class EventQueue:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._events: deque[Event] = deque()
-        self._bell = _Bell(loop)
+        self._bells = Bells(loop)
+        self._bell = Bell(self._bells)
 
     def push(self, event: Event) -> None:
         """Any thread. Returns at once and never raises."""
         self._events.append(event)
         self._bell.ring()
+        self._bells.wake()
 
     async def wait(self) -> None:
         """Until there may be something to pop."""
@@ -73,34 +119,8 @@ class EventQueue:
 
     def pop_all(self) -> Iterator[Event]:
         """As `Feed.pop_all`."""
-        while True:
-            while self._events:
-                yield self._events.popleft()
-            self._bell.is_rung = False
-            if not self._events:
-                return
-            self._bell.is_rung = True
-
-
-class _Bell:
-    """Wakes the consumer once for all that has come since it last looked."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._ready = asyncio.Event()
-        self.is_rung = False
-
-    def ring(self) -> None:
-        # Rung after there is something, reset before the consumer looks again: whoever comes second sees the other.
-        if not self.is_rung:
-            self.is_rung = True
-            # The loop is closed only when the process ends, and then nobody listens.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._ready.set)
-
-    async def wait(self) -> None:
-        await self._ready.wait()
-        self._ready.clear()
+        while self._events:
+            yield self._events.popleft()
 
 
 class Stall:

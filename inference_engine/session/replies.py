@@ -172,6 +172,9 @@ class ReplyBook:
             page.expire()
 
 
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+
+
 @dataclass(frozen=True, slots=True)
 class _Reply(Generic[R]):
     digest: bytes
@@ -181,14 +184,16 @@ class _Reply(Generic[R]):
 
 def _canonical(value: object) -> bytes:
     """Bytes that are equal for equal contents and differ for others: each piece says its kind and its length."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = {spec.name: getattr(value, spec.name) for spec in fields(value)}
-    if isinstance(value, bytes):
-        return b"b%d:%b" % (len(value), value)
-    if isinstance(value, Mapping):
-        return _canonical([b"m", *sorted(_canonical(item) for item in value.items())])
+    # The commonest kinds first: every call is identified, those that are refused too.
     if isinstance(value, (tuple, list)):
         pieces = [_canonical(item) for item in value]
         return b"l%d:%b" % (len(pieces), b"".join(pieces))
+    if type(value) not in _PLAIN:
+        if isinstance(value, bytes):
+            return b"b%d:%b" % (len(value), value)
+        if is_dataclass(value) and not isinstance(value, type):
+            value = {spec.name: getattr(value, spec.name) for spec in fields(value)}
+        if isinstance(value, Mapping):
+            return _canonical([b"m", *sorted(_canonical(item) for item in value.items())])
     text = repr(value).encode()
     return b"v%d:%b" % (len(text), text)

@@ -16,6 +16,9 @@ from inference_engine.session.history import History
 from inference_engine.session.journal import Journal, TokenIds
 from inference_engine.types import Mark
 
+# As the number that it is: numpy takes ten times as long to compare with a member of an enumeration.
+_GENERATED = np.uint8(Mark.GENERATED)
+
 
 class Operation(enum.Enum):
     """What holds a session. At most one does."""
@@ -48,6 +51,7 @@ class Session:
     eos_token_ids: frozenset[int]
     limit_tokens: int | None
     used_at: float
+    label: str = ""  # the owner's own name for it, told to nobody else
     history: History = field(default_factory=History)
     operation: Operation | None = None
     waiters: list[Callable[[], None]] = field(default_factory=list)
@@ -80,7 +84,7 @@ class Session:
     def pending_generated(self, limit: int) -> NDArray[np.bool_]:
         """Which of the tokens of `pending_ids` the model generated."""
         start = self.kv.next_position
-        generated: NDArray[np.bool_] = self.history.marks(start, start + limit) == Mark.GENERATED
+        generated: NDArray[np.bool_] = self.history.marks(start, start + limit) == _GENERATED
         return generated
 
     def forget_rows(self) -> None:

@@ -60,9 +60,9 @@ def test_a_percentile_is_a_value_that_was_there(percent: float, value: float) ->
     assert percentile([float(number) for number in range(10, 0, -1)], percent) == value
 
 
-def test_goodput_counts_tokens_in_the_seconds_they_came_and_none_after_the_end() -> None:
+def test_goodput_counts_tokens_in_the_seconds_they_came_and_none_before_or_after_the_phase() -> None:
     samples = Samples()
-    samples.tokens_by_second.update({0: 3, 1: 5, 7: 11})
+    samples.tokens_by_second.update({-1: 2, 0: 3, 1: 5, 7: 11})
     assert samples.goodput(3.0) == [3.0, 5.0, 0.0]
 
 
@@ -99,8 +99,14 @@ def test_a_turn_is_timed_from_when_it_was_due_not_from_when_it_could_begin(targe
 
 def test_turns_of_the_warm_up_are_played_and_not_counted(target: str) -> None:
     samples = play(target, [Agent(number=0, turns=(turn(0.0), turn(0.3)))], warm_seconds=0.2)
-    assert (samples.due, samples.finished) == (1, 1)
-    assert sum(samples.tokens_by_second.values()) == 5
+    assert (samples.due, samples.finished, len(samples.turn)) == (1, 1, 1)
+
+
+def test_tokens_that_come_after_the_warm_up_are_goodput_whenever_their_turn_was_due(target: str) -> None:
+    samples = play(target, [Agent(number=0, turns=(turn(0.0, tokens=250),))], warm_seconds=0.01)
+    assert samples.due == 0
+    assert samples.tokens_by_second.total() == 250
+    assert sum(samples.goodput(60.0)) == 250 - samples.tokens_by_second[-1] > 0
 
 
 def test_a_turn_may_be_tried_on_a_fork_that_changes_nothing_of_what_comes(target: str) -> None:

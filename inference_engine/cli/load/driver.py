@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ NO_RETRIES = RetryPolicy(attempts=1)
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A stretch of time under one load. Turns that are due in its first `warm_seconds` are played and not counted."""
+    """A stretch of time under one load. Turns that are due in its first `warm_seconds` are played and not counted, but
+    for what they have of goodput later."""
 
     seconds: float
     warm_seconds: float
@@ -85,6 +87,9 @@ class Driver:
             session = None
         except kakeya.KakeyaError as error:
             seen.failed[_name(error)] += 1
+        if seen.finished:
+            # Whenever the turn was due: a server with a queue spends the beginning of a phase on turns from before it.
+            self.samples.tokens_by_second += seen.tokens_by_second
         if counts:
             self._count(turn, seen)
         return session
@@ -98,7 +103,7 @@ class Driver:
                 seen.first_token.append(now - turn.due_seconds)
             else:
                 seen.gap.append(now - last)
-            seen.tokens_by_second[int(now - self._phase.warm_seconds)] += 1
+            seen.tokens_by_second[math.floor(now - self._phase.warm_seconds)] += 1
             last, tokens = now, tokens + 1
         seen.turn.append(self._now() - turn.due_seconds)
         seen.finished += 1
@@ -118,8 +123,6 @@ class Driver:
         into.failed += seen.failed
         for name in ("first_token", "gap", "turn", "refusal", "fork"):
             getattr(into, name).extend(getattr(seen, name))
-        if seen.finished:
-            into.tokens_by_second += seen.tokens_by_second
 
     async def _until(self, due_seconds: float) -> None:
         if (wait := due_seconds - self._now()) > 0:

@@ -25,10 +25,11 @@ class Samples:
     failed: collections.Counter[str] = field(default_factory=collections.Counter)  # by reason, or status code
     due: int = 0
     finished: int = 0
-    tokens_by_second: collections.Counter[int] = field(default_factory=collections.Counter)  # of finished turns
+    # Of finished turns, by the second after the warm-up in which a token came; negative within it.
+    tokens_by_second: collections.Counter[int] = field(default_factory=collections.Counter)
 
     def goodput(self, seconds: float) -> list[float]:
-        """Tokens of finished turns that came in each whole second of the phase."""
+        """Tokens that came in each whole second of the phase after its warm-up, if their turn was finished, ever."""
         return [float(self.tokens_by_second[second]) for second in range(max(1, int(seconds)))]
 
     def percentiles(self) -> dict[str, dict[str, float]]:

@@ -73,7 +73,7 @@ class Client(ClientBase):
         """Open a session and reserve its memory.
 
         `eos_token_ids` end every Generate of the session; `limit_tokens` is its own length limit (a smaller limit is a
-        smaller reservation); `label` is for the operator's eyes.
+        smaller reservation); `label` is your own name for the session, which `info()` tells.
         """
         request = requests.create_session(strategy, eos_token_ids, limit_tokens, label)
         return Session(self, self._run(repeatable("CreateSession", request, self._patience(timeout))))

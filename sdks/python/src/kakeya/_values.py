@@ -107,6 +107,7 @@ class SessionInfo:
     accepted_tokens: int  # how many of them were right
     tier_live_bytes: int  # held off the device now, in the server's memory or in a file
     tier_bytes: int  # held there at most; reserved
+    label: str  # as it was given when the session was made; empty: none was
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +155,7 @@ def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
         accepted_tokens=reply.accepted_token_count,
         tier_live_bytes=reply.tier_live_bytes,
         tier_bytes=reply.tier_bytes,
+        label=reply.client_label,
     )
 
 

@@ -56,7 +56,9 @@ class CreateSessionRequest(_message.Message):
     LIMIT_TOKENS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     client_label: _builtins.str
-    """Free text for the operator's eyes, at most 128 printable characters."""
+    """The owner's own name for the session, at most 128 printable characters. GetSessionInfo tells it to the owner; it is in
+    no log, metric or trace.
+    """
     limit_tokens: _builtins.int
     """The session's own length limit in tokens, at least 1; a smaller limit is a smaller reservation.
     Absent: as long as the strategy and the model allow.
@@ -684,7 +686,9 @@ class ForkSessionRequest(_message.Message):
     expected_history_length: _builtins.int
     """If present and different from the history length, nothing is forked: ABORTED, HISTORY_LENGTH_MISMATCH."""
     client_label: _builtins.str
-    """Free text for the operator's eyes, at most 128 printable characters."""
+    """The owner's own name for the session, at most 128 printable characters. GetSessionInfo tells it to the owner; it is in
+    no log, metric or trace.
+    """
     limit_tokens: _builtins.int
     """The fork's own length limit in tokens; at least the history's length. Absent: that of the session it is made from."""
     def __init__(
@@ -810,6 +814,7 @@ class GetSessionInfoResponse(_message.Message):
     ACCEPTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TIER_LIVE_BYTES_FIELD_NUMBER: _builtins.int
     TIER_BYTES_FIELD_NUMBER: _builtins.int
+    CLIENT_LABEL_FIELD_NUMBER: _builtins.int
     history_length: _builtins.int
     kv_live_bytes: _builtins.int
     """Bytes of K/V actually held now, summed over what holds them."""
@@ -833,6 +838,8 @@ class GetSessionInfoResponse(_message.Message):
     tier_live_bytes: _builtins.int
     """Bytes of K/V held off the device, in the server's memory or in a file: now, and at most. The others are on it."""
     tier_bytes: _builtins.int
+    client_label: _builtins.str
+    """As it was given when the session was made. Empty: none was."""
     @_builtins.property
     def strategy(self) -> Global___Strategy: ...
     def __init__(
@@ -856,10 +863,11 @@ class GetSessionInfoResponse(_message.Message):
         accepted_token_count: _builtins.int = ...,
         tier_live_bytes: _builtins.int = ...,
         tier_bytes: _builtins.int = ...,
+        client_label: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "accepted_token_count", b"accepted_token_count", "cache_invariant_inv1_violations", b"cache_invariant_inv1_violations", "cache_invariant_inv2_violations", b"cache_invariant_inv2_violations", "cache_invariant_inv3_violations", b"cache_invariant_inv3_violations", "cached_token_count", b"cached_token_count", "drafted_token_count", b"drafted_token_count", "evicted_token_count", b"evicted_token_count", "failure_reason", b"failure_reason", "generating", b"generating", "history_length", b"history_length", "idle_seconds", b"idle_seconds", "kv_live_bytes", b"kv_live_bytes", "limit_tokens", b"limit_tokens", "peak_bytes", b"peak_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes", "tier_live_bytes", b"tier_live_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "accepted_token_count", b"accepted_token_count", "cache_invariant_inv1_violations", b"cache_invariant_inv1_violations", "cache_invariant_inv2_violations", b"cache_invariant_inv2_violations", "cache_invariant_inv3_violations", b"cache_invariant_inv3_violations", "cached_token_count", b"cached_token_count", "client_label", b"client_label", "drafted_token_count", b"drafted_token_count", "evicted_token_count", b"evicted_token_count", "failure_reason", b"failure_reason", "generating", b"generating", "history_length", b"history_length", "idle_seconds", b"idle_seconds", "kv_live_bytes", b"kv_live_bytes", "limit_tokens", b"limit_tokens", "peak_bytes", b"peak_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes", "tier_live_bytes", b"tier_live_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
