@@ -223,6 +223,14 @@ def forbid_model_hub() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
+def quiet_grpc() -> None:
+    """Keep gRPC's remarks, one for each client that hangs up, from between the lines of the log.
+
+    To be called before it is imported. A value the user set stays.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
 def child_environment(**overrides: str) -> dict[str, str]:
     """The environment for a process we start: this one's, changed by `overrides`."""
     return {**os.environ, **overrides}

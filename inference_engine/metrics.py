@@ -13,7 +13,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
+import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
 from prometheus_client.registry import Collector
 
@@ -68,6 +70,8 @@ class EngineMetrics:
     """
 
     def __init__(self) -> None:
+        # `session_created` beside `session_total` would read as a count.
+        cast("Callable[[], None]", prometheus_client.disable_created_metrics)()
         self.registry = CollectorRegistry()
         self._census: Callable[[], Census] | None = None
         self._states: dict[tuple[str, str], Gauge] = {}

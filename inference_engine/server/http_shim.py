@@ -12,11 +12,10 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
-import prometheus_client
 import uvicorn
 
 from inference_engine.config import ServerConfig
@@ -83,8 +82,6 @@ async def start_http(
     """
     if chat is None:
         raise ConfigError("http_bind needs the model's tokenizer and chat template, and this server was given none")
-    # `session_created` beside `session_total` would read as a count.
-    cast("Callable[[], None]", prometheus_client.disable_created_metrics)()
     engine_config = engine.info().config
     desk = Desk(
         engine=engine,

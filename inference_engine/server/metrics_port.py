@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
-from typing import Any, cast
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import prometheus_client
 from prometheus_client.exposition import choose_encoder
 
 from inference_engine.errors import ConfigError
@@ -63,8 +62,6 @@ class MetricsPort:
         """Raises ConfigError if `bind` cannot be had, or can be reached from other machines."""
         address = resolve_bind("metrics_bind", bind)
         refuse_unless_loopback(address, bind)
-        # `session_created` beside `session_total` would read as a count.
-        cast("Callable[[], None]", prometheus_client.disable_created_metrics)()
         self._metrics = metrics
         self._dashboard = Dashboard(metrics)
         name = bind.rpartition(":")[0]

@@ -5,5 +5,10 @@ import short from "./vitest.config.js";
 /** The tests under pressure in full: minutes. */
 export default defineConfig({
   ...short,
-  test: { ...short.test, include: ["src/pressure.test.ts"], testTimeout: 900_000, provide: { isLong: true } },
+  test: {
+    ...short.test,
+    include: ["src/pressure.test.ts", "testing/*.long.test.ts"],
+    testTimeout: 900_000,
+    provide: { isLong: true },
+  },
 });

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
+import struct
 import urllib.request
 from pathlib import Path
 from typing import NoReturn
@@ -51,6 +53,23 @@ def test_metrics_count_what_happened_under_the_agreed_names(server: Server) -> N
     assert float(shown['session_total{outcome="closed"}']) >= 1
     assert float(shown["generate_tokens_total"]) >= 5
     assert float(shown['cache_invariant_violations_total{kind="INV1"}']) == 0
+
+
+def test_a_client_that_hangs_up_in_its_own_way_leaves_nothing_in_the_log(
+    tiny_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hello = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+    goodbye = b"\0\0\x08\x07" + bytes(9) + struct.pack(">I", 8)  # GOAWAY, CANCEL: as Node.js destroys a connection
+    with kakeya_serve("--model", tiny_folder, "--kv-bytes=64MiB") as server:
+        host, port = server.target.split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as client:
+            client.sendall(hello + goodbye)
+            client.shutdown(socket.SHUT_WR)
+            while client.recv(4096):
+                pass
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+    assert "goaway" not in capfd.readouterr().err.lower()
 
 
 def test_a_port_in_use_is_one_line_and_status_1(server: Server, tiny_folder: Path) -> None:

@@ -7,6 +7,7 @@ and is answered with one:
 
     {"open": {"engine": {…}, "server": {…}, "guarded": true}}    {"target": …} and of a guarded one "authority", …
     {"drain": "<target>"}                                        {}
+    {"census": "<target>"}                                       {metric: value, …}, as Prometheus would see them
     {"reasons": true}                                            {"reasons": {reason: code, …}}
 
 `engine` and `server` are settings of EngineConfig and ServerConfig. A guarded server wants the key; its certificate,
@@ -19,6 +20,7 @@ import asyncio
 import json
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,8 @@ class Servers:
             case {"drain": target}:
                 await self._drain(target)
                 reply = {}
+            case {"census": target}:
+                reply = self._census(target)
             case {"reasons": True}:
                 reply = {"reasons": {reason: code.name for reason, code in CODES.items()}}
             case _:
@@ -71,6 +75,14 @@ class Servers:
         handle = await start_server(runtime, config)
         self._running[handle.target] = handle, runtime
         return {"target": handle.target, **told}
+
+    def _census(self, target: str) -> dict[str, float]:
+        """Every number without labels, and of those with labels their sums."""
+        sums: defaultdict[str, float] = defaultdict(float)
+        for metric in self._running[target][1].metrics.registry.collect():
+            for sample in metric.samples:
+                sums[sample.name] += sample.value
+        return dict(sums)
 
     async def _drain(self, target: str) -> None:
         handle, engine = self._running.pop(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
@@ -18,7 +19,7 @@ import trustme
 
 from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import ConfigError
+from inference_engine.errors import ConfigError, EngineStalled, Overloaded
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.run import ServerHandle, start_server
 from tests.server import certificates
@@ -26,6 +27,7 @@ from tests.server.http_client import COMPLETIONS, asking, http_client, openai_cl
 from tests.server.wire import TIMEOUT_SECONDS
 
 KEY = "k" * 32
+MAX_BODY_BYTES = 4096
 MODELS, HEALTH, METRICS, WHY = "/v1/models", "/healthz", "/metrics", "/deprecation"
 
 
@@ -38,7 +40,7 @@ def chat() -> Iterator[ChatText]:
 
 @pytest.fixture
 async def server(engine: Engine, chat: ChatText) -> AsyncIterator[ServerHandle]:
-    async with serving_http(engine, chat) as handle:
+    async with serving_http(engine, chat, max_message_bytes=MAX_BODY_BYTES) as handle:
         yield handle
 
 
@@ -82,17 +84,57 @@ async def test_every_answer_says_that_it_is_deprecated_and_until_when(server: Se
             await client.post(COMPLETIONS, json=asking(stream=True)),
             await client.post(COMPLETIONS, json=asking(top_k=1)),
             await client.post(COMPLETIONS, content=b"x"),
+            await client.post(COMPLETIONS, json=asking(stop="x" * MAX_BODY_BYTES)),
             await client.get(COMPLETIONS),
             *[await client.get(site(server) + path) for path in (MODELS, HEALTH, METRICS, WHY, "/none")],
             await client.get(site(server) + HEALTH, headers={"host": "evil.example"}),
         ]
-    assert sorted({answer.status_code for answer in answers}) == [200, 400, 404, 405, 415, 421]
-    for answer in answers:
-        since = datetime.fromtimestamp(int(answer.headers["deprecation"].removeprefix("@")), tz=UTC)
-        assert answer.headers["deprecation"].startswith("@")
-        assert parsedate_to_datetime(answer.headers["sunset"]) > since
-        assert 'rel="deprecation"' in answer.headers["link"]
-        assert 'rel="sunset"' in answer.headers["link"]
+    assert sorted({answer.status_code for answer in answers}) == [200, 400, 404, 405, 413, 415, 421]
+    assert all(tells_its_end(answer.headers) for answer in answers)
+
+
+def tells_its_end(headers: httpx2.Headers) -> bool:
+    """Whether an answer says since when it is deprecated, until when it stays, and where to read why."""
+    since = datetime.fromtimestamp(int(headers["deprecation"].removeprefix("@")), tz=UTC)
+    links = {rel for rel in ("deprecation", "sunset") if f'rel="{rel}"' in headers["link"]}
+    return parsedate_to_datetime(headers["sunset"]) > since and links == {"deprecation", "sunset"}
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(Overloaded("later"), 429), (ZeroDivisionError("a bug"), 500), (EngineStalled(), 503)],
+    ids=str,
+)
+async def test_an_answer_that_failed_says_that_it_is_deprecated(
+    engine: Engine, server: ServerHandle, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
+) -> None:
+    def failing(*_arguments: object, **_named: object) -> None:
+        raise error
+
+    monkeypatch.setattr(engine, "create_session", failing)
+    async with http_client(server) as client:
+        answer = await client.post(COMPLETIONS, json=asking())
+    assert answer.status_code == status
+    assert tells_its_end(answer.headers)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"not HTTP at all\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\r\n\r\n"]
+)
+async def test_what_is_no_http_is_told_so_in_the_envelope_and_that_it_is_deprecated(
+    server: ServerHandle, sent: bytes
+) -> None:
+    host, port = site(server).removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(sent)
+    head, _, body = (await asyncio.wait_for(reader.read(), TIMEOUT_SECONDS)).partition(b"\r\n\r\n")
+    writer.close()
+    first, *lines = head.decode().split("\r\n")
+    headers = httpx2.Headers(dict(line.split(": ", 1) for line in lines))
+    assert first == "HTTP/1.1 400 Bad Request"
+    assert tells_its_end(headers)
+    assert int(headers["content-length"]) == len(body)
+    assert json.loads(body)["error"]["code"] == "bad_http"
 
 
 async def test_the_link_leads_to_a_page_that_says_why_without_a_key(
@@ -145,6 +187,7 @@ async def test_without_the_key_everything_but_health_is_refused(
             await client.get(site(handle) + METRICS, headers=headers),
         ):
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+            assert tells_its_end(answer.headers)
             assert answer.json()["error"]["code"] == "invalid_api_key"
         assert (await client.get(site(handle) + HEALTH, headers=headers)).status_code == 200
         assert not engine.info().kv_reserved_bytes

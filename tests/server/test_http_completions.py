@@ -182,7 +182,6 @@ async def test_parameters_that_ask_for_what_happens_anyway_are_taken(client: ope
         response_format={"type": "text"},
         store=False,
         tools=[],
-        user="someone",
         extra_body={"functions": None},
     )
     assert answer.choices[0].finish_reason == "length"

@@ -9,13 +9,14 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from inference_engine.engine import Engine
-from inference_engine.errors import Overloaded
+from inference_engine.errors import EngineStalled, OutOfMemory, Overloaded
 from inference_engine.generation import Generation
 from inference_engine.server.address import Address
 from inference_engine.server.auth import KeyRing
@@ -325,13 +326,14 @@ async def test_no_room_for_a_session_is_429_with_a_time(chat: ChatText) -> None:
             assert int(refused.value.response.headers["retry-after"]) >= 1
 
 
-async def begin_a_body(handle: ServerHandle) -> asyncio.StreamWriter:
+async def begin_a_body(handle: ServerHandle, *, key: str = "none") -> asyncio.StreamWriter:
     """A request whose body never comes, once the server waits for it."""
     assert handle.http_url is not None
     host, port = handle.http_url.removeprefix("http://").removesuffix("/v1").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"authorization: Bearer " + key.encode() + b"\r\n"
         b"content-length: 1000\r\nexpect: 100-continue\r\n\r\n"
     )
     assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
@@ -352,6 +354,81 @@ async def test_requests_that_never_get_on_keep_others_out_only_while_they_are_th
                 while status == 429:
                     status = (await client.post(COMPLETIONS, json=asking())).status_code
             assert status == 200
+
+
+async def test_who_holds_every_place_keeps_no_other_owner_out(chat: ChatText, tmp_path: Path) -> None:
+    keys = [letter * 32 for letter in "ab"]
+    (tmp_path / "keys").write_text("\n".join(keys), encoding="utf-8")
+    with tiny_engine(max_running=1, max_queued=1) as engine:
+        async with (
+            serving_http(engine, chat, api_key_file=str(tmp_path / "keys")) as handle,
+            http_client(handle) as client,
+        ):
+            slow = [await begin_a_body(handle, key=keys[0]) for _ in range(2)]
+            headers = [{"authorization": f"Bearer {key}"} for key in keys]
+            assert (await client.post(COMPLETIONS, json=asking(), headers=headers[0])).status_code == 429
+            assert (await client.post(COMPLETIONS, json=asking(), headers=headers[1])).status_code == 200
+            for writer in slow:
+                writer.close()
+                await writer.wait_closed()
+
+
+async def test_whatever_goes_wrong_every_place_is_free_again(chat: ChatText, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(0)
+    places = 3
+
+    def failing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            if rng.random() < 0.3:
+                raise rng.choice((Overloaded("later"), EngineStalled(), OutOfMemory(), ZeroDivisionError("a bug")))
+            return function(*arguments, **named)
+
+        return call
+
+    with tiny_engine(max_running=1, max_queued=places - 1) as engine:
+        async with serving_http(engine, chat) as handle, http_client(handle) as client:
+            bodies: list[Any] = [asking(), asking(stream=True), asking(top_k=1), asking(model="other"), {"messages": 1}]
+
+            async def ask() -> int:
+                try:
+                    async with asyncio.timeout(rng.choice((0.001, 0.02, TIMEOUT_SECONDS))):
+                        answer = await client.post(COMPLETIONS, json=rng.choice(bodies))
+                except TimeoutError:
+                    return 0  # it left
+                if answer.status_code in (429, 503):
+                    assert int(answer.headers["retry-after"]) >= 1
+                return answer.status_code
+
+            with monkeypatch.context() as patch:
+                for part, method in (
+                    (engine, "create_session"),
+                    (engine, "append"),
+                    (engine, "generate"),
+                    (chat, "prompt_ids"),
+                ):
+                    patch.setattr(part, method, failing(getattr(part, method)))
+                seen = {status for _ in range(20) for status in await asyncio.gather(*(ask() for _ in range(6)))}
+            assert seen >= {0, 200, 400, 404, 429, 500, 503}
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                while not (free := await begin_bodies(handle, places)):
+                    pass
+            refused = await client.post(COMPLETIONS, json=asking())
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            for writer in free:
+                writer.close()
+                await writer.wait_closed()
+        assert await left_nothing(engine)
+
+
+async def begin_bodies(handle: ServerHandle, count: int) -> list[asyncio.StreamWriter]:
+    """So many requests that wait for their bodies; none if there are not as many places yet."""
+    begun = await asyncio.gather(*(begin_a_body(handle) for _ in range(count)), return_exceptions=True)
+    writers = [each for each in begun if isinstance(each, asyncio.StreamWriter)]
+    if len(writers) == count:
+        return writers
+    for writer in writers:
+        writer.close()
+    return []
 
 
 async def test_a_client_that_does_not_read_loses_its_session(
@@ -400,7 +477,8 @@ async def test_a_client_that_does_not_read_loses_its_session(
     desk.executor.shutdown()
     assert await left_nothing(engine)
     assert ended(engine, "closed") == 1
-    assert desk.slots.taken == 0
+    with desk.slots.one(""), desk.slots.one("other"):
+        pass
 
 
 async def test_while_the_server_drains_answers_go_on_and_new_ones_are_refused(chat: ChatText) -> None:

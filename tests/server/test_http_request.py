@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types.chat import (
+    ChatCompletionContentPartParam,
+    ChatCompletionMessageParam,
+    ChatCompletionStreamOptionsParam,
+)
+from openai.types.chat.completion_create_params import (
+    CompletionCreateParamsNonStreaming,
+    CompletionCreateParamsStreaming,
+)
 
 from inference_engine.errors import InvalidArgument
 from inference_engine.server.http.errors import BadJson
@@ -32,7 +41,6 @@ def test_what_is_honoured_is_kept() -> None:
         logprobs=True,
         stream=True,
         stream_options={"include_usage": True},
-        user="someone",
         n=1,
     ) == ChatRequest(
         model="m",
@@ -44,7 +52,6 @@ def test_what_is_honoured_is_kept() -> None:
         logprobs=True,
         stream=True,
         include_usage=True,
-        user="someone",
     )
 
 
@@ -117,7 +124,7 @@ def test_an_answer_can_be_sent_back_as_it_came() -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-        ({"user": 5}, "user"),
+        ({"user": "someone"}, "user"),
         ({"model": None}, "model"),
         ({"messages": None}, "messages"),
         ({"messages": []}, "messages"),
@@ -139,6 +146,44 @@ def test_what_is_not_honoured_is_refused_by_its_name(parameters: dict[str, Any],
         read(**parameters)
     assert refused.value.field == field
     assert field in refused.value.message
+
+
+# What the installed client can send: a parameter it learns later is in these lists by itself.
+PARAMETERS = sorted(
+    {*CompletionCreateParamsNonStreaming.__annotations__, *CompletionCreateParamsStreaming.__annotations__}
+)
+MESSAGE_FIELDS = sorted({name for kind in get_args(ChatCompletionMessageParam) for name in kind.__annotations__})
+PART_KINDS = sorted(
+    {kind for part in get_args(ChatCompletionContentPartParam) for kind in get_args(get_type_hints(part)["type"])}
+)
+
+
+def test_what_is_honoured_is_a_parameter_of_the_client() -> None:
+    assert set(HONOURED) <= set(PARAMETERS)
+    assert {"role", "content"} <= set(MESSAGE_FIELDS)
+    assert "text" in PART_KINDS
+
+
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if name not in HONOURED])
+@pytest.mark.parametrize("value", ["x", 1, True, [1], {"x": 1}], ids=str)
+def test_every_other_parameter_of_the_client_is_refused_by_its_name(name: str, value: Any) -> None:
+    assert refused_field({name: value}) == name
+
+
+@pytest.mark.parametrize("name", [name for name in MESSAGE_FIELDS if name not in ("role", "content")])
+def test_every_other_field_of_a_message_is_refused_by_its_name(name: str) -> None:
+    assert refused_field({"messages": [{"role": "user", "content": "x", name: "x"}]}) == f"messages[0].{name}"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PART_KINDS if kind != "text"])
+def test_every_kind_of_content_but_text_is_refused_by_its_place(kind: str) -> None:
+    part = {"type": kind, "text": "x"}
+    assert refused_field({"messages": [{"role": "user", "content": [part]}]}) == "messages[0].content[0]"
+
+
+@pytest.mark.parametrize("name", sorted(ChatCompletionStreamOptionsParam.__annotations__.keys() - {"include_usage"}))
+def test_every_other_option_of_a_stream_is_refused_by_its_name(name: str) -> None:
+    assert refused_field({"stream": True, "stream_options": {name: True}}) == f"stream_options.{name}"
 
 
 def test_all_that_is_not_honoured_is_named_at_once() -> None:

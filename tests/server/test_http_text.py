@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from inference_engine.config import ModelConfig, resolve
+from inference_engine.models import tokenizer_folder
 from inference_engine.server.http.text import StopStrings, TextStream
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -106,6 +108,40 @@ def test_a_character_comes_with_its_last_token() -> None:
 def test_a_character_that_was_cut_off_is_left_out() -> None:
     ids = byte_tokenizer().encode("a😀", add_special_tokens=False).ids
     assert "".join(pieces(byte_tokenizer(), ids[:-1])) == "a"
+
+
+@lru_cache(maxsize=1)
+def real_tokenizer() -> Tokenizer:
+    folder = tokenizer_folder("smollm2-135m", resolve(ModelConfig).cache_path)
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+# Emoji with skin tones and joiners, flags, Chinese, Japanese, Korean, marks that combine and such that are joined,
+# right to left, and letters beyond the first plane.
+SCRIPTS = "ab \n.😀👍🏽👩‍👩‍👧‍👦🏳️‍🌈🇩🇪你好世界日本語テスト한국어각é́ñZ͑ͫ̓שלוםمرحباनमस्ते𝔘𓀀‍"
+
+
+@pytest.mark.real_model
+@given(text=st.text(alphabet=st.sampled_from(SCRIPTS), max_size=40))
+def test_at_every_token_of_a_real_vocabulary_what_is_shown_is_whole_characters_of_the_text(text: str) -> None:
+    tokenizer = real_tokenizer()
+    stream, shown = TextStream(tokenizer.decode), ""
+    for token_id in tokenizer.encode(text, add_special_tokens=False).ids:
+        shown += stream.push(token_id)
+        assert text.startswith(shown)
+    assert shown == text
+
+
+@pytest.mark.real_model
+@given(ids=st.lists(st.integers(0, 49_151), max_size=60))
+def test_whatever_ids_of_a_real_vocabulary_come_the_pieces_are_what_they_decode_to(ids: list[int]) -> None:
+    tokenizer = real_tokenizer()
+    stream, shown = TextStream(tokenizer.decode), ""
+    for count, token_id in enumerate(ids, start=1):
+        shown += stream.push(token_id)
+        assert tokenizer.decode(ids[:count]).startswith(shown)
+    # What waits at the end is an unfinished character.
+    assert not tokenizer.decode(ids)[len(shown) :].strip(BROKEN)
 
 
 def stopped(stops: Sequence[str], given_pieces: Sequence[str]) -> tuple[str, bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -33,21 +34,28 @@ ROUTE = "/v1/chat/completions"
 
 @dataclass(slots=True)
 class Slots:
-    """Requests that may be inside at the same time, so that bodies and prompts of others need no memory."""
+    """Requests that may be inside at the same time, so that bodies and prompts of others need no memory.
+
+    Who has none inside is let in all the same, so that nobody can keep everybody out.
+    """
 
     limit: int
-    taken: int = field(default=0, init=False)
+    _taken: Counter[str] = field(default_factory=Counter, init=False)
 
     @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
-        """Raises Overloaded if there is none."""
-        if self.taken >= self.limit:
-            raise Overloaded(f"{self.taken} requests are being answered already; retry later", retry_after_seconds=1.0)
-        self.taken += 1
+    def one(self, owner: str) -> Iterator[None]:
+        """Raises Overloaded if there is none for the owner."""
+        if self._taken[owner] and self._taken.total() >= self.limit:
+            raise Overloaded(
+                f"{self._taken.total()} requests are being answered already; retry later", retry_after_seconds=1.0
+            )
+        self._taken[owner] += 1
         try:
             yield
         finally:
-            self.taken -= 1
+            self._taken[owner] -= 1
+            if not self._taken[owner]:
+                del self._taken[owner]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +84,7 @@ class Completion(Response):
         self._owner = owner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._desk.limits.call(self._owner), self._desk.slots.one():
+        with self._desk.limits.call(self._owner), self._desk.slots.one(self._owner):
             body = await read_json_body(Request(scope, receive), self._desk.max_body_bytes)
             await _while_connected(receive, self._desk.given_up, self._answer(body, scope, receive, send))
 

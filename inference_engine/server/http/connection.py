@@ -1,11 +1,25 @@
-"""A connection to the shim: there are only so many, and one on which nobody asks is closed."""
+"""A connection to the shim: there are only so many, one on which nobody asks is closed, what is no HTTP refused."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from inference_engine.server.http import deprecation
+from inference_engine.server.http.errors import envelope
+
+_BODY = json.dumps(envelope(400, "this is no HTTP request that can be read", code="bad_http")).encode()
+_HEADERS = (
+    (b"content-type", b"application/json"),
+    (b"content-length", str(len(_BODY)).encode()),
+    (b"connection", b"close"),
+    *deprecation.HEADERS,
+)
+_LINES = (b"HTTP/1.1 400 Bad Request", *(b": ".join(header) for header in _HEADERS), b"", _BODY)
+_NOT_HTTP = b"\r\n".join(_LINES)
 
 # uvicorn waits without end for a first request, and for the rest of one that has begun.
 HEAD_SECONDS = 20.0
@@ -26,6 +40,12 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP gets what everything else gets: the envelope, and that this interface is deprecated."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(_NOT_HTTP)
+        self.transport.close()
 
     def _look(self) -> None:
         is_quiet = self.cycle is None or self.cycle.response_complete

@@ -31,7 +31,6 @@ HONOURED = (
     "n",
     "stream",
     "stream_options",
-    "user",
 )
 # Parameters that are not honoured, at the values that ask for what happens anyway.
 _OFF: dict[str, Any] = {
@@ -59,7 +58,6 @@ class ChatRequest:
     logprobs: bool = False
     stream: bool = False
     include_usage: bool = False
-    user: str = ""
 
 
 def read_request(body: bytes) -> ChatRequest:
@@ -78,7 +76,6 @@ def read_request(body: bytes) -> ChatRequest:
         logprobs=_flag(given, "logprobs"),
         stream=stream,
         include_usage=_include_usage(given.get("stream_options"), stream=stream),
-        user=_text(given.get("user", ""), "user"),
     )
 
 

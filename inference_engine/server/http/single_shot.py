@@ -62,11 +62,7 @@ async def single_shot(
     Leaving closes the session, which ends a Generate that still runs at its next step. Raises what the engine does.
     """
     try:
-        opened = engine.create_session(
-            eos_token_ids=end_ids, limit_tokens=prompt.limit_tokens, label=prompt.asked.user, owner=owner
-        )
-    except InvalidArgument as error:
-        raise InvalidArgument("user", error.description) if error.field == "client_label" else error from None
+        opened = engine.create_session(eos_token_ids=end_ids, limit_tokens=prompt.limit_tokens, owner=owner)
     except NoCapacity as error:
         if error.retry_after_seconds is not None:
             raise

@@ -37,7 +37,25 @@ test("a program runs a session, and ends although it closes nothing", () => {
      await session.append([1, 2, 3]);
      console.log((await session.generate(4).result()).tokenIds.length);`,
   );
-  expect(run("node", ["program.mjs"], { timeout: 30_000 })).toBe("4\n");
+  expect(run(process.execPath, ["program.mjs"], { timeout: 30_000 })).toBe("4\n");
+});
+
+test.each([
+  ["a loop that was left", "for await (const id of session.generate(30_000)) break;"],
+  ["a stream that was cancelled unread", "session.generate(30_000).cancel();"],
+])("a program ends after %s, however long the stream might have taken", (_, leaving) => {
+  writeFileSync(
+    join(folder, "leaving.mjs"),
+    `import { Client } from "@kakeya/runtime";
+     const session = await new Client("${inject("target")}").createSession({
+       strategy: { kind: "sink_window", window: 32 },
+     });
+     await session.append([1, 2, 3]);
+     ${leaving}
+     while ((await session.info()).isGenerating);
+     console.log("left");`,
+  );
+  expect(run(process.execPath, ["leaving.mjs"], { timeout: 30_000 })).toBe("left\n");
 });
 
 test("without the tokenizers' packages, the tokenization says what to install when it is used", () => {
@@ -47,7 +65,7 @@ test("without the tokenizers' packages, the tokenization says what to install wh
      console.log(fromOpenAIMessages([{ role: "user", content: "hi" }])[0].content);
      await loadTokenizer(".").catch((error) => console.log(error.name, error.message));`,
   );
-  const [content, problem] = run("node", ["tokens.mjs"]).split("\n");
+  const [content, problem] = run(process.execPath, ["tokens.mjs"]).split("\n");
   expect(content).toBe("hi");
   expect(problem).toContain("TokenizerError");
   expect(problem).toContain("npm install @huggingface/tokenizers @huggingface/jinja");
@@ -74,7 +92,7 @@ test("a strict compiler finds the types", () => {
   const flags = ["--strict", "--target", "es2022", "--module", "node16"];
   const types = ["--types", "node", "--typeRoots", join(HERE, "node_modules", "@types"), "--noEmit"];
   // Libraries' types are checked, too: ours must hold by themselves.
-  run("node", [join(HERE, "node_modules", "typescript", "bin", "tsc"), ...flags, ...types, "typed.ts"]);
+  run(process.execPath, [join(HERE, "node_modules", "typescript", "bin", "tsc"), ...flags, ...types, "typed.ts"]);
 });
 
 test("publint and attw accept the package", () => {

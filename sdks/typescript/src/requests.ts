@@ -28,7 +28,7 @@ export interface CreateSessionOptions extends CallOptions {
   readonly eosTokenIds?: TokenIds | undefined;
   /** The session's own length limit; a smaller limit is a smaller reservation. */
   readonly limitTokens?: number | bigint | undefined;
-  /** For the operator's eyes. */
+  /** Your own name for the session, at most 128 printable characters; `info()` tells it. */
   readonly label?: string | undefined;
 }
 
@@ -44,7 +44,7 @@ export interface ForkOptions extends CallOptions {
   readonly expectedHistoryLength?: number | undefined;
   /** The fork's own length limit. Default: that of the session it is made from. */
   readonly limitTokens?: number | bigint | undefined;
-  /** For the operator's eyes. */
+  /** Your own name for the session, at most 128 printable characters; `info()` tells it. */
   readonly label?: string | undefined;
 }
 

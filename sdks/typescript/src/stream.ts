@@ -163,6 +163,7 @@ class Attachment {
   cancel(): void {
     this.#leash.cancel();
     this.#leash.release();
+    void readOut(this.#frames);
   }
 
   release(): void {
@@ -176,6 +177,15 @@ class Attachment {
     // It fails for whoever reads it; until somebody does, that is nobody's unhandled rejection.
     first.catch(() => undefined);
     return [frames, first];
+  }
+}
+
+/** Whatever is left of a call that was cancelled. Only one that is read to its end takes its deadline's timer away. */
+async function readOut(frames: AsyncIterator<unknown>): Promise<void> {
+  try {
+    while ((await frames.next()).done !== true);
+  } catch {
+    // That it was cancelled is no news.
   }
 }
 

@@ -114,6 +114,8 @@ export interface SessionInfo {
   readonly tierLiveBytes: number;
   /** Held there at most; reserved. */
   readonly tierBytes: number;
+  /** As it was given when the session was made; empty: none was. */
+  readonly label: string;
 }
 
 /** Facts about the server: its model, its limits, what it can do. */
@@ -216,6 +218,7 @@ export function sessionInfoOf(reply: GetSessionInfoResponse): SessionInfo {
     acceptedTokens: exact(reply.acceptedTokenCount, "accepted_token_count"),
     tierLiveBytes: exact(reply.tierLiveBytes, "tier_live_bytes"),
     tierBytes: exact(reply.tierBytes, "tier_bytes"),
+    label: reply.clientLabel,
   };
 }
 

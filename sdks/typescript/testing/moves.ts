@@ -1,4 +1,6 @@
 /** The few moves every test makes. */
+import { setTimeout as sleep } from "node:timers/promises";
+
 import type { Session, SessionInfo, Strategy } from "../src/index.js";
 
 export const PROMPT = [3, 14, 15, 92, 65, 35, 89, 79];
@@ -12,6 +14,16 @@ export async function untilIdle(session: Session): Promise<SessionInfo> {
   for (;;) {
     const info = await session.info();
     if (!info.isGenerating) return info;
+  }
+}
+
+/** The server has got as far as it does while nobody reads: its history grows no more, or the Generate has ended. */
+export async function untilStill(session: Session): Promise<SessionInfo> {
+  for (let last = -1; ;) {
+    const info = await session.info();
+    if (!info.isGenerating || info.historyLength === last) return info;
+    last = info.historyLength;
+    await sleep(200);
   }
 }
 

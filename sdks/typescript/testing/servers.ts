@@ -76,6 +76,11 @@ export async function drainServer(control: number, target: string): Promise<void
   await ask(control, { drain: target });
 }
 
+/** What a server counts, by the names of its metrics; over all labels. */
+export async function censusOf(control: number, target: string): Promise<Record<string, number>> {
+  return (await ask(control, { census: target })) as Record<string, number>;
+}
+
 /** Every reason the server can give, with the name of its status code. */
 export async function serverReasons(control: number): Promise<Record<string, string>> {
   return ((await ask(control, { reasons: true })) as { reasons: Record<string, string> }).reasons;
