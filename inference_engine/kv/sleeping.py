@@ -23,6 +23,10 @@ from inference_engine.kv.layout import Positions
 from inference_engine.kv.restorer import Archive
 from inference_engine.kv.strategy import Placement
 
+_FLOAT32_BYTES = 4
+# Decoded rows that an accelerator makes at once: by segments the host would take longer than the device.
+_DECODED_BYTES = 128 * 2**20
+
 
 class SleepingRows(ArchivedRows):
     """The layers of one session that sleep. Those of a restorer that replays get their old rows by staging."""
@@ -95,11 +99,20 @@ class SleepingRows(ArchivedRows):
             lanes.wipe(np.arange(lanes.open_rows(opened), lanes.open_rows(length), dtype=np.int64))
 
     def _restore(self, length: int) -> None:
-        # A segment at a time: decoding needs some room beside the result.
-        step = self._context.geometry.segment_tokens
+        # Not all at once: decoding needs some room beside the result.
+        step = self._rows_at_once()
         ranges = [rows.leaving(0, length) for rows in self._sets]
         for first in range(0, max(len(positions) for positions in ranges), step):
             self._replace([positions[first : first + step] for positions in ranges])
+
+    def _rows_at_once(self) -> int:
+        """How many positions are restored together: a whole number of segments."""
+        geometry = self._context.geometry
+        if self._context.device.type == "cpu" or geometry.row_quantum > 1:
+            return geometry.segment_tokens
+        numbers = sum(2 * len(rows.layers.layers) * rows.layers.kv_heads * rows.layers.head_dim for rows in self._sets)
+        segments = _DECODED_BYTES // (numbers * _FLOAT32_BYTES * geometry.segment_tokens)
+        return max(1, segments) * geometry.segment_tokens
 
     def _take_exact_rows(self, length: int) -> None:
         """Put the exact rows into the lanes, and let leave what a history of `length` cannot read any more."""

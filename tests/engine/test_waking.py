@@ -6,6 +6,7 @@ import pytest
 
 from inference_engine.engine import Engine
 from inference_engine.errors import NoCapacity
+from inference_engine.kv.sleeping import SleepingRows
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Finished, GenerateParams, Mode, TokenCommitted
@@ -73,6 +74,27 @@ def test_a_cancelled_generate_puts_its_session_to_sleep_and_the_next_goes_on(str
         more = generate(engine, cut, 40)
         kept = done.history_length - 90
         assert [token for token, _ in expected[kept:]] == [token for token, _ in more[: 40 - kept]]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [make_strategy("restored", sink=4, window=16, source="latent", bytes_per_token=24), RESTORED[1]],
+    ids=str,
+)
+def test_how_many_rows_come_back_at_once_changes_nothing_but_rounding(
+    strategy: KVStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def woken() -> list[tuple[int, float | None]]:
+        with engine_for(Mode.BATCHED) as engine:
+            session = engine.create_session(strategy=strategy, limit_tokens=LIMIT).session_id
+            engine.append(session, text(150))
+            generate(engine, session, 4)
+            engine.append(session, text(10))
+            return generate(engine, session, 12)
+
+    by_segments = woken()
+    monkeypatch.setattr(SleepingRows, "_rows_at_once", lambda rows: 3 * rows._context.geometry.segment_tokens)
+    assert same(woken(), by_segments, Mode.BATCHED)
 
 
 def test_nobody_is_evicted_for_a_session_that_would_be_refused_even_then() -> None:
