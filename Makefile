@@ -25,13 +25,14 @@ ARGS ?=
 EVALUATED ?= sink_window:window=64 restored:window=64 full:codec=lloyd4,exact_window=64 \
     gather:block=16,sink=16,window=256,budget=608 mac
 TURNS ?= 200
-SOAK ?= --minutes 60 --interleavings 100000 --cancels 10000 --messages 10000000
+SOAK ?= --interleavings 100000 --cancels 10000 --calls 2000000 --messages 10000000 --guided-seconds 1800 \
+    --processes $(shell nproc 2>/dev/null || echo 1) --minutes 60
 
 # Checks come before tests and share one installation: the steps run one after another, even under -j.
 .NOTPARALLEL:
 
 .PHONY: help setup demo serve chat test test-long check proto bench bench-load evaluate soak seeded-bugs clean
-.PHONY: lint format types contracts wire reference documents docs unit node typescript unit-typescript
+.PHONY: lint format types contracts wire reference documents docs unit node typescript unit-typescript long-typescript
 
 help: ## this list
 	@echo 'Kakeya: sessions with one model, over gRPC, in raw token ids.'
@@ -57,7 +58,7 @@ unit: $(INSTALLED) node ## the tests without the checks; ARGS go to pytest
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
-test-long: $(INSTALLED) ## the tests that take minutes to hours
+test-long: $(INSTALLED) long-typescript ## the tests that take minutes to hours
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@$(BIN)/python -m pytest -m long --timeout=14400 $(ARGS)
 
@@ -115,6 +116,7 @@ evaluate: $(INSTALLED) ## greedy output against transformers; what each strategy
 	@$(BIN)/kakeya evaluate report
 
 soak: $(INSTALLED) ## hours of turns, interleavings, cancels and random bytes (SOAK=…); one session for TURNS=200 turns
+	@$(if $(findstring --guided-seconds,$(SOAK)),$(PIP) atheris==3.0.0 >>$(LOG) 2>&1 || { tail -n 10 $(LOG) >&2; exit 1; })
 	@$(BIN)/python scripts/soak.py $(SOAK)
 	@$(BIN)/python scripts/bench_agentic/bench_session_long_run.py --turns $(TURNS) $(ARGS)
 
@@ -155,6 +157,11 @@ typescript: $(TYPESCRIPT)/node_modules/.package-lock.json
 
 unit-typescript: $(TYPESCRIPT)/node_modules/.package-lock.json ## the TypeScript SDK's tests, against a server of ours
 	@$(NPM) test
+
+# In full under pressure, and all of them in Bun, which is fetched once (50 MB).
+long-typescript: $(TYPESCRIPT)/node_modules/.package-lock.json
+	@$(NPM) run test:long
+	@$(NPM) run test:bun
 
 $(TYPESCRIPT)/node_modules/.package-lock.json: $(TYPESCRIPT)/package.json $(TYPESCRIPT)/package-lock.json | node
 	@echo 'setup: installing the packages of the TypeScript SDK (once)'

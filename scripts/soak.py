@@ -8,7 +8,9 @@ Each part that is asked for writes results/soak_<part>/<date>-<machine>/ and end
 anything. All run on the scripted model, whose tokens are known in closed form:
 
     turns           a server in this process and clients in another talk over gRPC for so many minutes; every token is
-                    compared, and this process's memory, threads, tasks and descriptors are read all the time
+                    compared, and this process's memory, threads, tasks and descriptors are read all the time. What
+                    the server remembers for ten minutes grows with the rate: on a machine that others use, give a
+                    `--pace` that it can always keep (then the record is soak_turns_paced)
     interleavings   random operations of many owners on a standing pool, as in `tests/load/test_isolation.py`
     cancels         at random instants, as in `tests/load/test_cancels.py`
     calls           sequences of them against a model of the histories, as in `tests/load/test_call_sequences.py`
@@ -42,9 +44,11 @@ from inference_engine.evaluation import record
 from tests.load.mass import PARTS, Tally
 
 TALKERS = 24
+SHORTEST_MINUTES = 0.5
 GUIDED = "guided"
 BASELINES = {
     "turns": "the first third of the same run's second half",
+    "turns_paced": "the first third of the same run's second half",
     "interleavings": "each history alone, in closed form or run again",
     "cancels": "each history alone, in closed form",
     "calls": "each history alone, in closed form",
@@ -58,6 +62,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=0.0, metavar="M", help="of turns")
     parser.add_argument("--talkers", type=int, default=TALKERS, metavar="N", help=f"at a time (default: {TALKERS})")
+    parser.add_argument("--pace", type=float, default=0.0, metavar="X", help="turns a second at most (default: any)")
     for part in PARTS:
         parser.add_argument(f"--{part}", type=int, default=0, metavar="N")
     parser.add_argument("--guided-seconds", type=int, default=0, metavar="S", help="of every process")
@@ -73,10 +78,12 @@ def main() -> int:
     if args.talk_to:
         from tests.load.turns import talk_to
 
-        asyncio.run(talk_to(args.talk_to, minutes=args.minutes, talkers=args.talkers, seed=args.seed))
+        asyncio.run(talk_to(args.talk_to, minutes=args.minutes, talkers=args.talkers, seed=args.seed, pace=args.pace))
         return 0
     if args.processes < 1:
         parser.error(f"--processes must be at least 1, got {args.processes}")
+    if 0 < args.minutes < SHORTEST_MINUTES:
+        parser.error(f"--minutes must be at least {SHORTEST_MINUTES}, for samples to compare, got {args.minutes:g}")
     amounts = {part: getattr(args, part) for part in PARTS} | {GUIDED: args.guided_seconds * args.processes}
     asked = {part: amount for part, amount in amounts.items() if amount}
     if not asked and not args.minutes:
@@ -138,10 +145,14 @@ def _turns(args: argparse.Namespace, commit: str) -> bool:
     from tests.load.turns import KV_BYTES, SEGMENT, hold
 
     command = [sys.executable, __file__, "--minutes", str(args.minutes), "--talkers", str(args.talkers)]
-    held = asyncio.run(hold(args.minutes, args.talkers, [*command, "--seed", str(args.seed), "--talk-to"]))
-    config = {"minutes": args.minutes, "talkers": args.talkers, "segment_tokens": SEGMENT, "kv_bytes": KV_BYTES}
+    command += ["--seed", str(args.seed), "--pace", str(args.pace), "--talk-to"]
+    held = asyncio.run(hold(args.minutes, args.talkers, command))
+    config = {"minutes": args.minutes, "talkers": args.talkers, "turns_per_second_at_most": args.pace or None}
+    config |= {"segment_tokens": SEGMENT, "kv_bytes": KV_BYTES}
     tables = {"samples": held.samples}
-    return _write("turns", args, commit, [args.seed], config, held.values, held.faults, tables)
+    return _write(
+        "turns_paced" if args.pace else "turns", args, commit, [args.seed], config, held.values, held.faults, tables
+    )
 
 
 def _write(
@@ -166,7 +177,7 @@ def _write(
         "seeds": seeds,
         "values": {**values, "faults": record.exact(len(faults), "faults")},
         "baseline": BASELINES[part],
-        "tables": {"faults": faults, **tables},
+        "tables": {"faults": [{"fault": fault} for fault in faults], **tables},
     }
     path = record.write_record(f"soak_{part}", payload, results_dir=args.results)
     if samples := tables.get("samples"):

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import kakeya
 from inference_engine import __version__
-from inference_engine.cli import bench, chat, demo, doctor, evaluate, keys, models, serve, train
-from inference_engine.config import configure_threads_environment, forbid_model_hub
+from inference_engine.cli import audit, bench, chat, demo, doctor, evaluate, keys, models, serve, train
+from inference_engine.config import configure_threads_environment, forbid_model_hub, quiet_grpc
 from inference_engine.errors import KakeyaError
 
 INTERRUPTED = 130
@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="kakeya", description="Sessions with one model, over gRPC, in raw token ids.")
     top.add_argument("--version", action="version", version=f"kakeya {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, chat, demo, doctor, models, keys, evaluate, bench, train):
+    for command in (serve, chat, demo, doctor, audit, models, keys, evaluate, bench, train):
         command.add_parser(commands)
     return top
 
@@ -30,9 +30,10 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. Wrong usage raises SystemExit(2), as argparse does."""
     args = parser().parse_args(arguments)
-    # Both before anything imports torch or transformers, which each command does only when it needs them.
+    # Before anything imports torch, transformers or grpc, which each command does only when it needs them.
     configure_threads_environment()
     forbid_model_hub()
+    quiet_grpc()
     try:
         status: int = args.run(args)
     except (KakeyaError, kakeya.KakeyaError) as error:

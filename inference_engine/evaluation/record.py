@@ -123,6 +123,9 @@ def validate_record(record: Mapping[str, Any]) -> None:
             raise ValueError(f"value {name!r} must have {', '.join(VALUE_KEYS)}, got {value!r}")
         if not value["low"] <= value["median"] <= value["high"]:
             raise ValueError(f"value {name!r}: the median {value['median']} is outside its spread")
+    for name, rows in record.get("tables", {}).items():
+        if any(not isinstance(row, Mapping) for row in rows):
+            raise ValueError(f"table {name!r} must be a list of rows that name their columns")
     for text in _texts(record):
         if platform.node() and platform.node() in re.split(r"[\s=:/@]", text):
             raise ValueError(f"a record must not name the host: {text!r}")

@@ -55,6 +55,11 @@ def test_a_value_without_unit_and_spread_is_refused(tmp_path: Path, values: dict
         record.write_record("anything", payload(values=values), results_dir=tmp_path)
 
 
+def test_a_table_that_names_no_columns_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="table 'faults'"):
+        record.write_record("anything", payload(tables={"faults": ["something"]}), results_dir=tmp_path)
+
+
 def test_a_record_must_not_show_a_folder_of_the_machine(tmp_path: Path) -> None:
     for text in (f"python {sys.executable}", f"--model={tmp_path}"):
         with pytest.raises(ValueError, match="folder of this machine"):

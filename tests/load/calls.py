@@ -17,9 +17,11 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
+from inference_engine.engine import Engine
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from kakeya.v1 import runtime_pb2 as pb
+from tests.load.alone import AloneSolo
 from tests.load.scripted import scripted_engine, solo_of
 from tests.load.servicer import Context, Outcome, Servicer
 from tests.load.solo import Solo
@@ -34,7 +36,7 @@ REMEMBERED_SECONDS = 600.0  # at least, even if the session ends at once
 STRATEGIES: tuple[KVStrategy, ...] = (make_strategy("full"), make_strategy("sink_window", sink=2, window=12))
 GONE = ("SESSION_NOT_FOUND", "SESSION_EVICTED")
 
-ids = st.lists(st.integers(0, 255), max_size=9)
+ids = st.lists(st.integers(0, 127), max_size=9)  # every model here has these
 picks = st.integers(0, 2**16)
 
 
@@ -43,7 +45,7 @@ class Known:
     """What the model knows of a session."""
 
     session_id: str
-    solo: Solo
+    solo: Solo | AloneSolo
     history: list[int] = field(default_factory=list)
     possible: list[int] = field(default_factory=list)  # tokens of which any number may have been added since
     used_at: float = 0.0
@@ -97,8 +99,7 @@ class Calls(RuleBasedStateMachine):
         super().__init__()
         self._loop = asyncio.new_event_loop()
         self._now = 1000.0
-        self._engine = scripted_engine(
-            dtype=torch.float32,
+        self._engine = self.engine(
             clock=lambda: self._now,
             max_sessions=MAX_SESSIONS,
             session_evictable_seconds=0.0,
@@ -113,6 +114,14 @@ class Calls(RuleBasedStateMachine):
         self._generates: defaultdict[str, list[bytes]] = defaultdict(list)  # session -> ids of its Generates
         self._request_ids = 0
         self._has_forked = False
+
+    def engine(self, **settings: Any) -> Engine:
+        """What is judged. Another model's machine has another one."""
+        return scripted_engine(dtype=torch.float32, **settings)
+
+    def solo(self, strategy: KVStrategy) -> Solo | AloneSolo:
+        """The law for its tokens."""
+        return solo_of(strategy)
 
     def teardown(self) -> None:
         try:
@@ -150,7 +159,7 @@ class Calls(RuleBasedStateMachine):
         if outcome.reason == "NO_CAPACITY":
             return  # all are in use, by Generates that were left or by copies of rows
         self._remember(request, outcome.only)
-        self._add(Known(session_id=outcome.only.session_id, solo=solo_of(strategy)))
+        self._add(Known(session_id=outcome.only.session_id, solo=self.solo(strategy)))
 
     @rule(pick=picks, token_ids=ids, has_id=st.booleans())
     def append(self, pick: int, token_ids: list[int], has_id: bool) -> None:
@@ -207,7 +216,7 @@ class Calls(RuleBasedStateMachine):
             return
         done = outcome.frames[-1].done
         known.told(done.history_length - len(outcome.tokens))
-        room = LIMIT_TOKENS - len(known.history) if known.solo.sights[0].window is None else count
+        room = LIMIT_TOKENS - len(known.history) if not known.solo.is_endless else count
         assert outcome.tokens == expected[: max(0, room)]
         known.history += outcome.tokens
         self._remember(request, outcome)

@@ -13,6 +13,8 @@ from inference_engine.engine import Engine
 from inference_engine.generation import Generation
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason, TokenCommitted
+from tests.load.alone import Alone
+from tests.load.counted import CountedForward
 from tests.load.scripted import solo_of
 
 NEIGHBOURS = 3
@@ -44,7 +46,7 @@ class Cancelled:
     first: int
     instant: Instant
     after: int  # steps or tokens
-    forward: ScriptedForward
+    forward: ScriptedForward | CountedForward
     generation: Generation | None = None
     tokens: list[int] = field(default_factory=list)
     tokens_then: int | None = None  # at the cancel, where the engine's own thread made it
@@ -81,11 +83,12 @@ class Cancelled:
 
 
 class Cancels:
-    """Some sessions that are used, and cancelled, again and again."""
+    """Some sessions that are used, and cancelled, again and again. alone: the law, where there is no closed form."""
 
-    def __init__(self, engine: Engine, script: Script) -> None:
-        assert isinstance(engine._forward, ScriptedForward)
-        self._engine, self._forward, self._script = engine, engine._forward, script
+    def __init__(self, engine: Engine, script: Script, *, alone: Alone | None = None) -> None:
+        assert isinstance(engine._forward, ScriptedForward | CountedForward)
+        self._engine, self._forward, self._script, self._alone = engine, engine._forward, script, alone
+        self._vocab_size = engine.info().facts.vocab_size
         self._sessions: dict[str, tuple[int, list[int]]] = {}  # id -> strategy, history
         self.count = self.tokens = self.before_the_first = 0
 
@@ -94,7 +97,7 @@ class Cancels:
         self._renew(rng)
         runs = []
         for session_id, (_, history) in self._sessions.items():
-            ids = [int(token) for token in rng.integers(0, 256, rng.integers(1, 24))]
+            ids = [int(token) for token in rng.integers(0, self._vocab_size, rng.integers(1, 24))]
             self._engine.append(session_id, ids)
             history.extend(ids)
             instant = list(Instant)[rng.integers(len(Instant))]
@@ -139,10 +142,15 @@ class Cancels:
         assert end.history_length == len(history)
         assert self._engine.session_info(run.session_id).history_length == len(history)
         if run.tokens:
-            assert run.tokens == solo_of(STRATEGIES[strategy]).tokens(history[:-1], run.first)
+            assert run.tokens == self._expected(run, strategy, history)
         self.count += run.steps_then is not None
         self.before_the_first += not run.tokens
         self.tokens += len(run.tokens)
+
+    def _expected(self, run: Cancelled, strategy: int, history: list[int]) -> list[int]:
+        if self._alone is None:
+            return solo_of(STRATEGIES[strategy]).tokens(history[:-1], run.first)
+        return self._alone.tokens(run.session_id, history, run.first, len(run.tokens))
 
     def _renew(self, rng: np.random.Generator) -> None:
         for session_id, (_, history) in list(self._sessions.items()):

@@ -93,20 +93,19 @@ def cancels(amount: int, seed: int) -> Tally:
 
 def calls(amount: int, seed: int) -> Tally:
     """Sequences of calls against a model of the histories, as in `tests/load/test_call_sequences.py`."""
-    tally = Tally()
-    budget = hypothesis.settings(
-        max_examples=SEQUENCES,
-        stateful_step_count=STEPS,
-        phases=[Phase.generate],
-        deadline=None,
-        database=None,
-        derandomize=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    number = 0
+    tally, number = Tally(), 0
     Calls.seen.clear()
-    while Calls.seen.total() < amount and not tally.faults:
+    while (missing := amount - Calls.seen.total()) > 0 and not tally.faults:
         _alive()
+        budget = hypothesis.settings(
+            max_examples=min(SEQUENCES, missing // STEPS + 1),
+            stateful_step_count=STEPS,
+            phases=[Phase.generate],
+            deadline=None,
+            database=None,
+            derandomize=False,
+            suppress_health_check=list(HealthCheck),
+        )
         run = hypothesis.seed(seed * 1_000_000 + number)(get_state_machine_test(Calls, settings=budget))
         try:
             run()
@@ -149,7 +148,7 @@ PARTS: dict[str, Callable[[int, int], Tally]] = {
 
 def _alive() -> None:
     """Something happened."""
-    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=sys.stderr)
 
 
 def _fault(where: str, error: Exception) -> str:

@@ -8,8 +8,9 @@ that the open sessions were promised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -25,16 +26,15 @@ from inference_engine.errors import (
 from inference_engine.generation import Generation
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.session.journal import MemoryJournal, TokensRecord
+from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import Finished, GenerateParams, Sampling, StopReason, TokenCommitted
+from tests.load.alone import Alone
 from tests.load.scripted import scripted_engine, solo_of
 from tests.load.solo import Solo
 
-OWNERS, SESSIONS = 8, 16
 OPERATIONS = 50
 LIMIT_TOKENS = 112
 FULL_AT = 80  # a session with so many tokens is closed, and another takes its place
-VOCABULARY = 256
 
 # The law of these is known in closed form …
 KNOWN: tuple[KVStrategy, ...] = (
@@ -50,9 +50,23 @@ REPLAYED: tuple[KVStrategy, ...] = (
     make_strategy("full", codec="int8", exact_window=16),
     make_strategy("sink_window", sink=2, window=44, codec="int8", exact_window=9),
 )
-REPLAYED_SHARE = 0.1
 CHECKED_LENGTHS = 32
 ALL_BUSY_SHARE = 0.2  # of sessions too many, those that come while every session of their owner is in use
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """Who is there, and with what. replayed_share: of the sessions, those whose law is being run again alone."""
+
+    owners: int = 8
+    sessions: int = 16  # of each owner
+    vocab_size: int = 256
+    known: tuple[KVStrategy, ...] = KNOWN
+    replayed: tuple[KVStrategy, ...] = REPLAYED
+    replayed_share: float = 0.1
+
+
+SCRIPTED = World()
 
 
 class Wrong(AssertionError):
@@ -102,8 +116,16 @@ class Counts:
 class Population:
     """The pool. `engine` is the one to be judged; `alone` runs single sessions again."""
 
-    def __init__(self, engine: Engine, journal: MemoryJournal, alone: Engine, *, replay_every: int = 1) -> None:
-        self._engine, self._journal, self._alone = engine, journal, alone
+    def __init__(
+        self,
+        engine: Engine,
+        journal: MemoryJournal,
+        alone: Engine,
+        *,
+        replay_every: int = 1,
+        world: World = SCRIPTED,
+    ) -> None:
+        self._engine, self._alone, self._world = engine, Alone(alone, journal), world
         self._replay_every = replay_every
         self.counts = Counts()
         self.members: list[Member] = []
@@ -111,11 +133,11 @@ class Population:
     @staticmethod
     def engine(journal: MemoryJournal) -> Engine:
         """An engine in which the standing pool is all there may be: one more session evicts its owner's oldest."""
-        return scripted_engine(journal=journal, max_sessions=OWNERS * SESSIONS, session_evictable_seconds=0.0)
+        return scripted_engine(journal=journal, **limits(SCRIPTED))
 
     def fill(self, rng: np.random.Generator) -> None:
-        for number in range(OWNERS * SESSIONS):
-            self.members.append(self._open(f"owner-{number % OWNERS}", rng))
+        for number in range(self._world.owners * self._world.sessions):
+            self.members.append(self._open(f"owner-{number % self._world.owners}", rng))
 
     def interleave(self, rng: np.random.Generator, operations: int = OPERATIONS) -> None:
         """One interleaving. Raises Wrong."""
@@ -149,7 +171,7 @@ class Population:
 
     def _append(self, rng: np.random.Generator, member: Member) -> None:
         self._finish(member)
-        ids = _ids(rng, int(rng.integers(0, 13)))
+        ids = self._ids(rng, int(rng.integers(0, 13)))
         length = self._engine.append(
             member.session_id, ids, owner=member.owner, expected_history_length=len(member.history)
         )
@@ -179,7 +201,8 @@ class Population:
 
     def _intrude(self, rng: np.random.Generator, member: Member) -> None:
         """Somebody else's session is no session, whatever is asked of it."""
-        intruder = f"owner-{(int(member.owner[-1]) + 1 + int(rng.integers(OWNERS - 1))) % OWNERS}"
+        owners = self._world.owners
+        intruder = f"owner-{(int(member.owner[-1]) + 1 + int(rng.integers(owners - 1))) % owners}"
         calls: Sequence[Callable[[], object]] = (
             lambda: self._engine.append(member.session_id, [1], owner=intruder),
             lambda: self._engine.generate(member.session_id, GenerateParams(max_tokens=1), owner=intruder),
@@ -199,7 +222,10 @@ class Population:
                 ),
                 HistoryLengthMismatch,
             ),
-            (lambda: self._engine.append(member.session_id, [1, VOCABULARY], owner=member.owner), TokenOutOfRange),
+            (
+                lambda: self._engine.append(member.session_id, [1, self._world.vocab_size], owner=member.owner),
+                TokenOutOfRange,
+            ),
         )
         self._refused(*calls[int(rng.integers(len(calls)))])
 
@@ -281,26 +307,18 @@ class Population:
         if member.solo is not None:
             expected = member.solo.tokens(member.history[:-1], stream.first, seed=stream.seed)
         elif self.counts.streams % self._replay_every == 0 and not self._is_evicted(member):
-            expected = self._replay(member, stream, len(tokens))
+            expected = self._alone.tokens(
+                member.session_id, member.history, stream.first, len(tokens), seed=stream.seed
+            )
+            self.counts.replayed += 1
         else:
             return
         if tokens != expected:
             raise Wrong(f"{member.strategy} gave {tokens}, its history alone gives {expected}")
 
-    def _replay(self, member: Member, stream: Stream, count: int) -> list[int]:
-        """The same Generate on a session of its own, in an engine of its own."""
-        began, records = self._journal.read(member.session_id)
-        opened = self._alone.rebuild_session(began, list(_until(records, stream.first)))
-        sampling = Sampling() if stream.seed is None else Sampling(temperature=1.0, seed=stream.seed)
-        params = GenerateParams(max_tokens=count, sampling=sampling)
-        events = list(self._alone.generate(opened.session_id, params, owner=member.owner))
-        self._alone.close_session(opened.session_id, owner=member.owner)
-        self.counts.replayed += 1
-        return [event.token_id for event in events if isinstance(event, TokenCommitted)]
-
     def _check_lengths(self, rng: np.random.Generator) -> None:
         """Of some sessions, whether or not anything was done to them."""
-        for index in rng.choice(len(self.members), CHECKED_LENGTHS, replace=False):
+        for index in rng.choice(len(self.members), min(CHECKED_LENGTHS, len(self.members)), replace=False):
             member = self.members[index]
             told = self._engine.session_info(member.session_id, owner=member.owner).history_length
             if told != len(member.history):
@@ -315,14 +333,14 @@ class Population:
     # -- helpers ----------------------------------------------------------------------------------------------------
 
     def _open(self, owner: str, rng: np.random.Generator) -> Member:
-        choice = REPLAYED if rng.random() < REPLAYED_SHARE else KNOWN
+        choice = self._world.replayed if rng.random() < self._world.replayed_share else self._world.known
         strategy = choice[int(rng.integers(len(choice)))]
         opened = self._engine.create_session(strategy=strategy, limit_tokens=LIMIT_TOKENS, owner=owner)
         return Member(
             owner=owner,
             session_id=opened.session_id,
             strategy=strategy,
-            solo=solo_of(strategy) if strategy in KNOWN else None,
+            solo=solo_of(strategy) if choice is self._world.known else None,
             sustained_bytes=opened.bound.sustained_bytes,
         )
 
@@ -330,6 +348,9 @@ class Population:
         """Any member; of those whose Generate runs, or not, if there are such."""
         some = [member for member in self.members if (member.stream is not None) == is_running] or self.members
         return some[int(rng.integers(len(some)))]
+
+    def _ids(self, rng: np.random.Generator, count: int) -> list[int]:
+        return [int(token) for token in rng.integers(0, self._world.vocab_size, count)]
 
     def _is_evicted(self, member: Member) -> bool:
         try:
@@ -347,12 +368,6 @@ class Population:
             raise Wrong(f"{kind.__name__} was to be raised, the answer was {answer}")
 
 
-def _ids(rng: np.random.Generator, count: int) -> list[int]:
-    return [int(token) for token in rng.integers(0, VOCABULARY, count)]
-
-
-def _until(records: Sequence[TokensRecord], length: int) -> Iterator[TokensRecord]:
-    """What a journal said when the history had `length` tokens."""
-    for record in records:
-        if record.position < length:
-            yield replace(record, token_ids=record.token_ids[: length - record.position])
+def limits(world: World) -> dict[str, Any]:
+    """Settings of an engine in which the standing pool is all there may be: one session more evicts one."""
+    return {"max_sessions": world.owners * world.sessions, "session_evictable_seconds": 0.0}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from dataclasses import dataclass
 
 from inference_engine.backends.scripted import ScriptedModel
@@ -29,19 +30,42 @@ class Counts:
     wrong: int = 0
 
 
-async def talk(target: str, counts: Counts, *, model: ScriptedModel, segment: int, talkers: int, seed: int) -> None:
-    """Until cancelled. Any error but a refusal is raised."""
+async def talk(
+    target: str,
+    counts: Counts,
+    *,
+    seconds: float,
+    model: ScriptedModel,
+    segment: int,
+    talkers: int,
+    seed: int,
+    turn_seconds: float = 0.0,
+) -> None:
+    """For so long, and then each to the end of its turn, so that every session is closed. Errors but refusals raise.
+
+    turn_seconds: a talker begins no two turns within such a time.
+    """
+    until = time.monotonic() + seconds
     async with AsyncClient(target) as client, asyncio.TaskGroup() as group:
         for number in range(talkers):
-            group.create_task(_talk(client, counts, model, segment, random.Random(f"{seed} {number}")))
+            rng = random.Random(f"{seed} {number}")
+            group.create_task(_talk(client, counts, model, segment, rng, until, turn_seconds))
 
 
-async def _talk(client: AsyncClient, counts: Counts, model: ScriptedModel, segment: int, rng: random.Random) -> None:
+async def _talk(
+    client: AsyncClient,
+    counts: Counts,
+    model: ScriptedModel,
+    segment: int,
+    rng: random.Random,
+    until: float,
+    turn_seconds: float,
+) -> None:
     kinds: tuple[tuple[Strategy, Sight], ...] = (
         (Full(), Sight()),
         (SinkWindow(sink=SINK, window=WINDOW), Sight(SINK, WINDOW)),
     )
-    while True:
+    while time.monotonic() < until:
         strategy, sight = rng.choice(kinds)
         solo = Solo(model=model, sights=(sight,) * model.layers, segment=segment)
         try:
@@ -52,8 +76,10 @@ async def _talk(client: AsyncClient, counts: Counts, model: ScriptedModel, segme
             continue
         async with session:
             history: list[int] = []
-            while len(history) < FULL_AT:
+            while len(history) < FULL_AT and time.monotonic() < until:
+                next_at = time.monotonic() + turn_seconds
                 await _turn(session, history, solo, counts, rng)
+                await asyncio.sleep(max(0.0, min(next_at, until) - time.monotonic()))
         counts.sessions += 1
 
 

@@ -7,7 +7,6 @@ the time is compared with itself: the first half may fill what is kept on purpos
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
 import statistics
@@ -31,6 +30,7 @@ SEGMENT = 64
 SAMPLE_SECONDS = 5.0
 KV_BYTES = 256 * 2**20
 DRIFT_PERCENT = 1.0
+LAST_TURN_SECONDS = 120.0
 
 Sample = dict[str, float]
 
@@ -64,19 +64,27 @@ async def hold(minutes: float, talkers: int, command: Sequence[str]) -> Held:
         await handle.drain_and_stop()
     if client.returncode:
         raise RuntimeError(f"the clients ended with status {client.returncode}")
-    return _judged(minutes, json.loads(output), [before, *samples, after], reserved)
+    return judged(minutes, json.loads(output), [before, *samples, after], reserved)
 
 
-async def talk_to(target: str, *, minutes: float, talkers: int, seed: int) -> None:
-    """The other process: talk for so long, then print what was counted."""
-    counts = Counts()
-    talking = talk(target, counts, model=ScriptedModel(), segment=SEGMENT, talkers=talkers, seed=seed)
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(talking, 60 * minutes)
+async def talk_to(target: str, *, minutes: float, talkers: int, seed: int, pace: float) -> None:
+    """The other process: talk for so long, then print what was counted. pace: turns a second, at most; 0: any."""
+    counts, seconds = Counts(), 60 * minutes
+    async with asyncio.timeout(seconds + LAST_TURN_SECONDS):
+        await talk(
+            target,
+            counts,
+            seconds=seconds,
+            model=ScriptedModel(),
+            segment=SEGMENT,
+            talkers=talkers,
+            seed=seed,
+            turn_seconds=talkers / pace if pace else 0.0,
+        )
     print(json.dumps(asdict(counts)), flush=True)
 
 
-def _judged(minutes: float, counts: dict[str, int], samples: list[Sample], reserved: int) -> Held:
+def judged(minutes: float, counts: dict[str, int], samples: list[Sample], reserved: int) -> Held:
     """samples: before the first client came, while they talked, after the last one left."""
     before, *middle, after = samples
     half = middle[len(middle) // 2 :]

@@ -1,0 +1,115 @@
+"""The long runs, made short: parts reach their amounts, shares add up, and what must not be is told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference_engine.backends.scripted import ScriptedForward, ScriptedModel
+from inference_engine.config import EngineConfig, child_environment
+from inference_engine.engine import Engine
+from tests.load.mass import PARTS, Tally
+from tests.load.population import Population, Wrong
+from tests.load.talkers import Counts, talk
+from tests.load.turns import SEGMENT, Held, Sample, judged
+from tests.server_thread import server_thread
+
+SOAK = Path(__file__).resolve().parents[2] / "scripts" / "soak.py"
+AMOUNTS = {"interleavings": 3, "cancels": 12, "calls": 120, "messages": 160}
+COUNTS = {"turns": 1000, "tokens": 5000, "sessions": 50, "left": 40, "refused": 0, "wrong": 0}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_share_reaches_its_amount_and_finds_nothing(part: str) -> None:
+    tally = PARTS[part](AMOUNTS[part], 5)
+    assert not tally.faults
+    assert tally.counts[part] >= AMOUNTS[part]
+
+
+def test_a_share_that_meets_a_fault_stops_and_says_with_which_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    interleave = Population.interleave
+
+    def a_foreign_token(population: Population, rng: np.random.Generator) -> None:
+        if population.counts.interleavings == 2:
+            raise Wrong("a token of somebody else")
+        interleave(population, rng)
+
+    monkeypatch.setattr(Population, "interleave", a_foreign_token)
+    tally = PARTS["interleavings"](10, 5)
+    assert tally.counts["interleavings"] == 2
+    assert tally.faults == ["seed 5, interleaving 2: Wrong: a token of somebody else"]
+
+
+def test_tallies_add_up_and_go_between_processes_as_text() -> None:
+    one, other = Tally(), Tally(faults=["seed 2: …"])
+    one.counts.update(calls=3, tokens=5)
+    other.counts.update(calls=4)
+    one.add(Tally.from_json(other.to_json()))
+    assert (one.counts, one.faults) == ({"calls": 7, "tokens": 5}, ["seed 2: …"])
+
+
+def test_parts_are_shared_out_among_processes_and_recorded_together(tmp_path: Path) -> None:
+    command = [sys.executable, str(SOAK), "--cancels", "9", "--processes", "2", "--results", str(tmp_path)]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("soak_cancels/*/record.json")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["values"]["cancels"]["median"] >= 9
+    assert (found["values"]["processes"]["median"], found["values"]["faults"]["median"]) == (2, 0)
+    assert found["seeds"] == [100, 101]
+
+
+async def test_clients_talk_for_as_long_as_they_are_told_at_their_pace_and_close_what_they_opened() -> None:
+    config = EngineConfig(segment_tokens=SEGMENT, kv_bytes=2**26, max_sessions=16)
+    counts = Counts()
+    with Engine(ScriptedForward(ScriptedModel()), config) as engine, server_thread(engine) as target:
+        await talk(
+            target, counts, seconds=3.0, model=ScriptedModel(), segment=SEGMENT, talkers=4, seed=1, turn_seconds=0.5
+        )
+        assert engine.info().kv_reserved_bytes == 0
+    assert counts.wrong == 0
+    assert 0 < counts.turns <= 4 * 6
+
+
+def samples(**growth: float) -> list[Sample]:
+    """An hour in which nothing grows but what `growth` names: by so much in the second half."""
+    steady = {"private_bytes": 2e8, "threads": 4.0, "descriptors": 18.0, "tasks": 40.0}
+    middle = [
+        {"seconds": 5.0 * number}
+        | {name: value + growth.get(name, 0.0) * max(0, number - 50) / 50 for name, value in steady.items()}
+        for number in range(100)
+    ]
+    idle: Any = {"seconds": 0.0, **steady, "tasks": 8.0}
+    return [idle, *middle, idle]
+
+
+def hour(reserved: int = 0, left: int = 0, wrong: int = 0, **growth: float) -> Held:
+    before, *middle, after = samples(**growth)
+    after = {**after, "descriptors": after["descriptors"] + left}
+    return judged(60.0, {**COUNTS, "wrong": wrong}, [before, *middle, after], reserved)
+
+
+def test_an_hour_in_which_nothing_grows_has_no_fault() -> None:
+    assert not hour().faults
+
+
+@pytest.mark.parametrize(
+    ("found", "fault"),
+    [
+        (hour(private_bytes=4e6), "private memory"),
+        (hour(threads=3.0), "threads more"),
+        (hour(descriptors=9.0), "descriptors more"),
+        (hour(left=2), "2 descriptors are left over"),
+        (hour(reserved=64), "64 bytes of K/V are reserved"),
+        (hour(wrong=1), "1 wrong"),
+    ],
+    ids=["memory", "threads", "descriptors", "left over", "reserved", "wrong tokens"],
+)
+def test_what_grows_or_is_left_over_or_wrong_is_a_fault(found: Held, fault: str) -> None:
+    assert any(fault in told for told in found.faults), found.faults
