@@ -24,19 +24,19 @@ def parsed(*words: str) -> argparse.Namespace:
 
 
 def test_every_way_gives_the_same_sessions_and_leaves_none_behind(tiny_target: Target) -> None:
-    found = measure(tiny_target, TEXT, 100, forks=3, appended=5, tokens=4, rounds=1)
+    found = measure(tiny_target, TEXT, 100, forks=3, appended=5, tokens=8, rounds=1)
     assert set(found) == {SHARED, COPIED, ANEW}
     (shared,), (copied,), (anew,) = found[SHARED], found[COPIED], found[ANEW]
     assert shared.token_ids == copied.token_ids == anew.token_ids
     assert len(set(anew.token_ids)) == 3, "each was given something of its own"
-    assert all(len(ids) == 1 + 4 for ids in anew.token_ids)
+    assert all(len(ids) == 1 + 8 for ids in anew.token_ids)
     # The target's model has a layer with a window of its own, so that every fork copies.
     assert shared.reserved_bytes == copied.reserved_bytes == anew.reserved_bytes
     assert shared.held_bytes == anew.held_bytes > 0
 
 
 def test_a_record_says_bytes_seconds_and_agreement_of_each_way(tiny_target: Target, tmp_path: Path) -> None:
-    arguments = parsed("--lengths", "60", "--forks", "2", "--appended", "3", "--tokens", "3", "--rounds", "2")
+    arguments = parsed("--lengths", "60", "--forks", "2", "--appended", "3", "--tokens", "8", "--rounds", "2")
     payload = main(arguments, tiny_target)
     write_record("forks", {"command": "kakeya evaluate forks", **payload}, results_dir=tmp_path)
     values = payload["values"]
