@@ -17,6 +17,7 @@ import numpy as np
 from inference_engine.engine import Engine
 from inference_engine.errors import (
     HistoryLengthMismatch,
+    HistoryLimit,
     NoCapacity,
     SessionBusy,
     SessionEvicted,
@@ -172,6 +173,9 @@ class Population:
     def _append(self, rng: np.random.Generator, member: Member) -> None:
         self._finish(member)
         ids = self._ids(rng, int(rng.integers(0, 13)))
+        if len(member.history) + len(ids) > LIMIT_TOKENS:
+            self._refused(lambda: self._engine.append(member.session_id, ids, owner=member.owner), HistoryLimit)
+            return
         length = self._engine.append(
             member.session_id, ids, owner=member.owner, expected_history_length=len(member.history)
         )
