@@ -11,6 +11,7 @@ N is rounded up to one of `SIZES`; the rows that pad it write to row 0 of the ar
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 
 import numpy as np
@@ -26,11 +27,14 @@ from inference_engine.kv.lane_tables import LaneTables, StepNumbers
 from inference_engine.kv.pool import Pool
 from inference_engine.models.seam import Seam
 
+logger = logging.getLogger(__name__)
+
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 512, 768, 1024)
 MOST_SELECTING = 64  # rows of a step in which some read keep-sets
 MOST_LOGITS = 64  # logits of a row are as long as the vocabulary: those of a whole prompt would take gigabytes
 
 Recorded = Recording[tuple[Tensor, Tensor | None]]
+Kind = tuple[int, tuple[int, ...], bool]  # rows, tap layers, whether some read keep-sets
 
 
 def wants_graphs(choice: str, device: torch.device, *, has_lanes: bool) -> bool:
@@ -68,8 +72,9 @@ class StepGraphs:
         self._device = next(iter(pool.arenas.values())).keys.device
         self._memory = memory
         self._taps = {(), tap_layers}
+        self._refused: set[Kind] = set()
         # The largest first: the others find room in its temporary memory.
-        self._recorded: dict[tuple[int, tuple[int, ...], bool], Recorded] = {
+        self._recorded: dict[Kind, Recorded] = {
             (size, taps, False): self._record(pool, size, taps, selects=False)
             for size in reversed(SIZES)
             for taps in self._taps
@@ -91,26 +96,42 @@ class StepGraphs:
             raise BackendError(f"steps cannot be recorded ({error}); start with graphs=off") from error
 
     def can_run(self, step: Step) -> bool:
-        """Rows past the trained positions are rotated by other operations than those recorded."""
+        """Rows past the trained positions are rotated by other operations than those recorded.
+
+        The first step with keep-sets of its size is recorded now; if that fails, such steps are run unrecorded from
+        then on: those in it have no part in it.
+        """
         plan = step.plan
         if not plan.is_lanes_only or step.tap_layers not in self._taps or len(step.logit_rows) > MOST_LOGITS:
             return False
         if plan.row_count > (MOST_SELECTING if plan.selects else SIZES[-1]):
             return False
-        return bool(plan.positions.max() < self._seam.trained_positions)
+        return bool(plan.positions.max() < self._seam.trained_positions) and self._is_recorded(step)
+
+    def _is_recorded(self, step: Step) -> bool:
+        kind = _kind(step)
+        if kind not in self._recorded and kind not in self._refused:
+            try:
+                self._recorded[kind] = self._record(step.plan.pool, kind[0], kind[1], selects=kind[2])
+            except BackendError:
+                logger.exception("steps of %d rows with keep-sets run unrecorded", kind[0])
+                self._refused.add(kind)
+        return kind in self._recorded
 
     def run(self, step: Step) -> Result:
-        """As `Forward.run`. The first step with keep-sets of its size is recorded now: BackendError if it cannot be."""
+        """As `Forward.run`, of a step that `can_run`."""
         plan, rows = step.plan, step.plan.row_count
-        size = SIZES[bisect_left(SIZES, rows)]
-        kind = (size, step.tap_layers, plan.selects)
-        if kind not in self._recorded:
-            self._recorded[kind] = self._record(plan.pool, size, step.tap_layers, selects=plan.selects)
+        kind = _kind(step)
+        size = kind[0]
         kept = padded(np.array(step.logit_rows, dtype=np.int64), _logits(size))
         parts = (padded(step.token_ids, size), padded(plan.positions, size), kept, plan.numbers.padded(size).all)
         logits, taps = self._recorded[kind].run(np.concatenate(parts))
         # Copies: the next step overwrites what the graph gives.
         return Result(logits[: len(step.logit_rows)].clone(), None if taps is None else taps[:rows].clone())
+
+
+def _kind(step: Step) -> Kind:
+    return SIZES[bisect_left(SIZES, step.plan.row_count)], step.tap_layers, step.plan.selects
 
 
 def _logits(size: int) -> int:

@@ -87,8 +87,13 @@ class Drafting:
 
     # -- before a step ----------------------------------------------------------------------------------------------
 
-    def draft(self, decoding: Sequence[Request], rows_left: int) -> dict[Request, TokenIds]:
-        """Guesses for the requests that a step decodes, one row each; all guesses together at most `rows_left`."""
+    def draft(
+        self, decoding: Sequence[Request], rows_left: int, *, on_work: Callable[[], None] = lambda: None
+    ) -> dict[Request, TokenIds]:
+        """Guesses for the requests that a step decodes, one row each; all guesses together at most `rows_left`.
+
+        on_work: called before the drafter takes the device's time, if it does.
+        """
         wanted: list[tuple[Request, int, bool]] = []
         for request in decoding:
             longest = min(self._drafter.longest, self._room(request), rows_left // len(decoding))
@@ -98,6 +103,7 @@ class Drafting:
                     wanted.append((request, length, is_watched))
         if not wanted:
             return {}
+        on_work()
         began = self._clock()  # what a drafter has to be told first is part of what its draft costs
         self.tell()
         wanted = [entry for entry in wanted if not entry[0].is_degraded]

@@ -201,8 +201,8 @@ class Scheduler:
     def _run(self) -> None:
         is_clean = True
         while True:
-            if self._tasks or not self._running:
-                self.news.release()  # it may take a while until the device works again
+            if not self._running:
+                self.news.release()  # nobody knows when the device works again
             with self._wake:
                 if self._is_idle():
                     self._wake.notify_all()
@@ -211,6 +211,8 @@ class Scheduler:
                     self._wake.wait(timeout=_HOUSEKEEPING_SECONDS if is_clean else 0)
                 # Together: a request that was submitted after a task must not begin before it.
                 tasks, waiting = len(self._tasks), list(self._queued)
+            if tasks:
+                self.news.release()  # they may take a while
             self.beat_at = self._clock()
             try:
                 is_clean = not self._verifier.context.pool.clean(_CLEAN_BYTES)
@@ -318,8 +320,8 @@ class Scheduler:
         drafts: dict[Request, TokenIds] = {}
         self._timer.lap("plan")
         if self._drafting is not None and is_decoding:
-            self.news.release()  # a draft takes the device's time, too
-            drafts = self._drafting.draft(batch, self._config.step_tokens - len(batch))
+            rows_left = self._config.step_tokens - len(batch)
+            drafts = self._drafting.draft(batch, rows_left, on_work=self.news.release)
         self._timer.lap("draft")
         blocks = [self._block(requests[index], candidates[index].rows, drafts.get(requests[index])) for index in chosen]
         began = self._clock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from inference_engine.cli.audit import compare
 from inference_engine.cli.main import main
 from inference_engine.engine import Engine
+from inference_engine.errors import InvariantViolated
+from inference_engine.kv.session_kv import SessionKV
 from inference_engine.types import Mode
 from tests.server_thread import server_thread
 from tests.tiny import tiny_engine
@@ -43,6 +46,22 @@ def test_a_server_that_cares_how_ids_came_is_found_out(
     with tiny_engine() as engine, server_thread(engine) as target:
         assert main(["audit", "--target", target, *FEW]) == 1
     assert "INV-3 violated: history 0, turn " in capsys.readouterr().out
+
+
+def test_what_the_server_itself_finds_broken_counts_and_the_rest_is_told_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage, calls = SessionKV.stage, itertools.count(1)
+
+    def once_broken(session: SessionKV, *args: Any, **options: Any) -> Any:
+        if next(calls) == 12:
+            raise InvariantViolated("INV1", "seeded")
+        return stage(session, *args, **options)
+
+    monkeypatch.setattr(SessionKV, "stage", once_broken)
+    with tiny_engine() as engine, server_thread(engine) as target:
+        assert main(["audit", "--target", target, *FEW]) == 1
+    assert "1 violations, 1 of them told by the server" in capsys.readouterr().out
 
 
 def test_a_stream_equals_itself() -> None:

@@ -1,0 +1,50 @@
+"""Which steps are run as graphs; what a recording itself does takes a GPU and is tried there by the laws."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference_engine.backends import graphs
+from inference_engine.backends.recording import GraphMemory
+from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.kernels.lane_attention import attend_lanes
+from inference_engine.kv.pool import Pool
+from tests.tiny import tiny_engine
+
+
+def step(pool: Pool, *, rows: int, selects: bool) -> Any:
+    positions = np.arange(rows)
+    plan = SimpleNamespace(pool=pool, row_count=rows, selects=selects, is_lanes_only=True, positions=positions)
+    return SimpleNamespace(plan=plan, tap_layers=(), logit_rows=[0])
+
+
+def test_steps_that_cannot_be_recorded_while_serving_are_run_without_and_tried_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[int] = []
+    is_full = False
+
+    class NoMemory:
+        def __init__(self, idle: np.ndarray[Any, Any], *_: object) -> None:
+            tried.append(len(idle))
+            if is_full:
+                raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(graphs, "Recording", NoMemory)
+    with tiny_engine() as engine:
+        context, forward = engine._context, engine._forward
+        assert isinstance(forward, TorchForward)
+        memory = GraphMemory()
+        recorded = graphs.StepGraphs(forward.seam, context.geometry, context.pool, attend_lanes, memory=memory)
+        is_full = True
+        at_start = len(tried)
+        assert recorded.can_run(step(context.pool, rows=2, selects=False))
+        assert not recorded.can_run(step(context.pool, rows=2, selects=True))
+        assert not recorded.can_run(step(context.pool, rows=2, selects=True))
+        assert len(tried) == at_start + 1
+        is_full = False
+        assert recorded.can_run(step(context.pool, rows=8, selects=True))
