@@ -79,9 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     """Measure and return the record's payload.
 
-    Raises InvalidArgument for numbers that are too small and lengths that a strategy cannot hold or that leave it
-    nothing to choose, NoCapacity if memory cannot.
+    Raises InvalidArgument for numbers that are too small, lengths that a strategy cannot hold or that leave it nothing
+    to choose, and kernels that choose on the device, where nobody can watch; NoCapacity if memory cannot.
     """
+    model = target.model
+    if model.kernels == "triton" or (model.kernels == "auto" and torch.device(model.device).type == "cuda"):
+        raise InvalidArgument("kernels", f"{model.kernels} chooses on {model.device} itself: ask with --kernels plain")
     require_at_least(arguments, lengths=1, count=3, texts=1)  # the last has no row yet, the first none before it
     count, texts = (_QUICK_COUNT, 1) if arguments.quick else (arguments.count, arguments.texts)
     geometry = geometry_of(target)

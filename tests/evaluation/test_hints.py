@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,10 @@ def test_a_run_leaves_a_record_and_images(tiny_target: Target, tmp_path: Path) -
 def test_what_has_nothing_to_choose_is_refused(tiny_target: Target, typed: tuple[str, ...], said: str) -> None:
     with pytest.raises(InvalidArgument, match=said):
         main(arguments(*typed, "--kinds", "looped"), tiny_target)
+
+
+@pytest.mark.parametrize("own", [{"kernels": "triton"}, {"device": "cuda"}], ids=str)
+def test_choices_that_a_kernel_makes_cannot_be_watched(tiny_target: Target, own: dict[str, Any]) -> None:
+    target = replace(tiny_target, model=replace(tiny_target.model, **own))
+    with pytest.raises(InvalidArgument, match="--kernels plain"):
+        main(arguments("--strategies", str(GATHER), "--lengths", "150", "--kinds", "looped"), target)
