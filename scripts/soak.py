@@ -8,9 +8,9 @@ Each part that is asked for writes results/soak_<part>/<date>-<machine>/ and end
 anything. All run on the scripted model, whose tokens are known in closed form:
 
     turns           a server in this process and clients in another talk over gRPC for so many minutes; every token is
-                    compared, and this process's memory, threads, tasks and descriptors are read all the time. What
-                    the server remembers for ten minutes grows with the rate: on a machine that others use, give a
-                    `--pace` that it can always keep (then the record is soak_turns_paced)
+                    compared, and this process's memory, threads, tasks and descriptors are read all the time. On
+                    a machine that others use, give a `--pace` that it can always keep: its second half is compared
+                    with itself at one rate (then the record is soak_turns_paced)
     interleavings   random operations of many owners on a standing pool, as in `tests/load/test_isolation.py`
     cancels         at random instants, as in `tests/load/test_cancels.py`
     calls           sequences of them against a model of the histories, as in `tests/load/test_call_sequences.py`

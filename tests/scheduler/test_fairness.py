@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -17,11 +18,17 @@ from inference_engine.types import Event, Failed, Finished, GenerateParams, Mode
 from tests.laws.variants import drain, each_mode, text, tokens
 
 PROMPT = 40
-SMALL = {"page_tokens": 4, "segment_tokens": 16, "step_tokens": 64, "kv_bytes": 2**26, "tier_bytes": 2**24}
+SMALL: dict[str, Any] = {
+    "page_tokens": 4,
+    "segment_tokens": 16,
+    "step_tokens": 64,
+    "kv_bytes": 2**26,
+    "tier_bytes": 2**24,
+}
 
 
 def engine_on(forward: ScriptedForward, **settings: object) -> Engine:
-    return Engine(forward, EngineConfig(**{**SMALL, **settings}))  # type: ignore[arg-type]
+    return Engine(forward, EngineConfig(**{**SMALL, **settings}))
 
 
 def opened(engine: Engine, owner: str, length: int = PROMPT, seed: int = 0) -> str:

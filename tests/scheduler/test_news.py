@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 from inference_engine.backends.scripted import Script, ScriptedForward, ScriptedModel
 from inference_engine.config import EngineConfig
@@ -33,7 +34,7 @@ def test_what_is_told_while_nothing_is_held_back_is_told_at_once() -> None:
     news.hold()
     news.release()
     for number in range(3):
-        news.wake(lambda number=number: told.append(number))  # type: ignore[misc]
+        news.wake(partial(told.append, number))
     assert told == [0, 1, 2]
 
 
@@ -56,7 +57,7 @@ def test_a_reader_hears_of_a_token_while_the_device_works_on_the_next_one() -> N
         is_told.clear()
 
     forward = ScriptedForward(ScriptedModel(), Script(on_step=look))
-    with Engine(forward, EngineConfig(**SMALL)) as engine:  # type: ignore[arg-type]
+    with Engine(forward, EngineConfig(**SMALL)) as engine:
         session = engine.create_session(limit_tokens=200).session_id
         engine.append(session, text(10))
         engine.generate(session, GenerateParams(max_tokens=20)).when_news(lambda: None, is_told.set)
@@ -76,7 +77,7 @@ def test_generates_that_run_together_wake_their_common_reader_once_a_step() -> N
 
     forward = ScriptedForward(ScriptedModel(), Script(on_step=hold))
     rings, wakes = list[int](), list[None]()
-    with Engine(forward, EngineConfig(**SMALL)) as engine:  # type: ignore[arg-type]
+    with Engine(forward, EngineConfig(**SMALL)) as engine:
 
         def wake() -> None:
             wakes.append(None)
@@ -85,7 +86,7 @@ def test_generates_that_run_together_wake_their_common_reader_once_a_step() -> N
             session = engine.create_session(limit_tokens=200).session_id
             engine.append(session, text(10, seed=number))
             generation = engine.generate(session, GenerateParams(max_tokens=tokens))
-            generation.when_news(lambda number=number: rings.append(number), wake)  # type: ignore[misc]
+            generation.when_news(partial(rings.append, number), wake)
         may_go_on.set()
         engine.drain(60)
     assert len(rings) > count * tokens

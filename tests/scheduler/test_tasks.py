@@ -13,7 +13,7 @@ from inference_engine.kv.pool import Pool
 from tests.laws.variants import text
 from tests.scheduler.test_fairness import SMALL
 
-CONFIG = EngineConfig(**SMALL)  # type: ignore[arg-type]
+CONFIG = EngineConfig(**SMALL)
 
 
 def test_a_fork_is_made_though_the_round_that_would_have_copied_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
