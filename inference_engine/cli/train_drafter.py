@@ -20,6 +20,8 @@ from inference_engine.config import ModelConfig
 from inference_engine.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kv_cache_proposer.dflash.config import DFlashConfig
+    from kv_cache_proposer.dflash.network import DFlashNetwork
     from kv_cache_proposer.training.corpus_store import Text
     from kv_cache_proposer.training.drafter import DrafterPlan, Reading
 
@@ -31,6 +33,7 @@ TRAINING = "training"
 # Kept for saving and measuring before a call's time is up.
 _LAST_SECONDS = 20.0
 _MEASURED_AT_ONCE = 4
+_BEGIN_RANDOM, _BEGIN_TARGET = "random", "target"
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -65,7 +68,10 @@ def add_parser(commands: Subparsers) -> None:
         "--decay", type=float, default=4.0, metavar="N", help="places over which a guess's weight falls to 1/e"
     )
     drafter.add_argument("--teacher-share", type=float, default=0.5, metavar="P", help="learnt from the distribution")
-    drafter.add_argument("--begin", choices=("random", "target"), default="random", help="weights to begin with")
+    drafter.add_argument(
+        "--begin", default=_BEGIN_RANDOM, metavar="random|target|FOLDER",
+        help="weights to begin with; FOLDER: those of a drafter of this model, of the same shape (default: random)",
+    )  # fmt: skip
     drafter.add_argument("--commit", metavar="HASH", help="where there is no repository to ask")
     add_settings(drafter, ModelConfig)
     drafter.set_defaults(run=run)
@@ -110,9 +116,11 @@ def run(args: argparse.Namespace) -> int:
         context_window=args.context_window,
         chain=args.chain,
     )
-    network = new_network(config, seed=args.seed)
-    if args.begin == "target":
+    network, began = new_network(config, seed=args.seed), args.begin
+    if args.begin == _BEGIN_TARGET:
         take_target_layers(network, loaded.model)
+    elif args.begin != _BEGIN_RANDOM:
+        network, began = _stored(Path(args.begin).expanduser(), config, digest)
     plan = DrafterPlan(
         steps=args.steps,
         total_seconds=args.total_seconds,
@@ -131,10 +139,11 @@ def run(args: argparse.Namespace) -> int:
         out / TRAINING,
         seconds=args.seconds - _LAST_SECONDS - (time.monotonic() - started),
         report=_report,
+        begins_ready=args.begin not in (_BEGIN_RANDOM, _BEGIN_TARGET),
     )
     made = DrafterManifest(
         target_digest=digest,
-        recipe={**_recipe(plan, args.begin, progress.steps, manifest.tokens), "dtype": loaded.dtype},
+        recipe={**_recipe(plan, began, progress.steps, manifest.tokens), "dtype": loaded.dtype},
         seeds={"training": args.seed, "corpus": manifest.seed},
         commit=commit,
     )
@@ -166,6 +175,22 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("rate", "decay", "total_seconds"):
         if not getattr(args, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
+
+
+def _stored(folder: Path, config: DFlashConfig, target_digest: str) -> tuple[DFlashNetwork, str]:
+    """The drafter in `folder`, ready to learn, and what a recipe calls it.
+
+    Raises DrafterError if its shape is not `config`.
+    """
+    from kv_cache_proposer.dflash.store import load_drafter, stored_digest
+    from kv_cache_proposer.errors import DrafterError
+
+    network, _ = load_drafter(folder, target_digest=target_digest)
+    asked, stored = asdict(config), asdict(network.config)
+    if others := {name: (stored[name], asked[name]) for name in asked if asked[name] != stored[name]}:
+        told = ", ".join(f"{name} is {has}, asked for is {wanted}" for name, (has, wanted) in others.items())
+        raise DrafterError(f"{folder}: cannot be begun with: {told}; ask for its shape, or begin with another")
+    return network.train().requires_grad_(True), stored_digest(folder)
 
 
 def _report(reading: Reading, tokens_per_second: float) -> None:

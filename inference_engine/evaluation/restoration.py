@@ -42,6 +42,7 @@ from inference_engine.kv.strategy import KVStrategy
 logger = logging.getLogger(__name__)
 
 FULL, LATENT = "full", "latent"
+NEEDLES = "needles, {task}"  # a column for each task
 # {size} is what a family spends its bytes on; {window} is the latent's; {budget} holds that and distant blocks.
 FAMILIES = {
     "window": "sink_window:window={size}",
@@ -80,7 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["looped", "prose", "code"], help="of text")
     parser.add_argument("--count", type=int, default=128, metavar="N", help="ids that are forced, of each text")
     parser.add_argument("--texts", type=int, default=4, metavar="N", help="of each kind, at every length, for KL")
-    parser.add_argument("--trials", type=int, default=20, metavar="N", help="needles of each kind; 0: none")
+    parser.add_argument("--task", nargs="+", choices=tuple(TASKS), default=["single"], help="what is planted and asked")
+    parser.add_argument("--trials", type=int, default=20, metavar="N", help="of each task and kind; 0: none")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of texts and of what is planted")
 
 
@@ -115,7 +117,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
             for kind in arguments.kinds
             for number in range(texts)
         ]
-        own, values = _measure(target, matched, passages, trials=trials, seed=arguments.seed)
+        own, values = _measure(target, matched, passages, tasks=arguments.task, trials=trials, seed=arguments.seed)
         lines += [{"length": length, **line} for line in own]
         found |= values
     left_out = [
@@ -135,6 +137,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
             window=arguments.window,
             forced_tokens=arguments.count,
             texts=texts,
+            tasks=arguments.task,
             trials=trials,
         ),
         "seeds": [arguments.seed],
@@ -228,7 +231,13 @@ def _largest(family: str, geometry: Geometry, length: int, allowed: int, window:
 
 
 def _measure(
-    target: Target, matches: Sequence[Matched], passages: Sequence[Passage], *, trials: int, seed: int
+    target: Target,
+    matches: Sequence[Matched],
+    passages: Sequence[Passage],
+    *,
+    tasks: Sequence[str],
+    trials: int,
+    seed: int,
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
     """A line for each rate, family and kind of text at one length, and the record's values."""
     length = len(passages[0].prefix)
@@ -237,7 +246,7 @@ def _measure(
     assert not refused, "every one was found to fit"
     measured = {(row["strategy"], row["kind"]): row for row in fidelity.rows(scores)}
     values = fidelity.values(scores, seed=seed)
-    facts: dict[tuple[str, str], Mapping[str, Any]] = {}
+    facts: dict[tuple[str, str, str], Mapping[str, Any]] = {}
     if trials:
         control = parse_strategy(needle.CONTROL)
         assert isinstance(control, SinkWindow)
@@ -246,7 +255,7 @@ def _measure(
                 target,
                 strategies=list(strategies.values()),
                 control=control,
-                tasks=[TASKS["single"]],
+                tasks=[TASKS[name] for name in tasks],
                 kinds=list(dict.fromkeys(passage.kind for passage in passages)),
                 lengths=[length],
                 trials=trials,
@@ -257,7 +266,7 @@ def _measure(
             trials=trials,
             seed=seed,
         )
-        facts = {(row["strategy"], row["kind"]): row for row in told["tables"]["recall"]}
+        facts = {(row["strategy"], row["kind"], row["task"]): row for row in told["tables"]["recall"]}
         values |= told["values"]
     held = {name: _held(target.engine, one, passages[0]) for name, one in {FULL: Full(), **strategies}.items()}
     for name, (on_device, _) in held.items():
@@ -268,7 +277,8 @@ def _measure(
         for family, strategy in {FULL: Full(), **one.strategies}.items():
             name = str(strategy)
             for kind in dict.fromkeys(passage.kind for passage in passages):
-                row, found = measured[name, kind], facts.get((name, kind))
+                row = measured[name, kind]
+                found = {task: facts[name, kind, task] for task in tasks if (name, kind, task) in facts}
                 lines.append(
                     {
                         "latent bytes per token": one.rate,
@@ -284,7 +294,10 @@ def _measure(
                         "kl p99": row["kl p99"],
                         "top-1 agreement": row["top-1 agreement"],
                         "perplexity ÷ full": row["perplexity ÷ full"],
-                        "needles": None if found is None else f"{found['hits']} of {found['trials']}",
+                        **{
+                            NEEDLES.format(task=task): f"{own['hits']} of {own['trials']}"
+                            for task, own in found.items()
+                        },
                     }
                 )
     return lines, values

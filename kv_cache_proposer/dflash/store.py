@@ -108,6 +108,11 @@ def stored_shape(folder: Path) -> DFlashConfig:
     return DFlashConfig.from_json(_read_manifest(folder).get("network"))
 
 
+def stored_digest(folder: Path) -> str:
+    """SHA-256 of the tensors of the drafter in `folder`, as it says. Raises DrafterError if there is none."""
+    return str(_read_manifest(folder).get("tensors_sha256"))
+
+
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():

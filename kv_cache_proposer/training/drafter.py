@@ -90,15 +90,19 @@ def train(
     *,
     seconds: float,
     report: Report,
+    begins_ready: bool = False,
     every: int = 25,
     now: Callable[[], float] = time.monotonic,
 ) -> Progress:
     """Train for at most `seconds` more, from where the state in `folder` stands, and leave the state there.
 
-    network: on the model's device, in float32; it is changed in place and is ready for use afterwards. Raises
-    DrafterError for a state of another plan or a loss that is not finite; the state before the call stays then.
+    network: on the model's device, in float32; it is changed in place and is ready for use afterwards. begins_ready:
+    it is so before, too: it was trained, and reads taps as they are. Raises DrafterError for a state of another plan or
+    a loss that is not finite; the state before the call stays then.
     """
     trainer = _Trainer(model, network, texts, plan)
+    if begins_ready:
+        trainer.take_scales_out()
     stated = {"plan": {**asdict(plan), "total_seconds": str(plan.total_seconds)}, "network": asdict(network.config)}
     progress = load_state(folder, network, trainer.optimizer, stated)
     if progress.is_finished:
@@ -167,6 +171,10 @@ class _Trainer:
         """Let the network read taps as they are: while it learns, they are scaled for it."""
         with torch.no_grad():
             self._network.fc.weight.mul_(self._tap_scales.flatten())
+
+    def take_scales_out(self) -> None:
+        with torch.no_grad():
+            self._network.fc.weight.div_(self._tap_scales.flatten())
 
     def step(self, index: int, rate: float) -> Tensor:
         """One update. Returns the loss and the mean of accepted guesses, on the device."""

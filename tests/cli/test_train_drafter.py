@@ -89,6 +89,27 @@ def test_a_trained_drafter_is_told_from_others_by_its_digest(tiny_folder: Path, 
     assert drafter_identity(*opened(tiny_folder, tmp_path, "none")) == {}
 
 
+def test_a_training_can_begin_with_a_drafter_of_this_model_of_the_same_shape(
+    tiny_folder: Path,
+    made: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(record, "commit", lambda: "none")
+    folder = drafter_folder(tiny_folder.name, made)
+    further = ("--model", str(tiny_folder), "--cache-dir", str(made), "--out", str(tmp_path), "--begin", str(folder))
+    small = ("--taps", "2", "--block-size", "4", "--batch", "4", "--anchors", "8", "--steps", "2")
+    small = (*small, "--commit", "0123abc")
+    assert main(["train", "drafter", *further, *small, "--layers", "1", "--mask-token-id", "127"]) == 0
+    manifest = json.loads((tmp_path / "drafter.json").read_text())
+    assert manifest["recipe"]["begin"] == json.loads((folder / "drafter.json").read_text())["tensors_sha256"]
+    capsys.readouterr()
+    assert main(["train", "drafter", *further, *small, "--layers", "2", "--mask-token-id", "126"]) == 1
+    told = capsys.readouterr().err
+    assert "layers is 1, asked for is 2" in told and "mask_token_id is 127, asked for is 126" in told
+
+
 def test_without_a_trained_drafter_there_is_prompt_lookup(tiny_folder: Path, tmp_path: Path) -> None:
     for setting, name in (("auto", "ngram"), ("ngram", "ngram"), ("none", None)):
         found = find_drafter(*opened(tiny_folder, tmp_path, setting))

@@ -60,6 +60,25 @@ def test_the_loss_falls_and_guesses_come_to_be_right(tmp_path: Path) -> None:
     assert acceptance_length(tiny_model(), network.eval(), words_of(tiny_model()), whole) > 2.5
 
 
+def test_what_was_trained_can_be_trained_further_from_where_it_was(tmp_path: Path) -> None:
+    network = trained(tmp_path / "first", replace(PLAN, steps=120))
+    reached = read_log(tmp_path / "first")[-1].loss
+    more = replace(PLAN, steps=1, rate=1e-9)
+    train(
+        tiny_model(),
+        network,
+        texts(),
+        more,
+        tmp_path / "more",
+        seconds=1e9,
+        report=lambda *_: None,
+        begins_ready=True,
+    )
+    assert read_log(tmp_path / "more")[0].loss == pytest.approx(reached, rel=0.5)
+    whole = text_set(greedy_texts()).batches(3)
+    assert acceptance_length(tiny_model(), network.eval(), words_of(tiny_model()), whole) > 2.5
+
+
 def test_a_chain_learns_beside_the_rest(tmp_path: Path) -> None:
     network = new_network(tiny_config(chain=16), seed=0)
     plan = replace(PLAN, steps=120)
