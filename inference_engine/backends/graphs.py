@@ -88,8 +88,8 @@ class StepGraphs:
             tables = LaneTables.over(rest, geometry, pool, attention, rows=size, selects=selects)
             return _forward(seam, head[:size], head[size : 2 * size], head[2 * size :], tables, taps)
 
-        nothing = StepNumbers(geometry, size, has_lanes=True).all
-        idle = np.concatenate([np.zeros(2 * size + _logits(size), dtype=np.int64), nothing])
+        nothing = StepNumbers(geometry, size, has_lanes=True, scratch=pool.scratch)
+        idle = np.concatenate([np.zeros(2 * size + _logits(size), dtype=np.int64), nothing.all])
         try:
             return Recording(idle, self._device, compute, self._memory)
         except RuntimeError as error:

@@ -16,13 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import BackendError
-from inference_engine.kernels.lane_attention import FIELDS, LaneAttention
+from inference_engine.kernels.lane_attention import COUNT, FIELDS, LANE, START, LaneAttention
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.pool import Arena, Pool
+from inference_engine.kv.scratch import Scratch
 
 Numbers = NDArray[np.int64]
 _MOST_BLOCKS = 4096
 Array = TypeVar("Array", Numbers, Tensor)
+Indexes = slice | Numbers
 
 
 class StepNumbers:
@@ -31,15 +33,33 @@ class StepNumbers:
     writes: by number of KV heads, [Ln, N, Hkv]. lanes: [L, N, FIELDS], or [L, 0, FIELDS] where no row has a lane.
     """
 
-    def __init__(self, geometry: Geometry, rows: int, *, has_lanes: bool) -> None:
+    def __init__(self, geometry: Geometry, rows: int, *, has_lanes: bool, scratch: Scratch | None = None) -> None:
+        """scratch: where the memory comes from, and goes to when these numbers go; None: the system."""
         self.geometry = geometry
         self.rows = rows
-        self.all = np.zeros(_count(geometry, rows, has_lanes), dtype=np.int64)
+        self.all = (scratch or Scratch()).zeros(_count(geometry, rows, has_lanes), self)
         self.writes, self.lanes = _split(self.all, geometry, rows)
-        # Each layer's place among those with as many KV heads.
-        self.places = np.zeros(len(geometry.layers), dtype=np.int64)
-        for layers in _by_heads(geometry).values():
-            self.places[layers] = np.arange(len(layers))
+
+    def write(self, kv_heads: int, places: Indexes, rows: slice, starts: Numbers, lane_rows: Numbers) -> None:
+        """Say where K and V of `rows` go, in the layers with so many KV heads at `places`.
+
+        starts: [places], of each layer's lanes; lane_rows: [rows · Hkv], from there on.
+        """
+        # All rows and heads as one axis: numpy is slow on short ones.
+        writes = self.writes[kv_heads].reshape(len(self.writes[kv_heads]), -1)
+        writes[places, rows.start * kv_heads : rows.stop * kv_heads] = starts[:, None] + lane_rows
+
+    def attend(self, layers: Indexes, rows: slice, starts: Numbers, lane: int, numbers: Numbers) -> None:
+        """Say what `rows` see in `layers`, alike in all of them but for the lanes' `starts`.
+
+        lane: slots of a head; numbers: [rows, 11], see `lane_numbers`.
+        """
+        lines = np.zeros((len(numbers), FIELDS), dtype=np.int64)
+        lines[:, LANE] = lane
+        lines[:, COUNT:] = numbers
+        lanes = self.lanes.reshape(len(self.lanes), -1)
+        lanes[layers, rows.start * FIELDS : rows.stop * FIELDS] = lines.reshape(-1)
+        self.lanes[layers, rows, START] = starts[:, None]
 
     def padded(self, rows: int) -> StepNumbers:
         """The same with more rows, which do nothing."""
@@ -140,6 +160,22 @@ def most_blocks(geometry: Geometry) -> int:
     A number that does not follow from who is there, so that what was recorded fits all.
     """
     return min(_MOST_BLOCKS, -(-geometry.trained_positions // geometry.page_tokens))
+
+
+def places_of(geometry: Geometry) -> Numbers:
+    """Each layer's place among those with as many KV heads."""
+    places = np.zeros(len(geometry.layers), dtype=np.int64)
+    for layers in _by_heads(geometry).values():
+        places[layers] = np.arange(len(layers))
+    return places
+
+
+def as_slice(indexes: Numbers) -> Indexes:
+    """What looks up the same, sooner where they ascend evenly."""
+    first, last = int(indexes[0]), int(indexes[-1])
+    step = int(indexes[1]) - first if len(indexes) > 1 else 1
+    is_even = step > 0 and bool((np.diff(indexes) == step).all())
+    return slice(first, last + 1, step) if is_even else indexes
 
 
 def by_row(states: Tensor) -> Tensor:

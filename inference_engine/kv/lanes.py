@@ -6,7 +6,7 @@ back whole; writing, reading and wiping go by position or slot, for all its laye
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -20,6 +20,7 @@ from inference_engine.kernels.bounds import block_bounds, block_means
 from inference_engine.kv.chunk_view import RowSource, chunks_between
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.lane_tables import Indexes, as_slice, places_of
 from inference_engine.kv.layout import BlockSelector, Layout, Positions, TierLayout
 from inference_engine.kv.pool import Arena, Demand
 from inference_engine.kv.query_rings import QueryRings, ring_demand
@@ -100,7 +101,10 @@ def _open_tier(
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class LaneGroup:
-    """The lanes of a set of layers. `held` says which position each slot holds, -1 for none."""
+    """The lanes of a set of layers. `held` says which position each slot holds, -1 for none.
+
+    layer_index, place_index: `layers`, and their places among those with as many KV heads, to look up with.
+    """
 
     layers: NDArray[np.int64]
     starts: NDArray[np.int64]  # first arena row of each layer's lanes
@@ -115,9 +119,15 @@ class LaneGroup:
     tier: TierRows | None = None  # that source, if it is the second tier
     trunk: Trunk | None = None  # that source, if other sessions hold them
     held: Positions = field(init=False)
+    layer_index: Indexes = field(init=False)
+    place_index: Indexes = field(init=False)
+    _even: tuple[tuple[int, int, int], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.held = np.full(self.layout.capacity, -1, dtype=np.int64)
+        self.layer_index = as_slice(self.layers)
+        self.place_index = as_slice(places_of(self.context.geometry)[self.layers])
+        self._even = tuple(_evenly_apart(self.starts.tolist()))
 
     @staticmethod
     def reserve(context: KVContext, layers: LayerSet, layout: Layout, trunk: Trunk | None = None) -> LaneGroup | None:
@@ -192,8 +202,13 @@ class LaneGroup:
 
     def rows(self, slots: Positions) -> NDArray[np.int64]:
         """Arena rows of `slots` in every layer and head: [layers, slots, Hkv]."""
+        rows = self.starts[:, None] + self.lane_rows(slots)
+        return rows.reshape(len(self.layers), len(slots), self.kv_heads)
+
+    def lane_rows(self, slots: Positions) -> NDArray[np.int64]:
+        """How far from a layer's start `slots` lie in every head: [slots · Hkv]."""
         heads = np.arange(self.kv_heads, dtype=np.int64) * self.layout.lane
-        return self.starts[:, None, None] + slots[None, :, None] + heads[None, None, :]
+        return (slots[:, None] + heads).reshape(-1)
 
     def chunks(self, position: int) -> tuple[range, ...]:
         """Positions that queries in the segment of `position` read from the source, chunk by chunk."""
@@ -210,6 +225,15 @@ class LaneGroup:
         """Slots in the pages that histories of `length` have opened."""
         page = self.context.geometry.opening_tokens
         return min(self.layout.capacity, -(-self.open_slots(length) // page) * page)
+
+    def open(self, first: int, end: int) -> None:
+        """Zero the slots from `first` to `end`. No table of them goes to the device, so nobody waits for it."""
+        dim = self.head_dim
+        for states in (self.arena.keys, self.arena.values):
+            for start, apart, layers in self._even:
+                shape = (layers, self.kv_heads, end - first, dim)
+                strides = (apart * dim, self.layout.lane * dim, dim, 1)
+                states.as_strided(shape, strides, (start + first) * dim).zero_()
 
     def wipe(self, slots: Positions) -> None:
         if len(slots):
@@ -354,3 +378,16 @@ class LaneGroup:
 
     def _index(self, slots: Positions) -> Tensor:
         return torch.from_numpy(self.rows(slots).reshape(-1)).to(self.context.device)
+
+
+def _evenly_apart(starts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """`starts` in ascending order as runs: the first of each, how far apart they are, and how many."""
+    starts = sorted(starts)
+    first = 0
+    while first < len(starts):
+        end = first + 1
+        apart = starts[end] - starts[first] if end < len(starts) else 0
+        while end < len(starts) and starts[end] - starts[end - 1] == apart:
+            end += 1
+        yield starts[first], apart, end - first
+        first = end

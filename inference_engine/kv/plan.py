@@ -25,7 +25,7 @@ from torch import Tensor
 
 from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.gather import always_read, distant_blocks
-from inference_engine.kernels.lane_attention import COUNT, LANE, START, LaneAttention
+from inference_engine.kernels.lane_attention import LaneAttention
 from inference_engine.kv.chunk_view import ChunkView, Portion
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.lane_rows import lane_numbers
@@ -94,7 +94,7 @@ class StepPlan:
         self.row_count = total
         self.positions: NDArray[np.int64] = np.concatenate([positions for _, positions, _ in placed])
         has_lanes = self._lane_attention is not None and any(kv.staged <= _MOST_LANE_ROWS for kv in sessions)
-        self.numbers = StepNumbers(geometry, total, has_lanes=has_lanes)
+        self.numbers = StepNumbers(geometry, total, has_lanes=has_lanes, scratch=pool.scratch)
         self.selects = False  # does a row of the lanes read a keep-set?
         self._plan_writes(placed)
         self.spans = tuple(self._plan_span(*entry) for entry in placed)
@@ -154,9 +154,8 @@ class StepPlan:
         for session, _, base in placed:
             real = self._real(session, base)
             for group in session.groups:
-                places = self.numbers.places[group.layers]
-                rows = group.rows(group.layout.slots(_staged(session)))
-                self.numbers.writes[group.kv_heads][places, real] = rows
+                rows = group.lane_rows(group.layout.slots(_staged(session)))
+                self.numbers.write(group.kv_heads, group.place_index, real, group.starts, rows)
 
     def _plan_span(self, session: SessionKV, positions: Positions, base: int) -> Span:
         views: dict[int, View] = {}
@@ -199,10 +198,7 @@ class StepPlan:
         selector = group.layout.selector if session.staged_generated.any() else None
         self.selects |= selector is not None
         numbers = lane_numbers(group.layout, positions, last=int(positions[-1]), count=count, selector=selector)
-        lanes = self.numbers.lanes
-        lanes[group.layers, real, START] = group.starts[:, None]
-        lanes[group.layers, real, LANE] = group.layout.lane
-        lanes[group.layers, real, COUNT:] = numbers
+        self.numbers.attend(group.layer_index, real, group.starts, group.layout.lane, numbers)
 
     def _gather_view(
         self,

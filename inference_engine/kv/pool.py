@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.scratch import Scratch
 
 TRASH_UNITS = 1
 # On a CPU, memory is looked at in pieces of so many bytes, and written only where something is: what nobody wrote to
@@ -107,6 +108,7 @@ class Pool:
         self._itemsize = geometry.itemsize
         head_dims = sorted({layer.head_dim for layer in geometry.layers})
         self._unit = geometry.alignment
+        self.scratch = Scratch()  # of the steps over this pool
         units = capacity_bytes // (2 * self._unit * geometry.itemsize)
         self._runs = RunAllocator(units)
         self._unclean: list[tuple[int, int]] = []  # given back and not zeroed since: start and count, in units

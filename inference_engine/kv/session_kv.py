@@ -299,7 +299,7 @@ class SessionKV:
         for group in groups:
             opened, needed = (group.open_rows(length) for length in (first, first + count))
             if needed > opened:
-                group.wipe(np.arange(opened, needed, dtype=np.int64))
+                group.open(opened, needed)
             if (group.held[group.layout.slots(positions)] >= 0).any():
                 raise InvariantViolated("INV1", f"a slot for positions from {first} is still held")
             if group.rings is not None and generated is not None and generated.any():

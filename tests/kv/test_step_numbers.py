@@ -1,0 +1,100 @@
+"""The numbers of a step on the host: where they lie, and how layers are looked up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from inference_engine.kernels.lane_attention import FIELDS, LANE, START
+from inference_engine.kv.geometry import Geometry, LayerGeometry
+from inference_engine.kv.lane_tables import StepNumbers, as_slice
+from inference_engine.kv.plan import StepPlan
+from inference_engine.kv.scratch import Scratch
+from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.strategies import parse_strategy
+from inference_engine.types import Mode
+from tests.tiny import PAGES, tiny_forward
+
+LAYERS = 5
+
+
+def geometry() -> Geometry:
+    """Layers of two numbers of KV heads, in turn."""
+    layers = tuple(LayerGeometry(query_heads=4, kv_heads=1 + index % 2, head_dim=8) for index in range(LAYERS))
+    return Geometry(layers=layers, itemsize=4, trained_positions=128)
+
+
+@pytest.mark.parametrize("indexes", [[3], [0, 1, 2], [1, 4, 7], [0, 1, 3], [2, 1, 0], [5, 9, 7, 8]], ids=str)
+def test_a_slice_looks_up_what_its_indexes_do(indexes: list[int]) -> None:
+    numbers = np.arange(10)
+    assert numbers[as_slice(np.array(indexes))].tolist() == indexes
+
+
+@pytest.mark.parametrize("chosen", [[0, 2], [2, 0], [0, 1, 2]], ids=str)
+def test_writes_and_lanes_are_said_of_the_rows_and_layers_that_are_meant_alone(chosen: list[int]) -> None:
+    numbers = StepNumbers(geometry(), 6, has_lanes=True)
+    places, rows, starts = as_slice(np.array(chosen)), slice(2, 4), np.array([100, 200, 300][: len(chosen)])
+    numbers.write(1, places, rows, starts, np.array([7, 8]))
+    numbers.attend(places, rows, starts, 50, np.arange(2 * 11).reshape(2, 11))
+    for place in range(3):
+        is_chosen = place in chosen
+        start = int(starts[chosen.index(place)]) if is_chosen else 0
+        said = [0, 0, start + 7, start + 8, 0, 0] if is_chosen else [0] * 6
+        assert numbers.writes[1][place, :, 0].tolist() == said
+        lines = numbers.lanes[place]
+        assert lines[:, START].tolist() == ([0, 0, start, start, 0, 0] if is_chosen else [0] * 6)
+        assert lines[:, LANE].tolist() == ([0, 0, 50, 50, 0, 0] if is_chosen else [0] * 6)
+        assert lines[2:4, 2:].tolist() == (np.arange(22).reshape(2, 11) * is_chosen).tolist()
+    assert not numbers.writes[2].any()
+
+
+def test_memory_is_used_again_clean_and_not_before_its_holder_is_gone() -> None:
+    scratch = Scratch()
+    first = StepNumbers(geometry(), 4, has_lanes=True, scratch=scratch)
+    first.all[:] = 9
+    second = StepNumbers(geometry(), 4, has_lanes=True, scratch=scratch)
+    assert not np.shares_memory(first.all, second.all)
+    place = first.all.ctypes.data
+    del first
+    third = StepNumbers(geometry(), 2, has_lanes=True, scratch=scratch)
+    assert third.all.ctypes.data == place
+    assert not third.all.any()
+    assert third.lanes.shape == (LAYERS, 2, FIELDS)
+
+
+@pytest.mark.parametrize("spec", ["full", "sink_window:sink=4,window=24", "layer_window:window=24,full_layers=1"])
+def test_slots_are_opened_where_their_rows_go_and_nowhere_else(spec: str) -> None:
+    forward = tiny_forward()
+    context = forward.open(forward.geometry(mode=Mode.BATCHED, **PAGES), 2**20)
+    kvs = [SessionKV(parse_strategy(spec).resolved(context.geometry), context, 64) for _ in range(3)]
+    kvs.pop(1).release()  # so that a slab may lie in pieces
+    kvs.append(SessionKV(parse_strategy(spec).resolved(context.geometry), context, 48))
+    for arena in context.pool.arenas.values():
+        arena.keys.fill_(1)
+        arena.values.fill_(1)
+    for group in kvs[-1].groups:
+        expected = torch.ones_like(group.arena.keys)
+        expected[torch.from_numpy(group.rows(np.arange(4, 12)).reshape(-1))] = 0
+        group.arena.keys.fill_(1)
+        group.arena.values.fill_(1)
+        group.open(4, 12)
+        assert torch.equal(group.arena.keys, expected)
+        assert torch.equal(group.arena.values, expected)
+
+
+def test_a_plan_says_the_same_though_its_memory_held_another_one() -> None:
+    forward = tiny_forward(windowed=False)
+    context = forward.open(forward.geometry(mode=Mode.BATCHED, **PAGES), 2**20)
+    kv = SessionKV(parse_strategy("full"), context, 64)
+
+    def numbers(rows: int) -> list[int]:
+        kv.stage(rows)
+        plan = StepPlan([kv], context.geometry, context.pool, mask_dtype=torch.float32)
+        said = plan.numbers.all.tolist()
+        kv.commit(0)
+        return said
+
+    alone = numbers(3)
+    numbers(20)
+    assert numbers(3) == alone
