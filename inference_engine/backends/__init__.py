@@ -22,6 +22,7 @@ def open_backend(config: ModelConfig) -> Forward:
     from inference_engine.backends.torch_forward import TorchForward, use_threads
     from inference_engine.kernels.choice import open_lane_attention
     from inference_engine.models import load_model
+    from inference_engine.models.norms import fuse_norms
     from inference_engine.models.seam import ATTENTION, Seam
     from inference_engine.types import ModelFacts
 
@@ -42,6 +43,8 @@ def open_backend(config: ModelConfig) -> Forward:
         )
     if config.linear != "plain" and can_pack(loaded.model):
         pack_linears(loaded.model)
+    if config.kernels != "plain" and torch.device(loaded.device).type == "cuda":
+        fuse_norms(loaded.model)
     facts = ModelFacts(
         model_id=loaded.model_id,
         vocab_size=loaded.vocab_size,

@@ -91,7 +91,7 @@ def test_a_plan_says_the_same_though_its_memory_held_another_one() -> None:
     def numbers(rows: int) -> list[int]:
         kv.stage(rows)
         plan = StepPlan([kv], context.geometry, context.pool, mask_dtype=torch.float32)
-        said = plan.numbers.all.tolist()
+        said: list[int] = plan.numbers.all.tolist()
         kv.commit(0)
         return said
 
