@@ -124,19 +124,26 @@ def shares_of_time(forward: Forward, history: list[int], count: int) -> dict[str
     verifier, kv = Verifier(forward, context), SessionKV(Full(), context, limit)
     sampler = Sampler.start(Sampling(), 0, np.array([], dtype=np.uint32), forward.facts.vocab_size, forward.device)
 
-    def step(token_ids: list[int]) -> None:
-        verifier.run([Block(kv=kv, token_ids=np.array(token_ids, dtype=np.uint32), sampler=sampler)])
+    def step(token_ids: list[int], *, samples: bool = True) -> None:
+        ids = np.array(token_ids, dtype=np.uint32)
+        verifier.run([Block(kv=kv, token_ids=ids, sampler=sampler if samples else None)])
         kv.commit(kv.length + kv.staged)
 
-    step(history)
+    def steps(token_ids: list[int]) -> None:
+        """As the engine cuts them."""
+        most = context.most_rows_at_once or len(token_ids)
+        for first in range(0, len(token_ids), most):
+            step(token_ids[first : first + most], samples=first + most >= len(token_ids))
+
+    steps(history)
     step(history[:1])
     activities = [ProfilerActivity.CPU, *([] if on_cpu else [ProfilerActivity.CUDA])]
     shares = {}
-    for name, steps in (("token", [[token_id] for token_id in history[:count]]), ("prefill", [history])):
+    for name, texts in (("token", [[token_id] for token_id in history[:count]]), ("prefill", [history])):
         with profile(activities=activities, acc_events=True) as profiled:
             began = time.perf_counter()
-            for token_ids in steps:
-                step(token_ids)
+            for token_ids in texts:
+                steps(token_ids)
             wall = time.perf_counter() - began
         shares[name] = _shares(profiled, wall, on_cpu=on_cpu)
         kv.forget()

@@ -124,8 +124,10 @@ class StepGraphs:
         kind = _kind(step)
         size = kind[0]
         kept = padded(np.array(step.logit_rows, dtype=np.int64), _logits(size))
-        parts = (padded(step.token_ids, size), padded(plan.positions, size), kept, plan.numbers.padded(size).all)
-        logits, taps = self._recorded[kind].run(np.concatenate(parts))
+        numbers = plan.numbers.padded(size, plan.pool.scratch)
+        logits, taps = self._recorded[kind].run(
+            padded(step.token_ids, size), padded(plan.positions, size), kept, numbers.all
+        )
         # Copies: the next step overwrites what the graph gives.
         return Result(logits[: len(step.logit_rows)].clone(), None if taps is None else taps[:rows].clone())
 

@@ -1,8 +1,8 @@
 """A computation on a GPU, recorded once and run again over other numbers: a CUDA graph with one input.
 
 Everything that differs from run to run is whole numbers, in one tensor: they are copied over those of the last run in
-one transfer, and the rest is one launch. What a recording gives lies in memory that its next run, and every other
-recording of the same GraphMemory, overwrites.
+one transfer, and the rest is one launch; the host waits for neither. What a recording gives lies in memory that its
+next run, and every other recording of the same GraphMemory, overwrites.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inference_engine.backends.outbox import Outbox
+
 Numbers = NDArray[np.int64]
 T = TypeVar("T")
 _WARM_UPS = 2  # runs before recording: libraries allocate in their first
@@ -25,6 +27,7 @@ class GraphMemory:
 
     def __init__(self) -> None:
         self.handle: Any = None
+        self.outbox = Outbox()
 
 
 class Recording(Generic[T]):
@@ -35,6 +38,7 @@ class Recording(Generic[T]):
     ) -> None:
         """idle: numbers to record with, which must do no harm. Raises RuntimeError for what cannot be recorded."""
         self._numbers = torch.from_numpy(idle).to(device)
+        self._outbox = memory.outbox
         self._graph = torch.cuda.CUDAGraph()
         new_stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
         side = new_stream(device)
@@ -49,9 +53,12 @@ class Recording(Generic[T]):
                 self._result = compute(self._numbers)
         memory.handle = self._graph.pool()
 
-    def run(self, numbers: Numbers) -> T:
-        """What `compute` gives for `numbers`, until the next run."""
-        self._numbers.copy_(torch.from_numpy(numbers))
+    def run(self, *parts: Numbers) -> T:
+        """What `compute` gives for these numbers, one part after another, until the next run.
+
+        Returns before the device is done, and the parts may change then.
+        """
+        self._outbox.send(parts, self._numbers)
         self._graph.replay()
         return self._result
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inference_engine.backends.base import Result, Step
-from inference_engine.backends.graphs import StepGraphs
+from inference_engine.backends.graphs import SIZES, StepGraphs
 from inference_engine.backends.quanta import probe_quanta
 from inference_engine.backends.recording import GraphMemory
 from inference_engine.kernels.lane_attention import LaneAttention
@@ -75,16 +75,19 @@ class TorchForward:
 
     def open(self, geometry: Geometry, capacity_bytes: int, *, tap_layers: tuple[int, ...] = ()) -> KVContext:
         pool = Pool(geometry, capacity_bytes, self._zeros)
+        most_rows: int | None = None
         if self.records_graphs and self._lane_attention is not None and geometry.row_quantum == 1:
             self._graphs[pool] = StepGraphs(
                 self.seam, geometry, pool, self._lane_attention, tap_layers=tap_layers, memory=self._memory
             )
+            most_rows = SIZES[-1]
         return KVContext(
             geometry=geometry,
             pool=pool,
             rotate=self.seam.rotate,
             device=self._device,
             lane_attention=self._lane_attention,
+            most_rows_at_once=most_rows,
         )
 
     def _zeros(self, count: int) -> Tensor:

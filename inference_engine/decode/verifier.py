@@ -106,6 +106,10 @@ class Verifier:
         self.context = context  # what the sessions live in
         self._tap_layers = tap_layers
 
+    def waits(self, blocks: Sequence[Block]) -> bool:
+        """Does `run` of these blocks return when they are computed? A GPU works on its own; a sample is waited for."""
+        return self._forward.device.type == "cpu" or any(block.sampled for block in blocks)
+
     def run(self, blocks: Sequence[Block], *, on_planned: Callable[[], None] = lambda: None) -> list[Outcome]:
         """Forward all blocks in one step. on_planned: called right before the device gets to work.
 

@@ -23,8 +23,10 @@ Rotate = Callable[[Tensor, Tensor, str], Tensor]
 class KVContext:
     """What sessions share: the model's geometry, the pool, the model's own rotation.
 
-    lane_attention: the device's operation over lanes; None: sessions are attended to one by one. Beside the model there
-    may be a latent codec, a drafter that remembers sessions, and a second tier for rows.
+    lane_attention: the device's operation over lanes; None: sessions are attended to one by one.
+    most_rows_at_once: rows of the longest step that runs at its best here, if it is nothing but lanes: longer ones are
+    sooner done in pieces. None: it does not matter.
+    Beside the model there may be a latent codec, a drafter that remembers sessions, and a second tier for rows.
     """
 
     geometry: Geometry
@@ -32,6 +34,7 @@ class KVContext:
     rotate: Rotate
     device: torch.device
     lane_attention: LaneAttention | None = None
+    most_rows_at_once: int | None = None
     latent: TokenCodec | None = None
     draft_memories: DraftMemories | None = None
     tier: Tier | None = None

@@ -61,11 +61,11 @@ class StepNumbers:
         lanes[layers, rows.start * FIELDS : rows.stop * FIELDS] = lines.reshape(-1)
         self.lanes[layers, rows, START] = starts[:, None]
 
-    def padded(self, rows: int) -> StepNumbers:
+    def padded(self, rows: int, scratch: Scratch) -> StepNumbers:
         """The same with more rows, which do nothing."""
         if rows == self.rows:
             return self
-        wider = StepNumbers(self.geometry, rows, has_lanes=True)
+        wider = StepNumbers(self.geometry, rows, has_lanes=True, scratch=scratch)
         for heads, writes in self.writes.items():
             wider.writes[heads][:, : self.rows] = writes
         wider.lanes[:, : self.rows] = self.lanes

@@ -266,6 +266,11 @@ class SessionKV:
     # -- the life of rows -------------------------------------------------------------------------------------------
 
     @property
+    def reads_lanes(self) -> bool:
+        """Are all rows that it reads in its own lanes, so that steps of it can be nothing but numbers?"""
+        return all(group.source is None for group in self.groups)
+
+    @property
     def is_selective(self) -> bool:
         """Does it matter to `room` whether the model generated a token?"""
         return self._is_selective

@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_SECONDS = 1.0
 _CLEAN_BYTES = 32 * 2**20  # of memory given back, zeroed before a step: a few milliseconds on a CPU
+# Behind a longer history, attention outweighs all else in a step, and chunks beyond recording have the faster one.
+_MOST_LANE_POSITIONS = 8192
 _STUCK_SECONDS = 30.0  # a step that takes longer keeps nobody from shutting down
 
 
@@ -92,6 +94,7 @@ class Scheduler:
         self._running: deque[Request] = deque()  # longest unserved first
         self._turns = Turns()
         self._pace, self._ends = StepPace(), EndPace()
+        self._is_caught_up = True  # is the device done with all steps so far?
         self._targets = Targets(
             first_token_seconds=config.first_token_target_seconds,
             inter_token_seconds=config.inter_token_target_seconds,
@@ -313,7 +316,9 @@ class Scheduler:
             )
             for request in requests
         ]
-        chosen = choose(candidates, step_rows=self._config.step_tokens, max_batch=self._config.max_batch)
+        # Where one of them may be longer, its company may, too.
+        step_rows = max(self._most_rows(request) for request in requests)
+        chosen = choose(candidates, step_rows=step_rows, max_batch=self._config.max_batch)
         batch = [requests[index] for index in chosen]
         self._turns.served(_turn_of(request) for request in batch)
         is_decoding = not any(request.is_prefilling for request in batch)
@@ -341,10 +346,14 @@ class Scheduler:
             return
         self.failed_steps = 0
         seconds, rows = self._clock() - began, sum(len(block.token_ids) for block in blocks)
-        self._pace.saw(rows, seconds)
+        has_waited = self._verifier.waits(blocks)
+        is_known = has_waited and self._is_caught_up  # what it took: else some of that was of steps before it or after
+        self._is_caught_up = has_waited
+        if is_known:
+            self._pace.saw(rows, seconds)
         self._metrics.step_rows.observe(rows)
         self._metrics.step_sessions.observe(len(batch))
-        if self._drafting is not None and is_decoding:
+        if self._drafting is not None and is_decoding and is_known:
             self._drafting.took(len(batch), rows, seconds)
         self._move_back(batch)
         self.news.hold()
@@ -372,9 +381,10 @@ class Scheduler:
     def _rows(self, request: Request, decoders: int) -> int:
         """Rows of the request that would go along in a step in which so many others decode."""
         pending, segment = request.pending_tokens, self._config.segment_tokens
-        most = self._config.step_tokens
+        most = self._most_rows(request)
         if decoders and request.is_prefilling:
-            most = self._rows_beside(request, min(decoders, self._config.max_batch))
+            beside = min(decoders, self._config.max_batch)
+            most = min(self._most_rows(request, beside), self._rows_beside(request, beside))
         if request.has_recorded_forced:
             most = min(most, segment)  # the logits of all rows are wanted, and they are large
         rows = min(pending, self._room(request), most)
@@ -383,6 +393,17 @@ class Scheduler:
             geometry = request.session.kv.context.geometry
             rows = cut(request.session.kv.next_position, rows, lcm(geometry.page_tokens, geometry.row_quantum))
         return rows
+
+    def _most_rows(self, request: Request, beside: int = 0) -> int:
+        """Rows of the request in one step, beside so many others: all there may be, or as many as run at their best.
+
+        Sessions that cannot run at their best, now or at all, would pay for each piece of a prefill and gain nothing.
+        """
+        kv, most = request.session.kv, self._config.step_tokens
+        at_once = kv.context.most_rows_at_once
+        if at_once is None or not kv.reads_lanes or kv.next_position + at_once > _MOST_LANE_POSITIONS:
+            return most
+        return min(most, max(at_once - beside, self._config.page_tokens))
 
     def _rows_beside(self, request: Request, decoders: int) -> int:
         """Beside decoders a prefill moves a segment at a time, so that nobody waits long for a token."""

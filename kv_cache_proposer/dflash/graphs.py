@@ -70,7 +70,7 @@ class DrafterGraphs:
         blocks = BLOCKS[bisect_left(BLOCKS, count)]
         positions = first[:, None] + np.arange(size)
         numbers = [padded(part, blocks).reshape(-1) for part in (ids, positions, starts, visible)]
-        guesses = self._proposing[blocks].run(np.concatenate(numbers))
+        guesses = self._proposing[blocks].run(*numbers)
         found: NDArray[np.int64] = guesses[:count].cpu().numpy()
         return found
 
@@ -80,7 +80,7 @@ class DrafterGraphs:
         rows = ROWS[bisect_left(ROWS, count)]
         self._taps[:count].copy_(taps)
         where = padded(index.T.copy(), rows).T  # what pads it writes to row 0, which is nobody's
-        self._observing[rows].run(np.concatenate([padded(positions, rows), where.reshape(-1)]))
+        self._observing[rows].run(padded(positions, rows), where.reshape(-1))
 
     def _record_proposing(self, count: int, memory: GraphMemory) -> Recording[Tensor]:
         config = self._network.config

@@ -229,8 +229,8 @@ class Unrecorded:
     def __init__(self, _idle: object, _device: object, compute: Callable[[Tensor], Any], _memory: object) -> None:
         self._compute = compute
 
-    def run(self, numbers: np.ndarray[Any, Any]) -> Any:
-        return self._compute(torch.from_numpy(numbers))
+    def run(self, *parts: np.ndarray[Any, Any]) -> Any:
+        return self._compute(torch.from_numpy(np.concatenate(parts)))
 
 
 @pytest.mark.parametrize("network", [tiny_network(), chained_network()], ids=["plain", "chained"])

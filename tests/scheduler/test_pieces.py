@@ -1,0 +1,130 @@
+"""Prefills cut for a device that is at its best with so many rows: which are cut, and that nobody can tell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from inference_engine.backends.base import Result, Step
+from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.config import EngineConfig
+from inference_engine.decode.verifier import Block, Verifier
+from inference_engine.engine import Engine
+from inference_engine.kernels.lane_attention import attend_lanes
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.scheduler import loop
+from inference_engine.scheduler.pace import StepPace
+from inference_engine.types import GenerateParams, Mode
+from tests.laws.variants import drain, each_strategy, generate, same, text
+from tests.tiny import SMALL, tiny_forward_on, tiny_latent
+
+AT_ONCE = 24  # not a multiple of a segment
+
+
+class Pieces(TorchForward):
+    """TinyModel on a device that says what it is at its best with; notes the rows of each step."""
+
+    def __init__(self, at_once: int | None, *, windowed: bool = True) -> None:
+        whole = tiny_forward_on("cpu", windowed=windowed, lane_attention=attend_lanes)
+        super().__init__(whole.seam, whole.facts, whole.device, lane_attention=attend_lanes)
+        self._at_once, self.windowed = at_once, windowed
+        self.steps: list[int] = []
+
+    def open(self, geometry: Geometry, capacity_bytes: int, *, tap_layers: tuple[int, ...] = ()) -> KVContext:
+        context = super().open(geometry, capacity_bytes, tap_layers=tap_layers)
+        return replace(context, most_rows_at_once=self._at_once)
+
+    def run(self, step: Step) -> Result:
+        self.steps.append(step.plan.row_count)
+        return super().run(step)
+
+
+def engine_on(forward: Pieces, **settings: Any) -> Engine:
+    return Engine(forward, EngineConfig(**{**SMALL, **settings}), latent=tiny_latent(windowed=forward.windowed))
+
+
+def opened(engine: Engine, strategy: KVStrategy, length: int = 150, seed: int = 0) -> str:
+    session = engine.create_session(strategy=strategy).session_id
+    engine.append(session, text(length, seed=seed))
+    return session
+
+
+@each_strategy
+def test_a_prefill_in_pieces_gives_what_a_whole_one_does(strategy: KVStrategy) -> None:
+    runs = []
+    for at_once in (None, AT_ONCE):
+        with engine_on(Pieces(at_once, windowed=False)) as engine:
+            session = opened(engine, strategy)
+            turns = generate(engine, session, 9)
+            engine.append(session, text(50, seed=1))
+            runs.append(turns + generate(engine, session, 9))
+    whole, pieces = runs
+    assert same(whole, pieces, Mode.BATCHED)
+
+
+def test_prefills_are_cut_and_share_steps_that_are_no_longer_than_is_best() -> None:
+    forward = Pieces(AT_ONCE, windowed=False)
+    with engine_on(forward) as engine:
+        sessions = [opened(engine, Full(), length, length) for length in (70, 10, 12)]
+        with engine._scheduler._wake:  # so that all are there before the first begins
+            running = [engine.generate(session, GenerateParams(max_tokens=4)) for session in sessions]
+        for generation in running:
+            drain(generation)
+    assert max(forward.steps) == AT_ONCE
+    assert sum(forward.steps) >= 70 + 10 + 12
+
+
+def test_a_device_to_which_it_does_not_matter_gets_whole_chunks() -> None:
+    forward = Pieces(None, windowed=False)
+    with engine_on(forward) as engine:
+        generate(engine, opened(engine, Full(), 64), 1)
+    assert forward.steps == [64]
+
+
+def test_rows_that_a_fork_reads_elsewhere_are_no_reason_to_cut() -> None:
+    forward = Pieces(AT_ONCE, windowed=False)
+    with engine_on(forward) as engine:
+        parent = opened(engine, Full(), 100)
+        generate(engine, parent, 1)
+        fork = engine.fork_session(parent).session_id
+        engine.append(fork, text(60, seed=2))
+        forward.steps.clear()
+        generate(engine, fork, 1)
+    assert forward.steps == [61]
+
+
+def test_a_prefill_behind_a_long_history_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_MOST_LANE_POSITIONS", 72)
+    forward = Pieces(AT_ONCE, windowed=False)
+    with engine_on(forward) as engine:
+        generate(engine, opened(engine, Full(), 120), 1)
+    assert forward.steps == [24, 24, 24, 48]
+
+
+@pytest.mark.parametrize(("device", "known"), [("cpu", [24, 24, 24, 6]), ("cuda", [])], ids=["cpu", "gpu"])
+def test_the_pace_is_learned_from_steps_that_were_waited_for(device: str, known: list[int]) -> None:
+    """On a GPU the last piece waits for those before it, too: what it took says nothing of its own rows."""
+    forward = Pieces(AT_ONCE, windowed=False)
+    seen: list[int] = []
+    waits = Verifier.waits
+
+    def saw(_pace: StepPace, rows: int, _seconds: float) -> None:
+        seen.append(rows)
+
+    def as_on(verifier: Verifier, blocks: list[Block]) -> bool:
+        place = type("Place", (), {"device": torch.device(device)})()
+        with patch.object(verifier, "_forward", place):
+            return waits(verifier, blocks)
+
+    with patch.object(StepPace, "saw", saw), patch.object(Verifier, "waits", as_on), engine_on(forward) as engine:
+        generate(engine, opened(engine, Full(), 78), 1)
+        assert seen == known
+        generate(engine, opened(engine, Full(), 10), 2)
+        assert seen == [*known, 10, 1]
