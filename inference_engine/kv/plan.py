@@ -25,7 +25,7 @@ from torch import Tensor
 
 from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.gather import always_read, distant_blocks
-from inference_engine.kernels.lane_attention import COUNT, LANE, START, LaneAttention
+from inference_engine.kernels.lane_attention import COUNT, LANE, START, TRUNK_LANE, TRUNK_START, LaneAttention
 from inference_engine.kv.chunk_view import ChunkView, Portion
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.lane_rows import lane_numbers
@@ -185,8 +185,11 @@ class StepPlan:
         """May the step's one operation over lanes do what a view of the group would?"""
         if self._lane_attention is None or session.staged > _MOST_LANE_ROWS:
             return False
-        if group.source is not None:
-            return False
+        if group.trunk is None:
+            if group.source is not None:
+                return False
+        elif len(group.trunk.pieces) > 1:
+            return False  # a lane goes on from one other
         if not session.staged_generated.any():
             return True
         if group.layout.selector is None:
@@ -198,11 +201,18 @@ class StepPlan:
     def _plan_lanes(self, group: LaneGroup, session: SessionKV, positions: Positions, real: slice, count: int) -> None:
         selector = group.layout.selector if session.staged_generated.any() else None
         self.selects |= selector is not None
+        count += group.layout.base
         numbers = lane_numbers(group.layout, positions, last=int(positions[-1]), count=count, selector=selector)
         lanes = self.numbers.lanes
         lanes[group.layers, real, START] = group.starts[:, None]
         lanes[group.layers, real, LANE] = group.layout.lane
         lanes[group.layers, real, COUNT:] = numbers
+        if group.trunk is not None:
+            held = group.trunk.pieces[0].lane
+            lanes[group.layers, real, TRUNK_START] = np.array([held.starts[layer] for layer in group.layers.tolist()])[
+                :, None
+            ]
+            lanes[group.layers, real, TRUNK_LANE] = held.lane
 
     def _gather_view(
         self,
