@@ -13,6 +13,9 @@ A row may read a keep-set (`kernels/gather.py`): its line then has a block size.
 is from `local` on, and the `kept` blocks between of the highest bounds; the bounds are in the lane, from slot `bounds`
 on. Slots are positions there. A line whose block size is 0 reads all it sees.
 
+A fork's first rows are where the session before it put them: its slots before `base` are those of another lane, of
+`trunk_lane` rows for each KV head from `trunk_start` on, and its own lane begins with slot `base`.
+
 This is the reference, row by row in plain torch, and the contract; `triton/lane_attention.py` has the kernel.
 """
 
@@ -28,7 +31,8 @@ from inference_engine.kernels.bounds import bounds_scores
 from inference_engine.kernels.gather import masked_attend, select
 
 START, LANE, COUNT, SINK, RING, LAST, UPTO, FLOOR, SINK_FLOOR, BLOCK, KEPT, LOCAL, BOUNDS = range(13)
-FIELDS = 13
+TRUNK_START, TRUNK_LANE, BASE = range(13, 16)
+FIELDS = 16
 
 
 class LaneAttention(Protocol):
@@ -79,7 +83,9 @@ def attend_lanes(
             continue
         mask = torch.zeros(1, count, dtype=queries.dtype, device=queries.device)
         mask.masked_fill_(~seen(slots, numbers)[None], float("-inf"))
-        index = heads + slots  # [Hkv, count]
+        base = numbers[BASE]
+        before = numbers[TRUNK_START] + torch.arange(kv_heads, device=queries.device)[:, None] * numbers[TRUNK_LANE]
+        index = torch.where(slots < base, before + slots, heads + slots - base)  # [Hkv, count]
         out[row : row + 1] = attend(
             queries[row : row + 1], keys[index], values[index], mask, scaling=scaling, softcap=softcap
         )

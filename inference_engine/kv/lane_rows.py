@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_engine.kernels.lane_attention import BASE, COUNT, FIELDS
 from inference_engine.kv.layout import BlockSelector, Layout, Positions
 
 Numbers = NDArray[np.int64]
@@ -13,13 +14,14 @@ Numbers = NDArray[np.int64]
 def lane_numbers(
     layout: Layout, queries: Positions, *, last: int, count: int, selector: BlockSelector | None = None
 ) -> Numbers:
-    """[n, 11], for each of `queries`: COUNT, SINK, RING, LAST, UPTO, FLOOR, SINK_FLOOR, BLOCK, KEPT, LOCAL, BOUNDS.
+    """[n, 14], for each of `queries`: COUNT to BASE; TRUNK_START and TRUNK_LANE, which differ by layer, are left 0.
 
-    last: the last position that has a row. count: slots to look at. Says of each slot what `layout.visible` says of the
-    position that it holds. selector: which of these rows the queries read, as the layout has it; None: all.
+    last: the last position that has a row. count: slots to look at, those of a trunk among them. Says of each slot what
+    `layout.visible` says of the position that it holds. selector: which of these rows the queries read, as the layout
+    has it; None: all.
     """
     window, native = layout.window, layout.native_window
-    numbers = np.zeros((len(queries), 11), dtype=np.int64)
+    numbers = np.zeros((len(queries), FIELDS - COUNT), dtype=np.int64)
     nearest = np.zeros_like(queries) if native is None else np.maximum(0, queries - native + 1)
     horizons = np.zeros_like(queries) if window is None else queries - queries % layout.segment - window
     numbers[:, 0] = count
@@ -29,6 +31,7 @@ def lane_numbers(
     numbers[:, 4] = queries
     numbers[:, 5] = np.maximum(nearest, horizons)
     numbers[:, 6] = nearest
+    numbers[:, BASE - COUNT] = layout.base
     if selector is not None:
         numbers[:, 1] = selector.sink_rows
         numbers[:, 7] = selector.block

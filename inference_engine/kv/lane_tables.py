@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import BackendError
-from inference_engine.kernels.lane_attention import COUNT, FIELDS, LANE, START, LaneAttention
+from inference_engine.kernels.lane_attention import COUNT, FIELDS, LANE, START, TRUNK_LANE, TRUNK_START, LaneAttention
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.pool import Arena, Pool
 from inference_engine.kv.scratch import Scratch
@@ -52,7 +52,7 @@ class StepNumbers:
     def attend(self, layers: Indexes, rows: slice, starts: Numbers, lane: int, numbers: Numbers) -> None:
         """Say what `rows` see in `layers`, alike in all of them but for the lanes' `starts`.
 
-        lane: slots of a head; numbers: [rows, 11], see `lane_numbers`.
+        lane: slots of a head; numbers: [rows, 14], see `lane_numbers`.
         """
         lines = np.zeros((len(numbers), FIELDS), dtype=np.int64)
         lines[:, LANE] = lane
@@ -60,6 +60,11 @@ class StepNumbers:
         lanes = self.lanes.reshape(len(self.lanes), -1)
         lanes[layers, rows.start * FIELDS : rows.stop * FIELDS] = lines.reshape(-1)
         self.lanes[layers, rows, START] = starts[:, None]
+
+    def attend_trunk(self, layers: Indexes, rows: slice, starts: Numbers, lane: int) -> None:
+        """Say in which lanes of `layers` the first slots of `rows` are; `starts` and `lane` as `attend` has them."""
+        self.lanes[layers, rows, TRUNK_START] = starts[:, None]
+        self.lanes[layers, rows, TRUNK_LANE] = lane
 
     def padded(self, rows: int, scratch: Scratch) -> StepNumbers:
         """The same with more rows, which do nothing."""

@@ -177,6 +177,11 @@ class LaneGroup:
         return Piece(slab=self.slab, lane=self.lane, base=base, first=base, last=length)
 
     @property
+    def has_one_trunk(self) -> bool:
+        """Are the rows before its own in the lanes of one other session? Then a lane goes on from another."""
+        return self.trunk is not None and len(self.trunk.pieces) == 1
+
+    @property
     def lane(self) -> Lane:
         """Where the lanes lie."""
         starts = dict(zip(self.layers.tolist(), self.starts.tolist(), strict=True))

@@ -184,7 +184,7 @@ class StepPlan:
         """May the step's one operation over lanes do what a view of the group would?"""
         if self._lane_attention is None or session.staged > _MOST_LANE_ROWS:
             return False
-        if group.source is not None:
+        if group.source is not None and not group.has_one_trunk:
             return False
         if not session.staged_generated.any():
             return True
@@ -197,8 +197,13 @@ class StepPlan:
     def _plan_lanes(self, group: LaneGroup, session: SessionKV, positions: Positions, real: slice, count: int) -> None:
         selector = group.layout.selector if session.staged_generated.any() else None
         self.selects |= selector is not None
+        count += group.layout.base
         numbers = lane_numbers(group.layout, positions, last=int(positions[-1]), count=count, selector=selector)
         self.numbers.attend(group.layer_index, real, group.starts, group.layout.lane, numbers)
+        if group.trunk is not None:
+            held = group.trunk.pieces[0].lane
+            starts = np.array([held.starts[layer] for layer in group.layers.tolist()])
+            self.numbers.attend_trunk(group.layer_index, real, starts, held.lane)
 
     def _gather_view(
         self,

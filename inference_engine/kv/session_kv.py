@@ -267,8 +267,8 @@ class SessionKV:
 
     @property
     def reads_lanes(self) -> bool:
-        """Are all rows that it reads in its own lanes, so that steps of it can be nothing but numbers?"""
-        return all(group.source is None for group in self.groups)
+        """Are all rows that it reads in lanes, so that steps of it can be nothing but numbers?"""
+        return all(group.source is None or group.has_one_trunk for group in self.groups)
 
     @property
     def is_selective(self) -> bool:

@@ -15,7 +15,7 @@ from inference_engine.config import child_environment
 from inference_engine.kernels.attention import attend
 from inference_engine.kernels.bounds import block_bounds, bounds_scores
 from inference_engine.kernels.gather import always_read, distant_blocks, gather_attend, select
-from inference_engine.kernels.lane_attention import FIELDS, LaneAttention, attend_lanes
+from inference_engine.kernels.lane_attention import FIELDS, TRUNK_LANE, TRUNK_START, LaneAttention, attend_lanes
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.lane_rows import lane_numbers
 from inference_engine.kv.layout import BlockSelector, LayerRule, Layout
@@ -182,6 +182,38 @@ def keep_sets(
     return torch.cat(asked), keys, values, torch.tensor(lines), alone
 
 
+def forks(
+    shape: tuple[int, int, int], dtype: torch.dtype, *, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """As `case`, of forks of one session, each beside another session; some in tiles of their own."""
+    query_heads, kv_heads, dim = shape
+    torch.manual_seed(seed)
+    keys, values = (torch.randn(16_000, dim).to(dtype) for _ in range(2))
+    own, limit, trunk, lent = geometry(None, kv_heads, query_heads, dim), 256, 5, 96
+    whole = Layout.of(LayerRule(), own, None, limit)
+    tile = max(16, 64 * kv_heads // query_heads)
+    heads = torch.arange(kv_heads)[:, None]
+    lines, alone, asked, start = [], [], [], 1000
+    for base, length, count in ((40, 41, 1), (96, 200, 3), (17, 90, 1), (64, 70 + 2 * tile, 2 * tile + 5)):
+        layout = whole.behind(base, own, limit)
+        queries = np.arange(length - count, length)
+        numbers = lane_numbers(layout, queries, last=length - 1, count=length)
+        line = np.concatenate([np.tile([start, layout.lane], (count, 1)), numbers], axis=1)
+        line[:, TRUNK_START], line[:, TRUNK_LANE] = trunk, lent
+        lines += [line, np.array([[start, layout.lane, *lane_numbers(whole, np.array([9]), last=9, count=10)[0]]])]
+        before = trunk + heads * lent + torch.arange(base)
+        index = torch.cat([before, start + heads * layout.lane + torch.arange(length - base)], dim=1)
+        mask = torch.zeros(count, length)
+        mask[~torch.from_numpy(whole.visible(queries, np.arange(length)))] = float("-inf")
+        neighbour = start + heads * layout.lane + torch.arange(10)
+        for rows, read, under in ((count, index, mask), (1, neighbour, None)):
+            asked.append(torch.randn(rows, query_heads, dim).to(dtype))
+            given = (asked[-1].float(), keys[read].float(), values[read].float())
+            alone.append(attend(*given, under, scaling=dim**-0.5))
+        start += kv_heads * layout.lane
+    return torch.cat(asked), keys, values, torch.from_numpy(np.concatenate(lines)), alone
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_reference_reads_the_keep_set_that_gathering_reads(shape: tuple[int, int, int]) -> None:
     queries, keys, values, lanes, alone = keep_sets(shape, torch.float32)
@@ -191,7 +223,7 @@ def test_the_reference_reads_the_keep_set_that_gathering_reads(shape: tuple[int,
     assert torch.allclose(out, torch.cat(alone), atol=1e-5)
 
 
-@pytest.mark.parametrize("build", [case, chunks])
+@pytest.mark.parametrize("build", [case, chunks, forks])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_reference_gives_each_row_what_it_gets_by_itself(shape: tuple[int, int, int], build: Build) -> None:
     queries, keys, values, lanes, alone = build(shape, torch.float32)
@@ -269,6 +301,7 @@ def compare_chunks_and_keep_sets() -> None:
         for dtype, tolerance in tolerances.items():
             compare_alone(chunks, shape, dtype, tolerance, device)
             compare_alone(keep_sets, shape, dtype, tolerance, device, blocks=BLOCKS)
+            compare_alone(forks, shape, dtype, tolerance, device)
 
 
 def compare_alone(

@@ -36,7 +36,7 @@ def test_writes_and_lanes_are_said_of_the_rows_and_layers_that_are_meant_alone(c
     numbers = StepNumbers(geometry(), 6, has_lanes=True)
     places, rows, starts = as_slice(np.array(chosen)), slice(2, 4), np.array([100, 200, 300][: len(chosen)])
     numbers.write(1, places, rows, starts, np.array([7, 8]))
-    numbers.attend(places, rows, starts, 50, np.arange(2 * 11).reshape(2, 11))
+    numbers.attend(places, rows, starts, 50, np.arange(2 * 14).reshape(2, 14))
     for place in range(3):
         is_chosen = place in chosen
         start = int(starts[chosen.index(place)]) if is_chosen else 0
@@ -45,7 +45,7 @@ def test_writes_and_lanes_are_said_of_the_rows_and_layers_that_are_meant_alone(c
         lines = numbers.lanes[place]
         assert lines[:, START].tolist() == ([0, 0, start, start, 0, 0] if is_chosen else [0] * 6)
         assert lines[:, LANE].tolist() == ([0, 0, 50, 50, 0, 0] if is_chosen else [0] * 6)
-        assert lines[2:4, 2:].tolist() == (np.arange(22).reshape(2, 11) * is_chosen).tolist()
+        assert lines[2:4, 2:].tolist() == (np.arange(28).reshape(2, 14) * is_chosen).tolist()
     assert not numbers.writes[2].any()
 
 

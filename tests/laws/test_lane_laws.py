@@ -24,6 +24,7 @@ from inference_engine.kv import plan
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.trunk_view import TrunkView
 from inference_engine.types import GenerateParams, Mode, Sampling
 from kv_cache_proposer.dflash.drafter import DFlashDrafter
 from kv_cache_proposer.dflash.network import DFlashNetwork
@@ -92,6 +93,31 @@ def test_long_chunks_without_a_mask_give_what_they_give_under_one(way: str, monk
 
     for turn, (wanted, got) in enumerate(zip(expected, found, strict=True)):
         assert same(wanted, got, Mode.BATCHED), turn
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_forks_that_read_a_trunk_are_attended_to_with_all_others(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two forks at once, in other words each, beside the session whose rows they read."""
+
+    def said(way: str) -> list[list[tuple[int, float | None]]]:
+        with engine_on(way) as engine:
+            parent = opened(engine, Full(), text(70))
+            drain(engine.generate(parent, GenerateParams(max_tokens=3)))
+            sessions = [engine.fork_session(parent).session_id for _ in range(2)]
+            for seed, session in enumerate(sessions):
+                engine.append(session, text(40 * seed + 3, seed=seed))
+            params = GenerateParams(max_tokens=20, logprobs=True)
+            running = [engine.generate(session, params) for session in (*sessions, parent)]
+            return [tokens(drain(generation)) for generation in running]
+
+    expected = said("alone")
+
+    def read(*_: object) -> Tensor:
+        raise AssertionError("a fork was attended to by itself")
+
+    monkeypatch.setattr(TrunkView, "read", read)
+    for wanted, got in zip(expected, said(way), strict=True):
+        assert same(wanted, got, Mode.BATCHED)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -88,16 +88,18 @@ def test_a_device_to_which_it_does_not_matter_gets_whole_chunks() -> None:
     assert forward.steps == [64]
 
 
-def test_rows_that_a_fork_reads_elsewhere_are_no_reason_to_cut() -> None:
+@pytest.mark.parametrize(("generations", "steps"), [(1, [24, 24, 13]), (2, [61])], ids=["fork", "fork of a fork"])
+def test_what_is_read_in_several_places_is_no_reason_to_cut(generations: int, steps: list[int]) -> None:
     forward = Pieces(AT_ONCE, windowed=False)
     with engine_on(forward) as engine:
-        parent = opened(engine, Full(), 100)
-        generate(engine, parent, 1)
-        fork = engine.fork_session(parent).session_id
-        engine.append(fork, text(60, seed=2))
+        session = opened(engine, Full(), 100)
+        for generation in range(generations):
+            generate(engine, session, 1)
+            session = engine.fork_session(session).session_id
+            engine.append(session, text(60, seed=generation))
         forward.steps.clear()
-        generate(engine, fork, 1)
-    assert forward.steps == [61]
+        generate(engine, session, 1)
+    assert forward.steps == steps
 
 
 def test_a_prefill_behind_a_long_history_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,6 +242,8 @@ def _attend_part(
     sink_floor = tl.load(p_line + 8)
     block = tl.load(p_line + 9)
     local = tl.load(p_line + 11)
+    trunk = tl.load(p_line + 13) + head * tl.load(p_line + 14)
+    begin = tl.load(p_line + 15)
 
     o_g = tl.arange(0, BLOCK_G)
     m_g = o_g < GROUP
@@ -268,7 +270,7 @@ def _attend_part(
     b_top = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros((BLOCK_G,), dtype=tl.float32)
     b_out = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
-    base = (start + head * lane) * D
+    own = start + head * lane - begin
     step = tl.maximum(ring, 1)
     own_floor = tl.where(ring > 0, tl.maximum(floor, sink), tl.maximum(floor, 0))
     for s in range(first, end, BLOCK_S):
@@ -284,7 +286,8 @@ def _attend_part(
             m_distant = m_seen & (block > 0) & (o_s >= sink) & (o_s < local)
             m_seen = m_seen & (tl.load(p_chosen + o_chosen, mask=m_distant, other=1) != 0)
             m_read = m_seen
-        o_kv = base + o_s[:, None] * D + o_d[None, :]
+        o_row = tl.where(o_s < begin, trunk, own) + o_s
+        o_kv = o_row[:, None] * D + o_d[None, :]
         m_kv = m_read[:, None] & m_d[None, :]
         b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
         b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
@@ -344,6 +347,8 @@ def _attend_tile_part(
     sink = tl.load(p_line + 3).to(tl.int32)
     ring = tl.load(p_line + 4).to(tl.int32)
     last = tl.load(p_line + 5).to(tl.int32)
+    trunk = tl.load(p_line + 13) + head * tl.load(p_line + 14)
+    begin = tl.load(p_line + 15)
     is_shared = (start == tl.load(p_lanes + o_last * FIELDS)) & (count > 0) & (tl.load(p_line + 9) == 0)
 
     # Of each row the query heads of the group, one after another.
@@ -369,12 +374,13 @@ def _attend_tile_part(
     b_top = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros((BLOCK_Q,), dtype=tl.float32)
     b_out = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
-    base = (start + head * lane) * D
+    own = start + head * lane - begin
     step = tl.maximum(ring, 1)
     for s in range(first, end, BLOCK_S):
         o_s = s + tl.arange(0, BLOCK_S)
         m_s = o_s < end
-        o_kv = base + o_s.to(tl.int64)[:, None] * D + o_d[None, :]
+        o_slot = o_s.to(tl.int64)
+        o_kv = (tl.where(o_slot < begin, trunk, own) + o_slot)[:, None] * D + o_d[None, :]
         m_kv = m_s[:, None] & m_d[None, :]
         b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
         b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
