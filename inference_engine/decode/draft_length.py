@@ -3,8 +3,15 @@
     tokens a second with n guesses = (others + 1 + r₁ + r₁r₂ + … + r₁…rₙ) ÷ (seconds(rows + n) + drafting)
 
 rᵢ is how often the guess in place i was right when those before it were. Steps are measured as they come, in groups of
-as many sessions; older ones count less. Numbers of rows between known ones lie on the line between them; beyond the
-largest known one they are taken to cost no more, so they are tried, and then known.
+as many sessions; older ones count less. What a machine is busy with meanwhile slows all steps alike: when plain ones
+take longer, the others, measured seldom, count as longer by as much. Numbers of rows between known ones lie on the line
+between them; beyond the largest known one they are taken to cost no more, so they are tried, and then known.
+
+    last draft: right guesses   new session   3   7   15
+    the next may have           7             7   15  31
+
+A long draft that is wrong costs a step or two, a short one a part of one. So a session has to earn long ones with its
+own words, whatever others showed: how they write says little of how this one does.
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ _OUTLIER = 3.0  # a step that took this many times what was expected counts no m
 # Few lengths, so that what a step of each takes is soon known, and kernels meet few shapes.
 _LENGTHS = (1, 2, 4, 7, 15, 31)
 _LEAST_GAIN = 1.02  # a draft that promises less is not worth its risk
+_UNEARNED = 7  # the longest draft that needs no right guesses before it
 
 
 @dataclass(slots=True)
@@ -29,9 +37,16 @@ class Acceptance:
     like: Acceptance | None = None
     _right: list[float] = field(default_factory=list)
     _tried: list[float] = field(default_factory=list)
+    _last_right: int = 0
+
+    @property
+    def earned(self) -> int:
+        """How long a draft may be after the last one."""
+        return max(_UNEARNED, 2 * self._last_right + 1)
 
     def saw(self, proposed: int, accepted: int) -> None:
         """A draft of `proposed` guesses had its first `accepted` right."""
+        self._last_right = accepted
         tried = min(proposed, accepted + 1)
         while len(self._tried) < tried:
             self._right.append(_PRIOR_WEIGHT * self.rate(len(self._tried)))
@@ -72,8 +87,15 @@ class StepSeconds:
 
     _by_rows: dict[int, RecentSeconds] = field(default_factory=dict)
 
-    def saw(self, rows: int, seconds: float) -> None:
-        self._by_rows.setdefault(rows, RecentSeconds()).saw(seconds)
+    def saw(self, rows: int, seconds: float, *, is_plain: bool) -> None:
+        """A step of `rows` took so long. is_plain: it verified no guess; the others keep their ratios to it."""
+        recent = self._by_rows.setdefault(rows, RecentSeconds())
+        before = recent.seconds
+        recent.saw(seconds)
+        if is_plain and before and recent.seconds:
+            for other in self._by_rows.values():
+                if other is not recent and other.seconds is not None:
+                    other.seconds *= recent.seconds / before
 
     def expected(self, rows: int) -> float | None:
         """Seconds of a step of `rows`; between known numbers of rows, on the line; None before any is known."""
@@ -103,7 +125,7 @@ def best_length(acceptance: Acceptance, step: StepSeconds, *, sessions: int, lon
         return 0
     best, best_rate = 0, _LEAST_GAIN * sessions / plain
     tokens, chance = float(sessions), 1.0
-    for length in range(1, longest + 1):
+    for length in range(1, min(longest, acceptance.earned) + 1):
         chance *= acceptance.rate(length - 1)
         tokens += chance
         seconds = step.expected(sessions + length)

@@ -174,7 +174,7 @@ class Drafting:
 
     def took(self, sessions: int, rows: int, seconds: float) -> None:
         """A step that decoded and did nothing else took so long."""
-        self._steps_of(sessions).saw(rows, seconds)
+        self._steps_of(sessions).saw(rows, seconds, is_plain=rows == sessions)
 
     def settle(self, request: Request, block: Block, outcome: Outcome, *, first: int, kept: int, taken: int) -> None:
         """The block's first `kept` rows, from position `first` on, were committed, and `taken` samples recorded."""

@@ -18,7 +18,7 @@ def line(fixed: float, per_row: float, *, rows: tuple[int, ...] = (1, 2, 3, 5, 8
     steps = StepSeconds()
     for _ in range(50):
         for count in rows:
-            steps.saw(count, fixed + per_row * count)
+            steps.saw(count, fixed + per_row * count, is_plain=count == rows[0])
     return steps
 
 
@@ -54,8 +54,8 @@ def test_the_draft_ends_where_guesses_stop_being_right() -> None:
 def test_more_rows_never_count_as_faster_whatever_was_measured() -> None:
     steps = StepSeconds()
     for _ in range(50):
-        steps.saw(8, 0.5)
-        steps.saw(1, 1.0)
+        steps.saw(8, 0.5, is_plain=False)
+        steps.saw(1, 1.0, is_plain=True)
     assert longest(WRONG, steps) == 0
 
 
@@ -73,7 +73,7 @@ def test_a_length_that_was_never_tried_is_tried_and_then_known() -> None:
     steps = line(1.0, 0.0, rows=(1,))
     assert longest(RIGHT, steps) == 7
     for _ in range(3):
-        steps.saw(8, 20.0)
+        steps.saw(8, 20.0, is_plain=False)
     assert longest(RIGHT, steps) < 7
 
 
@@ -87,9 +87,9 @@ def test_a_session_begins_with_what_others_showed_and_then_goes_its_own_way() ->
 
 def test_the_first_step_of_a_shape_does_not_count() -> None:
     steps = StepSeconds()
-    steps.saw(1, 60.0)
+    steps.saw(1, 60.0, is_plain=True)
     assert steps.expected(1) is None
-    steps.saw(1, 1.0)
+    steps.saw(1, 1.0, is_plain=True)
     assert steps.expected(1) == 1.0
 
 
@@ -103,10 +103,43 @@ def test_steps_between_known_sizes_lie_on_the_line_and_larger_ones_cost_like_the
 def test_one_slow_step_does_not_change_much() -> None:
     steps = line(1.0, 0.1)
     before = steps.expected(8)
-    steps.saw(8, 100.0)
+    steps.saw(8, 100.0, is_plain=False)
     after = steps.expected(8)
     assert before is not None and after is not None
     assert after < 1.3 * before
+
+
+def test_a_machine_that_slows_down_slows_steps_with_guesses_as_much_as_plain_ones() -> None:
+    steps = line(1.0, 0.5)
+    for _ in range(100):
+        steps.saw(1, 6.0, is_plain=True)
+    assert steps.expected(1) == pytest.approx(6.0, rel=0.01)
+    assert steps.expected(2) == pytest.approx(8.0, rel=0.01)
+    assert steps.expected(8) == pytest.approx(20.0, rel=0.01)
+
+
+def test_a_step_with_guesses_that_takes_longer_says_nothing_of_plain_ones() -> None:
+    steps = line(1.0, 0.1)
+    before = steps.expected(1)
+    steps.saw(8, 3.0, is_plain=False)
+    assert steps.expected(1) == before
+
+
+def test_a_long_draft_has_to_be_earned_whatever_others_showed() -> None:
+    rows = (1, 2, 3, 5, 8, 16)
+    new = Acceptance(seen(*[(15, 15)] * 100))
+    cheap = line(1.0, 0.001, rows=rows)
+
+    def length() -> int:
+        return best_length(new, cheap, sessions=1, longest=31, draft_seconds=0.0)
+
+    assert length() == 7
+    new.saw(7, 7)
+    assert length() == 15
+    new.saw(15, 15)
+    assert length() == 31
+    new.saw(31, 2)
+    assert length() <= 7
 
 
 def test_what_was_seen_long_ago_is_forgotten() -> None:
