@@ -200,17 +200,18 @@ def forks(
         numbers = lane_numbers(layout, queries, last=length - 1, count=length)
         line = np.concatenate([np.tile([start, layout.lane], (count, 1)), numbers], axis=1)
         line[:, TRUNK_START], line[:, TRUNK_LANE] = trunk, lent
-        lines += [line, np.array([[start, layout.lane, *lane_numbers(whole, np.array([9]), last=9, count=10)[0]]])]
+        other = start + kv_heads * layout.lane  # nobody's lane is another's
+        lines += [line, np.array([[other, layout.lane, *lane_numbers(whole, np.array([9]), last=9, count=10)[0]]])]
         before = trunk + heads * lent + torch.arange(base)
         index = torch.cat([before, start + heads * layout.lane + torch.arange(length - base)], dim=1)
         mask = torch.zeros(count, length)
         mask[~torch.from_numpy(whole.visible(queries, np.arange(length)))] = float("-inf")
-        neighbour = start + heads * layout.lane + torch.arange(10)
+        neighbour = other + heads * layout.lane + torch.arange(10)
         for rows, read, under in ((count, index, mask), (1, neighbour, None)):
             asked.append(torch.randn(rows, query_heads, dim).to(dtype))
             given = (asked[-1].float(), keys[read].float(), values[read].float())
             alone.append(attend(*given, under, scaling=dim**-0.5))
-        start += kv_heads * layout.lane
+        start += 2 * kv_heads * layout.lane
     return torch.cat(asked), keys, values, torch.from_numpy(np.concatenate(lines)), alone
 
 
