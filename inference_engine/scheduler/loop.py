@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 _HOUSEKEEPING_SECONDS = 1.0
 _CLEAN_BYTES = 32 * 2**20  # of memory given back, zeroed before a step: a few milliseconds on a CPU
 # Behind a longer history, attention outweighs all else in a step, and chunks beyond recording have the faster one.
-_MOST_LANE_POSITIONS = 8192
+_MOST_LANE_POSITIONS = 4096
 _STUCK_SECONDS = 30.0  # a step that takes longer keeps nobody from shutting down
 
 
