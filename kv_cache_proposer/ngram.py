@@ -16,11 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from inference_engine.decode.drafting import DraftMemory, Seen, TokenIds, Wanted
+from inference_engine.decode.drafting import DraftMemory, Seen, TokenIds, Wanted, Way
 from inference_engine.errors import ConfigError
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.pool import Demand
+
+_SHORT = 2  # ids of a copy that may well be chance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +63,15 @@ class NgramDrafter:
     def prepare(self, context: KVContext) -> None:
         pass
 
+    def way(self, history: TokenIds) -> Way | None:
+        copy = self._copy(history[-self.horizon :])
+        if copy is None:
+            return None
+        # What follows two ids that came before is another guess than what follows eight.
+        _, length = copy
+        kind = "short" if length <= _SHORT else "longest" if length == self.max_ngram else "long"
+        return Way(f"{kind} copy", longest=self.longest, needs_rows=False)
+
     def observe(self, seen: Sequence[Seen]) -> None:
         pass
 
@@ -68,15 +79,16 @@ class NgramDrafter:
         return [self._continue(one.history[-self.horizon :], min(one.limit, self.longest)) for one in wanted]
 
     def _continue(self, ids: TokenIds, count: int) -> TokenIds:
-        start = self._after_copy(ids)
-        if start is None:
+        copy = self._copy(ids)
+        if copy is None:
             return ids[:0]
+        start, _ = copy
         # Where the copy runs into the end it repeats itself: "a b a b" goes on with "a b".
         found = ids[start : start + count]
         return np.resize(found, count) if start + count > len(ids) else found.copy()
 
-    def _after_copy(self, ids: TokenIds) -> int | None:
-        """Where the continuation of the best copy begins; None if the end is new."""
+    def _copy(self, ids: TokenIds) -> tuple[int, int] | None:
+        """Where the continuation of the best copy begins, and how long the copy is; None if the end is new."""
         if len(ids) <= self.min_ngram:
             return None
         ends = np.flatnonzero(ids[:-1] == ids[-1])  # last places of copies, ascending
@@ -87,4 +99,4 @@ class NgramDrafter:
             if not len(longer):
                 break
             best, length = longer, length + 1
-        return int(best[-1]) + 1 if len(best) and length >= self.min_ngram else None
+        return (int(best[-1]) + 1, length) if len(best) and length >= self.min_ngram else None

@@ -128,11 +128,13 @@ def best_length(acceptance: Acceptance, step: StepSeconds, *, sessions: int, lon
     for length in range(1, min(longest, acceptance.earned) + 1):
         chance *= acceptance.rate(length - 1)
         tokens += chance
+        if length not in _LENGTHS:
+            continue
         seconds = step.expected(sessions + length)
         assert seconds is not None
         # What was measured at another time may say that more rows are faster; they never are.
         seconds = max(plain, seconds) + draft_seconds
-        if length in _LENGTHS and tokens / seconds > best_rate:
+        if tokens / seconds > best_rate:
             best, best_rate = length, tokens / seconds
     return best
 

@@ -20,9 +20,21 @@ from torch import Tensor
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.draft_memory import DraftMemories, DraftMemory
 
-__all__ = ["DraftMemory", "Drafter", "Seen", "TokenIds", "Wanted"]
+__all__ = ["DraftMemory", "Drafter", "Seen", "TokenIds", "Wanted", "Way"]
 
 TokenIds = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One of the ways in which a drafter drafts. How often guesses are right, and what they cost, is known for each.
+
+    longest: the most tokens it gives at once. needs_rows: it has to be told of every committed row before.
+    """
+
+    name: str
+    longest: int
+    needs_rows: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +81,9 @@ class Drafter(DraftMemories, Protocol):
 
     def prepare(self, context: KVContext) -> None:
         """Get ready for the sessions of `context`. Called once, before there are any."""
+
+    def way(self, history: TokenIds) -> Way | None:
+        """In which way it would draft after this history; None if it has nothing to say. Asked often: cheap."""
 
     def observe(self, seen: Sequence[Seen]) -> None:
         """Rows of several sessions were committed."""

@@ -7,6 +7,7 @@ by that Generate, which goes on plainly and says so at its end.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from inference_engine.decode.draft_length import Acceptance, RecentSeconds, StepSeconds, best_length, steps_between
-from inference_engine.decode.drafting import Drafter, Seen, TokenIds, Wanted
+from inference_engine.decode.drafting import Drafter, Seen, TokenIds, Wanted, Way
 from inference_engine.decode.verifier import Block, Outcome
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Request
@@ -33,7 +34,7 @@ _NONE: TokenIds = np.zeros(0, dtype=np.uint32)
 
 @dataclass(slots=True)
 class _Pace:
-    """What is known of drafts for one session, over all its Generates."""
+    """What is known of one session's drafts of one way, over all its Generates."""
 
     acceptance: Acceptance
     # A draft that was not verified, to be compared as tokens come.
@@ -55,6 +56,17 @@ class _Pace:
             self.watched = _NONE
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A draft of `length` to ask for, to verify or only to watch."""
+
+    request: Request
+    way: Way
+    history: TokenIds
+    length: int
+    is_watched: bool
+
+
 class Drafting:
     """One drafter for all sessions of an engine."""
 
@@ -74,16 +86,25 @@ class Drafting:
         self._clock = clock
         self._fixed = draft_tokens
         self._steps: dict[int, StepSeconds] = {}
-        self._draft_seconds = RecentSeconds()
-        self._acceptance = Acceptance()  # over all sessions: what a new one begins with
-        self._paces: WeakKeyDictionary[Session, _Pace] = WeakKeyDictionary()
+        self._draft_seconds: defaultdict[Way, RecentSeconds] = defaultdict(RecentSeconds)
+        self._acceptance: defaultdict[Way, Acceptance] = defaultdict(
+            Acceptance
+        )  # of all: what a new session begins with
+        self._paces: WeakKeyDictionary[Session, dict[Way, _Pace]] = WeakKeyDictionary()
+        self._given: dict[Request, Way] = {}  # whose guesses the step verifies
         self._seen: list[tuple[Request, Seen]] = []
 
     def wants_taps(self, request: Request) -> bool:
         return bool(self._drafter.tap_layers) and self._is_served(request)
 
-    def _pace(self, request: Request) -> _Pace:
-        return self._paces.setdefault(request.session, _Pace(Acceptance(self._acceptance)))
+    def _paces_of(self, request: Request) -> dict[Way, _Pace]:
+        return self._paces.setdefault(request.session, {})
+
+    def _pace(self, request: Request, way: Way) -> _Pace:
+        paces = self._paces_of(request)
+        if way not in paces:
+            paces[way] = _Pace(Acceptance(self._acceptance[way]))
+        return paces[way]
 
     # -- before a step ----------------------------------------------------------------------------------------------
 
@@ -94,42 +115,59 @@ class Drafting:
 
         on_work: called before the drafter takes the device's time, if it does.
         """
-        wanted: list[tuple[Request, int, bool]] = []
-        for request in decoding:
-            longest = min(self._drafter.longest, self._room(request), rows_left // len(decoding))
-            if longest > 0 and self._is_served(request):
-                length, is_watched = self._length(request, longest, len(decoding))
-                if length:
-                    wanted.append((request, length, is_watched))
-        if not wanted:
+        self._given.clear()
+        asked = [one for request in decoding if (one := self._ask(request, rows_left, len(decoding))) is not None]
+        if not asked:
             return {}
         on_work()
         began = self._clock()  # what a drafter has to be told first is part of what its draft costs
-        self.tell()
-        wanted = [entry for entry in wanted if not entry[0].is_degraded]
-        if not wanted:
+        if any(one.way.needs_rows for one in asked):
+            self.tell()
+            asked = [one for one in asked if not one.request.is_degraded]
+        if not asked:
             return {}
         try:
             drafts = self._drafter.propose(
-                [
-                    Wanted(request.session.kv.draft_memory, request.session.history.ids(), length)
-                    for request, length, _ in wanted
-                ]
+                [Wanted(one.request.session.kv.draft_memory, one.history, one.length) for one in asked]
             )
-            self._check(drafts, len(wanted))
+            self._check(drafts, len(asked))
         except Exception:
             logger.exception("the drafter cannot propose")
-            self._degrade([request for request, _, _ in wanted])
+            self._degrade([one.request for one in asked])
             return {}
-        self._draft_seconds.saw(self._clock() - began)
+        self._saw_drafting({one.way for one in asked}, self._clock() - began)
         given: dict[Request, TokenIds] = {}
-        for (request, length, is_watched), whole in zip(wanted, drafts, strict=True):
-            draft = whole[:length]
-            if is_watched:
-                self._pace(request).watch(draft)
+        for one, whole in zip(asked, drafts, strict=True):
+            draft = whole[: one.length]
+            if one.is_watched:
+                self._pace(one.request, one.way).watch(draft)
             elif len(draft):
-                given[request] = draft
+                given[one.request] = draft
+                self._given[one.request] = one.way
         return given
+
+    def _ask(self, request: Request, rows_left: int, sessions: int) -> _Asked | None:
+        """What to ask for, if anything, in a step that decodes so many sessions."""
+        room = min(self._drafter.longest, self._room(request), rows_left // sessions)
+        if room <= 0 or not self._is_served(request):
+            return None
+        history = request.session.history.ids()
+        try:
+            way = self._drafter.way(history)
+        except Exception:
+            logger.exception("the drafter cannot say how it would draft")
+            self._degrade([request])
+            return None
+        if way is None:
+            return None
+        length, is_watched = self._length(request, way, min(room, way.longest), sessions)
+        return _Asked(request, way, history, length, is_watched) if length else None
+
+    def _saw_drafting(self, ways: set[Way], seconds: float) -> None:
+        """Drafts of these ways took so long together. One that reads rows is a network's; others are free beside it."""
+        dear = {way for way in ways if way.needs_rows} or ways
+        if len(dear) == 1:
+            self._draft_seconds[dear.pop()].saw(seconds)
 
     def _check(self, drafts: Sequence[TokenIds], count: int) -> None:
         """An id outside the vocabulary would fail the step of everybody in it."""
@@ -151,14 +189,14 @@ class Drafting:
         room = min(session.kv.room() - 1, request.params.max_tokens - request.generated - 1)
         return room if session.limit_tokens is None else min(room, session.limit_tokens - len(session.history) - 1)
 
-    def _length(self, request: Request, longest: int, sessions: int) -> tuple[int, bool]:
+    def _length(self, request: Request, way: Way, longest: int, sessions: int) -> tuple[int, bool]:
         """How many guesses, and whether only to watch them."""
         if self._fixed:
             return min(self._fixed, longest), False
-        pace, step = self._pace(request), self._steps_of(sessions)
+        pace, step = self._pace(request, way), self._steps_of(sessions)
         pace.steps_since_watch += 1
         pace.steps_since_draft += 1
-        cost = (self._draft_seconds.seconds or 0.0) / sessions
+        cost = (self._draft_seconds[way].seconds or 0.0) / sessions
         length = best_length(pace.acceptance, step, sessions=sessions, longest=longest, draft_seconds=cost)
         if length or pace.steps_since_draft > _PROBE_STEPS:
             pace.steps_since_draft = 0
@@ -188,12 +226,15 @@ class Drafting:
             self._metrics.accepted_tokens.inc(accepted)
             self._metrics.acceptance_length.observe(accepted + 1)
             request.trace.note("verify", drafted=block.drafted, accepted=accepted)
-            for acceptance in (self._pace(request).acceptance, self._acceptance):
+            way = self._given[request]
+            for acceptance in (self._pace(request, way).acceptance, self._acceptance[way]):
                 acceptance.saw(block.drafted, right)
         elif request.is_prefilling:
-            self._pace(request).watched = _NONE  # what was watched belongs to an earlier Generate
+            for pace in self._paces_of(request).values():
+                pace.watched = _NONE  # what was watched belongs to an earlier Generate
         elif outcome.samples:
-            self._pace(request).compare(outcome.samples[0].token_id)
+            for pace in self._paces_of(request).values():
+                pace.compare(outcome.samples[0].token_id)
         memory = request.session.kv.draft_memory
         if kept and self._is_served(request) and (memory is not None or outcome.taps is not None):
             taps = None if outcome.taps is None else outcome.taps[:kept]

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.decode.drafting import DraftMemory, Seen, TokenIds, Wanted
+from inference_engine.decode.drafting import DraftMemory, Seen, TokenIds, Wanted, Way
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.pool import Demand, Pool
@@ -45,6 +45,7 @@ class DFlashDrafter:
         if config.mask_token_id >= vocab_size:
             raise DrafterError(f"the drafter's mask is id {config.mask_token_id}, the target has {vocab_size} ids")
         self._network = network.eval().requires_grad_(requires_grad=False)
+        self._way = Way("network", longest=config.block_size - 1, needs_rows=True)
         self._words = words
         self._device = words.embeddings.device
         self._records_graphs = records_graphs
@@ -61,7 +62,7 @@ class DFlashDrafter:
 
     @property
     def longest(self) -> int:
-        return self._network.config.block_size - 1
+        return self._way.longest
 
     def demands(self, geometry: Geometry) -> tuple[Demand, ...]:
         return (memory_demand(self._network.config, geometry),)
@@ -76,6 +77,9 @@ class DFlashDrafter:
             self._graphs[context.pool] = DrafterGraphs(
                 self._network, self._words, arenas, taps_dtype=next(self._network.parameters()).dtype
             )
+
+    def way(self, history: TokenIds) -> Way | None:
+        return self._way
 
     def observe(self, seen: Sequence[Seen]) -> None:
         seen = [one for one in seen if len(one.token_ids)]

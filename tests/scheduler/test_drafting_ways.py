@@ -1,0 +1,106 @@
+"""A drafter that drafts in two ways is known by each: one that fails does not shorten the other's drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from inference_engine.decode.drafting import Seen, TokenIds, Wanted, Way
+from inference_engine.decode.verifier import Block, Outcome, Sample
+from inference_engine.metrics import EngineMetrics
+from inference_engine.scheduler.drafting import Drafting
+from inference_engine.scheduler.request import Request
+from tests.laws.drafters import Plain
+
+COPY, NETWORK = Way("copy", longest=7, needs_rows=False), Way("network", longest=7, needs_rows=True)
+STEP_SECONDS = 0.01
+RIGHT, WRONG = 500, 900
+
+
+class TwoWays(Plain):
+    """Copies after even ids, a network after odd ones. `told`: rows it was told of."""
+
+    def __init__(self) -> None:
+        super().__init__(longest=7)
+        self.told = 0
+
+    def way(self, history: TokenIds) -> Way | None:
+        return NETWORK if history[-1] % 2 else COPY
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        self.told += sum(len(one.token_ids) for one in seen)
+
+    def guess(self, one: Wanted) -> list[int]:
+        return [RIGHT] * one.limit
+
+
+@dataclass(eq=False)
+class Talk:
+    """As much of a request and its session as drafting looks at."""
+
+    ids: list[int] = field(default_factory=lambda: [0])
+    generated: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    is_degraded: bool = False
+    is_prefilling: bool = False
+    is_closed: bool = False
+    failure_reason: str | None = None
+    limit_tokens: int | None = None
+    forced: None = None
+    params: Any = field(default_factory=lambda: SimpleNamespace(drafting=True, max_tokens=10**6))
+    trace: Any = field(default_factory=lambda: SimpleNamespace(note=lambda *_, **__: None))
+    kv: Any = field(default_factory=lambda: SimpleNamespace(room=lambda: 100, draft_memory=object()))
+
+    @property
+    def session(self) -> Talk:
+        return self
+
+    @property
+    def history(self) -> Any:
+        return SimpleNamespace(ids=lambda: np.array(self.ids, dtype=np.uint32), __len__=lambda: len(self.ids))
+
+
+def step(drafting: Drafting, talk: Talk, last: int, right: int) -> int:
+    """One step after the id `last`, of whose guesses the first `right` are right. Returns how many there were."""
+    talk.ids.append(last)
+    request = cast("Request", talk)
+    draft = drafting.draft([request], 100).get(request, np.zeros(0, dtype=np.uint32))
+    accepted = min(right, len(draft))
+    block = Block(kv=talk.kv, token_ids=np.array([last, *draft], dtype=np.uint32), drafted=len(draft))
+    said = [RIGHT] * accepted + [RIGHT if right and not len(draft) else WRONG]
+    samples = tuple(Sample(token, None, is_finite=True) for token in said)
+    drafting.took(1, 1 + len(draft), STEP_SECONDS * (1 + 0.02 * len(draft)))
+    drafting.settle(request, block, Outcome(samples), first=len(talk.ids) - 1, kept=1 + accepted, taken=1 + accepted)
+    drafting.tell_if_many()
+    return len(draft)
+
+
+def drafting_with(drafter: TwoWays) -> Drafting:
+    clock = count()
+    return Drafting(drafter, EngineMetrics(), lambda: next(clock) * 1e-6, vocab_size=1000, draft_tokens=0)
+
+
+def test_copies_stay_long_where_the_network_is_hardly_ever_right() -> None:
+    drafting, talk = drafting_with(TwoWays()), Talk()
+    lengths: dict[int, list[int]] = {0: [], 1: []}
+    for turn in range(200):
+        last = turn % 2
+        lengths[last].append(step(drafting, talk, last, right=0 if last else 7))
+    assert lengths[0][-20:] == [7] * 20
+    assert sum(lengths[1][-20:]) <= 4
+
+
+def test_the_network_is_told_of_rows_before_it_drafts_and_not_before_a_copy_is_taken() -> None:
+    drafter = TwoWays()
+    drafting, talk = drafting_with(drafter), Talk()
+    for _ in range(3):
+        step(drafting, talk, 0, right=0)
+    assert drafter.told == 0
+    step(drafting, talk, 1, right=0)
+    assert drafter.told == 3
