@@ -15,6 +15,7 @@ to equal the keyed sample, which is the same distribution and the same tokens as
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.backends.base import Forward, Step
-from inference_engine.decode.sampling import Sampler, logprob
+from inference_engine.decode.sampling import Sampler, draw, is_ranked, logprobs, on_device, uniform
 from inference_engine.errors import InvariantViolated
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.plan import Span, StepPlan
@@ -53,6 +54,11 @@ class Block:
     def sampled(self) -> int:
         """Of how many of its last rows a sample is drawn."""
         return 0 if self.sampler is None else 1 + self.drafted
+
+    @property
+    def guesses(self) -> list[int]:
+        ids: list[int] = self.token_ids[len(self.token_ids) - self.drafted :].tolist()
+        return ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,37 +174,83 @@ class Verifier:
 
     def _sample(self, blocks: Sequence[Block], ends: Sequence[int], logits: Tensor) -> list[list[Sample]]:
         """For each block a sample of each of its last rows, as if every guess before it were right."""
-        places = [(index, row) for index, block in enumerate(blocks) for row in range(block.sampled)]
         drawn: list[list[Sample]] = [[] for _ in blocks]
+        places = _places(blocks, logits.shape[-1])
         if not places:
             return drawn
-        rows = logits[[ends[index] - blocks[index].sampled + row for index, row in places]]
-        finite = torch.isfinite(rows).all(dim=-1)
-        tokens = rows.argmax(dim=-1)
-        logprobs = torch.zeros(len(places), device=rows.device)
-        for place, (index, row) in enumerate(places):
-            block = blocks[index]
-            assert block.sampler is not None
-            if not block.sampler.is_plain_greedy:
-                position = block.kv.next_position + block.kv.staged - block.drafted + row
-                guesses = block.token_ids[len(block.token_ids) - block.drafted :][:row].tolist()
-                tokens[place] = block.sampler.draw(rows[place], position, guesses)
-            if block.wants_logprob:
-                logprobs[place] = logprob(rows[place], tokens[place])
+        wanted = [ends[place.index] - place.block.sampled + place.row for place in places]
+        rows = logits
+        if wanted != list(range(len(logits))):
+            rows = logits.index_select(0, on_device(np.array(wanted, dtype=np.int64), logits.device))
+        adjusted = _adjusted(rows, places)
+        greedy = sum(place.sampler.sampling.is_greedy for place in places)
+        tokens = [adjusted[:greedy].argmax(dim=-1)] if greedy else []
+        if greedy < len(places):
+            keyed = places[greedy:]
+            uniforms = [uniform(place.sampler.seed, place.position) for place in keyed]
+            tokens.append(draw(adjusted[greedy:], [place.sampler.sampling for place in keyed], uniforms))
+        ids = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+        # A row's largest and smallest number tell whether all are finite, in passes that write no array.
+        columns = [ids, rows.amax(dim=-1), rows.amin(dim=-1)]
+        if any(place.block.wants_logprob for place in places):
+            columns.append(logprobs(rows, ids))
         # The step's one synchronisation: ids are exact in float64.
-        table = torch.stack([tokens.double(), finite.double(), logprobs.double()]).tolist()
-        for place, (index, _) in enumerate(places):
-            wants = blocks[index].wants_logprob
-            drawn[index].append(Sample(int(table[0][place]), table[2][place] if wants else None, bool(table[1][place])))
+        table = torch.stack([column.double() for column in columns], dim=1).tolist()
+        for place, (token_id, largest, smallest, *rest) in zip(places, table, strict=True):
+            is_finite = math.isfinite(largest) and math.isfinite(smallest)
+            told = rest[0] if place.block.wants_logprob else None
+            drawn[place.index].append(Sample(int(token_id), told, is_finite))
         return drawn
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A row that a token is wanted of: row number `row` of those of its block."""
+
+    index: int
+    block: Block
+    sampler: Sampler
+    row: int
+
+    @property
+    def position(self) -> int:
+        kv = self.block.kv
+        return kv.next_position + kv.staged - self.block.drafted + self.row
+
+
+def _places(blocks: Sequence[Block], vocab: int) -> list[_Place]:
+    """All of them, each block's in order. Greedy ones come first, those that need an order of the vocabulary last."""
+    found = [
+        _Place(index, block, block.sampler, row)
+        for index, block in enumerate(blocks)
+        if block.sampler is not None
+        for row in range(block.sampled)
+    ]
+
+    def order(place: _Place) -> tuple[bool, bool]:
+        sampling = place.sampler.sampling
+        return not sampling.is_greedy, is_ranked(sampling, vocab)
+
+    return sorted(found, key=order)
+
+
+def _adjusted(rows: Tensor, places: Sequence[_Place]) -> Tensor:
+    """`rows` with the penalties and biases of those that have any; `rows` themselves stay as they are."""
+    adjusted = rows
+    for first, place in enumerate(places):
+        if place.row == 0 and not place.sampler.is_plain:
+            if adjusted is rows:
+                adjusted = rows.clone()
+            own = slice(first, first + place.block.sampled)
+            adjusted[own] = place.sampler.adjusted(rows[own], place.block.guesses)
+    return adjusted
 
 
 def _agreeing(block: Block, samples: Sequence[Sample]) -> tuple[Sample, ...]:
     """The samples up to the first that is not the guess in its place, that one included."""
     if not block.drafted:
         return tuple(samples)
-    guesses = block.token_ids[len(block.token_ids) - block.drafted :].tolist()
-    for count, (sample, guess) in enumerate(zip(samples, guesses, strict=False), start=1):
+    for count, (sample, guess) in enumerate(zip(samples, block.guesses, strict=False), start=1):
         if sample.token_id != guess or not sample.is_finite:
             return tuple(samples[:count])
     return tuple(samples)

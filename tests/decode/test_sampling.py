@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.decode.sampling import Sampler, filtered_probabilities, logprob, uniform
+from inference_engine.decode.sampling import Sampler, filtered_probabilities, logprobs, uniform
 from inference_engine.errors import InvalidArgument
 from inference_engine.types import Sampling
+from tests.decode.plain_sampling import next_token
 
 V = 12
 NO_HISTORY = np.array([], dtype=np.uint32)
@@ -27,12 +28,12 @@ def sampler(sampling: Sampling, history: list[int] | None = None, seed: int = 3)
 
 
 def draw(sampling: Sampling, row: Tensor, position: int = 5, history: list[int] | None = None, seed: int = 3) -> int:
-    return int(sampler(sampling, history, seed).draw(row, position))
+    return next_token(sampler(sampling, history, seed), row, position)
 
 
 def test_greedy_takes_the_largest_and_the_lowest_id_of_equals() -> None:
     row = torch.tensor([0.0, 3.0, 1.0, 3.0])
-    assert int(Sampler(Sampling(), 0).draw(row, 0)) == 1
+    assert next_token(Sampler(Sampling(), 0), row, 0) == 1
 
 
 def test_a_draw_is_a_function_of_seed_and_position_alone() -> None:
@@ -58,7 +59,7 @@ def test_draws_follow_the_filtered_distribution() -> None:
     expected = expected / expected.sum()
     shared = sampler(sampling)
     count = 4000
-    drawn = np.bincount([int(shared.draw(logits(), position)) for position in range(count)], minlength=V)
+    drawn = np.bincount([next_token(shared, logits(), position) for position in range(count)], minlength=V)
     assert (drawn[expected.numpy() == 0] == 0).all()
     kept = expected.numpy() > 0
     chi_square = ((drawn[kept] - count * expected.numpy()[kept]) ** 2 / (count * expected.numpy()[kept])).sum()
@@ -91,14 +92,14 @@ def test_the_penalty_touches_every_id_of_the_history_and_what_is_generated_since
     penalised = Sampler.start(
         Sampling(repetition_penalty=1.2), 0, np.array([0], dtype=np.uint32), 4, torch.device("cpu")
     )
-    assert int(penalised.draw(row, 0)) == 1
+    assert next_token(penalised, row, 0) == 1
     penalised.observe(1)
-    assert int(penalised.draw(row, 1)) == 0
-    assert int(Sampler(Sampling(), 0).draw(row, 0)) == 0
+    assert next_token(penalised, row, 1) == 0
+    assert next_token(Sampler(Sampling(), 0), row, 0) == 0
     negative = Sampler.start(
         Sampling(repetition_penalty=1.2), 0, np.array([2], dtype=np.uint32), 4, torch.device("cpu")
     )
-    assert int(negative.draw(torch.tensor([-9.0, -9.0, -1.0, -1.05]), 0)) == 3
+    assert next_token(negative, torch.tensor([-9.0, -9.0, -1.0, -1.05]), 0) == 3
 
 
 def test_bias_is_added_after_the_penalty_and_before_the_temperature() -> None:
@@ -109,7 +110,7 @@ def test_bias_is_added_after_the_penalty_and_before_the_temperature() -> None:
 
 def test_logprobs_are_of_the_raw_logits() -> None:
     row = logits()
-    assert float(logprob(row, torch.tensor(4))) == pytest.approx(float(row.log_softmax(0)[4]), abs=1e-6)
+    assert float(logprobs(row[None], torch.tensor([4]))[0]) == pytest.approx(float(row.log_softmax(0)[4]), abs=1e-6)
 
 
 @pytest.mark.parametrize(

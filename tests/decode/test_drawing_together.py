@@ -1,0 +1,206 @@
+"""Many rows drawn at once: each gives, bit for bit, what it gives alone, and what a draw means when spelled out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from inference_engine.decode import sampling as sampling_module
+from inference_engine.decode.sampling import Sampler, draw, filtered_probabilities, logprobs, uniform
+from inference_engine.engine import Engine
+from inference_engine.kv.strategies.full import Full
+from inference_engine.types import GenerateParams, Mode, Sampling
+from tests.decode.plain_sampling import penalised, plainly
+from tests.laws.drafters import Knowing
+from tests.laws.variants import drain, engine_for, generate, text, tokens
+
+LARGE = 49_152  # where torch adds a lone row up by several threads
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.01, 0.3, 0.7, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 0, 1, 2, 5, 10_000]),
+    top_p=st.sampled_from([1.0, 1.0, 1e-6, 0.25, 0.5, 0.9, 0.999]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0]),
+)
+uniforms = st.floats(min_value=0.0, max_value=1.0, exclude_max=True)
+
+
+@st.composite
+def steps(draw_from: st.DrawFn) -> tuple[Tensor, list[Sampling], list[float]]:
+    """Rows of one step, ties and rows of nothing but ties among them, and how each is drawn."""
+    vocab = draw_from(st.integers(1, 70))
+    rows = draw_from(st.integers(1, 9))
+    generator = torch.Generator().manual_seed(draw_from(st.integers(0, 2**32)))
+    logits = torch.randn(rows, vocab, generator=generator) * draw_from(st.sampled_from([0.0, 1.0, 3.0, 40.0]))
+    if draw_from(st.booleans()):
+        logits = logits.round()
+    lists = st.lists(samplings, min_size=rows, max_size=rows), st.lists(uniforms, min_size=rows, max_size=rows)
+    return logits, draw_from(lists[0]), draw_from(lists[1])
+
+
+def mixed(count: int) -> list[Sampling]:
+    """Every filter alone and with the others, as many times as it takes."""
+    kinds = [
+        Sampling(temperature=0.7),
+        Sampling(temperature=1.3, top_k=50),
+        Sampling(temperature=0.9, top_p=0.95),
+        Sampling(temperature=1.0, min_p=0.02),
+        Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01),
+    ]
+    return [kinds[row % len(kinds)] for row in range(count)]
+
+
+@given(steps())
+@settings(deadline=None)
+def test_a_row_gives_the_token_that_the_spelled_out_draw_gives(
+    step: tuple[Tensor, list[Sampling], list[float]],
+) -> None:
+    logits, ways, numbers = step
+    expected = [plainly(row, way, number) for row, way, number in zip(logits, ways, numbers, strict=True)]
+    assert draw(logits, ways, numbers).tolist() == expected
+
+
+@given(steps(), st.permutations(range(9)))
+@settings(deadline=None)
+def test_a_row_gives_the_same_alone_and_among_others_in_any_order(
+    step: tuple[Tensor, list[Sampling], list[float]], order: list[int]
+) -> None:
+    logits, ways, numbers = step
+    order = [row for row in order if row < len(logits)]
+    alone = [int(draw(logits[row : row + 1], [ways[row]], [numbers[row]])[0]) for row in order]
+    assert draw(logits[order], [ways[row] for row in order], [numbers[row] for row in order]).tolist() == alone
+
+
+@pytest.mark.parametrize("vocab", [LARGE, LARGE + 1], ids=["even", "odd"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_distribution_has_the_same_bits_alone_and_among_others(vocab: int, threads: int) -> None:
+    logits = torch.randn(7, vocab, generator=torch.Generator().manual_seed(1)) * 3
+    ways = mixed(len(logits))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = sampling_module._filtered(logits, ways)
+        alone = [filtered_probabilities(row, way) for row, way in zip(logits, ways, strict=True)]
+        likely = logits.argmax(dim=-1)
+        told = [logprobs(logits[row : row + 1], likely[row : row + 1])[0] for row in range(len(logits))]
+        assert torch.equal(together, torch.stack(alone))
+        # What top_p is a share of; a bit of it seldom shows in the distribution.
+        totals = sampling_module._totals(together, together.cumsum(dim=-1))
+        for row in range(len(logits)):
+            own = together[row : row + 1]
+            assert torch.equal(sampling_module._totals(own, own.cumsum(dim=-1))[0], totals[row])
+        assert torch.equal(logprobs(logits, likely), torch.stack(told))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 2, 3, 50])
+def test_how_many_rows_are_drawn_at_once_changes_nothing(rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(11, 97, generator=torch.Generator().manual_seed(2)) * 2
+    ways = sorted(mixed(len(logits)), key=lambda way: way.top_k > 0)
+    numbers = [uniform(5, row) for row in range(len(logits))]
+    expected = [plainly(row, way, number) for row, way, number in zip(logits, ways, numbers, strict=True)]
+    sizes: list[int] = []
+
+    def counting(part: Tensor, *rest: list[Sampling]) -> Tensor:
+        sizes.append(len(part))
+        return filtered(part, *rest)
+
+    filtered = sampling_module._filtered
+    monkeypatch.setattr(sampling_module, "_filtered", counting)
+    monkeypatch.setattr(sampling_module, "MAX_ARRAY_BYTES_ON_CPU", rows_at_once * 97 * 8 + 5)
+    assert draw(logits, ways, numbers).tolist() == expected
+    assert max(sizes) <= rows_at_once and sum(sizes) == len(logits)
+    told = logprobs(logits, logits.argmax(dim=-1))
+    assert torch.allclose(told, logits.log_softmax(dim=-1).amax(dim=-1), atol=1e-6)
+
+
+def test_a_vocabulary_larger_than_an_array_may_be_is_drawn_from_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_module, "MAX_ARRAY_BYTES_ON_CPU", 8)
+    logits = torch.zeros(3, 40)
+    assert draw(logits, [Sampling(temperature=1.0)] * 3, [0.0, 0.5, 0.999]).tolist() == [0, 20, 39]
+
+
+def test_the_ends_of_the_unit_interval_stay_among_the_tokens_that_are_left() -> None:
+    row = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+    cut = Sampling(temperature=1.0, top_k=2)
+    last = np.nextafter(1.0, 0.0)
+    assert draw(row.expand(2, -1), [cut, cut], [0.0, last]).tolist() == [2, 3]
+    assert draw(torch.zeros(2, 5), [cut, cut], [0.0, last]).tolist() == [0, 1]
+
+
+def test_a_row_that_is_not_finite_disturbs_no_other() -> None:
+    logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(3))
+    ways, numbers = mixed(5), [uniform(1, row) for row in range(5)]
+    expected = draw(logits, ways, numbers).tolist()
+    for row, wrong in ((1, torch.nan), (2, torch.inf), (3, -torch.inf)):
+        logits[row, 4] = wrong
+    got = draw(logits, ways, numbers).tolist()
+    assert [got[0], got[4]] == [expected[0], expected[4]]
+    assert all(0 <= token < 30 for token in got)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1))
+def test_uniform_numbers_are_those_of_numpys_philox(seed: int, position: int) -> None:
+    generator = np.random.Generator(np.random.Philox(key=seed, counter=[position, 0, 0, 0]))
+    assert uniform(seed, position) == generator.random()
+
+
+def test_each_row_of_a_draft_is_penalised_for_the_guesses_before_it() -> None:
+    sampling = Sampling(temperature=0.9, repetition_penalty=1.7, logit_bias={3: 2.0, 8: -1.0})
+    history, guesses = [1, 5], [7, 2, 7]
+    logits = torch.randn(4, 12, generator=torch.Generator().manual_seed(4))
+    sampler = Sampler.start(sampling, 0, np.array(history, dtype=np.uint32), 12, torch.device("cpu"))
+    rows = sampler.adjusted(logits, guesses)
+    for row in range(4):
+        assert torch.equal(rows[row], penalised(logits[row], sampling, history + guesses[:row]))
+    assert torch.equal(sampler.adjusted(logits[:1], [])[0], penalised(logits[0], sampling, history))
+
+
+WAYS = [
+    Sampling(),
+    Sampling(temperature=0.7, seed=1),
+    Sampling(repetition_penalty=1.4),
+    Sampling(temperature=1.2, top_p=0.9, seed=2),
+    Sampling(temperature=0.8, min_p=0.1, repetition_penalty=1.2, logit_bias={5: 1.5}, seed=3),
+    Sampling(temperature=1.5, top_k=20, seed=4),
+]
+
+
+def said_together(engine: Engine, count: int) -> list[list[tuple[int, float | None]]]:
+    """What sessions say that run in the same steps, one for each of WAYS; every other wants log-probabilities."""
+    sessions = [engine.create_session(strategy=Full()).session_id for _ in WAYS]
+    for place, session in enumerate(sessions):
+        engine.append(session, text(30 + place, seed=place))
+    with engine._scheduler._wake:  # so that all are there before the first begins
+        running = [
+            engine.generate(session, GenerateParams(max_tokens=count, sampling=way, logprobs=place % 2 == 0))
+            for place, (session, way) in enumerate(zip(sessions, WAYS, strict=True))
+        ]
+    return [tokens(drain(generation)) for generation in running]
+
+
+def test_sessions_with_unlike_samplings_say_in_one_step_what_each_says_alone() -> None:
+    with engine_for(Mode.FIXED_SHAPE) as engine:
+        alone = []
+        for place, way in enumerate(WAYS):
+            session = engine.create_session(strategy=Full()).session_id
+            engine.append(session, text(30 + place, seed=place))
+            alone.append(generate(engine, session, 12, sampling=way))
+        together = said_together(engine, 12)
+    for place, (expected, got) in enumerate(zip(alone, together, strict=True)):
+        assert got == [(token, told if place % 2 == 0 else None) for token, told in expected]
+
+
+def test_sessions_with_drafts_and_without_say_in_one_step_what_each_says_alone() -> None:
+    with engine_for(Mode.FIXED_SHAPE) as engine:
+        plain = said_together(engine, 12)
+    said = [*text(33, seed=3), *(token for token, _ in plain[3])]
+    with engine_for(Mode.FIXED_SHAPE, drafter=Knowing(text=said, errs=5), draft_tokens=4) as engine:
+        assert said_together(engine, 12) == plain
+        assert (engine.metrics.registry.get_sample_value("generate_accepted_tokens_total") or 0) > 0
