@@ -437,6 +437,8 @@ class Engine:
             with self._store.locked():
                 known = self._generated.recall(call)
                 if known is None and resume_from is not None:
+                    # It may have ended since it was found, and its Generates went with it; then this says how.
+                    self._find(session.session_id, session.owner)
                     raise InvalidArgument("resume_from", "needs the request_id of a Generate that is remembered")
                 if known is not None and not known.can_continue:
                     if known.is_stopping:

@@ -99,6 +99,7 @@ class Scheduler:
             first_token_seconds=config.first_token_target_seconds,
             inter_token_seconds=config.inter_token_target_seconds,
         )
+        self._is_ending = False  # has a request left in this round, and perhaps not been told yet?
         self._is_draining = False
         self._is_stopping = False
         self.beat_at = clock()  # when the loop last came round
@@ -168,12 +169,12 @@ class Scheduler:
         """Refuse new requests; wait for those in flight; after the grace, end them with Draining."""
         with self._wake:
             self._is_draining = True
-            if self._wake.wait_for(self._is_idle, timeout=grace_seconds):
+            if self._wake.wait_for(self._is_done, timeout=grace_seconds):
                 return
             for request in (*self._queued, *self._running):
                 request.ask_to_stop(Draining)
             self._wake.notify_all()
-            self._wake.wait_for(self._is_idle, timeout=_STUCK_SECONDS)
+            self._wake.wait_for(self._is_done, timeout=_STUCK_SECONDS)
 
     def stop(self) -> None:
         """End everything with Draining and join the thread."""
@@ -194,6 +195,10 @@ class Scheduler:
     def _is_idle(self) -> bool:
         return not self._queued and not self._running and not self._tasks
 
+    def _is_done(self) -> bool:
+        """Idle, and whatever ended is over: its session is free and its client was told."""
+        return self._is_idle() and not (self._is_ending and self._thread.is_alive())
+
     def requests(self) -> tuple[Request, ...]:
         """Those in flight, waiting ones included."""
         with self._wake:
@@ -207,6 +212,7 @@ class Scheduler:
             if not self._running:
                 self.news.release()  # nobody knows when the device works again
             with self._wake:
+                self._is_ending = False
                 if self._is_idle():
                     self._wake.notify_all()
                     if self._is_stopping:
@@ -449,6 +455,7 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         with self._wake:
+            self._is_ending = True
             if request in self._queued:
                 self._queued.remove(request)
                 return

@@ -266,6 +266,28 @@ def test_what_was_done_to_a_session_is_still_answered_for_some_time_after_its_en
             assert engine.create_session(request_id=ONE).session_id != session
 
 
+@pytest.mark.parametrize(("end", "gone"), [("closed", SessionNotFound), ("evicted", SessionEvicted)])
+def test_taking_up_a_generate_of_a_session_that_ends_meanwhile_says_how_it_ended(
+    end: str, gone: type[RequestError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, params = Clock(), GenerateParams(max_tokens=2)
+    with tiny_engine(clock=clock, session_idle_ttl_seconds=50) as engine:
+        session = opened(engine)
+        drain(engine.generate(session, params, request_id=ONE))
+
+        def end_it(_params: GenerateParams) -> None:
+            """Right after the session was found."""
+            if end == "closed":
+                engine.close_session(session)
+            else:
+                clock.now += 60
+                engine._store.expire()
+
+        monkeypatch.setattr(engine._arguments, "check_params", end_it)
+        with pytest.raises(gone):
+            engine.generate(session, params, request_id=ONE, resume_from=21)
+
+
 @pytest.mark.parametrize("wrong", [b"x", b"x" * 15, b"x" * 17])
 def test_an_id_of_a_wrong_length_is_refused_once_the_session_is_known_to_exist(wrong: bytes) -> None:
     with tiny_engine() as engine:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from inference_engine.engine import Engine
-from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import Journal, TokensRecord
 from inference_engine.types import GenerateParams, Sampling, TokenCommitted
@@ -41,10 +40,6 @@ class AloneSolo:
 
     engine: Engine
     strategy: KVStrategy
-
-    @property
-    def is_endless(self) -> bool:
-        return isinstance(self.strategy, SinkWindow)
 
     def continued(self, history: Sequence[int], count: int, *, seed: int | None = None) -> list[int]:
         """The `count` tokens that follow, the whole history appended at once."""

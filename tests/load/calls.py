@@ -8,12 +8,14 @@ closed form, so that no history can hold anything else.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+import sys
+from collections import Counter, defaultdict, deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from google.protobuf.text_format import MessageToString
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
@@ -35,6 +37,7 @@ REMEMBERED_GENERATES = 8  # of each session; with one more, the first is forgott
 REMEMBERED_SECONDS = 600.0  # at least, even if the session ends at once
 STRATEGIES: tuple[KVStrategy, ...] = (make_strategy("full"), make_strategy("sink_window", sink=2, window=12))
 GONE = ("SESSION_NOT_FOUND", "SESSION_EVICTED")
+LAST_CALLS = 80  # that a failure tells
 
 ids = st.lists(st.integers(0, 127), max_size=9)  # every model here has these
 picks = st.integers(0, 2**16)
@@ -45,14 +48,16 @@ class Known:
     """What the model knows of a session."""
 
     session_id: str
+    strategy: KVStrategy
     solo: Solo | AloneSolo
     history: list[int] = field(default_factory=list)
     possible: list[int] = field(default_factory=list)  # tokens of which any number may have been added since
     used_at: float = 0.0
 
     def continued(self, count: int, seed: int | None = None) -> list[int] | None:
-        """What follows; None where rounding may decide, as rows that a fork shares are added up in float32."""
-        if not self.history:
+        """What follows, up to the limit; None where rounding may decide, as rows are added up in float32."""
+        count = min(count, LIMIT_TOKENS - len(self.history))
+        if not self.history or not count:
             return []
         tokens = self.solo.continued(self.history, count, seed=seed)
         return tokens if self.solo.is_certain(self.history + tokens, len(self.history)) else None
@@ -63,6 +68,23 @@ class Known:
         assert 0 <= added <= len(self.possible), (length, len(self.history), self.possible)
         self.history += self.possible[:added]
         self.possible = []
+
+
+@dataclass(kw_only=True, frozen=True)
+class Called:
+    """A call, and what its client saw."""
+
+    ended_at: float
+    request: Any
+    seconds: float | None  # to its deadline
+    outcome: Outcome
+    has_left: bool
+
+    def __str__(self) -> str:
+        end = "left" if self.has_left else f"{self.outcome.reason} {self.outcome.error or ''}"
+        limit = "" if self.seconds is None else f" within {self.seconds} s"
+        seen = " | ".join(_in_a_line(frame) for frame in self.outcome.frames)
+        return f"{self.ended_at:g} s: {type(self.request).__name__} {_in_a_line(self.request)}{limit} -> {end} {seen}"
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -114,6 +136,7 @@ class Calls(RuleBasedStateMachine):
         self._generates: defaultdict[str, list[bytes]] = defaultdict(list)  # session -> ids of its Generates
         self._request_ids = 0
         self._has_forked = False
+        self._last = deque[Called](maxlen=LAST_CALLS)
 
     def engine(self, **settings: Any) -> Engine:
         """What is judged. Another model's machine has another one."""
@@ -124,8 +147,12 @@ class Calls(RuleBasedStateMachine):
         return solo_of(strategy)
 
     def teardown(self) -> None:
+        failure = sys.exc_info()[1]
         try:
-            self._check_pool()
+            if isinstance(failure, AssertionError):
+                failure.add_note(self._account())  # what threads did does not come again
+            else:
+                self._check_pool()
         finally:
             self._engine.close()
             self._loop.close()
@@ -164,7 +191,7 @@ class Calls(RuleBasedStateMachine):
         if outcome.reason == "NO_CAPACITY":
             return  # all are in use, by Generates that were left or by copies of rows
         self._remember(request, outcome.only)
-        self._add(Known(session_id=outcome.only.session_id, solo=self.solo(strategy)))
+        self._add(Known(session_id=outcome.only.session_id, strategy=strategy, solo=self.solo(strategy)))
 
     @rule(pick=picks, token_ids=ids, has_id=st.booleans())
     def append(self, pick: int, token_ids: list[int], has_id: bool) -> None:
@@ -219,10 +246,9 @@ class Calls(RuleBasedStateMachine):
         if not known.history:
             assert outcome.reason == "INVALID_ARGUMENT"
             return
-        done = outcome.frames[-1].done
-        known.told(done.history_length - len(outcome.tokens))
-        room = LIMIT_TOKENS - len(known.history) if not known.solo.is_endless else count
-        assert outcome.tokens == expected[: max(0, room)]
+        assert outcome.reason == "OK", outcome.error
+        known.told(outcome.frames[-1].done.history_length - len(outcome.tokens))
+        assert outcome.tokens == expected, (outcome.tokens, expected, known)
         known.history += outcome.tokens
         self._remember(request, outcome)
 
@@ -230,23 +256,23 @@ class Calls(RuleBasedStateMachine):
     def leave_a_generate(self, pick: int, after: int, has_id: bool) -> None:
         """The client goes away: what it saw is in the history, and perhaps a little more."""
         known = self._pick(pick)
-        if not self._settle(known) or not (whole := known.continued(6)):
+        if not self._settle(known) or not known.history or (whole := known.continued(6)) is None:
             return
         request = self._generate_request(known, 6, None, self._request_id() if has_id else b"")
         outcome = self._run(self._leave(request, CutOff(after)))
         if self._is_gone(known, outcome):
             return
-        assert outcome.tokens == whole[: len(outcome.tokens)]
+        assert outcome.tokens == whole[: len(outcome.tokens)], (outcome.tokens, whole, known)
         known.history += outcome.tokens
         known.possible = whole[len(outcome.tokens) :]
 
     @rule(pick=picks)
     def run_out_of_time(self, pick: int) -> None:
         known = self._pick(pick)
-        if not self._settle(known) or not (whole := known.continued(6)):
+        if not self._settle(known) or not known.history or (whole := known.continued(6)) is None:
             return
         outcome = self._ask(self._generate_request(known, 6, None, b""), seconds=0.002)
-        assert outcome.tokens == whole[: len(outcome.tokens)]
+        assert outcome.tokens == whole[: len(outcome.tokens)], (outcome.tokens, whole, known)
         known.history += outcome.tokens
         if outcome.reason == "DEADLINE":
             known.possible = whole[len(outcome.tokens) :]
@@ -284,7 +310,8 @@ class Calls(RuleBasedStateMachine):
         assert outcome.only.history_length == len(known.history)
         self._has_forked = True
         self._remember(request, outcome.only)
-        self._add(Known(session_id=outcome.only.session_id, solo=known.solo, history=list(known.history)))
+        session_id, history = outcome.only.session_id, list(known.history)
+        self._add(Known(session_id=session_id, strategy=known.strategy, solo=known.solo, history=history))
 
     @rule(pick=picks)
     def say_it_again(self, pick: int) -> None:
@@ -297,7 +324,7 @@ class Calls(RuleBasedStateMachine):
         if outcome.reason in GONE:
             return
         if isinstance(made.request, pb.GenerateRequest):
-            assert outcome.tokens == made.answer.tokens
+            assert outcome.tokens == made.answer.tokens, (outcome.tokens, made.answer.tokens, outcome.error)
             assert outcome.frames[-1].done.replayed
             return
         expected = type(made.answer).FromString(made.answer.SerializeToString())
@@ -317,7 +344,7 @@ class Calls(RuleBasedStateMachine):
         outcome = self._ask(request)
         if outcome.reason not in GONE:
             assert outcome.reason == "OK", outcome.error
-            assert outcome.tokens == tokens[skipped:]
+            assert outcome.tokens == tokens[skipped:], (outcome.tokens, tokens, skipped)
 
     @rule(pick=picks)
     def use_an_id_for_something_else(self, pick: int) -> None:
@@ -361,11 +388,24 @@ class Calls(RuleBasedStateMachine):
         return self._loop.run_until_complete(work)
 
     def _ask(self, request: Any, *, seconds: float | None = None) -> Outcome:
-        return self._counted(request, self._run(self._servicer.call(request, seconds=seconds)))
-
-    def _counted(self, request: Any, outcome: Outcome) -> Outcome:
-        self.seen[type(request).__name__.removesuffix("Request"), outcome.reason] += 1
+        outcome = self._noted(request, self._run(self._servicer.call(request, seconds=seconds)), seconds=seconds)
+        self._count(request, outcome.reason)
         return outcome
+
+    def _count(self, request: Any, reason: str) -> None:
+        self.seen[type(request).__name__.removesuffix("Request"), reason] += 1
+
+    def _noted(
+        self, request: Any, outcome: Outcome, *, seconds: float | None = None, has_left: bool = False
+    ) -> Outcome:
+        self._last.append(
+            Called(ended_at=self._now, request=request, seconds=seconds, outcome=outcome, has_left=has_left)
+        )
+        return outcome
+
+    def _account(self) -> str:
+        """What the model knows, and what was said last."""
+        return "\n".join(map(str, ("the sessions:", *self._open, "the last calls:", *self._last)))
 
     def _look(self, known: Known) -> Outcome:
         """What became of a session: no call of the sequence."""
@@ -378,17 +418,19 @@ class Calls(RuleBasedStateMachine):
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
         if task.done():
-            return self._counted(request, task.result())
+            self._count(request, task.result().reason)
+            return self._noted(request, task.result())
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        self.seen["Generate", "left"] += 1
-        return Outcome(context.frames, None)
+        self._count(request, "left")
+        return self._noted(request, Outcome(context.frames, None), has_left=True)
 
     def _settle(self, known: Known) -> bool:
         """Find out how long the history is. False: the session is gone."""
         outcome = self._look(known)
         while outcome.reason == "OK" and outcome.only.generating:
             outcome = self._look(known)
+        self._noted(pb.GetSessionInfoRequest(session_id=known.session_id), outcome)
         if self._is_gone(known, outcome, is_use=False):
             return False
         known.told(outcome.only.history_length)
@@ -455,3 +497,7 @@ class Calls(RuleBasedStateMachine):
                 or made.request.request_id in self._generates[made.request.session_id][-REMEMBERED_GENERATES:]
             )
         ]
+
+
+def _in_a_line(message: Any) -> str:
+    return MessageToString(message, as_one_line=True)

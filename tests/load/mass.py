@@ -34,7 +34,7 @@ from tests.load.scripted import scripted_engine
 
 HANG_SECONDS = 300
 AT_ONCE = 8_000  # messages between two looks at the clock
-SEQUENCES, STEPS = 50, 50  # of calls, between two looks at the clock
+SEQUENCES, STEPS = 50, 50  # of calls, between two looks at how many there were
 
 
 @dataclass
@@ -91,12 +91,19 @@ def cancels(amount: int, seed: int) -> Tally:
     return tally
 
 
+class _WatchedCalls(Calls):
+    """Every sequence is a sign of life: where others have the processors, many of them take longer than a hang may."""
+
+    def __init__(self) -> None:
+        _alive()
+        super().__init__()
+
+
 def calls(amount: int, seed: int) -> Tally:
     """Sequences of calls against a model of the histories, as in `tests/load/test_call_sequences.py`."""
     tally, number = Tally(), 0
     Calls.seen.clear()
     while (missing := amount - Calls.seen.total()) > 0 and not tally.faults:
-        _alive()
         budget = hypothesis.settings(
             max_examples=min(SEQUENCES, missing // STEPS + 1),
             stateful_step_count=STEPS,
@@ -106,7 +113,7 @@ def calls(amount: int, seed: int) -> Tally:
             derandomize=False,
             suppress_health_check=list(HealthCheck),
         )
-        run = hypothesis.seed(seed * 1_000_000 + number)(get_state_machine_test(Calls, settings=budget))
+        run = hypothesis.seed(seed * 1_000_000 + number)(get_state_machine_test(_WatchedCalls, settings=budget))
         try:
             run()
         except (AssertionError, KakeyaError, FlakyFailure) as error:

@@ -42,11 +42,6 @@ class Solo:
     sights: tuple[Sight, ...]
     segment: int
 
-    @property
-    def is_endless(self) -> bool:
-        """Can a session of this kind be of any length?"""
-        return all(sight.window is not None for sight in self.sights)
-
     def logits(self, history: Sequence[int], first: int) -> Tensor:
         """float32 [len(history) + 1 - first, V]: row j is what the model says about position `first + j`."""
         return self.model.logits(self._averages(history, first))

@@ -10,6 +10,7 @@ from inference_engine.backends.scripted import ScriptedForward, ScriptedModel
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.kv.pool import Pool
+from inference_engine.types import Event, Finished, GenerateParams
 from tests.laws.variants import text
 from tests.scheduler.test_fairness import SMALL
 
@@ -50,6 +51,28 @@ def test_a_task_that_hangs_is_an_engine_that_stands_still_and_a_drain_waits_for_
         assert is_running.wait(60)
         now[0] += 2 * CONFIG.stall_seconds
         assert engine.is_stalled()
+        draining = threading.Thread(target=engine.drain, args=(60.0,))
+        draining.start()
+        draining.join(0.2)
+        assert draining.is_alive()
+        may_end.set()
+        draining.join(60)
+        assert not draining.is_alive()
+
+
+def test_a_drain_waits_until_whoever_asked_has_heard_of_the_end() -> None:
+    is_ending, may_end = threading.Event(), threading.Event()
+
+    def hold_the_end(event: Event) -> None:
+        if isinstance(event, Finished):
+            is_ending.set()
+            assert may_end.wait(60)
+
+    with Engine(ScriptedForward(ScriptedModel()), CONFIG) as engine:
+        session = engine.create_session(limit_tokens=200).session_id
+        engine.append(session, text(4))
+        engine.generate(session, GenerateParams(max_tokens=2), listener=hold_the_end)
+        assert is_ending.wait(60)
         draining = threading.Thread(target=engine.drain, args=(60.0,))
         draining.start()
         draining.join(0.2)
