@@ -99,8 +99,8 @@ def test_a_training_can_begin_with_a_drafter_of_this_model_of_the_same_shape(
     monkeypatch.setattr(record, "commit", lambda: "none")
     folder = drafter_folder(tiny_folder.name, made)
     further = ("--model", str(tiny_folder), "--cache-dir", str(made), "--out", str(tmp_path), "--begin", str(folder))
-    small = ("--taps", "2", "--block-size", "4", "--batch", "4", "--anchors", "8", "--steps", "2")
-    small = (*small, "--commit", "0123abc")
+    shape = ("--taps", "2", "--block-size", "4", "--batch", "4", "--anchors", "8", "--steps", "2")
+    small = (*shape, "--commit", "0123abc")
     assert main(["train", "drafter", *further, *small, "--layers", "1", "--mask-token-id", "127"]) == 0
     manifest = json.loads((tmp_path / "drafter.json").read_text())
     assert manifest["recipe"]["begin"] == json.loads((folder / "drafter.json").read_text())["tensors_sha256"]
