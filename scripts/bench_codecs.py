@@ -206,7 +206,7 @@ def plot(path: Path, title: str, values: Mapping[str, Mapping[str, Any]], codecs
         axes.legend(fontsize=7)
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    record.save_figure(figure, path)
 
 
 def fitting(head_dims: set[int]) -> tuple[list[KVCompressor], list[str]]:

@@ -190,8 +190,7 @@ def _bars(path: Path, lines: Sequence[Mapping[str, Any]], y_label: str, columns:
     axes.set_xticks(range(len(kinds)), kinds)
     axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize="x-small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    record.save_figure(figure, path)
 
 
 def find(target: Target, names: Sequence[str]) -> dict[str, Drafter]:

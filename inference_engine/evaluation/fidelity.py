@@ -30,6 +30,7 @@ from inference_engine.evaluation.divergence import FULL, Floats, Scores, compare
 from inference_engine.evaluation.haystack import KINDS, Texts
 from inference_engine.evaluation.models import Target
 from inference_engine.evaluation.passages import Passage, describe, text_passage
+from inference_engine.evaluation.record import save_figure
 from inference_engine.evaluation.sessions import check_fits
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
@@ -128,7 +129,7 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
         axes.set(title=f"KL to full, {kind}", xlabel="context, tokens", ylabel="nats a token, mean")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-        figure.savefig(folder / f"kl_{kind}.png", dpi=120)
+        save_figure(figure, folder / f"kl_{kind}.png")
 
 
 def _draw_kinds(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -147,7 +148,7 @@ def _draw_kinds(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.set(title=f"KL to full, {title}, at {lines[0]['length']}", yscale="log", ylabel="nats a token")
         axes.grid(alpha=0.3)
     figure.legend(*axes.get_legend_handles_labels(), fontsize="x-small", loc="outside lower center", ncols=2)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 # -- many passages ---------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from inference_engine.evaluation.divergence import FULL, Floats
 from inference_engine.evaluation.haystack import KINDS
 from inference_engine.evaluation.models import Target
 from inference_engine.evaluation.passages import Passage, describe, force, text_passage
-from inference_engine.evaluation.record import exact, summarize
+from inference_engine.evaluation.record import exact, save_figure, summarize
 from inference_engine.evaluation.sessions import check_fits
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
@@ -158,7 +158,7 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
         for axes in (above, below):
             axes.grid(alpha=0.3)
         above.legend(fontsize="x-small")
-        figure.savefig(folder / f"free_running_{kind}_{way.replace(' ', '_')}.png", dpi=120)
+        save_figure(figure, folder / f"free_running_{kind}_{way.replace(' ', '_')}.png")
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------

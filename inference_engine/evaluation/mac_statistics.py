@@ -24,7 +24,7 @@ from inference_engine.evaluation.fidelity import measure, rows, values
 from inference_engine.evaluation.haystack import KINDS
 from inference_engine.evaluation.models import Target
 from inference_engine.evaluation.passages import Passage, describe, forced, text_passage
-from inference_engine.evaluation.record import exact
+from inference_engine.evaluation.record import exact, save_figure
 from inference_engine.evaluation.sessions import check_fits
 from inference_engine.kv.query_rings import MatchTotals
 from inference_engine.kv.strategies.mac import Mac
@@ -139,7 +139,7 @@ def draw(payload: Mapping[str, Any], folder: Any) -> None:
         axes.set(title=f"Attention taken over, {kind}", xlabel="layer", ylabel="share", ylim=(0, 1))
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-        figure.savefig(folder / f"matches_{kind}.png", dpi=120)
+        save_figure(figure, folder / f"matches_{kind}.png")
 
 
 def _ignore(position: int, logits: torch.Tensor) -> None:

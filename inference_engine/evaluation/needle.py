@@ -298,7 +298,7 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
         axes.set(title=f"{task}, {kind}", xlabel="prompt, tokens", ylabel="share found (95 %)", ylim=(-0.03, 1.03))
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-        figure.savefig(folder / f"recall_{task}_{kind}.png", dpi=120)
+        record.save_figure(figure, folder / f"recall_{task}_{kind}.png")
 
 
 def _recall_row(cell: Cell, name: str) -> dict[str, Any]:

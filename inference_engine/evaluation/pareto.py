@@ -152,7 +152,7 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
         if is_log:
             axes.set_yscale("log")
         axes.grid(alpha=0.3)
-        figure.savefig(folder / f"{measure.name.replace(' ', '_')}.png", dpi=120)
+        record.save_figure(figure, folder / f"{measure.name.replace(' ', '_')}.png")
 
 
 # -- joining ----------------------------------------------------------------------------------------------------------

@@ -234,5 +234,4 @@ def plot(path: Path, told: Sequence[Mapping[str, Any]]) -> None:
     right.set_ylim(bottom=0)
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    record.save_figure(figure, path)

@@ -172,7 +172,7 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
         )
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-        figure.savefig(folder / f"kl_{kind}_{rate}.png", dpi=120)
+        record.save_figure(figure, folder / f"kl_{kind}_{rate}.png")
 
 
 # -- equal bytes ------------------------------------------------------------------------------------------------------
