@@ -105,15 +105,15 @@ BUGS = (
     Bug(
         "logits that are not finite are sampled",
         "inference_engine/decode/verifier.py",
-        "        finite = torch.isfinite(rows).all(dim=-1)\n",
-        "        finite = torch.ones(len(rows), dtype=torch.bool, device=rows.device)\n",
+        "            is_finite = math.isfinite(largest) and math.isfinite(smallest)\n",
+        "            is_finite = True\n",
         ("tests/backends/test_scripted.py",),
     ),
     Bug(
         "randomness depends on the place in the batch",
         "inference_engine/decode/verifier.py",
-        "tokens[place] = block.sampler.draw(rows[place], position, guesses)",
-        "tokens[place] = block.sampler.draw(rows[place], place, guesses)",
+        "uniform(place.sampler.seed, place.position) for place in keyed",
+        "uniform(place.sampler.seed, number) for number, place in enumerate(keyed)",
         (CLOSED_FORM,),
     ),
     Bug(
