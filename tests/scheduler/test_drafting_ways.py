@@ -104,3 +104,14 @@ def test_the_network_is_told_of_rows_before_it_drafts_and_not_before_a_copy_is_t
     assert drafter.told == 0
     step(drafting, talk, 1, right=0)
     assert drafter.told == 3
+
+
+def test_a_drafter_that_cannot_say_how_it_would_draft_is_not_asked_again() -> None:
+    class Speechless(TwoWays):
+        def way(self, history: TokenIds) -> Way | None:
+            raise RuntimeError("the drafter cannot say")
+
+    drafting, talk = drafting_with(Speechless()), Talk()
+    talk.kv.draft_memory = None
+    assert step(drafting, talk, 1, right=0) == 0
+    assert talk.is_degraded

@@ -38,6 +38,17 @@ def test_a_fork_is_made_though_the_round_that_would_have_copied_it_failed(monkey
         assert engine.info().kv_reserved_bytes == 0
 
 
+def drain_waits_for(engine: Engine, may_end: threading.Event) -> None:
+    """A drain goes on until what holds the engine may end, and no longer."""
+    draining = threading.Thread(target=engine.drain, args=(60.0,))
+    draining.start()
+    draining.join(0.2)
+    assert draining.is_alive()
+    may_end.set()
+    draining.join(60)
+    assert not draining.is_alive()
+
+
 def test_a_task_that_hangs_is_an_engine_that_stands_still_and_a_drain_waits_for_it() -> None:
     now = [0.0]
     with Engine(ScriptedForward(ScriptedModel()), CONFIG, clock=lambda: now[0]) as engine:
@@ -51,13 +62,7 @@ def test_a_task_that_hangs_is_an_engine_that_stands_still_and_a_drain_waits_for_
         assert is_running.wait(60)
         now[0] += 2 * CONFIG.stall_seconds
         assert engine.is_stalled()
-        draining = threading.Thread(target=engine.drain, args=(60.0,))
-        draining.start()
-        draining.join(0.2)
-        assert draining.is_alive()
-        may_end.set()
-        draining.join(60)
-        assert not draining.is_alive()
+        drain_waits_for(engine, may_end)
 
 
 def test_a_drain_waits_until_whoever_asked_has_heard_of_the_end() -> None:
@@ -73,10 +78,4 @@ def test_a_drain_waits_until_whoever_asked_has_heard_of_the_end() -> None:
         engine.append(session, text(4))
         engine.generate(session, GenerateParams(max_tokens=2), listener=hold_the_end)
         assert is_ending.wait(60)
-        draining = threading.Thread(target=engine.drain, args=(60.0,))
-        draining.start()
-        draining.join(0.2)
-        assert draining.is_alive()
-        may_end.set()
-        draining.join(60)
-        assert not draining.is_alive()
+        drain_waits_for(engine, may_end)
