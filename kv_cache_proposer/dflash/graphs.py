@@ -92,14 +92,11 @@ class DrafterGraphs:
             ids, positions, starts, visible = torch.split(numbers, sizes)
             index = starts[:, None] + rows
             seen = visible.view(count, 1, 1, -1).bool()
-            held = seen[..., :window].transpose(2, 3)  # [N, 1, window, 1]
-            shape = (count, config.layers, config.kv_heads, window, config.head_dim)
-            keys, values = (arena[index].view(shape) for arena in self._arenas)
             # What was never written may be anything, and what is not a number does not go away under a mask.
-            context = [
-                (keys[:, layer].masked_fill(~held, 0), values[:, layer].masked_fill(~held, 0))
-                for layer in range(config.layers)
-            ]
+            unseen = ~seen[..., :window, None]  # [N, 1, 1, window, 1]
+            shape = (count, config.layers, config.kv_heads, window, config.head_dim)
+            keys, values = (arena[index].view(shape).masked_fill(unseen, 0) for arena in self._arenas)
+            context = list(zip(keys.unbind(1), values.unbind(1), strict=True))
             block = self._words.embed(ids.view(count, size), config.embedding_scale)
             states = self._network(block, positions.view(count, size), context, seen)
             return guess(self._network, self._words, states[:, 1:])

@@ -12,6 +12,7 @@ Source: DFlash: Block Diffusion for Flash Speculative Decoding, arXiv 2602.06036
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from kv_cache_proposer.dflash.config import DFlashConfig
 
 Rows = tuple[Tensor, Tensor]  # K, rotated, and V: [N, Hkv, S, D] each
-Angles = tuple[Tensor, Tensor]  # cos and sin: [N, S, D] float32 each
+Angles = tuple[Tensor, Tensor]  # cos, and sin with the sign of what it adds: [N, 1, S, D] each
 
 
 class Norm(nn.Module):
@@ -33,9 +34,10 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, states: Tensor) -> Tensor:
-        wide = states.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * self.weight.float()).to(states.dtype)
+        if states.dtype == self.weight.dtype:
+            return F.rms_norm(states, self.weight.shape, self.weight, self.eps)
+        # In training weights are wider than what they are applied to.
+        return F.rms_norm(states.float(), self.weight.shape, self.weight.float(), self.eps).to(states.dtype)
 
 
 class Attention(nn.Module):
@@ -57,8 +59,12 @@ class Attention(nn.Module):
     def forward(self, states: Tensor, angles: Angles, context: Rows, mask: Tensor) -> Tensor:
         queries = rotate(self.q_norm(self._split(self.q_proj(states))), angles)
         keys, values = (torch.cat(pair, dim=2) for pair in zip(context, self.rows(states, angles), strict=True))
-        keys, values = keys.repeat_interleave(self.group, dim=1), values.repeat_interleave(self.group, dim=1)
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        if mask.shape[2] == 1:  # the same for every query, so all that share keys are one head's
+            together = queries.reshape(*keys.shape[:2], -1, self.head_dim)
+            out = F.scaled_dot_product_attention(together, keys, values, attn_mask=mask).view(queries.shape)
+        else:
+            keys, values = keys.repeat_interleave(self.group, dim=1), values.repeat_interleave(self.group, dim=1)
+            out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
         projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return projected
 
@@ -122,6 +128,7 @@ class DFlashNetwork(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = Norm(config.hidden, config.norm_eps)
         self.chain = Chain(config) if config.chain else None
+        self._turns: Tensor | None = None
 
     def context(self, taps: Tensor, positions: Tensor) -> list[Rows]:
         """Every layer's K and V of tokens: taps [N, S, taps, hidden], positions [N, S] absolute."""
@@ -132,22 +139,26 @@ class DFlashNetwork(nn.Module):
     def forward(self, block: Tensor, positions: Tensor, context: Sequence[Rows], mask: Tensor) -> Tensor:
         """Final hidden states of blocks [N, T, hidden], of embeddings, at `positions` [N, T]; before any chain.
 
-        mask: [N or 1, 1, T or 1, S + T], what may be seen of context and block: bool, or 0 and -inf.
+        mask: [N or 1, 1, T or 1, S + T], what may be seen of context and block: bool.
         """
         angles = self.angles(positions)
         states = block
+        if mask.shape[2] == 1:  # as it is added to scores: what takes a bool makes it so again in every layer
+            mask = torch.zeros(mask.shape, dtype=block.dtype, device=mask.device).masked_fill_(~mask, -math.inf)
         for layer, rows in zip(self._layers(), context, strict=True):
             states = layer(states, angles, rows, mask)
         out: Tensor = self.norm(states)
         return out
 
     def angles(self, positions: Tensor) -> Angles:
-        """In float64 until the cosine: far positions keep exact distances."""
-        size = self.config.head_dim
-        exponents = torch.arange(0, size, 2, dtype=torch.float64, device=positions.device) / size
-        angle = positions[..., None].double() * self.config.rope_theta**-exponents
-        angle = torch.cat([angle, angle], dim=-1)
-        return angle.cos().float(), angle.sin().float()
+        """In float64 until the cosine: far positions keep exact distances. In the dtype of what they turn."""
+        if self._turns is None or self._turns.device != positions.device:
+            # Once, where it is used: a buffer would be rounded with the weights.
+            exponents = torch.arange(0, self.config.head_dim, 2, dtype=torch.float64, device=positions.device)
+            self._turns = self.config.rope_theta ** -(exponents / self.config.head_dim)
+        angle = positions[:, None, :, None] * self._turns
+        cos, sin = angle.cos().to(self.norm.weight.dtype), angle.sin().to(self.norm.weight.dtype)
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
     def _layers(self) -> list[Layer]:
         return [layer for layer in self.layers if isinstance(layer, Layer)]
@@ -155,6 +166,5 @@ class DFlashNetwork(nn.Module):
 
 def rotate(states: Tensor, angles: Angles) -> Tensor:
     """states [N, H, S, D], rotated by their positions' angles; dimension i turns with i + D/2."""
-    cos, sin = (part[:, None].to(states.dtype) for part in angles)
-    first, second = states.chunk(2, dim=-1)
-    return states * cos + torch.cat([-second, first], dim=-1) * sin
+    cos, sin = (part.to(states.dtype) for part in angles)
+    return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, dims=-1), sin)
