@@ -82,7 +82,7 @@ def main(words: Sequence[str] | None = None) -> None:
     name = f"latent_variants_{payload['config']['model']}"
     path = record.write_record(
         name,
-        {"command": record.command_line(without=("--results",)), **payload},
+        {"commit": arguments.commit, "command": record.command_line(without=("--results", "--commit")), **payload},
         **({"results_dir": arguments.results} if arguments.results else {}),
     )
     for value_name, value in payload["values"].items():
@@ -107,6 +107,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--refine-steps", type=int, default=0, help="of gradient; 0: none")
     parser.add_argument("--step-size", type=float, default=STEP_SIZE, help="of refining")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", default=record.commit(), help="what runs, where there is no repository to ask")
     parser.add_argument("--results", type=Path, help="where records are kept (default: results)")
     return parser.parse_args(words)
 
