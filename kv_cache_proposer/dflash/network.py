@@ -61,11 +61,12 @@ class Attention(nn.Module):
         keys, values = (torch.cat(pair, dim=2) for pair in zip(context, self.rows(states, angles), strict=True))
         if mask.shape[2] == 1:  # the same for every query, so all that share keys are one head's
             together = queries.reshape(*keys.shape[:2], -1, self.head_dim)
-            out = F.scaled_dot_product_attention(together, keys, values, attn_mask=mask).view(queries.shape)
+            out = F.scaled_dot_product_attention(together, keys, values, attn_mask=mask)
+            heads = out.unflatten(2, (self.group, -1)).permute(0, 3, 1, 2, 4)  # [N, T, Hkv, group, D]
         else:
             keys, values = keys.repeat_interleave(self.group, dim=1), values.repeat_interleave(self.group, dim=1)
-            out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-        projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+            heads = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask).transpose(1, 2)
+        projected: Tensor = self.o_proj(heads.flatten(2))
         return projected
 
     def _split(self, states: Tensor) -> Tensor:
