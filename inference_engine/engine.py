@@ -5,8 +5,6 @@ Thread-safe. Everything but iterating a Generation returns in microseconds and n
 
 from __future__ import annotations
 
-import logging
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,50 +16,32 @@ from inference_engine.backends.base import Forward
 from inference_engine.config import EngineConfig
 from inference_engine.decode.drafting import Drafter
 from inference_engine.decode.verifier import Verifier
-from inference_engine.errors import (
-    Draining,
-    EngineStalled,
-    InvalidArgument,
-    InvariantViolated,
-    SessionBusy,
-    SessionClosed,
-)
+from inference_engine.errors import Draining, EngineStalled, InvalidArgument, SessionClosed
+from inference_engine.forks import open_fork
+from inference_engine.generates import Generates
 from inference_engine.generation import Generation
 from inference_engine.kv.query_rings import MatchTotals
-from inference_engine.kv.session_kv import bound_of
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.kv.tier import open_tier
 from inference_engine.kv.token_codec import TokenCodec
 from inference_engine.kv.transfers import TransferTotals
-from inference_engine.logs import about_session
+from inference_engine.memory import open_memory, warn_if_too_small
 from inference_engine.metrics import EngineMetrics, StepTimer
 from inference_engine.scheduler.census import take_census
 from inference_engine.scheduler.loop import Scheduler
-from inference_engine.scheduler.request import Forced, Listener, OnLogits, Request
-from inference_engine.scheduler.transcript import Reader, Transcript
+from inference_engine.scheduler.request import Forced, Listener, OnLogits
 from inference_engine.session.admission import SessionLimits
-from inference_engine.session.holding import holding, when_not_busy
+from inference_engine.session.holding import holding
 from inference_engine.session.journal import Journal, MemoryJournal, SessionRecord, TokensRecord
 from inference_engine.session.replies import Call, Replies, identify
-from inference_engine.session.session import Operation, Session
+from inference_engine.session.session import Operation
 from inference_engine.session.store import SessionStore
 from inference_engine.tracing import Tracing
-from inference_engine.types import (
-    MAX_STOP_TOKEN_IDS,
-    GenerateParams,
-    Mark,
-)
-
-T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
+from inference_engine.types import MAX_STOP_TOKEN_IDS, GenerateParams, Mark
 
 Reply = TypeVar("Reply", bound="SessionOpened | HistoryLength")
 
-_REMEMBERED_GENERATES = 8  # of each session
 _FAILED_STEPS = 3  # in a row: the device, not a request, is at fault
-_KV_SHARE = 4  # of the free memory, one part in this many goes to K/V unless the settings say
 
 
 class Engine:
@@ -104,21 +84,9 @@ class Engine:
         self._arguments = Arguments(self.config, self._geometry, vocab_size=forward.facts.vocab_size)
         self._default_strategy = parse_strategy(self.config.strategy).resolved(self._geometry)
         self._default_strategy.check(self._geometry)
-        tap_layers = () if drafter is None else drafter.tap_layers
-        kv_bytes = self.config.kv_bytes or forward.free_bytes() // _KV_SHARE
-        opened = forward.open(self._geometry, kv_bytes, tap_layers=tap_layers)
-        tier = open_tier(
-            forward.device,
-            capacity_bytes=self.config.tier_bytes,
-            share=_KV_SHARE,
-            folder=self.config.tier_dir,
-            count=self.metrics.count_transfer,
-        )
-        self._context = replace(opened, latent=latent, draft_memories=drafter, tier=tier)
-        if drafter is not None:
-            drafter.prepare(self._context)
+        self._context = open_memory(forward, self._geometry, self.config, self.metrics, latent=latent, drafter=drafter)
         self._check_ready(self._default_strategy)
-        self._warn_if_too_small()
+        warn_if_too_small(self._default_strategy, self._context)
         self._store = SessionStore(
             self._context,
             self._journal,
@@ -133,10 +101,9 @@ class Engine:
             ),
             idle_ttl_seconds=self.config.session_idle_ttl_seconds,
         )
-        self._forks: Replies[SessionForked] = self._store.replies.page(most_per_session=1)
         timer = StepTimer(self.metrics, clock)
         self._scheduler = Scheduler(
-            Verifier(forward, self._context, tap_layers=tap_layers, lap=timer.lap),
+            Verifier(forward, self._context, tap_layers=() if drafter is None else drafter.tap_layers, lap=timer.lap),
             self._store,
             self._journal,
             self.metrics,
@@ -153,8 +120,10 @@ class Engine:
         self._opened: Replies[SessionOpened] = replies.page()
         self._appended: Replies[HistoryLength] = replies.page()
         self._closed: Replies[HistoryLength] = replies.page()
-        # Their tokens are in the history, which goes with the session.
-        self._generated: Replies[Transcript] = replies.page(most_per_session=_REMEMBERED_GENERATES, keep_seconds=0.0)
+        self._forked: Replies[SessionForked] = replies.page(most_per_session=1)
+        self._generates = Generates(
+            self._store, self._scheduler, self.metrics, self.tracing, clock, refuse=self._refuse_when_draining
+        )
         self._is_draining = False
         self._scheduler.start()
 
@@ -211,12 +180,12 @@ class Engine:
         answered as it was. Raises what `create_session` and `append` raise.
         """
         with self._store.locked():
-            if not self._forks.knows(request_id, owner=owner):
-                self._find(session_id, owner)
+            if not self._forked.knows(request_id, owner=owner):
+                self._store.find_healthy(session_id, owner)
         call = identify(request_id, session_id, expected_history_length, limit_tokens, label, owner=owner)
         if (reply := self._forked_before(call)) is not None:
             return reply
-        parent = self._find(session_id, owner)
+        parent = self._store.find_healthy(session_id, owner)
         self._refuse_when_draining()
         check_label(label)
         limit = parent.limit_tokens if limit_tokens is None else self._arguments.limit(parent.kv.strategy, limit_tokens)
@@ -224,44 +193,23 @@ class Engine:
             if (reply := self._forked_before(call)) is not None:
                 return reply
             check_length(parent, expected_history_length)
-            length = len(parent.history)
-            if limit is not None and limit < length:
-                raise InvalidArgument("limit_tokens", f"must hold the history of {length} tokens, got {limit}")
-            fork = self._store.fork(parent, limit)
+            fork = open_fork(self._store, self._scheduler, parent, limit)
             fork.label = label
-            try:
-                self._scheduler.between_steps(lambda: self._copy_rows(parent, fork))
-            except BaseException:
-                self._store.unpin(parent, fork)
-                self._store.close(fork.session_id, owner)
-                raise
             reply = SessionForked(
                 session_id=fork.session_id,
                 strategy=fork.kv.strategy,
                 bound=fork.kv.bound,
                 limit_tokens=fork.limit_tokens,
-                history_length=length,
+                history_length=len(fork.history),
                 shared_bytes=fork.kv.shared_bytes,
             )
-            self._forks.remember(call, reply, session_id=fork.session_id)
+            self._forked.remember(call, reply, session_id=fork.session_id)
             return reply
 
     def _forked_before(self, call: Call | None) -> SessionForked | None:
         with self._store.locked():
-            reply = self._forks.recall(call)
+            reply = self._forked.recall(call)
         return None if reply is None else self._again(reply)
-
-    def _copy_rows(self, parent: Session, fork: Session) -> None:
-        """Engine's thread, between steps. If rows cannot be copied, the fork computes them from its history."""
-        try:
-            if not parent.failure_reason and not fork.is_closed:
-                fork.kv.copy_from(parent.kv)
-                fork.refresh_facts()
-        except Exception:
-            logger.exception("the rows of a fork could not be copied")
-            fork.forget_rows()
-        finally:
-            self._store.unpin(parent, fork)
 
     def rebuild_session(self, began: SessionRecord, records: Sequence[TokensRecord]) -> SessionOpened:
         """A new session with the history of a recorded one, marks included, so that it goes on as that one would."""
@@ -271,7 +219,7 @@ class Engine:
             limit_tokens=began.limit_tokens,
             owner=began.owner,
         )
-        session = self._find(opened.session_id, began.owner)
+        session = self._store.find_healthy(opened.session_id, began.owner)
         with holding(self._store, session, Operation.APPEND, 0.0), self._store.locked():
             for record in records:
                 assert record.position == len(session.history), "records follow each other"
@@ -313,13 +261,13 @@ class Engine:
         appended, named = self._appended, {"owner": owner, "session_id": session_id}
         with self._store.locked():
             if not appended.knows(request_id, **named):
-                self._find(session_id, owner)
+                self._store.find_healthy(session_id, owner)
         ids = self._arguments.ids(token_ids)
         call = identify(request_id, ids.tobytes(), expected_history_length, **named)
         with self._store.locked():
             if (known := appended.recall(call)) is not None:
                 return self._again(known)
-        session = self._find(session_id, owner)
+        session = self._store.find_healthy(session_id, owner)
         self._refuse_when_draining()
         with holding(self._store, session, Operation.APPEND, wait_seconds), self._store.locked():
             if (known := appended.recall(call)) is not None:
@@ -352,10 +300,12 @@ class Engine:
         the history still ends there: else HistoryLengthMismatch.
         listener: called with each event on the engine's thread; must return at once and never raise.
         """
-        session = self._find(session_id, owner)
+        session = self._store.find_healthy(session_id, owner)
         self._arguments.check_params(params)
         call = identify(request_id, params, owner=owner, session_id=session_id)
-        return self._start(session, params, listener, wait_seconds, call=call, resume_from=resume_from)
+        return self._generates.start(
+            session, params, listener=listener, wait_seconds=wait_seconds, call=call, resume_from=resume_from
+        )
 
     def score(
         self,
@@ -372,12 +322,12 @@ class Engine:
         device, row j predicts the token at `position + j`; each given token is predicted exactly once. The tensor is
         the callee's to keep. Iterate the Generation to wait for the end; an error of `on_logits` ends it.
         """
-        session = self._find(session_id, owner)
+        session = self._store.find_healthy(session_id, owner)
         ids = self._arguments.ids(token_ids)
         if not len(ids):
             raise InvalidArgument("token_ids", "must hold at least one id to score")
         params = GenerateParams(max_tokens=len(ids))
-        return self._start(session, params, None, wait_seconds, forced=Forced(ids, on_logits))
+        return self._generates.start(session, params, wait_seconds=wait_seconds, forced=Forced(ids, on_logits))
 
     def session_info(self, session_id: str, *, owner: str = "") -> SessionInfo:
         """Never waits, and does not count as use of the session."""
@@ -420,82 +370,6 @@ class Engine:
     def when_free(self, session_id: str, callback: Callable[[], None]) -> None:
         """Call back once, from any thread, when nothing holds the session (at once if nothing does, or it is gone)."""
         self._store.when_free(session_id, callback)
-
-    def _start(
-        self,
-        session: Session,
-        params: GenerateParams,
-        listener: Listener | None,
-        wait_seconds: float,
-        *,
-        call: Call | None = None,
-        resume_from: int | None = None,
-        forced: Forced | None = None,
-    ) -> Generation:
-        def begin() -> tuple[Transcript, Reader, Request | None]:
-            """Under the store's lock, so that of two equal calls one begins and the other attaches."""
-            with self._store.locked():
-                known = self._generated.recall(call)
-                if known is None and resume_from is not None:
-                    # It may have ended since it was found, and its Generates went with it; then this says how.
-                    self._find(session.session_id, session.owner)
-                    raise InvalidArgument("resume_from", "needs the request_id of a Generate that is remembered")
-                if known is not None and not known.can_continue:
-                    if known.is_stopping:
-                        raise SessionBusy(0.0)
-                    return known, known.attach(position=resume_from, is_replayed=True, listener=listener), None
-                self._refuse_when_draining()
-                self._store.acquire(session, Operation.GENERATE)
-                try:
-                    if known is not None:
-                        check_length(session, known.end_position)
-                    self._store.ensure_memory(session)
-                    transcript = known or self._new_transcript(session, params, forced)
-                    reader = transcript.attach(position=resume_from, is_replayed=known is not None, listener=listener)
-                    request = transcript.run(self._clock())
-                    self._follow(request)
-                    self._generated.remember(call, transcript, session_id=session.session_id)
-                except BaseException:
-                    self._store.free(session)
-                    raise
-                return transcript, reader, request
-
-        transcript, reader, request = when_not_busy(self._store, session, wait_seconds, begin)
-        if reader.is_replayed:
-            self.metrics.replays.inc()
-        if request is not None:
-            try:
-                self._scheduler.submit(request)
-            except BaseException as error:
-                transcript.refuse(error)
-                request.trace.end(error=getattr(error, "reason", "INTERNAL"), outcome="refused")
-                if not reader.is_replayed:
-                    with self._store.locked():
-                        self._generated.forget(call)
-                self._store.free(session)
-                raise
-        return Generation(transcript, reader, self._scheduler)
-
-    def _follow(self, request: Request) -> None:
-        """Let its spans and its lines in the log say what it is about."""
-        session = request.session
-        request.about = about_session(session.session_id)
-        request.trace = self.tracing.generate(
-            session=request.about["session"],
-            strategy=session.kv.strategy.name,
-            history_length=len(session.history),
-            max_tokens=request.params.max_tokens,
-        )
-        request.trace.enter("queue")
-
-    def _new_transcript(self, session: Session, params: GenerateParams, forced: Forced | None) -> Transcript:
-        check_length(session, params.expected_history_length)
-        if not len(session.history):
-            raise InvalidArgument("session_id", "the session's history is empty; append tokens before generating")
-        if forced is not None:
-            session.check_room(len(forced.token_ids))
-        seed = secrets.randbits(64) if params.sampling.seed is None else params.sampling.seed
-        return Transcript(session, params, seed, forced=forced)
 
     def _again(self, reply: Reply) -> Reply:
         """The answer to a call that came before."""
@@ -551,27 +425,9 @@ class Engine:
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
-    def _find(self, session_id: str, owner: str) -> Session:
-        session = self._store.find(session_id, owner)
-        if session.failure_reason:
-            raise InvariantViolated(session.failure_reason, "the session failed earlier")
-        return session
-
     def _check_ready(self, strategy: KVStrategy) -> None:
         if (restorer := strategy.restorer()) is not None:
             restorer.ready(self._context)
-
-    def _warn_if_too_small(self) -> None:
-        longest = self._default_strategy.length_limit(self._geometry)
-        needed = bound_of(self._default_strategy, self._context, longest).peak_bytes
-        if needed > self._context.pool.capacity_bytes:
-            logger.warning(
-                "a session of the default strategy %s needs %d bytes of K/V and there are %d in all: sessions must ask "
-                "for a smaller limit_tokens, or the server be given more kv_bytes",
-                self._default_strategy,
-                needed,
-                self._context.pool.capacity_bytes,
-            )
 
     def _refuse_when_draining(self) -> None:
         """Refuse work, too, that nobody would do."""

@@ -39,6 +39,8 @@ VOCABULARY = 256
 WATCHED = [
     "inference_engine.server",
     "inference_engine.engine",
+    "inference_engine.forks",
+    "inference_engine.generates",
     "inference_engine.arguments",
     "inference_engine.session",
 ]

@@ -10,50 +10,31 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from math import lcm
-
-import numpy as np
 
 from inference_engine.config import EngineConfig
 from inference_engine.decode.drafting import Drafter, TokenIds
-from inference_engine.decode.sampling import Sampler
-from inference_engine.decode.verifier import Block, BlockFailed, Verifier
-from inference_engine.errors import (
-    Draining,
-    InternalError,
-    InvariantViolated,
-    NoCapacity,
-    Overloaded,
-    QuotaExceeded,
-    RestorationFailed,
-    SessionClosed,
-)
+from inference_engine.decode.verifier import BlockFailed, Verifier
+from inference_engine.errors import Draining, InternalError, InvariantViolated, Overloaded, QuotaExceeded, SessionClosed
 from inference_engine.kv.plan import SpanFailed
 from inference_engine.metrics import EngineMetrics, StepTimer
+from inference_engine.scheduler.batching import Batching
+from inference_engine.scheduler.beginnings import Beginnings
 from inference_engine.scheduler.drafting import Drafting
 from inference_engine.scheduler.endings import Endings
 from inference_engine.scheduler.news import News
 from inference_engine.scheduler.out_of_memory import is_out_of_memory
-from inference_engine.scheduler.pace import EndPace, StepPace
-from inference_engine.scheduler.policy import Candidate, Targets, admit, choose, chunk_beside_decoders, cut, places
+from inference_engine.scheduler.pace import EndPace
+from inference_engine.scheduler.policy import admit, places
 from inference_engine.scheduler.request import Request, RequestState
 from inference_engine.scheduler.settling import Settling
-from inference_engine.scheduler.turns import Turn, Turns
 from inference_engine.session.journal import Journal
-from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
-from inference_engine.types import (
-    Accepted,
-    Failed,
-    StopReason,
-)
+from inference_engine.types import Accepted, Failed
 
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_SECONDS = 1.0
 _CLEAN_BYTES = 32 * 2**20  # of memory given back, zeroed before a step: a few milliseconds on a CPU
-# Behind a longer history, attention outweighs all else in a step, and chunks beyond recording have the faster one.
-_MOST_LANE_POSITIONS = 4096
 _STUCK_SECONDS = 30.0  # a step that takes longer keeps nobody from shutting down
 
 
@@ -81,24 +62,20 @@ class Scheduler:
         self._metrics = metrics
         self._config = config
         self._clock = clock
-        self._vocab_size = vocab_size
         self._drafting: Drafting | None = None
         if drafter is not None:
             self._drafting = Drafting(drafter, metrics, clock, vocab_size=vocab_size, draft_tokens=config.draft_tokens)
-        self._endings = Endings(store, metrics, self._drafting, self._leave)
-        self._settling = Settling(store, journal, metrics, clock, self._endings, self._drafting)
         self.news = News()
+        self._endings = Endings(store, metrics, self._drafting, self._leave)
+        self._beginnings = Beginnings(metrics, clock, self._endings, self.news, self._enter, vocab_size=vocab_size)
+        self._batching = Batching(config, clock, self._drafting)
+        self._settling = Settling(store, journal, metrics, clock, self._endings, self._drafting)
         self._wake = threading.Condition()
         self._tasks: deque[Callable[[], None]] = deque()
         self._queued: deque[Request] = deque()  # in order of arrival
         self._running: deque[Request] = deque()  # longest unserved first
-        self._turns = Turns()
-        self._pace, self._ends = StepPace(), EndPace()
+        self._ends = EndPace()
         self._is_caught_up = True  # is the device done with all steps so far?
-        self._targets = Targets(
-            first_token_seconds=config.first_token_target_seconds,
-            inter_token_seconds=config.inter_token_target_seconds,
-        )
         self._is_ending = False  # has a request left in this round, and perhaps not been told yet?
         self._is_draining = False
         self._is_stopping = False
@@ -260,73 +237,19 @@ class Scheduler:
             if is_waited_for and request.session.kv.takes_room:
                 continue
             try:
-                self._begin(request)
+                self._beginnings.begin(request, self._running)
             except Exception as error:
                 self._endings.fail_all([request], error)
             # Who waits for room to wake is not overtaken by others who need some, too.
             is_waited_for |= request.state is RequestState.QUEUED
-
-    def _begin(self, request: Request) -> None:
-        session = request.session
-        needed = len(session.history) + request.params.max_tokens
-        began = self._clock()
-        if session.kv.takes_room:
-            self.news.release()  # to wake may take a while
-        try:
-            is_awake = session.kv.wake(needed)
-        except RestorationFailed as failed:
-            logger.exception("a session could not wake", extra=request.about)
-            self._endings.end(request, Failed(failed))
-            return
-        if not is_awake:
-            if any(other.session.kv.takes_room for other in self._running):
-                return  # they give room back when they end
-            self._endings.end(request, Failed(_no_room_to_wake(session, needed)))
-            return
-        request.move(RequestState.RUNNING)
-        with self._wake:
-            self._queued.remove(request)
-            self._running.append(request)
-        request.started_at = request.token_at = self._clock()
-        if session.kv.takes_room:
-            self._metrics.wake_seconds.observe(request.started_at - began)
-            request.trace.enter("wake", ago_seconds=request.started_at - began)
-        self._metrics.queue_seconds.observe(began - request.accepted_at)
-        request.trace.enter("prefill")
-        request.prefill_tokens = request.pending_tokens
-        request.cached_tokens = session.kv.length
-        if session.limit_tokens is not None and len(session.history) >= session.limit_tokens:
-            self._endings.end(request, request.finished(StopReason.TRUNCATED, self._clock()))
-            return
-        self._metrics.prefill_tokens.observe(request.prefill_tokens)
-        request.sampler = Sampler.start(
-            request.params.sampling,
-            request.seed,
-            session.history.ids(),
-            self._vocab_size,
-            session.kv.context.device,
-        )
 
     def _step(self) -> None:
         requests = list(self._running)
         if not requests:
             return
         self._timer.begin()
-        decoders = sum(not request.is_prefilling for request in requests)
-        candidates = [
-            Candidate(
-                self._rows(request, decoders),
-                request.is_prefilling,
-                request.session.owner,
-                self._turns.last(_turn_of(request)),
-            )
-            for request in requests
-        ]
-        # Where one of them may be longer, its company may, too.
-        step_rows = max(self._most_rows(request) for request in requests)
-        chosen = choose(candidates, step_rows=step_rows, max_batch=self._config.max_batch)
-        batch = [requests[index] for index in chosen]
-        self._turns.served(_turn_of(request) for request in batch)
+        chosen = self._batching.choose(requests)
+        batch = list(chosen)
         is_decoding = not any(request.is_prefilling for request in batch)
         drafts: dict[Request, TokenIds] = {}
         self._timer.lap("plan")
@@ -334,7 +257,7 @@ class Scheduler:
             rows_left = self._config.step_tokens - len(batch)
             drafts = self._drafting.draft(batch, rows_left, on_work=self.news.release)
         self._timer.lap("draft")
-        blocks = [self._block(requests[index], candidates[index].rows, drafts.get(requests[index])) for index in chosen]
+        blocks = [self._batching.block(request, rows, drafts.get(request)) for request, rows in chosen.items()]
         began = self._clock()
         try:
             outcomes = self._verifier.run(blocks, on_planned=self.news.release)
@@ -356,7 +279,7 @@ class Scheduler:
         is_known = has_waited and self._is_caught_up  # what it took: else some of that was of steps before it or after
         self._is_caught_up = has_waited
         if is_known:
-            self._pace.saw(rows, seconds)
+            self._batching.took(rows, seconds)
         self._metrics.step_rows.observe(rows)
         self._metrics.step_sessions.observe(len(batch))
         if self._drafting is not None and is_decoding and is_known:
@@ -384,74 +307,10 @@ class Scheduler:
             self._running.clear()
             self._running.extend((*others, *batch))
 
-    def _rows(self, request: Request, decoders: int) -> int:
-        """Rows of the request that would go along in a step in which so many others decode."""
-        pending, segment = request.pending_tokens, self._config.segment_tokens
-        most = self._most_rows(request)
-        if decoders and request.is_prefilling:
-            beside = min(decoders, self._config.max_batch)
-            most = min(self._most_rows(request, beside), self._rows_beside(request, beside))
-        if request.has_recorded_forced:
-            most = min(most, segment)  # the logits of all rows are wanted, and they are large
-        rows = min(pending, self._room(request), most)
-        if rows < pending and self._targets.inter_token_seconds:
-            # Odd pieces are dearer: segments begin and blocks fill where they always do.
-            geometry = request.session.kv.context.geometry
-            rows = cut(request.session.kv.next_position, rows, lcm(geometry.page_tokens, geometry.row_quantum))
-        return rows
-
-    def _most_rows(self, request: Request, beside: int = 0) -> int:
-        """Rows of the request in one step, beside so many others: all there may be, or as many as run at their best.
-
-        Sessions that cannot run at their best, now or at all, would pay for each piece of a prefill and gain nothing.
-        """
-        kv, most = request.session.kv, self._config.step_tokens
-        at_once = kv.context.most_rows_at_once
-        if at_once is None or not kv.reads_lanes or kv.next_position + at_once > _MOST_LANE_POSITIONS:
-            return most
-        return min(most, max(at_once - beside, self._config.page_tokens))
-
-    def _rows_beside(self, request: Request, decoders: int) -> int:
-        """Beside decoders a prefill moves a segment at a time, so that nobody waits long for a token."""
-        config, targets = self._config, self._targets
-        in_time = self._pace.rows_within(targets.inter_token_seconds)
-        return chunk_beside_decoders(
-            targets,
-            pending=request.pending_tokens,
-            waited_seconds=self._clock() - request.accepted_at,
-            least_rows=config.page_tokens,
-            segment_rows=config.segment_tokens,
-            most_rows=config.step_tokens,
-            seconds_of_chunk=self._pace.seconds(config.segment_tokens + decoders),
-            rows_in_time=None if in_time is None else in_time - decoders,
-        )
-
-    @staticmethod
-    def _room(request: Request) -> int:
-        session = request.session
-        is_selective = session.kv.is_selective
-        return session.kv.room(generated=is_selective and bool(session.pending_generated(request.pending_tokens).any()))
-
-    def _block(self, request: Request, rows: int, draft: TokenIds | None = None) -> Block:
-        is_last = rows == request.pending_tokens
-        is_scored = request.forced is not None
-        wanted = rows if request.has_recorded_forced else int(is_last and is_scored)
-        token_ids, generated = request.session.pending_ids(rows), request.session.pending_generated(rows)
-        if draft is not None:
-            token_ids = np.concatenate([token_ids, draft])
-            generated = np.concatenate([generated, np.ones(len(draft), dtype=np.bool_)])
-        return Block(
-            kv=request.session.kv,
-            token_ids=token_ids,
-            generated=generated,
-            drafted=0 if draft is None else len(draft),
-            sampler=request.sampler if is_last and not is_scored else None,
-            wants_logprob=request.params.logprobs,
-            wanted_logits=wanted,
-            wants_taps=self._drafting is not None
-            and not request.session.kv.pending_replay
-            and self._drafting.wants_taps(request),
-        )
+    def _enter(self, request: Request) -> None:
+        with self._wake:
+            self._queued.remove(request)
+            self._running.append(request)
 
     def _leave(self, request: Request) -> None:
         with self._wake:
@@ -465,19 +324,3 @@ class Scheduler:
 
 def _by_owner(requests: Iterable[Request]) -> Counter[str]:
     return Counter(request.session.owner for request in requests)
-
-
-def _turn_of(request: Request) -> Turn:
-    """Whose turn it is that the request waits for: its owner's, to prefill or to decode."""
-    return request.session.owner, request.is_prefilling
-
-
-def _no_room_to_wake(session: Session, tokens: int) -> NoCapacity:
-    pool = session.kv.context.pool
-    return NoCapacity(
-        f"restoring the session's rows for {tokens} tokens needs up to "
-        f"{session.kv.bound.peak_bytes - session.kv.bound.sustained_bytes} bytes of K/V; {pool.reserved_bytes} of "
-        f"{pool.capacity_bytes} are reserved by other sessions. Close sessions, or ask for fewer max_tokens",
-        retry_after_seconds=1.0,
-        capacity_bytes=pool.capacity_bytes,
-    )

@@ -102,6 +102,14 @@ class SessionStore:
                 raise SessionEvicted(evicted[1])
             raise SessionNotFound
 
+    def find_healthy(self, session_id: str, owner: str) -> Session:
+        """As `find`, of a session to work with. Raises InvariantViolated if it failed earlier."""
+        with self._lock:
+            session = self.find(session_id, owner)
+            if session.failure_reason:
+                raise InvariantViolated(session.failure_reason, "the session failed earlier")
+            return session
+
     def close(self, session_id: str, owner: str) -> int:
         """End a session; returns its final length. What a running Generate did not commit yet, it will not."""
         with self._lock:
@@ -163,9 +171,7 @@ class SessionStore:
         """Let `operation` hold the session. Raises SessionBusy at once if something else does."""
         with self._lock:
             # It may have ended since it was found; then this says how.
-            self.find(session.session_id, session.owner)
-            if session.failure_reason:
-                raise InvariantViolated(session.failure_reason, "the session failed earlier")
+            self.find_healthy(session.session_id, session.owner)
             if session.operation is not None:
                 raise SessionBusy(0.0)
             session.operation = operation

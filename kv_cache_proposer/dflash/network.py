@@ -62,7 +62,7 @@ class Attention(nn.Module):
         if mask.shape[2] == 1:  # the same for every query, so all that share keys are one head's
             together = queries.reshape(*keys.shape[:2], -1, self.head_dim)
             out = F.scaled_dot_product_attention(together, keys, values, attn_mask=mask)
-            heads = out.unflatten(2, (self.group, -1)).permute(0, 3, 1, 2, 4)  # [N, T, Hkv, group, D]
+            heads = out.view(*keys.shape[:2], self.group, -1, self.head_dim).permute(0, 3, 1, 2, 4)
         else:
             keys, values = keys.repeat_interleave(self.group, dim=1), values.repeat_interleave(self.group, dim=1)
             heads = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask).transpose(1, 2)

@@ -649,7 +649,7 @@ def test_what_is_remembered_of_a_generate_holds_no_memory_of_the_device() -> Non
     with tiny_engine() as engine:
         session = opened(engine)
         drain(engine.generate(session, GenerateParams(max_tokens=2, sampling=SAMPLED), request_id=ONE))
-        (transcript,) = [reply.reply for reply in engine._generated._replies.values()]
+        (transcript,) = [reply.reply for reply in engine._generates._remembered._replies.values()]
         request = transcript._request
         assert request is not None
         assert request.sampler is None

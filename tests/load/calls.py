@@ -7,15 +7,11 @@ closed form, so that no history can hold anything else.
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from collections import Counter, defaultdict, deque
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from collections import Counter
+from typing import Any, ClassVar
 
 import torch
-from google.protobuf.text_format import MessageToString
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
@@ -24,91 +20,20 @@ from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from kakeya.v1 import runtime_pb2 as pb
 from tests.load.alone import AloneSolo
+from tests.load.answers import Answers
+from tests.load.caller import Caller
+from tests.load.known import LIMIT_TOKENS, Known
 from tests.load.scripted import scripted_engine, solo_of
-from tests.load.servicer import Context, Outcome, Servicer
+from tests.load.servicer import Outcome
 from tests.load.solo import Solo
 
-T = TypeVar("T")
-
 MAX_SESSIONS = 6
-LIMIT_TOKENS = 64
 TTL_SECONDS = 100.0
-REMEMBERED_GENERATES = 8  # of each session; with one more, the first is forgotten
-REMEMBERED_SECONDS = 600.0  # at least, even if the session ends at once
 STRATEGIES: tuple[KVStrategy, ...] = (make_strategy("full"), make_strategy("sink_window", sink=2, window=12))
 GONE = ("SESSION_NOT_FOUND", "SESSION_EVICTED")
-LAST_CALLS = 80  # that a failure tells
 
 ids = st.lists(st.integers(0, 127), max_size=9)  # every model here has these
 picks = st.integers(0, 2**16)
-
-
-@dataclass(kw_only=True)
-class Known:
-    """What the model knows of a session."""
-
-    session_id: str
-    strategy: KVStrategy
-    solo: Solo | AloneSolo
-    history: list[int] = field(default_factory=list)
-    possible: list[int] = field(default_factory=list)  # tokens of which any number may have been added since
-    used_at: float = 0.0
-
-    def continued(self, count: int, seed: int | None = None) -> list[int] | None:
-        """What follows, up to the limit; None where rounding may decide, as rows are added up in float32."""
-        count = min(count, LIMIT_TOKENS - len(self.history))
-        if not self.history or not count:
-            return []
-        tokens = self.solo.continued(self.history, count, seed=seed)
-        return tokens if self.solo.is_certain(self.history + tokens, len(self.history)) else None
-
-    def told(self, length: int) -> None:
-        """The server said how long the history is."""
-        added = length - len(self.history)
-        assert 0 <= added <= len(self.possible), (length, len(self.history), self.possible)
-        self.history += self.possible[:added]
-        self.possible = []
-
-
-@dataclass(kw_only=True, frozen=True)
-class Called:
-    """A call, and what its client saw."""
-
-    ended_at: float
-    request: Any
-    seconds: float | None  # to its deadline
-    outcome: Outcome
-    has_left: bool
-
-    def __str__(self) -> str:
-        end = "left" if self.has_left else f"{self.outcome.reason} {self.outcome.error or ''}"
-        limit = "" if self.seconds is None else f" within {self.seconds} s"
-        seen = " | ".join(_in_a_line(frame) for frame in self.outcome.frames)
-        return f"{self.ended_at:g} s: {type(self.request).__name__} {_in_a_line(self.request)}{limit} -> {end} {seen}"
-
-
-@dataclass(kw_only=True, frozen=True)
-class Made:
-    """A call with a request id, and its answer."""
-
-    request: Any
-    answer: Any
-    made_at: float
-
-
-class CutOff(Context):
-    """A client that leaves when it has seen so many frames."""
-
-    def __init__(self, after: int) -> None:
-        super().__init__()
-        self._after = after
-        self.left = asyncio.Event()
-
-    async def write(self, message: Any) -> None:
-        self.frames.append(message)
-        if len(self.frames) >= self._after:
-            self.left.set()
-            await asyncio.Event().wait()
 
 
 class Calls(RuleBasedStateMachine):
@@ -119,7 +44,6 @@ class Calls(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._loop = asyncio.new_event_loop()
         self._now = 1000.0
         self._engine = self.engine(
             clock=lambda: self._now,
@@ -128,15 +52,11 @@ class Calls(RuleBasedStateMachine):
             session_idle_ttl_seconds=TTL_SECONDS,
             stall_seconds=1e8,  # time that is made to jump is no step that hangs
         )
-        # A Generate that was left ends within a step: whoever comes next waits for that, however slow the machine is.
-        self._servicer = Servicer(self._engine, busy_wait_seconds=30.0)
+        self._caller = Caller(self._engine, lambda: self._now, self.seen)
+        self._answers = Answers()
         self._open: list[Known] = []
         self._closed: list[str] = []
-        self._made: list[Made] = []
-        self._generates: defaultdict[str, list[bytes]] = defaultdict(list)  # session -> ids of its Generates
-        self._request_ids = 0
         self._has_forked = False
-        self._last = deque[Called](maxlen=LAST_CALLS)
 
     def engine(self, **settings: Any) -> Engine:
         """What is judged. Another model's machine has another one."""
@@ -155,7 +75,7 @@ class Calls(RuleBasedStateMachine):
                 self._check_pool()
         finally:
             self._engine.close()
-            self._loop.close()
+            self._caller.close()
 
     def _check_pool(self) -> None:
         """When nothing runs any more, what is reserved is what the sessions that are still there were promised."""
@@ -164,13 +84,13 @@ class Calls(RuleBasedStateMachine):
         # once more, and no time passes meanwhile.
         assert any(self._is_pool_exact() for _ in range(3))
         for known in self._open:
-            self._run(self._servicer.call(pb.CloseSessionRequest(session_id=known.session_id)))
+            self._caller.ask_unseen(pb.CloseSessionRequest(session_id=known.session_id))
         assert self._engine.info().kv_reserved_bytes == 0
 
     def _is_pool_exact(self) -> bool:
         promised = 0
         for known in list(self._open):
-            info = self._look(known)
+            info = self._caller.look(known.session_id)
             if info.reason == "OK":
                 known.told(info.only.history_length)
                 promised += info.only.sustained_bytes
@@ -185,21 +105,23 @@ class Calls(RuleBasedStateMachine):
         strategy = STRATEGIES[pick % len(STRATEGIES)]
         arms: dict[str, Any] = {strategy.name: strategy.options()}
         request = pb.CreateSessionRequest(
-            strategy=pb.Strategy(**arms), limit_tokens=LIMIT_TOKENS, request_id=self._request_id() if has_id else b""
+            strategy=pb.Strategy(**arms),
+            limit_tokens=LIMIT_TOKENS,
+            request_id=self._answers.new_id() if has_id else b"",
         )
-        outcome = self._ask(request)
+        outcome = self._caller.ask(request)
         if outcome.reason == "NO_CAPACITY":
             return  # all are in use, by Generates that were left or by copies of rows
-        self._remember(request, outcome.only)
+        self._answers.remember(request, outcome.only, self._now)
         self._add(Known(session_id=outcome.only.session_id, strategy=strategy, solo=self.solo(strategy)))
 
     @rule(pick=picks, token_ids=ids, has_id=st.booleans())
     def append(self, pick: int, token_ids: list[int], has_id: bool) -> None:
         known = self._pick(pick)
         request = pb.AppendTokensRequest(
-            session_id=known.session_id, token_ids=token_ids, request_id=self._request_id() if has_id else b""
+            session_id=known.session_id, token_ids=token_ids, request_id=self._answers.new_id() if has_id else b""
         )
-        outcome = self._ask(request)
+        outcome = self._caller.ask(request)
         if self._is_gone(known, outcome):
             return
         if outcome.reason == "HISTORY_LIMIT":
@@ -208,7 +130,7 @@ class Calls(RuleBasedStateMachine):
             return
         known.told(outcome.only.history_length - len(token_ids))
         known.history += token_ids
-        self._remember(request, outcome.only)
+        self._answers.remember(request, outcome.only, self._now)
 
     @rule(pick=picks, off=st.sampled_from([-1, 1]))
     def append_at_the_wrong_length(self, pick: int, off: int) -> None:
@@ -216,7 +138,7 @@ class Calls(RuleBasedStateMachine):
         if not self._settle(known):
             return
         expected = max(0, len(known.history) + off)
-        outcome = self._ask(
+        outcome = self._caller.ask(
             pb.AppendTokensRequest(session_id=known.session_id, token_ids=[1], expected_history_length=expected)
         )
         if expected == len(known.history):
@@ -232,15 +154,15 @@ class Calls(RuleBasedStateMachine):
             request = pb.AppendTokensRequest(
                 session_id=known.session_id, token_ids=token_ids, expected_history_length=expected
             )
-            self._take_append(known, self._ask(request), token_ids)
+            self._take_append(known, self._caller.ask(request), token_ids)
 
     @rule(pick=picks, count=st.integers(1, 6), seed=st.one_of(st.none(), st.integers(0, 2**32)), has_id=st.booleans())
     def generate(self, pick: int, count: int, seed: int | None, has_id: bool) -> None:
         known = self._pick(pick)
         if not self._settle(known) or (expected := known.continued(count, seed)) is None:
             return
-        request = self._generate_request(known, count, seed, self._request_id() if has_id else b"")
-        outcome = self._ask(request)
+        request = self._generate_request(known, count, seed, self._answers.new_id() if has_id else b"")
+        outcome = self._caller.ask(request)
         if self._is_gone(known, outcome):
             return
         if not known.history:
@@ -250,7 +172,7 @@ class Calls(RuleBasedStateMachine):
         known.told(outcome.frames[-1].done.history_length - len(outcome.tokens))
         assert outcome.tokens == expected, (outcome.tokens, expected, known)
         known.history += outcome.tokens
-        self._remember(request, outcome)
+        self._answers.remember(request, outcome, self._now)
 
     @rule(pick=picks, after=st.integers(1, 5), has_id=st.booleans())
     def leave_a_generate(self, pick: int, after: int, has_id: bool) -> None:
@@ -258,8 +180,8 @@ class Calls(RuleBasedStateMachine):
         known = self._pick(pick)
         if not self._settle(known) or not known.history or (whole := known.continued(6)) is None:
             return
-        request = self._generate_request(known, 6, None, self._request_id() if has_id else b"")
-        outcome = self._run(self._leave(request, CutOff(after)))
+        request = self._generate_request(known, 6, None, self._answers.new_id() if has_id else b"")
+        outcome = self._caller.leave(request, after)
         if self._is_gone(known, outcome):
             return
         assert outcome.tokens == whole[: len(outcome.tokens)], (outcome.tokens, whole, known)
@@ -271,7 +193,7 @@ class Calls(RuleBasedStateMachine):
         known = self._pick(pick)
         if not self._settle(known) or not known.history or (whole := known.continued(6)) is None:
             return
-        outcome = self._ask(self._generate_request(known, 6, None, b""), seconds=0.002)
+        outcome = self._caller.ask(self._generate_request(known, 6, None, b""), seconds=0.002)
         assert outcome.tokens == whole[: len(outcome.tokens)], (outcome.tokens, whole, known)
         known.history += outcome.tokens
         if outcome.reason == "DEADLINE":
@@ -282,19 +204,21 @@ class Calls(RuleBasedStateMachine):
     @rule(pick=picks)
     def ask(self, pick: int) -> None:
         known = self._pick(pick)
-        outcome = self._ask(pb.GetSessionInfoRequest(session_id=known.session_id))
+        outcome = self._caller.ask(pb.GetSessionInfoRequest(session_id=known.session_id))
         if not self._is_gone(known, outcome, is_use=False):
             assert 0 <= outcome.only.history_length - len(known.history) <= len(known.possible)
 
     @rule(pick=picks, has_id=st.booleans())
     def close(self, pick: int, has_id: bool) -> None:
         known = self._pick(pick)
-        request = pb.CloseSessionRequest(session_id=known.session_id, request_id=self._request_id() if has_id else b"")
-        outcome = self._ask(request)
+        request = pb.CloseSessionRequest(
+            session_id=known.session_id, request_id=self._answers.new_id() if has_id else b""
+        )
+        outcome = self._caller.ask(request)
         if self._is_gone(known, outcome):
             return
         known.told(outcome.only.final_history_length)
-        self._remember(request, outcome.only)
+        self._answers.remember(request, outcome.only, self._now)
         self._open.remove(known)
         self._closed.append(known.session_id)
 
@@ -303,24 +227,26 @@ class Calls(RuleBasedStateMachine):
         known = self._pick(pick)
         if not self._settle(known):
             return
-        request = pb.ForkSessionRequest(session_id=known.session_id, request_id=self._request_id() if has_id else b"")
-        outcome = self._ask(request)
+        request = pb.ForkSessionRequest(
+            session_id=known.session_id, request_id=self._answers.new_id() if has_id else b""
+        )
+        outcome = self._caller.ask(request)
         if self._is_gone(known, outcome) or outcome.reason == "NO_CAPACITY":
             return
         assert outcome.only.history_length == len(known.history)
         self._has_forked = True
-        self._remember(request, outcome.only)
+        self._answers.remember(request, outcome.only, self._now)
         session_id, history = outcome.only.session_id, list(known.history)
         self._add(Known(session_id=session_id, strategy=known.strategy, solo=known.solo, history=history))
 
     @rule(pick=picks)
     def say_it_again(self, pick: int) -> None:
         """The same call with the same id: the same answer, and nothing happens twice."""
-        remembered = self._remembered()
+        remembered = self._answers.remembered(self._now)
         if not remembered:
             return
         made = remembered[pick % len(remembered)]
-        outcome = self._ask(made.request)
+        outcome = self._caller.ask(made.request)
         if outcome.reason in GONE:
             return
         if isinstance(made.request, pb.GenerateRequest):
@@ -333,7 +259,7 @@ class Calls(RuleBasedStateMachine):
 
     @rule(pick=picks, skip=picks)
     def take_up_a_generate_again(self, pick: int, skip: int) -> None:
-        made = [made for made in self._remembered() if isinstance(made.request, pb.GenerateRequest)]
+        made = [made for made in self._answers.remembered(self._now) if isinstance(made.request, pb.GenerateRequest)]
         if not made:
             return
         chosen = made[pick % len(made)]
@@ -341,14 +267,14 @@ class Calls(RuleBasedStateMachine):
         skipped = skip % (len(tokens) + 1)
         request = pb.GenerateRequest.FromString(chosen.request.SerializeToString())
         request.resume_from = end - len(tokens) + skipped
-        outcome = self._ask(request)
+        outcome = self._caller.ask(request)
         if outcome.reason not in GONE:
             assert outcome.reason == "OK", outcome.error
             assert outcome.tokens == tokens[skipped:], (outcome.tokens, tokens, skipped)
 
     @rule(pick=picks)
     def use_an_id_for_something_else(self, pick: int) -> None:
-        remembered = self._remembered()
+        remembered = self._answers.remembered(self._now)
         if not remembered:
             return
         made = remembered[pick % len(remembered)]
@@ -362,7 +288,7 @@ class Calls(RuleBasedStateMachine):
                 request.max_tokens += 1
             case pb.CloseSessionRequest():
                 request.expected_history_length = 2**40
-        outcome = self._ask(request)
+        outcome = self._caller.ask(request)
         assert outcome.reason in (*GONE, "REQUEST_ID_REUSED")
 
     @rule(pick=picks)
@@ -376,7 +302,7 @@ class Calls(RuleBasedStateMachine):
             pb.GetSessionInfoRequest(session_id=session_id),
             pb.CloseSessionRequest(session_id=session_id),
         ):
-            assert self._ask(request).reason == "SESSION_NOT_FOUND"
+            assert self._caller.ask(request).reason == "SESSION_NOT_FOUND"
 
     @rule(seconds=st.sampled_from([1.0, TTL_SECONDS / 2, TTL_SECONDS + 1]))
     def let_time_pass(self, seconds: float) -> None:
@@ -384,53 +310,13 @@ class Calls(RuleBasedStateMachine):
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._loop.run_until_complete(work)
-
-    def _ask(self, request: Any, *, seconds: float | None = None) -> Outcome:
-        outcome = self._noted(request, self._run(self._servicer.call(request, seconds=seconds)), seconds=seconds)
-        self._count(request, outcome.reason)
-        return outcome
-
-    def _count(self, request: Any, reason: str) -> None:
-        self.seen[type(request).__name__.removesuffix("Request"), reason] += 1
-
-    def _noted(
-        self, request: Any, outcome: Outcome, *, seconds: float | None = None, has_left: bool = False
-    ) -> Outcome:
-        self._last.append(
-            Called(ended_at=self._now, request=request, seconds=seconds, outcome=outcome, has_left=has_left)
-        )
-        return outcome
-
     def _account(self) -> str:
         """What the model knows, and what was said last."""
-        return "\n".join(map(str, ("the sessions:", *self._open, "the last calls:", *self._last)))
-
-    def _look(self, known: Known) -> Outcome:
-        """What became of a session: no call of the sequence."""
-        return self._run(self._servicer.call(pb.GetSessionInfoRequest(session_id=known.session_id)))
-
-    async def _leave(self, request: pb.GenerateRequest, context: CutOff) -> Outcome:
-        """What the client saw until it left; or the refusal, if there was nothing to leave."""
-        task = asyncio.ensure_future(self._servicer.raw("Generate", request.SerializeToString(), context=context))
-        leaving = asyncio.ensure_future(context.left.wait())
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
-        leaving.cancel()
-        if task.done():
-            self._count(request, task.result().reason)
-            return self._noted(request, task.result())
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        self._count(request, "left")
-        return self._noted(request, Outcome(context.frames, None), has_left=True)
+        return "\n".join(map(str, ("the sessions:", *self._open, "the last calls:", *self._caller.last)))
 
     def _settle(self, known: Known) -> bool:
         """Find out how long the history is. False: the session is gone."""
-        outcome = self._look(known)
-        while outcome.reason == "OK" and outcome.only.generating:
-            outcome = self._look(known)
-        self._noted(pb.GetSessionInfoRequest(session_id=known.session_id), outcome)
+        outcome = self._caller.settled(known.session_id)
         if self._is_gone(known, outcome, is_use=False):
             return False
         known.told(outcome.only.history_length)
@@ -459,7 +345,7 @@ class Calls(RuleBasedStateMachine):
         """One more session. If there were too many, exactly one had to go."""
         known.used_at = self._now
         self._open.append(known)
-        gone = [other for other in self._open if self._look(other).reason == "SESSION_EVICTED"]
+        gone = [other for other in self._open if self._caller.look(other.session_id).reason == "SESSION_EVICTED"]
         for other in gone:
             self._open.remove(other)
         is_old = [other for other in gone if self._now - other.used_at >= TTL_SECONDS]
@@ -470,34 +356,10 @@ class Calls(RuleBasedStateMachine):
             self.create(0, has_id=False)
         return self._open[pick % len(self._open)]
 
-    def _request_id(self) -> bytes:
-        self._request_ids += 1
-        return self._request_ids.to_bytes(16, "big")
-
     def _generate_request(self, known: Known, count: int, seed: int | None, request_id: bytes) -> pb.GenerateRequest:
-        if request_id:
-            self._generates[known.session_id].append(request_id)
         temperature = None if seed is None else 1.0
-        return pb.GenerateRequest(
+        request = pb.GenerateRequest(
             session_id=known.session_id, max_tokens=count, seed=seed, temperature=temperature, request_id=request_id
         )
-
-    def _remember(self, request: Any, answer: Any) -> None:
-        if request.request_id:
-            self._made.append(Made(request=request, answer=answer, made_at=self._now))
-
-    def _remembered(self) -> list[Made]:
-        """The calls whose answers the server has not forgotten, as it says when it forgets."""
-        return [
-            made
-            for made in self._made
-            if self._now - made.made_at < REMEMBERED_SECONDS
-            and (
-                not isinstance(made.request, pb.GenerateRequest)
-                or made.request.request_id in self._generates[made.request.session_id][-REMEMBERED_GENERATES:]
-            )
-        ]
-
-
-def _in_a_line(message: Any) -> str:
-    return MessageToString(message, as_one_line=True)
+        self._answers.began(request)
+        return request

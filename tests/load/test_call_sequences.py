@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import Phase, settings
 
-from tests.load.calls import LIMIT_TOKENS, STRATEGIES, Calls
+from tests.load.calls import STRATEGIES, Calls
+from tests.load.known import LIMIT_TOKENS
 
 # What a machine of threads does cannot be made smaller: no shrinking.
 Calls.TestCase.settings = settings(

@@ -19,7 +19,7 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.scheduler import loop
+from inference_engine.scheduler import batching
 from inference_engine.scheduler.pace import StepPace
 from inference_engine.types import GenerateParams, Mode
 from tests.laws.variants import drain, each_strategy, generate, same, text
@@ -103,7 +103,7 @@ def test_what_is_read_in_several_places_is_no_reason_to_cut(generations: int, st
 
 
 def test_a_prefill_behind_a_long_history_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_MOST_LANE_POSITIONS", 72)
+    monkeypatch.setattr(batching, "_MOST_LANE_POSITIONS", 72)
     forward = Pieces(AT_ONCE, windowed=False)
     with engine_on(forward) as engine:
         generate(engine, opened(engine, Full(), 120), 1)

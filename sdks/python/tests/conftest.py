@@ -7,7 +7,7 @@ import importlib
 import inspect
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +17,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
+import kakeya
 from inference_engine.config import ServerConfig, configure_threads_environment, forbid_model_hub
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceServicer, add_RuntimeServiceServicer_to_server
 
@@ -29,6 +30,7 @@ MAX_APPEND_TOKENS = 40
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 Do = Callable[..., Awaitable[Any]]
+Read = Callable[..., Coroutine[Any, Any, list[int]]]
 
 
 @contextmanager
@@ -177,6 +179,47 @@ def do(flavour: str) -> Do:
         return await result if inspect.isawaitable(result) else result
 
     return in_thread if flavour == "threads" else in_loop
+
+
+@pytest.fixture
+async def client(server_target: str, flavour: str, do: Do) -> AsyncIterator[Any]:
+    """Of the real server."""
+    client = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(server_target)
+    yield client
+    await do(client.close)
+
+
+@pytest.fixture
+async def session(client: Any, do: Do) -> AsyncIterator[Any]:
+    session = await do(client.create_session)
+    yield session
+    await do(session.close)
+
+
+@pytest.fixture
+def read(flavour: str) -> Read:
+    """The first ids of a stream, then the loop is left by `break`; or all of them: `await read(stream, 3)`."""
+
+    async def in_loop(stream: Any, count: int | None = None) -> list[int]:
+        ids: list[int] = []
+        async for token_id in stream:
+            ids.append(token_id)
+            if len(ids) == count:
+                break
+        return ids
+
+    def in_thread(stream: Any, count: int | None = None) -> list[int]:
+        ids: list[int] = []
+        for token_id in stream:
+            ids.append(token_id)
+            if len(ids) == count:
+                break
+        return ids
+
+    async def threaded(stream: Any, count: int | None = None) -> list[int]:
+        return await asyncio.to_thread(in_thread, stream, count)
+
+    return threaded if flavour == "threads" else in_loop
 
 
 @pytest.fixture

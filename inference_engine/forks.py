@@ -1,0 +1,48 @@
+"""A session made from another one: open at once, its rows copied by the engine's thread between two steps.
+
+Nothing that is asked of the fork later begins before its rows are there. If they cannot be copied, it computes them
+from its history, as a session does whose rows were dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from inference_engine.errors import InvalidArgument
+from inference_engine.scheduler.loop import Scheduler
+from inference_engine.session.session import Session
+from inference_engine.session.store import SessionStore
+
+logger = logging.getLogger(__name__)
+
+
+def open_fork(store: SessionStore, scheduler: Scheduler, parent: Session, limit_tokens: int | None) -> Session:
+    """A fork of `parent`, which the caller holds.
+
+    Raises InvalidArgument, NoCapacity, QuotaExceeded or, if the engine's thread takes no more work, Draining; there is
+    no fork then.
+    """
+    length = len(parent.history)
+    if limit_tokens is not None and limit_tokens < length:
+        raise InvalidArgument("limit_tokens", f"must hold the history of {length} tokens, got {limit_tokens}")
+    fork = store.fork(parent, limit_tokens)
+    try:
+        scheduler.between_steps(lambda: _copy_rows(store, parent, fork))
+    except BaseException:
+        store.unpin(parent, fork)
+        store.close(fork.session_id, fork.owner)
+        raise
+    return fork
+
+
+def _copy_rows(store: SessionStore, parent: Session, fork: Session) -> None:
+    """Engine's thread, between steps."""
+    try:
+        if not parent.failure_reason and not fork.is_closed:
+            fork.kv.copy_from(parent.kv)
+            fork.refresh_facts()
+    except Exception:
+        logger.exception("the rows of a fork could not be copied")
+        fork.forget_rows()
+    finally:
+        store.unpin(parent, fork)

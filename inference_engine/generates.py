@@ -1,0 +1,148 @@
+"""How a Generate starts: anew, where it was stopped, or by being told again.
+
+    what is remembered of the call       the transcript      a request
+    nothing                              a new one           its first
+    it ended before it was through       the same            one more, for what is left
+    it runs, or is through               the same            none: the new reader is told what there is
+
+Decided under the store's lock, so that of two equal calls one begins and the other attaches.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from inference_engine.arguments import check_length
+from inference_engine.errors import InvalidArgument, SessionBusy
+from inference_engine.generation import Generation
+from inference_engine.logs import about_session
+from inference_engine.metrics import EngineMetrics
+from inference_engine.scheduler.loop import Scheduler
+from inference_engine.scheduler.request import Forced, Listener, Request
+from inference_engine.scheduler.transcript import Reader, Transcript
+from inference_engine.session.holding import when_not_busy
+from inference_engine.session.replies import Call, Replies
+from inference_engine.session.session import Operation, Session
+from inference_engine.session.store import SessionStore
+from inference_engine.tracing import Tracing
+from inference_engine.types import GenerateParams
+
+_REMEMBERED = 8  # of each session
+
+
+class Generates:
+    """Those of one engine. `refuse` raises while no new work is taken."""
+
+    def __init__(
+        self,
+        store: SessionStore,
+        scheduler: Scheduler,
+        metrics: EngineMetrics,
+        tracing: Tracing,
+        clock: Callable[[], float],
+        *,
+        refuse: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._tracing = tracing
+        self._clock = clock
+        self._refuse = refuse
+        # Their tokens are in the history, which goes with the session.
+        self._remembered: Replies[Transcript] = store.replies.page(most_per_session=_REMEMBERED, keep_seconds=0.0)
+
+    def start(
+        self,
+        session: Session,
+        params: GenerateParams,
+        *,
+        listener: Listener | None = None,
+        wait_seconds: float = 0.0,
+        call: Call | None = None,
+        resume_from: int | None = None,
+        forced: Forced | None = None,
+    ) -> Generation:
+        """Start one once nothing else holds the session, or attach to the one that `call` names.
+
+        Raises SessionBusy once `wait_seconds` are over; what is refused is not remembered.
+        """
+        transcript, reader, request = when_not_busy(
+            self._store,
+            session,
+            wait_seconds,
+            lambda: self._attach_or_begin(session, params, listener, call, resume_from, forced),
+        )
+        if reader.is_replayed:
+            self._metrics.replays.inc()
+        if request is not None:
+            try:
+                self._scheduler.submit(request)
+            except BaseException as error:
+                transcript.refuse(error)
+                request.trace.end(error=getattr(error, "reason", "INTERNAL"), outcome="refused")
+                if not reader.is_replayed:
+                    with self._store.locked():
+                        self._remembered.forget(call)
+                self._store.free(session)
+                raise
+        return Generation(transcript, reader, self._scheduler)
+
+    def _attach_or_begin(
+        self,
+        session: Session,
+        params: GenerateParams,
+        listener: Listener | None,
+        call: Call | None,
+        resume_from: int | None,
+        forced: Forced | None,
+    ) -> tuple[Transcript, Reader, Request | None]:
+        """A request that is returned holds the session, and is to be submitted."""
+        with self._store.locked():
+            known = self._remembered.recall(call)
+            if known is None and resume_from is not None:
+                # It may have ended since it was found, and its Generates went with it; then this says how.
+                self._store.find_healthy(session.session_id, session.owner)
+                raise InvalidArgument("resume_from", "needs the request_id of a Generate that is remembered")
+            if known is not None and not known.can_continue:
+                if known.is_stopping:
+                    raise SessionBusy(0.0)
+                return known, known.attach(position=resume_from, is_replayed=True, listener=listener), None
+            self._refuse()
+            self._store.acquire(session, Operation.GENERATE)
+            try:
+                if known is not None:
+                    check_length(session, known.end_position)
+                self._store.ensure_memory(session)
+                transcript = known or _new_transcript(session, params, forced)
+                reader = transcript.attach(position=resume_from, is_replayed=known is not None, listener=listener)
+                request = transcript.run(self._clock())
+                self._follow(request)
+                self._remembered.remember(call, transcript, session_id=session.session_id)
+            except BaseException:
+                self._store.free(session)
+                raise
+            return transcript, reader, request
+
+    def _follow(self, request: Request) -> None:
+        """Let its spans and its lines in the log say what it is about."""
+        session = request.session
+        request.about = about_session(session.session_id)
+        request.trace = self._tracing.generate(
+            session=request.about["session"],
+            strategy=session.kv.strategy.name,
+            history_length=len(session.history),
+            max_tokens=request.params.max_tokens,
+        )
+        request.trace.enter("queue")
+
+
+def _new_transcript(session: Session, params: GenerateParams, forced: Forced | None) -> Transcript:
+    check_length(session, params.expected_history_length)
+    if not len(session.history):
+        raise InvalidArgument("session_id", "the session's history is empty; append tokens before generating")
+    if forced is not None:
+        session.check_room(len(forced.token_ids))
+    seed = secrets.randbits(64) if params.sampling.seed is None else params.sampling.seed
+    return Transcript(session, params, seed, forced=forced)

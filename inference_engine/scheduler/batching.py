@@ -1,0 +1,139 @@
+"""The next step: which requests go along in it, and with which rows.
+
+`scheduler/policy.py` says who and how many, from numbers; here is where these come from, and what becomes of them: a
+`Block` of each request's tokens for the verifier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import lcm
+
+import numpy as np
+
+from inference_engine.config import EngineConfig
+from inference_engine.decode.drafting import TokenIds
+from inference_engine.decode.verifier import Block
+from inference_engine.scheduler.drafting import Drafting
+from inference_engine.scheduler.pace import StepPace
+from inference_engine.scheduler.policy import Candidate, Targets, choose, chunk_beside_decoders, cut
+from inference_engine.scheduler.request import Request
+from inference_engine.scheduler.turns import Turn, Turns
+
+# Behind a longer history, attention outweighs all else in a step, and chunks beyond recording have the faster one.
+_MOST_LANE_POSITIONS = 4096
+
+
+class Batching:
+    """Engine's thread."""
+
+    def __init__(self, config: EngineConfig, clock: Callable[[], float], drafting: Drafting | None) -> None:
+        self._config = config
+        self._clock = clock
+        self._drafting = drafting
+        self._turns = Turns()
+        self._pace = StepPace()
+        self._targets = Targets(
+            first_token_seconds=config.first_token_target_seconds,
+            inter_token_seconds=config.inter_token_target_seconds,
+        )
+
+    def choose(self, requests: Sequence[Request]) -> dict[Request, int]:
+        """Who runs in the next step, in this order, and how many rows of each, guesses apart. They have had their turn.
+
+        requests: those that run, longest unserved first; at least one.
+        """
+        decoders = sum(not request.is_prefilling for request in requests)
+        candidates = [
+            Candidate(
+                self._rows(request, decoders),
+                request.is_prefilling,
+                request.session.owner,
+                self._turns.last(_turn_of(request)),
+            )
+            for request in requests
+        ]
+        # Where one of them may be longer, its company may, too.
+        step_rows = max(self._most_rows(request) for request in requests)
+        chosen = choose(candidates, step_rows=step_rows, max_batch=self._config.max_batch)
+        self._turns.served(_turn_of(requests[index]) for index in chosen)
+        return {requests[index]: candidates[index].rows for index in chosen}
+
+    def took(self, rows: int, seconds: float) -> None:
+        """A step of so many rows took so long."""
+        self._pace.saw(rows, seconds)
+
+    def block(self, request: Request, rows: int, draft: TokenIds | None = None) -> Block:
+        """The next `rows` tokens of the request that have no K/V yet, and `draft` behind them."""
+        is_last = rows == request.pending_tokens
+        is_scored = request.forced is not None
+        wanted = rows if request.has_recorded_forced else int(is_last and is_scored)
+        token_ids, generated = request.session.pending_ids(rows), request.session.pending_generated(rows)
+        if draft is not None:
+            token_ids = np.concatenate([token_ids, draft])
+            generated = np.concatenate([generated, np.ones(len(draft), dtype=np.bool_)])
+        return Block(
+            kv=request.session.kv,
+            token_ids=token_ids,
+            generated=generated,
+            drafted=0 if draft is None else len(draft),
+            sampler=request.sampler if is_last and not is_scored else None,
+            wants_logprob=request.params.logprobs,
+            wanted_logits=wanted,
+            wants_taps=self._drafting is not None
+            and not request.session.kv.pending_replay
+            and self._drafting.wants_taps(request),
+        )
+
+    def _rows(self, request: Request, decoders: int) -> int:
+        """Rows of the request that would go along in a step in which so many others decode."""
+        pending, segment = request.pending_tokens, self._config.segment_tokens
+        most = self._most_rows(request)
+        if decoders and request.is_prefilling:
+            beside = min(decoders, self._config.max_batch)
+            most = min(self._most_rows(request, beside), self._rows_beside(request, beside))
+        if request.has_recorded_forced:
+            most = min(most, segment)  # the logits of all rows are wanted, and they are large
+        rows = min(pending, self._room(request), most)
+        if rows < pending and self._targets.inter_token_seconds:
+            # Odd pieces are dearer: segments begin and blocks fill where they always do.
+            geometry = request.session.kv.context.geometry
+            rows = cut(request.session.kv.next_position, rows, lcm(geometry.page_tokens, geometry.row_quantum))
+        return rows
+
+    def _most_rows(self, request: Request, beside: int = 0) -> int:
+        """Rows of the request in one step, beside so many others: all there may be, or as many as run at their best.
+
+        Sessions that cannot run at their best, now or at all, would pay for each piece of a prefill and gain nothing.
+        """
+        kv, most = request.session.kv, self._config.step_tokens
+        at_once = kv.context.most_rows_at_once
+        if at_once is None or not kv.reads_lanes or kv.next_position + at_once > _MOST_LANE_POSITIONS:
+            return most
+        return min(most, max(at_once - beside, self._config.page_tokens))
+
+    def _rows_beside(self, request: Request, decoders: int) -> int:
+        """Beside decoders a prefill moves a segment at a time, so that nobody waits long for a token."""
+        config, targets = self._config, self._targets
+        in_time = self._pace.rows_within(targets.inter_token_seconds)
+        return chunk_beside_decoders(
+            targets,
+            pending=request.pending_tokens,
+            waited_seconds=self._clock() - request.accepted_at,
+            least_rows=config.page_tokens,
+            segment_rows=config.segment_tokens,
+            most_rows=config.step_tokens,
+            seconds_of_chunk=self._pace.seconds(config.segment_tokens + decoders),
+            rows_in_time=None if in_time is None else in_time - decoders,
+        )
+
+    @staticmethod
+    def _room(request: Request) -> int:
+        session = request.session
+        is_selective = session.kv.is_selective
+        return session.kv.room(generated=is_selective and bool(session.pending_generated(request.pending_tokens).any()))
+
+
+def _turn_of(request: Request) -> Turn:
+    """Whose turn it is that the request waits for: its owner's, to prefill or to decode."""
+    return request.session.owner, request.is_prefilling

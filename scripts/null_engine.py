@@ -1,0 +1,196 @@
+"""An engine that does nothing: sessions without a model, whose Generates say at once whatever they are asked for.
+
+What is measured over it is the server's own cost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+from inference_engine.answers import EngineInfo, HistoryLength, SessionInfo, SessionOpened
+from inference_engine.config import EngineConfig
+from inference_engine.engine import Engine
+from inference_engine.generation import Generation
+from inference_engine.kv.strategies import make_strategy, strategy_names
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.metrics import EngineMetrics
+from inference_engine.scheduler.request import Listener
+from inference_engine.tracing import Tracing
+from inference_engine.types import (
+    Bound,
+    Event,
+    Finished,
+    GenerateParams,
+    Mode,
+    ModelFacts,
+    StopReason,
+    TokenCommitted,
+)
+
+VOCAB_SIZE = 50_000
+
+
+class NullGeneration(Generation):
+    """Says what it was told to say, from a thread; nobody can stop it."""
+
+    def __init__(self) -> None:
+        self._said: SimpleQueue[Event] = SimpleQueue()
+        self._on_news: Callable[[], None] = lambda: None
+        self._wake: Callable[[], None] | None = None
+
+    @property
+    def position(self) -> int:
+        return 0
+
+    def say(self, event: Event) -> None:
+        self._said.put(event)
+        self._tell()
+
+    def read(self) -> list[Event]:
+        return [self._said.get() for _ in range(self._said.qsize())]
+
+    def when_news(self, callback: Callable[[], None], wake: Callable[[], None] | None = None) -> None:
+        self._on_news, self._wake = callback, wake
+        self._tell()
+
+    def _tell(self) -> None:
+        self._on_news()
+        if self._wake is not None:
+            self._wake()
+
+    def cancel(self) -> None:
+        pass
+
+    def expire(self) -> None:
+        pass
+
+
+class NullEngine(Engine):
+    """Sessions without a model: counts what is appended, and generates at once whatever it is asked for."""
+
+    def __init__(self) -> None:
+        self.metrics = EngineMetrics()
+        self.tracing = Tracing()
+        self._lengths: dict[str, int] = {}
+        self._ids = itertools.count()
+        self._strategy = make_strategy("full")
+        self._bound = Bound(sustained_bytes=1, peak_bytes=1)
+        self._work: SimpleQueue[tuple[GenerateParams, NullGeneration]] = SimpleQueue()
+        threading.Thread(target=self._generate, daemon=True).start()
+
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            facts=ModelFacts(model_id="null", vocab_size=VOCAB_SIZE, trained_positions=1, device="none", dtype="none"),
+            mode=Mode.BATCHED,
+            strategies=strategy_names(),
+            default_strategy=self._strategy,
+            limit_tokens=None,
+            kv_capacity_bytes=1,
+            kv_reserved_bytes=0,
+            tier_capacity_bytes=0,
+            tier_reserved_bytes=0,
+            drafter="",
+            config=EngineConfig(),
+        )
+
+    def create_session(
+        self,
+        *,
+        strategy: KVStrategy | None = None,
+        eos_token_ids: Sequence[int] = (),
+        limit_tokens: int | None = None,
+        label: str = "",
+        owner: str = "",
+        request_id: bytes = b"",
+    ) -> SessionOpened:
+        session_id = f"{next(self._ids):032x}"
+        self._lengths[session_id] = 0
+        return SessionOpened(
+            session_id=session_id, strategy=self._strategy, bound=self._bound, limit_tokens=limit_tokens
+        )
+
+    def append_once(
+        self,
+        session_id: str,
+        token_ids: Sequence[int],
+        *,
+        request_id: bytes = b"",
+        expected_history_length: int | None = None,
+        owner: str = "",
+        wait_seconds: float = 0.0,
+    ) -> HistoryLength:
+        self._lengths[session_id] += len(token_ids)
+        return HistoryLength(tokens=self._lengths[session_id])
+
+    def generate(
+        self,
+        session_id: str,
+        params: GenerateParams,
+        *,
+        request_id: bytes = b"",
+        resume_from: int | None = None,
+        listener: Listener | None = None,
+        owner: str = "",
+        wait_seconds: float = 0.0,
+    ) -> Generation:
+        generation = NullGeneration()
+        self._work.put((params, generation))
+        return generation
+
+    def session_info(self, session_id: str, *, owner: str = "") -> SessionInfo:
+        return SessionInfo(
+            history_length=self._lengths[session_id],
+            cached_tokens=0,
+            evicted_tokens=0,
+            kv_live_bytes=0,
+            tier_live_bytes=0,
+            bound=self._bound,
+            strategy=self._strategy,
+            limit_tokens=None,
+            inv1_violations=0,
+            inv2_violations=0,
+            inv3_violations=0,
+            drafted_tokens=0,
+            accepted_tokens=0,
+            idle_seconds=0.0,
+            failure_reason="",
+            is_generating=False,
+            label="",
+        )
+
+    def drain(self, grace_seconds: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def is_stalled(self) -> bool:
+        return False
+
+    def is_alive(self) -> bool:
+        return True
+
+    def _generate(self) -> None:
+        while True:
+            params, generation = self._work.get()
+            count = params.max_tokens
+            events: list[Event] = [TokenCommitted(index % VOCAB_SIZE, index) for index in range(count)]
+            for event in events:
+                generation.say(event)
+            generation.say(
+                Finished(
+                    stop_reason=StopReason.MAX_TOKENS,
+                    generated_tokens=count,
+                    history_length=count,
+                    prefill_seconds=0.0,
+                    total_seconds=0.0,
+                    seed=0,
+                    prefilled_tokens=0,
+                    cached_tokens=0,
+                    attended_positions=count,
+                    evicted_positions=0,
+                )
+            )

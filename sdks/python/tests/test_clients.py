@@ -1,0 +1,46 @@
+"""A client and its server: what it learns of it, that nobody is there, and the event loop it belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+import kakeya
+
+Do = Callable[..., Awaitable[Any]]
+
+
+async def test_server_info_has_the_model_and_the_limits(client: Any, do: Do) -> None:
+    info = await do(client.server_info)
+    assert (info.model_id, info.vocab_size, info.trained_positions) == ("tiny", 128, 512)
+    assert {"full", "sink_window", "layer_window"} <= set(info.strategies)
+    assert info.default_strategy == kakeya.Full()
+    assert info.max_append_tokens == 40
+
+
+async def test_nobody_answers_at_a_closed_port(do: Do, flavour: str, unused_port: int) -> None:
+    client = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(f"127.0.0.1:{unused_port}")
+    with pytest.raises(kakeya.ConnectionFailed, match=str(unused_port)) as caught:
+        await do(client.create_session)
+    assert isinstance(caught.value, ConnectionError)
+    await do(client.close)
+
+
+async def test_an_asyncio_generate_needs_a_running_loop(server_target: str) -> None:
+    async with kakeya.AsyncClient(server_target) as client, await client.create_session() as session:
+        with pytest.raises(kakeya.StateError, match="no event loop"):
+            await asyncio.to_thread(session.generate, 1)
+
+
+def test_an_asyncio_client_stays_with_its_loop(server_target: str) -> None:
+    client = kakeya.AsyncClient(server_target)
+
+    async def first() -> None:
+        await client.server_info()
+
+    asyncio.run(first())
+    with pytest.raises(kakeya.StateError, match="another event loop"):
+        asyncio.run(first())

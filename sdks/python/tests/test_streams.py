@@ -1,0 +1,133 @@
+"""What a Generate that runs to its end says, in each of the ways to read it, against the real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+import kakeya
+
+Do = Callable[..., Awaitable[Any]]
+Read = Callable[..., Coroutine[Any, Any, list[int]]]
+PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
+
+
+async def test_iterating_and_result_agree_and_the_history_grows_by_what_was_generated(
+    client: Any, do: Do, read: Read
+) -> None:
+    one, other = await do(client.create_session), await do(client.create_session)
+    for session in (one, other):
+        assert await do(session.append, PROMPT) == len(PROMPT)
+    iterated = await read(one.generate(10))
+    result = await do(other.generate(10).result)
+    assert iterated == list(result.token_ids)
+    assert result.stop_reason is kakeya.StopReason.MAX_TOKENS
+    assert result.generated_tokens == 10
+    assert result.history_length == one.history_length == other.history_length == len(PROMPT) + 10
+    assert result.prefilled_tokens + result.cached_tokens >= len(PROMPT)
+    assert (await do(one.info)).history_length == len(PROMPT) + 10
+    await do(one.close)
+    await do(other.close)
+
+
+async def test_details_have_absolute_positions_and_logprobs(session: Any, do: Do, flavour: str) -> None:
+    await do(session.append, PROMPT)
+    stream = session.generate(5, logprobs=True)
+    details: list[kakeya.TokenDetail] = []
+    if flavour == "asyncio":
+        details.extend([detail async for detail in stream.details()])
+    else:
+        details.extend(await asyncio.to_thread(lambda: list(stream.details())))
+    assert [detail.position for detail in details] == list(range(len(PROMPT), len(PROMPT) + 5))
+    assert all(detail.logprob is not None and detail.logprob <= 0 for detail in details)
+    result = await do(stream.result)
+    assert result.logprobs == tuple(detail.logprob for detail in details)
+    assert result.token_ids == tuple(detail.token_id for detail in details)
+
+
+async def test_progress_is_reported_before_the_first_token(session: Any, do: Do) -> None:
+    await do(session.append, PROMPT * 4)
+    reports: list[kakeya.Progress] = []
+    await do(session.generate(2, on_progress=reports.append).result)
+    assert reports[0].done_tokens == 0
+    assert reports[-1].done_tokens == reports[-1].total_tokens > 0
+
+
+async def test_the_same_seed_gives_the_same_tokens_and_a_drawn_one_is_told(client: Any, do: Do) -> None:
+    async def sample(seed: int | None) -> kakeya.GenerateResult:
+        session = await do(client.create_session)
+        await do(session.append, PROMPT)
+        result: kakeya.GenerateResult = await do(session.generate(12, temperature=2.0, seed=seed).result)
+        await do(session.close)
+        return result
+
+    first = await sample(None)
+    again = await sample(first.seed)
+    assert again.token_ids == first.token_ids
+    assert again.seed == first.seed
+
+
+async def test_a_stop_id_is_emitted_and_ends_the_stream(session: Any, client: Any, do: Do) -> None:
+    await do(session.append, PROMPT)
+    free = await do(session.generate(8).result)
+    stop = free.token_ids[3]
+    other = await do(client.create_session)
+    await do(other.append, PROMPT)
+    stopped = await do(other.generate(8, stop_token_ids=[stop]).result)
+    assert stopped.stop_reason is kakeya.StopReason.EOS
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    await do(other.close)
+
+
+async def test_reaching_the_limit_ends_a_generate_as_truncated(client: Any, do: Do) -> None:
+    session = await do(client.create_session, limit_tokens=20)
+    await do(session.append, PROMPT)
+    result = await do(session.generate(100).result)
+    assert result.stop_reason is kakeya.StopReason.TRUNCATED
+    assert result.history_length == 20
+    await do(session.close)
+
+
+async def test_a_result_accounts_for_every_position(session: Any, do: Do) -> None:
+    await do(session.append, PROMPT)
+    result = await do(session.generate(4).result)
+    assert (result.evicted_positions, result.restored_positions) == (0, 0)
+    assert result.attended_positions == result.history_length - 1
+
+
+async def test_a_stream_has_one_reader(session: Any, do: Do, read: Read) -> None:
+    await do(session.append, PROMPT)
+    stream = session.generate(2)
+    await read(stream)
+    with pytest.raises(kakeya.StateError, match="iterated already"):
+        await read(stream)
+    with pytest.raises(kakeya.StateError, match="iterated already"):
+        stream.details()
+    assert (await do(stream.result)).token_ids == stream.token_ids
+    assert stream.is_finished
+
+
+async def test_a_stream_read_by_result_cannot_be_iterated(session: Any, do: Do, read: Read) -> None:
+    await do(session.append, PROMPT)
+    stream = session.generate(2)
+    await do(stream.result)
+    assert (await do(stream.result)).generated_tokens == 2
+    with pytest.raises(kakeya.StateError, match="nothing left"):
+        await read(stream)
+
+
+async def test_result_reads_what_an_iteration_left(session: Any, do: Do, flavour: str) -> None:
+    await do(session.append, PROMPT)
+    stream = session.generate(5)
+    if flavour == "asyncio":
+        tokens = aiter(stream)
+        first = await anext(tokens)
+    else:
+        tokens = iter(stream)
+        first = await asyncio.to_thread(next, tokens)
+    result = await do(stream.result)
+    assert result.token_ids[0] == first
+    assert result.generated_tokens == 5
