@@ -232,7 +232,7 @@ class LaneGroup:
         return min(self.layout.capacity, -(-self.open_slots(length) // page) * page)
 
     def open(self, first: int, end: int) -> None:
-        """Zero the slots from `first` to `end`. No table of them goes to the device, so nobody waits for it."""
+        """Wipe the slots from `first` to `end`. No table of them goes to the device, so nobody waits for it."""
         dim = self.head_dim
         for states in (self.arena.keys, self.arena.values):
             for start, apart, layers in self._even:
@@ -338,7 +338,8 @@ class LaneGroup:
     def drop(self, positions: Positions) -> None:
         """Wipe the rows of positions that were rejected, the second copies of a sink's keys among them."""
         copies = self.layout.capacity + positions[positions < self.layout.spare]
-        self.wipe(np.concatenate([self.layout.slots(positions), copies]))
+        for first, end in _runs(np.concatenate([self.layout.slots(positions), copies])):
+            self.open(first, end)
 
     def evict(self, length: int) -> None:
         """Let leave what no query of a history of `length` may see; the sink moves up to the oldest row that stays.
@@ -396,3 +397,11 @@ def _evenly_apart(starts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             end += 1
         yield starts[first], apart, end - first
         first = end
+
+
+def _runs(slots: Positions) -> Iterator[tuple[int, int]]:
+    """`slots` as runs of neighbours: the first of each, and the slot behind its last."""
+    breaks = (np.flatnonzero(np.diff(slots) != 1) + 1).tolist()
+    for first, end in zip((0, *breaks), (*breaks, len(slots)), strict=True):
+        if end > first:
+            yield int(slots[first]), int(slots[end - 1]) + 1

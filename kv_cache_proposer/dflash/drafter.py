@@ -96,7 +96,7 @@ class DFlashDrafter:
         with torch.inference_mode():
             graphs = self._graphs.get(memories[0].pool)
             if graphs is not None and graphs.can_observe(len(place)):
-                graphs.observe(torch.cat(taps), place, index)
+                graphs.observe(taps, place, index)
                 return
             states = self._network.context(torch.cat(taps)[None], torch.from_numpy(place).to(self._device)[None])
             keys, values = (torch.stack(part)[:, 0] for part in zip(*states, strict=True))

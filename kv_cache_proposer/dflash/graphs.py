@@ -74,11 +74,16 @@ class DrafterGraphs:
         found: NDArray[np.int64] = guesses[:count].cpu().numpy()
         return found
 
-    def observe(self, taps: Tensor, positions: Numbers, index: Numbers) -> None:
-        """Write the rows of taps [R, taps, hidden] at `positions` [R]; index: [layers · Hkv, R] rows of the arenas."""
-        count = len(positions)
+    def observe(self, taps: Sequence[Tensor], positions: Numbers, index: Numbers) -> None:
+        """Write the rows of taps, R in all, [r, taps, hidden] each, at `positions` [R].
+
+        index: [layers · Hkv, R] rows of the arenas.
+        """
+        count, first = len(positions), 0
         rows = ROWS[bisect_left(ROWS, count)]
-        self._taps[:count].copy_(taps)
+        for part in taps:
+            self._taps[first : first + len(part)].copy_(part)
+            first += len(part)
         where = padded(index.T.copy(), rows).T  # what pads it writes to row 0, which is nobody's
         self._observing[rows].run(padded(positions, rows), where.reshape(-1))
 

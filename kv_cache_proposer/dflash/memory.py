@@ -83,8 +83,8 @@ class RingMemory:
         slots = (first + rows) % window
         reach = int(slots.max()) + 1
         if reach > self.used:
-            skipped = np.setdiff1d(np.arange(self.used, reach), slots)
-            if len(skipped):
+            if np.count_nonzero(slots >= self.used) < reach - self.used:
+                skipped = np.setdiff1d(np.arange(self.used, reach), slots)
                 index = torch.from_numpy(self.index(skipped)).to(self._context.device)
                 for arena in self.arenas():
                     arena.index_fill_(0, index, 0)

@@ -61,7 +61,9 @@ class Attention(nn.Module):
         keys, values = (torch.cat(pair, dim=2) for pair in zip(context, self.rows(states, angles), strict=True))
         if mask.shape[2] == 1:  # the same for every query, so all that share keys are one head's
             together = queries.reshape(*keys.shape[:2], -1, self.head_dim)
-            out = F.scaled_dot_product_attention(together, keys, values, attn_mask=mask)
+            # Few queries of few heads: products over all keys at once end before one kernel has walked along them.
+            scores = torch.add(mask, together @ keys.transpose(-1, -2), alpha=self.head_dim**-0.5)
+            out = scores.softmax(-1) @ values
             heads = out.view(*keys.shape[:2], self.group, -1, self.head_dim).permute(0, 3, 1, 2, 4)
         else:
             keys, values = keys.repeat_interleave(self.group, dim=1), values.repeat_interleave(self.group, dim=1)
