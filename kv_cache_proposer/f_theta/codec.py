@@ -34,6 +34,7 @@ BITS = {"variance": allocate_bytes, "uniform": allocate_uniformly}
 SCALE_BYTES = 1
 _SCALE_STEPS = 16  # to a doubling
 _SCALE_ONE = 128  # the code of scale 1
+_MOST_RATES = 16  # that are remembered
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -93,6 +94,8 @@ class LatentCodec:
 
     coders: tuple[GroupCoder, ...]
     bits: str = "variance"
+    # By bytes per token. To share bits out takes longer than to open a session.
+    _lower: dict[int, LatentCodec] = field(init=False, repr=False, default_factory=dict)
 
     @property
     def bytes_per_token(self) -> int:
@@ -125,16 +128,22 @@ class LatentCodec:
         return replace(self, coders=tuple(part.to(device) for part in self.coders))
 
     def at(self, bytes_per_token: int) -> LatentCodec:
-        """The same bases at fewer bytes: bits shared out again, components left without bits dropped.
+        """The same bases, in the same memory, at fewer bytes: bits shared out again, components without bits left out.
 
         Raises LatentError for more bytes than this codec has: their components are gone.
         """
+        if (known := self._lower.get(bytes_per_token)) is not None:
+            return known
         if bytes_per_token > self.bytes_per_token:
             raise LatentError(
                 f"a codec of {self.bytes_per_token} bytes per token cannot be refined to {bytes_per_token}; fit one at "
                 "the largest number of bytes in use"
             )
-        return code(tuple(part.basis for part in self.coders), bytes_per_token, bits=self.bits)
+        lower = code(tuple(part.basis for part in self.coders), bytes_per_token, bits=self.bits)
+        self._lower[bytes_per_token] = lower
+        for earlier in list(self._lower)[:-_MOST_RATES]:
+            self._lower.pop(earlier, None)
+        return lower
 
     def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
         """Unrotated rows of each covered layer, [n, Hkv, D] in any float dtype, as uint8 [n, bytes_per_token].

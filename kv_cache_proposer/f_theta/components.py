@@ -54,11 +54,11 @@ class Components:
         return self.heads(0, len(self.head_sizes))
 
     def truncated(self, count: int) -> Components:
-        """The first `count` components."""
+        """The first `count` components, in the same memory: each rate that a session asks for is such a part."""
         return replace(
             self,
-            entries=self.entries[:, :count].contiguous(),
-            scales=None if self.scales is None else self.scales[:, :count].contiguous(),
+            entries=self.entries[:, :count],
+            scales=None if self.scales is None else self.scales[:, :count],
         )
 
     def at_precision(self, precision: str) -> Components:

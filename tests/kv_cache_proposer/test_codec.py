@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from kv_cache_proposer.f_theta.basis import Basis
 from kv_cache_proposer.f_theta.codec import LatentCodec
 from kv_cache_proposer.f_theta.components import PRECISIONS
 from kv_cache_proposer.f_theta.errors import LatentError, NonFiniteRows
@@ -52,6 +53,24 @@ def test_a_codec_taken_down_equals_one_fitted_there() -> None:
     rows = make_rows(50)
     down, fitted = make_codec(40).at(17), make_codec(17)
     assert torch.equal(down.encode(rows.keys, rows.values), fitted.encode(rows.keys, rows.values))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_bases_are_held_once_however_many_sessions_ask_for_however_few_bytes(precision: str) -> None:
+    codec = make_codec(40, precision=precision)
+    held = {place for part in codec.coders for place in _storages(part.basis)}
+    for bytes_per_token in (12, 17, 24, 40):
+        down = codec.at(bytes_per_token)
+        assert {place for part in down.coders for place in _storages(part.basis)} <= held
+        assert codec.at(bytes_per_token) is down
+
+
+def _storages(basis: Basis) -> list[int]:
+    """Where its matrices lie."""
+    own, back = basis.components, basis.analysis
+    tensors = [own.entries, own.scales, basis.deviations, basis.mean, *basis.weights, *basis.inverses]
+    tensors += [] if back is None else [back.entries, back.scales]
+    return [tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None]
 
 
 def test_a_codec_cannot_be_refined(codec: LatentCodec) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -110,6 +113,27 @@ def test_the_footprint_never_passes_the_bound(strategy: KVStrategy) -> None:
             assert info.kv_live_bytes <= session.bound.sustained_bytes
         assert max(seen) <= session.bound.peak_bytes
         assert engine.info().kv_reserved_bytes == session.bound.sustained_bytes
+
+
+@each_strategy
+def test_a_session_holds_no_memory_but_what_it_reserves(strategy: KVStrategy) -> None:
+    """The pool is there from the start: with more sessions there are no more tensors, but for what tells positions."""
+    with engine_for(Mode.BATCHED) as engine:
+        generate(engine, opened(engine, strategy, text(LENGTH)), 3)
+        before = tensor_bytes()
+        for seed in range(1, 5):
+            generate(engine, opened(engine, strategy, text(LENGTH, seed=seed)), 3)
+        assert tensor_bytes() - before <= 4 * 512
+
+
+def tensor_bytes() -> int:
+    """Of all tensors that are alive, each piece of memory counted once."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whatever else is alive may mind being looked at
+        alive = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.device.type == "cpu"]
+    pieces = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in alive}
+    return sum(pieces.values())
 
 
 @each_mode
