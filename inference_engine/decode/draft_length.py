@@ -20,8 +20,10 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-_PRIOR_RATE, _PRIOR_WEIGHT = 0.6, 2.0
-_DRAFT_MEMORY = 0.95  # what a draft counts when the next one has come
+# What is expected of a first draft, and for how many drafts that counts: of anybody's ever, and of a session's, of which
+# others' tell more. A few wrong ones in a row are no reason to stop; what all give changes slowly.
+_PRIOR_RATE, _PRIOR_WEIGHT, _LIKE_WEIGHT = 0.6, 2.0, 8.0
+_COMMON_MEMORY, _SESSION_MEMORY = 0.99, 0.95  # what a draft counts when the next one has come
 _STEP_MEMORY = 0.9
 _OUTLIER = 3.0  # a step that took this many times what was expected counts no more than that
 # Few lengths, so that what a step of each takes is soon known, and kernels meet few shapes.
@@ -32,7 +34,10 @@ _UNEARNED = 7  # the longest draft that needs no right guesses before it
 
 @dataclass(slots=True)
 class Acceptance:
-    """How often guesses are right, by their place in the draft. Begins as `like` another one, if there is one."""
+    """How often guesses are right, by their place in the draft.
+
+    A session's begins `like` that of all sessions, which has none to be like.
+    """
 
     like: Acceptance | None = None
     _right: list[float] = field(default_factory=list)
@@ -48,12 +53,13 @@ class Acceptance:
         """A draft of `proposed` guesses had its first `accepted` right."""
         self._last_right = accepted
         tried = min(proposed, accepted + 1)
+        weight, memory = (_PRIOR_WEIGHT, _COMMON_MEMORY) if self.like is None else (_LIKE_WEIGHT, _SESSION_MEMORY)
         while len(self._tried) < tried:
-            self._right.append(_PRIOR_WEIGHT * self.rate(len(self._tried)))
-            self._tried.append(_PRIOR_WEIGHT)
+            self._right.append(weight * self.rate(len(self._tried)))
+            self._tried.append(weight)
         for place in range(tried):
-            self._right[place] = _DRAFT_MEMORY * self._right[place] + (place < accepted)
-            self._tried[place] = _DRAFT_MEMORY * self._tried[place] + 1.0
+            self._right[place] = memory * self._right[place] + (place < accepted)
+            self._tried[place] = memory * self._tried[place] + 1.0
 
     def rate(self, place: int) -> float:
         """How often the guess in `place` (from 0) is right if those before it are; unseen places resemble the last."""

@@ -142,9 +142,36 @@ def test_a_long_draft_has_to_be_earned_whatever_others_showed() -> None:
     assert length() <= 7
 
 
-def test_what_was_seen_long_ago_is_forgotten() -> None:
-    turned = seen(*[(4, 0)] * 100, *[(4, 4)] * 100)
-    assert turned.rate(0) > 0.95
+def test_what_was_seen_long_ago_is_forgotten_of_a_session_sooner_than_of_all() -> None:
+    common, session = seen(*[(4, 0)] * 100), Acceptance(WRONG)
+    for acceptance, drafts in ((session, 100), (common, 100), (common, 400)):
+        for _ in range(drafts):
+            acceptance.saw(4, 4)
+    assert session.rate(0) > 0.95
+    assert common.rate(0) > 0.95
+
+
+def test_a_few_wrong_drafts_do_not_stop_what_pays_for_others_and_many_do() -> None:
+    """Of all drafts 0.6 begin right, and some go on. A draft costs 0.4 of a step, and so pays."""
+    common = Acceptance()
+    for _ in range(40):
+        for accepted in (0, 1, 2, 0, 3):
+            common.saw(7, accepted)
+    session, steps = Acceptance(common), line(1.0, 0.005)
+    assert longest(session, steps, draft_seconds=0.4) > 0
+    for _ in range(6):
+        session.saw(7, 0)
+    assert longest(session, steps, draft_seconds=0.4) > 0
+    for _ in range(24):
+        session.saw(7, 0)
+    assert longest(session, steps, draft_seconds=0.4) == 0
+
+
+def test_what_all_give_is_not_turned_by_one_session() -> None:
+    common = seen(*[(7, 3)] * 200)
+    for _ in range(20):
+        common.saw(7, 0)
+    assert common.rate(0) > 0.7
 
 
 def test_places_that_were_never_reached_resemble_the_last_one() -> None:
