@@ -20,8 +20,8 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-# What is expected of a first draft, and for how many drafts that counts: of anybody's ever, and of a session's, of which
-# others tell more. A few wrong ones in a row are no reason to stop; what all give changes slowly.
+# What is expected of a first draft, and for how many drafts that counts: of anybody's ever, and of a session's, of
+# which others tell more. A few wrong ones in a row are no reason to stop; what all give changes slowly.
 _PRIOR_RATE, _PRIOR_WEIGHT, _LIKE_WEIGHT = 0.6, 2.0, 8.0
 _COMMON_MEMORY, _SESSION_MEMORY = 0.99, 0.95  # what a draft counts when the next one has come
 _STEP_MEMORY = 0.9
