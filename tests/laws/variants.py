@@ -52,12 +52,12 @@ _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
         {"ring": 24, "band": 6, "threshold": 0.6, "chain_limit": 2},
         {"ring": 9, "band": 0, "threshold": 0.0},
     ],
-    # Exact windows narrower and wider than TinyModel's own; without a sink; a rate below the codec's own.
+    # Exact windows narrower and wider than TinyModel's own; without a sink.
     "restored": [
         {"sink": 4, "window": 16},
         {"sink": 0, "window": 40},
         {**LATENT, "window": 12},
-        {**LATENT, "sink": 3, "window": 13, "mode": "stream", "bytes_per_token": LATENT_BYTES // 8},
+        {**LATENT, "sink": 3, "window": 13, "mode": "stream"},
         # Few latents on the device: a segment pushes out all of them, and some of its own.
         {**LATENT, "window": 16, "resident_latent_bytes": 1800},
         {**LATENT, "sink": 0, "window": 9, "resident_latent_bytes": 7000, "mode": "stream"},
