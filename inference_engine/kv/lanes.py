@@ -6,7 +6,7 @@ back whole; writing, reading and wiping go by position or slot, for all its laye
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -24,6 +24,7 @@ from inference_engine.kv.lane_tables import Indexes, as_slice, places_of
 from inference_engine.kv.layout import BlockSelector, Layout, Positions, TierLayout
 from inference_engine.kv.pool import Arena, Demand
 from inference_engine.kv.query_rings import QueryRings, ring_demand
+from inference_engine.kv.runs import evenly_apart, neighbours
 from inference_engine.kv.slab import Slab
 from inference_engine.kv.tier_rows import TierRows
 from inference_engine.kv.trunk import Piece, Trunk
@@ -127,7 +128,7 @@ class LaneGroup:
         self.held = np.full(self.layout.capacity, -1, dtype=np.int64)
         self.layer_index = as_slice(self.layers)
         self.place_index = as_slice(places_of(self.context.geometry)[self.layers])
-        self._even = tuple(_evenly_apart(self.starts.tolist()))
+        self._even = tuple(evenly_apart(self.starts.tolist()))
 
     @staticmethod
     def reserve(context: KVContext, layers: LayerSet, layout: Layout, trunk: Trunk | None = None) -> LaneGroup | None:
@@ -338,7 +339,7 @@ class LaneGroup:
     def drop(self, positions: Positions) -> None:
         """Wipe the rows of positions that were rejected, the second copies of a sink's keys among them."""
         copies = self.layout.capacity + positions[positions < self.layout.spare]
-        for first, end in _runs(np.concatenate([self.layout.slots(positions), copies])):
+        for first, end in neighbours(np.concatenate([self.layout.slots(positions), copies])):
             self.open(first, end)
 
     def evict(self, length: int) -> None:
@@ -384,24 +385,3 @@ class LaneGroup:
 
     def _index(self, slots: Positions) -> Tensor:
         return torch.from_numpy(self.rows(slots).reshape(-1)).to(self.context.device)
-
-
-def _evenly_apart(starts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """`starts` in ascending order as runs: the first of each, how far apart they are, and how many."""
-    starts = sorted(starts)
-    first = 0
-    while first < len(starts):
-        end = first + 1
-        apart = starts[end] - starts[first] if end < len(starts) else 0
-        while end < len(starts) and starts[end] - starts[end - 1] == apart:
-            end += 1
-        yield starts[first], apart, end - first
-        first = end
-
-
-def _runs(slots: Positions) -> Iterator[tuple[int, int]]:
-    """`slots` as runs of neighbours: the first of each, and the slot behind its last."""
-    breaks = (np.flatnonzero(np.diff(slots) != 1) + 1).tolist()
-    for first, end in zip((0, *breaks), (*breaks, len(slots)), strict=True):
-        if end > first:
-            yield int(slots[first]), int(slots[end - 1]) + 1
