@@ -9,7 +9,7 @@ import argparse
 import importlib.util
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from inference_engine.errors import ConfigError
 if TYPE_CHECKING:
     from kv_cache_proposer.dflash.config import DFlashConfig
     from kv_cache_proposer.dflash.network import DFlashNetwork
-    from kv_cache_proposer.training.corpus_store import Text
+    from kv_cache_proposer.training.corpus_store import CorpusManifest, Text
     from kv_cache_proposer.training.drafter import DrafterPlan, Reading
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -43,7 +43,10 @@ def add_parser(commands: Subparsers) -> None:
         description="Trains a DFlash drafter on a corpus of the model's own words; the model does not change.",
     )
     add_config_file(drafter)
-    drafter.add_argument("--corpus", type=Path, metavar="FOLDER", help="default: in the cache, by the model's name")
+    drafter.add_argument(
+        "--corpus", nargs="+", type=Path, metavar="FOLDER",
+        help="one or more of this model's (default: in the cache, by the model's name)",
+    )  # fmt: skip
     drafter.add_argument("--out", type=Path, metavar="FOLDER", help="default: the cache, where servers look")
     for name, default, what in (
         ("layers", 3, "of the drafter"),
@@ -101,11 +104,11 @@ def run(args: argparse.Namespace) -> int:
     use_threads(model.threads)
     checked = check_model(model.model, cache=model.cache_path)
     digest = weights_digest(checked)
-    corpus = args.corpus or corpus_folder(checked.model_id, model.cache_path)
+    folders: list[Path] = args.corpus or [corpus_folder(checked.model_id, model.cache_path)]
     out: Path = args.out or drafter_folder(checked.model_id, model.cache_path)
-    manifest = read_manifest(corpus, target_digest=digest)
-    texts = list(read_texts(corpus, manifest))
-    mask = unused_id(texts, manifest.vocab_size) if args.mask_token_id is None else args.mask_token_id
+    corpora = [read_manifest(folder, target_digest=digest) for folder in folders]
+    texts = [text for folder, corpus in zip(folders, corpora, strict=True) for text in read_texts(folder, corpus)]
+    mask = unused_id(texts, corpora[0].vocab_size) if args.mask_token_id is None else args.mask_token_id
     loaded = load_model(model.model, cache=model.cache_path, device=model.device, dtype=model.dtype, attention="sdpa")
     config = config_for(
         loaded.model,
@@ -143,8 +146,11 @@ def run(args: argparse.Namespace) -> int:
     )
     made = DrafterManifest(
         target_digest=digest,
-        recipe={**_recipe(plan, began, progress.steps, manifest.tokens), "dtype": loaded.dtype},
-        seeds={"training": args.seed, "corpus": manifest.seed},
+        recipe={
+            **_recipe(plan, began, progress.steps, sum(corpus.tokens for corpus in corpora)),
+            "dtype": loaded.dtype,
+        },
+        seeds={"training": args.seed, **_corpus_seeds(corpora)},
         commit=commit,
     )
     save_drafter(network, out, made)
@@ -206,6 +212,10 @@ def _recipe(plan: DrafterPlan, begin: str, steps: int, corpus_tokens: int) -> Ma
     stated["total_seconds"] = None if math.isinf(plan.total_seconds) else plan.total_seconds
     del stated["seed"]
     return stated
+
+
+def _corpus_seeds(corpora: Sequence[CorpusManifest]) -> dict[str, int]:
+    return {f"corpus {place}" if place > 1 else "corpus": one.seed for place, one in enumerate(corpora, start=1)}
 
 
 def _held_out(texts: list[Text], count: int) -> dict[str, list[Text]]:

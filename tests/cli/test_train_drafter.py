@@ -12,6 +12,7 @@ import pytest
 from inference_engine.backends import open_backend
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.cli.main import main
+from inference_engine.cli.train_corpus import corpus_folder
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import ModelError
@@ -108,6 +109,23 @@ def test_a_training_can_begin_with_a_drafter_of_this_model_of_the_same_shape(
     assert main(["train", "drafter", *further, *small, "--layers", "2", "--mask-token-id", "126"]) == 1
     told = capsys.readouterr().err
     assert "layers is 1, asked for is 2" in told and "mask_token_id is 127, asked for is 126" in told
+
+
+def test_a_training_reads_all_corpora_it_is_given(
+    tiny_folder: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "commit", lambda: "none")
+    shared = ("--model", str(tiny_folder), "--cache-dir", str(made))
+    first, second = corpus_folder(tiny_folder.name, made), tmp_path / "corpus"
+    few = ("--tokens", "1000", "--rows", "10", "--length", "160", "--seed", "5", "--text", str(made / "own.txt"))
+    assert main(["train", "corpus", *shared, *few, "--out", str(second)]) == 0
+    shape = ("--layers", "1", "--taps", "2", "--block-size", "4", "--batch", "4", "--anchors", "8", "--steps", "2")
+    both = ("--corpus", str(first), str(second), "--out", str(tmp_path / "drafter"), "--commit", "0123abc")
+    assert main(["train", "drafter", *shared, *shape, "--mask-token-id", "127", *both]) == 0
+    manifest = json.loads((tmp_path / "drafter" / "drafter.json").read_text())
+    written = [json.loads((folder / "corpus.json").read_text())["files"] for folder in (first, second)]
+    assert manifest["recipe"]["corpus_tokens"] == sum(tokens for files in written for _, tokens in files)
+    assert manifest["seeds"] == {"training": 0, "corpus": 0, "corpus 2": 5}
 
 
 def test_without_a_trained_drafter_there_is_prompt_lookup(tiny_folder: Path, tmp_path: Path) -> None:
