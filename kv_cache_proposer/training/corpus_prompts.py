@@ -30,7 +30,7 @@ _MARKER = "Kqzwxjvbm"
 # Of all texts, where the model can chat; of the chats; of the answers and of the texts gone on with.
 _CHATS, _OWN_QUESTIONS, _GREEDY_ANSWERS, _GREEDY_TEXTS = 0.7, 0.5, 0.5, 0.15
 # Made of parts, beside the openings: so many that few of a corpus begin alike, and are answered alike.
-_QUESTIONS, _QUESTIONS_SEED = 3000, 0
+_QUESTIONS, _QUESTIONS_SEED = 24_000, 0
 _TEMPERATURES = (0.6, 0.7, 0.8, 1.0)
 _SHORTEST_CUT, _LONGEST_CUT = 16, 96
 _HELD_OUT_ONE_IN = 20
