@@ -112,8 +112,8 @@ BUGS = (
     Bug(
         "randomness depends on the place in the batch",
         "inference_engine/decode/verifier.py",
-        "uniform(place.sampler.seed, place.position) for place in keyed",
-        "uniform(place.sampler.seed, number) for number, place in enumerate(keyed)",
+        "key(place.sampler.seed, place.position) for place in keyed",
+        "key(place.sampler.seed, number) for number, place in enumerate(keyed)",
         (CLOSED_FORM,),
     ),
     Bug(

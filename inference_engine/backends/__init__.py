@@ -20,7 +20,7 @@ def open_backend(config: ModelConfig) -> Forward:
     from inference_engine.backends.graphs import wants_graphs
     from inference_engine.backends.packed_linear import can_pack, pack_linears
     from inference_engine.backends.torch_forward import TorchForward, use_threads
-    from inference_engine.kernels.choice import open_lane_attention
+    from inference_engine.kernels.choice import open_lane_attention, open_noise
     from inference_engine.models import load_model
     from inference_engine.models.norms import fuse_norms
     from inference_engine.models.seam import ATTENTION, Seam
@@ -55,4 +55,11 @@ def open_backend(config: ModelConfig) -> Forward:
     device, seam = torch.device(loaded.device), Seam(loaded.model)
     lane_attention = None if seam.has_head_sinks else open_lane_attention(config.kernels, device)
     records_graphs = wants_graphs(config.graphs, device, has_lanes=lane_attention is not None)
-    return TorchForward(seam, facts, device, lane_attention=lane_attention, records_graphs=records_graphs)
+    return TorchForward(
+        seam,
+        facts,
+        device,
+        lane_attention=lane_attention,
+        noise_of_all=open_noise(config.kernels, device),
+        records_graphs=records_graphs,
+    )

@@ -14,6 +14,7 @@ from inference_engine.backends.graphs import SIZES, StepGraphs
 from inference_engine.backends.quanta import probe_quanta
 from inference_engine.backends.recording import GraphMemory
 from inference_engine.kernels.lane_attention import LaneAttention
+from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.host_memory import free_host_bytes
@@ -32,13 +33,18 @@ class TorchForward:
         device: torch.device,
         *,
         lane_attention: LaneAttention | None = None,
+        noise_of_all: NoiseOfAll = noise_of_all,
         records_graphs: bool = False,
     ) -> None:
-        """lane_attention: the device's operation over lanes, if any. records_graphs: of steps that use nothing else."""
+        """lane_attention: the device's operation over lanes, if any. records_graphs: of steps that use nothing else.
+
+        noise_of_all: the device's operation for what sampled tokens are drawn with.
+        """
         self.seam = seam
         self._facts = facts
         self._device = device
         self._lane_attention = lane_attention
+        self._noise_of_all = noise_of_all
         self.records_graphs = records_graphs
         # Of each pool its own: graphs read and write where they were recorded.
         self._graphs: WeakKeyDictionary[Pool, StepGraphs] = WeakKeyDictionary()
@@ -87,6 +93,7 @@ class TorchForward:
             rotate=self.seam.rotate,
             device=self._device,
             lane_attention=self._lane_attention,
+            noise_of_all=self._noise_of_all,
             most_rows_at_once=most_rows,
         )
 

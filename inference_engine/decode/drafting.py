@@ -57,11 +57,15 @@ class Wanted:
     """One session that could use a draft of at most `limit` tokens, at least one.
 
     history: every recorded id; the last one was just sampled and has no row yet. The draft begins after it.
+    temperature, seed: what the target samples with, greedily at 0: the token that will be number p of the history is
+    drawn with the noise of (seed, p) (`kernels/noise.py`), and a drafter may guess with it.
     """
 
     memory: DraftMemory | None
     history: TokenIds
     limit: int
+    temperature: float = 0.0
+    seed: int = 0
 
 
 class Drafter(DraftMemories, Protocol):

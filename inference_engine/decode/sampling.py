@@ -1,9 +1,9 @@
 """Draws a token from each of many rows of logits.
 
 Order: repetition penalty (whole history), bias, temperature, top_k, top_p, min_p; log-probabilities are of the raw
-logits. The draw inverts the cumulative distribution, in order of token id, at a uniform number that is a function of
-(seed, position) alone (Philox, Salmon et al., SC'11), so neither the way a history was built nor drafting can change
-it.
+logits. The token is the id with the largest logit ÷ temperature + noise among those that are left, and the lower one of
+equals. Noise is a function of (seed, position, id) alone (`noise.py`), so neither the way a history was built nor
+drafting can change it.
 
 Rows are drawn together, whatever their samplings: a few operations for all of them. What one gives depends on itself
 alone, bit for bit, so each operation here treats a row the same, whatever rows are beside it.
@@ -12,6 +12,7 @@ alone, bit for bit, so each operation here treats a row the same, whatever rows 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,31 +23,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
 from inference_engine.types import Sampling
 
-# Of one float64 array over the vocabulary, for as many rows as fit, and at least one. Where top_k or top_p need an
-# order, half a dozen such arrays are there at once. A GPU wants few operations: 85 rows of 49,152 ids, 16 of 262,144.
+# Of one float64 array over the vocabulary, for as many rows as fit, and at least one. Four of that size are there at
+# once, whatever the sampling. A GPU wants few operations: 85 rows of 49,152 ids, 16 of 262,144.
 # On a CPU larger arrays are slower: the system takes their memory back, and clears it, at every operation.
 MAX_ARRAY_BYTES = 32 << 20
-MAX_ARRAY_BYTES_ON_CPU = 3 << 20
-
-# Philox4x64-10: the multipliers, and what is added to the key's two halves after each of the ten rounds.
-_MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
-_KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
-_ROUNDS = 10
-_WORD = (1 << 64) - 1
-
-
-def uniform(seed: int, position: int) -> float:
-    """In [0, 1), with 53 random bits: numpy's `Generator(Philox(key=seed, counter=position)).random()`, sooner made."""
-    # A numpy generator counts up before it draws.
-    a, b, c, d = position + 1, 0, 0, 0
-    key, other_key = seed, 0
-    for _ in range(_ROUNDS):
-        low, high = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
-        a, b, c, d = (high >> 64) ^ b ^ key, high & _WORD, (low >> 64) ^ d ^ other_key, low & _WORD
-        key, other_key = key + _KEY_STEPS[0] & _WORD, other_key + _KEY_STEPS[1] & _WORD
-    return (a >> 11) * 2.0**-53
+MAX_ARRAY_BYTES_ON_CPU = 1 << 20
 
 
 @dataclass(slots=True)
@@ -101,21 +85,25 @@ class Sampler:
             self.seen[token_id] = True
 
 
-def draw(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Tensor:
+def draw(
+    logits: Tensor, samplings: Sequence[Sampling], keys: Sequence[int], noise_of_all: NoiseOfAll = noise_of_all
+) -> Tensor:
     """A token [n] from each row of `logits` [n, V], which have penalties and bias already. No synchronisation.
 
-    No sampling may be greedy. Rows are drawn together as long as those beside them need an order of the vocabulary as
-    they do, or do not, so let those that do stand side by side.
+    keys: of the rows' noise, from `noise.key`. No sampling may be greedy. Rows are drawn together as long as those
+    beside them need an order of the vocabulary as they do, or do not, so let those that do stand side by side.
     """
     rows, vocab = logits.shape
     tokens: list[Tensor] = []
     first = 0
     for _, alike in itertools.groupby(samplings, lambda sampling: is_ranked(sampling, vocab)):
         count = len(list(alike))
-        parts = _parts(first, first + count, logits)
-        tokens.extend(_drawn(logits[part], samplings[part], uniforms[part]) for part in parts)
+        tokens.extend(
+            _drawn(logits[part], samplings[part], keys[part], noise_of_all)
+            for part in _parts(first, first + count, logits)
+        )
         first += count
-    assert first == rows == len(uniforms), (first, rows, len(uniforms))
+    assert first == rows == len(keys), (first, rows, len(keys))
     return _joined(tokens)
 
 
@@ -125,11 +113,11 @@ def is_ranked(sampling: Sampling, vocab: int) -> bool:
 
 
 def filtered_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution [V] tokens are drawn from, in float64; zero where top_k, top_p or min_p cut. Not renormalised.
+    """The distribution [V] tokens are drawn from, in float64; zero where top_k, top_p or min_p cut.
 
     Ties go to the lower id. Temperature must not be 0.
     """
-    return _filtered(logits[None], [sampling])[0]
+    return _left(logits[None], [sampling])[0].softmax(dim=0)
 
 
 def logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -148,41 +136,65 @@ def on_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _drawn(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Tensor:
-    vocab = logits.shape[-1]
-    cumulative = _running_sums_(_filtered(_aligned(logits), samplings))
-    targets = cumulative[:, -1:] * on_device(np.array(uniforms)[:, None], logits.device)
-    # The first id whose cumulative probability exceeds the target; ids that were filtered out add nothing.
-    return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp_max(vocab - 1)
+def _drawn(logits: Tensor, samplings: Sequence[Sampling], keys: Sequence[int], noise_of_all: NoiseOfAll) -> Tensor:
+    scores = _left(logits, samplings)
+    scores += noise_of_all(on_device(np.array(keys, dtype=np.int64), logits.device), logits.shape[-1])
+    return scores.argmax(dim=-1)
 
 
-def _filtered(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """`filtered_probabilities` of rows [n, V]. A filter that a row has not is one that cuts nothing from it."""
+def _left(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """`logits` [n, V] ÷ temperature, float64, and -inf where a filter cuts. One that a row has not cuts nothing."""
     vocab = logits.shape[-1]
-    has_top_p = any(sampling.top_p < 1.0 for sampling in samplings)
     options = [
         (
             sampling.temperature,
             sampling.top_k if 0 < sampling.top_k < vocab else vocab,
-            sampling.top_p if sampling.top_p < 1.0 else np.inf,
-            sampling.min_p,
+            sampling.top_p if sampling.top_p < 1.0 else math.inf,
+            math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf,
         )
         for sampling in samplings
     ]
-    temperature, top_k, top_p, min_p = on_device(np.array(options, dtype=np.float64).T[:, :, None], logits.device)
-    probabilities: Tensor = logits.to(torch.float64, copy=True).div_(temperature).softmax(dim=-1)
+    temperature, top_k, top_p, min_p = on_device(np.array(options).T[:, :, None], logits.device)
+    left = logits.to(torch.float64, copy=True).div_(temperature)
     if any(is_ranked(sampling, vocab) for sampling in samplings):
-        ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        ranked.masked_fill_(torch.arange(vocab, dtype=torch.float64, device=logits.device) >= top_k, 0.0)
-        if has_top_p:
-            # A token stays if those before it fall short of top_p of the mass that top_k left.
-            sums = _running_sums_(ranked.clone())
-            totals = _totals(ranked, sums)
-            ranked.masked_fill_(sums.sub_(ranked) >= top_p * totals, 0.0)
-        probabilities.scatter_(-1, order, ranked)
+        counts = top_k.long()
+        if any(sampling.top_p < 1.0 for sampling in samplings):
+            ranked = _ranked(logits)
+            counts = _nucleus(ranked, temperature, counts, top_p)
+        else:
+            ranked = logits.topk(max(sampling.top_k for sampling in samplings), dim=-1).values
+        left.masked_fill_(~_largest(logits, counts, ranked), -torch.inf)
     if any(sampling.min_p > 0.0 for sampling in samplings):
-        probabilities.masked_fill_(probabilities < min_p * probabilities.amax(dim=-1, keepdim=True), 0.0)
-    return probabilities
+        left.masked_fill_(left < left.amax(dim=-1, keepdim=True) + min_p, -torch.inf)
+    return left
+
+
+def _ranked(logits: Tensor) -> Tensor:
+    """Each row [n, V] from its largest number down."""
+    if logits.is_cuda:
+        return logits.sort(dim=-1, descending=True).values
+    # torch carries the ids along, which nobody wants here: that takes three times as long.
+    return torch.from_numpy(-np.sort(-logits.numpy(), axis=-1))
+
+
+def _nucleus(ranked: Tensor, temperature: Tensor, counts: Tensor, top_p: Tensor) -> Tensor:
+    """How many [n, 1] of each row's first `counts` top_p leaves: until those before fall short of it no more."""
+    weights = ranked.double().sub_(ranked[:, :1]).div_(temperature).exp_()
+    weights.masked_fill_(torch.arange(ranked.shape[-1], device=ranked.device) >= counts, 0.0)
+    sums = _running_sums_(weights)
+    short = (sums < top_p * sums[:, -1:]).sum(dim=-1, keepdim=True)
+    return torch.minimum(short + 1, counts)
+
+
+def _largest(logits: Tensor, counts: Tensor, ranked: Tensor) -> Tensor:
+    """Whether each number [n, V] is one of the `counts` [n, 1] largest of its row; of equals the lower ids are.
+
+    ranked: the row in order, as far as needed.
+    """
+    last = ranked.gather(1, counts - 1)
+    above, equal = logits > last, logits == last
+    room = counts - above.sum(dim=-1, keepdim=True)
+    return above | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= room))
 
 
 def _parts(first: int, last: int, logits: Tensor) -> Iterator[slice]:
@@ -216,13 +228,3 @@ def _running_sums_(rows: Tensor) -> Tensor:
         # On a GPU torch gives a lone row to cub, which adds in another order, and not always in the same.
         return rows.repeat(2, 1).cumsum_(dim=-1)[:1]
     return rows.cumsum_(dim=-1)
-
-
-def _totals(rows: Tensor, running_sums: Tensor) -> Tensor:
-    """The sum of each row, [n, 1]."""
-    if rows.is_cuda:
-        # There the order of a sum, unlike that of running sums, changes with the number of rows.
-        return running_sums[:, -1:].clone()
-    # On a CPU a lone row would be added up by all threads, each a part of it; of several rows each is added by one.
-    several = rows if len(rows) > 1 else rows.expand(2, -1)
-    return several.sum(dim=-1, keepdim=True)[: len(rows)]

@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.backends.base import Forward, Step
-from inference_engine.decode.sampling import Sampler, draw, is_ranked, logprobs, on_device, uniform
+from inference_engine.decode.sampling import Sampler, draw, is_ranked, logprobs, on_device
 from inference_engine.errors import InvariantViolated
+from inference_engine.kernels.noise import key
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.plan import Span, StepPlan
 from inference_engine.kv.session_kv import SessionKV
@@ -187,8 +188,9 @@ class Verifier:
         tokens = [adjusted[:greedy].argmax(dim=-1)] if greedy else []
         if greedy < len(places):
             keyed = places[greedy:]
-            uniforms = [uniform(place.sampler.seed, place.position) for place in keyed]
-            tokens.append(draw(adjusted[greedy:], [place.sampler.sampling for place in keyed], uniforms))
+            keys = [key(place.sampler.seed, place.position) for place in keyed]
+            samplings = [place.sampler.sampling for place in keyed]
+            tokens.append(draw(adjusted[greedy:], samplings, keys, self.context.noise_of_all))
         ids = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
         # A row's largest and smallest number tell whether all are finite, in passes that write no array.
         columns = [ids, rows.amax(dim=-1), rows.amin(dim=-1)]

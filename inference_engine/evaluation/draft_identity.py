@@ -4,7 +4,7 @@ Where an engine is fixed in shape none may differ. Elsewhere rounding may turn a
 run a second time, in other company, and where two texts part it is told how close their tokens were:
 
     greedy     the distance of the two logits
-    sampled    how far, in probability, the draw was from the other token (`decode/sampling.py`)
+    sampled    the distance of the two scores that a draw compares: logit ÷ temperature + noise (`decode/sampling.py`)
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from inference_engine.decode.drafting import Drafter
-from inference_engine.decode.sampling import filtered_probabilities, uniform
 from inference_engine.engine import Engine
 from inference_engine.evaluation import record
 from inference_engine.evaluation.answers import Asked
@@ -28,6 +27,7 @@ from inference_engine.evaluation.free_running import agreed
 from inference_engine.evaluation.models import Target
 from inference_engine.evaluation.passages import Passage, force
 from inference_engine.evaluation.writing import SIDE_BY_SIDE, Text, write_all
+from inference_engine.kernels.noise import key, noise
 from inference_engine.types import Sampling
 
 logger = logging.getLogger(__name__)
@@ -116,14 +116,17 @@ def _note_margin(
 
 @torch.inference_mode()
 def margin(logits: Tensor, sampling: Sampling, position: int, own: int, other: int) -> float:
-    """Between two tokens, of which `own` was chosen for `position`, from logits [V]; a draw needs its seed."""
-    if sampling.is_greedy:
-        return abs(float(logits[own] - logits[other]))
-    assert sampling.seed is not None
-    ends = filtered_probabilities(logits, sampling).cumsum(0)
-    ends = ends / ends[-1]
-    drawn, begin, end = uniform(sampling.seed, position), float(ends[other - 1]) if other else 0.0, float(ends[other])
-    return max(begin - drawn, drawn - end, 0.0)
+    """Between two tokens, of which `own` was chosen for `position`, from logits [V]; a draw needs its seed.
+
+    Filters count for nothing here: a token that one of them cuts has the score it would have without.
+    """
+    ids = torch.tensor([own, other], device=logits.device)
+    scores = logits[ids]
+    if not sampling.is_greedy:
+        assert sampling.seed is not None
+        place = torch.tensor(key(sampling.seed, position), device=logits.device)
+        scores = scores.double() / sampling.temperature + noise(place, ids)
+    return abs(float(scores[0] - scores[1]))
 
 
 def values(found: Mapping[tuple[str, str], Compared]) -> dict[str, dict[str, Any]]:

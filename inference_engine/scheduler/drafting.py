@@ -66,6 +66,16 @@ class _Asked:
     length: int
     is_watched: bool
 
+    def wanted(self) -> Wanted:
+        request = self.request
+        return Wanted(
+            request.session.kv.draft_memory,
+            self.history,
+            self.length,
+            temperature=request.params.sampling.temperature,
+            seed=request.seed,
+        )
+
 
 class Drafting:
     """One drafter for all sessions of an engine."""
@@ -127,9 +137,7 @@ class Drafting:
         if not asked:
             return {}
         try:
-            drafts = self._drafter.propose(
-                [Wanted(one.request.session.kv.draft_memory, one.history, one.length) for one in asked]
-            )
+            drafts = self._drafter.propose([one.wanted() for one in asked])
             self._check(drafts, len(asked))
         except Exception:
             logger.exception("the drafter cannot propose")

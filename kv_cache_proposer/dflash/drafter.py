@@ -1,10 +1,10 @@
 """DFlash as the engine sees it: committed rows become the drafter's rows, a block of masks becomes a draft.
 
     observe   taps of all sessions' rows ── one product ── rows of K and V, into each session's ring
-    propose   [last token, MASK × (B − 1)] of all sessions ── one forward over their rings ── the likeliest ids
+    propose   [last token, MASK × (B − 1)] of all sessions ── one forward over their rings ── the best ids
 
-Sessions are drafted for together: shorter rings are padded and masked. A draft is greedy even where the target samples:
-what the target would draw is not known before it does.
+Sessions are drafted for together: shorter rings are padded and masked. A draft for a greedy target is greedy; one for a
+target that samples is drawn with the target's own noise, which is known before what it will be added to.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.decode.drafting import DraftMemory, Seen, TokenIds, Wanted, Way
+from inference_engine.kernels.noise import key
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.pool import Demand, Pool
 from kv_cache_proposer.dflash.graphs import DrafterGraphs
-from kv_cache_proposer.dflash.guessing import guess
+from kv_cache_proposer.dflash.guessing import Draws, guess
 from kv_cache_proposer.dflash.memory import RingMemory, arenas_of, memory_demand, write_index, write_rows
 from kv_cache_proposer.dflash.network import DFlashNetwork, Rows
 from kv_cache_proposer.dflash.target import TargetWords
@@ -111,16 +112,21 @@ class DFlashDrafter:
         ids = np.full((len(wanted), size), self._network.config.mask_token_id, dtype=np.int64)
         ids[:, 0] = [int(one.history[-1]) for one in wanted]
         rings = [_ring(one.memory) for one in wanted]
+        keys, temperatures = _noise(wanted, self.longest)
         with torch.inference_mode():
             graphs = self._graphs.get(rings[0].pool)
             if graphs is not None and graphs.can_propose(len(rings)):
-                guesses = graphs.propose(rings, ids, first)
+                guesses = graphs.propose(rings, ids, first, keys, temperatures)
                 return [guesses[place, :limit].astype(np.uint32) for place, limit in enumerate(limits)]
             context, mask = self._context(rings, first)
             block = self._words.embed(torch.from_numpy(ids).to(self._device), self._network.config.embedding_scale)
             positions = torch.from_numpy(first[:, None] + np.arange(size)).to(self._device)
             states = self._network(block, positions, context, mask)
-            guesses = guess(self._network, self._words, states[:, 1 : max(limits) + 1]).cpu().numpy()
+            longest, draws = max(limits), None
+            if temperatures.any():
+                on_device = (torch.from_numpy(part).to(self._device) for part in (keys[:, :longest], temperatures))
+                draws = Draws(*on_device)
+            guesses = guess(self._network, self._words, states[:, 1 : longest + 1], draws).cpu().numpy()
         return [guesses[place, :limit].astype(np.uint32) for place, limit in enumerate(limits)]
 
     def _context(self, memories: Sequence[RingMemory], first: NDArray[np.int64]) -> tuple[list[Rows], Tensor]:
@@ -137,6 +143,16 @@ class DFlashDrafter:
         keys, values = (torch.stack(part, dim=1) for part in zip(*parts, strict=True))  # [layers, N, Hkv, count, D]
         mask = torch.from_numpy(visible).to(self._device)[:, None, None]
         return list(zip(keys, values, strict=True)), mask
+
+
+def _noise(wanted: Sequence[Wanted], places: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """What `guessing.Draws` holds, for drafts of so many places: keys [N, places] and temperatures [N]."""
+    keys = np.zeros((len(wanted), places), dtype=np.int64)
+    for row, one in zip(keys, wanted, strict=True):
+        if one.temperature:
+            first = len(one.history)
+            row[:] = [key(one.seed, position) for position in range(first, first + places)]
+    return keys, np.array([one.temperature for one in wanted], dtype=np.float64)
 
 
 def _padded(states: Tensor, count: int) -> Tensor:

@@ -1,10 +1,12 @@
 """The drafter's two computations as recordings: for so many blocks, and for so many rows, each recorded once.
 
-    propose   ids [N, B] | positions [N, B] | where each ring begins | what each block sees    → guesses [N, B − 1]
+    propose   ids [N, B] | positions [N, B] | where each ring begins
+              | keys of noise [N, B − 1] | temperatures [N] | what each block sees                → guesses [N, B − 1]
     observe   positions [R] | arena rows to write                       beside them taps [R, taps, hidden]
 
 A draft for a small target is a few dozen launches that take the host longer than the device, like a decode step
-(`inference_engine/backends/graphs.py`). Every ring is read whole, so that shapes do not depend on histories.
+(`inference_engine/backends/graphs.py`). Every ring is read whole, so that shapes do not depend on histories. Noise is
+worked out for every block, and none of it added at temperature 0; temperatures are float64, told by their bits.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.backends.recording import GraphMemory, Recording, padded
-from kv_cache_proposer.dflash.guessing import guess
+from kv_cache_proposer.dflash.guessing import Draws, guess
 from kv_cache_proposer.dflash.memory import RingMemory
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import TargetWords
@@ -58,8 +60,18 @@ class DrafterGraphs:
     def can_observe(rows: int) -> bool:
         return rows <= ROWS[-1]
 
-    def propose(self, memories: Sequence[RingMemory], ids: Numbers, first: Numbers) -> NDArray[np.int64]:
-        """The likeliest ids [N, B − 1] after each block's first. ids: [N, B]; first: [N], where the blocks begin."""
+    def propose(
+        self,
+        memories: Sequence[RingMemory],
+        ids: Numbers,
+        first: Numbers,
+        keys: Numbers,
+        temperatures: NDArray[np.float64],
+    ) -> NDArray[np.int64]:
+        """The guesses [N, B − 1] after each block's first id. ids: [N, B]; first: [N], where the blocks begin.
+
+        keys: [N, B − 1], and temperatures: [N], as `Draws` has them.
+        """
         config = self._network.config
         window, size = config.context_window, config.block_size
         count = len(memories)
@@ -69,7 +81,8 @@ class DrafterGraphs:
             visible[place, :window] = memory.visible(position, window)
         blocks = BLOCKS[bisect_left(BLOCKS, count)]
         positions = first[:, None] + np.arange(size)
-        numbers = [padded(part, blocks).reshape(-1) for part in (ids, positions, starts, visible)]
+        parts = (ids, positions, starts, keys, temperatures.view(np.int64), visible)
+        numbers = [padded(part, blocks).reshape(-1) for part in parts]
         guesses = self._proposing[blocks].run(*numbers)
         found: NDArray[np.int64] = guesses[:count].cpu().numpy()
         return found
@@ -90,11 +103,11 @@ class DrafterGraphs:
     def _record_proposing(self, count: int, memory: GraphMemory) -> Recording[Tensor]:
         config = self._network.config
         window, size = config.context_window, config.block_size
-        sizes = [count * size, count * size, count, count * (window + size)]
+        sizes = [count * numbers for numbers in (size, size, 1, size - 1, 1, window + size)]
         rows = self._ring_rows
 
         def compute(numbers: Tensor) -> Tensor:
-            ids, positions, starts, visible = torch.split(numbers, sizes)
+            ids, positions, starts, keys_of_noise, temperatures, visible = torch.split(numbers, sizes)
             index = starts[:, None] + rows
             seen = visible.view(count, 1, 1, -1).bool()
             # What was never written may be anything, and what is not a number does not go away under a mask.
@@ -104,7 +117,8 @@ class DrafterGraphs:
             context = list(zip(keys.unbind(1), values.unbind(1), strict=True))
             block = self._words.embed(ids.view(count, size), config.embedding_scale)
             states = self._network(block, positions.view(count, size), context, seen)
-            return guess(self._network, self._words, states[:, 1:])
+            draws = Draws(keys_of_noise.view(count, -1), temperatures.view(torch.float64))
+            return guess(self._network, self._words, states[:, 1:], draws)
 
         idle = np.zeros(sum(sizes), dtype=np.int64)
         idle[-sizes[-1] :] = 1  # a block sees at least itself

@@ -1,35 +1,71 @@
 """From the states of a block's places to its guesses.
 
-without a chain   each place's likeliest id, whatever its neighbours say
-with one          from place to place, the likeliest after the guess before it
+without a chain   each place's best id, whatever its neighbours say
+with one          from place to place, the best after the guess before it
 
        place 1   place 2   place 3         each place's likeliest few ids as it knows them alone, every pair of
          a ─┬───── b         c             neighbours scored at once; then the best way from the first one on
          ·  └───── d ─────── e
+
+The best is the likeliest where the target is greedy. Where it samples, it is the one with the largest score and noise
+together: the noise that the target will draw with, so that both come to the same id more often than the likeliest is
+drawn. What else shapes the target's samples (top_k, penalties, …) is not known here: a draft is a guess.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from inference_engine.kernels.noise import noise
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import TargetWords
 
-_LIKELIEST = 8  # of a place, that a way may go through
+# Of a place, that a way may go through. Noise lifts ids from further down than a greedy way ever looks: sampled texts
+# gain from more than eight. Beyond sixteen they gain little, and the pairs that are scored grow with the square.
+_LIKELIEST = 16
 
 
-def guess(network: DFlashNetwork, words: TargetWords, states: Tensor) -> Tensor:
-    """Ids [..., G] of the places whose states are [..., G, hidden]. Nothing waits for the device."""
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What the target will draw the places of some blocks with.
+
+    keys: [..., G] of the noise. temperatures: [...] of the blocks, float64; 0 adds nothing at all.
+    """
+
+    keys: Tensor
+    temperatures: Tensor
+
+    def noise(self, ids: Tensor) -> Tensor:
+        """What is added to the scores of `ids` [..., G, K]."""
+        return (noise(self.keys[..., None], ids) * self.temperatures[..., None, None]).float()
+
+
+def guess(network: DFlashNetwork, words: TargetWords, states: Tensor, draws: Draws | None = None) -> Tensor:
+    """Ids [..., G] of the places whose states are [..., G, hidden]. Nothing waits for the device.
+
+    draws: of places as many; None where the target is greedy everywhere.
+    """
     scores = words.head(states)
-    chain = network.chain
-    if chain is None or states.shape[-2] == 1:
+    chain = network.chain if states.shape[-2] > 1 else None
+    if chain is None and draws is None:
         return scores.argmax(-1)
-    ids = scores.topk(min(_LIKELIEST, scores.shape[-1]), dim=-1).indices  # [..., G, K]
+    likeliest, ids = scores.topk(min(_LIKELIEST, scores.shape[-1]), dim=-1)  # [..., G, K]
+    added = None if draws is None else draws.noise(ids)
+    if chain is None:
+        assert draws is not None and added is not None
+        best = ids.gather(-1, (likeliest + added).argmax(-1, keepdim=True))[..., 0]
+        # Of ids that are as likely as each other the first is meant, which topk does not promise.
+        return torch.where(draws.temperatures[..., None] == 0, scores.argmax(-1), best)
     before = words.embed(ids[..., :-1, :], network.config.embedding_scale)
     after = chain(states[..., 1:, None, :], before)  # [..., G − 1, K, hidden]
-    onward = words.scores(after, ids[..., 1:, :]).argmax(-1)  # [..., G − 1, K], from each id to a place among the next
-    way = [torch.zeros_like(ids[..., 0, :1])]
-    for place in range(onward.shape[-2]):
-        way.append(onward[..., place, :].gather(-1, way[-1]))
+    first, onward = likeliest[..., 0, :], words.scores(after, ids[..., 1:, :])  # [..., K], [..., G − 1, K, K]
+    if added is not None:
+        first, onward = first + added[..., 0, :], onward + added[..., 1:, None, :]
+    steps = onward.argmax(-1)  # [..., G − 1, K], from each id to a place among the next
+    way = [first.argmax(-1, keepdim=True)]
+    for place in range(steps.shape[-2]):
+        way.append(steps[..., place, :].gather(-1, way[-1]))
     return ids.gather(-1, torch.stack(way, dim=-2))[..., 0]

@@ -1,7 +1,8 @@
 """How far a drafter gets on texts it never saw, as if the model said them again with its help.
 
 In a text of the model's own a draft is kept where it equals the text: that is what the engine does with it. So the walk
-from block to block can be replayed, and no token needs to be generated.
+from block to block can be replayed, and no token needs to be generated. Guesses are greedy here: a text does not tell
+with what noise it was drawn.
 """
 
 from __future__ import annotations

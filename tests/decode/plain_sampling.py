@@ -6,8 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference_engine.decode.sampling import Sampler, draw, uniform
+from inference_engine.decode.sampling import Sampler, draw
+from inference_engine.kernels.noise import key
 from inference_engine.types import Sampling
+from tests.kernels.plain_noise import plain_noise
 
 
 def next_token(sampler: Sampler, logits: Tensor, position: int) -> int:
@@ -15,23 +17,25 @@ def next_token(sampler: Sampler, logits: Tensor, position: int) -> int:
     adjusted = sampler.adjusted(logits[None], [])
     if sampler.sampling.is_greedy:
         return int(adjusted[0].argmax())
-    return int(draw(adjusted, [sampler.sampling], [uniform(sampler.seed, position)])[0])
+    return int(draw(adjusted, [sampler.sampling], [key(sampler.seed, position)])[0])
 
 
-def plainly(logits: Tensor, sampling: Sampling, number: float) -> int:
-    """The token from `logits` [V] at the uniform `number`: each step of the documented order in its own words."""
-    probabilities = (logits.double() / sampling.temperature).softmax(0)
-    ranked, order = probabilities.sort(descending=True, stable=True)
+def plainly(logits: Tensor, sampling: Sampling, key: int) -> int:
+    """The token from `logits` [V] with the noise of `key`: each step of the documented order in its own words."""
+    scaled = logits.double().numpy() / sampling.temperature
+    weights = np.exp(scaled - scaled.max())
+    order = np.argsort(-scaled, kind="stable")
+    ranked = weights[order]
+    left = np.ones(len(ranked), dtype=bool)
     if sampling.top_k:
-        ranked[sampling.top_k :] = 0.0
+        left[sampling.top_k :] = False
     if sampling.top_p < 1.0:
-        before = ranked.cumsum(0) - ranked
-        ranked[before >= sampling.top_p * ranked.sum()] = 0.0
-    kept = np.zeros(len(logits))
-    kept[order.numpy()] = ranked.numpy()
-    kept[kept < sampling.min_p * kept.max()] = 0.0
-    ends = np.cumsum(kept)
-    return int(min(np.searchsorted(ends, ends[-1] * number, side="right"), len(logits) - 1))
+        mass = np.where(left, ranked, 0.0)
+        left &= np.concatenate([[0.0], mass.cumsum()[:-1]]) < sampling.top_p * mass.sum()
+    left &= ranked >= sampling.min_p * ranked[0]
+    ids = np.sort(order[left])
+    scores = scaled[ids] + plain_noise(key, len(scaled))[ids]
+    return int(ids[scores.argmax()])
 
 
 def penalised(logits: Tensor, sampling: Sampling, history: list[int]) -> Tensor:

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inference_engine.decode import sampling as sampling_module
-from inference_engine.decode.sampling import Sampler, draw, filtered_probabilities, logprobs, uniform
+from inference_engine.decode.sampling import Sampler, draw, filtered_probabilities, logprobs
 from inference_engine.engine import Engine
+from inference_engine.kernels.noise import key
 from inference_engine.kv.strategies.full import Full
 from inference_engine.types import GenerateParams, Mode, Sampling
 from tests.decode.plain_sampling import penalised, plainly
+from tests.kernels.plain_noise import plain_noise
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, engine_for, generate, text, tokens
 
@@ -27,11 +29,11 @@ samplings = st.builds(
     top_p=st.sampled_from([1.0, 1.0, 1e-6, 0.25, 0.5, 0.9, 0.999]),
     min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0]),
 )
-uniforms = st.floats(min_value=0.0, max_value=1.0, exclude_max=True)
+noise_keys = st.integers(-(2**63), 2**63 - 1)
 
 
 @st.composite
-def steps(draw_from: st.DrawFn) -> tuple[Tensor, list[Sampling], list[float]]:
+def steps(draw_from: st.DrawFn) -> tuple[Tensor, list[Sampling], list[int]]:
     """Rows of one step, ties and rows of nothing but ties among them, and how each is drawn."""
     vocab = draw_from(st.integers(1, 70))
     rows = draw_from(st.integers(1, 9))
@@ -39,7 +41,7 @@ def steps(draw_from: st.DrawFn) -> tuple[Tensor, list[Sampling], list[float]]:
     logits = torch.randn(rows, vocab, generator=generator) * draw_from(st.sampled_from([0.0, 1.0, 3.0, 40.0]))
     if draw_from(st.booleans()):
         logits = logits.round()
-    lists = st.lists(samplings, min_size=rows, max_size=rows), st.lists(uniforms, min_size=rows, max_size=rows)
+    lists = st.lists(samplings, min_size=rows, max_size=rows), st.lists(noise_keys, min_size=rows, max_size=rows)
     return logits, draw_from(lists[0]), draw_from(lists[1])
 
 
@@ -58,22 +60,22 @@ def mixed(count: int) -> list[Sampling]:
 @given(steps())
 @settings(deadline=None)
 def test_a_row_gives_the_token_that_the_spelled_out_draw_gives(
-    step: tuple[Tensor, list[Sampling], list[float]],
+    step: tuple[Tensor, list[Sampling], list[int]],
 ) -> None:
-    logits, ways, numbers = step
-    expected = [plainly(row, way, number) for row, way, number in zip(logits, ways, numbers, strict=True)]
-    assert draw(logits, ways, numbers).tolist() == expected
+    logits, ways, keys = step
+    expected = [plainly(row, way, key) for row, way, key in zip(logits, ways, keys, strict=True)]
+    assert draw(logits, ways, keys).tolist() == expected
 
 
 @given(steps(), st.permutations(range(9)))
 @settings(deadline=None)
 def test_a_row_gives_the_same_alone_and_among_others_in_any_order(
-    step: tuple[Tensor, list[Sampling], list[float]], order: list[int]
+    step: tuple[Tensor, list[Sampling], list[int]], order: list[int]
 ) -> None:
-    logits, ways, numbers = step
+    logits, ways, keys = step
     order = [row for row in order if row < len(logits)]
-    alone = [int(draw(logits[row : row + 1], [ways[row]], [numbers[row]])[0]) for row in order]
-    assert draw(logits[order], [ways[row] for row in order], [numbers[row] for row in order]).tolist() == alone
+    alone = [int(draw(logits[row : row + 1], [ways[row]], [keys[row]])[0]) for row in order]
+    assert draw(logits[order], [ways[row] for row in order], [keys[row] for row in order]).tolist() == alone
 
 
 @pytest.mark.parametrize("vocab", [LARGE, LARGE + 1], ids=["even", "odd"])
@@ -84,16 +86,19 @@ def test_a_distribution_has_the_same_bits_alone_and_among_others(vocab: int, thr
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        together = sampling_module._filtered(logits, ways)
-        alone = [filtered_probabilities(row, way) for row, way in zip(logits, ways, strict=True)]
+        together = sampling_module._left(logits, ways)
+        for row, way in enumerate(ways):
+            assert torch.equal(sampling_module._left(logits[row : row + 1], [way])[0], together[row])
+            assert torch.equal(filtered_probabilities(logits[row], way), together[row].softmax(dim=0))
+        # What top_p is a share of; a bit of it seldom shows in what is left.
+        sums = sampling_module._running_sums_(together.exp())
+        for row in range(len(logits)):
+            assert torch.equal(sampling_module._running_sums_(together[row : row + 1].exp())[0], sums[row])
+        keys = [key(6, row) for row in range(len(logits))]
+        drawn = [int(draw(logits[row : row + 1], [ways[row]], [keys[row]])[0]) for row in range(len(logits))]
+        assert draw(logits, ways, keys).tolist() == drawn
         likely = logits.argmax(dim=-1)
         told = [logprobs(logits[row : row + 1], likely[row : row + 1])[0] for row in range(len(logits))]
-        assert torch.equal(together, torch.stack(alone))
-        # What top_p is a share of; a bit of it seldom shows in the distribution.
-        totals = sampling_module._totals(together, together.cumsum(dim=-1))
-        for row in range(len(logits)):
-            own = together[row : row + 1]
-            assert torch.equal(sampling_module._totals(own, own.cumsum(dim=-1))[0], totals[row])
         assert torch.equal(logprobs(logits, likely), torch.stack(told))
     finally:
         torch.set_num_threads(before)
@@ -103,52 +108,47 @@ def test_a_distribution_has_the_same_bits_alone_and_among_others(vocab: int, thr
 def test_how_many_rows_are_drawn_at_once_changes_nothing(rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(11, 97, generator=torch.Generator().manual_seed(2)) * 2
     ways = sorted(mixed(len(logits)), key=lambda way: way.top_k > 0)
-    numbers = [uniform(5, row) for row in range(len(logits))]
-    expected = [plainly(row, way, number) for row, way, number in zip(logits, ways, numbers, strict=True)]
+    keys = [key(5, row) for row in range(len(logits))]
+    expected = [plainly(row, way, key) for row, way, key in zip(logits, ways, keys, strict=True)]
     sizes: list[int] = []
 
-    def counting(part: Tensor, *rest: list[Sampling]) -> Tensor:
+    def counting(part: Tensor, some: list[Sampling]) -> Tensor:
         sizes.append(len(part))
-        return filtered(part, *rest)
+        return left(part, some)
 
-    filtered = sampling_module._filtered
-    monkeypatch.setattr(sampling_module, "_filtered", counting)
+    left = sampling_module._left
+    monkeypatch.setattr(sampling_module, "_left", counting)
     monkeypatch.setattr(sampling_module, "MAX_ARRAY_BYTES_ON_CPU", rows_at_once * 97 * 8 + 5)
-    assert draw(logits, ways, numbers).tolist() == expected
+    assert draw(logits, ways, keys).tolist() == expected
     assert max(sizes) <= rows_at_once and sum(sizes) == len(logits)
     told = logprobs(logits, logits.argmax(dim=-1))
     assert torch.allclose(told, logits.log_softmax(dim=-1).amax(dim=-1), atol=1e-6)
 
 
 def test_a_vocabulary_larger_than_an_array_may_be_is_drawn_from_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, ways, keys = torch.zeros(3, 40), [Sampling(temperature=1.0)] * 3, [key(2, row) for row in range(3)]
+    expected = draw(logits, ways, keys).tolist()
     monkeypatch.setattr(sampling_module, "MAX_ARRAY_BYTES_ON_CPU", 8)
-    logits = torch.zeros(3, 40)
-    assert draw(logits, [Sampling(temperature=1.0)] * 3, [0.0, 0.5, 0.999]).tolist() == [0, 20, 39]
+    assert draw(logits, ways, keys).tolist() == expected == [plain_noise(key, 40).argmax() for key in keys]
 
 
-def test_the_ends_of_the_unit_interval_stay_among_the_tokens_that_are_left() -> None:
-    row = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
-    cut = Sampling(temperature=1.0, top_k=2)
-    last = np.nextafter(1.0, 0.0)
-    assert draw(row.expand(2, -1), [cut, cut], [0.0, last]).tolist() == [2, 3]
-    assert draw(torch.zeros(2, 5), [cut, cut], [0.0, last]).tolist() == [0, 1]
+@pytest.mark.parametrize("cut", [Sampling(temperature=1.0, top_k=2), Sampling(temperature=1.0, top_p=0.4)])
+def test_of_equals_the_lower_ids_are_left(cut: Sampling) -> None:
+    rows = torch.zeros(60, 5)
+    assert set(draw(rows, [cut] * 60, [key(3, row) for row in range(60)]).tolist()) == {0, 1}
+    rows[:, 1], rows[:, 2] = -1.0, 0.2
+    assert set(draw(rows, [cut] * 60, [key(3, row) for row in range(60)]).tolist()) == {0, 2}
 
 
 def test_a_row_that_is_not_finite_disturbs_no_other() -> None:
     logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(3))
-    ways, numbers = mixed(5), [uniform(1, row) for row in range(5)]
-    expected = draw(logits, ways, numbers).tolist()
+    ways, keys = mixed(5), [key(1, row) for row in range(5)]
+    expected = draw(logits, ways, keys).tolist()
     for row, wrong in ((1, torch.nan), (2, torch.inf), (3, -torch.inf)):
         logits[row, 4] = wrong
-    got = draw(logits, ways, numbers).tolist()
+    got = draw(logits, ways, keys).tolist()
     assert [got[0], got[4]] == [expected[0], expected[4]]
     assert all(0 <= token < 30 for token in got)
-
-
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1))
-def test_uniform_numbers_are_those_of_numpys_philox(seed: int, position: int) -> None:
-    generator = np.random.Generator(np.random.Philox(key=seed, counter=[position, 0, 0, 0]))
-    assert uniform(seed, position) == generator.random()
 
 
 def test_each_row_of_a_draft_is_penalised_for_the_guesses_before_it() -> None:

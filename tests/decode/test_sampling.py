@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.decode.sampling import Sampler, filtered_probabilities, logprobs, uniform
+from inference_engine.decode.sampling import Sampler, filtered_probabilities, logprobs
+from inference_engine.decode.sampling import draw as draw_all
 from inference_engine.errors import InvalidArgument
+from inference_engine.kernels.noise import key
 from inference_engine.types import Sampling
 from tests.decode.plain_sampling import next_token
 
@@ -44,26 +46,43 @@ def test_a_draw_is_a_function_of_seed_and_position_alone() -> None:
     assert len(set(rows)) > 3
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
-def test_uniform_numbers_lie_in_the_unit_interval_and_fill_it(seed: int) -> None:
-    numbers = [uniform(seed, position) for position in range(2000)]
-    assert all(0.0 <= number < 1.0 for number in numbers)
-    counts = np.histogram(numbers, bins=10, range=(0, 1))[0]
-    # Chi-square with 9 degrees of freedom; 27.9 is the 0.1 % point.
-    assert ((counts - 200) ** 2 / 200).sum() < 27.9
+COUNT = 4000
+PLACES = {
+    "positions": [key(3, position) for position in range(COUNT)],
+    "seeds": [key(seed, 5) for seed in range(COUNT)],
+}
 
 
-def test_draws_follow_the_filtered_distribution() -> None:
-    sampling = Sampling(temperature=0.8, top_k=6, top_p=0.9, min_p=0.02)
-    expected = filtered_probabilities(logits(), sampling)
-    expected = expected / expected.sum()
-    shared = sampler(sampling)
-    count = 4000
-    drawn = np.bincount([next_token(shared, logits(), position) for position in range(count)], minlength=V)
-    assert (drawn[expected.numpy() == 0] == 0).all()
-    kept = expected.numpy() > 0
-    chi_square = ((drawn[kept] - count * expected.numpy()[kept]) ** 2 / (count * expected.numpy()[kept])).sum()
-    assert chi_square < 27.9
+@pytest.mark.parametrize("over", PLACES)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=2.5),
+        Sampling(temperature=0.7, top_k=5),
+        Sampling(temperature=1.3, top_p=0.8),
+        Sampling(temperature=1.1, min_p=0.1),
+        Sampling(temperature=0.8, top_k=6, top_p=0.9, min_p=0.02),
+    ],
+    ids=["plain", "hot", "top_k", "top_p", "min_p", "all"],
+)
+def test_draws_follow_the_filtered_distribution(sampling: Sampling, over: str) -> None:
+    row = logits()
+    expected = filtered_probabilities(row, sampling).numpy()
+    assert expected.sum() == pytest.approx(1.0)
+    drawn = draw_all(row.expand(COUNT, -1), [sampling] * COUNT, PLACES[over])
+    counts = np.bincount(drawn.numpy(), minlength=V)
+    kept = expected > 0
+    assert (counts[~kept] == 0).all()
+    chi_square = ((counts[kept] - COUNT * expected[kept]) ** 2 / (COUNT * expected[kept])).sum()
+    # At most 11 degrees of freedom, for which 37.4 is the 0.01 % point.
+    assert chi_square < 37.4
+
+
+def test_without_filters_that_distribution_is_the_softmax() -> None:
+    row = logits()
+    expected = (row.double() / 0.7).softmax(dim=0)
+    assert torch.allclose(filtered_probabilities(row, Sampling(temperature=0.7)), expected, rtol=1e-12, atol=0)
 
 
 def test_filters_cut_in_the_documented_order() -> None:

@@ -18,7 +18,6 @@ from inference_engine.backends.base import Forward
 from inference_engine.cli.main import main as kakeya
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.decode.drafting import Drafter, Wanted
-from inference_engine.decode.sampling import uniform
 from inference_engine.errors import InvalidArgument
 from inference_engine.evaluation import draft_identity, draft_speed, drafting
 from inference_engine.evaluation.answers import Asked
@@ -31,6 +30,7 @@ from inference_engine.evaluation.trials import EvaluationVoid
 from inference_engine.evaluation.writing import SIDE_BY_SIDE, Step, Text, write, write_all
 from inference_engine.kv.strategies.full import Full
 from inference_engine.types import Mode, Sampling
+from tests.kernels.plain_noise import plain_key, plain_noise
 from tests.laws.drafters import Failing, Plain, Wrong
 from tests.tiny import SMALL, VOCABULARY, tiny_engine
 from tests.tiny_folder import save_tiny_chat_model
@@ -211,17 +211,12 @@ def test_a_ratio_is_of_one_round() -> None:
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_the_margin_says_how_close_the_other_token_was(sampling: Sampling) -> None:
     logits = torch.tensor([0.0, 1.0, 0.5, -math.inf])
-    drawn = uniform(3, 17)
-    ends = (logits.double() / 0.7).softmax(0).cumsum(0).tolist()
-    own = next(place for place, end in enumerate(ends) if drawn < end)
-    if sampling.is_greedy:
-        assert margin(logits, sampling, 17, own=1, other=2) == pytest.approx(0.5)
-    else:
-        for other in {0, 1, 2} - {own}:
-            expected = ends[other - 1] - drawn if other > own else drawn - ends[other]
-            assert expected > 0
-            assert margin(logits, sampling, 17, own=own, other=other) == pytest.approx(expected)
-        assert margin(logits, sampling, 17, own=own, other=own) == 0
+    scores = logits.double().numpy()
+    if not sampling.is_greedy:
+        scores = scores / 0.7 + plain_noise(plain_key(3, 17), 4)
+    own = int(scores.argmax())
+    for other in range(3):
+        assert margin(logits, sampling, 17, own=own, other=other) == pytest.approx(scores[own] - scores[other])
 
 
 def test_where_texts_part_is_found_with_its_margin(written: list[Text]) -> None:

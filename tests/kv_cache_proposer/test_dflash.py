@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from inference_engine.decode.drafting import Drafter, DraftMemory, Seen, Wanted
+from inference_engine.kernels.noise import key
 from inference_engine.kv.context import KVContext
 from inference_engine.types import Mode
 from kv_cache_proposer.dflash import graphs
 from kv_cache_proposer.dflash.drafter import DFlashDrafter
-from kv_cache_proposer.dflash.guessing import guess
+from kv_cache_proposer.dflash.guessing import Draws, guess
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import words_of
 from kv_cache_proposer.errors import DrafterError
@@ -61,17 +62,19 @@ def seen(memory: DraftMemory, ids: Tensor, first: int, end: int, network: DFlash
     return Seen(memory, first, ids[first:end].numpy().astype(np.uint32), taps[0, first:end])
 
 
-def wanted(memory: DraftMemory, ids: Tensor, limit: int = 3) -> Wanted:
-    return Wanted(memory, ids.numpy().astype(np.uint32), limit)
+def wanted(memory: DraftMemory, ids: Tensor, limit: int = 3, *, temperature: float = 0.0, seed: int = 0) -> Wanted:
+    return Wanted(memory, ids.numpy().astype(np.uint32), limit, temperature, seed)
 
 
-def by_training(network: DFlashNetwork, ids: Tensor) -> list[int]:
+def by_training(network: DFlashNetwork, ids: Tensor, *, temperature: float = 0.0, seed: int = 0) -> list[int]:
     """The draft after `ids` as training computes it: over the whole text at once, without any memory."""
     texts = Texts(ids[None], torch.ones_like(ids[None], dtype=torch.bool))
     taps, _ = read_taps(tiny_model(), ids[None], network.config.tap_layers)
     blocks = blocks_at(texts, torch.tensor([[len(ids) - 1]]), block_size=network.config.block_size)
     words = words_of(tiny_model())
-    guesses: list[int] = guess(network, words, draft_states(network, words, texts, blocks, taps))[0, 0].tolist()
+    keys = [key(seed, position) for position in range(len(ids), len(ids) + network.config.block_size - 1)]
+    draws = Draws(torch.tensor([[keys]]), torch.tensor([[temperature]], dtype=torch.float64)) if temperature else None
+    guesses: list[int] = guess(network, words, draft_states(network, words, texts, blocks, taps), draws)[0, 0].tolist()
     return guesses
 
 
@@ -79,9 +82,13 @@ def drafts(drafter: Drafter, asked: Sequence[Wanted]) -> list[list[int]]:
     return [[int(token) for token in draft] for draft in drafter.propose(asked)]
 
 
+EACH_NETWORK = pytest.mark.parametrize("network", [tiny_network(), chained_network()], ids=["plain", "chained"])
+EACH_KIND = pytest.mark.parametrize("is_recorded", [False, True], ids=["launched", "recorded"])
+
+
 @pytest.mark.parametrize("cuts", [(60,), (1, 2, 3, 60), (5, 30, 31, 59, 60), (23, 24, 25, 48, 60)], ids=str)
 @pytest.mark.parametrize("length", [2, 20, 25, LENGTH])
-@pytest.mark.parametrize("network", [tiny_network(), chained_network()], ids=["plain", "chained"])
+@EACH_NETWORK
 def test_a_draft_is_what_training_computes_however_rows_arrived(
     network: DFlashNetwork, cuts: tuple[int, ...], length: int
 ) -> None:
@@ -110,6 +117,31 @@ def test_sessions_drafted_for_together_get_what_each_would_alone() -> None:
     drafter.observe([seen(memory, ids, 0, len(ids) - 1, network) for memory, ids in zip(memories, texts, strict=True)])
     together = drafts(drafter, [wanted(memory, ids) for memory, ids in zip(memories, texts, strict=True)])
     assert together == [by_training(network, ids) for ids in texts]
+
+
+@EACH_NETWORK
+@EACH_KIND
+def test_sessions_of_any_temperature_and_seed_are_drafted_for_together(
+    network: DFlashNetwork, is_recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What samples is drawn with the noise of its own seed and places; who is greedy gets what it would alone."""
+    monkeypatch.setattr(graphs, "Recording", Unrecorded)
+    place = context()
+    drafter = DFlashDrafter(network, words_of(tiny_model()), records_graphs=is_recorded)
+    drafter.prepare(place)
+    sampled: list[dict[str, Any]] = [
+        {}, {"temperature": 0.1, "seed": 3}, {"temperature": 2.0, "seed": 2**64 - 1}, {}, {"temperature": 0.1},
+    ]  # fmt: skip
+    texts = [history(seed, length) for seed, length in enumerate((LENGTH, 9, 9, 40, 1))]
+    texts[2] = texts[1]
+    memories = [opened(drafter, place) for _ in texts]
+    drafter.observe([seen(memory, ids, 0, len(ids) - 1, network) for memory, ids in zip(memories, texts, strict=True)])
+    asked = [wanted(memory, ids, **way) for memory, ids, way in zip(memories, texts, sampled, strict=True)]
+    together = drafts(drafter, asked)
+    assert together == [by_training(network, ids, **way) for ids, way in zip(texts, sampled, strict=True)]
+    for other in (0.0, 100.0):  # both the scores and the noise have had a say
+        ways = [way and {**way, "temperature": other} for way in sampled]
+        assert together != [by_training(network, ids, **way) for ids, way in zip(texts, ways, strict=True)]
 
 
 @pytest.mark.parametrize("missing", [range(10, 20), range(3, 50), range(45, 60), range(LENGTH - 1)], ids=str)
@@ -233,7 +265,7 @@ class Unrecorded:
         return self._compute(torch.from_numpy(np.concatenate(parts)))
 
 
-@pytest.mark.parametrize("network", [tiny_network(), chained_network()], ids=["plain", "chained"])
+@EACH_NETWORK
 def test_what_is_recorded_computes_what_training_does(network: DFlashNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "Recording", Unrecorded)
     place = context()

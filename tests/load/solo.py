@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from inference_engine.backends.scripted import CELL, ScriptedModel
+from tests.kernels.plain_noise import plain_key, plain_noise
 
 FLOAT32_ERROR = 1e-6  # of an average of numbers below 1
 
@@ -82,8 +83,5 @@ class Solo:
 
 
 def _drawn(logits: Tensor, seed: int, position: int) -> int:
-    """Philox keyed with the seed, counting positions: spelled out, so that ours is compared with something."""
-    uniform = np.random.Generator(np.random.Philox(key=seed, counter=[position, 0, 0, 0])).random()
-    probabilities = logits.double().softmax(0).numpy()
-    cumulative = probabilities.cumsum()
-    return int(min(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"), len(cumulative) - 1))
+    scores = logits.double().numpy() + plain_noise(plain_key(seed, position), len(logits))
+    return int(scores.argmax())

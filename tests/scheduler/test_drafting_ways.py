@@ -15,6 +15,7 @@ from inference_engine.decode.verifier import Block, Outcome, Sample
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.drafting import Drafting
 from inference_engine.scheduler.request import Request
+from inference_engine.types import GenerateParams
 from tests.laws.drafters import Plain
 
 COPY, NETWORK = Way("copy", longest=7, needs_rows=False), Way("network", longest=7, needs_rows=True)
@@ -53,7 +54,8 @@ class Talk:
     failure_reason: str | None = None
     limit_tokens: int | None = None
     forced: None = None
-    params: Any = field(default_factory=lambda: SimpleNamespace(drafting=True, max_tokens=10**6))
+    seed: int = 0
+    params: GenerateParams = field(default_factory=lambda: GenerateParams(max_tokens=10**6))
     trace: Any = field(default_factory=lambda: SimpleNamespace(note=lambda *_, **__: None))
     kv: Any = field(default_factory=lambda: SimpleNamespace(room=lambda: 100, draft_memory=object()))
 

@@ -1,0 +1,86 @@
+"""Noise that belongs to a seed, a position and a token id, and to nothing else: what a sampled token is drawn with.
+
+    token = the id with the largest  logit ÷ temperature + noise(seed, position, id)
+
+With Gumbel noise that is a draw from the softmax (Maddison et al., arXiv 1411.0030). No sum is involved, so the order
+in which a device adds cannot change it. And whoever draws for the same place with the same noise from another
+distribution, d away in total variation, comes to the same token at least (1 − d) ÷ (1 + d) of the time: so a drafter
+that knows the noise guesses what is sampled, not what is likeliest (Daliri et al., arXiv 2408.07978).
+
+Bits are mixed as SplitMix64 mixes them (Steele et al., OOPSLA '14).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+# Of keys [n], int64, for every id below the vocabulary's size: float64 [n, vocab], written by nobody else.
+NoiseOfAll = Callable[[Tensor, int], Tensor]
+
+GOLDEN = 0x9E3779B97F4A7C15
+FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+SHIFTS = (30, 27, 31)
+_WORD = (1 << 64) - 1
+BITS = 52  # of a uniform number: with half a step added it is never 0 and never 1 in float64
+
+
+def key(seed: int, position: int) -> int:
+    """What all noise at a position is made of: 64 bits, as a signed number. seed, position: from 0 to 2⁶⁴ − 1."""
+    return _signed(_mixed(_mixed(seed + GOLDEN & _WORD) + position * GOLDEN & _WORD))
+
+
+def noise(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Gumbel noise, float64, of `keys` and `token_ids`, int64 of shapes that broadcast."""
+    return _gumbel(keys ^ _scrambled(token_ids))
+
+
+def noise_of_all(keys: Tensor, vocab: int) -> Tensor:
+    """See `NoiseOfAll`."""
+    return _gumbel(keys[:, None] ^ _all_scrambled(vocab, keys.device))
+
+
+@lru_cache(maxsize=8)
+def _all_scrambled(vocab: int, device: torch.device) -> Tensor:
+    return _scrambled(torch.arange(vocab, device=device))
+
+
+def _scrambled(token_ids: Tensor) -> Tensor:
+    """Neighbouring ids have nothing in common afterwards."""
+    return _mix_(token_ids * _signed(GOLDEN))
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    """`bits` are written over."""
+    steps = _shifted(_mix_(bits), 64 - BITS)
+    uniform = steps.double().add_(0.5).mul_(2.0**-BITS)
+    return uniform.log_().neg_().log_().neg_()
+
+
+def _mix_(bits: Tensor) -> Tensor:
+    """`_mixed` in place."""
+    bits ^= _shifted(bits, SHIFTS[0])
+    for factor, shift in zip(FACTORS, SHIFTS[1:], strict=True):
+        bits *= _signed(factor)
+        bits ^= _shifted(bits, shift)
+    return bits
+
+
+def _mixed(bits: int) -> int:
+    bits ^= bits >> SHIFTS[0]
+    for factor, shift in zip(FACTORS, SHIFTS[1:], strict=True):
+        bits = bits * factor & _WORD
+        bits ^= bits >> shift
+    return bits
+
+
+def _shifted(bits: Tensor, count: int) -> Tensor:
+    """To the right, with zeros coming in from the left."""
+    return (bits >> count).bitwise_and_((1 << 64 - count) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
