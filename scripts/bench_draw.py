@@ -1,0 +1,139 @@
+"""What drawing tokens takes beside transformers' filters and `torch.multinomial`, which know no seed and no position.
+
+    python scripts/bench_draw.py                        writes results/draw_cpu/<date>-<machine>/
+    python scripts/bench_draw.py --device cuda          the same for a GPU, kernel and plain torch
+
+Each draws a token from every row of the same logits, with the same filter, turn by turn; a ratio is of one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+from inference_engine.config import configure_threads_environment, forbid_model_hub
+
+configure_threads_environment()
+forbid_model_hub()
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from inference_engine.decode.sampling import draw
+from inference_engine.evaluation import record
+from inference_engine.evaluation.sessions import turned
+from inference_engine.kernels.choice import open_noise
+from inference_engine.kernels.noise import NoiseOfAll, key
+from inference_engine.types import Sampling
+
+SEED = 1
+SPREAD = 4.0  # standard deviation of the logits, about that of a small model's
+FILTERS = {
+    "no filter": Sampling(temperature=0.7, seed=SEED),
+    "top_k 50": Sampling(temperature=0.7, top_k=50, seed=SEED),
+    "top_p 0.95": Sampling(temperature=0.7, top_p=0.95, seed=SEED),
+    "min_p 0.05": Sampling(temperature=0.7, min_p=0.05, seed=SEED),
+}
+BASELINE = "transformers"
+
+Draw = Callable[[], Tensor]
+
+
+def keyed(logits: Tensor, sampling: Sampling, noise_of_all: NoiseOfAll) -> Draw:
+    samplings = [sampling] * len(logits)
+    return lambda: draw(logits, samplings, [key(SEED, position) for position in range(len(logits))], noise_of_all)
+
+
+def anywhere(logits: Tensor, sampling: Sampling) -> Draw:
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    nothing = torch.zeros((len(logits), 0), dtype=torch.long, device=logits.device)
+    return lambda: torch.multinomial(warpers(nothing, logits).softmax(dim=-1), 1)[:, 0]
+
+
+def seconds_of(one: Draw, times: int, device: torch.device) -> float:
+    """Of one draw: host and device, to the last token."""
+    began = time.perf_counter()
+    for _ in range(times):
+        one()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / times
+
+
+def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
+    """Microseconds of each way of drawing, and the engine's as multiples of the baseline's."""
+    ways = {"kakeya": open_noise("auto", device)}
+    if device.type == "cuda":
+        ways["kakeya, plain torch"] = open_noise("plain", device)
+    values: dict[str, dict[str, Any]] = {}
+    for rows in arguments.rows:
+        noise = torch.randn(rows, arguments.vocab, generator=torch.Generator().manual_seed(SEED))
+        logits = (noise * SPREAD).to(device)
+        for name, sampling in FILTERS.items():
+            draws = {way: keyed(logits, sampling, noise_of_all) for way, noise_of_all in ways.items()}
+            draws[BASELINE] = anywhere(logits, sampling)
+            samples: dict[str, list[float]] = {way: [] for way in draws}
+            for number in range(arguments.rounds + 1):  # the first round warms up
+                for way in turned(list(draws), number):
+                    seconds = seconds_of(draws[way], arguments.times, device)
+                    if number:
+                        samples[way].append(seconds)
+            cell = f"{name}, {rows} rows"
+            for way, taken in samples.items():
+                values[f"{way}, {cell}"] = record.summarize([1e6 * one for one in taken], "µs")
+                if way != BASELINE:
+                    ratios = [one / other for one, other in zip(taken, samples[BASELINE], strict=True)]
+                    values[f"{way} ÷ {BASELINE}, {cell}"] = record.summarize(ratios, "ratio")
+    return values
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--vocab", type=int, default=49_152, metavar="N")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], metavar="N", help="drawn from at once")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N")
+    parser.add_argument("--times", type=int, default=20, metavar="N", help="each draws in a round")
+    parser.add_argument("--commit", metavar="HASH", help="what runs, where there is no repository to ask")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
+    commit = record.running_commit(arguments.commit)
+    with torch.inference_mode():
+        values = measure(arguments, device)
+    for name, value in values.items():
+        print(f"{name:50} {value['median']:10.3f} {value['unit']}")
+    path = record.write_record(
+        f"draw_{device.type}",
+        {
+            "command": record.command_line(without=("--commit",)),
+            "commit": commit,
+            "config": {
+                "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(),
+                "threads": arguments.threads,
+                "vocab": arguments.vocab,
+                "logits": f"normal, standard deviation {SPREAD:g}",
+                "rounds": arguments.rounds,
+                "draws_a_round": arguments.times,
+            },
+            "seeds": [SEED],
+            "values": values,
+            "baseline": "transformers' logits warpers, softmax, torch.multinomial, on the same logits",
+        },
+    )
+    print(path.parent.name, path.name)
+
+
+if __name__ == "__main__":
+    main()
