@@ -32,13 +32,14 @@ from inference_engine.types import Sampling
 
 SEED = 1
 SPREAD = 4.0  # standard deviation of the logits, about that of a small model's
+UNFILTERED = "no filter"
 FILTERS = {
-    "no filter": Sampling(temperature=0.7, seed=SEED),
+    UNFILTERED: Sampling(temperature=0.7, seed=SEED),
     "top_k 50": Sampling(temperature=0.7, top_k=50, seed=SEED),
     "top_p 0.95": Sampling(temperature=0.7, top_p=0.95, seed=SEED),
     "min_p 0.05": Sampling(temperature=0.7, min_p=0.05, seed=SEED),
 }
-BASELINE = "transformers"
+BASELINE, INVERTED = "transformers", "the distribution inverted"
 
 Draw = Callable[[], Tensor]
 
@@ -60,6 +61,17 @@ def anywhere(logits: Tensor, sampling: Sampling) -> Draw:
     return lambda: torch.multinomial(warpers(nothing, logits).softmax(dim=-1), 1)[:, 0]
 
 
+def inverted(logits: Tensor, sampling: Sampling) -> Draw:
+    """At one number for each row, as exactly as noise is added: ADR 0021 says why not so."""
+    numbers = torch.rand((len(logits), 1), dtype=torch.float64, device=logits.device)
+
+    def drawn() -> Tensor:
+        sums = logits.double().div_(sampling.temperature).softmax(dim=-1).cumsum_(dim=-1)
+        return torch.searchsorted(sums, numbers * sums[:, -1:], right=True)[:, 0]
+
+    return drawn
+
+
 def seconds_of(one: Draw, times: int, device: torch.device) -> float:
     """Of one draw: host and device, to the last token."""
     began = time.perf_counter()
@@ -77,11 +89,13 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, di
         ways["kakeya, plain torch"] = open_noise("plain", device)
     values: dict[str, dict[str, Any]] = {}
     for rows in arguments.rows:
-        noise = torch.randn(rows, arguments.vocab, generator=torch.Generator().manual_seed(SEED))
-        logits = (noise * SPREAD).to(device)
+        numbers = torch.randn(rows, arguments.vocab, generator=torch.Generator().manual_seed(SEED))
+        logits = (numbers * SPREAD).to(device)
         for name, sampling in FILTERS.items():
             draws = {way: keyed(logits, sampling, noise_of_all) for way, noise_of_all in ways.items()}
             draws[BASELINE] = anywhere(logits, sampling)
+            if name == UNFILTERED:
+                draws[INVERTED] = inverted(logits, sampling)
             samples: dict[str, list[float]] = {way: [] for way in draws}
             for number in range(arguments.rounds + 1):  # the first round warms up
                 for way in turned(list(draws), number):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -157,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
     stored, _ = load_drafter(out, target_digest=digest, device=loaded.device, dtype=getattr(torch, loaded.dtype))
     words = words_of(loaded.model)
     metrics = {}
-    for kind, held_out in _held_out(texts, args.measured_texts).items():
+    for kind, held_out in _held_out(texts, args.measured_texts, args.seed).items():
         length = acceptance_length(loaded.model, stored, words, text_set(held_out).batches(_MEASURED_AT_ONCE))
         metrics[f"acceptance_length_{kind}"] = round(length, 3)
     save_drafter(network, out, DrafterManifest(**{**asdict(made), "metrics": metrics}))
@@ -176,6 +177,9 @@ def _check(args: argparse.Namespace) -> None:
     for name, floor in floors.items():
         if getattr(args, name) < floor:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {floor}, got {getattr(args, name)}")
+    folders = [one.resolve() for one in args.corpus or ()]
+    if twice := sorted({str(one) for one in folders if folders.count(one) > 1}):
+        raise ConfigError(f"--corpus names {', '.join(twice)} more than once; name each corpus once")
     if not 0 <= args.teacher_share <= 1:
         raise ConfigError(f"--teacher-share must be from 0 to 1, got {args.teacher_share}")
     for name in ("rate", "decay", "total_seconds"):
@@ -218,10 +222,10 @@ def _corpus_seeds(corpora: Sequence[CorpusManifest]) -> dict[str, int]:
     return {f"corpus {place}" if place > 1 else "corpus": one.seed for place, one in enumerate(corpora, start=1)}
 
 
-def _held_out(texts: list[Text], count: int) -> dict[str, list[Text]]:
-    """Up to `count` texts of each kind that have some."""
+def _held_out(texts: list[Text], count: int, seed: int) -> dict[str, list[Text]]:
+    """Up to `count` texts of each kind that have some, from anywhere among all."""
     found: dict[str, list[Text]] = {}
-    for text in texts:
+    for text in random.Random(seed).sample(texts, len(texts)):
         if text.is_held_out and text.answers.any() and len(found.setdefault(text.kind, [])) < count:
             found[text.kind].append(text)
     return {kind: some for kind, some in sorted(found.items()) if some}

@@ -27,8 +27,9 @@ from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
 from inference_engine.types import Sampling
 
 # Of one float64 array over the vocabulary, for as many rows as fit, and at least one. Four of that size are there at
-# once, whatever the sampling. A GPU wants few operations: 85 rows of 49,152 ids, 16 of 262,144.
-# On a CPU larger arrays are slower: the system takes their memory back, and clears it, at every operation.
+# once on a CPU, whatever the sampling; where a GPU sorts, more.
+# A GPU wants few operations: 85 rows of 49,152 ids, 16 of 262,144. On a CPU larger arrays are
+# slower: the system takes their memory back, and clears it, at every operation.
 MAX_ARRAY_BYTES = 32 << 20
 MAX_ARRAY_BYTES_ON_CPU = 1 << 20
 

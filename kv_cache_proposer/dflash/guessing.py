@@ -23,8 +23,8 @@ from inference_engine.kernels.noise import noise
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import TargetWords
 
-# Of a place, that a way may go through. Noise lifts ids from further down than a greedy way ever looks: sampled texts
-# gain from more than eight. Beyond sixteen they gain little, and the pairs that are scored grow with the square.
+# Of a place, that a way may go through: noise lifts ids from further down than a greedy way ever looks. The pairs that
+# are scored grow with the square.
 _LIKELIEST = 16
 
 

@@ -29,7 +29,7 @@ CHAT = "chat"
 _MARKER = "Kqzwxjvbm"
 # Of all texts, where the model can chat; of the chats; of the answers and of the texts gone on with.
 _CHATS, _OWN_QUESTIONS, _GREEDY_ANSWERS, _GREEDY_TEXTS = 0.7, 0.5, 0.5, 0.15
-# Made of parts, beside the openings: so many that few of a corpus begin alike, and are answered alike.
+# Drawn beside the openings, made of parts: so many that few of a corpus begin alike, and are answered alike.
 _QUESTIONS, _QUESTIONS_SEED = 24_000, 0
 _TEMPERATURES = (0.6, 0.7, 0.8, 1.0)
 _SHORTEST_CUT, _LONGEST_CUT = 16, 96
@@ -40,8 +40,8 @@ _HELD_OUT_ONE_IN = 20
 class Prompt:
     """One text's beginning. speaker: whose words come next.
 
-    source: what it was made from; texts of one source are all held out, or none is. temperature: of answers and of
-    texts gone on with; the words of users are sampled at `user_temperature`.
+    source: what it was made from, told by its ids; texts of one source are all held out, or none is, in every corpus.
+    temperature: of answers and of texts gone on with; the words of users are sampled at `user_temperature`.
     """
 
     kind: str
@@ -127,12 +127,17 @@ class PromptSource:
         start = rng.randint(0, len(ids) - length)
         temperature = 0.0 if rng.random() < _GREEDY_TEXTS else rng.choice(_TEMPERATURES)
         cut = tuple(ids[start : start + length])
-        return Prompt(kind, cut, "text", f"{kind}/{place}", temperature, user_temperature=1.0)
+        return Prompt(kind, cut, "text", _named(ids), temperature, user_temperature=1.0)
 
     def _chat(self, chat: Chat, rng: random.Random, name: str) -> Prompt:
         temperature = 0.0 if rng.random() < _GREEDY_ANSWERS else rng.choice(_TEMPERATURES)
         user_temperature = rng.choice(_TEMPERATURES)
         if rng.random() < _OWN_QUESTIONS:
             return Prompt(CHAT, chat.opened, "user", f"{CHAT}/{name}", temperature, user_temperature)
-        place = rng.randrange(len(chat.asked))
-        return Prompt(CHAT, chat.asked[place], "assistant", f"opening/{place}", temperature, user_temperature)
+        asked = rng.choice(chat.asked)
+        return Prompt(CHAT, asked, "assistant", _named(asked), temperature, user_temperature)
+
+
+def _named(ids: Sequence[int]) -> str:
+    """The same for the same ids, wherever they stand in a list."""
+    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()

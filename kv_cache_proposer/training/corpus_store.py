@@ -28,7 +28,7 @@ from kv_cache_proposer.errors import DrafterError, ForeignDrafter
 
 MANIFEST = "corpus.json"
 FORMAT = "kakeya-corpus"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # in 1, what a text began with was held out by its place in a list
 MAX_FILE_BYTES = 16 * 2**20
 
 _HEADER_BYTES = 2**12

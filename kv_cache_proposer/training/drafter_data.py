@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,13 @@ class TextSet:
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    def digest(self) -> str:
+        """SHA-256 of all texts, in their order."""
+        told = hashlib.sha256()
+        for part in (self.token_ids, self.answers, self.starts):
+            told.update(np.ascontiguousarray(part))
+        return told.hexdigest()
 
     def step(self, index: int, count: int, seed: int) -> Texts:
         """The batch of training step `index`."""

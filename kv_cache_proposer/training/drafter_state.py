@@ -70,14 +70,16 @@ def save_state(
 def load_state(folder: Path, network: nn.Module, optimizer: torch.optim.Optimizer, plan: Mapping[str, Any]) -> Progress:
     """Put network and optimizer where the last call left them; nothing happens if there was none.
 
-    Raises DrafterError for a training that was begun with another plan, or a damaged state.
+    Raises DrafterError for a training that was begun with another plan or other texts, or a damaged state.
     """
     path = folder / MANIFEST
     if not path.is_file():
         return Progress()
     content = read_json(path)
     if content.get("plan") != json.loads(json.dumps(dict(plan))):
-        raise DrafterError(f"{folder}: holds a training begun with another plan ({content.get('plan')}); {_WAY_OUT}")
+        raise DrafterError(
+            f"{folder}: holds a training begun with another plan or other texts ({content.get('plan')}); {_WAY_OUT}"
+        )
     try:
         numbers = torch.cat([load_file(folder / name)["numbers"] for name in content["files"]])
         progress = Progress(int(content["steps"]), float(content["seconds"]), bool(content["is_finished"]))

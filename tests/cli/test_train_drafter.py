@@ -173,6 +173,7 @@ def test_a_folder_that_is_asked_for_must_hold_a_drafter_of_this_model(
         ("drafter", "--chain", "-1"),
         ("drafter", "--decay", "0"),
         ("drafter", "--corpus", "nowhere"),
+        ("drafter", "--corpus", "twice", "twice"),
         ("drafter", "--commit", "later"),
         ("latent", "--refine-steps", "-1"),
         ("latent", "--group-layers", "0"),

@@ -20,8 +20,8 @@ def next_token(sampler: Sampler, logits: Tensor, position: int) -> int:
     return int(draw(adjusted, [sampler.sampling], [key(sampler.seed, position)])[0])
 
 
-def plainly(logits: Tensor, sampling: Sampling, key: int) -> int:
-    """The token from `logits` [V] with the noise of `key`: each step of the documented order in its own words."""
+def plainly(logits: Tensor, sampling: Sampling, noise_key: int) -> int:
+    """The token from `logits` [V] with the noise of `noise_key`: each step of the documented order in its own words."""
     scaled = logits.double().numpy() / sampling.temperature
     weights = np.exp(scaled - scaled.max())
     order = np.argsort(-scaled, kind="stable")
@@ -34,7 +34,7 @@ def plainly(logits: Tensor, sampling: Sampling, key: int) -> int:
         left &= np.concatenate([[0.0], mass.cumsum()[:-1]]) < sampling.top_p * mass.sum()
     left &= ranked >= sampling.min_p * ranked[0]
     ids = np.sort(order[left])
-    scores = scaled[ids] + plain_noise(key, len(scaled))[ids]
+    scores = scaled[ids] + plain_noise(noise_key, len(scaled))[ids]
     return int(ids[scores.argmax()])
 
 

@@ -157,8 +157,8 @@ def test_a_template_is_read_as_it_renders_a_talk() -> None:
 
 
 def test_questions_are_of_many_kinds_and_none_is_what_is_evaluated_on() -> None:
-    some = set(islice(questions(0), 3000))
-    assert len(some) > 1000
+    some = set(islice(questions(0), 24_000))
+    assert len(some) > 10_000
     assert some.isdisjoint(self_talk.OPENINGS) and some.isdisjoint(OPENINGS)
     assert list(islice(questions(1), 20)) == list(islice(questions(1), 20)) != list(islice(questions(2), 20))
     assert not any("{" in one or "}" in one for one in some)
@@ -176,6 +176,19 @@ def test_every_kind_begins_some_texts_and_some_texts_are_held_out() -> None:
     assert {one.speaker for one in prompts} == {"user", "assistant", "text"}
     held_out = {one.source for one in prompts if one.is_held_out}
     assert held_out and held_out.isdisjoint({one.source for one in prompts if not one.is_held_out})
+
+
+def test_what_is_held_out_is_so_in_every_corpus() -> None:
+    """However many questions and documents there are, and wherever in their lists they stand."""
+    asked = tuple((1, 2, 7, number) for number in range(60))
+    documents = [[number, *range(20, 50)] for number in range(60)]
+    one = PromptSource({"prose": documents}, replace(CHAT, asked=asked), 0)
+    other = PromptSource({"code": documents[:9:-1]}, replace(CHAT, asked=asked[:9:-1]), 1)
+    first, second = ({prompt.source: prompt.is_held_out for prompt in some.batch(0, 2000)} for some in (one, other))
+    made = {prompt.source for prompt in one.batch(0, 2000) if prompt.speaker != "user"}
+    shared = made & second.keys()
+    assert len(made) == 120 and len(shared) == 100
+    assert all(first[name] == second[name] for name in shared) and 0 < sum(map(first.__getitem__, shared)) < 30
 
 
 def test_a_model_without_a_template_goes_on_with_documents() -> None:

@@ -34,14 +34,16 @@ def texts() -> TextSet:
     return text_set(greedy_texts())
 
 
-def trained(folder: Path, plan: DrafterPlan, *, seconds: float = 1e9, clock: float = 0.0) -> DFlashNetwork:
+def trained(
+    folder: Path, plan: DrafterPlan, *, seconds: float = 1e9, clock: float = 0.0, read: TextSet | None = None
+) -> DFlashNetwork:
     """`clock`: seconds that each look at the clock takes."""
     network = new_network(tiny_config(), seed=0)
     ticks = iter(range(10**6))
     train(
         tiny_model(),
         network,
-        texts(),
+        texts() if read is None else read,
         plan,
         folder,
         seconds=seconds,
@@ -114,6 +116,12 @@ def test_a_training_begun_with_another_plan_is_refused(tmp_path: Path) -> None:
     trained(tmp_path, PLAN)
     with pytest.raises(DrafterError, match="another plan"):
         trained(tmp_path, replace(PLAN, rate=1e-3))
+
+
+def test_a_training_begun_with_other_texts_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path, PLAN)
+    with pytest.raises(DrafterError, match="another plan or other texts"):
+        trained(tmp_path, PLAN, read=text_set(greedy_texts()[:-1]))
 
 
 def test_a_loss_that_is_not_finite_ends_the_call(tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
-"""`noise_of_all` of `kernels/noise.py` in Triton: one launch instead of some twenty, which take the host longer than
-a GPU."""
+"""`noise_of_all` of `kernels/noise.py` in Triton: one launch instead of some twenty."""
 
 from __future__ import annotations
 
