@@ -33,7 +33,7 @@ class TextSet:
         """SHA-256 of all texts, in their order."""
         told = hashlib.sha256()
         for part in (self.token_ids, self.answers, self.starts):
-            told.update(np.ascontiguousarray(part))
+            told.update(np.ascontiguousarray(part).data)
         return told.hexdigest()
 
     def step(self, index: int, count: int, seed: int) -> Texts:
