@@ -2,8 +2,8 @@
 
 Order: repetition penalty (whole history), bias, temperature, top_k, top_p, min_p; log-probabilities are of the raw
 logits. The token is the id with the largest logit ÷ temperature + noise among those that are left, and the lower one of
-equals. Noise is a function of (seed, position, id) alone (`noise.py`), so neither the way a history was built nor
-drafting can change it.
+equals. Noise is a function of (seed, position, id) alone (`kernels/noise.py`), so neither the way a history was
+built nor drafting can change it.
 
 Rows are drawn together, whatever their samplings: a few operations for all of them. What one gives depends on itself
 alone, bit for bit, so each operation here treats a row the same, whatever rows are beside it.
@@ -27,9 +27,8 @@ from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
 from inference_engine.types import Sampling
 
 # Of one float64 array over the vocabulary, for as many rows as fit, and at least one. Four of that size are there at
-# once on a CPU, whatever the sampling; where a GPU sorts, more.
-# A GPU wants few operations: 85 rows of 49,152 ids, 16 of 262,144. On a CPU larger arrays are
-# slower: the system takes their memory back, and clears it, at every operation.
+# once on a CPU, whatever the sampling; where a GPU sorts, more. A GPU wants few operations: 85 rows of 49,152 ids, 16
+# of 262,144. On a CPU larger arrays are slower: the system takes their memory back, and clears it, at every operation.
 MAX_ARRAY_BYTES = 32 << 20
 MAX_ARRAY_BYTES_ON_CPU = 1 << 20
 

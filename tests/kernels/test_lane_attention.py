@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -11,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.config import child_environment
 from inference_engine.kernels.attention import attend
 from inference_engine.kernels.bounds import block_bounds, bounds_scores
 from inference_engine.kernels.gather import always_read, distant_blocks, gather_attend, select
@@ -19,6 +16,7 @@ from inference_engine.kernels.lane_attention import FIELDS, TRUNK_LANE, TRUNK_ST
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.lane_rows import lane_numbers
 from inference_engine.kv.layout import BlockSelector, LayerRule, Layout
+from tests.kernels.own_process import run_with_triton
 
 Build = Callable[[tuple[int, int, int], torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]]
 SEGMENT = 16
@@ -324,11 +322,4 @@ def compare_alone(
 
 @pytest.mark.parametrize("compare", [compare_kernel, compare_chunks_and_keep_sets])
 def test_the_kernel_gives_what_the_reference_gives(compare: Callable[[], None]) -> None:
-    """In a process of its own: Triton decides when it is imported whether it interprets."""
-    interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    environment = child_environment(OMP_NUM_THREADS="1", **interpreted)
-    code = f"import tests.kernels.test_lane_attention as test; test.{compare.__name__}()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=False, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_with_triton(compare)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -13,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from inference_engine.config import child_environment
 from inference_engine.kernels.noise import key, noise, noise_of_all
+from tests.kernels.own_process import run_with_triton
 from tests.kernels.plain_noise import GOLDEN, WORD, mixed, plain_key, plain_noise
 
 words = st.integers(0, WORD)
@@ -126,15 +124,4 @@ def compare_kernel() -> None:
 
 
 def test_the_kernel_gives_what_the_reference_gives() -> None:
-    """In a process of its own: Triton decides when it is imported whether it interprets."""
-    interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    code = "import tests.kernels.test_noise as test; test.compare_kernel()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        check=False,
-        env=child_environment(OMP_NUM_THREADS="1", **interpreted),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_with_triton(compare_kernel)
