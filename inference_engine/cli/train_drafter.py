@@ -74,7 +74,8 @@ def add_parser(commands: Subparsers) -> None:
     drafter.add_argument("--teacher-share", type=float, default=0.5, metavar="P", help="learnt from the distribution")
     drafter.add_argument(
         "--begin", default=_BEGIN_RANDOM, metavar="random|target|FOLDER",
-        help="weights to begin with; FOLDER: those of a drafter of this model, of the same shape (default: random)",
+        help="weights to begin with; FOLDER: those of a drafter of this model, of the same shape or with fewer layers "
+        "(default: random)",
     )  # fmt: skip
     drafter.add_argument("--commit", metavar="HASH", help="where there is no repository to ask")
     add_settings(drafter, ModelConfig)
@@ -124,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     if args.begin == _BEGIN_TARGET:
         take_target_layers(network, loaded.model)
     elif args.begin != _BEGIN_RANDOM:
-        network, began = _stored(Path(args.begin).expanduser(), config, digest)
+        network, began = _stored(Path(args.begin).expanduser(), config, digest, seed=args.seed)
     plan = DrafterPlan(
         steps=args.steps,
         total_seconds=args.total_seconds,
@@ -187,15 +188,18 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
 
 
-def _stored(folder: Path, config: DFlashConfig, target_digest: str) -> tuple[DFlashNetwork, str]:
-    """The drafter in `folder`, ready to learn, and what a recipe calls it.
+def _stored(folder: Path, config: DFlashConfig, target_digest: str, *, seed: int) -> tuple[DFlashNetwork, str]:
+    """The drafter in `folder`, with the layers it lacks, ready to learn, and what a recipe calls it.
 
-    Raises DrafterError if its shape is not `config`.
+    Raises DrafterError if its shape is not `config` otherwise.
     """
     from kv_cache_proposer.dflash.store import load_drafter, stored_digest
     from kv_cache_proposer.errors import DrafterError
+    from kv_cache_proposer.training.drafter_init import deepened
 
     network, _ = load_drafter(folder, target_digest=target_digest)
+    if network.config.layers < config.layers:
+        network = deepened(network, config.layers, seed=seed)
     asked, stored = asdict(config), asdict(network.config)
     if others := {name: (stored[name], asked[name]) for name in asked if asked[name] != stored[name]}:
         told = ", ".join(f"{name} is {has}, asked for is {wanted}" for name, (has, wanted) in others.items())

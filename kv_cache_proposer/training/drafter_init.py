@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from kv_cache_proposer.training.capture import attention_modules
 
 # What the last norm multiplies by at first: at one, tokens drawn blindly would look likely.
 _UNDECIDED = 0.2
+_ADDING = ("o_proj.weight", "down_proj.weight")  # what a layer adds comes out of these
 
 
 def config_for(
@@ -61,12 +63,27 @@ def new_network(config: DFlashConfig, *, seed: int) -> DFlashNetwork:
         network = DFlashNetwork(config)
         for name, parameter in network.named_parameters():
             if parameter.ndim == 2:
-                scale = 1 / math.sqrt(2 * config.layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
+                scale = 1 / math.sqrt(2 * config.layers) if name.endswith(_ADDING) else 1
                 nn.init.normal_(parameter, std=scale / math.sqrt(parameter.shape[1]))
         nn.init.constant_(network.norm.weight, _UNDECIDED)
         if network.chain is not None:
             nn.init.zeros_(network.chain.out_proj.weight)  # neighbours say nothing at first
     return network
+
+
+def deepened(network: DFlashNetwork, layers: int, *, seed: int) -> DFlashNetwork:
+    """The same guesses from more layers: those that are added, after the others, pass on what they are given.
+
+    They learn from the first step on: what they would add is there, and counts nothing yet.
+    """
+    deeper = new_network(replace(network.config, layers=layers), seed=seed)
+    state = {**deeper.state_dict(), **network.state_dict()}
+    deeper.load_state_dict(state)
+    for layer in deeper.layers[network.config.layers :]:
+        for name, parameter in layer.named_parameters():
+            if name.endswith(_ADDING):
+                nn.init.zeros_(parameter)
+    return deeper
 
 
 def take_target_layers(network: DFlashNetwork, model: PreTrainedModel) -> int:

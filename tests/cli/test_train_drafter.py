@@ -90,7 +90,7 @@ def test_a_trained_drafter_is_told_from_others_by_its_digest(tiny_folder: Path, 
     assert drafter_identity(*opened(tiny_folder, tmp_path, "none")) == {}
 
 
-def test_a_training_can_begin_with_a_drafter_of_this_model_of_the_same_shape(
+def test_a_training_can_begin_with_a_drafter_of_this_model_that_has_no_more_layers(
     tiny_folder: Path,
     made: Path,
     tmp_path: Path,
@@ -102,13 +102,17 @@ def test_a_training_can_begin_with_a_drafter_of_this_model_of_the_same_shape(
     further = ("--model", str(tiny_folder), "--cache-dir", str(made), "--out", str(tmp_path), "--begin", str(folder))
     shape = ("--taps", "2", "--block-size", "4", "--batch", "4", "--anchors", "8", "--steps", "2")
     small = (*shape, "--commit", "0123abc")
-    assert main(["train", "drafter", *further, *small, "--layers", "1", "--mask-token-id", "127"]) == 0
-    manifest = json.loads((tmp_path / "drafter.json").read_text())
-    assert manifest["recipe"]["begin"] == json.loads((folder / "drafter.json").read_text())["tensors_sha256"]
+    for layers in (1, 2):
+        deep = ("--layers", str(layers), "--out", str(tmp_path / str(layers)), "--mask-token-id", "127")
+        assert main(["train", "drafter", *further, *small, *deep]) == 0
+        manifest = json.loads((tmp_path / str(layers) / "drafter.json").read_text())
+        assert manifest["recipe"]["begin"] == json.loads((folder / "drafter.json").read_text())["tensors_sha256"]
+        assert manifest["network"]["layers"] == layers
     capsys.readouterr()
-    assert main(["train", "drafter", *further, *small, "--layers", "2", "--mask-token-id", "126"]) == 1
+    further = (*further[:-1], str(tmp_path / "2"))
+    assert main(["train", "drafter", *further, *small, "--layers", "1", "--mask-token-id", "126"]) == 1
     told = capsys.readouterr().err
-    assert "layers is 1, asked for is 2" in told and "mask_token_id is 127, asked for is 126" in told
+    assert "layers is 2, asked for is 1" in told and "mask_token_id is 127, asked for is 126" in told
 
 
 def test_a_training_reads_all_corpora_it_is_given(

@@ -18,7 +18,7 @@ from kv_cache_proposer.training.corpus_store import Text
 from kv_cache_proposer.training.drafter import DrafterPlan, read_log, train
 from kv_cache_proposer.training.drafter_blocks import Texts, blocks_at, draw_blocks
 from kv_cache_proposer.training.drafter_data import TextSet, text_set, unused_id
-from kv_cache_proposer.training.drafter_init import config_for, new_network, take_target_layers
+from kv_cache_proposer.training.drafter_init import config_for, deepened, new_network, take_target_layers
 from kv_cache_proposer.training.drafter_loss import head_loss
 from kv_cache_proposer.training.drafter_measure import acceptance_length, draft_states
 from kv_cache_proposer.training.drafter_state import MAX_FILE_BYTES
@@ -230,6 +230,21 @@ def test_layers_of_the_target_can_be_begun_with() -> None:
     assert copied == 2 * 7
     last = model.state_dict()["model.layers.2.mlp.down_proj.weight"]
     assert torch.equal(network.state_dict()["layers.1.mlp.down_proj.weight"], last)
+
+
+def test_added_layers_change_no_state_until_they_have_learnt(tmp_path: Path) -> None:
+    network = tiny_network(chain=8)
+    deeper = deepened(network, 4, seed=1)
+    assert deeper.config == replace(network.config, layers=4)
+    words, batch = words_of(tiny_model()), texts().step(0, 3, 0)
+    blocks = draw_blocks(batch, count=2, block_size=4, generator=torch.Generator().manual_seed(0))
+    taps, _ = read_taps(tiny_model(), batch.token_ids, network.config.tap_layers)
+    with torch.inference_mode():
+        torch.testing.assert_close(*(draft_states(one, words, batch, blocks, taps) for one in (network, deeper)))
+    train(tiny_model(), deeper, texts(), replace(PLAN, steps=2), tmp_path, seconds=1e9, report=lambda *_: None)
+    for layer in deeper.layers[2:]:
+        for name, parameter in layer.named_parameters():
+            assert not name.endswith(("o_proj.weight", "down_proj.weight")) or parameter.abs().max() > 0
 
 
 def test_a_model_that_scales_its_embeddings_and_norms_otherwise_can_be_begun_with_and_drafted_for(
