@@ -2,6 +2,7 @@
 
     python scripts/compare_latents.py --model smollm2-135m      writes results/latent_variants_<model>/<date>-<machine>/
 
+With --calibrated-on, the default variant also of that many tokens, fewer than all: what more of them gain.
 Every variant is measured as KL to the model's own predictions with all rows beyond sink and window restored at once
 (`training/divergence.py`), on texts that nothing was calibrated on. With it, of the default variant: what an entropy
 coder would save, and what refining by gradient gains. Through the engine, with rows leaving one after another, `kakeya
@@ -85,6 +86,7 @@ def main(words: Sequence[str] | None = None) -> None:
         {"commit": arguments.commit, "command": record.command_line(without=("--results", "--commit")), **payload},
         **({"results_dir": arguments.results} if arguments.results else {}),
     )
+    draw(payload["tables"]["kl"], path.parent)
     for value_name, value in payload["values"].items():
         print(f"{value_name}: {value['median']:g} {value['unit']}")
     print(path)
@@ -96,6 +98,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", type=int, default=75_000, help="of calibration text")
+    parser.add_argument("--calibrated-on", type=int, nargs="*", default=[], metavar="N", help="of those tokens")
     parser.add_argument("--sensitivity-sequences", type=int, default=16, help=f"of {SENSITIVITY_TOKENS} tokens")
     parser.add_argument("--rates", type=int, nargs="+", help="bytes a token (default: 1/10, 1/20, 1/40 of bfloat16)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[kind for kind in KINDS if kind != "looped"])
@@ -135,6 +138,10 @@ def compare(model: ModelConfig, arguments: argparse.Namespace) -> dict[str, Any]
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(arguments.seed))
     held_out = max(1, len(sequences) // 20)
     test, calibration = sequences[order[:held_out]], sequences[order[held_out:]]
+    if beyond := [count for count in arguments.calibrated_on if not sequence <= count <= calibration.numel()]:
+        raise InvalidArgument(
+            "calibrated_on", f"must be from {sequence} to the {calibration.numel()} tokens that are read, got {beyond}"
+        )
     loaded = load_model(
         model.model, cache=model.cache_path, device=model.device, dtype=model.dtype, attention="sdpa"
     ).model
@@ -174,6 +181,7 @@ def compare(model: ModelConfig, arguments: argparse.Namespace) -> dict[str, Any]
             "length": arguments.length,
             "texts": arguments.texts,
             "calibration_tokens": own.tokens(),
+            "calibrated_on": calibration.numel(),
             "sensitivity_sequences": arguments.sensitivity_sequences,
             "refine_steps": arguments.refine_steps,
             "step_size": arguments.step_size,
@@ -222,6 +230,13 @@ def make(
         ways |= {f"{name}, {rate} bytes": through(codecs[name].at(rate)) for rate in rates}
         clock.tell(name)
     del statistics
+    for count in sorted(arguments.calibrated_on):
+        some = calibration[: count // calibration.shape[1]]
+        fewer = collect(model, torch.split(some, BATCH), layers=layers, group_layers=GROUP_LAYERS)
+        codec = fit(fewer, measured, bytes_per_token=rates[0])
+        ways |= {f"{DEFAULT}, {some.numel()} tokens, {rate} bytes": through(codec.at(rate)) for rate in rates}
+        del fewer
+        clock.tell(f"{some.numel()} tokens")
     if layers[0] == 0 and EMBEDDING in arguments.variants:
         joint = collect(model, batches, layers=layers, group_layers=len(layers))
         least = min(rates[-1], 8 * joint.shapes[0].width // 8)
@@ -292,6 +307,31 @@ def refined_codec(
     )
     clock.tell(f"refining: {told}")
     return refined, told
+
+
+def draw(lines: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """KL over bytes a token, the mean of all kinds of text: a line for each way to make a latent."""
+    from matplotlib.figure import Figure  # drawing is slow to import
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    found: dict[str, dict[int, list[float]]] = {}
+    for line in lines:
+        way, _, size = str(line["variant"]).rpartition(", ")
+        if size.endswith(" bytes"):
+            found.setdefault(way, {}).setdefault(int(size.removesuffix(" bytes")), []).append(line["kl"])
+    for way, by_bytes in found.items():
+        points = sorted((size, sum(of_kinds) / len(of_kinds)) for size, of_kinds in by_bytes.items())
+        axes.plot(*zip(*points, strict=True), marker="o", label=way)
+    sizes = sorted({size for by_bytes in found.values() for size in by_bytes})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.minorticks_off()
+    axes.set_yscale("log")
+    axes.set(title="KL with every old row restored", xlabel="bytes a token", ylabel="nats a token, mean of kinds")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="x-small")
+    record.save_figure(figure, folder / "kl.png")
 
 
 class _Clock:

@@ -94,6 +94,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--seed", type=int, default=0, metavar="N", help="of the order of text and of the conversations"
     )
     latent.add_argument("--out", type=Path, metavar="FOLDER", help="default: the cache, where servers look")
+    latent.add_argument("--commit", metavar="HASH", help="where there is no repository to ask")
     add_settings(latent, ModelConfig)
     latent.set_defaults(run=run)
 
@@ -112,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from inference_engine.evaluation.models import open_target
+    from inference_engine.evaluation.record import running_commit
     from inference_engine.kv.latent_rows import default_bytes_per_token, latent_layers
     from inference_engine.models import check_model, load_model, weights_digest
     from kv_cache_proposer.f_theta.store import LatentManifest, save_codec
@@ -120,6 +122,7 @@ def run(args: argparse.Namespace) -> int:
     from kv_cache_proposer.training.refine import refine
     from kv_cache_proposer.training.sensitivity import measure_sensitivity
 
+    commit = running_commit(args.commit)
     with open_target(model, EngineConfig()) as target:
         geometry = target.forward.geometry(mode=EngineConfig().mode, page_tokens=16, segment_tokens=256)
         layers = latent_layers(geometry)
@@ -190,6 +193,7 @@ def run(args: argparse.Namespace) -> int:
             "refine_steps": refinement.steps if refinement else 0,
         },
         seeds={"text": args.seed},
+        commit=commit,
         metrics={"weighted_error": loss.overall, **({"refinement_gain": refinement.gain} if refinement else {})},
     )
     save_codec(codec, folder, manifest)

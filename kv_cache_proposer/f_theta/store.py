@@ -43,14 +43,15 @@ _WAY_OUT = "calibrate it again"
 class LatentManifest:
     """What a stored codec says of itself.
 
-    target_digest: of the weights it was calibrated for, in the caller's own form. recipe, seeds, metrics: whatever a
-    stranger needs to make it again and to compare.
+    target_digest: of the weights it was calibrated for, in the caller's own form. recipe, seeds, commit, metrics:
+    whatever a stranger needs to make it again and to compare.
     """
 
     target_digest: str
     calibration_tokens: int
     recipe: Mapping[str, Any] = field(default_factory=dict)
     seeds: Mapping[str, int] = field(default_factory=dict)
+    commit: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -86,7 +87,9 @@ def load_codec(
     if stated != (FORMAT, FORMAT_VERSION):
         raise LatentError(f"{path}: format {stated} cannot be read, only {(FORMAT, FORMAT_VERSION)}; {_WAY_OUT}")
     try:
-        manifest = LatentManifest(**{name: content[name] for name in LatentManifest.__dataclass_fields__})
+        # Codecs that do not say by which commit were stored before they were asked.
+        told = {"commit": "", **content}
+        manifest = LatentManifest(**{name: told[name] for name in LatentManifest.__dataclass_fields__})
         groups = [Group(tuple(LayerShape(**shape) for shape in shapes)) for shapes in content["groups"]]
         stated_bytes, stated_sha256 = int(content["bytes_per_token"]), str(content["tensors_sha256"])
         # Codecs that do not say were stored before there was a choice.
