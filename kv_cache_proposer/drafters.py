@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,12 +91,17 @@ def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
 def _drafter(network: DFlashNetwork, model: ModelConfig, forward: TorchForward) -> Drafter:
     from inference_engine.backends.packed_linear import can_pack, pack_linears
     from kv_cache_proposer.dflash.drafter import DFlashDrafter
+    from kv_cache_proposer.dflash.shortlist import Shortlist, can_shortlist
     from kv_cache_proposer.dflash.target import words_of
 
     layers, last_tap = len(forward.seam.layers), network.config.tap_layers[-1]
     if last_tap >= layers:
         raise DrafterError(f"the drafter reads layer {last_tap} of its target, this model has {layers}")
-    drafter = DFlashDrafter(network, words_of(forward.seam.model), records_graphs=forward.records_graphs)
+    words = words_of(forward.seam.model)
+    if model.linear != "plain" and can_shortlist(words):
+        assert words.head_rows is not None
+        words = replace(words, shortlist=Shortlist(words.head_rows))
+    drafter = DFlashDrafter(network, words, records_graphs=forward.records_graphs)
     if model.linear != "plain" and can_pack(network):
         pack_linears(network)
     return drafter

@@ -48,17 +48,18 @@ def guess(network: DFlashNetwork, words: TargetWords, states: Tensor, draws: Dra
 
     draws: of places as many; None where the target is greedy everywhere.
     """
-    scores = words.head(states)
+    choices = words.choices(states)
     chain = network.chain if states.shape[-2] > 1 else None
     if chain is None and draws is None:
-        return scores.argmax(-1)
-    likeliest, ids = scores.topk(min(_LIKELIEST, scores.shape[-1]), dim=-1)  # [..., G, K]
+        return choices.best()
+    likeliest, places = choices.scores.topk(min(_LIKELIEST, choices.scores.shape[-1]), dim=-1)  # [..., G, K]
+    ids = choices.named(places)
     added = None if draws is None else draws.noise(ids)
     if chain is None:
         assert draws is not None and added is not None
         best = ids.gather(-1, (likeliest + added).argmax(-1, keepdim=True))[..., 0]
         # Of ids that are as likely as each other the first is meant, which topk does not promise.
-        return torch.where(draws.temperatures[..., None] == 0, scores.argmax(-1), best)
+        return torch.where(draws.temperatures[..., None] == 0, choices.best(), best)
     before = words.embed(ids[..., :-1, :], network.config.embedding_scale)
     after = chain(states[..., 1:, None, :], before)  # [..., G − 1, K, hidden]
     first, onward = likeliest[..., 0, :], words.scores(after, ids[..., 1:, :])  # [..., K], [..., G − 1, K, K]

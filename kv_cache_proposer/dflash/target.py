@@ -17,11 +17,13 @@ class TargetWords:
     """embeddings: [V, hidden], as the weights are, without the model's own scale. head: [..., hidden] → [..., V].
 
     head_rows: the head as a matrix [V, hidden]; None where it is laid out for products only.
+    shortlist: [..., hidden] → ascending ids [..., C], among which the likeliest are; None where all are looked at.
     """
 
     embeddings: Tensor
     head: Callable[[Tensor], Tensor]
     head_rows: Tensor | None
+    shortlist: Callable[[Tensor], Tensor] | None = None
 
     def embed(self, token_ids: Tensor, scale: float) -> Tensor:
         """[...] → [..., hidden]."""
@@ -33,6 +35,29 @@ class TargetWords:
         if self.head_rows is None:
             return self.head(states).gather(-1, token_ids[..., None, :].expand(*states.shape[:-1], -1))
         return states @ F.embedding(token_ids, self.head_rows).transpose(-1, -2)
+
+    def choices(self, states: Tensor) -> Choices:
+        """What each place, states [..., hidden], may say."""
+        if self.shortlist is None:
+            return Choices(self.head(states), None)
+        ids = self.shortlist(states)
+        return Choices(self.scores(states[..., None, :], ids)[..., 0, :], ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """scores: [..., C], the head's own, of token_ids [..., C], or of all ids where that is None."""
+
+    scores: Tensor
+    token_ids: Tensor | None
+
+    def named(self, places: Tensor) -> Tensor:
+        """The ids at `places` [..., K] among the choices."""
+        return places if self.token_ids is None else self.token_ids.gather(-1, places)
+
+    def best(self) -> Tensor:
+        """Of each place the likeliest id [...]; of ids that are as likely as each other the first."""
+        return self.named(self.scores.argmax(-1, keepdim=True))[..., 0]
 
 
 def words_of(model: PreTrainedModel) -> TargetWords:

@@ -1,0 +1,150 @@
+"""Guesses from a shortlist are those of the whole head."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference_engine.config import ModelConfig
+from inference_engine.kernels.noise import key
+from kv_cache_proposer import drafters
+from kv_cache_proposer.dflash import shortlist
+from kv_cache_proposer.dflash.guessing import Draws, guess
+from kv_cache_proposer.dflash.network import DFlashNetwork
+from kv_cache_proposer.dflash.shortlist import SHORTLIST, Shortlist, can_shortlist
+from kv_cache_proposer.dflash.target import TargetWords, words_of
+from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
+from tests.tiny import tiny_forward, tiny_model
+
+pytestmark = pytest.mark.skipif(
+    not can_shortlist(words_of(tiny_model())), reason="oneDNN has no int8 kernels for this machine"
+)
+
+HIDDEN, IDS, PLACES = 64, 5000, 7
+EACH_NETWORK = pytest.mark.parametrize("network", [tiny_network(), chained_network()], ids=["plain", "chained"])
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def words(ids: int = IDS) -> TargetWords:
+    """A vocabulary that differs from id to id in size, as real ones do."""
+    rows = random(ids, HIDDEN, seed=1) * (0.5 + torch.rand(ids, 1, generator=torch.Generator().manual_seed(2)))
+    return TargetWords(rows, lambda states: states @ rows.T, rows)
+
+
+def shortened(whole: TargetWords) -> TargetWords:
+    assert whole.head_rows is not None
+    return replace(whole, shortlist=Shortlist(whole.head_rows))
+
+
+def draws(blocks: int, temperature: float) -> Draws:
+    keys = [[key(seed, 100 * seed + place) for place in range(PLACES)] for seed in range(blocks)]
+    return Draws(torch.tensor(keys), torch.full((blocks,), temperature, dtype=torch.float64))
+
+
+@EACH_NETWORK
+@pytest.mark.parametrize("temperature", [None, 0.0, 0.7])
+@pytest.mark.parametrize("blocks", [1, 3, 40])
+def test_guesses_are_those_of_the_whole_head(network: DFlashNetwork, temperature: float | None, blocks: int) -> None:
+    whole, states = words(), random(blocks, PLACES, HIDDEN, seed=blocks)
+    drawn = None if temperature is None else draws(blocks, temperature)
+    assert torch.equal(guess(network, shortened(whole), states, drawn), guess(network, whole, states, drawn))
+
+
+def test_few_numbers_that_are_far_larger_than_the_others_change_no_guess() -> None:
+    """As hidden states have them: they alone decide the scale that all are rounded by."""
+    states = random(40, PLACES, HIDDEN)
+    states[..., 3] *= 8
+    whole = words()
+    assert torch.equal(guess(tiny_network(), shortened(whole), states), guess(tiny_network(), whole, states))
+
+
+@pytest.mark.parametrize("ids", [3, SHORTLIST - 1, SHORTLIST, SHORTLIST + 1])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_vocabulary_may_be_smaller_than_the_shortlist(ids: int, temperature: float) -> None:
+    whole, states, drawn = words(ids), random(5, PLACES, HIDDEN), draws(5, temperature)
+    short = shortened(whole)
+    assert short.choices(states).scores.shape[-1] == min(ids, SHORTLIST)
+    assert torch.equal(guess(tiny_network(), short, states, drawn), guess(tiny_network(), whole, states, drawn))
+
+
+@pytest.mark.parametrize("drawn", [None, draws(5, 0.0)], ids=["greedy", "beside others that sample"])
+def test_of_ids_that_are_as_likely_as_each_other_the_first_is_guessed(drawn: Draws | None) -> None:
+    rows = words(200).embeddings.repeat(2, 1)
+    twins = shortened(TargetWords(rows, lambda states: states @ rows.T, rows))
+    found = guess(tiny_network(), twins, random(5, PLACES, HIDDEN), drawn)
+    assert torch.equal(found, guess(tiny_network(), words(200), random(5, PLACES, HIDDEN)))
+
+
+def test_a_place_has_its_shortlist_whatever_stands_beside_it() -> None:
+    likeliest, states = Shortlist(words().embeddings), random(9, PLACES, HIDDEN)
+    states[3] *= 1e4
+    together = likeliest(states)
+    assert together.shape == (9, PLACES, SHORTLIST)
+    for place, alone in enumerate(states):
+        assert torch.equal(likeliest(alone), together[place])
+
+
+def test_a_cpu_that_adds_products_in_pairs_of_16_bits_loses_none() -> None:
+    """All numbers are as large as they get, and what is rounded is whole already: the shortlist is exact."""
+    subprocess.run([sys.executable, "-c", _ON_ANOTHER_CPU], check=True)
+
+
+_ON_ANOTHER_CPU = """
+import os
+os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
+import torch
+from kv_cache_proposer.dflash.shortlist import SHORTLIST, Shortlist
+
+generator = torch.Generator().manual_seed(0)
+rows = (torch.randint(64, 128, (500, 64), generator=generator) / 127) * (torch.arange(64) % 8 - 0.5).sign()
+rows[:, 0] = -1
+states = torch.cat([torch.ones(1, 64), rows[:1].sign(), torch.randn(5, 64, generator=generator).sign()])
+exact = states @ rows.T
+chosen = exact.gather(-1, Shortlist(rows)(states)).sort(descending=True).values
+torch.testing.assert_close(chosen, exact.topk(SHORTLIST).values, atol=1e-4, rtol=0)
+"""
+
+
+def test_rows_and_states_of_zeros_have_a_shortlist_too() -> None:
+    rows = words().embeddings.clone()
+    rows[7] = 0
+    ids = Shortlist(rows)(torch.zeros(2, HIDDEN))
+    assert ids.shape == (2, SHORTLIST)
+    assert ((ids >= 0) & (ids < IDS)).all()
+
+
+def test_only_a_plain_float32_matrix_is_copied() -> None:
+    whole = words()
+    assert can_shortlist(whole)
+    assert not can_shortlist(replace(whole, head_rows=None))
+    assert not can_shortlist(replace(whole, head_rows=whole.embeddings.bfloat16()))
+    assert not can_shortlist(replace(whole, head_rows=whole.embeddings.to("meta")))
+
+
+def test_a_head_with_a_bias_is_no_plain_matrix() -> None:
+    model = tiny_model()
+    model.set_output_embeddings(torch.nn.Linear(HIDDEN, 128, bias=True))
+    assert not can_shortlist(words_of(model))
+
+
+@pytest.mark.parametrize(("linear", "is_copied"), [("auto", True), ("packed", True), ("plain", False)])
+def test_the_head_is_copied_unless_linear_layers_stay_as_they_come(
+    linear: str, is_copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[Tensor] = []
+
+    def copy(head_rows: Tensor) -> Shortlist:
+        copied.append(head_rows)
+        return Shortlist(head_rows)
+
+    monkeypatch.setattr(shortlist, "Shortlist", copy)
+    drafters._drafter(tiny_network(), ModelConfig(linear=linear), tiny_forward())
+    assert bool(copied) == is_copied
