@@ -103,6 +103,13 @@ BUGS = (
         (CLOSED_FORM,),
     ),
     Bug(
+        "keys that come back are turned with another layer's table",
+        "inference_engine/kv/archived_rows.py",
+        "torch.from_numpy(shifts).to(keys.device), self.layers.rotary)",
+        "torch.from_numpy(shifts).to(keys.device), self.lanes.context.geometry.layers[0].rotary)",
+        ("tests/kv/test_restored_rotation.py",),
+    ),
+    Bug(
         "logits that are not finite are sampled",
         "inference_engine/decode/verifier.py",
         "            is_finite = math.isfinite(largest) and math.isfinite(smallest)\n",

@@ -28,7 +28,7 @@ EXTRAS = ("clock", "journal", "latent", "drafter", "tracing")
 LATENT_BYTES = 160  # of at most 192: 128 numbers in 12 bits each
 PAGES = {"page_tokens": 4, "segment_tokens": 16}
 # Small units, so that windows wrap and segments end within a short test.
-SMALL = {**PAGES, "step_tokens": 64, "kv_bytes": 64 * 2**20}
+SMALL: dict[str, Any] = {**PAGES, "step_tokens": 64, "kv_bytes": 64 * 2**20}
 
 
 def tiny_config(*, windowed: bool = True) -> Qwen3Config:

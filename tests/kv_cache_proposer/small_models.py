@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import (
@@ -16,7 +18,7 @@ from transformers import (
 )
 
 HEADS = 2
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -38,13 +40,14 @@ def qwen3() -> PreTrainedModel:
     return build(Qwen3ForCausalLM, Qwen3Config(**SIZES))
 
 
-def gemma3() -> PreTrainedModel:
+def gemma3(*, attention: str = "eager") -> PreTrainedModel:
+    """Two rotation tables: one for its layer with a window, one for the two without."""
     config = Gemma3TextConfig(**SIZES, layer_types=["sliding_attention", "full_attention", "full_attention"])
-    return build(Gemma3ForCausalLM, config)
+    return build(Gemma3ForCausalLM, config, attention=attention)
 
 
-def build(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    config._attn_implementation = "eager"
+def build(kind: type[PreTrainedModel], config: PretrainedConfig, *, attention: str = "eager") -> PreTrainedModel:
+    config._attn_implementation = attention
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = kind(config).eval()
