@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from inference_engine.engine import Engine
+from inference_engine.kv.lanes import LaneGroup
+from inference_engine.kv.layout import Layout
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.layer_window import LayerWindow
@@ -29,7 +32,7 @@ from tests.laws.variants import (
     text,
     tokens,
 )
-from tests.tiny import LATENT_BYTES
+from tests.tiny import LATENT_BYTES, NATIVE_WINDOW
 
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
 # So few that components of the codec's basis are left out.
@@ -243,6 +246,62 @@ def test_restored_by_recomputing_equals_full(mode: Mode) -> None:
         if mode is Mode.BATCHED:  # in fixed-shape mode everything fits into the first page
             held = engine.session_info(restored).kv_live_bytes
             assert held < engine.session_info(full).kv_live_bytes / 2
+
+
+@each_mode
+@pytest.mark.parametrize("way", ["hold", "stream"])
+@pytest.mark.parametrize("sink", [0, 3])
+def test_restored_from_latents_without_what_comes_back_equals_sink_window(
+    mode: Mode, way: str, sink: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Off-switch: rows that left are not seen. To the bit, where the same rows lie in the same slots.
+
+    But for the sink: sink_window reads it as if it stood right before the window. Here neither moves it.
+    """
+    narrow, latent = without_and_with_latents(way, sink)
+    visible = Layout.visible
+
+    def visible_exactly(layout: Layout, queries: Any, held: Any) -> Any:
+        seen = visible(layout, queries, held)
+        horizons = queries - queries % layout.segment - narrow.window
+        return seen if layout.window else seen & ((held < sink) | (held >= horizons[:, None]))
+
+    monkeypatch.setattr(Layout, "sink_shift", lambda *_: 0)
+    monkeypatch.setattr(Layout, "visible", visible_exactly)  # of the lanes that they come back into
+    monkeypatch.setattr(LaneGroup, "chunks", lambda *_: ())
+    with engine_for(mode) as engine:
+        off, lost = (opened(engine, strategy) for strategy in (latent, narrow))
+        for turn in range(3):
+            for session in (off, lost):
+                engine.append(session, text(50, seed=turn))
+            exactly = mode if way == "stream" else Mode.BATCHED
+            assert same(generate(engine, off), generate(engine, lost), exactly)
+
+
+@each_mode
+@pytest.mark.parametrize("way", ["hold", "stream"])
+def test_restored_from_latents_is_nearer_to_full_than_sink_window_is(mode: Mode, way: str) -> None:
+    """Off-switch, on again: what comes back is seen."""
+    narrow, latent = without_and_with_latents(way, sink=3)
+    with engine_for(mode) as engine:
+        full, restored, lost = (logprobs(engine, strategy) for strategy in (Full(), latent, narrow))
+    far, near = (float((one - full).abs().mean()) for one in (lost, restored))
+    assert 0 < near < far / 4
+
+
+def without_and_with_latents(way: str, sink: int) -> tuple[SinkWindow, KVStrategy]:
+    """Both see as much exactly. The window is wider than TinyModel's own, which sink_window alone would narrow."""
+    narrow = SinkWindow(sink=sink, window=NATIVE_WINDOW + 5)
+    seen = {"sink": narrow.sink, "window": narrow.window}
+    return narrow, make_strategy("restored", **seen, source="latent", bytes_per_token=LATENT_BYTES, mode=way)
+
+
+def logprobs(engine: Engine, strategy: KVStrategy) -> torch.Tensor:
+    """What a session of the strategy says of the same tokens, [tokens, vocabulary]."""
+    seen: list[torch.Tensor] = []
+    session = opened(engine, strategy, text())
+    drain(engine.score(session, text(40, seed=1), lambda _, logits: seen.append(logits)))
+    return torch.cat(seen).log_softmax(-1)
 
 
 @each_strategy
