@@ -3,6 +3,7 @@
     KakeyaError
     ├── ConfigError          the operator's settings
     ├── ModelError           weights or an architecture we will not run
+    │   └── NonFiniteRows    what they give cannot be kept
     ├── BackendError         the device cannot keep a promise (quanta, memory)
     └── RequestError         the caller's request, or what befell it; has a wire `reason`
         ├── InvalidArgument ── TokenOutOfRange, RequestIdReused
@@ -31,6 +32,23 @@ class ConfigError(KakeyaError):
 
 class ModelError(KakeyaError):
     """A model folder is missing, damaged, tampered with, unsafe, or of a kind we cannot serve rightly."""
+
+
+class NonFiniteRows(ModelError):
+    """Rows that are coded, or come back from their codes, hold NaN or infinity.
+
+    `layer` and `part` ("keys" or "values") say where.
+    """
+
+    def __init__(self, layer: int, part: str, *, come_back: bool = False) -> None:
+        rows, why = (
+            ("that come back", "the codec gave them, these rows cannot be read")
+            if come_back
+            else ("to be encoded", "the model overflowed, these rows cannot be kept")
+        )
+        super().__init__(f"layer {layer}: {part} {rows} hold NaN or infinity; {why}")
+        self.layer = layer
+        self.part = part
 
 
 class BackendError(KakeyaError):
@@ -240,15 +258,20 @@ class NonFiniteLogits(RequestError):
 class RestorationFailed(RequestError):
     """Rows that had left the exact window could not be kept or brought back. The history is kept.
 
-    The text says what the system said of a file or a disk, and no more; the log has the rest of `cause`.
+    The text says what the system said of a file or a disk, or which rows were not finite, and no more; the log has the
+    rest of `cause`.
     """
 
     reason = "RESTORATION_FAILED"
 
     def __init__(self, cause: BaseException) -> None:
-        system = f": {cause.strerror}" if isinstance(cause, OSError) and cause.strerror else ""
+        told = ""
+        if isinstance(cause, OSError) and cause.strerror:
+            told = f": {cause.strerror}"
+        elif isinstance(cause, NonFiniteRows):
+            told = f": {cause}"
         super().__init__(
-            f"the session's evicted rows could not be restored{system}. The history is kept; generate again, or go on "
+            f"the session's evicted rows could not be restored{told}. The history is kept; generate again, or go on "
             "with it in a session of another strategy"
         )
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inference_engine.errors import InvalidArgument
+from inference_engine.errors import InvalidArgument, NonFiniteRows
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.latent_codes import LatentCodes, LatentPlaces
@@ -152,14 +152,15 @@ class _LatentArchive(Archive):
         return keys[0], values[0]
 
     def _decoded(self, positions: Positions, layers: Sequence[int] | None) -> tuple[list[Tensor], list[Tensor]]:
-        """Rows of consecutive positions, of the layers asked for (None: all)."""
+        """Rows of consecutive positions, of the layers asked for (None: all). Raises NonFiniteRows."""
         geometry = self._context.geometry
         codes = self._codes.get(self._place(positions[0]), self._place(positions[-1]) + 1)
         if geometry.row_quantum > 1:
             # Rows are decoded as many at a time when they leave and when they come back, or bits would differ.
             codes = F.pad(codes, (0, 0, 0, -len(codes) % geometry.segment_tokens))
-        keys, values = self._codec.decode(codes, layers)
-        return [rows[: len(positions)] for rows in keys], [rows[: len(positions)] for rows in values]
+        keys, values = ([rows[: len(positions)] for rows in decoded] for decoded in self._codec.decode(codes, layers))
+        _require_finite(self._codec.layers if layers is None else layers, keys, values)
+        return keys, values
 
     def _place(self, position: np.int64) -> int:
         return int(position) - self._kept[0].sink
@@ -189,3 +190,13 @@ class _LatentArchive(Archive):
 
     def release(self) -> None:
         self._codes.release()
+
+
+def _require_finite(layers: Sequence[int], keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Raise NonFiniteRows, naming the layer, if any of them is not: read, they would spoil every row that follows."""
+    parts = [rows for pair in zip(keys, values, strict=True) for rows in pair]
+    # Asked once of the device, however many layers there are.
+    are_finite = torch.stack([rows.isfinite().all() for rows in parts]).tolist()
+    if not all(are_finite):
+        place = are_finite.index(False)
+        raise NonFiniteRows(layers[place // 2], ("keys", "values")[place % 2], come_back=True)

@@ -11,14 +11,3 @@ class LatentError(ModelError):
 
 class ForeignLatent(LatentError):
     """A stored codec was calibrated for another model."""
-
-
-class NonFiniteRows(LatentError):
-    """Rows to be encoded hold NaN or infinity. `layer` and `part` ("keys" or "values") say where."""
-
-    def __init__(self, layer: int, part: str) -> None:
-        super().__init__(
-            f"layer {layer}: {part} to be encoded hold NaN or infinity; the model overflowed, these rows cannot be kept"
-        )
-        self.layer = layer
-        self.part = part

@@ -15,7 +15,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from kv_cache_proposer.f_theta.errors import LatentError, NonFiniteRows
+from inference_engine.errors import NonFiniteRows
+from kv_cache_proposer.f_theta.errors import LatentError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,10 @@
-"""A codec that fails ends its own Generate by name, keeps the history, and touches nobody else."""
+"""A codec that fails, or gives NaN, ends its own Generate by name, keeps the history, and touches nobody else."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from torch import Tensor
@@ -50,7 +52,17 @@ class Failing:
     def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
         if self.fails_in == "decode":
             raise ValueError("codes of another codec")
+        if self.fails_in == "numbers":
+            return _damaged(self._codec).decode(codes, layers)
         return self._codec.decode(codes, layers)
+
+
+def _damaged(codec: LatentCodec) -> LatentCodec:
+    """The same codec, but one component has NaN for a deviation: whatever the codes, rows come back as NaN."""
+    [coder] = codec.coders
+    deviations = coder.basis.deviations.clone()
+    deviations[0] = math.nan
+    return replace(codec, coders=(replace(coder, basis=replace(coder.basis, deviations=deviations)),))
 
 
 def until_it_fails(engine: Engine, session: str, count: int) -> tuple[int, RestorationFailed]:
@@ -90,3 +102,20 @@ def test_a_failing_codec_ends_its_generate_by_name_and_keeps_the_history(strateg
         generate(engine, again, heard or 1)
         if heard:
             assert same(generate(engine, session, 10), generate(engine, again, 10), Mode.BATCHED)
+
+
+@pytest.mark.parametrize("strategy", [HOLD, STREAM], ids=str)
+def test_rows_that_come_back_as_no_numbers_are_named_and_nothing_is_generated_from_them(strategy: KVStrategy) -> None:
+    codec = Failing()
+    with engine_for(Mode.BATCHED, latent=codec) as engine:
+        ill, well = (engine.create_session(strategy=strategy).session_id for _ in range(2))
+        for session in (ill, well):
+            engine.append(session, text(60))
+            generate(engine, session, 5)
+        codec.fails_in = "numbers"
+        heard, failure = until_it_fails(engine, ill, 10)
+        assert heard == 0
+        assert "layer 1: keys that come back hold NaN or infinity" in str(failure)
+        assert engine.session_info(ill).history_length == 65
+        codec.fails_in = ""
+        assert same(generate(engine, ill, 10), generate(engine, well, 10), Mode.BATCHED)

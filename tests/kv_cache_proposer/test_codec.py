@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
+from inference_engine.errors import NonFiniteRows
 from kv_cache_proposer.f_theta.basis import Basis
 from kv_cache_proposer.f_theta.codec import LatentCodec
 from kv_cache_proposer.f_theta.components import PRECISIONS
-from kv_cache_proposer.f_theta.errors import LatentError, NonFiniteRows
+from kv_cache_proposer.f_theta.errors import LatentError
 from tests.kv_cache_proposer.correlated import SHAPES, make_codec, make_rows, relative_error
 
 # Products over other numbers of rows may round otherwise; a code next to an edge may then move by one level.

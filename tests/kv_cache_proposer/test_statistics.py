@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kv_cache_proposer.f_theta.errors import LatentError, NonFiniteRows
+from inference_engine.errors import NonFiniteRows
+from kv_cache_proposer.f_theta.errors import LatentError
 from kv_cache_proposer.f_theta.rows import LayerShape, make_groups
 from kv_cache_proposer.f_theta.statistics import Statistics
 from tests.kv_cache_proposer.correlated import SHAPES, make_rows, make_statistics
