@@ -61,7 +61,7 @@ class ExactRows:
             return keys
         by_head = keys.transpose(1, 2)
         flat = by_head.reshape(-1, len(shifts), keys.shape[-1])
-        moved = self.lanes.context.rotate(flat, torch.from_numpy(shifts).to(keys.device), self.layers.rotary)
+        moved = self.lanes.context.rotate(flat, torch.from_numpy(shifts), self.layers.rotary)
         return moved.view(by_head.shape).transpose(1, 2)
 
 

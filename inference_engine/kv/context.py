@@ -16,7 +16,8 @@ from inference_engine.kv.pool import Pool
 from inference_engine.kv.tier import Tier
 from inference_engine.kv.token_codec import TokenCodec
 
-# rotate(keys [H, n, D], shifts [n], rotary name): the keys as they would be so many positions later (negative: before)
+# rotate(keys [H, n, D], shifts [n], on the host, rotary name): the keys as they would be so many positions later
+# (negative: before)
 Rotate = Callable[[Tensor, Tensor, str], Tensor]
 
 

@@ -363,7 +363,7 @@ class LaneGroup:
         target = self.rows(sink).transpose(0, 2, 1).reshape(-1)
         device = self.context.device
         own = self.arena.keys[torch.from_numpy(source.reshape(-1).copy()).to(device)]
-        shifts = torch.full((self.layout.sink,), shift, dtype=torch.long, device=device)
+        shifts = torch.full((self.layout.sink,), shift, dtype=torch.long)
         moved = self.context.rotate(own.view(-1, self.layout.sink, self.head_dim), shifts, self.rotary)
         self.arena.keys.index_copy_(0, torch.from_numpy(target.copy()).to(device), moved.reshape(-1, self.head_dim))
 

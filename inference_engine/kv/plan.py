@@ -344,8 +344,10 @@ def _unrotations(group: LaneGroup, positions: Positions) -> Tensor:
     """[n, D, D], the matrices that undo the rotations of `positions`, so that no layer has to ask for one."""
     context = group.context
     units = torch.eye(group.head_dim, device=context.device)[:, None]  # [D, 1, D], as if each were a head
-    shifts = torch.from_numpy(-positions).to(context.device)
-    # One at a time: a rotation may depend, in its last digit, on those that come with it.
+    shifts = torch.from_numpy(-positions)
+    if context.geometry.row_quantum == 1:
+        return context.rotate(units.expand(-1, len(shifts), -1), shifts, group.rotary).transpose(0, 1)
+    # One at a time: an angle's cosine may depend, in its last digit, on those that come with it.
     return torch.stack([context.rotate(units, shift, group.rotary)[:, 0] for shift in shifts[:, None]])
 
 

@@ -130,6 +130,11 @@ class RowRotary(nn.Module):
             torch.where(far, (angle.sin() * factor).to(sin.dtype), sin),
         )
 
+    def scale(self, name: str, device: torch.device) -> float:
+        """What cos and sin are multiplied by: the cosine of position 0."""
+        first = torch.zeros((1, 1), dtype=torch.long, device=device)
+        return float(self._own(torch.zeros((), device=device), first, name)[0][0, 0, 0])
+
     def _own(self, x: Tensor, position_ids: Tensor, name: str) -> tuple[Tensor, Tensor]:
         arguments = (x, position_ids) if name == _DEFAULT_ROTARY else (x, position_ids, name)
         cos, sin = self.original(*arguments)
@@ -161,6 +166,7 @@ class Seam:
         self.layers: tuple[LayerGeometry, ...] = _read_layers(config, attentions)
         self._apply = _rotation_function(attentions[0])
         self._rotary = _replace_rotary(model, self.trained_positions)
+        self._rotary_scales: dict[str, float] = {}
 
     def batch(self, plan: AttentionPlan, positions: NDArray[np.int64]) -> SeamBatch:
         """Get ready for one forward. positions: [N], absolute."""
@@ -183,14 +189,28 @@ class Seam:
                 handle.remove()
 
     def rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:
-        """Rotated keys [H, n, D] as they would be `shifts` [n] positions later (negative: before)."""
-        far = shifts.abs()
-        self._rotary.is_beyond_trained = bool(far.max() >= self.trained_positions)
-        cos, sin = self._rotary(keys, far[None], None if name == _DEFAULT_ROTARY else name)
-        scale = float((cos[0, 0].double() ** 2 + sin[0, 0].double() ** 2).mean().sqrt())
-        # Some kinds scale cos and sin (yarn): the keys carry that factor already.
-        cos, sin = cos / scale, torch.where((shifts < 0)[None, :, None], -sin, sin) / scale
+        """Rotated keys [H, n, D] as they would be `shifts` [n] positions later (negative: before).
+
+        shifts: on the host, so that it need not wait for the device.
+        """
+        self._rotary.is_beyond_trained = bool(shifts.abs().max() >= self.trained_positions)
+        by = shifts.to(keys.device)
+        cos, sin = self._rotary(keys, by.abs()[None], _layer_type(name))
+        sin = torch.where((by < 0)[None, :, None], -sin, sin)
+        if (scale := self._rotary_scale(name)) != 1.0:
+            cos, sin = cos / scale, sin / scale
         return self._apply(keys[None], keys[None], cos, sin)[1][0]
+
+    def _rotary_scale(self, name: str) -> float:
+        """What some kinds multiply cos and sin by (yarn): keys that were rotated once carry it already."""
+        if name not in self._rotary_scales:
+            self._rotary_scales[name] = self._rotary.scale(name, self.model.device)
+        return self._rotary_scales[name]
+
+
+def _layer_type(rotary: str) -> str | None:
+    """What the model's rotary module is asked for, to give this table."""
+    return None if rotary == _DEFAULT_ROTARY else rotary
 
 
 def _attention_modules(model: PreTrainedModel, config: PretrainedConfig) -> list[nn.Module]:
