@@ -143,12 +143,14 @@ def _roots(importance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _through_rows(matrix: Tensor, group: Group, blocks: Sequence[Tensor]) -> Tensor:
+    if len({shape.head_dim for shape in group.shapes}) == 1:
+        return _through(matrix, torch.cat([block.flatten(0, 1) for block in blocks]))
     parts = torch.split(matrix, [shape.width for shape in group.shapes], dim=1)
     return torch.cat([_through(part, block) for part, block in zip(parts, blocks, strict=True)], dim=1)
 
 
 def _through(part: Tensor, block: Tensor) -> Tensor:
-    """Each head's vectors through its own matrix: part [n, width of a layer], block [2, Hkv, D, D]."""
-    matrices = block.flatten(0, 1)
+    """Each head's vectors through its own matrix: part [n, heads · D], block [..., D, D], as many in all as heads."""
+    matrices = block.reshape(-1, *block.shape[-2:])
     heads = part.reshape(len(part), len(matrices), block.shape[-1])
     return torch.einsum("nhd,hde->nhe", heads, matrices).flatten(1)

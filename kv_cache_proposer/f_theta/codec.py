@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -43,7 +44,9 @@ class GroupCoder:
 
     basis: Basis
     packing: Packing
-    levels: tuple[Tensor, ...] = field(repr=False)  # for each run of the packing, its levels, ascending
+    levels: Tensor = field(repr=False)  # of each run of the packing, one after another, ascending
+    first_levels: Tensor = field(repr=False)  # [C], where in them each component's begin
+    edges: tuple[Tensor, ...] = field(repr=False)  # for each run, what lies between its levels
 
     @property
     def packed_bytes(self) -> int:
@@ -51,12 +54,13 @@ class GroupCoder:
 
     @property
     def shared_bytes(self) -> int:
-        return self.basis.nbytes + sum(table.nbytes for table in self.levels)
+        tables = (self.levels, self.first_levels, *self.edges)
+        return self.basis.nbytes + sum(table.nbytes for table in tables)
 
     def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
         vectors = join(self.basis.group, keys, values)
         scale_codes, codes = self._nearest(self.basis.analyse(vectors) / self.basis.deviations)
-        return torch.cat((scale_codes, self.packing.pack(codes, len(vectors), vectors.device)), dim=1)
+        return torch.cat((scale_codes, self.packing.pack(codes)), dim=1)
 
     def coefficients(self, packed: Tensor) -> Tensor:
         """uint8 [n, packed_bytes] → float32 [n, C]."""
@@ -67,22 +71,27 @@ class GroupCoder:
         """Coefficients ÷ deviations [n, C] as they come back from their codes."""
         return self._units(*self._nearest(units))
 
-    def _nearest(self, units: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The code of the scale, uint8 [n, 1], and the codes of each run of the packing."""
+    def _nearest(self, units: Tensor) -> tuple[Tensor, Tensor]:
+        """The code of the scale, uint8 [n, 1], and those of the components, int32 [n, C]."""
         scale_codes = _scale_codes(units)
         units = units / _scales(scale_codes)
         codes = [
-            torch.bucketize(units[:, run.first : run.first + run.count].contiguous(), (table[1:] + table[:-1]) / 2)
-            for run, table in zip(self.packing.runs(), self.levels, strict=True)
+            torch.bucketize(units[:, run.first : run.first + run.count].contiguous(), between, out_int32=True)
+            for run, between in zip(self.packing.runs, self.edges, strict=True)
         ]
-        return scale_codes, codes
+        return scale_codes, torch.cat(codes, dim=1)
 
-    def _units(self, scale_codes: Tensor, codes: Sequence[Tensor]) -> Tensor:
-        units = torch.cat([table[part] for table, part in zip(self.levels, codes, strict=True)], dim=1)
-        return units * _scales(scale_codes)
+    def _units(self, scale_codes: Tensor, codes: Tensor) -> Tensor:
+        return self.levels[codes + self.first_levels] * _scales(scale_codes)
 
     def to(self, device: torch.device | str) -> GroupCoder:
-        return replace(self, basis=self.basis.to(device), levels=tuple(table.to(device) for table in self.levels))
+        return replace(
+            self,
+            basis=self.basis.to(device),
+            levels=self.levels.to(device),
+            first_levels=self.first_levels.to(device),
+            edges=tuple(between.to(device) for between in self.edges),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -207,8 +216,16 @@ def code(bases: Sequence[Basis], bytes_per_token: int, *, bits: str = "variance"
 def coder(basis: Basis, widths: tuple[int, ...]) -> GroupCoder:
     """Code each component of the basis with its number of bits."""
     packing = Packing(widths)
-    levels = tuple(laplace_levels(run.width).to(basis.mean.device) for run in packing.runs())
-    return GroupCoder(basis=basis, packing=packing, levels=levels)
+    tables = [laplace_levels(run.width) for run in packing.runs]
+    counts = torch.tensor([run.count for run in packing.runs])
+    firsts = torch.tensor([0, *accumulate(len(table) for table in tables[:-1])], dtype=torch.int32)
+    return GroupCoder(
+        basis=basis,
+        packing=packing,
+        levels=torch.cat(tables),
+        first_levels=firsts.repeat_interleave(counts),
+        edges=tuple((table[1:] + table[:-1]) / 2 for table in tables),
+    ).to(basis.mean.device)
 
 
 def _scale_codes(units: Tensor) -> Tensor:

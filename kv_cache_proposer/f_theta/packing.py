@@ -2,70 +2,104 @@
 
 widths   3 3 2 1 1 …      codes   5 2 3 0 1 …
 bits     101 010 11 0 1 … the most significant bit of each code first; the last byte is filled up with zeros
+
+All codes of all rows go through a handful of operations, whatever their widths: a GPU's host would take longer to
+launch more of them than the device to run them. Each bit knows the code that it is of, and each code the three bytes
+that it lies in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, groupby
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+MAX_WIDTH = 16  # with what stands before it in its first byte, a code must not reach a fourth
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbouring codes of one width: `first` is the first of them, `bit` where it begins."""
+    """Neighbouring codes of one width, not 0: `first` is the first of them."""
 
     width: int
     first: int
     count: int
-    bit: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """code, left [8 · bytes]: of which code a bit is, and how many bits of that code follow it.
+
+    octet, right, mask [codes]: the byte a code begins in, how many bits follow it in three bytes, and what it may be.
+    """
+
+    code: Tensor
+    left: Tensor
+    octet: Tensor
+    right: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True)
 class Packing:
-    """The widths of a token's codes, in order, 0 bits allowed. Few changes of width make it fast."""
+    """The widths of a token's codes, in order, 0 to MAX_WIDTH bits."""
 
     widths: tuple[int, ...]
+    _places: dict[torch.device, _Places] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @property
     def packed_bytes(self) -> int:
         return -(-sum(self.widths) // 8)
 
-    def runs(self) -> Iterator[Run]:
-        first = bit = 0
-        while first < len(self.widths):
-            width, count = self.widths[first], 1
-            while first + count < len(self.widths) and self.widths[first + count] == width:
-                count += 1
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        found, first = [], 0
+        for width, alike in groupby(self.widths):
+            count = len(list(alike))
             if width:
-                yield Run(width, first, count, bit)
+                found.append(Run(width, first, count))
             first += count
-            bit += width * count
+        return tuple(found)
 
-    def pack(self, codes: Sequence[Tensor], n: int, device: torch.device) -> Tensor:
-        """codes: for each run, integers [n, count] below 2**width. Returns uint8 [n, packed_bytes]."""
-        bits = torch.zeros((n, 8 * self.packed_bytes), dtype=torch.uint8, device=device)
-        for run, part in zip(self.runs(), codes, strict=True):
-            target = bits[:, run.bit : run.bit + run.width * run.count].view(n, run.count, run.width)
-            for place in range(run.width):
-                target[:, :, place] = (part >> (run.width - 1 - place)) & 1
-        octets = bits.view(n, self.packed_bytes, 8)
-        packed = torch.zeros((n, self.packed_bytes), dtype=torch.uint8, device=device)
-        for place in range(8):
-            packed |= octets[:, :, place] << (7 - place)
-        return packed
+    def pack(self, codes: Tensor) -> Tensor:
+        """codes: integers [n, codes], each below 2**width. Returns uint8 [n, packed_bytes]."""
+        places = self._places_on(codes.device)
+        bits = (codes.int()[:, places.code] >> places.left) & 1
+        shifts = torch.arange(7, -1, -1, dtype=torch.int32, device=codes.device)
+        octets = bits.view(len(codes), self.packed_bytes, 8) << shifts
+        return octets.sum(-1, dtype=torch.int32).to(torch.uint8)
 
-    def unpack(self, packed: Tensor) -> list[Tensor]:
-        """The inverse: for each run, int32 [n, count]."""
-        shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
-        bits = ((packed[:, :, None] >> shifts) & 1).flatten(1)
-        parts: list[Tensor] = []
-        for run in self.runs():
-            source = bits[:, run.bit : run.bit + run.width * run.count].reshape(-1, run.count, run.width)
-            part = torch.zeros(source.shape[:2], dtype=torch.int32, device=packed.device)
-            for place in range(run.width):
-                part = (part << 1) | source[:, :, place]
-            parts.append(part)
-        return parts
+    def unpack(self, packed: Tensor) -> Tensor:
+        """The inverse: int32 [n, codes]."""
+        places = self._places_on(packed.device)
+        octets = F.pad(packed, (0, 3)).int()
+        threes = (octets[:, :-2] << 16) | (octets[:, 1:-1] << 8) | octets[:, 2:]
+        return (threes[:, places.octet] >> places.right) & places.mask
+
+    def _places_on(self, device: torch.device) -> _Places:
+        found = self._places.get(device)
+        if found is None:
+            found = self._places[device] = self._work_out(device)
+        return found
+
+    def _work_out(self, device: torch.device) -> _Places:
+        if not all(0 <= width <= MAX_WIDTH for width in self.widths):
+            raise ValueError(f"codes have 0 to {MAX_WIDTH} bits, got {min(self.widths)} to {max(self.widths)}")
+        widths = torch.tensor(self.widths)
+        ends = torch.tensor(tuple(accumulate(self.widths)))
+        starts = ends - widths
+        code = torch.repeat_interleave(torch.arange(len(widths)), widths)
+        left = ends[code] - 1 - torch.arange(len(code))
+        fill = 8 * self.packed_bytes - len(code)
+        return _Places(
+            # What fills up the last byte is a bit that no code has.
+            code=F.pad(code, (0, fill)).to(device),
+            left=F.pad(left, (0, fill), value=MAX_WIDTH).int().to(device),
+            octet=(starts // 8).to(device),
+            right=(24 - starts % 8 - widths).int().to(device),
+            mask=((1 << widths) - 1).int().to(device),
+        )

@@ -35,7 +35,7 @@ def code_length(
 ) -> CodeLength:
     """Over token ids [sequences, T]: tables from `calibration`, lengths on `text`."""
     tables = [
-        [torch.ones(run.count, 2**run.width, dtype=torch.float64, device=codec.device) for run in part.packing.runs()]
+        [torch.ones(run.count, 2**run.width, dtype=torch.float64, device=codec.device) for run in part.packing.runs]
         for part in codec.coders
     ]
     for codes in _codes(model, codec, calibration):
@@ -64,5 +64,7 @@ def _codes(model: nn.Module, codec: LatentCodec, batches: Iterable[Tensor]) -> I
         yield [
             codes.long().T.contiguous()
             for coder, own in zip(codec.coders, parts, strict=True)
-            for codes in coder.packing.unpack(own[:, SCALE_BYTES:])
+            for codes in torch.split(
+                coder.packing.unpack(own[:, SCALE_BYTES:]), [run.count for run in coder.packing.runs], dim=1
+            )
         ]
