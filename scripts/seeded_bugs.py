@@ -105,8 +105,8 @@ BUGS = (
     Bug(
         "keys that come back are turned with another layer's table",
         "inference_engine/kv/archived_rows.py",
-        "torch.from_numpy(shifts).to(keys.device), self.layers.rotary)",
-        "torch.from_numpy(shifts).to(keys.device), self.lanes.context.geometry.layers[0].rotary)",
+        "torch.from_numpy(shifts), self.layers.rotary)",
+        "torch.from_numpy(shifts), self.lanes.context.geometry.layers[0].rotary)",
         ("tests/kv/test_restored_rotation.py",),
     ),
     Bug(
