@@ -14,7 +14,10 @@ import importlib
 import importlib.util
 import logging
 import shlex
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,14 +135,17 @@ def run(args: argparse.Namespace) -> int:
         from kv_cache_proposer.drafters import drafter_identity, find_drafter
         from kv_cache_proposer.latents import find_latent, latent_identity
 
-        with open_target(
-            model,
-            engine,
-            latent=find_latent(model),
-            latent_identity=latent_identity(model),
-            find_drafter=find_drafter,
-            identify_drafter=drafter_identity,
-        ) as target:
+        with (
+            open_target(
+                model,
+                engine,
+                latent=find_latent(model),
+                latent_identity=latent_identity(model),
+                find_drafter=find_drafter,
+                identify_drafter=drafter_identity,
+            ) as target,
+            ended_as_interrupted(),
+        ):
             payload = module.main(args, target)
     else:
         payload = module.main(args, None)
@@ -157,6 +163,19 @@ def run(args: argparse.Namespace) -> int:
         print(f"{value_name}: {value['median']:g} {value['unit']}")
     print(path)
     return 0
+
+
+@contextmanager
+def ended_as_interrupted() -> Iterator[None]:
+    """Within, SIGTERM is a KeyboardInterrupt: a job that is out of time may keep what it has."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run_report(args: argparse.Namespace) -> int:

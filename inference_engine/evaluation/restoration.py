@@ -89,8 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     """Measure and return the record's payload.
 
-    Raises InvalidArgument or NoCapacity for what cannot run, a model without a latent included; EvaluationVoid as
-    `needle` does.
+    Interrupted, it keeps the lengths that were done. Raises InvalidArgument or NoCapacity for what cannot run, a model
+    without a latent included; EvaluationVoid as `needle` does.
     """
     require_at_least(arguments, rates=1, window=1, lengths=1, count=1, texts=1, trials=0)
     geometry = geometry_of(target)
@@ -117,14 +117,33 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
             for kind in arguments.kinds
             for number in range(texts)
         ]
-        own, values = _measure(target, matched, passages, tasks=arguments.task, trials=trials, seed=arguments.seed)
+        try:
+            own, values = _measure(target, matched, passages, tasks=arguments.task, trials=trials, seed=arguments.seed)
+        except KeyboardInterrupt:
+            if not lines:
+                raise
+            # Long histories take hours on a small machine; what was measured of shorter ones is whole.
+            logger.warning("interrupted at %d tokens: the record has the lengths before", length)
+            break
         lines += [{"length": length, **line} for line in own]
         found |= values
+    lengths = list(dict.fromkeys(line["length"] for line in lines))
     left_out = [
         {"length": length, "latent bytes per token": each.rate, "family": family, "reason": reason}
-        for length, matched in matches.items()
-        for each in matched
+        for length in lengths
+        for each in matches[length]
         for family, reason in each.left_out.items()
+    ]
+    left_out += [
+        {
+            "length": length,
+            "latent bytes per token": rate,
+            "family": "all",
+            "reason": "interrupted before they were done",
+        }
+        for length in arguments.lengths
+        if length not in lengths
+        for rate in rates
     ]
     return {
         "what": "Strategies that hold about as many bytes between Generates as the latent does, on the same texts.",
@@ -132,7 +151,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
             target,
             [parse_strategy(name) for name in dict.fromkeys(line["strategy"] for line in lines)],
             arguments.kinds,
-            lengths=arguments.lengths,
+            lengths=lengths,
             rates=rates,
             window=arguments.window,
             forced_tokens=arguments.count,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from inference_engine.cli.evaluate import ended_as_interrupted
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import InvalidArgument
+from inference_engine.evaluation import restoration
 from inference_engine.evaluation.arguments import geometry_of
 from inference_engine.evaluation.models import Target, open_target
 from inference_engine.evaluation.record import VALUE_KEYS, write_record
@@ -127,6 +130,33 @@ def test_a_record_tells_bytes_and_both_ways_of_failing_side_by_side(target: Targ
     path = write_record("restoration", {"command": "test", **payload}, results_dir=tmp_path)
     draw(payload, path.parent)
     assert (path.parent / "kl_prose_120.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_what_is_ended_early_keeps_the_lengths_that_were_done(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: signal.Signals
+) -> None:
+    measure = restoration._measure
+
+    def measured(*arguments: Any, **options: Any) -> Any:
+        found = measure(*arguments, **options)
+        if len(arguments[2][0].prefix) == 150:
+            signal.raise_signal(ending)
+        return found
+
+    monkeypatch.setattr(restoration, "_measure", measured)
+    words = (
+        "--kinds", "code", "--rates", "120", "--window", str(WINDOW), "--count", "5", "--texts", "1", "--trials", "0",
+        "--families", "window",
+    )  # fmt: skip
+    with ended_as_interrupted():
+        payload = run(target, "--lengths", "130", "150", "170", *words)
+        assert payload["config"]["lengths"] == [130]
+        assert {line["length"] for line in payload["tables"]["equal bytes"]} == {130}
+        assert {line["length"] for line in payload["tables"]["left out"]} == {150, 170}
+        write_record("restoration", {"command": "test", **payload}, results_dir=tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            run(target, "--lengths", "150", *words)
 
 
 def test_needles_can_be_left_out(target: Target) -> None:
