@@ -2,7 +2,7 @@
 
     python scripts/compare_latents.py --model smollm2-135m      writes results/latent_variants_<model>/<date>-<machine>/
 
-With --calibrated-on, the default variant also of that many tokens, fewer than all: what more of them gain.
+With --calibrated-on, the default variant is made of that many tokens, too, fewer than all: what more of them gain.
 Every variant is measured as KL to the model's own predictions with all rows beyond sink and window restored at once
 (`training/divergence.py`), on texts that nothing was calibrated on. With it, of the default variant: what an entropy
 coder would save, and what refining by gradient gains. Through the engine, with rows leaving one after another, `kakeya
