@@ -31,7 +31,7 @@ def find_latent(model: ModelConfig) -> LatentCodec | None:
     from kv_cache_proposer.f_theta.store import load_codec
 
     checked = check_model(model.model, cache=model.cache_path)
-    codec, _ = load_codec(folder, target_digest=weights_digest(checked), device=model.device)
+    codec, _ = load_codec(folder, target_digest=weights_digest(checked), device=model.device, kernels=model.kernels)
     return codec
 
 

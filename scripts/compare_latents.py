@@ -59,13 +59,14 @@ SEQUENCE, BATCH, SENSITIVITY_TOKENS = 1024, 4, 512
 TAPS = 6
 EMBEDDING, TAPPED = "token embedding only", "taps"
 DEFAULT = "sensitivity"
-# Codecs of the same statistics: importances, basis, bits.
+# Codecs of the same statistics: importances, basis, bits, quantiser.
 VARIANTS = {
-    DEFAULT: ("sensitivity", "fitted", "variance"),
-    "projections": ("projections", "fitted", "variance"),
-    "plain PCA": ("none", "fitted", "variance"),
-    "uniform bits": ("sensitivity", "fitted", "uniform"),
-    "random basis": ("sensitivity", "random", "variance"),
+    DEFAULT: ("sensitivity", "fitted", "variance", "trellis"),
+    "projections": ("projections", "fitted", "variance", "trellis"),
+    "plain PCA": ("none", "fitted", "variance", "trellis"),
+    "uniform bits": ("sensitivity", "fitted", "uniform", "trellis"),
+    "no trellis": ("sensitivity", "fitted", "variance", "alone"),
+    "random basis": ("sensitivity", "random", "variance", "trellis"),
 }
 
 
@@ -223,10 +224,17 @@ def make(
     }
     ways: dict[str, Restore] = {"nothing": nothing}
     codecs: dict[str, LatentCodec] = {}
-    for name, (importance, basis, bits) in VARIANTS.items():
+    for name, (importance, basis, bits, quantiser) in VARIANTS.items():
         if name not in (DEFAULT, *arguments.variants):
             continue
-        codecs[name] = fit(statistics, importances[importance], bytes_per_token=rates[0], basis=basis, bits=bits)
+        codecs[name] = fit(
+            statistics,
+            importances[importance],
+            bytes_per_token=rates[0],
+            basis=basis,
+            bits=bits,
+            quantiser=quantiser,
+        )
         ways |= {f"{name}, {rate} bytes": through(codecs[name].at(rate)) for rate in rates}
         clock.tell(name)
     del statistics

@@ -83,6 +83,12 @@ def add_parser(subparsers: Subparsers) -> None:
         help="how a token's bits are shared out: where they help most (default), or alike",
     )
     latent.add_argument(
+        "--quantiser",
+        choices=("trellis", "alone"),
+        default="trellis",
+        help="how codes are chosen: of all components together (default), or for each by itself",
+    )
+    latent.add_argument(
         "--refine-steps",
         type=int,
         default=0,
@@ -160,6 +166,7 @@ def run(args: argparse.Namespace) -> int:
             importances=importances,
             basis=args.basis,
             bits=args.bits,
+            quantiser=args.quantiser,
             advance=partial(progress.advance, task),
         )
         refinement = None
@@ -190,6 +197,7 @@ def run(args: argparse.Namespace) -> int:
             "sensitivity_sequences": args.sensitivity_sequences if args.importance == "sensitivity" else 0,
             "basis": args.basis,
             "bits": args.bits,
+            "quantiser": args.quantiser,
             "refine_steps": refinement.steps if refinement else 0,
         },
         seeds={"text": args.seed},

@@ -11,6 +11,7 @@ from inference_engine.errors import BackendError
 from inference_engine.kernels import noise
 from inference_engine.kernels.lane_attention import LaneAttention
 from inference_engine.kernels.noise import NoiseOfAll
+from inference_engine.kernels.trellis import PLAIN, Trellis
 
 
 def open_lane_attention(choice: str, device: torch.device) -> LaneAttention | None:
@@ -32,6 +33,12 @@ def open_noise(choice: str, device: torch.device) -> NoiseOfAll:
         return noise.noise_of_all
     opened: NoiseOfAll = kernels.noise_of_all
     return opened
+
+
+def open_trellis(choice: str, device: torch.device) -> Trellis:
+    """As `open_noise`."""
+    kernels = _kernels("trellis", choice, device)
+    return PLAIN if kernels is None else Trellis(kernels.choose, kernels.levels_of)
 
 
 def _kernels(name: str, choice: str, device: torch.device) -> ModuleType | None:

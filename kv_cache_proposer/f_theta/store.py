@@ -25,7 +25,7 @@ from inference_engine.models.checksums import sha256_of
 from inference_engine.models.folder import read_json
 from inference_engine.models.safetensors_header import check_safetensors
 from kv_cache_proposer.f_theta.basis import Basis
-from kv_cache_proposer.f_theta.codec import BITS, LatentCodec, coder
+from kv_cache_proposer.f_theta.codec import BITS, QUANTISERS, LatentCodec, coded
 from kv_cache_proposer.f_theta.components import PRECISIONS, Components
 from kv_cache_proposer.f_theta.errors import ForeignLatent, LatentError
 from kv_cache_proposer.f_theta.levels import MAX_BITS
@@ -34,9 +34,9 @@ from kv_cache_proposer.f_theta.rows import Group, LayerShape
 TENSORS = "latent.safetensors"
 MANIFEST = "latent.json"
 FORMAT = "kakeya-latent"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
-_WAY_OUT = "calibrate it again"
+_WAY_OUT = "calibrate it again (`kakeya train latent`)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +67,7 @@ def save_codec(codec: LatentCodec, folder: Path, manifest: LatentManifest) -> No
         "bytes_per_token": codec.bytes_per_token,
         "shared_bytes": codec.shared_bytes,
         "bits": codec.bits,
+        "quantiser": codec.quantiser,
         "groups": [[asdict(shape) for shape in part.basis.group.shapes] for part in codec.coders],
         "tensors_sha256": sha256_of(folder / TENSORS),
     }
@@ -76,7 +77,7 @@ def save_codec(codec: LatentCodec, folder: Path, manifest: LatentManifest) -> No
 
 
 def load_codec(
-    folder: Path, *, target_digest: str, device: torch.device | str = "cpu"
+    folder: Path, *, target_digest: str, device: torch.device | str = "cpu", kernels: str = "auto"
 ) -> tuple[LatentCodec, LatentManifest]:
     """Raises ForeignLatent for another model's codec, ModelError naming what is missing, damaged or of wrong shape."""
     path = folder / MANIFEST
@@ -87,33 +88,32 @@ def load_codec(
     if stated != (FORMAT, FORMAT_VERSION):
         raise LatentError(f"{path}: format {stated} cannot be read, only {(FORMAT, FORMAT_VERSION)}; {_WAY_OUT}")
     try:
-        # Codecs that do not say by which commit were stored before they were asked.
-        told = {"commit": "", **content}
-        manifest = LatentManifest(**{name: told[name] for name in LatentManifest.__dataclass_fields__})
+        manifest = LatentManifest(**{name: content[name] for name in LatentManifest.__dataclass_fields__})
         groups = [Group(tuple(LayerShape(**shape) for shape in shapes)) for shapes in content["groups"]]
         stated_bytes, stated_sha256 = int(content["bytes_per_token"]), str(content["tensors_sha256"])
-        # Codecs that do not say were stored before there was a choice.
-        bits = str(content.get("bits", "variance"))
+        bits, quantiser = str(content["bits"]), str(content["quantiser"])
     except (KeyError, TypeError, ValueError) as error:
         raise LatentError(f"{path}: damaged: {type(error).__name__}: {error}; {_WAY_OUT}") from error
     if bits not in BITS:
         raise LatentError(f"{path}: bits are shared out by {bits!r}, known are {', '.join(BITS)}; {_WAY_OUT}")
+    if quantiser not in QUANTISERS:
+        raise LatentError(f"{path}: codes are chosen by {quantiser!r}, known are {', '.join(QUANTISERS)}; {_WAY_OUT}")
     if manifest.target_digest != target_digest:
         raise ForeignLatent(
             f"{folder}: calibrated for the model with digest {manifest.target_digest}, this one has {target_digest}; "
             "calibrate one for this model"
         )
     tensors = _read(folder / TENSORS, stated_sha256)
-    coders = tuple(coder(*_take_group(tensors, index, group, folder / TENSORS)) for index, group in enumerate(groups))
+    found = [_take_group(tensors, index, group, folder / TENSORS) for index, group in enumerate(groups)]
     if tensors:
         raise LatentError(f"{folder / TENSORS}: tensors nobody knows: {', '.join(sorted(tensors))}; {_WAY_OUT}")
-    codec = LatentCodec(coders=coders, bits=bits)
+    codec = coded([basis for basis, _ in found], [widths for _, widths in found], bits, quantiser)
     if codec.bytes_per_token != stated_bytes:
         raise LatentError(
             f"{folder}: its bits take {codec.bytes_per_token} bytes per token, {MANIFEST} says {stated_bytes}; "
             f"{_WAY_OUT}"
         )
-    return codec.to(device), manifest
+    return codec.to(device, kernels), manifest
 
 
 def _tensors(codec: LatentCodec) -> dict[str, Tensor]:

@@ -73,6 +73,7 @@ def calibrate(
     precision: str = "float16",
     basis: str = "fitted",
     bits: str = "variance",
+    quantiser: str = "trellis",
     advance: Advance | None = None,
 ) -> LatentCodec:
     """A codec for the model, on the model's device. The arguments are those of `collect` and `fit`.
@@ -85,7 +86,15 @@ def calibrate(
         importances = from_projections(statistics, output_projections(model, layers=layers))
     elif importances == "none":
         importances = unweighted(statistics)
-    return fit(statistics, importances, bytes_per_token=bytes_per_token, precision=precision, basis=basis, bits=bits)
+    return fit(
+        statistics,
+        importances,
+        bytes_per_token=bytes_per_token,
+        precision=precision,
+        basis=basis,
+        bits=bits,
+        quantiser=quantiser,
+    )
 
 
 def measure(model: nn.Module, batches: Iterable[Tensor], codec: LatentCodec) -> Loss:

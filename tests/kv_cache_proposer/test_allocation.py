@@ -7,9 +7,9 @@ import torch
 
 from kv_cache_proposer.f_theta.allocation import allocate, allocate_bytes
 from kv_cache_proposer.f_theta.errors import LatentError
-from kv_cache_proposer.f_theta.levels import MAX_BITS, laplace_distortion
+from kv_cache_proposer.f_theta.levels import MAX_BITS, distortion
 
-DISTORTIONS = [laplace_distortion(bits) for bits in range(MAX_BITS + 1)]
+DISTORTIONS = [distortion(bits) for bits in range(MAX_BITS + 1)]
 
 
 def error(variances: torch.Tensor, bits: tuple[int, ...]) -> float:

@@ -7,18 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from kv_cache_proposer.f_theta import alone
 from kv_cache_proposer.f_theta.allocation import allocate_uniformly
-from kv_cache_proposer.f_theta.codec import LatentCodec
+from kv_cache_proposer.f_theta.codec import QUANTISERS, LatentCodec
 from kv_cache_proposer.f_theta.components import PRECISIONS
 from kv_cache_proposer.f_theta.errors import LatentError
 from kv_cache_proposer.f_theta.fit import BASES, fit
 from kv_cache_proposer.f_theta.importance import from_projections, unweighted
-from kv_cache_proposer.f_theta.levels import MAX_BITS, laplace_distortion
+from kv_cache_proposer.f_theta.levels import MAX_BITS, distortion
 from kv_cache_proposer.f_theta.store import LatentManifest, load_codec, save_codec
 from tests.kv_cache_proposer.correlated import make_projections, make_rows, make_statistics, relative_error
 
 BYTES = 24
-DISTORTIONS = [laplace_distortion(bits) for bits in range(MAX_BITS + 1)]
+DISTORTIONS = [distortion(bits) for bits in range(MAX_BITS + 1)]
 
 
 def made(basis: str = "fitted", bits: str = "variance", *, group_layers: int = 5, size: int = BYTES) -> LatentCodec:
@@ -85,12 +86,19 @@ def test_bytes_that_no_width_can_take_are_refused() -> None:
         allocate_uniformly([torch.tensor([1.0, 0.5])], 4, DISTORTIONS)
 
 
+@pytest.mark.parametrize("quantiser", QUANTISERS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("basis", BASES)
-def test_a_control_comes_back_from_disk_bit_for_bit(tmp_path: Path, basis: str, precision: str) -> None:
+def test_a_control_comes_back_from_disk_bit_for_bit(tmp_path: Path, basis: str, precision: str, quantiser: str) -> None:
     statistics = make_statistics(group_layers=5)
     codec = fit(
-        statistics, unweighted(statistics), bytes_per_token=BYTES, precision=precision, basis=basis, bits="uniform"
+        statistics,
+        unweighted(statistics),
+        bytes_per_token=BYTES,
+        precision=precision,
+        basis=basis,
+        bits="uniform",
+        quantiser=quantiser,
     )
     save_codec(codec, tmp_path, LatentManifest(target_digest="5f", calibration_tokens=3000))
     loaded, _ = load_codec(tmp_path, target_digest="5f")
@@ -103,9 +111,21 @@ def test_a_control_comes_back_from_disk_bit_for_bit(tmp_path: Path, basis: str, 
     assert loaded.shared_bytes == codec.shared_bytes
 
 
-def test_a_way_of_sharing_bits_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stated", ['"bits": "variance"', '"quantiser": "trellis"'])
+def test_a_way_of_coding_that_nobody_knows_is_refused(tmp_path: Path, stated: str) -> None:
     save_codec(made(), tmp_path, LatentManifest(target_digest="5f", calibration_tokens=3000))
     manifest = tmp_path / "latent.json"
-    manifest.write_text(manifest.read_text().replace('"bits": "variance"', '"bits": "lottery"'))
+    manifest.write_text(manifest.read_text().replace(stated, stated.partition(":")[0] + ': "lottery"'))
     with pytest.raises(LatentError, match="lottery"):
         load_codec(tmp_path, target_digest="5f")
+
+
+@pytest.mark.parametrize(("bits", "known"), [(1, 0.3634), (2, 0.1175), (3, 0.03454), (5, 0.002499)])
+def test_numbers_by_themselves_lose_no_more_than_they_must(bits: int, known: float) -> None:
+    """Max, IRE Trans. Inf. Theory 6(1), 1960, Table I."""
+    assert alone.distortion(bits) == pytest.approx(known, rel=1e-2)
+
+
+@pytest.mark.parametrize("bits", range(1, MAX_BITS + 1))
+def test_a_trellis_gains_at_every_number_of_bits(bits: int) -> None:
+    assert distortion(bits) < 0.9 * alone.distortion(bits)

@@ -1,0 +1,210 @@
+"""`choose` and `levels_of` of `kernels/trellis.py` in Triton: three launches for what takes plain torch a thousand.
+
+    numbers ── near ──▶ nearest level of each subset, its cost  ── path ──▶ codes ── levels ──▶ numbers
+
+Searching tables is done for all numbers at once; what is left for the path, a step after another, is sums and minima of
+the 8 states of a chain, which stay in registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inference_engine.kernels.trellis import STEPS, SUBSETS, Levels
+
+_BLOCK, _CHAINS = 256, 32  # numbers, and chains, of a program
+
+
+def choose(numbers: Tensor, levels: Levels) -> Tensor:
+    """See `kernels.trellis.choose`."""
+    numbers = numbers.contiguous()
+    rows, count = numbers.shape
+    codes = torch.empty((rows, count), dtype=torch.int32, device=numbers.device)
+    if not numbers.numel():
+        return codes
+    costs = numbers.new_empty((SUBSETS, rows, count))
+    nearest = torch.empty((SUBSETS, rows, count), dtype=torch.int16, device=numbers.device)
+    _near[(triton.cdiv(count, _BLOCK), rows)](
+        numbers,
+        levels.values,
+        levels.first,
+        levels.size,
+        levels.weights,
+        costs,
+        nearest,
+        count,
+        numbers.numel(),
+        HALVINGS=levels.longest.bit_length() - 1,
+        BLOCK=_BLOCK,
+    )
+    lanes = rows * levels.chains
+    from_above = torch.empty((STEPS, lanes), dtype=torch.uint8, device=numbers.device)
+    _path[(triton.cdiv(lanes, _CHAINS),)](
+        costs,
+        nearest,
+        from_above,
+        codes,
+        count,
+        numbers.numel(),
+        levels.chains,
+        lanes,
+        STEPS=STEPS,
+        BLOCK=_CHAINS,
+        num_warps=1,
+    )
+    return codes
+
+
+def levels_of(codes: Tensor, levels: Levels) -> Tensor:
+    """See `kernels.trellis.levels_of`."""
+    codes = codes.contiguous()
+    found = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    if codes.numel():
+        rows, count = codes.shape
+        _levels[(triton.cdiv(count, _BLOCK), rows)](
+            codes, levels.values, levels.first, found, count, levels.chains, BLOCK=_BLOCK
+        )
+    return found
+
+
+@triton.jit
+def _near(
+    p_numbers,
+    p_values,
+    p_first,
+    p_size,
+    p_weights,
+    p_costs,
+    p_nearest,
+    count,
+    plane,
+    HALVINGS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    o_number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = o_number < count
+    place = tl.program_id(1).to(tl.int64) * count + o_number
+    b_number = tl.load(p_numbers + place, mask=live, other=0.0)
+    b_weight = tl.load(p_weights + o_number, mask=live, other=0.0)
+    b_size = tl.load(p_size + o_number, mask=live, other=0)
+    p_table = p_values + tl.load(p_first + o_number, mask=live, other=0)
+    # How many levels lie below: sizes are powers of two, so every half is either a whole one or more than there is.
+    b_below = tl.zeros([BLOCK], dtype=tl.int32)
+    for halving in tl.static_range(HALVINGS):
+        half = 1 << (HALVINGS - 1 - halving)
+        fits = live & (half < b_size)
+        b_level = tl.load(p_table + b_below + half - 1, mask=fits, other=0.0)
+        b_below += tl.where(fits & (b_level < b_number), half, 0)
+    b_level = tl.load(p_table + b_below, mask=live, other=0.0)
+    b_below += tl.where(live & (b_level < b_number), 1, 0)
+    for subset in tl.static_range(4):
+        b_lower = b_below - 1 - ((b_below - 1 - subset) & 3)
+        b_upper = tl.minimum(b_lower + 4, b_size - 4 + subset)
+        b_lower = tl.maximum(b_lower, subset)
+        b_down = b_number - tl.load(p_table + b_lower, mask=live, other=0.0)
+        b_up = b_number - tl.load(p_table + b_upper, mask=live, other=0.0)
+        is_up = b_up * b_up < b_down * b_down
+        b_missed = tl.where(is_up, b_up, b_down)
+        out = subset * tl.cast(plane, tl.int64) + place
+        tl.store(p_costs + out, b_missed * b_missed * b_weight, mask=live)
+        tl.store(p_nearest + out, (tl.where(is_up, b_upper, b_lower) >> 2).to(tl.int16), mask=live)
+
+
+@triton.jit
+def _path(
+    p_costs, p_nearest, p_from_above, p_codes, count, plane, chains, lanes, STEPS: tl.constexpr, BLOCK: tl.constexpr
+):
+    o_lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = o_lane < lanes
+    o_chain = o_lane % chains
+    place = (o_lane // chains).to(tl.int64) * count + o_chain
+    stride = tl.cast(plane, tl.int64)
+    s0 = tl.zeros([BLOCK], dtype=tl.float32)
+    s1 = s0 + float("inf")
+    s2 = s1
+    s3 = s1
+    s4 = s1
+    s5 = s1
+    s6 = s1
+    s7 = s1
+    o_step = o_lane.to(tl.int64)
+    for step in range(STEPS):
+        # A chain that has ended goes on at no cost.
+        here = live & (o_chain + step * chains < count)
+        at = p_costs + place + step * chains
+        c0 = tl.load(at, mask=here, other=0.0)
+        c1 = tl.load(at + stride, mask=here, other=0.0)
+        c2 = tl.load(at + 2 * stride, mask=here, other=0.0)
+        c3 = tl.load(at + 3 * stride, mask=here, other=0.0)
+        # State 2 j + u from j, with the subset that `_branch` says, or from j + 4.
+        b_above = ((s4 + c2) < (s0 + c0)).to(tl.int32)
+        b_above += ((s4 + c0) < (s0 + c2)).to(tl.int32) << 1
+        b_above += ((s5 + c0) < (s1 + c2)).to(tl.int32) << 2
+        b_above += ((s5 + c2) < (s1 + c0)).to(tl.int32) << 3
+        b_above += ((s6 + c3) < (s2 + c1)).to(tl.int32) << 4
+        b_above += ((s6 + c1) < (s2 + c3)).to(tl.int32) << 5
+        b_above += ((s7 + c1) < (s3 + c3)).to(tl.int32) << 6
+        b_above += ((s7 + c3) < (s3 + c1)).to(tl.int32) << 7
+        tl.store(p_from_above + o_step, b_above.to(tl.uint8), mask=live)
+        o_step += lanes
+        n0 = tl.minimum(s0 + c0, s4 + c2)
+        n1 = tl.minimum(s0 + c2, s4 + c0)
+        n2 = tl.minimum(s1 + c2, s5 + c0)
+        n3 = tl.minimum(s1 + c0, s5 + c2)
+        n4 = tl.minimum(s2 + c1, s6 + c3)
+        n5 = tl.minimum(s2 + c3, s6 + c1)
+        n6 = tl.minimum(s3 + c3, s7 + c1)
+        n7 = tl.minimum(s3 + c1, s7 + c3)
+        s0 = n0
+        s1 = n1
+        s2 = n2
+        s3 = n3
+        s4 = n4
+        s5 = n5
+        s6 = n6
+        s7 = n7
+    b_state = tl.where(s1 < s0, 1, 0)
+    b_least = tl.minimum(s0, s1)
+    b_state = tl.where(s2 < b_least, 2, b_state)
+    b_least = tl.minimum(b_least, s2)
+    b_state = tl.where(s3 < b_least, 3, b_state)
+    b_least = tl.minimum(b_least, s3)
+    b_state = tl.where(s4 < b_least, 4, b_state)
+    b_least = tl.minimum(b_least, s4)
+    b_state = tl.where(s5 < b_least, 5, b_state)
+    b_least = tl.minimum(b_least, s5)
+    b_state = tl.where(s6 < b_least, 6, b_state)
+    b_least = tl.minimum(b_least, s6)
+    b_state = tl.where(s7 < b_least, 7, b_state)
+    # Each chain reads what it wrote itself.
+    tl.debug_barrier()
+    for back in range(STEPS):
+        step = STEPS - 1 - back
+        o_step -= lanes
+        here = live & (o_chain + step * chains < count)
+        b_above = tl.load(p_from_above + o_step, mask=live, other=0).to(tl.int32)
+        b_branch = b_state | (((b_above >> b_state) & 1) << 3)
+        b_state = b_branch >> 1
+        u = b_branch & 1
+        b_subset = ((u ^ (b_state & 1) ^ ((b_state >> 2) & 1)) << 1) | ((b_state >> 1) & 1)
+        at = place + step * chains
+        b_index = tl.load(p_nearest + b_subset * stride + at, mask=here, other=0).to(tl.int32)
+        tl.store(p_codes + at, (b_index << 1) | u, mask=here)
+
+
+@triton.jit
+def _levels(p_codes, p_values, p_first, p_found, count, chains, BLOCK: tl.constexpr):
+    o_number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = o_number < count
+    row = tl.program_id(1).to(tl.int64) * count
+    b_code = tl.load(p_codes + row + o_number, mask=live, other=0)
+    b_one = tl.load(p_codes + row + o_number - chains, mask=live & (o_number >= chains), other=0)
+    b_two = tl.load(p_codes + row + o_number - 2 * chains, mask=live & (o_number >= 2 * chains), other=0)
+    b_three = tl.load(p_codes + row + o_number - 3 * chains, mask=live & (o_number >= 3 * chains), other=0)
+    b_subset = (((b_code ^ b_one ^ b_three) & 1) << 1) | (b_two & 1)
+    b_first = tl.load(p_first + o_number, mask=live, other=0)
+    b_level = tl.load(p_values + b_first + ((b_code >> 1) << 2) + b_subset, mask=live, other=0.0)
+    tl.store(p_found + row + o_number, b_level, mask=live)

@@ -1,0 +1,116 @@
+"""Trellis codes: the cheapest path there is, codes of the bits that were given, and back, a row at a time or many."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from inference_engine.kernels.trellis import STEPS, Levels, choose, levels_of, make_levels
+from tests.kernels.own_process import run_with_triton
+
+
+def even_table(bits: int) -> Tensor:
+    """Levels that lie evenly, as far out as three deviations."""
+    return torch.linspace(-3.0, 3.0, 2 ** (bits + 1))
+
+
+def spent(numbers: Tensor, codes: Tensor, levels: Levels) -> Tensor:
+    return ((numbers - levels_of(codes, levels)).square() * levels.weights).sum(1)
+
+
+def falling_widths(count: int, seed: int) -> list[int]:
+    draw = torch.Generator().manual_seed(seed)
+    return sorted(torch.randint(1, 8, (count,), generator=draw).tolist(), reverse=True)
+
+
+@given(widths=st.lists(st.integers(1, 3), min_size=1, max_size=6), seed=st.integers(0, 2**31))
+def test_no_other_codes_cost_less(widths: list[int], seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    levels = make_levels(widths, torch.rand(len(widths), generator=draw) + 0.1, even_table)
+    numbers = 1.5 * torch.randn(3, len(widths), generator=draw)
+    every = torch.tensor(list(itertools.product(*(range(2**width) for width in widths))), dtype=torch.int32)
+    cheapest = torch.stack([spent(row[None], every, levels).min() for row in numbers])
+    torch.testing.assert_close(spent(numbers, choose(numbers, levels), levels), cheapest)
+
+
+@given(count=st.integers(1, 3 * STEPS), rows=st.integers(0, 4), seed=st.integers(0, 2**31))
+def test_a_code_has_the_bits_it_was_given_and_what_it_stands_for_is_coded_alike(
+    count: int, rows: int, seed: int
+) -> None:
+    widths = falling_widths(count, seed)
+    levels = make_levels(widths, torch.ones(count), even_table)
+    numbers = torch.randn(rows, count, generator=torch.Generator().manual_seed(seed))
+    codes = choose(numbers, levels)
+    assert codes.shape == (rows, count) and codes.dtype == torch.int32
+    assert bool((codes >= 0).all()) and bool((codes < 2 ** torch.tensor(widths)).all())
+    found = levels_of(codes, levels)
+    assert torch.equal(levels_of(choose(found, levels), levels), found)
+
+
+@pytest.mark.parametrize("count", [1, 5, STEPS, STEPS + 1, 700])
+def test_a_row_is_coded_the_same_whatever_it_is_coded_with(count: int) -> None:
+    levels = make_levels(falling_widths(count, 3), torch.rand(count) + 0.1, even_table)
+    numbers = torch.randn(130, count, generator=torch.Generator().manual_seed(1))
+    codes, found = choose(numbers, levels), levels_of(choose(numbers, levels), levels)
+    for first, last in ((0, 1), (1, 66), (66, 130)):
+        assert torch.equal(choose(numbers[first:last], levels), codes[first:last])
+        assert torch.equal(levels_of(codes[first:last], levels), found[first:last])
+
+
+def test_every_code_of_a_number_stands_for_a_level_of_its_own_table() -> None:
+    """And all of its levels can be had, by one path or another."""
+    levels = make_levels([2] * 8, torch.ones(8), even_table)
+    every = torch.tensor(list(itertools.product(range(4), repeat=8)), dtype=torch.int32)
+    found = levels_of(every, levels)
+    assert set(found.flatten().tolist()) == set(even_table(2).tolist())
+    assert [len(set(found[:, number].tolist())) for number in range(8)] == [4, 4, 8, 8, 8, 8, 8, 8]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_a_gaussian_variable_loses_less_than_with_the_best_levels_for_each_number_alone(bits: int) -> None:
+    """Max's quantisers lose 0.3634, 0.1175, 0.03454 (IRE Trans. Inf. Theory 6(1), 1960, Table I)."""
+    alone = {1: 0.3634, 2: 0.1175, 3: 0.03454}[bits]
+    numbers = torch.randn(200, 1000, generator=torch.Generator().manual_seed(0))
+    count = 2 ** (bits + 1)
+    quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    table = math.sqrt(3.0) * torch.special.ndtri(quantiles).float() * {1: 0.6, 2: 0.7, 3: 0.75}[bits]
+    levels = make_levels([bits] * 1000, torch.ones(1000), lambda _: table)
+    assert float(spent(numbers, choose(numbers, levels), levels).mean()) / 1000 < 0.86 * alone
+
+
+def test_a_number_without_a_bit_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one bit, got 0"):
+        make_levels([2, 1, 0], torch.ones(3), even_table)
+
+
+def compare_kernel() -> None:
+    """Triton's against plain torch: levels to the bit; codes that cost the same, for two paths may cost alike."""
+    from inference_engine.kernels.triton import trellis as in_triton
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for count, rows in ((1, 1), (1, 3), (5, 2), (300, 3), (2 * STEPS + 7, 70 if device.type == "cuda" else 2)):
+        draw = torch.Generator().manual_seed(count)
+        weights = (torch.rand(count, generator=draw) + 0.1).to(device)
+        levels = make_levels(falling_widths(count, count), weights, even_table)
+        numbers = (1.5 * torch.randn(rows, count, generator=draw)).to(device)
+        codes = in_triton.choose(numbers, levels)
+        assert codes.dtype == torch.int32
+        plain = choose(numbers, levels)
+        torch.testing.assert_close(spent(numbers, codes, levels), spent(numbers, plain, levels))
+        assert float((codes == plain).float().mean()) > 0.99
+        assert torch.equal(in_triton.levels_of(codes, levels), levels_of(codes, levels))
+        # A view whose rows do not lie side by side, and one row alone.
+        assert torch.equal(in_triton.levels_of(codes[:1], levels)[0], levels_of(codes, levels)[0])
+        assert torch.equal(in_triton.choose(numbers.T.contiguous().T[:1], levels)[0], codes[0])
+        assert in_triton.choose(numbers[:0], levels).shape == (0, count)
+        assert in_triton.levels_of(codes[:0], levels).shape == (0, count)
+
+
+def test_the_kernels_give_what_the_reference_gives() -> None:
+    run_with_triton(compare_kernel)
