@@ -306,7 +306,7 @@ def refined_codec(
         codec,
         short[0],
         short[1][:8],
-        rates=rates[-2:],
+        rates=rates,
         steps=arguments.refine_steps,
         sink=SINK,
         window=WINDOW,

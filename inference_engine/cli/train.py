@@ -222,6 +222,6 @@ def _halves(sequences: Tensor) -> Tensor:
 
 
 def _rates(codec: LatentCodec) -> tuple[int, ...]:
-    """What sessions are likely to ask for: half of the most, which is the default, and a quarter."""
-    rates = (codec.bytes_per_token // 2, codec.bytes_per_token // 4)
-    return tuple(rate for rate in rates if rate >= codec.least_bytes_per_token) or (codec.bytes_per_token,)
+    """What sessions are likely to ask for: the most, half of it, which is the default, and a quarter."""
+    rates = (codec.bytes_per_token, codec.bytes_per_token // 2, codec.bytes_per_token // 4)
+    return tuple(rate for rate in rates if rate >= codec.least_bytes_per_token)
