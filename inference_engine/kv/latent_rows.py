@@ -138,29 +138,28 @@ class _LatentArchive(Archive):
             return [RowBlock(wanted, *self._empty(group)) for group in self._kept]
         keys, values = self._decoded(wanted, None)
         by_layer = {layer: place for place, layer in enumerate(self._codec.layers)}
-        return [
-            RowBlock(
-                wanted,
-                torch.stack([keys[by_layer[layer]] for layer in group.layers.layers]),
-                torch.stack([values[by_layer[layer]] for layer in group.layers.layers]),
-            )
-            for group in self._kept
-        ]
+        blocks = []
+        for group in self._kept:
+            own = [by_layer[layer] for layer in group.layers.layers]
+            stacked = [torch.stack([rows[place] for place in own]) for rows in (keys, values)]
+            _require_finite(group.layers.layers, *stacked)
+            blocks.append(RowBlock(wanted, *stacked))
+        return blocks
 
     def restore_layer(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
         keys, values = self._decoded(positions, [layer])
+        _require_finite([layer], keys[0][None], values[0][None])
         return keys[0], values[0]
 
     def _decoded(self, positions: Positions, layers: Sequence[int] | None) -> tuple[list[Tensor], list[Tensor]]:
-        """Rows of consecutive positions, of the layers asked for (None: all). Raises NonFiniteRows."""
+        """Rows of consecutive positions, of the layers asked for (None: all)."""
         geometry = self._context.geometry
         codes = self._codes.get(self._place(positions[0]), self._place(positions[-1]) + 1)
         if geometry.row_quantum > 1:
             # Rows are decoded as many at a time when they leave and when they come back, or bits would differ.
             codes = F.pad(codes, (0, 0, 0, -len(codes) % geometry.segment_tokens))
-        keys, values = ([rows[: len(positions)] for rows in decoded] for decoded in self._codec.decode(codes, layers))
-        _require_finite(self._codec.layers if layers is None else layers, keys, values)
-        return keys, values
+        keys, values = self._codec.decode(codes, layers)
+        return [rows[: len(positions)] for rows in keys], [rows[: len(positions)] for rows in values]
 
     def _place(self, position: np.int64) -> int:
         return int(position) - self._kept[0].sink
@@ -192,11 +191,10 @@ class _LatentArchive(Archive):
         self._codes.release()
 
 
-def _require_finite(layers: Sequence[int], keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Raise NonFiniteRows, naming the layer, if any of them is not: read, they would spoil every row that follows."""
-    parts = [rows for pair in zip(keys, values, strict=True) for rows in pair]
+def _require_finite(layers: Sequence[int], keys: Tensor, values: Tensor) -> None:
+    """Raise NonFiniteRows, naming the layer, if any of [L, n, Hkv, D] is not: read, they would spoil what follows."""
+    are_finite = torch.stack([rows.isfinite().flatten(1).all(1) for rows in (keys, values)])
     # Asked once of the device, however many layers there are.
-    are_finite = torch.stack([rows.isfinite().all() for rows in parts]).tolist()
-    if not all(are_finite):
-        place = are_finite.index(False)
-        raise NonFiniteRows(layers[place // 2], ("keys", "values")[place % 2], come_back=True)
+    for part, of_layers in zip(("keys", "values"), are_finite.tolist(), strict=True):
+        if not all(of_layers):
+            raise NonFiniteRows(layers[of_layers.index(False)], part, come_back=True)

@@ -58,6 +58,17 @@ class Basis:
         first = sum(2 * before.kv_heads for before in self.group.shapes[:index])
         return self.unweigh(coefficients @ self.components.heads(first, first + 2 * shape.kv_heads).T, index)
 
+    def synthesise_all(self, coefficients: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """As `synthesise`, for each of the group's layers: in a handful of operations, however many there are."""
+        weighted = coefficients @ self.components.whole().T
+        rows = _through_rows(weighted, self.group, self.inverses) + self.mean
+        parts = torch.split(rows, [shape.width for shape in self.group.shapes], dim=1)
+        heads = [
+            part.view(-1, 2, shape.kv_heads, shape.head_dim)
+            for part, shape in zip(parts, self.group.shapes, strict=True)
+        ]
+        return [(part[:, 0], part[:, 1]) for part in heads]
+
     def unweigh(self, weighted: Tensor, index: int) -> tuple[Tensor, Tensor]:
         """K and V [n, Hkv, D] of the group's layer number `index` from its weighted deviations [n, its width]."""
         shape, start = self.group.shapes[index], self.group.offsets[index]

@@ -173,7 +173,8 @@ class LatentCodec:
     def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """K and V, unrotated, float32 [n, Hkv, D], of each layer asked for, in that order; None asks for all.
 
-        Only the groups of those layers are unpacked, and only those layers' part of the basis is used.
+        Only the groups of those layers are unpacked, and only those layers' part of the basis is used: rows of a layer
+        asked for alone may round otherwise than among all of its group.
         """
         if codes.dtype != torch.uint8 or codes.ndim != 2 or codes.shape[1] != self.bytes_per_token:
             raise LatentError(
@@ -186,12 +187,15 @@ class LatentCodec:
         found: dict[int, tuple[Tensor, Tensor]] = {}
         packed = torch.split(codes, [part.packed_bytes for part in self.coders], dim=1)
         for part, own in zip(self.coders, packed, strict=True):
-            indices = [index for index, shape in enumerate(part.basis.group.shapes) if shape.layer in wanted]
-            if indices:
+            shapes = part.basis.group.shapes
+            indices = [index for index, shape in enumerate(shapes) if shape.layer in wanted]
+            # A CPU's caches hold what one layer takes, not what all take; a GPU waits for launches.
+            if len(indices) == len(shapes) and self.device.type != "cpu":
+                rows = part.basis.synthesise_all(part.coefficients(own))
+                found |= {shape.layer: pair for shape, pair in zip(shapes, rows, strict=True)}
+            elif indices:
                 coefficients = part.coefficients(own)
-                for index in indices:
-                    layer = part.basis.group.shapes[index].layer
-                    found[layer] = part.basis.synthesise(coefficients, index)
+                found |= {shapes[index].layer: part.basis.synthesise(coefficients, index) for index in indices}
         return [found[layer][0] for layer in wanted], [found[layer][1] for layer in wanted]
 
 

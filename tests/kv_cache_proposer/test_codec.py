@@ -91,8 +91,23 @@ def test_layers_alone_come_back_as_in_the_whole(codec: LatentCodec, layers: list
     all_keys, all_values = codec.decode(codes)
     keys, values = codec.decode(codes, layers)
     indices = [LAYERS.index(layer) for layer in layers]
-    assert all(torch.equal(a, all_keys[index]) for a, index in zip(keys, indices, strict=True))
-    assert all(torch.equal(a, all_values[index]) for a, index in zip(values, indices, strict=True))
+    for own, all_of_them in ((keys, all_keys), (values, all_values)):
+        for rows, index in zip(own, indices, strict=True):
+            torch.testing.assert_close(rows, all_of_them[index], atol=FLOAT32, rtol=FLOAT32)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("group_layers", [1, 2, 5])
+def test_all_layers_of_a_group_come_back_together_as_one_by_one(group_layers: int, precision: str) -> None:
+    rows = make_rows(29)
+    for part in make_codec(41, group_layers=group_layers, precision=precision).coders:
+        places = [LAYERS.index(shape.layer) for shape in part.basis.group.shapes]
+        codes = part.encode([rows.keys[place] for place in places], [rows.values[place] for place in places])
+        coefficients = part.coefficients(codes)
+        together = part.basis.synthesise_all(coefficients)
+        for index, pair in enumerate(together):
+            for rows_of_all, own in zip(pair, part.basis.synthesise(coefficients, index), strict=True):
+                torch.testing.assert_close(rows_of_all, own, atol=FLOAT32, rtol=FLOAT32)
 
 
 def test_a_row_comes_back_alike_whatever_it_is_encoded_with(codec: LatentCodec) -> None:
