@@ -92,8 +92,8 @@ def test_layers_alone_come_back_as_in_the_whole(codec: LatentCodec, layers: list
     keys, values = codec.decode(codes, layers)
     indices = [LAYERS.index(layer) for layer in layers]
     for own, all_of_them in ((keys, all_keys), (values, all_values)):
-        for rows, index in zip(own, indices, strict=True):
-            torch.testing.assert_close(rows, all_of_them[index], atol=FLOAT32, rtol=FLOAT32)
+        for found, index in zip(own, indices, strict=True):
+            torch.testing.assert_close(found, all_of_them[index], atol=FLOAT32, rtol=FLOAT32)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
