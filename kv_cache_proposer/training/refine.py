@@ -1,6 +1,6 @@
 """Refines a codec by gradient, with the coding in the loop: KL to the model's own predictions, from restored rows.
 
-    rows → analysis → ÷ deviation · scale → nearest level → · deviation · scale → components → rows → model → KL
+    rows → analysis → ÷ deviation · scale → levels of its codes → · deviation · scale → components → rows → model → KL
            trained                          passed through                        trained
 
 Closed form minimises a square whose weights are the same for every token; here the model itself says what an error
