@@ -14,6 +14,7 @@ from inference_engine.evaluation.record import RESULTS, validate_record
 
 INDEX = "README.md"
 HEADLINES = 12  # values shown of a record that does not name its own
+MOST_HEADLINES = 40  # of one that does
 LONGEST_TABLE = 60  # rows
 
 _INTRODUCTION = """\
@@ -86,7 +87,7 @@ def _values(record: Mapping[str, Any]) -> str:
     names = list(record.get("headlines", values))
     if "headlines" not in record and "tables" in record:
         return f"{len(values)} values; in tables:"
-    shown = names if "headlines" in record else names[:HEADLINES]
+    shown = names[: MOST_HEADLINES if "headlines" in record else HEADLINES]
     lines = ["| value | | unit |", "|---|---:|---|"]
     lines += [f"| {_cell(name)} | {_spread(values[name])} | {_cell(values[name]['unit'])} |" for name in shown]
     if len(shown) < len(values):

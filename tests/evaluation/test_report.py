@@ -98,6 +98,12 @@ def test_a_long_record_is_cut_and_says_so(tmp_path: Path) -> None:
     assert "… and 28 more in the record." in page(tmp_path)
 
 
+def test_a_record_that_names_many_headlines_is_cut_too(tmp_path: Path) -> None:
+    values = {f"value {number}": record.exact(number, "ms") for number in range(60)}
+    write(tmp_path, "cost", values=values, headlines=list(values))
+    assert "… and 20 more in the record." in page(tmp_path)
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"values": {}}'])
 def test_a_broken_record_is_named_and_the_page_stays(tmp_path: Path, content: str) -> None:
     path = write(tmp_path, "needle")
