@@ -167,6 +167,7 @@ def run(args: argparse.Namespace) -> int:
             basis=args.basis,
             bits=args.bits,
             quantiser=args.quantiser,
+            kernels=model.kernels,
             advance=partial(progress.advance, task),
         )
         refinement = None

@@ -194,7 +194,7 @@ class _LatentArchive(Archive):
 def _require_finite(layers: Sequence[int], keys: Tensor, values: Tensor) -> None:
     """Raise NonFiniteRows, naming the layer, if any of [L, n, Hkv, D] is not: read, they would spoil what follows."""
     are_finite = torch.stack([rows.isfinite().flatten(1).all(1) for rows in (keys, values)])
-    # Asked once of the device, however many layers there are.
+    # Asked once of the device for all of these layers.
     for part, of_layers in zip(("keys", "values"), are_finite.tolist(), strict=True):
         if not all(of_layers):
             raise NonFiniteRows(layers[of_layers.index(False)], part, come_back=True)

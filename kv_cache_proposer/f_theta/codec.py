@@ -128,11 +128,11 @@ class LatentCodec:
     def device(self) -> torch.device:
         return self.coders[0].basis.mean.device
 
-    def to(self, device: torch.device | str, kernels: str = "auto") -> LatentCodec:
-        """Raises BackendError for kernels that the device cannot have."""
-        place = torch.device(device)
-        trellis = _trellis(self.quantiser, kernels, place)
-        return replace(self, coders=tuple(part.to(place, trellis) for part in self.coders), kernels=kernels)
+    def to(self, device: torch.device | str, kernels: str | None = None) -> LatentCodec:
+        """kernels: None for those it has. Raises BackendError for some that the device cannot have."""
+        place, chosen = torch.device(device), kernels or self.kernels
+        trellis = _trellis(self.quantiser, chosen, place)
+        return replace(self, coders=tuple(part.to(place, trellis) for part in self.coders), kernels=chosen)
 
     def at(self, bytes_per_token: int) -> LatentCodec:
         """The same bases, in the same memory, at fewer bytes: bits shared out again, components without bits left out.
@@ -232,7 +232,7 @@ def coded(
         GroupCoder(
             basis=basis,
             packing=Packing(own),
-            # An error in a coefficient costs its square, wherever it is: see `Basis`.
+            # An error in a coefficient of a fitted basis costs its square, wherever it is: see `Basis`.
             levels=make_levels(own, basis.deviations.square(), QUANTISERS[quantiser].levels),
             trellis=trellis,
         )

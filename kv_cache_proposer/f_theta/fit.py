@@ -23,12 +23,14 @@ def fit(
     basis: str = "fitted",
     bits: str = "variance",
     quantiser: str = "trellis",
+    kernels: str = "auto",
 ) -> LatentCodec:
     """A codec on the statistics' device, for `bytes_per_token` and, through `LatentCodec.at`, for any fewer.
 
     importances: of every covered layer, from `importance` or `training.sensitivity`. shrinkage: see `regularised`.
     precision: what components are held in, one of PRECISIONS; what they lose is in the codec from the start, so a
     stored codec is the one that was measured. basis, bits, quantiser: one of BASES, of BITS and of QUANTISERS.
+    kernels: as for an engine.
 
     The eigenvectors of one group of W numbers take some 9 W³ operations and 5 W² numbers of memory.
     """
@@ -52,6 +54,6 @@ def fit(
         )
         for index, group in enumerate(statistics.groups)
     ]
-    codec = code(bases, bytes_per_token, bits=bits, quantiser=quantiser)
+    codec = code(bases, bytes_per_token, bits=bits, quantiser=quantiser, kernels=kernels)
     rounded = [part.basis.at_precision(precision) for part in codec.coders]
-    return code(rounded, bytes_per_token, bits=bits, quantiser=quantiser)
+    return code(rounded, bytes_per_token, bits=bits, quantiser=quantiser, kernels=kernels)

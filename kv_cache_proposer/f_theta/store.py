@@ -79,7 +79,10 @@ def save_codec(codec: LatentCodec, folder: Path, manifest: LatentManifest) -> No
 def load_codec(
     folder: Path, *, target_digest: str, device: torch.device | str = "cpu", kernels: str = "auto"
 ) -> tuple[LatentCodec, LatentManifest]:
-    """Raises ForeignLatent for another model's codec, ModelError naming what is missing, damaged or of wrong shape."""
+    """Raises ForeignLatent for another model's codec, ModelError naming what is missing, damaged or of wrong shape.
+
+    And BackendError for kernels that the device cannot have.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         raise LatentError(f"{folder}: no {MANIFEST}, so there is no latent codec here; {_WAY_OUT}")

@@ -74,6 +74,7 @@ def calibrate(
     basis: str = "fitted",
     bits: str = "variance",
     quantiser: str = "trellis",
+    kernels: str = "auto",
     advance: Advance | None = None,
 ) -> LatentCodec:
     """A codec for the model, on the model's device. The arguments are those of `collect` and `fit`.
@@ -94,6 +95,7 @@ def calibrate(
         basis=basis,
         bits=bits,
         quantiser=quantiser,
+        kernels=kernels,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,16 @@ def test_a_record_tells_bytes_and_both_ways_of_failing_side_by_side(target: Targ
     assert (path.parent / "kl_prose_120.png").stat().st_size > 0
 
 
+@contextmanager
+def python_handles(number: signal.Signals) -> Iterator[None]:
+    """As in a terminal: whatever is started in a shell's background ignores SIGINT, and so do its children."""
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_what_is_ended_early_keeps_the_lengths_that_were_done(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: signal.Signals
@@ -149,7 +160,7 @@ def test_what_is_ended_early_keeps_the_lengths_that_were_done(
         "--kinds", "code", "--rates", "120", "--window", str(WINDOW), "--count", "5", "--texts", "1", "--trials", "0",
         "--families", "window",
     )  # fmt: skip
-    with ended_as_interrupted():
+    with python_handles(signal.SIGINT), ended_as_interrupted():
         payload = run(target, "--lengths", "130", "150", "170", *words)
         assert payload["config"]["lengths"] == [130]
         assert {line["length"] for line in payload["tables"]["equal bytes"]} == {130}

@@ -84,6 +84,19 @@ def test_a_gaussian_variable_loses_less_than_with_the_best_levels_for_each_numbe
     assert float(spent(numbers, choose(numbers, levels), levels).mean()) / 1000 < 0.86 * alone
 
 
+def test_a_number_far_outside_its_levels_spoils_no_other() -> None:
+    widths = falling_widths(STEPS, 5)
+    levels = make_levels(widths, 4.0 ** torch.tensor(widths), even_table)
+    numbers = torch.randn(8, STEPS, generator=torch.Generator().manual_seed(2))
+    far = numbers.clone()
+    far[:, 0] = 100.0
+    errors = [
+        ((some - levels_of(choose(some, levels), levels)).square() * levels.weights)[:, 4:].sum()
+        for some in (numbers, far)
+    ]
+    assert float(errors[1]) < 1.02 * float(errors[0])
+
+
 def test_a_number_without_a_bit_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one bit, got 0"):
         make_levels([2, 1, 0], torch.ones(3), even_table)

@@ -123,6 +123,14 @@ def uneven(head_dim: int) -> Tensor:
     return gaussian(2000, head_dim) * gaussian(head_dim, seed=8).exp()
 
 
+def clear_of_borders(vectors: Tensor) -> Tensor:
+    """Those whose two scales, which the package holds in float16, round alike in whatever order a machine adds."""
+    norms = vectors.norm(dim=1)
+    largest = (rotate((vectors / norms[:, None]).t()).t() / vectors.shape[1] ** 0.5).abs().amax(dim=1)
+    are_clear = [(scale * (1 - 5e-6)).half() == (scale * (1 + 5e-6)).half() for scale in (norms, largest)]
+    return vectors[are_clear[0] & are_clear[1]]
+
+
 def package_points(vectors: Tensor, reach: int, restored: Tensor) -> Tensor:
     """The package's reconstruction in units of its own two scales."""
     norms = vectors.norm(dim=1, keepdim=True)
@@ -148,7 +156,8 @@ def test_d4_errs_as_the_package_does(reach: int, head_dim: int) -> None:
 @pytest.mark.parametrize("reach", [9, 37, 75, 151])
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_e8_errs_as_the_package_does_where_that_gives_lattice_points(reach: int, head_dim: int) -> None:
-    ours, vectors = E8(reach=reach), uneven(head_dim)
+    ours, vectors = E8(reach=reach), clear_of_borders(uneven(head_dim))
+    assert len(vectors) > 1800
     theirs = kakeyalattice.V15KakeyaZamirE8GPU(head_dim, q_range=reach, device="cpu").roundtrip(vectors)
     is_off = off_lattice(ours, package_points(vectors, reach, theirs)).any(-1)
     assert 0.02 < is_off.double().mean() < 0.3, "the package leaves the lattice for some vectors"

@@ -27,7 +27,7 @@ def choose(numbers: Tensor, levels: Levels) -> Tensor:
         return codes
     costs = numbers.new_empty((SUBSETS, rows, count))
     nearest = torch.empty((SUBSETS, rows, count), dtype=torch.int16, device=numbers.device)
-    _near[(triton.cdiv(count, _BLOCK), rows)](
+    _near[(rows, triton.cdiv(count, _BLOCK))](
         numbers,
         levels.values,
         levels.first,
@@ -64,7 +64,7 @@ def levels_of(codes: Tensor, levels: Levels) -> Tensor:
     found = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     if codes.numel():
         rows, count = codes.shape
-        _levels[(triton.cdiv(count, _BLOCK), rows)](
+        _levels[(rows, triton.cdiv(count, _BLOCK))](
             codes, levels.values, levels.first, found, count, levels.chains, BLOCK=_BLOCK
         )
     return found
@@ -84,9 +84,9 @@ def _near(
     HALVINGS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    o_number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    o_number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = o_number < count
-    place = tl.program_id(1).to(tl.int64) * count + o_number
+    place = tl.program_id(0).to(tl.int64) * count + o_number
     b_number = tl.load(p_numbers + place, mask=live, other=0.0)
     b_weight = tl.load(p_weights + o_number, mask=live, other=0.0)
     b_size = tl.load(p_size + o_number, mask=live, other=0)
@@ -139,7 +139,7 @@ def _path(
         c1 = tl.load(at + stride, mask=here, other=0.0)
         c2 = tl.load(at + 2 * stride, mask=here, other=0.0)
         c3 = tl.load(at + 3 * stride, mask=here, other=0.0)
-        # State 2 j + u from j, with the subset that `_branch` says, or from j + 4.
+        # State 2 j + u from j, with the subset that u, u₋₁, u₋₂ and u₋₃ give, or from j + 4.
         b_above = ((s4 + c2) < (s0 + c0)).to(tl.int32)
         b_above += ((s4 + c0) < (s0 + c2)).to(tl.int32) << 1
         b_above += ((s5 + c0) < (s1 + c2)).to(tl.int32) << 2
@@ -158,14 +158,17 @@ def _path(
         n5 = tl.minimum(s2 + c3, s6 + c1)
         n6 = tl.minimum(s3 + c3, s7 + c1)
         n7 = tl.minimum(s3 + c1, s7 + c3)
-        s0 = n0
-        s1 = n1
-        s2 = n2
-        s3 = n3
-        s4 = n4
-        s5 = n5
-        s6 = n6
-        s7 = n7
+        b_least = tl.minimum(
+            tl.minimum(tl.minimum(n0, n1), tl.minimum(n2, n3)), tl.minimum(tl.minimum(n4, n5), tl.minimum(n6, n7))
+        )
+        s0 = n0 - b_least
+        s1 = n1 - b_least
+        s2 = n2 - b_least
+        s3 = n3 - b_least
+        s4 = n4 - b_least
+        s5 = n5 - b_least
+        s6 = n6 - b_least
+        s7 = n7 - b_least
     b_state = tl.where(s1 < s0, 1, 0)
     b_least = tl.minimum(s0, s1)
     b_state = tl.where(s2 < b_least, 2, b_state)
@@ -197,9 +200,9 @@ def _path(
 
 @triton.jit
 def _levels(p_codes, p_values, p_first, p_found, count, chains, BLOCK: tl.constexpr):
-    o_number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    o_number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = o_number < count
-    row = tl.program_id(1).to(tl.int64) * count
+    row = tl.program_id(0).to(tl.int64) * count
     b_code = tl.load(p_codes + row + o_number, mask=live, other=0)
     b_one = tl.load(p_codes + row + o_number - chains, mask=live & (o_number >= chains), other=0)
     b_two = tl.load(p_codes + row + o_number - 2 * chains, mask=live & (o_number >= 2 * chains), other=0)
