@@ -9,8 +9,8 @@ A group begins on a whole byte, so a layer is restored from its own group's byte
 
 The scale says how large the token's coefficients are compared with their deviations: 8 bits, sixteen steps to a
 doubling. It goes three quarters of the way, in logarithm, from 1 to their root mean square: coefficients of one token
-rise and fall together, but not all of them. On SmolLM2 going half the way loses up to a tenth more, most on text unlike
-the calibration text; going all the way loses more at few bits.
+rise and fall together, but not all of them. Going half the way loses more on text unlike the
+calibration text, going all the way at few bits.
 """
 
 from __future__ import annotations

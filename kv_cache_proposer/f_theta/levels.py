@@ -2,9 +2,9 @@
 
 Levels lie as densely as a quantiser of many levels wants them, in proportion to the cube root of the variable's density
 (Panter and Dite, Proc. IRE 39(1), 1951), drawn together where levels are few. Coefficients of a token, divided by the
-token's scale, are Gaussian but for those of most variance, whose tails are heavier (SmolLM2: a kurtosis of 3.0 to 3.4,
-and up to 19). So a coefficient of many bits has levels for a Student variable of 14 degrees of freedom, which on a
-Gaussian one loses a sixth more and reaches more than twice as far; the cube root of its density is that of one with 4.
+token's scale, are nearly Gaussian but for those of most variance, whose tails are heavier. So a coefficient of many
+bits has levels for a Student variable of 14 degrees of freedom, which on a Gaussian one loses a sixth more and reaches
+more than twice as far; the cube root of its density is that of one with 4.
 """
 
 from __future__ import annotations

@@ -111,6 +111,26 @@ def test_a_control_comes_back_from_disk_bit_for_bit(tmp_path: Path, basis: str, 
     assert loaded.shared_bytes == codec.shared_bytes
 
 
+def test_numbers_coded_by_themselves_have_other_codes_at_every_rate() -> None:
+    rows = make_rows(40)
+    statistics = make_statistics(group_layers=5)
+    codecs = [
+        fit(statistics, unweighted(statistics), bytes_per_token=BYTES, quantiser=quantiser, kernels="plain")
+        for quantiser in QUANTISERS
+    ]
+    for size in (BYTES, 13):
+        trellis, by_themselves = (codec.at(size).encode(rows.keys, rows.values) for codec in codecs)
+        assert trellis.shape == by_themselves.shape == (40, size)
+        assert not torch.equal(trellis, by_themselves)
+
+
+def test_a_codec_keeps_the_kernels_it_was_given() -> None:
+    statistics = make_statistics(group_layers=5)
+    codec = fit(statistics, unweighted(statistics), bytes_per_token=BYTES, kernels="plain")
+    assert codec.kernels == codec.at(13).kernels == codec.to("cpu").kernels == "plain"
+    assert codec.to("cpu", "auto").kernels == "auto"
+
+
 @pytest.mark.parametrize("stated", ['"bits": "variance"', '"quantiser": "trellis"'])
 def test_a_way_of_coding_that_nobody_knows_is_refused(tmp_path: Path, stated: str) -> None:
     save_codec(made(), tmp_path, LatentManifest(target_digest="5f", calibration_tokens=3000))
