@@ -43,9 +43,9 @@ LevelsOf = Callable[[Tensor, "Levels"], Tensor]
 class Levels:
     """What the numbers of a row may become, and what an error in each costs. C numbers, of at least one bit each.
 
-    values: the levels of each width in use, one table after another, each ascending, float32. first, size [C]: where in
-    them a number's table begins, and how many levels it has; int32. weights [C]: what a squared error costs, float32.
-    runs: for neighbours with one table, where they begin and how many they are. longest: the largest size.
+    values: the tables in use, one after another, each ascending, float32. first, size [C]: where in them a number's
+    table begins, and how many levels it has; int32. weights [C]: what a squared error costs, float32. runs: for
+    neighbours with one table, where they begin and how many they are. longest: the largest size.
     """
 
     values: Tensor
@@ -85,30 +85,34 @@ class Trellis:
     levels_of: LevelsOf
 
 
-def make_levels(widths: Sequence[int], weights: Tensor, table: Callable[[int], Tensor]) -> Levels:
-    """For numbers of `widths` bits, from the table of 2**(bits + 1) levels of each width. Lies where `weights` [C] do.
+def make_levels(tables: Sequence[Tensor], weights: Tensor) -> Levels:
+    """From the table of each number: 2**(bits + 1) levels, ascending. Lies where `weights` [C] do.
 
-    Raises ValueError for a width of 0: such a number has no code.
+    Numbers whose table is the same tensor share it. Raises ValueError for a table of another length.
     """
-    if not all(width > 0 for width in widths):
-        raise ValueError(f"each number needs at least one bit, got {min(widths)}")
-    tables = {width: table(width).float() for width in sorted(set(widths))}
-    starts, end = {}, 0
-    for width, levels in tables.items():
-        starts[width] = end
-        end += len(levels)
+    for table in tables:
+        if len(table) < 2 or len(table) & (len(table) - 1):
+            raise ValueError(f"a number's levels must be a power of two, at least 2, got {len(table)}")
+    starts: dict[int, int] = {}
+    distinct: list[Tensor] = []
+    end = 0
+    for table in tables:
+        if id(table) not in starts:
+            starts[id(table)] = end
+            distinct.append(table.float())
+            end += len(table)
     runs, first = [], 0
-    for _, alike in groupby(widths):
+    for _, alike in groupby(tables, key=id):
         count = len(list(alike))
         runs.append((first, count))
         first += count
     return Levels(
-        values=torch.cat(list(tables.values())),
-        first=torch.tensor([starts[width] for width in widths], dtype=torch.int32),
-        size=torch.tensor([len(tables[width]) for width in widths], dtype=torch.int32),
+        values=torch.cat(distinct),
+        first=torch.tensor([starts[id(table)] for table in tables], dtype=torch.int32),
+        size=torch.tensor([len(table) for table in tables], dtype=torch.int32),
         weights=weights.detach().float().cpu(),
         runs=tuple(runs),
-        longest=max(len(levels) for levels in tables.values()),
+        longest=max(len(table) for table in distinct),
     ).to(weights.device)
 
 

@@ -19,11 +19,12 @@ _ROUNDS = 300  # from levels that are good already
 _FURTHEST, _POINTS = 12.0, 1 << 18  # of the integral of the error
 
 
-@lru_cache(maxsize=MAX_BITS + 1)
-def levels(bits: int) -> Tensor:
+@lru_cache(maxsize=2 * MAX_BITS)
+def levels(bits: int, has_tails: bool = False) -> Tensor:
     """2**bits levels, ascending, float32 on the CPU."""
-    found = spread(bits, 2**bits)
-    for _ in range(_ROUNDS if bits <= GAUSSIAN_BITS else 0):
+    has_tails |= bits > GAUSSIAN_BITS
+    found = spread(2**bits, has_tails)
+    for _ in range(0 if has_tails else _ROUNDS):
         found = _means(found)
     return found.float()
 

@@ -27,7 +27,7 @@ from kv_cache_proposer.f_theta import alone, levels
 from kv_cache_proposer.f_theta.allocation import allocate_bytes, allocate_uniformly
 from kv_cache_proposer.f_theta.basis import Basis
 from kv_cache_proposer.f_theta.errors import LatentError
-from kv_cache_proposer.f_theta.levels import MAX_BITS
+from kv_cache_proposer.f_theta.levels import LEADING, MAX_BITS
 from kv_cache_proposer.f_theta.packing import Packing
 from kv_cache_proposer.f_theta.rows import LayerShape, join
 
@@ -233,7 +233,10 @@ def coded(
             basis=basis,
             packing=Packing(own),
             # An error in a coefficient of a fitted basis costs its square, wherever it is: see `Basis`.
-            levels=make_levels(own, basis.deviations.square(), QUANTISERS[quantiser].levels),
+            levels=make_levels(
+                [QUANTISERS[quantiser].levels(width, place < LEADING) for place, width in enumerate(own)],
+                basis.deviations.square(),
+            ),
             trellis=trellis,
         )
         for basis, own in zip(bases, widths, strict=True)

@@ -2,9 +2,9 @@
 
 Levels lie as densely as a quantiser of many levels wants them, in proportion to the cube root of the variable's density
 (Panter and Dite, Proc. IRE 39(1), 1951), drawn together where levels are few. Coefficients of a token, divided by the
-token's scale, are nearly Gaussian but for those of most variance, whose tails are heavier. So a coefficient of many
-bits has levels for a Student variable of 14 degrees of freedom, which on a Gaussian one loses a sixth more and reaches
-more than twice as far; the cube root of its density is that of one with 4.
+token's scale, are nearly Gaussian but for the leading ones, whose tails are heavier. So these, and what has many bits,
+have levels for a Student variable of 14 degrees of freedom, which on a Gaussian one loses a sixth more and reaches more
+than twice as far; the cube root of its density is that of one with 4.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 MAX_BITS = 12
 GAUSSIAN_BITS = 6  # at most: what has more bits has the longer tails
+LEADING = 16  # components of a group that have them anyway
 _FREEDOM = 14.0
 
 # Mean squared error of a Gaussian variable with 0, 1, … bits, found by coding 2²⁰ numbers of it (a test finds them
@@ -24,20 +25,20 @@ _FREEDOM = 14.0
 _DISTORTIONS = (1.0, 0.3077, 0.08728, 0.02401, 0.006374, 0.001652, 0.0004231, 0.0001238)
 
 
-@lru_cache(maxsize=MAX_BITS + 1)
-def levels(bits: int) -> Tensor:
+@lru_cache(maxsize=2 * MAX_BITS)
+def levels(bits: int, has_tails: bool = False) -> Tensor:
     """The 2**(bits + 1) levels of a trellis, ascending, float32 on the CPU."""
     if not 1 <= bits <= MAX_BITS:
         raise ValueError(f"bits must be 1…{MAX_BITS}, got {bits}")
     # With 0.4 a Gaussian variable loses up to 1 % less; coefficients of text unlike calibration's reach further.
     together = 1.0 - 0.35 * 2.0 ** (-(bits - 1) / 2)
-    return spread(bits, 2 ** (bits + 1)).mul(together).float()
+    return spread(2 ** (bits + 1), has_tails or bits > GAUSSIAN_BITS).mul(together).float()
 
 
-def spread(bits: int, count: int) -> Tensor:
-    """`count` levels as dense as a coefficient of so many bits wants them, ascending, float64."""
+def spread(count: int, has_tails: bool) -> Tensor:
+    """`count` levels, as dense as a coefficient wants them, ascending, float64."""
     quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    return _gaussian(quantiles) if bits <= GAUSSIAN_BITS else _student(quantiles)
+    return _student(quantiles) if has_tails else _gaussian(quantiles)
 
 
 def distortion(bits: int) -> float:

@@ -34,7 +34,7 @@ from kv_cache_proposer.f_theta.rows import Group, LayerShape
 TENSORS = "latent.safetensors"
 MANIFEST = "latent.json"
 FORMAT = "kakeya-latent"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _WAY_OUT = "calibrate it again (`kakeya train latent`)"
 

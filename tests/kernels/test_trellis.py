@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import lru_cache
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from inference_engine.kernels.trellis import STEPS, Levels, choose, levels_of, m
 from tests.kernels.own_process import run_with_triton
 
 
+@lru_cache
 def even_table(bits: int) -> Tensor:
     """Levels that lie evenly, as far out as three deviations."""
     return torch.linspace(-3.0, 3.0, 2 ** (bits + 1))
@@ -32,7 +34,7 @@ def falling_widths(count: int, seed: int) -> list[int]:
 @given(widths=st.lists(st.integers(1, 3), min_size=1, max_size=6), seed=st.integers(0, 2**31))
 def test_no_other_codes_cost_less(widths: list[int], seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
-    levels = make_levels(widths, torch.rand(len(widths), generator=draw) + 0.1, even_table)
+    levels = make_levels([even_table(width) for width in widths], torch.rand(len(widths), generator=draw) + 0.1)
     numbers = 1.5 * torch.randn(3, len(widths), generator=draw)
     every = torch.tensor(list(itertools.product(*(range(2**width) for width in widths))), dtype=torch.int32)
     cheapest = torch.stack([spent(row[None], every, levels).min() for row in numbers])
@@ -44,7 +46,7 @@ def test_a_code_has_the_bits_it_was_given_and_what_it_stands_for_is_coded_alike(
     count: int, rows: int, seed: int
 ) -> None:
     widths = falling_widths(count, seed)
-    levels = make_levels(widths, torch.ones(count), even_table)
+    levels = make_levels([even_table(width) for width in widths], torch.ones(count))
     numbers = torch.randn(rows, count, generator=torch.Generator().manual_seed(seed))
     codes = choose(numbers, levels)
     assert codes.shape == (rows, count) and codes.dtype == torch.int32
@@ -55,7 +57,7 @@ def test_a_code_has_the_bits_it_was_given_and_what_it_stands_for_is_coded_alike(
 
 @pytest.mark.parametrize("count", [1, 5, STEPS, STEPS + 1, 700])
 def test_a_row_is_coded_the_same_whatever_it_is_coded_with(count: int) -> None:
-    levels = make_levels(falling_widths(count, 3), torch.rand(count) + 0.1, even_table)
+    levels = make_levels([even_table(width) for width in falling_widths(count, 3)], torch.rand(count) + 0.1)
     numbers = torch.randn(130, count, generator=torch.Generator().manual_seed(1))
     codes, found = choose(numbers, levels), levels_of(choose(numbers, levels), levels)
     for first, last in ((0, 1), (1, 66), (66, 130)):
@@ -65,7 +67,7 @@ def test_a_row_is_coded_the_same_whatever_it_is_coded_with(count: int) -> None:
 
 def test_every_code_of_a_number_stands_for_a_level_of_its_own_table() -> None:
     """And all of its levels can be had, by one path or another."""
-    levels = make_levels([2] * 8, torch.ones(8), even_table)
+    levels = make_levels([even_table(2)] * 8, torch.ones(8))
     every = torch.tensor(list(itertools.product(range(4), repeat=8)), dtype=torch.int32)
     found = levels_of(every, levels)
     assert set(found.flatten().tolist()) == set(even_table(2).tolist())
@@ -80,13 +82,13 @@ def test_a_gaussian_variable_loses_less_than_with_the_best_levels_for_each_numbe
     count = 2 ** (bits + 1)
     quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     table = math.sqrt(3.0) * torch.special.ndtri(quantiles).float() * {1: 0.6, 2: 0.7, 3: 0.75}[bits]
-    levels = make_levels([bits] * 1000, torch.ones(1000), lambda _: table)
+    levels = make_levels([table] * 1000, torch.ones(1000))
     assert float(spent(numbers, choose(numbers, levels), levels).mean()) / 1000 < 0.86 * alone
 
 
 def test_a_number_far_outside_its_levels_spoils_no_other() -> None:
     widths = falling_widths(STEPS, 5)
-    levels = make_levels(widths, 4.0 ** torch.tensor(widths), even_table)
+    levels = make_levels([even_table(width) for width in widths], 4.0 ** torch.tensor(widths))
     numbers = torch.randn(8, STEPS, generator=torch.Generator().manual_seed(2))
     far = numbers.clone()
     far[:, 0] = 100.0
@@ -97,9 +99,10 @@ def test_a_number_far_outside_its_levels_spoils_no_other() -> None:
     assert float(errors[1]) < 1.02 * float(errors[0])
 
 
-def test_a_number_without_a_bit_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one bit, got 0"):
-        make_levels([2, 1, 0], torch.ones(3), even_table)
+@pytest.mark.parametrize("count", [0, 1, 6])
+def test_a_table_that_no_number_of_bits_counts_out_is_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"a power of two, at least 2, got {count}"):
+        make_levels([even_table(2), torch.arange(float(count))], torch.ones(2))
 
 
 def compare_kernel() -> None:
@@ -110,7 +113,7 @@ def compare_kernel() -> None:
     for count, rows in ((1, 1), (1, 3), (5, 2), (300, 3), (2 * STEPS + 7, 70 if device.type == "cuda" else 2)):
         draw = torch.Generator().manual_seed(count)
         weights = (torch.rand(count, generator=draw) + 0.1).to(device)
-        levels = make_levels(falling_widths(count, count), weights, even_table)
+        levels = make_levels([even_table(width) for width in falling_widths(count, count)], weights)
         numbers = (1.5 * torch.randn(rows, count, generator=draw)).to(device)
         codes = in_triton.choose(numbers, levels)
         assert codes.dtype == torch.int32

@@ -10,7 +10,7 @@ from kv_cache_proposer.f_theta.levels import MAX_BITS, distortion, levels
 
 
 def found_distortion(bits: int, numbers: torch.Tensor) -> float:
-    coded = make_levels([bits] * numbers.shape[1], torch.ones(numbers.shape[1]), levels)
+    coded = make_levels([levels(bits)] * numbers.shape[1], torch.ones(numbers.shape[1]))
     return float((numbers - levels_of(choose(numbers, coded), coded)).square().mean())
 
 
