@@ -7,6 +7,7 @@ next run, and every other recording of the same GraphMemory, overwrites.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -26,8 +27,27 @@ class GraphMemory:
     """Temporary memory that recordings share, because one runs at a time."""
 
     def __init__(self) -> None:
-        self.handle: Any = None
         self.outbox = Outbox()
+        self._first: torch.cuda.CUDAGraph | None = None  # the memory lasts as long as a graph of it
+
+    @property
+    def handle(self) -> Any:
+        return None if self._first is None else self._first.pool()
+
+    def record(self, graph: torch.cuda.CUDAGraph, compute: Callable[[], T]) -> T:
+        """Record `compute` as `graph`. What it gives is good whenever the graph has run."""
+        # Graphs of engines that are gone may be garbage. To collect one now would end the recording.
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            # Other threads may talk to the device meanwhile.
+            with torch.cuda.graph(graph, pool=self.handle, capture_error_mode="thread_local"):
+                result = compute()
+        finally:
+            if was_enabled:
+                gc.enable()
+        self._first = self._first or graph
+        return result
 
 
 class Recording(Generic[T]):
@@ -48,10 +68,7 @@ class Recording(Generic[T]):
                 for _ in range(_WARM_UPS):
                     compute(self._numbers)
             torch.cuda.current_stream(device).wait_stream(side)
-            # Other threads may talk to the device meanwhile.
-            with torch.cuda.graph(self._graph, pool=memory.handle, capture_error_mode="thread_local"):
-                self._result = compute(self._numbers)
-        memory.handle = self._graph.pool()
+            self._result = memory.record(self._graph, lambda: compute(self._numbers))
 
     def run(self, *parts: Numbers) -> T:
         """What `compute` gives for these numbers, one part after another, until the next run.
