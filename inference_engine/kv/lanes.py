@@ -6,7 +6,7 @@ back whole; writing, reading and wiping go by position or slot, for all its laye
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -21,7 +21,7 @@ from inference_engine.kv.chunk_view import RowSource, chunks_between
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.lane_tables import Indexes, as_slice, places_of
-from inference_engine.kv.layout import BlockSelector, Layout, Positions, TierLayout
+from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK, BlockSelector, Layout, Positions, TierLayout
 from inference_engine.kv.pool import Arena, Demand
 from inference_engine.kv.query_rings import QueryRings, ring_demand
 from inference_engine.kv.runs import evenly_apart, neighbours
@@ -122,7 +122,7 @@ class LaneGroup:
     held: Positions = field(init=False)
     layer_index: Indexes = field(init=False)
     place_index: Indexes = field(init=False)
-    _even: tuple[tuple[int, int, int], ...] = field(init=False)
+    _even: tuple[tuple[slice, int], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.held = np.full(self.layout.capacity, -1, dtype=np.int64)
@@ -206,11 +206,6 @@ class LaneGroup:
         """Bytes of one position in all layers of the group."""
         return 2 * self.kv_heads * self.head_dim * self.context.geometry.itemsize * len(self.layers)
 
-    def rows(self, slots: Positions) -> NDArray[np.int64]:
-        """Arena rows of `slots` in every layer and head: [layers, slots, Hkv]."""
-        rows = self.starts[:, None] + self.lane_rows(slots)
-        return rows.reshape(len(self.layers), len(slots), self.kv_heads)
-
     def lane_rows(self, slots: Positions) -> NDArray[np.int64]:
         """How far from a layer's start `slots` lie in every head: [slots · Hkv]."""
         heads = np.arange(self.kv_heads, dtype=np.int64) * self.layout.lane
@@ -220,7 +215,8 @@ class LaneGroup:
         """Positions that queries in the segment of `position` read from the source, chunk by chunk."""
         if self.source is None or self.trunk is not None:
             return ()
-        size = self.context.geometry.segment_tokens if self.layout.tier is None else self.layout.tier.chunk
+        whole = SEGMENTS_IN_A_CHUNK * self.context.geometry.segment_tokens
+        size = whole if self.layout.tier is None else self.layout.tier.chunk
         return chunks_between(self.layout.sink, self.layout.horizon(position), size)
 
     def open_slots(self, length: int) -> int:
@@ -233,19 +229,14 @@ class LaneGroup:
         return min(self.layout.capacity, -(-self.open_slots(length) // page) * page)
 
     def open(self, first: int, end: int) -> None:
-        """Wipe the slots from `first` to `end`. No table of them goes to the device, so nobody waits for it."""
-        dim = self.head_dim
+        """Wipe the slots from `first` to `end`."""
         for states in (self.arena.keys, self.arena.values):
-            for start, apart, layers in self._even:
-                shape = (layers, self.kv_heads, end - first, dim)
-                strides = (apart * dim, self.layout.lane * dim, dim, 1)
-                states.as_strided(shape, strides, (start + first) * dim).zero_()
+            for _, rows in self._views(states, first, end):
+                rows.zero_()
 
     def wipe(self, slots: Positions) -> None:
-        if len(slots):
-            rows = self._index(slots)
-            self.arena.keys.index_fill_(0, rows, 0)
-            self.arena.values.index_fill_(0, rows, 0)
+        for first, end in neighbours(slots):
+            self.open(first, end)
 
     def forget(self, slots: Positions, length: int) -> None:
         """Wipe these slots and all else that was kept of a history of `length`. The table of slots is the caller's."""
@@ -263,24 +254,19 @@ class LaneGroup:
         """Keys, rotated at their own positions, and values of `positions`: [layers, n, Hkv, D] each."""
         slots = self.layout.slots(positions)
         own = np.where(positions < self.layout.spare, self.layout.capacity + positions, slots)
-        shape = (len(self.layers), len(positions), self.kv_heads, self.head_dim)
-        return self.arena.keys[self._index(own)].view(shape), self.arena.values[self._index(slots)].view(shape)
+        return self._rows_in(self.arena.keys, own), self._rows_in(self.arena.values, slots)
 
     def write(self, positions: Positions, keys: Tensor, values: Tensor) -> None:
-        """Put rows [layers, n, Hkv, D], keys rotated at their own positions, where they belong, and hold them."""
-        if not len(positions):
-            return
+        """Put rows [layers, n, Hkv, D], keys rotated at their own positions, where they belong, and hold them.
+
+        The positions ascend.
+        """
         slots = self.layout.slots(positions)
-        dtype = self.arena.keys.dtype
-        flat = keys.to(dtype).reshape(-1, self.head_dim)
-        self.arena.keys.index_copy_(0, self._index(slots), flat)
-        self.arena.values.index_copy_(0, self._index(slots), values.to(dtype).reshape(-1, self.head_dim))
-        sink = np.flatnonzero(positions < self.layout.spare)
-        if len(sink):
-            copies = self._index(self.layout.capacity + positions[sink])
-            chosen = keys[:, torch.from_numpy(sink).to(keys.device)]
-            self.arena.keys.index_copy_(0, copies, chosen.to(dtype).reshape(-1, self.head_dim))
+        self._put(self.arena.keys, slots, keys)
+        self._put(self.arena.values, slots, values)
         self.held[slots] = positions
+        sink = positions[positions < self.layout.spare]
+        self._put(self.arena.keys, self.layout.capacity + sink, keys[:, : len(sink)])
 
     def copy_from(self, other: LaneGroup, length: int) -> None:
         """Hold what `other`, of the same layers and rule, reads after a history of `length`. Only into new lanes.
@@ -337,10 +323,14 @@ class LaneGroup:
         return keys, values
 
     def drop(self, positions: Positions) -> None:
-        """Wipe the rows of positions that were rejected, the second copies of a sink's keys among them."""
-        copies = self.layout.capacity + positions[positions < self.layout.spare]
-        for first, end in neighbours(np.concatenate([self.layout.slots(positions), copies])):
-            self.open(first, end)
+        """Wipe the rows of positions that were rejected."""
+        self.wipe(self.layout.slots(positions))
+
+    def keep_sink(self, before: int, length: int) -> None:
+        """Keep the sink's keys where they are, too, while the history goes from `before` to `length`."""
+        sink = np.arange(before, min(length, self.layout.spare), dtype=np.int64)
+        if len(sink):
+            self._put(self.arena.keys, self.layout.capacity + sink, self._rows_in(self.arena.keys, sink))
 
     def evict(self, length: int) -> None:
         """Let leave what no query of a history of `length` may see; the sink moves up to the oldest row that stays.
@@ -359,13 +349,10 @@ class LaneGroup:
     def move_sink(self, shift: int) -> None:
         """Let the sink's keys stand `shift` positions after their own. Always from the copies, so no error adds up."""
         sink = np.arange(self.layout.sink, dtype=np.int64)
-        source = self.rows(self.layout.capacity + sink).transpose(0, 2, 1)  # [layers, Hkv, sink]
-        target = self.rows(sink).transpose(0, 2, 1).reshape(-1)
-        device = self.context.device
-        own = self.arena.keys[torch.from_numpy(source.reshape(-1).copy()).to(device)]
+        own = self._rows_in(self.arena.keys, self.layout.capacity + sink).transpose(1, 2)  # [layers, Hkv, sink, D]
         shifts = torch.full((self.layout.sink,), shift, dtype=torch.long)
-        moved = self.context.rotate(own.view(-1, self.layout.sink, self.head_dim), shifts, self.rotary)
-        self.arena.keys.index_copy_(0, torch.from_numpy(target.copy()).to(device), moved.reshape(-1, self.head_dim))
+        moved = self.context.rotate(own.flatten(0, 1), shifts, self.rotary)
+        self._put(self.arena.keys, sink, moved.view(own.shape).transpose(1, 2))
 
     def summarize(self, before: int, length: int) -> None:
         """Note the bounds of the blocks that became whole while the history went from `before` to `length`."""
@@ -376,12 +363,36 @@ class LaneGroup:
         if not len(whole):
             return
         slots = self.layout.slots((whole[:, None] * selector.block + np.arange(selector.block)).reshape(-1))
-        shape = (len(self.layers), len(slots), self.kv_heads, self.head_dim)
-        keys = self.arena.keys[self._index(slots)].view(shape).transpose(1, 2)  # [layers, Hkv, n · block, D]
+        keys = self._rows_in(self.arena.keys, slots).transpose(1, 2)  # [layers, Hkv, n · block, D]
         low, high = summaries(keys, selector)
-        target = self._index(self.layout.summaries_from + whole)
         for states, summary in ((self.arena.keys, low), (self.arena.values, high)):
-            states.index_copy_(0, target, summary.transpose(1, 2).to(states.dtype).reshape(-1, self.head_dim))
+            self._put(states, self.layout.summaries_from + whole, summary.transpose(1, 2))
 
-    def _index(self, slots: Positions) -> Tensor:
-        return torch.from_numpy(self.rows(slots).reshape(-1)).to(self.context.device)
+    # Slots are read and written run by run, layers that lie evenly apart at once: no table goes to the device, and
+    # nobody waits for one.
+
+    def _rows_in(self, states: Tensor, slots: Positions) -> Tensor:
+        """A copy of what lies in `slots` of every layer: [layers, n, Hkv, D]."""
+        found = states.new_empty((len(self.layers), len(slots), self.kv_heads, self.head_dim))
+        place = 0
+        for first, end in neighbours(slots):
+            for layers, rows in self._views(states, first, end):
+                found[layers, place : place + end - first] = rows.transpose(1, 2)
+            place += end - first
+        return found
+
+    def _put(self, states: Tensor, slots: Positions, fresh: Tensor) -> None:
+        """The inverse; rounded to the arena's type."""
+        place = 0
+        for first, end in neighbours(slots):
+            for layers, rows in self._views(states, first, end):
+                rows.copy_(fresh[layers, place : place + end - first].transpose(1, 2))
+            place += end - first
+
+    def _views(self, states: Tensor, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
+        """The slots from `first` to `end` of all layers, [some layers, Hkv, slots, D] at a time."""
+        dim = self.head_dim
+        for layers, apart in self._even:
+            shape = (layers.stop - layers.start, self.kv_heads, end - first, dim)
+            strides = (apart * dim, self.layout.lane * dim, dim, 1)
+            yield layers, states.as_strided(shape, strides, (int(self.starts[layers.start]) + first) * dim)

@@ -136,7 +136,11 @@ class _LatentArchive(Archive):
         wanted = positions[0]
         if not len(wanted):
             return [RowBlock(wanted, *self._empty(group)) for group in self._kept]
-        keys, values = self._decoded(wanted, None)
+        codes = self._codes_of(wanted)
+        if self._context.geometry.row_quantum > 1:
+            # Rows are decoded as many at a time when they leave and when they come back, or bits would differ.
+            codes = F.pad(codes, (0, 0, 0, -len(codes) % self._context.geometry.segment_tokens))
+        keys, values = ([rows[: len(wanted)] for rows in states] for states in self._codec.decode(codes))
         by_layer = {layer: place for place, layer in enumerate(self._codec.layers)}
         blocks = []
         for group in self._kept:
@@ -147,19 +151,13 @@ class _LatentArchive(Archive):
         return blocks
 
     def restore_layer(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
-        keys, values = self._decoded(positions, [layer])
+        keys, values = self._codec.decode(self._codes_of(positions), [layer])
         _require_finite([layer], keys[0][None], values[0][None])
         return keys[0], values[0]
 
-    def _decoded(self, positions: Positions, layers: Sequence[int] | None) -> tuple[list[Tensor], list[Tensor]]:
-        """Rows of consecutive positions, of the layers asked for (None: all)."""
-        geometry = self._context.geometry
-        codes = self._codes.get(self._place(positions[0]), self._place(positions[-1]) + 1)
-        if geometry.row_quantum > 1:
-            # Rows are decoded as many at a time when they leave and when they come back, or bits would differ.
-            codes = F.pad(codes, (0, 0, 0, -len(codes) % geometry.segment_tokens))
-        keys, values = self._codec.decode(codes, layers)
-        return [rows[: len(positions)] for rows in keys], [rows[: len(positions)] for rows in values]
+    def _codes_of(self, positions: Positions) -> Tensor:
+        """Of consecutive positions."""
+        return self._codes.get(self._place(positions[0]), self._place(positions[-1]) + 1)
 
     def _place(self, position: np.int64) -> int:
         return int(position) - self._kept[0].sink

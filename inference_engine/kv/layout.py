@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from inference_engine.kv.geometry import Geometry
 
 Positions = NDArray[np.int64]
-# Rows of the second tier are read a chunk at a time: few operations for many rows, and little of a layer at once.
-_SEGMENTS_IN_A_CHUNK = 4
+# Rows that are elsewhere are read a chunk at a time: few operations for many rows, and little of a layer at once.
+SEGMENTS_IN_A_CHUNK = 4
 Array = Any  # a numpy array or a torch tensor: `visible` is written in operators that both have
 
 
@@ -263,7 +263,7 @@ def _tiered(selector: BlockSelector, resident: int, geometry: Geometry, limit_to
             block=block,
             blocks=-(-limit_tokens // block),
             rows=rows,
-            chunk=_round_up(_SEGMENTS_IN_A_CHUNK * segment, block),
+            chunk=_round_up(SEGMENTS_IN_A_CHUNK * segment, block),
             fetched=min(selector.count, rows // block),
         ),
     )

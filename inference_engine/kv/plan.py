@@ -29,7 +29,7 @@ from inference_engine.kernels.lane_attention import LaneAttention
 from inference_engine.kv.chunk_view import ChunkView, Portion
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.lane_rows import lane_numbers
-from inference_engine.kv.lane_tables import LaneTables, StepNumbers, by_row, most_blocks
+from inference_engine.kv.lane_tables import LaneTables, StepNumbers, most_blocks
 from inference_engine.kv.lanes import LaneGroup
 from inference_engine.kv.layout import BlockSelector, Positions
 from inference_engine.kv.pool import Pool
@@ -98,9 +98,8 @@ class StepPlan:
         self.selects = False  # does a row of the lanes read a keep-set?
         self._plan_writes(placed)
         self.spans = tuple(self._plan_span(*entry) for entry in placed)
-        self._copies = self._plan_copies(placed)
         # Is this step nothing but its numbers?
-        self.is_lanes_only = not self._copies and not any(span.views for span in self.spans)
+        self.is_lanes_only = not any(span.views for span in self.spans)
 
     @cached_property
     def _tables(self) -> LaneTables:
@@ -129,9 +128,6 @@ class StepPlan:
             return tables.attend(layer, queries, keys, values, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
         tables.write(layer, keys, values)
         arena = tables.arena(layer)
-        if copy := self._copies.get(layer):
-            rows, target = copy
-            arena.keys.index_copy_(0, target, by_row(keys[:, :, rows]))
         views = [span.views.get(layer) for span in self.spans]
         lanes = queries  # whatever it is, if no row has one
         if None in views:
@@ -311,29 +307,6 @@ class StepPlan:
             )
         mask = torch.zeros(visible.shape, dtype=self._mask_dtype, device=self._device)
         return mask.masked_fill_(~visible, float("-inf"))
-
-    def _plan_copies(self, placed: Sequence[tuple[SessionKV, Positions, int]]) -> dict[int, tuple[Tensor, Tensor]]:
-        """Packed rows that belong to a sink, and where each layer keeps a second copy of their keys."""
-        rows: dict[int, list[int]] = {}
-        targets: dict[int, list[NDArray[np.int64]]] = {}
-        for session, _, base in placed:
-            staged = _staged(session)
-            for group in session.groups:
-                sink = staged[staged < group.layout.spare]
-                if not len(sink):
-                    continue
-                first = self._real(session, base).start
-                table = group.rows(group.layout.capacity + sink)
-                for index, layer in enumerate(group.layers.tolist()):
-                    rows.setdefault(layer, []).extend(range(first, first + len(sink)))
-                    targets.setdefault(layer, []).append(table[index].reshape(-1))
-        return {
-            layer: (
-                torch.tensor(rows[layer], device=self._device),
-                torch.from_numpy(np.concatenate(targets[layer])).to(self._device),
-            )
-            for layer in rows
-        }
 
     def _real(self, session: SessionKV, base: int) -> slice:
         first = base + session.next_position % self._geometry.row_quantum

@@ -19,7 +19,7 @@ from torch import Tensor
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.lanes import LayerSet
-from inference_engine.kv.layout import Layout, Positions
+from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK, Layout, Positions
 from inference_engine.kv.pool import Demand
 from inference_engine.kv.transfers import TransferTotals
 
@@ -61,8 +61,8 @@ class KeptLayers:
 
 
 def chunk_demand(geometry: Geometry, kept: Sequence[KeptLayers]) -> Demand:
-    """Room for a segment of rows of one layer, whichever of them takes most."""
-    rows = geometry.segment_tokens
+    """Room for a chunk of rows of one layer, whichever of them takes most."""
+    rows = SEGMENTS_IN_A_CHUNK * geometry.segment_tokens
     widest = max(kept, key=lambda group: group.layers.kv_heads * group.layers.head_dim)
     elements = widest.layers.kv_heads * widest.layers.head_dim * min(rows, max(group.capacity for group in kept))
     unit = geometry.alignment

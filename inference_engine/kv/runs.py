@@ -9,16 +9,15 @@ import numpy as np
 from inference_engine.kv.layout import Positions
 
 
-def evenly_apart(starts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """`starts` in ascending order as runs: the first of each, how far apart they are, and how many."""
-    starts = sorted(starts)
+def evenly_apart(starts: Sequence[int]) -> Iterator[tuple[slice, int]]:
+    """`starts` as runs that ascend evenly: which of them, and how far apart they are (0 for a lone one)."""
     first = 0
     while first < len(starts):
         end = first + 1
-        apart = starts[end] - starts[first] if end < len(starts) else 0
-        while end < len(starts) and starts[end] - starts[end - 1] == apart:
+        apart = max(0, starts[end] - starts[first]) if end < len(starts) else 0
+        while apart and end < len(starts) and starts[end] - starts[end - 1] == apart:
             end += 1
-        yield starts[first], apart, end - first
+        yield slice(first, end), apart if end - first > 1 else 0
         first = end
 
 

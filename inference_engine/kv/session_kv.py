@@ -337,6 +337,7 @@ class SessionKV:
         for group in groups:
             if len(rejected):
                 group.drop(rejected)
+            group.keep_sink(before, length)
             group.summarize(before, length)
             if group.rings is not None:
                 group.rings.commit(length)

@@ -96,7 +96,7 @@ class SleepingRows(ArchivedRows):
     def _open(self, opened: int, length: int) -> None:
         """Wipe the pages a history of `length` has beyond those of one of `opened`."""
         for lanes in self._lanes:
-            lanes.wipe(np.arange(lanes.open_rows(opened), lanes.open_rows(length), dtype=np.int64))
+            lanes.open(lanes.open_rows(opened), lanes.open_rows(length))
 
     def _restore(self, length: int) -> None:
         # Not all at once: decoding needs some room beside the result.

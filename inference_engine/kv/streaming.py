@@ -1,7 +1,7 @@
 """Old rows that are read where they are kept: decoded in attention, a chunk of one layer at a time.
 
     asleep   exact rows (sink, window) · the archive: codes of the rows between        sustained
-    awake    the same, and room for a segment of one layer, decoded                    until it sleeps
+    awake    the same, and room for a chunk of one layer: four segments, decoded       until it sleeps
 
 Attention reads the exact rows in their lanes, which are there at any time, and merges the others in, as described in
 `kv/chunk_view.py`. So waking costs nothing, and each step decodes every old row again, in each layer.

@@ -194,7 +194,7 @@ class Seam:
         shifts: on the host, so that it need not wait for the device.
         """
         self._rotary.is_beyond_trained = bool(shifts.abs().max() >= self.trained_positions)
-        by = shifts.to(keys.device)
+        by = shifts.pin_memory().to(keys.device, non_blocking=True) if keys.is_cuda else shifts
         cos, sin = self._rotary(keys, by.abs()[None], _layer_type(name))
         sin = torch.where((by < 0)[None, :, None], -sin, sin)
         if (scale := self._rotary_scale(name)) != 1.0:

@@ -95,7 +95,7 @@ def lose(engine: Engine, session_id: str) -> None:
 def lose_keys(engine: Engine, session_id: str) -> None:
     """Only the keys of a row are wiped."""
     group = lanes_of(engine, session_id)
-    group.arena.keys[group.rows(np.array([20])).reshape(-1)] = 0
+    group.arena.keys[(group.starts[:, None] + group.lane_rows(np.array([20]))).reshape(-1)] = 0
 
 
 def forget(engine: Engine, session_id: str) -> None:
@@ -106,7 +106,7 @@ def forget(engine: Engine, session_id: str) -> None:
 def double(engine: Engine, session_id: str) -> None:
     """A row lies in its neighbour's place, too."""
     group = lanes_of(engine, session_id)
-    source, target = (group.rows(np.array([slot])).reshape(-1) for slot in (20, 21))
+    source, target = ((group.starts[:, None] + group.lane_rows(np.array([slot]))).reshape(-1) for slot in (20, 21))
     group.arena.keys[target], group.arena.values[target] = group.arena.keys[source], group.arena.values[source]
 
 
@@ -115,7 +115,7 @@ def foreign(engine: Engine, session_id: str) -> None:
     other = opened(engine, None, [7] * len(PROMPT))
     generated(engine, other, 1)
     ours, theirs = lanes_of(engine, session_id), lanes_of(engine, other)
-    target, source = (group.rows(np.array([20])).reshape(-1) for group in (ours, theirs))
+    target, source = ((group.starts[:, None] + group.lane_rows(np.array([20]))).reshape(-1) for group in (ours, theirs))
     ours.arena.keys[target], ours.arena.values[target] = ours.arena.keys[source], ours.arena.values[source]
 
 

@@ -75,7 +75,7 @@ def test_slots_are_opened_where_their_rows_go_and_nowhere_else(spec: str) -> Non
         arena.values.fill_(1)
     for group in kvs[-1].groups:
         expected = torch.ones_like(group.arena.keys)
-        expected[torch.from_numpy(group.rows(np.arange(4, 12)).reshape(-1))] = 0
+        expected[torch.from_numpy((group.starts[:, None] + group.lane_rows(np.arange(4, 12))).reshape(-1))] = 0
         group.arena.keys.fill_(1)
         group.arena.values.fill_(1)
         group.open(4, 12)

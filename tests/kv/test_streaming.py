@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from inference_engine.errors import RestorationFailed
 from inference_engine.kv.context import KVContext
+from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK
 from inference_engine.kv.plan import SpanFailed
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
@@ -27,7 +28,8 @@ from tests.laws.test_session_kv_laws import LAYERS, SEGMENT, HalfTokens, Rows, c
 from tests.tiny import LATENT_BYTES
 
 LIMIT = 200
-SHORT, LONG = 60, 190
+SHORT, LONG = 100, 190  # more than a chunk has left in both
+CHUNK = SEGMENTS_IN_A_CHUNK * SEGMENT
 LATENT: dict[str, Any] = {"sink": 3, "window": 13, "source": "latent", "bytes_per_token": LATENT_BYTES}
 HOLD, STREAM = (make_strategy("restored", **LATENT, mode=mode) for mode in ("hold", "stream"))
 WIDEST_ROW_BYTES = max(2 * layer.kv_heads * layer.head_dim * 4 for layer in LAYERS)
@@ -89,17 +91,17 @@ def test_no_tensor_of_a_turn_grows_with_the_rows_that_left() -> None:
     short, long = (largest_in_a_turn(STREAM, length) for length in (SHORT, LONG))
     # On its way to the rows of one layer this codec makes the numbers of all of them, for one chunk.
     numbers = sum(2 * LAYERS[layer].kv_heads * LAYERS[layer].head_dim for layer in HalfTokens.layers)
-    assert short == long == SEGMENT * numbers * 4
+    assert short == long == CHUNK * numbers * 4
 
 
-def test_no_more_than_a_segment_of_one_layer_is_ever_decoded() -> None:
+def test_no_more_than_a_chunk_of_one_layer_is_ever_decoded() -> None:
     codec = WatchedTokens()
     kv = grown(replace(context(), latent=codec), STREAM, LONG)
     kv.sleep()
     kv.wake(LIMIT)
     step(kv, Rows(LIMIT), 1, generated=True)
     assert codec.decoded
-    assert all(rows <= SEGMENT and len(layers) == 1 for rows, layers in codec.decoded)
+    assert all(rows <= CHUNK and len(layers) == 1 for rows, layers in codec.decoded)
 
 
 @pytest.mark.parametrize("length", [SHORT, LONG])
@@ -107,8 +109,8 @@ def test_waking_takes_room_for_one_chunk_whatever_the_length(length: int) -> Non
     ctx = context()
     kv = grown(ctx, STREAM, length)
     assert ctx.pool.reserved_bytes == kv.bound.peak_bytes
-    assert kv.bound.peak_bytes - kv.bound.sustained_bytes == SEGMENT * WIDEST_ROW_BYTES
-    assert kv.footprint().by_kind["restored"] == SEGMENT * WIDEST_ROW_BYTES
+    assert kv.bound.peak_bytes - kv.bound.sustained_bytes == CHUNK * WIDEST_ROW_BYTES
+    assert kv.footprint().by_kind["restored"] == CHUNK * WIDEST_ROW_BYTES
     kv.sleep()
     assert ctx.pool.reserved_bytes == kv.bound.sustained_bytes
     assert kv.footprint().by_kind["restored"] == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import grpc
+import numpy as np
 import pytest
 import torch
 from grpc_health.v1 import health_pb2
@@ -192,7 +193,7 @@ async def test_logits_that_are_not_finite_end_their_generate_alone_and_drop_its_
     assert (info.history_length, info.cached_token_count, info.kv_live_bytes) == (len(history), 0, 0)
     kv = engine._store.find(session_id, "").kv
     for group in kv.groups:
-        rows = torch.from_numpy(group.rows(torch.arange(group.layout.lane).numpy()).reshape(-1))
+        rows = torch.from_numpy((group.starts[:, None] + group.lane_rows(np.arange(group.layout.lane))).reshape(-1))
         assert not group.arena.keys[rows].any() and not group.arena.values[rows].any()
     assert await generated(client, session_id) == expected[1]
 
