@@ -5,6 +5,7 @@
 
 Every experiment is a module of `inference_engine/evaluation` that offers `add_arguments(parser)`, `main(arguments,
 target)`, which returns the payload of a record, and perhaps `draw(payload, folder)`. A new one is a line in the table.
+One that takes hours may save what it has as it goes: its `main` gets a third argument, to call with a payload.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ _NOT_SHOWN = (*_PLACES, "--commit")
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """needs_model: whether `main` gets a running target, or None."""
+    """needs_model: whether `main` gets a running target, or None. saves_parts: whether it gets what saves a payload."""
 
     module: str
     help: str
     needs_model: bool = True
+    saves_parts: bool = False
 
 
 EXPERIMENTS = {
@@ -67,7 +69,9 @@ EXPERIMENTS = {
     "waking": Experiment("inference_engine.evaluation.waking", "what idle sessions hold, and how soon they go on"),
     "forks": Experiment("inference_engine.evaluation.forks", "what forks hold and take, against prefilling anew"),
     "restoration": Experiment(
-        "inference_engine.evaluation.restoration", "the latent beside everything else that holds as many bytes"
+        "inference_engine.evaluation.restoration",
+        "the latent beside everything else that holds as many bytes",
+        saves_parts=True,
     ),
     "drafting": Experiment(
         "inference_engine.evaluation.drafting", "what drafters get right, what that gains, and that it changes no token"
@@ -127,9 +131,16 @@ def run(args: argparse.Namespace) -> int:
     commit = running_commit(args.commit)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     module = module_of(experiment)
+
+    def save(payload: dict[str, Any]) -> Path:
+        model_id = payload["config"].get("model", "")
+        name = args.name or "_".join(filter(None, (args.experiment.replace("-", "_"), model_id)))
+        payload = {"command": command(args.experiment, args.typed), "commit": commit, **payload}
+        return write_record(name, payload, **({"results_dir": args.results} if args.results else {}))
+
     if experiment.needs_model:
         model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
-        model_id = check_model(model.model, cache=model.cache_path).model_id
+        check_model(model.model, cache=model.cache_path)
 
         from inference_engine.evaluation.models import open_target
         from kv_cache_proposer.drafters import drafter_identity, find_drafter
@@ -146,14 +157,10 @@ def run(args: argparse.Namespace) -> int:
             ) as target,
             ended_as_interrupted(),
         ):
-            payload = module.main(args, target)
+            payload = module.main(args, target, *([save] if experiment.saves_parts else []))
     else:
         payload = module.main(args, None)
-        model_id = payload["config"].get("model", "")
-
-    name = args.name or "_".join(filter(None, (args.experiment.replace("-", "_"), model_id)))
-    payload = {"command": command(args.experiment, args.typed), "commit": commit, **payload}
-    path = write_record(name, payload, **({"results_dir": args.results} if args.results else {}))
+    path = save(payload)
     if draw := getattr(module, "draw", None):
         if importlib.util.find_spec("matplotlib"):
             draw(payload, path.parent)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,11 +86,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of texts and of what is planted")
 
 
-def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
+def main(
+    arguments: argparse.Namespace, target: Target, save: Callable[[dict[str, Any]], object] = lambda _: None
+) -> dict[str, Any]:
     """Measure and return the record's payload.
 
-    Interrupted, it keeps the lengths that were done. Raises InvalidArgument or NoCapacity for what cannot run, a model
-    without a latent included; EvaluationVoid as `needle` does.
+    save: called with what there is whenever a length is done, for long histories take hours on a small machine.
+    Interrupted, it returns that. Raises InvalidArgument or NoCapacity for what cannot run, a model without a latent
+    included; EvaluationVoid as `needle` does.
     """
     require_at_least(arguments, rates=1, window=1, lengths=1, count=1, texts=1, trials=0)
     geometry = geometry_of(target)
@@ -109,62 +112,66 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     for length, matched in matches.items():
         for one in (Full(), *(strategy for each in matched for strategy in each.strategies.values())):
             check_fits(target.engine, one, length + beyond)
-    lines: list[dict[str, Any]] = []
-    found: dict[str, dict[str, Any]] = {}
-    for length, matched in matches.items():
-        passages = [
+    passages = {
+        length: [
             text_passage(target.texts, kind, length, arguments.count, f"{arguments.seed}/{number}")
             for kind in arguments.kinds
             for number in range(texts)
         ]
+        for length in matches
+    }
+
+    def told() -> dict[str, Any]:
+        lengths = list(dict.fromkeys(line["length"] for line in lines))
+        undone = [
+            {"length": length, "latent bytes per token": rate, "family": "all", "reason": "ended before they were done"}
+            for length in arguments.lengths
+            if length not in lengths
+            for rate in rates
+        ]
+        left_out = [
+            {"length": length, "latent bytes per token": each.rate, "family": family, "reason": reason}
+            for length in lengths
+            for each in matches[length]
+            for family, reason in each.left_out.items()
+        ]
+        return {
+            "what": "Strategies that hold about as many bytes between Generates as the latent does, on the same texts.",
+            "config": describe(
+                target,
+                [parse_strategy(name) for name in dict.fromkeys(line["strategy"] for line in lines)],
+                arguments.kinds,
+                lengths=lengths,
+                rates=rates,
+                window=arguments.window,
+                forced_tokens=arguments.count,
+                texts=texts,
+                tasks=arguments.task,
+                trials=trials,
+            ),
+            "seeds": [arguments.seed],
+            "values": found,
+            "headlines": [name for name in found if name.startswith("KL")],
+            "baseline": "full, on the same texts; the latent sets the bytes",
+            "tables": {"equal bytes": lines, "left out": left_out + undone},
+        }
+
+    lines: list[dict[str, Any]] = []
+    found: dict[str, dict[str, Any]] = {}
+    for length, matched in matches.items():
         try:
-            own, values = _measure(target, matched, passages, tasks=arguments.task, trials=trials, seed=arguments.seed)
+            own, values = _measure(
+                target, matched, passages[length], tasks=arguments.task, trials=trials, seed=arguments.seed
+            )
         except KeyboardInterrupt:
             if not lines:
                 raise
-            # Long histories take hours on a small machine; what was measured of shorter ones is whole.
             logger.warning("interrupted at %d tokens: the record has the lengths before", length)
             break
         lines += [{"length": length, **line} for line in own]
         found |= values
-    lengths = list(dict.fromkeys(line["length"] for line in lines))
-    left_out = [
-        {"length": length, "latent bytes per token": each.rate, "family": family, "reason": reason}
-        for length in lengths
-        for each in matches[length]
-        for family, reason in each.left_out.items()
-    ]
-    left_out += [
-        {
-            "length": length,
-            "latent bytes per token": rate,
-            "family": "all",
-            "reason": "interrupted before they were done",
-        }
-        for length in arguments.lengths
-        if length not in lengths
-        for rate in rates
-    ]
-    return {
-        "what": "Strategies that hold about as many bytes between Generates as the latent does, on the same texts.",
-        "config": describe(
-            target,
-            [parse_strategy(name) for name in dict.fromkeys(line["strategy"] for line in lines)],
-            arguments.kinds,
-            lengths=lengths,
-            rates=rates,
-            window=arguments.window,
-            forced_tokens=arguments.count,
-            texts=texts,
-            tasks=arguments.task,
-            trials=trials,
-        ),
-        "seeds": [arguments.seed],
-        "values": found,
-        "headlines": [name for name in found if name.startswith("KL")],
-        "baseline": "full, on the same texts; the latent sets the bytes",
-        "tables": {"equal bytes": lines, "left out": left_out},
-    }
+        save(told())
+    return told()
 
 
 def draw(payload: Mapping[str, Any], folder: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from inference_engine.cli import evaluate
 from inference_engine.cli.evaluate import EXPERIMENTS, command
 from inference_engine.cli.main import main
-from inference_engine.evaluation import record
+from inference_engine.evaluation import record, restoration
 from inference_engine.evaluation.record import ROOT
 from inference_engine.models import check_model, weights_digest
 from inference_engine.models.checksums import sha256_of
@@ -91,14 +91,19 @@ def test_a_latent_is_shown_unless_it_is_a_place_of_this_machine() -> None:
         assert command("needle", (*typed, "--trials", "3")) == "kakeya evaluate needle --trials 3"
 
 
-def test_a_record_says_which_latent_it_measured(tiny_folder: Path, tmp_path: Path) -> None:
-    kept = tmp_path / "latent"
+def save_tiny_latent(model: Path, folder: Path) -> Path:
+    kept = folder / "latent"
     manifest = LatentManifest(
-        target_digest=weights_digest(check_model(str(tiny_folder), cache=tmp_path)),
+        target_digest=weights_digest(check_model(str(model), cache=folder)),
         calibration_tokens=2048,
         recipe={"basis": "fitted", "tokens": {"files": 2048}},
     )
     save_codec(tiny_latent(), kept, manifest)
+    return kept
+
+
+def test_a_record_says_which_latent_it_measured(tiny_folder: Path, tmp_path: Path) -> None:
+    kept = save_tiny_latent(tiny_folder, tmp_path)
     assert needle(tiny_folder, tmp_path / "with", "--lengths=337", "--latent", str(kept)) == 0
     found = only_record(tmp_path / "with")["config"]["latent"]
     assert found == {
@@ -110,6 +115,30 @@ def test_a_record_says_which_latent_it_measured(tiny_folder: Path, tmp_path: Pat
     }
     assert needle(tiny_folder, tmp_path / "without", "--lengths=337", "--latent=none") == 0
     assert "latent" not in only_record(tmp_path / "without")["config"]
+
+
+def test_a_length_that_is_done_is_on_disk_whatever_becomes_of_the_next(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is taken away asks nobody."""
+    measure = restoration._measure
+
+    def measured(target: Any, matches: Any, passages: Any, **options: Any) -> Any:
+        if len(passages[0].prefix) == 150:
+            raise SystemExit("the machine is gone")
+        return measure(target, matches, passages, **options)
+
+    monkeypatch.setattr(restoration, "_measure", measured)
+    kept = save_tiny_latent(tiny_folder, tmp_path)
+    words = ("--lengths", "130", "150", "--kinds=code", "--rates=120", "--window=16", "--count=5", "--texts=1")
+    few = ("--trials=0", "--families=window", "--latent", str(kept), "--results", str(tmp_path / "results"))
+    with pytest.raises(SystemExit, match="the machine is gone"):
+        main(("evaluate", "restoration", "--model", str(tiny_folder), *SMALL, *words, *few))
+    found = only_record(tmp_path / "results")
+    assert found["config"]["lengths"] == [130]
+    assert [(line["length"], line["reason"]) for line in found["tables"]["left out"]] == [
+        (150, "ended before they were done")
+    ]
 
 
 def test_a_record_is_whole_where_images_cannot_be_drawn(

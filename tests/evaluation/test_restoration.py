@@ -14,7 +14,7 @@ import pytest
 from inference_engine.cli.evaluate import ended_as_interrupted
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import InvalidArgument
-from inference_engine.evaluation import restoration
+from inference_engine.evaluation import passages, restoration
 from inference_engine.evaluation.arguments import geometry_of
 from inference_engine.evaluation.models import Target, open_target
 from inference_engine.evaluation.record import VALUE_KEYS, write_record
@@ -168,6 +168,20 @@ def test_what_is_ended_early_keeps_the_lengths_that_were_done(
         write_record("restoration", {"command": "test", **payload}, results_dir=tmp_path)
         with pytest.raises(KeyboardInterrupt):
             run(target, "--lengths", "150", *words)
+
+
+def test_a_length_without_enough_text_is_refused_before_another_is_measured(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def text_passage(texts: Any, kind: str, length: int, *others: Any) -> Any:
+        if length == 150:
+            raise InvalidArgument("lengths", "there are 149 ids")
+        return passages.text_passage(texts, kind, length, *others)
+
+    monkeypatch.setattr(restoration, "text_passage", text_passage)
+    monkeypatch.setattr(restoration, "_measure", None)
+    with pytest.raises(InvalidArgument, match="there are 149 ids"):
+        run(target, "--lengths", "130", "150", "--kinds", "code", "--rates", "120", "--window", str(WINDOW))
 
 
 def test_needles_can_be_left_out(target: Target) -> None:
