@@ -75,8 +75,12 @@ def join(group: Group, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tens
                     f"layer {shape.layer}: {part} must be [n, {shape.kv_heads}, {shape.head_dim}], "
                     f"got {list(rows.shape)}"
                 )
-    parts = [rows.float().flatten(1) for pair in zip(keys, values, strict=True) for rows in pair]
-    vectors = torch.cat(parts, dim=1)
+    parts = [rows for pair in zip(keys, values, strict=True) for rows in pair]
+    if len({rows.shape for rows in parts}) == 1:
+        # One operation, not two for each layer's keys and values.
+        vectors = torch.stack(parts, dim=1).float().flatten(1)
+    else:
+        vectors = torch.cat([rows.float().flatten(1) for rows in parts], dim=1)
     if not bool(torch.isfinite(vectors).all()):
         for shape, key, value in zip(group.shapes, keys, values, strict=True):
             for part, rows in (("keys", key), ("values", value)):
