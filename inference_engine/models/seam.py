@@ -10,7 +10,7 @@ rotary kinds: a neighbour would move your logits.)
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -32,6 +32,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Their table depends on the longest row seen so far.
 _BATCH_DEPENDENT_ROTARY = {"dynamic", "longrope"}
 _DEFAULT_ROTARY = "default"
+_MOST_TURNS = 16  # that are remembered, of a chunk of rows each at most
 
 
 class AttentionPlan(Protocol):
@@ -167,6 +168,7 @@ class Seam:
         self._apply = _rotation_function(attentions[0])
         self._rotary = _replace_rotary(model, self.trained_positions)
         self._rotary_scales: dict[str, float] = {}
+        self._turns: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
     def batch(self, plan: AttentionPlan, positions: NDArray[np.int64]) -> SeamBatch:
         """Get ready for one forward. positions: [N], absolute."""
@@ -193,13 +195,26 @@ class Seam:
 
         shifts: on the host, so that it need not wait for the device.
         """
-        self._rotary.is_beyond_trained = bool(shifts.abs().max() >= self.trained_positions)
-        by = shifts.pin_memory().to(keys.device, non_blocking=True) if keys.is_cuda else shifts
-        cos, sin = self._rotary(keys, by.abs()[None], _layer_type(name))
-        sin = torch.where((by < 0)[None, :, None], -sin, sin)
-        if (scale := self._rotary_scale(name)) != 1.0:
-            cos, sin = cos / scale, sin / scale
-        return self._apply(keys[None], keys[None], cos, sin)[1][0]
+        cos, sin = self._turn(keys, shifts, name)
+        # The model's function turns queries and keys; of the former one head is enough, as nobody wants them.
+        return self._apply(keys[None, :1], keys[None], cos, sin)[1][0]
+
+    def _turn(self, like: Tensor, shifts: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of these shifts. All layers turn the same rows, one after another: worked out once."""
+        wanted = (name, like.dtype, like.device, shifts.numpy().tobytes())
+        found = self._turns.pop(wanted, None)
+        if found is None:
+            self._rotary.is_beyond_trained = bool(shifts.abs().max() >= self.trained_positions)
+            by = shifts.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else shifts
+            cos, sin = self._rotary(like, by.abs()[None], _layer_type(name))
+            sin = torch.where((by < 0)[None, :, None], -sin, sin)
+            if (scale := self._rotary_scale(name)) != 1.0:
+                cos, sin = cos / scale, sin / scale
+            found = cos, sin
+            if len(self._turns) == _MOST_TURNS:
+                self._turns.pop(next(iter(self._turns)))
+        self._turns[wanted] = found  # the last is the one used last
+        return found
 
     def _rotary_scale(self, name: str) -> float:
         """What some kinds multiply cos and sin by (yarn): keys that were rotated once carry it already."""

@@ -160,6 +160,31 @@ def test_moving_keys_equals_rotating_them_at_the_later_positions(
         torch.testing.assert_close(seam.rotate(at(0), torch.full((5,), 77), layer.rotary), at(77), atol=1e-5, rtol=0)
 
 
+def test_rows_turned_alike_have_their_angles_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was turned in between, and however much of it: equal shifts give equal bits."""
+    seam, module = rotary(LlamaConfig(), LlamaForCausalLM)
+    asked: list[int] = []
+    own = module._own
+
+    def noted(x: torch.Tensor, position_ids: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(position_ids.shape[1])
+        return own(x, position_ids, name)
+
+    keys = torch.randn(3, 5, seam.layers[0].head_dim, generator=torch.Generator().manual_seed(0))
+    shifts = [torch.arange(first, first + 5) for first in range(-20, 20)]
+    fresh = [rotary(LlamaConfig(), LlamaForCausalLM)[0].rotate(keys, shift, "default") for shift in shifts]
+    monkeypatch.setattr(module, "_own", noted)
+    seam.rotate(keys, shifts[0], "default")
+    del asked[:]
+    for _ in range(30):
+        assert torch.equal(seam.rotate(keys, shifts[7], "default"), fresh[7])
+        torch.testing.assert_close(seam.rotate(keys.double(), shifts[7], "default"), fresh[7].double())
+    assert asked == [5, 5]
+    for _ in range(2):
+        for shift, expected in zip(shifts, fresh, strict=True):
+            assert torch.equal(seam.rotate(keys, shift, "default"), expected)
+
+
 @pytest.mark.parametrize("kind", ["llama", "glm"])
 def test_angles_past_the_trained_positions_are_exact(kind: str) -> None:
     """In float32 the fastest channel's angle at a million positions is wrong in the second digit."""
