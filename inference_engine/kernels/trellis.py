@@ -32,7 +32,7 @@ SUBSETS = 4
 MEMORY = 3  # how many earlier u a subset hangs on
 STATES = 1 << MEMORY
 STEPS = 256  # of a chain, at most: a chain's first steps have less choice
-_ROWS = 64  # that are encoded at once: each needs some 60 bytes a number
+_ROWS = 256  # that are encoded at once: each needs some 60 bytes a number
 
 # numbers [n, C] float32 → codes, int32 [n, C]; and codes → the levels they stand for, float32 [n, C].
 Choose = Callable[[Tensor, "Levels"], Tensor]
