@@ -120,6 +120,8 @@ def main(
         ]
         for length in matches
     }
+    lines: list[dict[str, Any]] = []
+    found: dict[str, dict[str, Any]] = {}
 
     def told() -> dict[str, Any]:
         lengths = list(dict.fromkeys(line["length"] for line in lines))
@@ -156,8 +158,6 @@ def main(
             "tables": {"equal bytes": lines, "left out": left_out + undone},
         }
 
-    lines: list[dict[str, Any]] = []
-    found: dict[str, dict[str, Any]] = {}
     for length, matched in matches.items():
         try:
             own, values = _measure(

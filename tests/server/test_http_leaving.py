@@ -376,6 +376,7 @@ async def test_who_holds_every_place_keeps_no_other_owner_out(chat: ChatText, tm
 async def test_whatever_goes_wrong_every_place_is_free_again(chat: ChatText, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(0)
     places = 3
+    every = {0, 200, 400, 404, 429, 500, 503}
 
     def failing(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
@@ -407,8 +408,13 @@ async def test_whatever_goes_wrong_every_place_is_free_again(chat: ChatText, mon
                     (chat, "prompt_ids"),
                 ):
                     patch.setattr(part, method, failing(getattr(part, method)))
-                seen = {status for _ in range(20) for status in await asyncio.gather(*(ask() for _ in range(6)))}
-            assert seen >= {0, 200, 400, 404, 429, 500, 503}
+                seen: set[int] = set()
+                # On a machine that has much else to do nearly all give up before they have an answer.
+                for rounds in range(400):
+                    seen |= set(await asyncio.gather(*(ask() for _ in range(6))))
+                    if rounds >= 20 and seen >= every:
+                        break
+            assert seen >= every
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 while not (free := await begin_bodies(handle, places)):
                     pass
