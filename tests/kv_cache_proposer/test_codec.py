@@ -10,6 +10,7 @@ from kv_cache_proposer.f_theta.basis import Basis
 from kv_cache_proposer.f_theta.codec import LatentCodec
 from kv_cache_proposer.f_theta.components import PRECISIONS
 from kv_cache_proposer.f_theta.errors import LatentError
+from kv_cache_proposer.f_theta.levels import LEADING, levels
 from tests.kv_cache_proposer.correlated import SHAPES, make_codec, make_rows, relative_error
 
 # Products over other numbers of rows may round otherwise; a code next to an edge may then move by one level.
@@ -21,6 +22,14 @@ LAYERS = tuple(shape.layer for shape in SHAPES)
 @pytest.fixture(scope="module")
 def codec() -> LatentCodec:
     return make_codec(24)
+
+
+def test_the_leading_components_have_levels_with_long_tails_however_few_bits() -> None:
+    for part in make_codec(24, group_layers=3).coders:
+        assert len(part.packing.widths) > LEADING
+        for place, width in enumerate(part.packing.widths):
+            first, size = int(part.levels.first[place]), int(part.levels.size[place])
+            assert torch.equal(part.levels.values[first : first + size], levels(width, has_tails=place < LEADING))
 
 
 @pytest.mark.parametrize("bytes_per_token", [6, 7, 13, 24, 41])
