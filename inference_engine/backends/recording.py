@@ -1,14 +1,16 @@
-"""A computation on a GPU, recorded once and run again over other numbers: a CUDA graph with one input.
+"""A computation on a GPU, recorded once and run again over other numbers: a CUDA graph.
 
-Everything that differs from run to run is whole numbers, in one tensor: they are copied over those of the last run in
-one transfer, and the rest is one launch; the host waits for neither. What a recording gives lies in memory that its
-next run, and every other recording of the same GraphMemory, overwrites.
+    Recording      of whole numbers from the host: copied over those of the last run in one transfer
+    RowRecording   of rows that are on the device: copied over those of the last run, one tensor after another
+
+The rest is one launch; the host waits for nothing. What a recording gives lies in memory that its next run, and every
+other recording of the same GraphMemory, overwrites.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -34,8 +36,18 @@ class GraphMemory:
     def handle(self) -> Any:
         return None if self._first is None else self._first.pool()
 
-    def record(self, graph: torch.cuda.CUDAGraph, compute: Callable[[], T]) -> T:
-        """Record `compute` as `graph`. What it gives is good whenever the graph has run."""
+    def record(self, graph: torch.cuda.CUDAGraph, device: torch.device, compute: Callable[[], T]) -> T:
+        """Record `compute` as `graph`. What it gives is good whenever the graph has run.
+
+        Raises RuntimeError for what cannot be recorded.
+        """
+        new_stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
+        side = new_stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                compute()
+        torch.cuda.current_stream(device).wait_stream(side)
         # Graphs of engines that are gone may be garbage. To collect one now would end the recording.
         was_enabled = gc.isenabled()
         gc.disable()
@@ -60,15 +72,8 @@ class Recording(Generic[T]):
         self._numbers = torch.from_numpy(idle).to(device)
         self._outbox = memory.outbox
         self._graph = torch.cuda.CUDAGraph()
-        new_stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
-        side = new_stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
         with torch.inference_mode():
-            with torch.cuda.stream(side):
-                for _ in range(_WARM_UPS):
-                    compute(self._numbers)
-            torch.cuda.current_stream(device).wait_stream(side)
-            self._result = memory.record(self._graph, lambda: compute(self._numbers))
+            self._result = memory.record(self._graph, device, lambda: compute(self._numbers))
 
     def run(self, *parts: Numbers) -> T:
         """What `compute` gives for these numbers, one part after another, until the next run.
@@ -78,6 +83,35 @@ class Recording(Generic[T]):
         self._outbox.send(parts, self._numbers)
         self._graph.replay()
         return self._result
+
+
+class RowRecording:
+    """`compute(tensors)`, of tensors of the given shapes. It may not wait for the device, nor look at values."""
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[torch.Size, torch.dtype]],
+        device: torch.device,
+        compute: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+        memory: GraphMemory,
+    ) -> None:
+        """Recorded with zeros. Raises RuntimeError for what cannot be recorded."""
+        self._inputs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+        # A graph reads the tensors that are in `compute`, and they last as long as it does.
+        self._compute = compute
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.no_grad():
+            self._results = memory.record(self._graph, device, lambda: compute(self._inputs))
+
+    def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What `compute` gives for these tensors, until the next run.
+
+        They may have fewer rows than the shapes; the others are then those of an earlier run, or zeros.
+        """
+        for mine, given in zip(self._inputs, tensors, strict=True):
+            mine[: len(given)].copy_(given)
+        self._graph.replay()
+        return self._results
 
 
 def padded(numbers: Numbers, size: int) -> Numbers:

@@ -12,12 +12,14 @@ from torch import Tensor
 from inference_engine.backends.base import Result, Step
 from inference_engine.backends.graphs import SIZES, StepGraphs
 from inference_engine.backends.quanta import probe_quanta
+from inference_engine.backends.recorded_rows import RecordedRows
 from inference_engine.backends.recording import GraphMemory
 from inference_engine.kernels.lane_attention import LaneAttention
 from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
-from inference_engine.kv.context import KVContext
+from inference_engine.kv.context import Compute, KVContext, compute_plainly
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.host_memory import free_host_bytes
+from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK
 from inference_engine.kv.pool import Pool
 from inference_engine.models.seam import Seam
 from inference_engine.types import Mode, ModelFacts
@@ -82,11 +84,14 @@ class TorchForward:
     def open(self, geometry: Geometry, capacity_bytes: int, *, tap_layers: tuple[int, ...] = ()) -> KVContext:
         pool = Pool(geometry, capacity_bytes, self._zeros)
         most_rows: int | None = None
+        compute: Compute = compute_plainly
         if self.records_graphs and self._lane_attention is not None and geometry.row_quantum == 1:
             self._graphs[pool] = StepGraphs(
                 self.seam, geometry, pool, self._lane_attention, tap_layers=tap_layers, memory=self._memory
             )
             most_rows = SIZES[-1]
+            segment = geometry.segment_tokens
+            compute = RecordedRows((segment, SEGMENTS_IN_A_CHUNK * segment), self._memory)
         return KVContext(
             geometry=geometry,
             pool=pool,
@@ -94,6 +99,7 @@ class TorchForward:
             device=self._device,
             lane_attention=self._lane_attention,
             noise_of_all=self._noise_of_all,
+            compute=compute,
             most_rows_at_once=most_rows,
         )
 

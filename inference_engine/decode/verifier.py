@@ -26,10 +26,10 @@ from torch import Tensor
 
 from inference_engine.backends.base import Forward, Step
 from inference_engine.decode.sampling import Sampler, draw, is_ranked, logprobs, on_device
-from inference_engine.errors import InvariantViolated
+from inference_engine.errors import InvariantViolated, RestorationFailed
 from inference_engine.kernels.noise import key
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.plan import Span, StepPlan
+from inference_engine.kv.plan import Span, SpanFailed, StepPlan
 from inference_engine.kv.session_kv import SessionKV
 
 
@@ -164,6 +164,12 @@ class Verifier:
         self._lap("forward")
         samples = self._sample(blocks, ends, result.logits)
         self._lap("sample")
+        for index, block in enumerate(blocks):
+            if block.sampled or block.wanted_logits:
+                try:
+                    block.kv.require_finite()
+                except RestorationFailed as failure:
+                    raise SpanFailed(index, failure) from failure
         return [
             Outcome(
                 samples=_agreeing(block, drawn),

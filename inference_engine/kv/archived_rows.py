@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference_engine.errors import RestorationFailed
+from inference_engine.errors import NonFiniteRows, RestorationFailed
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.lanes import LaneGroup, LayerSet
 from inference_engine.kv.layout import Layout, Positions
@@ -130,12 +130,21 @@ class ArchivedRows(ABC):
     def archive(self, before: int, length: int) -> None:
         """Rows that left the exact window go into the archive, and are read as it gives them back.
 
-        Raises RestorationFailed; the rows are then of no use any more.
+        Raises RestorationFailed; the rows are then of no use any more. Whether they are finite is found out later.
         """
+        if length > before:
+            self.require_finite()
         leaving = [rows.leaving(before, length) for rows in self._sets]
         if not self._replays and any(len(positions) for positions in leaving):
             self._keep(leaving, before, length)
         self._archive.commit(length)
+
+    def require_finite(self) -> None:
+        """Raise RestorationFailed if rows that left or came back turn out not to be finite: they are of no use."""
+        try:
+            self._archive.require_finite()
+        except NonFiniteRows as error:
+            raise RestorationFailed(error) from error
 
     def _keep(self, leaving: Sequence[Positions], before: int, length: int) -> None:
         try:

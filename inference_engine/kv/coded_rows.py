@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -24,6 +25,7 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.pool import Demand
 from inference_engine.kv.restorer import Archive, KeptLayers, Restorer, RowBlock
+from inference_engine.kv.runs import evenly_apart, neighbours
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,80 +104,118 @@ class _CodedGroup:
 
     def __init__(self, compressor: KVCompressor, context: KVContext, kept: KeptLayers, starts: Sequence[int]) -> None:
         self._compressor = compressor
+        self._context = context
         self._kept = kept
-        self._page = context.geometry.page_tokens
         heads, dim = kept.layers.kv_heads, kept.layers.head_dim
         self._row_bytes = compressor.row_bytes(dim)
         self._mean_bytes = 2 * heads * dim * context.geometry.itemsize * len(starts)
         arena = context.pool.arenas[dim]
+        runs = tuple(evenly_apart(starts)) if kept.capacity else ()
+        # Of keys and of values, what lies in the arena for some layers at a time.
         self._means = [
-            [states[start : start + heads] for start in starts] if kept.capacity else []
+            [(layers, _means_in(states, starts[layers.start], layers, apart, heads)) for layers, apart in runs]
             for states in (arena.keys, arena.values)
         ]
         self._codes = [
-            [self._bytes_from(states, start + heads) for start in starts] if kept.capacity else []
+            [(layers, self._codes_in(states, starts[layers.start] + heads, layers, apart)) for layers, apart in runs]
             for states in (arena.keys, arena.values)
         ]
 
-    def _bytes_from(self, states: Tensor, row: int) -> Tensor:
-        """[capacity, Hkv, row bytes] of memory from arena row `row` on."""
-        heads = self._kept.layers.kv_heads
+    def _codes_in(self, states: Tensor, row: int, layers: slice, apart: int) -> Tensor:
+        """[layers, capacity, Hkv, row bytes] of memory, from arena row `row` on, and so on `apart` rows further."""
+        heads, width = self._kept.layers.kv_heads, self._row_bytes
         flat = states.view(torch.uint8).view(-1)
-        first = row * states.shape[-1] * states.itemsize
-        count = self._kept.capacity * heads * self._row_bytes
-        return flat[first : first + count].view(self._kept.capacity, heads, self._row_bytes)
+        arena_row = states.shape[-1] * states.itemsize
+        shape = (layers.stop - layers.start, self._kept.capacity, heads, width)
+        return flat.as_strided(
+            shape, (apart * arena_row, heads * width, width, 1), flat.storage_offset() + row * arena_row
+        )
 
     def begin(self, block: RowBlock) -> None:
         if not len(block.positions):
             return
         for means, rows in zip(self._means, (block.keys, block.values), strict=True):
-            for place, mean in zip(means, rows.mean(dim=1), strict=bool(means)):
-                place.copy_(mean)
+            mean = rows.mean(dim=1)
+            for layers, place in means:
+                place.copy_(mean[layers])
 
     def keep(self, block: RowBlock) -> None:
         if not len(block.positions):
             return
-        slots = self._slots(block.positions, block.keys.device)
-        for index, rows in enumerate((block.keys, block.values)):
-            codes = self._compressor.encode(rows - self._mean(index))
-            for place, code in zip(self._codes[index], codes, strict=True):
-                place.index_copy_(0, slots, code)
+        rows = [(states - self._mean(index)).transpose(0, 1) for index, states in enumerate((block.keys, block.values))]
+        name = ("codes", self._compressor)
+        codes = self._context.compute(name, partial(_encode, self._compressor), rows)
+        for places, fresh in zip(self._codes, codes, strict=True):
+            self._put(places, block.positions, fresh)
+
+    def _put(self, places: Sequence[tuple[slice, Tensor]], positions: Positions, codes: Tensor) -> None:
+        """codes: [n, L, Hkv, row bytes]"""
+        first = 0
+        for begin, end in neighbours(self._kept.slots(positions)):
+            for layers, place in places:
+                place[:, begin:end] = codes[first : first + end - begin, layers].transpose(0, 1)
+            first += end - begin
 
     def restore(self, positions: Positions) -> RowBlock:
-        device = self._codes[0][0].device if self._kept.capacity else torch.device("cpu")
+        layers, dim = self._kept.layers, self._kept.layers.head_dim
         if not len(positions):
-            shape = (len(self._kept.layers.layers), 0, self._kept.layers.kv_heads, self._kept.layers.head_dim)
-            return RowBlock(positions, torch.zeros(shape, device=device), torch.zeros(shape, device=device))
-        slots = self._slots(positions, device)
-        keys, values = (
-            self._compressor.decode(torch.stack([place[slots] for place in places]), self._kept.layers.head_dim)
-            + self._mean(index)
-            for index, places in enumerate(self._codes)
-        )
+            device = self._context.device if self._kept.capacity else torch.device("cpu")
+            nothing = torch.zeros((len(layers.layers), 0, layers.kv_heads, dim), device=device)
+            return RowBlock(positions, nothing, nothing)
+        name = ("rows of codes", self._compressor, dim)
+        codes = [self._codes_of(places, positions) for places in self._codes]
+        rows = self._context.compute(name, partial(_decode, self._compressor, dim), codes)
+        keys, values = (part.transpose(0, 1) + self._mean(index) for index, part in enumerate(rows))
         return RowBlock(positions, keys, values)
+
+    def _codes_of(self, places: Sequence[tuple[slice, Tensor]], positions: Positions) -> Tensor:
+        """[n, L, Hkv, row bytes]"""
+        layers = self._kept.layers
+        found = places[0][1].new_empty((len(positions), len(layers.layers), layers.kv_heads, self._row_bytes))
+        first = 0
+        for begin, end in neighbours(self._kept.slots(positions)):
+            for own, place in places:
+                found[first : first + end - begin, own] = place[:, begin:end].transpose(0, 1)
+            first += end - begin
+        return found
 
     def copy_from(self, other: _CodedGroup, positions: Positions) -> None:
         if not len(positions):
             return
-        device = self._codes[0][0].device
-        mine, theirs = self._slots(positions, device), other._slots(positions, device)
         for means, given in zip(self._means, other._means, strict=True):
-            for place, source in zip(means, given, strict=True):
-                place.copy_(source)
-        for codes, given in zip(self._codes, other._codes, strict=True):
-            for place, source in zip(codes, given, strict=True):
-                place.index_copy_(0, mine, source[theirs])
+            theirs = torch.cat([place for _, place in given])
+            for layers, place in means:
+                place.copy_(theirs[layers])
+        for places, given in zip(self._codes, other._codes, strict=True):
+            self._put(places, positions, other._codes_of(given, positions))
 
     def held_bytes(self, count: int) -> int:
         if not count:
             return 0
-        rows = min(self._kept.capacity, -(-count // self._page) * self._page)
+        page = self._context.geometry.page_tokens
+        rows = min(self._kept.capacity, -(-count // page) * page)
         heads, layers = self._kept.layers.kv_heads, len(self._kept.layers.layers)
         return self._mean_bytes + 2 * rows * heads * self._row_bytes * layers
 
     def _mean(self, index: int) -> Tensor:
         """[layers, 1, Hkv, D] float32."""
-        return torch.stack(self._means[index]).float()[:, None]
+        means = [place for _, place in self._means[index]]
+        return (means[0] if len(means) == 1 else torch.cat(means)).float()[:, None]
 
-    def _slots(self, positions: Positions, device: torch.device) -> Tensor:
-        return torch.from_numpy(self._kept.slots(positions)).to(device)
+
+def _means_in(states: Tensor, row: int, layers: slice, apart: int, heads: int) -> Tensor:
+    """[layers, Hkv, D] of the arena, from its row `row` on, and so on `apart` rows further."""
+    dim = states.shape[-1]
+    shape = (layers.stop - layers.start, heads, dim)
+    return states.as_strided(shape, (apart * dim, dim, 1), states.storage_offset() + row * dim)
+
+
+# What is done to rows hangs on nothing of one session, for whoever remembers it outlives the session.
+
+
+def _encode(compressor: KVCompressor, rows: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [compressor.encode(part) for part in rows]
+
+
+def _decode(compressor: KVCompressor, head_dim: int, codes: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [compressor.decode(part, head_dim) for part in codes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,17 @@ from inference_engine.kv.token_codec import TokenCodec
 # (negative: before)
 Rotate = Callable[[Tensor, Tensor, str], Tensor]
 
+# What a computation makes of tensors that are all [n, ...]: others that are, row by row, and good until the next one.
+OfRows = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+# compute(name, of_rows, tensors): of_rows(tensors). Whatever has the same name does the same to tensors of the same
+# shapes but for n; it neither waits for the device nor looks at values.
+Compute = Callable[[Hashable, OfRows, Sequence[Tensor]], Sequence[Tensor]]
+
+
+def compute_plainly(_name: Hashable, of_rows: OfRows, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """As any `Compute`, with nothing remembered."""
+    return of_rows(tensors)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVContext:
@@ -27,6 +38,7 @@ class KVContext:
 
     lane_attention: the device's operation over lanes; None: sessions are attended to one by one.
     noise_of_all: the device's operation for what sampled tokens are drawn with.
+    compute: the device's way to do the same to other rows again and again.
     most_rows_at_once: rows of the longest step that runs at its best here, if it is nothing but lanes: longer ones are
     sooner done in pieces. None: it does not matter.
     Beside the model there may be a latent codec, a drafter that remembers sessions, and a second tier for rows.
@@ -38,6 +50,7 @@ class KVContext:
     device: torch.device
     lane_attention: LaneAttention | None = None
     noise_of_all: NoiseOfAll = noise_of_all
+    compute: Compute = compute_plainly
     most_rows_at_once: int | None = None
     latent: TokenCodec | None = None
     draft_memories: DraftMemories | None = None

@@ -11,7 +11,7 @@ A latent is moved as it is, so that it decodes to the same wherever it lies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,11 +114,13 @@ class LatentCodes:
             oldest = max(0, first - self._resident)
             self._push_out(oldest, self._in_pool(oldest, max(oldest, min(first, staying))))
             self._push_out(first, codes[: max(0, staying - first)])
-        begin = max(first, staying)
-        slots = self._slots(begin, end)
-        half, fresh = self._places.half, codes[begin - first :]
-        self._halves[0].index_copy_(0, slots, fresh[:, :half])
-        self._halves[1][:, : self._places.width - half].index_copy_(0, slots, fresh[:, half:])
+        half, rest = self._places.half, self._places.width - self._places.half
+        place = max(first, staying)
+        for begin, behind in self._slots(place, end):
+            fresh = codes[place - first :][: behind - begin]
+            self._halves[0][begin:behind] = fresh[:, :half]
+            self._halves[1][begin:behind, :rest] = fresh[:, half:]
+            place += behind - begin
         self._end = end
 
     def get(self, first: int, last: int) -> Tensor:
@@ -126,7 +128,7 @@ class LatentCodes:
         pushed_out = max(0, self._end - self._resident)
         begin = min(max(first, pushed_out), last)
         parts = [part.to(self._context.device) for part in self._in_tier(first, begin)]
-        return torch.cat([*parts, self._in_pool(begin, last)])
+        return torch.cat([*parts, self._in_pool(begin, last)]) if parts else self._in_pool(begin, last)
 
     def copy_from(self, other: LatentCodes) -> None:
         """Keep every latent that another session keeps. What that moves between the tiers is in no step of either."""
@@ -168,12 +170,23 @@ class LatentCodes:
 
     # -- pool and tier ----------------------------------------------------------------------------------------------
 
-    def _slots(self, first: int, last: int) -> Tensor:
-        return torch.arange(first, last, device=self._context.device) % max(1, self._resident)
+    def _slots(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Where the places [first, last), which are in the pool, lie in the ring, run by run."""
+        while first < last:
+            begin = first % self._resident
+            behind = min(begin + last - first, self._resident)
+            yield begin, behind
+            first += behind - begin
 
     def _in_pool(self, first: int, last: int) -> Tensor:
-        slots, rest = self._slots(first, last), self._places.width - self._places.half
-        return torch.cat([self._halves[0][slots], self._halves[1][slots, :rest]], dim=1)
+        rest = self._places.width - self._places.half
+        runs = [
+            torch.cat([self._halves[0][begin:behind], self._halves[1][begin:behind, :rest]], dim=1)
+            for begin, behind in self._slots(first, last)
+        ]
+        if len(runs) == 1:
+            return runs[0]
+        return torch.cat(runs) if runs else self._halves[0].new_empty((0, self._places.width))
 
     def _in_tier(self, first: int, last: int) -> Sequence[Tensor]:
         parts = []

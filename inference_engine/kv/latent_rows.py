@@ -7,8 +7,9 @@ in the latent. The code itself comes from outside (`TokenCodec`); its bytes are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -16,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inference_engine.errors import InvalidArgument, NonFiniteRows
-from inference_engine.kv.context import KVContext
+from inference_engine.errors import InvalidArgument
+from inference_engine.kv.context import KVContext, OfRows
+from inference_engine.kv.finite_rows import FiniteRows
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.latent_codes import LatentCodes, LatentPlaces
 from inference_engine.kv.layout import Positions
@@ -116,20 +118,21 @@ class _LatentArchive(Archive):
         self._context = context
         self._kept = kept
         self._codes = codes
+        self._finite = FiniteRows()
         # In which block, and where in it, each of the codec's layers is.
         places = {
             layer: (index, place) for index, group in enumerate(kept) for place, layer in enumerate(group.layers.layers)
         }
-        self._places = [places[layer] for layer in codec.layers]
+        self._places = tuple(places[layer] for layer in codec.layers)
 
     def begin(self, blocks: Sequence[RowBlock]) -> None:
         pass
 
     def keep(self, blocks: Sequence[RowBlock]) -> None:
-        codes = self._codec.encode(
-            [blocks[index].keys[place] for index, place in self._places],
-            [blocks[index].values[place] for index, place in self._places],
-        )
+        for group, block in zip(self._kept, blocks, strict=True):
+            self._finite.ask(group.layers.layers, block.keys, block.values, come_back=False)
+        rows = [states.transpose(0, 1) for block in blocks for states in (block.keys, block.values)]
+        [codes] = self._compute("encode", partial(_encode, self._codec, self._places), rows)
         self._codes.put(self._place(blocks[0].positions[0]), codes)
 
     def restore(self, positions: Sequence[Positions]) -> Sequence[RowBlock]:
@@ -140,20 +143,29 @@ class _LatentArchive(Archive):
         if self._context.geometry.row_quantum > 1:
             # Rows are decoded as many at a time when they leave and when they come back, or bits would differ.
             codes = F.pad(codes, (0, 0, 0, -len(codes) % self._context.geometry.segment_tokens))
-        keys, values = ([rows[: len(wanted)] for rows in states] for states in self._codec.decode(codes))
-        by_layer = {layer: place for place, layer in enumerate(self._codec.layers)}
-        blocks = []
-        for group in self._kept:
-            own = [by_layer[layer] for layer in group.layers.layers]
-            stacked = [torch.stack([rows[place] for place in own]) for rows in (keys, values)]
-            _require_finite(group.layers.layers, *stacked)
-            blocks.append(RowBlock(wanted, *stacked))
+        groups = tuple(group.layers.layers for group in self._kept)
+        found = self._compute("decode", partial(_decode, self._codec, groups), [codes])
+        states = [rows[: len(wanted)].transpose(0, 1) for rows in found]
+        blocks = [RowBlock(wanted, *pair) for pair in zip(states[::2], states[1::2], strict=True)]
+        for layers, block in zip(groups, blocks, strict=True):
+            self._finite.ask(layers, block.keys, block.values, come_back=True)
         return blocks
 
     def restore_layer(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
-        keys, values = self._codec.decode(self._codes_of(positions), [layer])
-        _require_finite([layer], keys[0][None], values[0][None])
-        return keys[0], values[0]
+        codes = self._codes_of(positions)
+        keys, values = self._compute(layer, partial(_decode_layer, self._codec, layer), [codes])
+        self._finite.ask([layer], keys[None], values[None], come_back=True)
+        return keys, values
+
+    def _compute(self, what: Hashable, of_rows: OfRows, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """what: all that it does beside the codec and the layers' sets."""
+        return self._context.compute(("latent", self._codec, self._places, what), of_rows, tensors)
+
+    def require_finite(self) -> None:
+        self._finite.require()
+
+    def dismiss(self) -> None:
+        self._finite.forget()
 
     def _codes_of(self, positions: Positions) -> Tensor:
         """Of consecutive positions."""
@@ -172,9 +184,11 @@ class _LatentArchive(Archive):
 
     def commit(self, length: int) -> None:
         self._codes.commit(length)
+        self._finite.send()
 
     def forget(self) -> None:
         self._codes.clear()
+        self._finite.forget()
 
     def held_bytes(self, counts: Sequence[int]) -> int:
         return self._codes.held_bytes(counts[0])
@@ -189,10 +203,23 @@ class _LatentArchive(Archive):
         self._codes.release()
 
 
-def _require_finite(layers: Sequence[int], keys: Tensor, values: Tensor) -> None:
-    """Raise NonFiniteRows, naming the layer, if any of [L, n, Hkv, D] is not: read, they would spoil what follows."""
-    are_finite = torch.stack([rows.isfinite().flatten(1).all(1) for rows in (keys, values)])
-    # Asked once of the device for all of these layers.
-    for part, of_layers in zip(("keys", "values"), are_finite.tolist(), strict=True):
-        if not all(of_layers):
-            raise NonFiniteRows(layers[of_layers.index(False)], part, come_back=True)
+# What is done to rows hangs on nothing of one session, for whoever remembers it outlives the session.
+
+
+def _encode(codec: TokenCodec, places: Sequence[tuple[int, int]], rows: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Keys and values of each set of layers in turn, [n, L, Hkv, D] → their codes [n, bytes]."""
+    keys = [rows[2 * index][:, place] for index, place in places]
+    values = [rows[2 * index + 1][:, place] for index, place in places]
+    return [codec.encode(keys, values)]
+
+
+def _decode(codec: TokenCodec, groups: Sequence[Sequence[int]], codes: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The inverse, for the layers of each set."""
+    by_layer = dict(zip(codec.layers, zip(*codec.decode(codes[0]), strict=True), strict=True))
+    return [torch.stack([by_layer[layer][part] for layer in layers], dim=1) for layers in groups for part in (0, 1)]
+
+
+def _decode_layer(codec: TokenCodec, layer: int, codes: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Keys and values of one layer, [n, Hkv, D]."""
+    keys, values = codec.decode(codes[0], [layer])
+    return [keys[0], values[0]]

@@ -91,6 +91,15 @@ class Archive(ABC):
         """Rows of one layer, where the restorer streams: keys, unrotated, and values, float32 [n, Hkv, D]."""
         raise AssertionError("this restorer does not stream")
 
+    def require_finite(self) -> None:
+        """Raise NonFiniteRows if rows that were kept or restored are not, as far as the device has been asked.
+
+        To be called before anything that was computed from them is told to anybody; raised once, it is raised again.
+        """
+
+    def dismiss(self) -> None:
+        """Nobody reads the rows that were restored so far: whether they are finite matters no more."""
+
     @abstractmethod
     def copy_from(self, other: Self, positions: Sequence[Positions]) -> None:
         """Keep what another session's archive of the same rule keeps of `positions`, per set of layers, to the bit.

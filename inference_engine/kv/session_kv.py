@@ -218,11 +218,23 @@ class SessionKV:
         """Does the session need room to wake, and give it back when it sleeps?"""
         return self._archived is not None
 
+    def require_finite(self) -> None:
+        """Raise RestorationFailed if old rows that a step read are not finite; then `forget` is all that is left.
+
+        To be called before anything that the step computed is told to anybody.
+        """
+        if self._archived is not None:
+            self._archived.require_finite()
+
     def sleep(self) -> None:
-        """Keep the exact rows, give back what waking took. What was not committed is gone."""
+        """Keep the exact rows, give back what waking took. What was not committed is gone.
+
+        Raises as `require_finite`.
+        """
         assert self.staged == 0
         if self._archived is None or not self._is_awake:
             return
+        self._archived.require_finite()
         self._archived.sleep(self.length if self._replayed is None else None)
         self._replayed = None
         self._is_awake = False

@@ -59,8 +59,10 @@ class SleepingRows(ArchivedRows):
             self._open(0, length)
             if not self._replays:
                 self._restore(length)
+                self._archive.require_finite()
             self._take_exact_rows(length)
         except Exception as error:
+            self._archive.dismiss()
             self._drop_lanes()
             raise RestorationFailed(error) from error
         return True

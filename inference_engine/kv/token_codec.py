@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 class TokenCodec(Protocol):
-    """Calibrated for one model. Rows are unrotated; a row's code depends on that row alone, up to rounding."""
+    """Calibrated for one model. Rows are unrotated; a row's code depends on that row alone, up to rounding.
+
+    Coding neither waits for the device nor looks at values: whether rows are finite is the caller's to ask.
+    """
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -195,19 +195,25 @@ class Seam:
 
         shifts: on the host, so that it need not wait for the device.
         """
-        cos, sin = self._turn(keys, shifts, name)
+        cos, sin = self._turn(keys, shifts.abs(), name)
+        if bool((shifts < 0).all()):
+            sin = -sin
+        elif bool((shifts < 0).any()):
+            sin = torch.where((shifts < 0)[None, :, None].to(sin.device), -sin, sin)
         # The model's function turns queries and keys; of the former one head is enough, as nobody wants them.
         return self._apply(keys[None, :1], keys[None], cos, sin)[1][0]
 
     def _turn(self, like: Tensor, shifts: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of these shifts. All layers turn the same rows, one after another: worked out once."""
+        """Cosines and sines of these shifts, none of them negative.
+
+        Rows are turned back and forth, and by layer after layer: worked out once.
+        """
         wanted = (name, like.dtype, like.device, shifts.numpy().tobytes())
         found = self._turns.pop(wanted, None)
         if found is None:
-            self._rotary.is_beyond_trained = bool(shifts.abs().max() >= self.trained_positions)
+            self._rotary.is_beyond_trained = bool(shifts.max() >= self.trained_positions)
             by = shifts.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else shifts
-            cos, sin = self._rotary(like, by.abs()[None], _layer_type(name))
-            sin = torch.where((by < 0)[None, :, None], -sin, sin)
+            cos, sin = self._rotary(like, by[None], _layer_type(name))
             if (scale := self._rotary_scale(name)) != 1.0:
                 cos, sin = cos / scale, sin / scale
             found = cos, sin

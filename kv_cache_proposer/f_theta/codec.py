@@ -156,7 +156,8 @@ class LatentCodec:
     def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
         """Unrotated rows of each covered layer, [n, Hkv, D] in any float dtype, as uint8 [n, bytes_per_token].
 
-        A row's code depends on that row alone, up to rounding in matrix products. Raises NonFiniteRows with the layer.
+        A row's code depends on that row alone, up to rounding in matrix products; of one that is not finite it is
+        anything.
         """
         if not len(keys) == len(values) == len(self.layers):
             raise LatentError(

@@ -64,10 +64,7 @@ def make_groups(shapes: Sequence[LayerShape], group_layers: int) -> tuple[Group,
 
 
 def join(group: Group, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Rows of the group's layers, each [n, Hkv, D] of any float dtype, as float32 vectors [n, width].
-
-    Raises NonFiniteRows naming the layer.
-    """
+    """Rows of the group's layers, each [n, Hkv, D] of any float dtype, as float32 vectors [n, width]."""
     for shape, key, value in zip(group.shapes, keys, values, strict=True):
         for part, rows in (("keys", key), ("values", value)):
             if rows.shape[1:] != (shape.kv_heads, shape.head_dim):
@@ -78,12 +75,15 @@ def join(group: Group, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tens
     parts = [rows for pair in zip(keys, values, strict=True) for rows in pair]
     if len({rows.shape for rows in parts}) == 1:
         # One operation, not two for each layer's keys and values.
-        vectors = torch.stack(parts, dim=1).float().flatten(1)
-    else:
-        vectors = torch.cat([rows.float().flatten(1) for rows in parts], dim=1)
-    if not bool(torch.isfinite(vectors).all()):
-        for shape, key, value in zip(group.shapes, keys, values, strict=True):
-            for part, rows in (("keys", key), ("values", value)):
-                if not bool(torch.isfinite(rows).all()):
-                    raise NonFiniteRows(shape.layer, part)
-    return vectors
+        return torch.stack(parts, dim=1).float().flatten(1)
+    return torch.cat([rows.float().flatten(1) for rows in parts], dim=1)
+
+
+def require_finite(group: Group, vectors: Tensor) -> None:
+    """Raise NonFiniteRows, naming the layer, if joined rows [n, width] are not."""
+    if bool(torch.isfinite(vectors).all()):
+        return
+    for shape, rows in zip(group.shapes, torch.split(vectors, [shape.width for shape in group.shapes], 1), strict=True):
+        for part, half in zip(("keys", "values"), rows.chunk(2, dim=1), strict=True):
+            if not bool(torch.isfinite(half).all()):
+                raise NonFiniteRows(shape.layer, part)

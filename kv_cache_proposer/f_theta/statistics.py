@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kv_cache_proposer.f_theta.errors import LatentError
-from kv_cache_proposer.f_theta.rows import Group, LayerShape, join, make_groups
+from kv_cache_proposer.f_theta.rows import Group, LayerShape, join, make_groups, require_finite
 
 
 class Statistics:
@@ -39,7 +39,9 @@ class Statistics:
         joined: list[Tensor] = []
         for group in self.groups:
             last = first + len(group.shapes)
-            joined.append(join(group, keys[first:last], values[first:last]).to(self._device))
+            vectors = join(group, keys[first:last], values[first:last])
+            require_finite(group, vectors)
+            joined.append(vectors.to(self._device))
             first = last
         if not self._shifts:
             self._shifts = [vectors.mean(0) for vectors in joined]

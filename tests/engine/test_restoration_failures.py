@@ -30,6 +30,7 @@ class Failing:
     def __init__(self) -> None:
         self._codec: LatentCodec = tiny_latent()
         self.fails_in = ""
+        self.well_before = 0  # how many times more it decodes well
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -50,6 +51,9 @@ class Failing:
         return self._codec.encode(keys, values)
 
     def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        self.well_before -= 1
+        if self.well_before >= 0:
+            return self._codec.decode(codes, layers)
         if self.fails_in == "decode":
             raise ValueError("codes of another codec")
         if self.fails_in == "numbers":
@@ -65,12 +69,12 @@ def _damaged(codec: LatentCodec) -> LatentCodec:
     return replace(codec, coders=(replace(coder, basis=replace(coder.basis, deviations=deviations)),))
 
 
-def until_it_fails(engine: Engine, session: str, count: int) -> tuple[int, RestorationFailed]:
-    """How many tokens were heard of, and what ended the Generate."""
-    heard = 0
+def until_it_fails(engine: Engine, session: str, count: int) -> tuple[list[int], RestorationFailed]:
+    """The tokens that were heard of, and what ended the Generate."""
+    heard: list[int] = []
     try:
         for event in engine.generate(session, GenerateParams(max_tokens=count)):
-            heard += isinstance(event, TokenCommitted)
+            heard += [event.token_id] if isinstance(event, TokenCommitted) else []
     except RestorationFailed as failure:
         return heard, failure
     raise AssertionError("nothing failed")
@@ -92,14 +96,14 @@ def test_a_failing_codec_ends_its_generate_by_name_and_keeps_the_history(strateg
         assert failure.reason == "RESTORATION_FAILED"
         drain(beside)
         info = engine.session_info(session)
-        assert info.history_length == 60 + 5 + heard
+        assert info.history_length == 60 + 5 + len(heard)
         assert not info.failure_reason
         assert info.kv_live_bytes <= info.bound.sustained_bytes
         codec.fails_in = ""
         again = engine.create_session(strategy=strategy).session_id
         engine.append(again, text(60))
         assert same(generate(engine, again, 5), told, Mode.BATCHED)
-        generate(engine, again, heard or 1)
+        generate(engine, again, len(heard) or 1)
         if heard:
             assert same(generate(engine, session, 10), generate(engine, again, 10), Mode.BATCHED)
 
@@ -114,8 +118,31 @@ def test_rows_that_come_back_as_no_numbers_are_named_and_nothing_is_generated_fr
             generate(engine, session, 5)
         codec.fails_in = "numbers"
         heard, failure = until_it_fails(engine, ill, 10)
-        assert heard == 0
+        assert not heard
         assert "layer 1: keys that come back hold NaN or infinity" in str(failure)
         assert engine.session_info(ill).history_length == 65
         codec.fails_in = ""
         assert same(generate(engine, ill, 10), generate(engine, well, 10), Mode.BATCHED)
+
+
+@pytest.mark.parametrize("strategy", [HOLD, STREAM], ids=str)
+@pytest.mark.parametrize("well_before", [1, 2, 5, 9])
+def test_what_was_told_before_rows_came_back_as_no_numbers_stands_and_no_more_is_told(
+    strategy: KVStrategy, well_before: int
+) -> None:
+    """A session that holds asks for rows when it wakes and at each boundary, one that streams in every step."""
+    codec = Failing()
+    with engine_for(Mode.BATCHED, latent=codec) as engine:
+        ill, well = (engine.create_session(strategy=strategy).session_id for _ in range(2))
+        for session in (ill, well):
+            engine.append(session, text(60))
+        expected = [token for token, _ in generate(engine, well, 150)]
+        codec.well_before, codec.fails_in = well_before, "numbers"
+        heard, failure = until_it_fails(engine, ill, 150)
+        assert "that come back hold NaN or infinity" in str(failure)
+        assert len(heard) < 150
+        assert heard == expected[: len(heard)]
+        codec.fails_in = ""
+        # Its rows are computed anew from the tokens.
+        assert engine.session_info(ill).history_length == 60 + len(heard)
+        assert [token for token, _ in generate(engine, ill, 150 - len(heard))] == expected[len(heard) :]

@@ -1,5 +1,7 @@
 """Sums over a text equal what the whole text says."""
 
+import math
+
 import pytest
 import torch
 
@@ -44,8 +46,11 @@ def test_statistics_without_tokens_are_refused() -> None:
         Statistics(SHAPES, group_layers=2).covariance(0)
 
 
-def test_a_calibration_text_that_overflows_is_refused_by_layer() -> None:
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_a_calibration_text_that_overflows_is_refused_by_layer(part: str, bad: float) -> None:
     rows = make_rows(10)
-    rows.keys[4][0, 0, 0] = torch.nan
-    with pytest.raises(NonFiniteRows, match="layer 5: keys"):
+    getattr(rows, part)[4][3, 0, 2] = bad
+    with pytest.raises(NonFiniteRows, match=f"layer 5: {part}") as caught:
         make_statistics(rows)
+    assert (caught.value.layer, caught.value.part) == (5, part)

@@ -1,0 +1,168 @@
+"""Rows that a recording takes come out as they would without, and recordings are few. CUDA's own are tried on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference_engine.backends import recorded_rows
+from inference_engine.backends.recorded_rows import RecordedRows, Shapes
+from inference_engine.backends.recording import GraphMemory
+from inference_engine.kv.compressor import KVCompressor
+from inference_engine.kv.context import KVContext, OfRows
+from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK
+from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.strategies import make_strategy
+from tests.kv.codec_cases import each_compressor, gaussian, head_sizes
+from tests.laws.test_session_kv_laws import SEGMENT, Rows, context, feed
+from tests.tiny import LATENT_BYTES, tiny_latent
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are a GPU's")
+
+
+class Overwriting:
+    """A recording as a GPU makes them: inputs and results lie where they lay in the last run."""
+
+    made: list[Shapes]
+
+    def __init__(self, shapes: Shapes, device: torch.device, of_rows: OfRows) -> None:
+        self._inputs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+        self._of_rows = of_rows
+        self._results = [part.clone() for part in of_rows(self._inputs)]
+        self.made.append(shapes)
+
+    def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        for mine, given in zip(self._inputs, tensors, strict=True):
+            mine[: len(given)].copy_(given)
+        for result, fresh in zip(self._results, self._of_rows(self._inputs), strict=True):
+            result.copy_(fresh)
+        return self._results
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Shapes]:
+    found: list[Shapes] = []
+    monkeypatch.setattr(Overwriting, "made", found, raising=False)
+    return found
+
+
+def recorder(*sizes: int, record: Any = Overwriting) -> RecordedRows:
+    return RecordedRows(sizes, GraphMemory(), record)
+
+
+def doubled(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [2 * part for part in tensors]
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 32, 33, 100])
+def test_any_number_of_rows_comes_out_as_it_would_unrecorded(made: list[Shapes], count: int) -> None:
+    compute = recorder(8, 32)
+    for seed in range(2):
+        rows = [gaussian(count, 3, 4, seed=seed), gaussian(count, 5, seed=seed)]
+        for one, other in zip(compute("double", doubled, rows), doubled(rows), strict=True):
+            assert torch.equal(one, other)
+    assert len(made) == (0 < count <= 32)
+
+
+def test_what_has_one_name_and_one_shape_is_recorded_once_for_each_size(made: list[Shapes]) -> None:
+    compute = recorder(32, 8)
+    for count in (3, 8, 20, 5, 32):
+        for width in (4, 6):
+            compute("double", doubled, [gaussian(count, width)])
+    assert [shapes[0][0] for shapes in made] == [(8, 4), (8, 6), (32, 4), (32, 6)]
+
+
+def test_what_cannot_be_recorded_is_tried_once_and_computed_all_the_same() -> None:
+    tried: list[Shapes] = []
+
+    def refuse(shapes: Shapes, *_: object) -> Any:
+        tried.append(shapes)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    compute = recorder(8, record=refuse)
+    rows = [gaussian(5, 3)]
+    for _ in range(3):
+        assert torch.equal(compute("double", doubled, rows)[0], 2 * rows[0])
+    assert len(tried) == 1
+
+
+def test_recordings_that_were_not_used_for_long_go(made: list[Shapes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_rows, "MOST", 2)
+    compute = recorder(8)
+    for width in (1, 2, 1, 3, 1, 2):
+        compute("double", doubled, [gaussian(5, width)])
+    assert [shapes[0][0][1] for shapes in made] == [1, 2, 3, 2]
+
+
+RESTORED = [
+    make_strategy("restored", sink=3, window=13, source="latent", bytes_per_token=LATENT_BYTES),
+    make_strategy("restored", sink=3, window=13, source="latent", bytes_per_token=LATENT_BYTES, mode="stream"),
+    make_strategy("full", codec="int8", exact_window=13),
+    make_strategy("sink_window", sink=3, window=40, codec="int8", exact_window=13),
+]
+
+
+@pytest.mark.parametrize("strategy", RESTORED, ids=str)
+def test_a_session_reads_the_same_whether_its_rows_are_recorded_or_not(strategy: Any, made: list[Shapes]) -> None:
+    def read(ctx: KVContext) -> list[Tensor]:
+        kv, rows = SessionKV(strategy, ctx, 200), Rows(200)
+        assert kv.wake(200)
+        found = feed(kv, rows, 90)
+        kv.sleep()
+        assert kv.wake(200)
+        return [*found, *feed(kv, rows, 100)]
+
+    compute = recorder(SEGMENT, SEGMENTS_IN_A_CHUNK * SEGMENT)
+    plain, recorded = read(context()), read(replace(context(), compute=compute))
+    assert made
+    for one, other in zip(plain, recorded, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-5)
+
+
+@needs_gpu
+@each_compressor
+def test_a_gpu_records_every_compressor(compressor: KVCompressor) -> None:
+    compute = RecordedRows((64,), GraphMemory())
+    for head_dim in head_sizes(compressor):
+        for seed, count in enumerate((64, 64, 11)):
+            rows = [gaussian(count, 3, head_dim, seed=seed).cuda()]
+
+            def encode(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+                return [compressor.encode(part) for part in tensors]
+
+            def decode(tensors: Sequence[Tensor], head_dim: int = head_dim) -> Sequence[Tensor]:
+                return [compressor.decode(part, head_dim) for part in tensors]
+
+            codes = encode(rows)
+            assert torch.equal(compute(("encode", head_dim), encode, rows)[0], codes[0])
+            assert torch.equal(compute(("decode", head_dim), decode, codes)[0], decode(codes)[0])
+    assert not compute._refused
+
+
+@needs_gpu
+def test_a_gpu_records_a_latent() -> None:
+    codec = tiny_latent().to("cuda")
+    compute = RecordedRows((64,), GraphMemory())
+    half = len(codec.layers)
+
+    def encode(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [codec.encode(tensors[:half], tensors[half:])]
+
+    def decode(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        keys, values = codec.decode(tensors[0])
+        return [*keys, *values]
+
+    for seed in range(3):
+        rows = [
+            gaussian(64, shape.kv_heads, shape.head_dim, seed=seed).cuda() for _ in range(2) for shape in codec.shapes
+        ]
+        codes = encode(rows)
+        assert torch.equal(compute("encode", encode, rows)[0], codes[0])
+        for one, other in zip(compute("decode", decode, codes), decode(codes), strict=True):
+            assert torch.equal(one, other)
+    assert not compute._refused
