@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import torch
 
-# torch has a type for devices only; its allocator for the CPU raises this in a RuntimeError.
-_CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
+# torch has a type for what its own allocator of a device refuses. That of the CPU, and a device's libraries that want
+# memory beside it, are told by the text of a RuntimeError.
+_SAYINGS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -13,7 +18,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             return True
-        if isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error):
+        if isinstance(error, RuntimeError) and any(saying in str(error) for saying in _SAYINGS):
             return True
         error = error.__cause__
     return False
