@@ -4,8 +4,9 @@
 
     merge(state of A, state of B) = state of A ∪ B, for disjoint A and B, in any order and any grouping
 
-The state of no rows is (0, -inf), and merging it changes nothing, to the bit. All arithmetic is in float32; with scores
-of size m an lse is exact to about 1e-7 · m, and the weights of a merge as well.
+The state of no rows is (0, -inf), and merging it changes nothing, to the bit. All arithmetic is in float32, but that a
+GPU's fused operation rounds each out to the type of the keys; with scores of size m an lse is exact to about 1e-7 · m,
+and the weights of a merge as well.
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv 1805.02867.
 """
 
@@ -31,10 +32,33 @@ def attend_state(
     softcap: as in `attend`.
     A query that sees no key has out 0 and lse -inf.
     """
+    if mask is None and softcap is None and _is_fused(queries, keys):
+        return _attend_fused(queries, keys, values, scaling)
     scores = attention_scores(queries, keys, scaling=scaling, softcap=softcap)
     if mask is not None:
         scores = scores + (mask if mask.ndim == scores.ndim else mask[:, None])
     return reduce_scores(scores, values)
+
+
+class Merging:
+    """States merged one after another, in half the operations of `merge_states`: divided by their weights in the end.
+
+    The first one must have seen a row.
+    """
+
+    def __init__(self, out: Tensor, lse: Tensor) -> None:
+        self._sum, self._top, self._weight = out, lse, torch.ones_like(lse)
+
+    def add(self, out: Tensor, lse: Tensor) -> None:
+        top = torch.maximum(self._top, lse)
+        before, fresh = torch.exp(self._top - top), torch.exp(lse - top)
+        self._sum = torch.addcmul(out * fresh[..., None], self._sum, before[..., None])
+        self._weight = torch.addcmul(fresh, self._weight, before)
+        self._top = top
+
+    def state(self) -> tuple[Tensor, Tensor]:
+        """Of all rows so far."""
+        return self._sum / self._weight[..., None], self._top + torch.log(self._weight)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,6 +104,30 @@ def reduce_scores(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     folded = weights.transpose(0, 1).reshape(kv_heads, query_heads // kv_heads * rows, count)
     out = (folded @ values.float()).reshape(query_heads, rows, head_dim)
     return out.transpose(0, 1), lse
+
+
+def _is_fused(queries: Tensor, keys: Tensor) -> bool:
+    """Is there one operation that gives out and lse? Those of torch take half precision, or float32 in another one."""
+    head_dim = queries.shape[-1]
+    is_fitting = queries.dtype == keys.dtype and head_dim % 8 == 0 and head_dim <= 256
+    return queries.is_cuda and is_fitting and keys.shape[1] > 0
+
+
+def _attend_fused(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    rows, query_heads, head_dim = queries.shape
+    kv_heads = keys.shape[0]
+    folded = queries.transpose(0, 1).reshape(1, kv_heads, -1, head_dim)
+    if queries.dtype == torch.float32:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            folded, keys[None], values[None], None, True, scale=scaling
+        )
+        lse = lse[..., : folded.shape[2]]  # rounded up to whole blocks
+    else:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            folded, keys[None], values[None], scale=scaling
+        )
+    by_head = out.reshape(query_heads, rows, head_dim), lse.reshape(query_heads, rows)
+    return by_head[0].transpose(0, 1).float(), by_head[1].transpose(0, 1).float()
 
 
 def _finite(lse: Tensor) -> Tensor:

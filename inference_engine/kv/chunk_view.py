@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.merge import attend_state, merge_states, with_head_sinks
+from inference_engine.kernels.merge import Merging, attend_state, with_head_sinks
 from inference_engine.kv.pool import Arena
 from inference_engine.kv.views import Lane, Scoring
 
@@ -62,13 +62,15 @@ class ChunkView:
     chunks: Sequence[range]
 
     def read(self, layer: int, queries: Tensor, arena: Arena, scoring: Scoring) -> Tensor:
-        states = [self._read_lanes(layer, queries[portion.rows], portion, arena, scoring) for portion in self.portions]
+        states = [
+            Merging(*self._read_lanes(layer, queries[portion.rows], portion, arena, scoring))
+            for portion in self.portions
+        ]
         for chunk in self.chunks:
             keys, values = self.source.chunk(layer, chunk.start, chunk.stop)
-            for index, portion in enumerate(self.portions):
-                seen = _attend(queries[portion.rows], keys, values, None, scoring)
-                states[index] = merge_states(*states[index], *seen)
-        out, lse = (torch.cat(parts) for parts in zip(*states, strict=True))
+            for portion, state in zip(self.portions, states, strict=True):
+                state.add(*_attend(queries[portion.rows], keys, values, None, scoring))
+        out, lse = (torch.cat(parts) for parts in zip(*(state.state() for state in states), strict=True))
         if scoring.head_sinks is not None:
             out, _ = with_head_sinks(out, lse, scoring.head_sinks)
         return out.to(queries.dtype)

@@ -200,8 +200,8 @@ class Seam:
             sin = -sin
         elif bool((shifts < 0).any()):
             sin = torch.where((shifts < 0)[None, :, None].to(sin.device), -sin, sin)
-        # The model's function turns queries and keys; of the former one head is enough, as nobody wants them.
-        return self._apply(keys[None, :1], keys[None], cos, sin)[1][0]
+        # The model's function turns queries and keys; nobody wants the former.
+        return self._apply(keys[None, :0], keys[None], cos, sin)[1][0]
 
     def _turn(self, like: Tensor, shifts: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """Cosines and sines of these shifts, none of them negative.

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference_engine.kernels.attention import attend
-from inference_engine.kernels.merge import attend_state, merge_states, with_head_sinks
+from inference_engine.kernels.merge import Merging, attend_state, merge_states, with_head_sinks
 
 # Two ways to add up the same float32 numbers, of size 1.
 ROUNDING = 5e-6
@@ -48,9 +52,9 @@ def assert_same(actual: State, expected: State) -> None:
         assert torch.equal(one, other)
 
 
-def assert_close(actual: State, expected: State) -> None:
+def assert_close(actual: State, expected: State, *, size: float = 1.0) -> None:
     for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=ROUNDING, atol=ROUNDING)
+        torch.testing.assert_close(one, other, rtol=ROUNDING, atol=ROUNDING * size)
 
 
 @settings(deadline=None)
@@ -64,6 +68,53 @@ def test_rows_cut_anywhere_and_merged_are_one_softmax(cuts: list[int], seed: int
         merged = part if merged is None else merge_states(*merged, *part)
     assert merged is not None
     assert_close(merged, one_softmax(queries, keys, values))
+
+
+@settings(deadline=None)
+@given(cuts=st.lists(st.integers(1, 37), max_size=4), seed=st.integers(0, 99), size=st.sampled_from([1.0, 30.0]))
+def test_states_merged_one_after_another_are_one_softmax(cuts: list[int], seed: int, size: float) -> None:
+    queries, keys, values = problem(2, 37, seed, size=size)
+    merging: Merging | None = None
+    for start, end in itertools.pairwise([0, *sorted(cuts), 37]):
+        part = attend_state(queries, keys[:, start:end], values[:, start:end], None, scaling=SCALING)
+        if merging is None:
+            merging = Merging(*part)
+        else:
+            merging.add(*part)
+    assert merging is not None
+    assert_close(merging.state(), one_softmax(queries, keys, values), size=size)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="one operation is a GPU's")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [8, 64, 256])
+@pytest.mark.parametrize("rows", [1, 3, 70])
+def test_one_operation_of_a_gpu_gives_the_same_state(dtype: torch.dtype, head_dim: int, rows: int) -> None:
+    rng = torch.Generator().manual_seed(rows)
+    queries = torch.randn(rows, HEADS, head_dim, generator=rng).to(dtype)
+    keys, values = torch.randn(2, KV_HEADS, 1024, head_dim, generator=rng).to(dtype)
+    expected = attend_state(queries.float(), keys.float(), values.float(), None, scaling=head_dim**-0.5)
+    with watched() as operations:
+        found = attend_state(queries.cuda(), keys.cuda(), values.cuda(), None, scaling=head_dim**-0.5)
+    assert not {"aten::bmm", "aten::matmul"} & operations
+    tolerance = 2e-5 if dtype == torch.float32 else 1e-2
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one.cpu(), other, atol=tolerance, rtol=tolerance)
+
+
+@contextmanager
+def watched() -> Iterator[set[str]]:
+    """The operations of torch that are called within."""
+    names: set[str] = set()
+
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.add(func.name().rpartition(".")[0] or func.name())
+            return func(*args, **(kwargs or {}))
+
+    with Watch():  # type: ignore[no-untyped-call]
+        yield names
 
 
 def test_rows_dealt_out_by_a_mask_merge_as_well() -> None:
