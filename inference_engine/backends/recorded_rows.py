@@ -2,7 +2,10 @@
 
 A code is dozens of small operations, which take the host several times longer to launch than the device to run. Rows
 leave the exact window by whole segments and are read by chunks, so there are few numbers of rows to record for; a few
-rows less are computed with some others beside them. More rows than that keep a device busy as they are.
+rows less are computed with some others beside them. More rows than that keep a device busy as they are, and so do wide
+ones: those are not recorded, which also bounds the memory that recordings share.
+
+What is done for the first time is done unrecorded: clients choose rates, and one that is used once is not worth it.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -21,7 +25,10 @@ from inference_engine.kv.context import OfRows
 
 logger = logging.getLogger(__name__)
 
-MOST = 256  # recordings that are kept: a rate's codes of every layer that is streamed, a few times over
+MOST = 512  # recordings at a time
+MOST_BYTES = 64 * 2**20  # of what one takes and gives
+STALE_CALLS = 8 * MOST  # after so many calls without it, a recording gives way to another
+_REMEMBERED = 4 * MOST  # of what was done, recorded or not
 
 Shapes = Sequence[tuple[torch.Size, torch.dtype]]
 
@@ -33,6 +40,15 @@ class Recorded(Protocol):
 Record = Callable[[Shapes, torch.device, OfRows], Recorded]
 
 
+@dataclass(slots=True)
+class _Known:
+    """Something that was done before, to so many rows."""
+
+    can_record: bool
+    recorded: Recorded | None = None
+    used_at: int = 0
+
+
 class RecordedRows:
     """A `Compute`. Of one thread."""
 
@@ -40,28 +56,60 @@ class RecordedRows:
         """sizes: numbers of rows to record for. record: CUDA's own unless given; raises RuntimeError if it cannot."""
         self._sizes = sorted(sizes)
         self._record: Record = record or partial(RowRecording, memory=memory)
-        self._recorded: OrderedDict[Hashable, Recorded] = OrderedDict()
-        self._refused: set[Hashable] = set()
+        # By name and shapes; what was used last comes last.
+        self._known: OrderedDict[Hashable, _Known] = OrderedDict()
+        self._recorded: OrderedDict[Hashable, _Known] = OrderedDict()
+        self._calls = 0
 
     def __call__(self, name: Hashable, of_rows: OfRows, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         count = len(tensors[0])
         size = next((size for size in self._sizes if size >= count), None)
-        if size is None or not count or name in self._refused:
+        if size is None or not count:
             return of_rows(tensors)
-        recorded = self._recorded_for(name, size, of_rows, tensors)
-        return of_rows(tensors) if recorded is None else [part[:count] for part in recorded.run(tensors)]
-
-    def _recorded_for(self, name: Hashable, size: int, of_rows: OfRows, tensors: Sequence[Tensor]) -> Recorded | None:
+        self._calls += 1
         shapes = tuple((torch.Size((size, *tensor.shape[1:])), tensor.dtype) for tensor in tensors)
-        wanted = (name, shapes)
-        if wanted not in self._recorded:
-            try:
-                self._recorded[wanted] = self._record(shapes, tensors[0].device, of_rows)
-            except RuntimeError:
-                logger.exception("what is done to rows (%s) runs unrecorded", name)
-                self._refused.add(name)
-                return None
-            if len(self._recorded) > MOST:
-                self._recorded.popitem(last=False)
-        self._recorded.move_to_end(wanted)
-        return self._recorded[wanted]
+        key = (name, shapes)
+        known = self._known.get(key)
+        if known is None:
+            results = of_rows(tensors)
+            row_bytes = sum(part.nbytes for part in (*tensors, *results)) // count
+            self._remember(key, _Known(can_record=row_bytes * size <= MOST_BYTES))
+            return results
+        self._known.move_to_end(key)
+        if known.recorded is None and known.can_record and self._has_place():
+            self._try_to_record(key, known, shapes, of_rows, tensors[0].device)
+        if known.recorded is None:
+            return of_rows(tensors)
+        known.used_at = self._calls
+        self._recorded.move_to_end(key)
+        return [part[:count] for part in known.recorded.run(tensors)]
+
+    def _remember(self, key: Hashable, known: _Known) -> None:
+        self._known[key] = known
+        if len(self._known) > _REMEMBERED:
+            oldest, _ = self._known.popitem(last=False)
+            self._recorded.pop(oldest, None)
+
+    def _try_to_record(
+        self, key: Hashable, known: _Known, shapes: Shapes, of_rows: OfRows, device: torch.device
+    ) -> None:
+        try:
+            known.recorded = self._record(shapes, device, of_rows)
+        except torch.OutOfMemoryError:
+            logger.warning("no memory to record what is done to rows now; the next time is another try")
+        except RuntimeError:
+            logger.exception("what is done to rows of %s runs unrecorded", [tuple(shape) for shape, _ in shapes])
+            known.can_record = False
+        else:
+            self._recorded[key] = known
+
+    def _has_place(self) -> bool:
+        """Is there, or has one that was not used for long given way? In use by turns, they would all be made anew."""
+        if len(self._recorded) < MOST:
+            return True
+        oldest, known = next(iter(self._recorded.items()))
+        if self._calls - known.used_at < STALE_CALLS:
+            return False
+        del self._recorded[oldest]
+        known.recorded = None
+        return True

@@ -10,7 +10,8 @@ other recording of the same GraphMemory, overwrites.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -26,15 +27,26 @@ _WARM_UPS = 2  # runs before recording: libraries allocate in their first
 
 
 class GraphMemory:
-    """Temporary memory that recordings share, because one runs at a time."""
+    """Memory that recordings share: one runs at a time, and what it gave is done with when the next one runs."""
 
     def __init__(self) -> None:
         self.outbox = Outbox()
+        self._rooms: dict[tuple[Hashable, torch.device, int], Tensor] = {}
         self._first: torch.cuda.CUDAGraph | None = None  # the memory lasts as long as a graph of it
 
     @property
     def handle(self) -> Any:
         return None if self._first is None else self._first.pool()
+
+    def room(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor that stays where it is, in the same memory as all others of that name and about as many bytes."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        held = 1 << max(nbytes - 1, 1).bit_length()
+        key = (name, device, held)
+        if key not in self._rooms:
+            with torch.inference_mode(False):  # else it could be written to in that mode only
+                self._rooms[key] = torch.zeros(held, dtype=torch.uint8, device=device)
+        return self._rooms[key][:nbytes].view(dtype).view(shape)
 
     def record(self, graph: torch.cuda.CUDAGraph, device: torch.device, compute: Callable[[], T]) -> T:
         """Record `compute` as `graph`. What it gives is good whenever the graph has run.
@@ -42,12 +54,12 @@ class GraphMemory:
         Raises RuntimeError for what cannot be recorded.
         """
         new_stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
-        side = new_stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
+        stream, side = torch.cuda.current_stream(device), new_stream(device)
+        side.wait_stream(stream)
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
                 compute()
-        torch.cuda.current_stream(device).wait_stream(side)
+        stream.wait_stream(side)
         # Graphs of engines that are gone may be garbage. To collect one now would end the recording.
         was_enabled = gc.isenabled()
         gc.disable()
@@ -56,6 +68,7 @@ class GraphMemory:
             with torch.cuda.graph(graph, pool=self.handle, capture_error_mode="thread_local"):
                 result = compute()
         finally:
+            torch.cuda.set_stream(stream)  # a recording that fails does not go back to it
             if was_enabled:
                 gc.enable()
         self._first = self._first or graph
@@ -95,18 +108,28 @@ class RowRecording:
         compute: Callable[[Sequence[Tensor]], Sequence[Tensor]],
         memory: GraphMemory,
     ) -> None:
-        """Recorded with zeros. Raises RuntimeError for what cannot be recorded."""
-        self._inputs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+        """Raises RuntimeError for what cannot be recorded."""
+        self._inputs = [
+            memory.room(("input", place), shape, dtype, device) for place, (shape, dtype) in enumerate(shapes)
+        ]
         # A graph reads the tensors that are in `compute`, and they last as long as it does.
         self._compute = compute
         self._graph = torch.cuda.CUDAGraph()
         with torch.no_grad():
-            self._results = memory.record(self._graph, device, lambda: compute(self._inputs))
+            self._results = [
+                memory.room(("result", place), part.shape, part.dtype, device)
+                for place, part in enumerate(compute(self._inputs))
+            ]
+            memory.record(self._graph, device, self._run_unrecorded)
+
+    def _run_unrecorded(self) -> None:
+        for result, fresh in zip(self._results, self._compute(self._inputs), strict=True):
+            result.copy_(fresh)
 
     def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """What `compute` gives for these tensors, until the next run.
 
-        They may have fewer rows than the shapes; the others are then those of an earlier run, or zeros.
+        They may have fewer rows than the shapes; in the others is whatever lay there.
         """
         for mine, given in zip(self._inputs, tensors, strict=True):
             mine[: len(given)].copy_(given)

@@ -91,7 +91,8 @@ class TorchForward:
             )
             most_rows = SIZES[-1]
             segment = geometry.segment_tokens
-            compute = RecordedRows((segment, SEGMENTS_IN_A_CHUNK * segment), self._memory)
+            # Beyond a segment, fewer rows than are wanted are computed beside them.
+            compute = RecordedRows((segment, 2 * segment, SEGMENTS_IN_A_CHUNK * segment), self._memory)
         return KVContext(
             geometry=geometry,
             pool=pool,

@@ -122,7 +122,7 @@ class Verifier:
 
         The rows are staged: the caller commits each session, to the length it accepts. If the forward raises, nothing
         is staged and every session is as it was. Raises BlockFailed for a broken invariant, SpanFailed, with the
-        block's index, for old rows that could not be had.
+        block's index, for old rows that could not be had, or are not finite: `sleep` then raises, too.
         """
         try:
             for index, block in enumerate(blocks):
@@ -162,14 +162,16 @@ class Verifier:
         self._lap("plan")
         result = self._forward.run(Step(token_ids, plan, wanted, tap_layers))
         self._lap("forward")
+        told = [(index, block) for index, block in enumerate(blocks) if block.sampled or block.wanted_logits]
+        for _, block in told:
+            block.kv.ask_finite()
         samples = self._sample(blocks, ends, result.logits)
         self._lap("sample")
-        for index, block in enumerate(blocks):
-            if block.sampled or block.wanted_logits:
-                try:
-                    block.kv.require_finite()
-                except RestorationFailed as failure:
-                    raise SpanFailed(index, failure) from failure
+        for index, block in told:
+            try:
+                block.kv.require_finite()
+            except RestorationFailed as failure:
+                raise SpanFailed(index, failure) from failure
         return [
             Outcome(
                 samples=_agreeing(block, drawn),

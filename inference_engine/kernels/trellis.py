@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,20 +40,29 @@ Choose = Callable[[Tensor, "Levels"], Tensor]
 LevelsOf = Callable[[Tensor, "Levels"], Tensor]
 
 
+class Run(NamedTuple):
+    """Neighbouring numbers with one table, [first, behind), and where the table lies: [start, stop)."""
+
+    first: int
+    behind: int
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Levels:
     """What the numbers of a row may become, and what an error in each costs. C numbers, of at least one bit each.
 
     values: the tables in use, one after another, each ascending, float32. first, size [C]: where in them a number's
-    table begins, and how many levels it has; int32. weights [C]: what a squared error costs, float32. runs: for
-    neighbours with one table, where they begin and how many they are. longest: the largest size.
+    table begins, and how many levels it has; int32. weights [C]: what a squared error costs, float32. runs: the same on
+    the host, which need not ask the device. longest: the largest size.
     """
 
     values: Tensor
     first: Tensor
     size: Tensor
     weights: Tensor
-    runs: tuple[tuple[int, int], ...]
+    runs: tuple[Run, ...]
     longest: int
 
     @property
@@ -102,10 +112,10 @@ def make_levels(tables: Sequence[Tensor], weights: Tensor) -> Levels:
             distinct.append(table.float())
             end += len(table)
     runs, first = [], 0
-    for _, alike in groupby(tables, key=id):
-        count = len(list(alike))
-        runs.append((first, count))
-        first += count
+    for table_id, alike in groupby(tables, key=id):
+        own = list(alike)
+        runs.append(Run(first, first + len(own), starts[table_id], starts[table_id] + len(own[0])))
+        first += len(own)
     return Levels(
         values=torch.cat(distinct),
         first=torch.tensor([starts[id(table)] for table in tables], dtype=torch.int32),
@@ -117,7 +127,10 @@ def make_levels(tables: Sequence[Tensor], weights: Tensor) -> Levels:
 
 
 def choose(numbers: Tensor, levels: Levels) -> Tensor:
-    """The codes whose levels cost least in all, of each row of finite `numbers` [n, C]: int32 [n, C]."""
+    """The codes whose levels cost least in all, of each row of `numbers` [n, C]: int32 [n, C].
+
+    Of a row that is not finite they are some codes or other.
+    """
     if not len(numbers):
         return numbers.int()
     return torch.cat([_choose(some, levels) for some in torch.split(numbers, _ROWS)])
@@ -156,11 +169,10 @@ def _choose(numbers: Tensor, levels: Levels) -> Tensor:
 
 def _nearest(numbers: Tensor, levels: Levels, nearest: Tensor, costs: Tensor) -> None:
     """Of numbers [C, n], into [4, ≥ C, n]: each subset's nearest level, counted in the subset, and what it costs."""
-    for first, count in levels.runs:
-        start, size = int(levels.first[first]), int(levels.size[first])
-        own = slice(first, first + count)
+    for first, behind, start, stop in levels.runs:
+        own = slice(first, behind)
         for subset in range(SUBSETS):
-            table = levels.values[start + subset : start + size : SUBSETS]
+            table = levels.values[start + subset : stop : SUBSETS]
             index = torch.bucketize(numbers[own], (table[1:] + table[:-1]) / 2, out_int32=True)
             nearest[subset, own] = index
             missed = numbers[own] - table.index_select(0, index.flatten()).view_as(index)

@@ -138,9 +138,13 @@ class ArchivedRows(ABC):
         if not self._replays and any(len(positions) for positions in leaving):
             self._keep(leaving, before, length)
         self._archive.commit(length)
+        self._archive.ask_finite()
+
+    def ask_finite(self) -> None:
+        self._archive.ask_finite()
 
     def require_finite(self) -> None:
-        """Raise RestorationFailed if rows that left or came back turn out not to be finite: they are of no use."""
+        """Raise RestorationFailed if rows that left or came back, and were asked for, are not finite: of no use."""
         try:
             self._archive.require_finite()
         except NonFiniteRows as error:

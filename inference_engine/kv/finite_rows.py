@@ -45,15 +45,14 @@ class FiniteRows:
 
     def send(self) -> None:
         """Let the answers come to the host."""
-        questions, self._questions = tuple(self._questions), []
-        if questions:
-            extremes = torch.cat([extreme for question in questions for extreme in question.extremes])
+        if self._questions:
+            extremes = torch.cat([extreme for question in self._questions for extreme in question.extremes])
             numbers = extremes.to("cpu", non_blocking=True)
-            self._answers.append(_Answer(questions, numbers, _mark(extremes.device)))
+            self._answers.append(_Answer(tuple(self._questions), numbers, _mark(extremes.device)))
+            self._questions = []  # not before: they must not be lost
 
     def require(self) -> None:
-        """Raise NonFiniteRows, naming the layer, if any of those asked for are not."""
-        self.send()
+        """Raise NonFiniteRows, naming the layer, if any of those whose answers were sent for are not."""
         while self._answers:
             _look_at(self._answers[0])
             self._answers.pop(0)

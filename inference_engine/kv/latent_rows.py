@@ -161,6 +161,9 @@ class _LatentArchive(Archive):
         """what: all that it does beside the codec and the layers' sets."""
         return self._context.compute(("latent", self._codec, self._places, what), of_rows, tensors)
 
+    def ask_finite(self) -> None:
+        self._finite.send()
+
     def require_finite(self) -> None:
         self._finite.require()
 
@@ -184,7 +187,6 @@ class _LatentArchive(Archive):
 
     def commit(self, length: int) -> None:
         self._codes.commit(length)
-        self._finite.send()
 
     def forget(self) -> None:
         self._codes.clear()

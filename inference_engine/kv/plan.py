@@ -58,7 +58,7 @@ class Span:
 
 
 class SpanFailed(Exception):
-    """Old rows of span number `index` could not be had; the other sessions of the step have no part in it."""
+    """Old rows of span `index` could not be had, or are not finite; the step's other sessions have no part in it."""
 
     def __init__(self, index: int, failure: RestorationFailed) -> None:
         super().__init__(str(failure))

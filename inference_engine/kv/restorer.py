@@ -91,8 +91,11 @@ class Archive(ABC):
         """Rows of one layer, where the restorer streams: keys, unrotated, and values, float32 [n, Hkv, D]."""
         raise AssertionError("this restorer does not stream")
 
+    def ask_finite(self) -> None:
+        """Let the device tell whether the rows that were kept or restored so far are finite. Nobody waits for it."""
+
     def require_finite(self) -> None:
-        """Raise NonFiniteRows if rows that were kept or restored are not, as far as the device has been asked.
+        """Raise NonFiniteRows if some of those asked for by `ask_finite` are not.
 
         To be called before anything that was computed from them is told to anybody; raised once, it is raised again.
         """

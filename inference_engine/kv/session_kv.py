@@ -218,10 +218,15 @@ class SessionKV:
         """Does the session need room to wake, and give it back when it sleeps?"""
         return self._archived is not None
 
-    def require_finite(self) -> None:
-        """Raise RestorationFailed if old rows that a step read are not finite; then `forget` is all that is left.
+    def ask_finite(self) -> None:
+        """Let the device tell whether old rows that were read or left so far are finite. Nobody waits for it."""
+        if self._archived is not None:
+            self._archived.ask_finite()
 
-        To be called before anything that the step computed is told to anybody.
+    def require_finite(self) -> None:
+        """Raise RestorationFailed if some of those asked for are not finite; then `forget` is all that is left.
+
+        To be called before anything that a step computed from them is told to anybody.
         """
         if self._archived is not None:
             self._archived.require_finite()
@@ -234,7 +239,8 @@ class SessionKV:
         assert self.staged == 0
         if self._archived is None or not self._is_awake:
             return
-        self._archived.require_finite()
+        self.ask_finite()
+        self.require_finite()
         self._archived.sleep(self.length if self._replayed is None else None)
         self._replayed = None
         self._is_awake = False
@@ -329,7 +335,8 @@ class SessionKV:
     def commit(self, length: int) -> None:
         """Keep staged rows below `length`, wipe the others, and evict what no later query may see.
 
-        Raises RestorationFailed if rows that leave the exact window cannot be kept; then `forget` is all that is left.
+        Raises RestorationFailed if rows that leave the exact window cannot be kept, or those of an earlier step turn
+        out not to be finite; then `forget` is all that is left.
         """
         before = self.next_position
         if not before <= length <= before + self.staged:

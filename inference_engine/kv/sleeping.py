@@ -59,6 +59,7 @@ class SleepingRows(ArchivedRows):
             self._open(0, length)
             if not self._replays:
                 self._restore(length)
+                self._archive.ask_finite()
                 self._archive.require_finite()
             self._take_exact_rows(length)
         except Exception as error:

@@ -196,7 +196,7 @@ class Seam:
         shifts: on the host, so that it need not wait for the device.
         """
         cos, sin = self._turn(keys, shifts.abs(), name)
-        if bool((shifts < 0).all()):
+        if bool((shifts <= 0).all()):
             sin = -sin
         elif bool((shifts < 0).any()):
             sin = torch.where((shifts < 0)[None, :, None].to(sin.device), -sin, sin)

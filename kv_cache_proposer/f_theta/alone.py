@@ -44,10 +44,9 @@ def distortion(bits: int) -> float:
 def choose(numbers: Tensor, levels: Levels) -> Tensor:
     """See `kernels.trellis.Choose`."""
     parts = []
-    for first, count in levels.runs:
-        start, size = int(levels.first[first]), int(levels.size[first])
-        edges = _edges(levels.values[start : start + size])
-        parts.append(torch.bucketize(numbers[:, first : first + count].contiguous(), edges, out_int32=True))
+    for first, behind, start, stop in levels.runs:
+        edges = _edges(levels.values[start:stop])
+        parts.append(torch.bucketize(numbers[:, first:behind].contiguous(), edges, out_int32=True))
     return torch.cat(parts, dim=1)
 
 

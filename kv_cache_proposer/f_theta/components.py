@@ -78,4 +78,7 @@ class Components:
 
 
 def _per_row(scales: Tensor, head_sizes: Sequence[int]) -> Tensor:
-    return scales.repeat_interleave(torch.tensor(head_sizes, device=scales.device), dim=0, output_size=sum(head_sizes))
+    if len(set(head_sizes)) == 1:
+        return scales.repeat_interleave(head_sizes[0], dim=0)
+    # Sizes in a tensor would have to travel to the device.
+    return torch.cat([scale.expand(size, -1) for scale, size in zip(scales.unbind(), head_sizes, strict=True)])

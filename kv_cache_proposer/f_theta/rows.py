@@ -15,7 +15,6 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from inference_engine.errors import NonFiniteRows
 from kv_cache_proposer.f_theta.errors import LatentError
 
 
@@ -77,13 +76,3 @@ def join(group: Group, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tens
         # One operation, not two for each layer's keys and values.
         return torch.stack(parts, dim=1).float().flatten(1)
     return torch.cat([rows.float().flatten(1) for rows in parts], dim=1)
-
-
-def require_finite(group: Group, vectors: Tensor) -> None:
-    """Raise NonFiniteRows, naming the layer, if joined rows [n, width] are not."""
-    if bool(torch.isfinite(vectors).all()):
-        return
-    for shape, rows in zip(group.shapes, torch.split(vectors, [shape.width for shape in group.shapes], 1), strict=True):
-        for part, half in zip(("keys", "values"), rows.chunk(2, dim=1), strict=True):
-            if not bool(torch.isfinite(half).all()):
-                raise NonFiniteRows(shape.layer, part)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kv_cache_proposer.f_theta.errors import LatentError
-from kv_cache_proposer.f_theta.rows import Group, LayerShape, join, make_groups, require_finite
+from kv_cache_proposer.f_theta.rows import Group, LayerShape, join, make_groups
 
 
 class Statistics:
@@ -34,14 +34,12 @@ class Statistics:
         return tuple(shape for group in self.groups for shape in group.shapes)
 
     def add(self, keys: Sequence[Tensor], values: Sequence[Tensor], queries: Sequence[Tensor]) -> None:
-        """Per covered layer, unrotated: keys and values [n, Hkv, D], queries [n, Hq, D]. Raises NonFiniteRows."""
+        """Per covered layer, unrotated: keys and values [n, Hkv, D], queries [n, Hq, D]. All finite."""
         first = 0
         joined: list[Tensor] = []
         for group in self.groups:
             last = first + len(group.shapes)
-            vectors = join(group, keys[first:last], values[first:last])
-            require_finite(group, vectors)
-            joined.append(vectors.to(self._device))
+            joined.append(join(group, keys[first:last], values[first:last]).to(self._device))
             first = last
         if not self._shifts:
             self._shifts = [vectors.mean(0) for vectors in joined]

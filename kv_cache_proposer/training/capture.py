@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from inference_engine.errors import ModelError
+from inference_engine.errors import ModelError, NonFiniteRows
 
 _KINDS = ("q", "k", "v")
 
@@ -35,7 +35,8 @@ def capture(model: nn.Module, batches: Iterable[Tensor], *, layers: Sequence[int
     """Run the model over each batch of token ids [sequences, T] and yield its rows, one entry for each of `layers`.
 
     N is sequences × T, sequence after sequence. The rows stay on the model's device, in its dtype.
-    Raises ModelError for a model whose attention has no q_proj, k_proj and v_proj.
+    Raises ModelError for a model whose attention has no q_proj, k_proj and v_proj, NonFiniteRows for one that
+    overflows.
     """
     attentions = attention_modules(model)
     if missing := [layer for layer in layers if layer not in attentions]:
@@ -47,10 +48,20 @@ def capture(model: nn.Module, batches: Iterable[Tensor], *, layers: Sequence[int
         for tokens in batches:
             with torch.no_grad():
                 body(input_ids=tokens.to(device), use_cache=False)
-            yield [recorder.take() for recorder in recorders]
+            rows = [recorder.take() for recorder in recorders]
+            _require_finite(rows)
+            yield rows
     finally:
         for recorder in recorders:
             recorder.remove()
+
+
+def _require_finite(rows: Sequence[LayerRows]) -> None:
+    are_finite = torch.stack([part.isfinite().all() for one in rows for part in (one.keys, one.values)])
+    # Asked once of the device for all layers.
+    for one, (keys, values) in zip(rows, are_finite.view(-1, 2).tolist(), strict=True):
+        if not (keys and values):
+            raise NonFiniteRows(one.layer, "values" if keys else "keys")
 
 
 def attention_modules(model: nn.Module) -> dict[int, nn.Module]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,36 +19,41 @@ from inference_engine.kv.context import KVContext, OfRows
 from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
+from kv_cache_proposer.f_theta.codec import QUANTISERS
+from kv_cache_proposer.f_theta.components import PRECISIONS
 from tests.kv.codec_cases import each_compressor, gaussian, head_sizes
+from tests.kv_cache_proposer.correlated import make_codec
 from tests.laws.test_session_kv_laws import SEGMENT, Rows, context, feed
-from tests.tiny import LATENT_BYTES, tiny_latent
+from tests.tiny import LATENT_BYTES
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are a GPU's")
 
 
 class Overwriting:
-    """A recording as a GPU makes them: inputs and results lie where they lay in the last run."""
+    """A recording as a GPU makes them: each run spoils what any other has given."""
 
     made: list[Shapes]
+    given: list[Tensor]
 
     def __init__(self, shapes: Shapes, device: torch.device, of_rows: OfRows) -> None:
         self._inputs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes]
         self._of_rows = of_rows
-        self._results = [part.clone() for part in of_rows(self._inputs)]
         self.made.append(shapes)
 
     def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         for mine, given in zip(self._inputs, tensors, strict=True):
             mine[: len(given)].copy_(given)
-        for result, fresh in zip(self._results, self._of_rows(self._inputs), strict=True):
-            result.copy_(fresh)
-        return self._results
+        for part in self.given:
+            part.fill_(99)
+        self.given[:] = [part.clone() for part in self._of_rows(self._inputs)]
+        return self.given
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Shapes]:
     found: list[Shapes] = []
     monkeypatch.setattr(Overwriting, "made", found, raising=False)
+    monkeypatch.setattr(Overwriting, "given", [], raising=False)
     return found
 
 
@@ -59,22 +65,29 @@ def doubled(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [2 * part for part in tensors]
 
 
+def check(compute: RecordedRows, rows: Tensor) -> None:
+    assert torch.equal(compute("double", doubled, [rows])[0], 2 * rows)
+
+
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 32, 33, 100])
 def test_any_number_of_rows_comes_out_as_it_would_unrecorded(made: list[Shapes], count: int) -> None:
     compute = recorder(8, 32)
-    for seed in range(2):
+    for seed in range(3):
         rows = [gaussian(count, 3, 4, seed=seed), gaussian(count, 5, seed=seed)]
         for one, other in zip(compute("double", doubled, rows), doubled(rows), strict=True):
             assert torch.equal(one, other)
     assert len(made) == (0 < count <= 32)
 
 
-def test_what_has_one_name_and_one_shape_is_recorded_once_for_each_size(made: list[Shapes]) -> None:
+def test_what_is_done_again_to_the_same_shapes_is_recorded_once_for_each_size(made: list[Shapes]) -> None:
     compute = recorder(32, 8)
-    for count in (3, 8, 20, 5, 32):
+    for count in (3, 20):
+        check(compute, gaussian(count, 4))
+    assert not made
+    for count in (8, 20, 5, 32):
         for width in (4, 6):
-            compute("double", doubled, [gaussian(count, width)])
-    assert [shapes[0][0] for shapes in made] == [(8, 4), (8, 6), (32, 4), (32, 6)]
+            check(compute, gaussian(count, width))
+    assert [shapes[0][0] for shapes in made] == [(8, 4), (32, 4), (8, 6), (32, 6)]
 
 
 def test_what_cannot_be_recorded_is_tried_once_and_computed_all_the_same() -> None:
@@ -84,19 +97,49 @@ def test_what_cannot_be_recorded_is_tried_once_and_computed_all_the_same() -> No
         tried.append(shapes)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    compute = recorder(8, record=refuse)
-    rows = [gaussian(5, 3)]
-    for _ in range(3):
-        assert torch.equal(compute("double", doubled, rows)[0], 2 * rows[0])
-    assert len(tried) == 1
+    compute = recorder(8, 32, record=refuse)
+    for count in (5, 20) * 3:
+        check(compute, gaussian(count, 3))
+    assert [shapes[0][0] for shapes in tried] == [(8, 3), (32, 3)]
 
 
-def test_recordings_that_were_not_used_for_long_go(made: list[Shapes], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_rows, "MOST", 2)
+def test_a_want_of_memory_passes(made: list[Shapes]) -> None:
+    tries = 0
+
+    def record(*asked: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Overwriting(*asked)
+
+    compute = recorder(8, record=record)
+    for _ in range(6):
+        check(compute, gaussian(5, 3))
+    assert tries == 3
+    assert len(made) == 1
+
+
+def test_rows_that_are_too_wide_are_not_recorded(made: list[Shapes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_rows, "MOST_BYTES", 8 * 2 * 3 * 4)
     compute = recorder(8)
-    for width in (1, 2, 1, 3, 1, 2):
-        compute("double", doubled, [gaussian(5, width)])
-    assert [shapes[0][0][1] for shapes in made] == [1, 2, 3, 2]
+    for width in (3, 4) * 3:
+        check(compute, gaussian(5, width))
+    assert [shapes[0][0] for shapes in made] == [(8, 3)]
+
+
+def test_more_than_can_be_recorded_in_use_by_turns_are_not_made_anew(
+    made: list[Shapes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded_rows, "MOST", 2)
+    monkeypatch.setattr(recorded_rows, "STALE_CALLS", 10)
+    compute = recorder(8)
+    for width in (1, 2, 3) * 20:
+        check(compute, gaussian(5, width))
+    assert [shapes[0][0][1] for shapes in made] == [1, 2]
+    for _ in range(12):
+        check(compute, gaussian(5, 3))
+    assert [shapes[0][0][1] for shapes in made] == [1, 2, 3]
 
 
 RESTORED = [
@@ -142,20 +185,22 @@ def test_a_gpu_records_every_compressor(compressor: KVCompressor) -> None:
             codes = encode(rows)
             assert torch.equal(compute(("encode", head_dim), encode, rows)[0], codes[0])
             assert torch.equal(compute(("decode", head_dim), decode, codes)[0], decode(codes)[0])
-    assert not compute._refused
+    assert all(known.recorded for known in compute._known.values())
 
 
 @needs_gpu
-def test_a_gpu_records_a_latent() -> None:
-    codec = tiny_latent().to("cuda")
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("quantiser", QUANTISERS)
+def test_a_gpu_records_every_latent(precision: str, quantiser: str) -> None:
+    codec = make_codec(24, precision=precision, quantiser=quantiser, group_layers=3).to("cuda")
     compute = RecordedRows((64,), GraphMemory())
     half = len(codec.layers)
 
     def encode(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [codec.encode(tensors[:half], tensors[half:])]
 
-    def decode(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        keys, values = codec.decode(tensors[0])
+    def decode(tensors: Sequence[Tensor], layers: Sequence[int] | None = None) -> Sequence[Tensor]:
+        keys, values = codec.decode(tensors[0], layers)
         return [*keys, *values]
 
     for seed in range(3):
@@ -164,6 +209,24 @@ def test_a_gpu_records_a_latent() -> None:
         ]
         codes = encode(rows)
         assert torch.equal(compute("encode", encode, rows)[0], codes[0])
-        for one, other in zip(compute("decode", decode, codes), decode(codes), strict=True):
-            assert torch.equal(one, other)
-    assert not compute._refused
+        for layers in (None, codec.layers[:1]):
+            of_rows = partial(decode, layers=layers)
+            for one, other in zip(compute(("decode", layers), of_rows, codes), of_rows(codes), strict=True):
+                assert torch.equal(one, other)
+    assert all(known.recorded for known in compute._known.values())
+
+
+@needs_gpu
+def test_a_recording_that_fails_leaves_the_device_as_it_was() -> None:
+    compute = RecordedRows((64,), GraphMemory())
+
+    def looks(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [part * float(part.sum()) for part in tensors]
+
+    stream = torch.cuda.current_stream()
+    rows = gaussian(64, 3).cuda()
+    for _ in range(3):
+        assert torch.equal(compute("look", looks, [rows])[0], looks([rows])[0])
+        assert torch.cuda.current_stream() == stream
+        check(compute, rows)
+    assert [bool(known.recorded) for known in compute._known.values()] == [False, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,22 +22,37 @@ LAYERS = (2, 5, 7)
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("part", ["keys", "values"])
 @pytest.mark.parametrize("come_back", [False, True])
-@pytest.mark.parametrize("sent", [False, True])
-def test_they_are_named_again_and_again(bad: float, part: str, come_back: bool, sent: bool) -> None:
+@pytest.mark.parametrize("before", [False, True])
+def test_they_are_named_again_and_again(bad: float, part: str, come_back: bool, before: bool) -> None:
     finite = FiniteRows()
     rows = {"keys": torch.randn(3, 4, 2, 8), "values": torch.randn(3, 4, 2, 8)}
     finite.ask(LAYERS, *rows.values(), come_back=come_back)
     rows[part][1, 2, 0, 3] = bad
     finite.ask(LAYERS, *rows.values(), come_back=come_back)
     rows[part][1, 2, 0, 3] = 0.0
-    if sent:
+    finite.require()
+    if before:
         finite.send()
     finite.ask(LAYERS, *rows.values(), come_back=come_back)
+    finite.send()
     for _ in range(2):
         with pytest.raises(NonFiniteRows, match=f"layer 5: {part} {'that come back' if come_back else 'to be'}"):
             finite.require()
     finite.forget()
+    finite.send()
     finite.require()
+
+
+def test_questions_that_could_not_be_sent_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    finite = FiniteRows()
+    finite.ask(LAYERS, torch.full((3, 1, 1, 1), math.nan), torch.zeros(3, 1, 1, 1), come_back=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cat", Mock(side_effect=RuntimeError("the device failed")))
+        with pytest.raises(RuntimeError, match="the device failed"):
+            finite.send()
+    finite.send()
+    with pytest.raises(NonFiniteRows):
+        finite.require()
 
 
 def test_finite_rows_of_any_size_and_none_are_no_matter() -> None:
@@ -45,6 +61,7 @@ def test_finite_rows_of_any_size_and_none_are_no_matter() -> None:
         LAYERS, torch.full((3, 1, 1, 1), torch.finfo(torch.float32).max), torch.zeros(3, 1, 1, 1), come_back=True
     )
     finite.ask(LAYERS, torch.zeros(3, 0, 1, 1), torch.zeros(3, 0, 1, 1), come_back=True)
+    finite.send()
     finite.require()
 
 

@@ -74,10 +74,12 @@ def make_statistics(rows: Rows | None = None, *, group_layers: int = 2, chunk: i
     return statistics
 
 
-def make_codec(bytes_per_token: int = 24, *, group_layers: int = 2, precision: str = "float16") -> LatentCodec:
+def make_codec(
+    bytes_per_token: int = 24, *, group_layers: int = 2, precision: str = "float16", quantiser: str = "trellis"
+) -> LatentCodec:
     statistics = make_statistics(group_layers=group_layers)
     importances = from_projections(statistics, make_projections())
-    return fit(statistics, importances, bytes_per_token=bytes_per_token, precision=precision)
+    return fit(statistics, importances, bytes_per_token=bytes_per_token, precision=precision, quantiser=quantiser)
 
 
 def relative_error(codec: LatentCodec, rows: Rows) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from inference_engine.errors import ModelError
+from inference_engine.errors import ModelError, NonFiniteRows
 from kv_cache_proposer.f_theta.errors import LatentError
 from kv_cache_proposer.training.capture import capture, output_projections
 from kv_cache_proposer.training.latent import calibrate, collect, measure
@@ -50,6 +51,18 @@ def test_no_hook_stays_behind_when_capture_is_left_early() -> None:
     for _ in capture(model, [tokens(1, 5), tokens(1, 5)], layers=[1]):
         break
     assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", ["k", "v"])
+def test_a_model_that_overflows_is_refused_by_layer(kind: str, bad: float) -> None:
+    model = llama()
+    with torch.no_grad():
+        getattr(model.model.layers[1].self_attn, f"{kind}_proj").weight[3, 2] = bad
+    part = {"k": "keys", "v": "values"}[kind]
+    with pytest.raises(NonFiniteRows, match=f"layer 1: {part}") as caught:
+        next(capture(model, [tokens(2, 5)], layers=[0, 1]))
+    assert (caught.value.layer, caught.value.part) == (1, part)
 
 
 def test_a_model_without_the_projections_is_refused() -> None:
