@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inference_engine.kv.marks import Wait
+from inference_engine.kv.marks import mark as mark_of_device
+
 Numbers = NDArray[np.int64]
 _PIECES = 2
-
-
-Wait = Callable[[], None]
 
 
 class _Piece:
@@ -38,7 +38,7 @@ class Outbox:
         allocate: so many int64 of host memory. mark: what waits until a device has done all it was asked to until now.
         """
         self._allocate = allocate or _pinned
-        self._mark = mark or _mark
+        self._mark = mark or mark_of_device
         self._pieces = tuple(_Piece() for _ in range(_PIECES))
         self._next = 0
 
@@ -72,10 +72,3 @@ class Outbox:
 
 def _pinned(count: int) -> Tensor:
     return torch.empty(count, dtype=torch.int64, pin_memory=True)
-
-
-def _mark(device: torch.device) -> Wait:
-    new_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
-    event = new_event()
-    event.record(torch.cuda.current_stream(device))
-    return event.synchronize

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from inference_engine.errors import NonFiniteRows
+from inference_engine.kv.marks import Wait, mark
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +27,7 @@ class _Answer:
 
     questions: tuple[_Question, ...]
     numbers: Tensor
-    wait: Callable[[], None]
+    wait: Wait
 
 
 class FiniteRows:
@@ -48,7 +49,7 @@ class FiniteRows:
         if self._questions:
             extremes = torch.cat([extreme for question in self._questions for extreme in question.extremes])
             numbers = extremes.to("cpu", non_blocking=True)
-            self._answers.append(_Answer(tuple(self._questions), numbers, _mark(extremes.device)))
+            self._answers.append(_Answer(tuple(self._questions), numbers, mark(extremes.device)))
             self._questions = []  # not before: they must not be lost
 
     def require(self) -> None:
@@ -72,13 +73,3 @@ def _look_at(answer: _Answer) -> None:
             for layer, *ends in zip(question.layers, lows, highs, strict=True):
                 if not all(ends):
                     raise NonFiniteRows(layer, part, come_back=question.come_back)
-
-
-def _mark(device: torch.device) -> Callable[[], None]:
-    """What waits until the device has done all it was asked to until now."""
-    if device.type != "cuda":
-        return lambda: None
-    new_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
-    event = new_event()
-    event.record(torch.cuda.current_stream(device))
-    return event.synchronize

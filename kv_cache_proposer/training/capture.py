@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from inference_engine.errors import ModelError, NonFiniteRows
+from inference_engine.errors import ModelError
+from inference_engine.kv.finite_rows import FiniteRows
 
 _KINDS = ("q", "k", "v")
 
@@ -57,11 +58,11 @@ def capture(model: nn.Module, batches: Iterable[Tensor], *, layers: Sequence[int
 
 
 def _require_finite(rows: Sequence[LayerRows]) -> None:
-    are_finite = torch.stack([part.isfinite().all() for one in rows for part in (one.keys, one.values)])
-    # Asked once of the device for all layers.
-    for one, (keys, values) in zip(rows, are_finite.view(-1, 2).tolist(), strict=True):
-        if not (keys and values):
-            raise NonFiniteRows(one.layer, "values" if keys else "keys")
+    finite = FiniteRows()
+    for one in rows:
+        finite.ask([one.layer], one.keys[None], one.values[None], come_back=False)
+    finite.send()
+    finite.require()
 
 
 def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
