@@ -31,7 +31,7 @@ SOAK ?= --interleavings 100000 --cancels 10000 --calls 2000000 --messages 100000
 # Checks come before tests and share one installation: the steps run one after another, even under -j.
 .NOTPARALLEL:
 
-.PHONY: help setup demo serve chat test test-long check proto bench bench-load evaluate soak seeded-bugs clean
+.PHONY: help setup demo serve chat test test-long test-hostile check proto bench bench-load evaluate soak seeded-bugs clean
 .PHONY: lint format types contracts wire reference documents docs unit node typescript unit-typescript long-typescript
 
 help: ## this list
@@ -61,6 +61,9 @@ unit: $(INSTALLED) node ## the tests without the checks; ARGS go to pytest
 test-long: $(INSTALLED) long-typescript ## the tests that take minutes to hours
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@$(BIN)/python -m pytest -m long --timeout=14400 $(ARGS)
+
+test-hostile: $(INSTALLED) ## every attack on a server of its own on loopback, and what its neighbours notice; ten minutes
+	@OMP_NUM_THREADS=1 timeout --kill-after=30 900 $(BIN)/python -m pytest -m hostile --timeout=300 $(ARGS)
 
 check: lint types contracts wire documents typescript ## style, types, import contracts, wire contract, documents, TypeScript
 

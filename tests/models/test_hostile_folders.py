@@ -16,6 +16,8 @@ from safetensors.torch import save_file
 from inference_engine.errors import ModelError
 from inference_engine.models import load_model, tokenizer_folder
 
+pytestmark = pytest.mark.hostile
+
 CODE_THAT_LEAVES_A_TRACE = "from pathlib import Path\nPath({canary!r}).touch()\n"
 
 
