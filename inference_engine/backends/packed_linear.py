@@ -9,6 +9,8 @@ The packed copy takes the place of the weight: a mapped file's pages are then on
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -57,10 +59,20 @@ def kernel_rows(rows: int) -> int:
 
 
 def can_pack(model: nn.Module) -> bool:
-    """Whether this torch has oneDNN and the model's weights are of a kind and in a place it takes."""
+    """Whether oneDNN takes the model's weights: on a CPU, in a type that this CPU has instructions for."""
     weight = next(model.parameters())
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return has_onednn and weight.device.type == "cpu" and weight.dtype in _DTYPES
+    return has_onednn and weight.device.type == "cpu" and weight.dtype in _DTYPES and takes(weight.dtype)
+
+
+@cache
+def takes(dtype: torch.dtype) -> bool:
+    """Tried out: bfloat16 needs AVX-512 or AVX-NE-CONVERT, and torch tells so only when a weight is packed."""
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=dtype))
+    except RuntimeError:
+        return False
+    return True
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from inference_engine.backends.packed_linear import PackedLinear, can_pack, kernel_rows, pack_linears
+from inference_engine.backends.packed_linear import PackedLinear, can_pack, kernel_rows, pack_linears, takes
 from inference_engine.backends.quanta import probe_quanta
 from inference_engine.models.seam import ATTENTION, Seam
 from tests.tiny import tiny_model
@@ -16,6 +16,8 @@ from tests.tiny import tiny_model
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 5, 64, 300])
 def test_packed_gives_the_same_product(dtype: torch.dtype, rows: int) -> None:
+    if not takes(dtype):
+        pytest.skip(f"this CPU has no instructions for packed {dtype}")
     generator = torch.Generator().manual_seed(rows)
     linear = torch.nn.Linear(200, 120).to(dtype)
     states = torch.randn(1, rows, 200, generator=generator).to(dtype)
@@ -23,6 +25,17 @@ def test_packed_gives_the_same_product(dtype: torch.dtype, rows: int) -> None:
         expected, packed = linear(states).float(), PackedLinear(linear)(states).float()
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2  # sums of 200 terms of order 0.05, rounded once
     torch.testing.assert_close(packed, expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_can_be_packed_is_known_before_anything_is(dtype: torch.dtype) -> None:
+    """Some CPUs have no instructions for bfloat16: a model is served with its plain layers there."""
+    model = copy.deepcopy(tiny_model()).to(dtype)
+    if can_pack(model):
+        assert pack_linears(model) > 10
+    else:
+        with pytest.raises(RuntimeError):
+            PackedLinear(torch.nn.Linear(16, 16, dtype=dtype))
 
 
 def test_every_linear_layer_is_replaced_and_logits_stay() -> None:
