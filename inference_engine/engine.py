@@ -22,7 +22,7 @@ from inference_engine.generates import Generates
 from inference_engine.generation import Generation
 from inference_engine.kv.query_rings import MatchTotals
 from inference_engine.kv.strategies import parse_strategy, strategy_names
-from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.strategy import KVStrategy, check_strategy
 from inference_engine.kv.token_codec import TokenCodec
 from inference_engine.kv.transfers import TransferTotals
 from inference_engine.memory import open_memory, warn_if_too_small
@@ -82,8 +82,9 @@ class Engine:
             mode=self.config.mode, page_tokens=self.config.page_tokens, segment_tokens=self.config.segment_tokens
         )
         self._arguments = Arguments(self.config, self._geometry, vocab_size=forward.facts.vocab_size)
+        self._refused_strategies = dict(forward.facts.refused_strategies)
         self._default_strategy = parse_strategy(self.config.strategy).resolved(self._geometry)
-        self._default_strategy.check(self._geometry)
+        self._check_possible(self._default_strategy)
         self._context = open_memory(forward, self._geometry, self.config, self.metrics, latent=latent, drafter=drafter)
         self._check_ready(self._default_strategy)
         warn_if_too_small(self._default_strategy, self._context)
@@ -145,7 +146,7 @@ class Engine:
         """
         self._refuse_when_draining()
         spec = (strategy or self._default_strategy).resolved(self._geometry)
-        spec.check(self._geometry)
+        self._check_possible(spec)
         self._check_ready(spec)
         self._arguments.check_ids("eos_token_ids", eos_token_ids, at_most=MAX_STOP_TOKEN_IDS)
         check_label(label)
@@ -384,7 +385,7 @@ class Engine:
         return EngineInfo(
             facts=self._forward.facts,
             mode=self.config.mode,
-            strategies=strategy_names(),
+            strategies=tuple(name for name in strategy_names() if name not in self._refused_strategies),
             default_strategy=self._default_strategy,
             limit_tokens=self._default_strategy.length_limit(self._geometry),
             kv_capacity_bytes=self._context.pool.capacity_bytes,
@@ -424,6 +425,12 @@ class Engine:
         self.close()
 
     # -- checks -----------------------------------------------------------------------------------------------------
+
+    def _check_possible(self, strategy: KVStrategy) -> None:
+        """Raise InvalidArgument if this model cannot be served this way."""
+        if why := self._refused_strategies.get(strategy.name):
+            raise InvalidArgument("strategy", f"{strategy.name} cannot be had with this model: {why}")
+        check_strategy(strategy, self._geometry)
 
     def _check_ready(self, strategy: KVStrategy) -> None:
         if (restorer := strategy.restorer()) is not None:

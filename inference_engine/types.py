@@ -218,3 +218,5 @@ class ModelFacts:
     trained_positions: int
     device: str
     dtype: str
+    # Names of strategies that this model cannot have, and why: a twin of it gave other logits, or none.
+    refused_strategies: tuple[tuple[str, str], ...] = ()

@@ -16,7 +16,7 @@ def open_backend(config: ModelConfig) -> Forward:
     """
     import torch
 
-    from inference_engine.backends.admission import admit
+    from inference_engine.backends.admission import admit_config
     from inference_engine.backends.graphs import wants_graphs
     from inference_engine.backends.packed_linear import can_pack, pack_linears
     from inference_engine.backends.torch_forward import TorchForward, use_threads
@@ -36,7 +36,7 @@ def open_backend(config: ModelConfig) -> Forward:
         dtype=config.dtype,
         attention=ATTENTION,
     )
-    admit(loaded.model)
+    admitted = admit_config(loaded.model.config, type(loaded.model))
     if config.linear == "packed" and not can_pack(loaded.model):
         raise BackendError(
             f"linear=packed needs oneDNN and a CPU; {loaded.dtype} on {loaded.device} is served by linear=auto"
@@ -51,8 +51,9 @@ def open_backend(config: ModelConfig) -> Forward:
         trained_positions=loaded.trained_positions,
         device=loaded.device,
         dtype=loaded.dtype,
+        refused_strategies=admitted.refused,
     )
-    device, seam = torch.device(loaded.device), Seam(loaded.model)
+    device, seam = torch.device(loaded.device), Seam(loaded.model, admitted.traits)
     lane_attention = None if seam.has_head_sinks else open_lane_attention(config.kernels, device)
     records_graphs = wants_graphs(config.graphs, device, has_lanes=lane_attention is not None)
     return TorchForward(

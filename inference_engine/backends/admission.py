@@ -1,142 +1,466 @@
-"""Admits a model by test: a shrunken twin of it must give the model's own logits through our seam.
+"""Admits a model by test: small twins of it, made from its configuration alone, must give the model's own logits.
 
-The twin has the same class and a few small layers; every window and context field is cut to 8, so that windows bite
-within 40 tokens. Its own eager forward over the whole text is compared with ours in chunks, and packed beside a
-stranger. An architecture that attends in a way we do not honour differs here, before it could answer wrongly.
+    traits       every layer, its keys at two positions: rotated, unrotated, or changed in a way that cannot be repeated
+    full         a few layers, whole in the model's own eager attention; in chunks beside a stranger through our seam
+    strategies   each one's small variants, against plain attention under its rule. Keys that it moves are compared with
+                 keys that the model itself computes there: rows that travel along at the other position.
+
+The twins have the same class and small sizes; every window and context field is cut to 8, so that windows bite within
+48 tokens, and all their numbers are drawn, norms and biases too, so that nothing cancels by chance. An architecture
+that attends, rotates or normalises in a way we do not honour differs here, before it could answer wrongly. Weights are
+not needed.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from inference_engine.backends.base import Step
 from inference_engine.backends.torch_forward import TorchForward
-from inference_engine.errors import ModelError
+from inference_engine.errors import InvalidArgument, ModelError
 from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.latent_rows import exact_bytes_per_token, latent_layers
+from inference_engine.kv.layout import Layout
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.strategies import strategy_kinds
 from inference_engine.kv.strategies.full import Full
-from inference_engine.models.seam import ATTENTION, Seam
+from inference_engine.kv.strategy import KVStrategy, check_strategy
+from inference_engine.kv.tier import HostTier
+from inference_engine.models.layer_traits import TRIAL, find_traits
+from inference_engine.models.seam import ATTENTION, LayerTraits, Seam, check_config
 from inference_engine.types import Mode, ModelFacts
 
-_LENGTH = 40
-_CHUNK = 16
+logger = logging.getLogger(__name__)
+
+_LENGTH = 48
+_SEGMENT = 16
+_POOL_BYTES = 2**24
 _WINDOW_FIELDS = ("sliding_window", "attention_chunk_size", "local_attention_window")
 _SMALL: dict[str, int] = {
     "vocab_size": 96,
-    "hidden_size": 64,
     "intermediate_size": 48,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "num_group": 1,
+    "topk_group": 1,
 }
-# Different summation orders in float32, over logits of order 1.
+_MOST_NUMBERS = 300_000_000  # of a twin; more means that a family keeps a size under a name we do not know
+_SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+_NOISE = 0.1
+# Of the largest logit: different summation orders in float32.
 _TOLERANCE = 2e-4
 
 
-def admit(model: PreTrainedModel) -> None:
-    """Raise ModelError unless a twin of `model` is served rightly. Leaves `model` and the random state alone."""
-    kind = type(model)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TwinSizes:
+    """Sizes of a twin, where its family leaves them open. group: query heads of a KV head; None: those of the model."""
+
+    hidden: int = 64
+    head_dim: int = 16
+    kv_heads: int = 2
+    group: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admitted:
+    """What trying a model out has shown. refused: names of strategies that it cannot have, and why.
+
+    differences: by strategy variant, the largest difference of a logit, as a share of the largest logit.
+    """
+
+    traits: tuple[LayerTraits, ...]
+    refused: tuple[tuple[str, str], ...]
+    differences: tuple[tuple[str, float], ...]
+
+
+def admit_config(
+    config: PretrainedConfig,
+    kind: type[PreTrainedModel] | None = None,
+    *,
+    seed: int = 0,
+    sizes: TwinSizes = TwinSizes(),
+) -> Admitted:
+    """Try out a model of this configuration. Raises ModelError unless it is served rightly, at least with `full`.
+
+    kind: the model's class; None: the one that transformers builds for the configuration. Needs no weights, and leaves
+    `config` and the random state alone.
+    """
+    kind = kind or model_class(config)
+    check_config(_text_config(config))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        traits = _try(kind, "traits", lambda: _traits(kind, config, sizes))
+        twin = _try(kind, "twin", lambda: _Twin(kind, config, traits, sizes))
+        difference = _try(kind, "logits", lambda: twin.difference(_chunks_beside_a_stranger(twin), twin.expected))
+        if not difference <= _TOLERANCE:
+            raise ModelError(
+                f"{kind.__name__} is not served rightly: through the attention seam a small twin's logits differ by "
+                f"{difference:.3g} from the model's own. Its attention does something the runtime does not honour"
+            )
+        differences, refused = {str(Full()): difference}, {}
+        for name, strategies in strategy_kinds().items():
+            for strategy in strategies.trials(twin.geometry):
+                found, why = _try_strategy(kind, twin, strategy)
+                if found is not None:
+                    differences[str(strategy)] = max(found, differences.get(str(strategy), 0.0))
+                if why:
+                    refused[name] = why
+    return Admitted(traits=traits, refused=tuple(refused.items()), differences=tuple(differences.items()))
+
+
+def _text_config(config: PretrainedConfig) -> PretrainedConfig:
     try:
-        config = shrunken(model.config)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            expected, ours = _both_ways(kind, config)
+        return config.get_text_config()
+    except ValueError as error:
+        raise ModelError(
+            f"{config.model_type!r} has several text models in one configuration; one can be served"
+        ) from error
+
+
+def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class of transformers that generates text with this configuration. Raises ModelError if there is none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        raise ModelError(
+            f"transformers has no class that generates text for the model type {config.model_type!r}"
+        ) from None
+    kind: type[PreTrainedModel] = found[0] if isinstance(found, (list, tuple)) else found
+    return kind
+
+
+def _try(kind: type[PreTrainedModel], what: str, trial: Any) -> Any:
+    """What `trial` gives. What transformers or torch raise in it becomes a refusal in words; the log has the rest."""
+    try:
+        return trial()
     except ModelError:
         raise
     except Exception as error:
+        logger.debug("trying out %s: %s", kind.__name__, what, exc_info=True)
         raise ModelError(
-            f"{kind.__name__} could not be tried out on a small twin: {type(error).__name__}: {error}"
+            f"{kind.__name__} is not served: a small twin of it {_FAILED[what]}. Its kind of attention, or of "
+            "configuration, is one that the runtime does not know (log level DEBUG has the details)"
         ) from error
-    difference = float((expected - ours).abs().max())
-    if not difference <= _TOLERANCE * max(1.0, float(expected.abs().max())):
-        raise ModelError(
-            f"{kind.__name__} is not served rightly: through the attention seam a small twin's logits differ by "
-            f"{difference:.3g} from the model's own. Its attention does something the runtime does not honour"
+
+
+_FAILED = {
+    "traits": "does not run with another attention function in the place of its own",
+    "twin": "cannot be built, or does not run by itself",
+    "logits": "does not run in chunks through the attention seam",
+}
+
+
+def _try_strategy(kind: type[PreTrainedModel], twin: _Twin, strategy: KVStrategy) -> tuple[float | None, str]:
+    """The largest difference that `strategy` makes, None if it cannot be had; and why it is refused, or ""."""
+    try:
+        check_strategy(strategy, twin.geometry)
+    except InvalidArgument:
+        return None, ""  # what a geometry cannot have is said when it is asked for
+    try:
+        difference = twin.difference(_in_segments(twin, strategy), _expected(twin, strategy))
+    except Exception:
+        logger.debug("trying out %s with %s", kind.__name__, strategy, exc_info=True)
+        return None, f"a small twin of {kind.__name__} does not run with {strategy}"
+    if difference <= _TOLERANCE:
+        return difference, ""
+    return difference, (
+        f"with {strategy} a small twin of {kind.__name__} gives logits that differ by {difference:.3g} from those that "
+        "the strategy stands for"
+    )
+
+
+# -- twins -------------------------------------------------------------------------------------------------------------
+
+
+def _traits(kind: type[PreTrainedModel], config: PretrainedConfig, sizes: TwinSizes) -> tuple[LayerTraits, ...]:
+    """Of every layer: the twin is as deep as the model, and thin."""
+    count = config.get_text_config().num_hidden_layers
+    small = shrunken(config, layers=range(count), sizes=sizes)
+    small._attn_implementation = TRIAL
+    return find_traits(Seam(_built(kind, small)))
+
+
+class _Twin:
+    """A few layers of each sort, twice: as transformers runs them, and taken over."""
+
+    def __init__(
+        self, kind: type[PreTrainedModel], config: PretrainedConfig, traits: Sequence[LayerTraits], sizes: TwinSizes
+    ) -> None:
+        layers = representative_layers(config.get_text_config(), traits)
+        small = shrunken(config, layers=layers, sizes=sizes)
+        vocabulary: int = small.get_text_config().vocab_size
+        self.text = np.random.default_rng(int(torch.randint(0, 2**31, ()))).integers(1, vocabulary, _LENGTH)
+        small._attn_implementation = "eager"
+        own = _built(kind, small)
+        with torch.inference_mode():
+            self.expected: Tensor = own(input_ids=torch.from_numpy(self.text)[None], use_cache=False).logits[0].float()
+        taken_config = copy.deepcopy(small)
+        taken_config._attn_implementation = ATTENTION
+        taken = kind(taken_config).eval()
+        taken.load_state_dict(own.state_dict())
+        self.seam = Seam(taken, [traits[layer] for layer in layers])
+        facts = ModelFacts(
+            model_id="twin",
+            vocab_size=vocabulary,
+            trained_positions=self.seam.trained_positions,
+            device="cpu",
+            dtype="float32",
         )
+        self.forward = TorchForward(self.seam, facts, torch.device("cpu"))
+        self.geometry = self.forward.geometry(mode=Mode.BATCHED, page_tokens=4, segment_tokens=_SEGMENT)
+
+    def open(self) -> KVContext:
+        return self.forward.open(self.geometry, _POOL_BYTES)
+
+    @staticmethod
+    def difference(ours: Tensor, expected: Tensor) -> float:
+        if not bool(ours.isfinite().all()):
+            return float("inf")
+        return float((expected - ours).abs().max() / expected.abs().max())
 
 
-def shrunken(config: PretrainedConfig) -> PretrainedConfig:
-    """A config of the same kind with up to four small layers, both kinds of layer among them, and windows of 8."""
+def _built(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """With every number moved: norms that are one, biases that are zero and attention that is even would hide much."""
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in kind(copy.deepcopy(config)).parameters())
+    if count > _MOST_NUMBERS:
+        raise ModelError(
+            f"{kind.__name__} cannot be tried out: a small twin of it would still have {count} numbers, as its "
+            "configuration keeps a size under a name that the runtime does not know"
+        )
+    model = kind(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * _NOISE)
+    return model.eval()
+
+
+def shrunken(config: PretrainedConfig, *, layers: Sequence[int], sizes: TwinSizes = TwinSizes()) -> PretrainedConfig:
+    """A config of the same kind with these layers of it, small sizes, and windows of 8."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
-    types: list[str] | None = getattr(text, "layer_types", None)
-    chosen = _representative_layers(types, text.num_hidden_layers)
-    group = max(1, text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or text.num_attention_heads))
+    count: int = text.num_hidden_layers
+    heads: int = text.num_attention_heads
+    group = max(1, heads // (getattr(text, "num_key_value_heads", None) or heads))
+    if group > 1 and sizes.group is not None:
+        group = sizes.group
     changes: dict[str, Any] = {name: value for name, value in _SMALL.items() if getattr(text, name, None)}
     changes |= {name: 8 for name in _WINDOW_FIELDS if getattr(text, name, None)}
     changes |= {
-        "num_hidden_layers": len(chosen),
-        "num_attention_heads": 2 * group,
+        "num_hidden_layers": len(layers),
+        "num_attention_heads": sizes.kv_heads * group,
+        "hidden_size": sizes.hidden,
         "max_position_embeddings": 4 * _LENGTH,
     }
-    if getattr(text, "num_key_value_heads", None):
-        changes["num_key_value_heads"] = 2
-    if getattr(text, "head_dim", None):
-        changes["head_dim"] = 16
-    else:
-        changes["hidden_size"] = 2 * group * 16
-    if types is not None:
-        changes["layer_types"] = [types[index] for index in chosen]
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        changes[name] = None
+    if hasattr(text, "num_key_value_heads"):
+        changes["num_key_value_heads"] = sizes.kv_heads
+    if hasattr(text, "head_dim"):
+        changes["head_dim"] = sizes.head_dim
+    if not getattr(text, "head_dim", None) or text.head_dim * heads == text.hidden_size:
+        changes["hidden_size"] = sizes.kv_heads * group * sizes.head_dim
+    for name, value in vars(text).items():
+        # What a configuration says layer by layer is said of the layers that stay.
+        if isinstance(value, (list, tuple)) and len(value) == count and count > 1:
+            changes[name] = [value[layer] for layer in layers]
+    for name in _SPECIAL_IDS:
+        if getattr(text, name, None) is not None:
+            changes[name] = 0 if name == "pad_token_id" else 1
     for name, value in changes.items():
-        setattr(text, name, value)
+        # Some names are only read, off others that are changed here.
+        if not (isinstance(found := getattr(type(text), name, None), property) and found.fset is None):
+            setattr(text, name, value)
+    for part in vars(small).values():
+        # Of what is not text (a tower for pictures) as little as there can be: no row passes through it.
+        if isinstance(part, PretrainedConfig) and part is not text and getattr(part, "num_hidden_layers", None):
+            part.num_hidden_layers = 1
     small.dtype = text.dtype = torch.float32
     return small
 
 
-def _representative_layers(types: list[str] | None, count: int) -> list[int]:
-    if types is None:
-        return list(range(min(2, count)))
-    firsts = [types.index(kind) for kind in dict.fromkeys(types)]
-    return sorted({*firsts, *range(min(2, count))})
+def representative_layers(config: PretrainedConfig, traits: Sequence[LayerTraits]) -> list[int]:
+    """The first layer of each sort, and the first two in any case."""
+    count = len(traits)
+    by_layer = [value for value in vars(config).values() if isinstance(value, (list, tuple)) and len(value) == count]
+    sorts = [(trait, *(str(value[index]) for value in by_layer)) for index, trait in enumerate(traits)]
+    return sorted({*(sorts.index(sort) for sort in dict.fromkeys(sorts)), *range(min(2, count))})
 
 
-def _both_ways(kind: type[PreTrainedModel], config: PretrainedConfig) -> tuple[Tensor, Tensor]:
-    config._attn_implementation = "eager"
-    own = kind(config).eval()
-    vocabulary = config.get_text_config().vocab_size
-    text = torch.randint(0, vocabulary, (_LENGTH,))
-    with torch.inference_mode():
-        expected = own(input_ids=text[None], use_cache=False).logits[0].float()
-    taken_config = copy.deepcopy(config)
-    taken_config._attn_implementation = ATTENTION
-    taken = kind(taken_config).eval()
-    taken.load_state_dict(own.state_dict())
-    seam = Seam(taken)
-    facts = ModelFacts(
-        model_id="twin",
-        vocab_size=vocabulary,
-        trained_positions=seam.trained_positions,
-        device="cpu",
-        dtype="float32",
-    )
-    forward = TorchForward(seam, facts, torch.device("cpu"))
-    geometry = forward.geometry(mode=Mode.BATCHED, page_tokens=4, segment_tokens=_CHUNK)
-    context = forward.open(geometry, 2 * (_LENGTH + geometry.page_tokens) * geometry.row_bytes)
-    return expected, _in_chunks_beside_a_stranger(forward, context, text.numpy())
+# -- ours --------------------------------------------------------------------------------------------------------------
 
 
-def _in_chunks_beside_a_stranger(forward: TorchForward, context: KVContext, text: np.ndarray[Any, Any]) -> Tensor:
+def _chunks_beside_a_stranger(twin: _Twin) -> Tensor:
+    context = twin.open()
     ours, stranger = (SessionKV(Full(), context, _LENGTH) for _ in range(2))
     logits = []
-    for first in range(0, _LENGTH, _CHUNK):
-        chunk = text[first : first + _CHUNK].astype(np.int64)
+    for first in range(0, _LENGTH, _SEGMENT):
+        chunk = twin.text[first : first + _SEGMENT]
         for session in (stranger, ours):
             session.stage(len(chunk))
-        plan = StepPlan([stranger, ours], context.geometry, context.pool, mask_dtype=forward.compute_dtype)
+        plan = StepPlan([stranger, ours], context.geometry, context.pool, mask_dtype=torch.float32)
         real = plan.spans[1].real
         step = Step(np.concatenate([chunk[::-1], chunk]), plan, range(real.start, real.stop))
-        logits.append(forward.run(step).logits)
+        logits.append(twin.forward.run(step).logits)
         for session in (stranger, ours):
             session.commit(session.length + len(chunk))
     return torch.cat(logits)
+
+
+def _in_segments(twin: _Twin, strategy: KVStrategy) -> Tensor:
+    """The logits of the text, a segment a step; between steps the session sleeps. All its tokens count as generated:
+    appended ones read everything, whatever the strategy."""
+    opened = twin.open()
+    context = KVContext(
+        geometry=opened.geometry,
+        pool=opened.pool,
+        rotate=opened.rotate,
+        device=opened.device,
+        latent=_ExactTokens(twin.geometry),
+        tier=HostTier(_POOL_BYTES),
+    )
+    session = SessionKV(strategy, context, _LENGTH)
+    logits: list[Tensor] = []
+
+    def step(count: int) -> Tensor:
+        first = session.next_position
+        session.stage(count, np.ones(count, dtype=np.bool_))
+        plan = StepPlan([session], context.geometry, context.pool, mask_dtype=torch.float32)
+        real = plan.spans[0].real
+        found = twin.forward.run(Step(twin.text[first : first + count], plan, range(real.start, real.stop))).logits
+        session.commit(first + count)
+        return found
+
+    for first in range(0, _LENGTH, _SEGMENT):
+        assert session.wake(_LENGTH), "the pool of a twin is large enough"
+        while session.pending_replay:
+            step(session.room())
+        logits.append(step(min(_SEGMENT, _LENGTH - first)))
+        session.sleep()
+    session.release()
+    return torch.cat(logits)
+
+
+class _ExactTokens:
+    """A latent codec that keeps every number as it is, in float32."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.layers = latent_layers(geometry)
+        self.bytes_per_token = self.least_bytes_per_token = exact_bytes_per_token(geometry)
+        self._shapes = [(geometry.layers[layer].kv_heads, geometry.layers[layer].head_dim) for layer in self.layers]
+
+    def at(self, bytes_per_token: int) -> _ExactTokens:
+        assert bytes_per_token == self.bytes_per_token
+        return self
+
+    def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        return torch.cat([states.float().flatten(1) for states in (*keys, *values)], dim=1).view(torch.uint8)
+
+    def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        sizes = [heads * head_dim for heads, head_dim in self._shapes] * 2
+        parts = torch.split(codes.contiguous().view(torch.float32), sizes, dim=1)
+        rows = [part.reshape(len(codes), *shape) for part, shape in zip(parts, self._shapes * 2, strict=True)]
+        wanted = [self.layers.index(layer) for layer in (self.layers if layers is None else layers)]
+        return [rows[place] for place in wanted], [rows[len(self.layers) + place] for place in wanted]
+
+
+# -- plain attention under a rule --------------------------------------------------------------------------------------
+
+
+def _expected(twin: _Twin, strategy: KVStrategy) -> Tensor:
+    """The logits that `strategy` stands for."""
+    rules = [strategy.rule(index, twin.geometry) for index in range(len(twin.geometry.layers))]
+    if all(rule.window is None for rule in rules):
+        return twin.expected
+    plan = _PlainPlan(
+        [
+            Layout.of(rule, twin.geometry, layer.native_window, _LENGTH)
+            for rule, layer in zip(rules, twin.geometry.layers, strict=True)
+        ]
+    )
+    with torch.inference_mode(), twin.seam.attending(plan, plan.positions):
+        out = twin.seam.model(
+            input_ids=torch.from_numpy(twin.text[plan.tokens])[None],
+            position_ids=torch.from_numpy(plan.positions)[None],
+            use_cache=False,
+        )
+    logits: Tensor = out.logits[0, :_LENGTH].float()
+    return logits
+
+
+class _PlainPlan:
+    """Attention of the whole text at once, under each layer's layout, with nothing of the runtime's own in it.
+
+        rows   0 … 47 | 0' 1' | 0'' 1'' | …      the text, then each sink token again at every place it is moved to
+
+    A row that stands elsewhere is given what its own token was given, in every layer: so it enters the next one as that
+    token does, and its key there is the token's key at the other position, rotated by the model itself.
+    """
+
+    def __init__(self, layouts: Sequence[Layout]) -> None:
+        self._layouts = layouts
+        moves = {
+            (token, shift)
+            for layout in layouts
+            for start in range(0, _LENGTH, _SEGMENT)
+            if (shift := layout.sink_shift(start))
+            for token in range(layout.sink)
+        }
+        self._moved = {move: _LENGTH + place for place, move in enumerate(sorted(moves))}
+        self.tokens: NDArray[np.int64] = np.array([*range(_LENGTH), *(token for token, _ in self._moved)])
+        self.positions: NDArray[np.int64] = np.array([*range(_LENGTH), *(sum(move) for move in self._moved)])
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
+        head_sinks: Tensor | None,
+    ) -> Tensor:
+        """queries [1, Hq, N, D], keys and values [1, Hkv, N, D] -> [1, N, Hq, D]."""
+        group = queries.shape[1] // keys.shape[1]
+        own_keys, own_values = (states[0].repeat_interleave(group, dim=0) for states in (keys, values))
+        out = torch.empty(_LENGTH, queries.shape[1], queries.shape[-1])
+        for rows, sources, visible in self._segments(self._layouts[layer]):
+            scores = queries[0, :, rows] @ own_keys[:, sources].transpose(1, 2) * scaling
+            if softcap is not None:
+                scores = torch.tanh(scores / softcap) * softcap
+            scores = scores.masked_fill(~torch.from_numpy(visible), float("-inf"))
+            if head_sinks is not None:
+                drain = head_sinks[:, None, None].expand(-1, scores.shape[1], 1)
+                scores = torch.cat([scores, drain], dim=-1)
+            weights = scores.softmax(-1)[..., : len(sources)]
+            out[rows] = (weights @ own_values[:, self.tokens[sources]]).transpose(0, 1)
+        return out[self.tokens][None]
+
+    def _segments(self, layout: Layout) -> Iterator[tuple[slice, NDArray[np.int64], NDArray[np.bool_]]]:
+        """Of each segment: its rows, the row that each position's key is read from, and who sees whom."""
+        held = np.arange(_LENGTH)
+        for start in range(0, _LENGTH, _SEGMENT):
+            rows = np.arange(start, start + _SEGMENT)
+            shift = layout.sink_shift(start)
+            sources = held.copy()
+            for token in range(layout.sink) if shift else ():
+                sources[token] = self._moved[token, shift]
+            yield slice(start, start + _SEGMENT), sources, layout.visible(rows, held)

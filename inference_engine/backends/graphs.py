@@ -145,9 +145,6 @@ def _forward(
     seam: Seam, ids: Tensor, positions: Tensor, kept: Tensor, tables: LaneTables, tap_layers: tuple[int, ...]
 ) -> tuple[Tensor, Tensor | None]:
     """Logits [n, V] float32 of the rows `kept` [n], and hidden states [N, layers, hidden] if any are wanted."""
-    with seam.tapped(tap_layers) as states:
-        batch = seam.batch(tables, np.zeros(1, dtype=np.int64))
-        out = seam.model(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept, batch=batch
-        )
+    with seam.tapped(tap_layers) as states, seam.attending(tables, np.zeros(1, dtype=np.int64)):
+        out = seam.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept)
         return out.logits[0].float(), torch.stack(states, dim=1) if states else None

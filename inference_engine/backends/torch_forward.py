@@ -115,14 +115,16 @@ class TorchForward:
         graphs = self._graphs.get(step.plan.pool)
         if graphs is not None and graphs.can_run(step):
             return graphs.run(step)
-        with torch.inference_mode(), self.seam.tapped(step.tap_layers) as states:
-            batch = self.seam.batch(step.plan, step.plan.positions)
+        with (
+            torch.inference_mode(),
+            self.seam.tapped(step.tap_layers) as states,
+            self.seam.attending(step.plan, step.plan.positions),
+        ):
             out = self.seam.model(
                 input_ids=torch.from_numpy(step.token_ids)[None].to(self._device),
                 position_ids=torch.from_numpy(step.plan.positions)[None].to(self._device),
                 use_cache=False,
                 logits_to_keep=torch.tensor(step.logit_rows, dtype=torch.long, device=self._device),
-                batch=batch,
             )
             logits: Tensor = out.logits
             return Result(logits[0].float(), torch.stack(states, dim=1) if states else None)

@@ -79,6 +79,11 @@ EXPERIMENTS = {
     "pareto": Experiment(
         "inference_engine.evaluation.pareto", "bytes a token against error, KL, facts and calls", needs_model=False
     ),
+    "families": Experiment(
+        "inference_engine.evaluation.families",
+        "which model families are served, with which strategies, and how exactly",
+        needs_model=False,
+    ),
     "regime-map": Experiment("inference_engine.evaluation.regime_map", "which strategy pays where", needs_model=False),
 }
 

@@ -124,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
     from inference_engine.models import check_model, load_model, weights_digest
     from kv_cache_proposer.f_theta.store import LatentManifest, save_codec
     from kv_cache_proposer.latents import latent_folder
+    from kv_cache_proposer.training.capture import require_stored_keys
     from kv_cache_proposer.training.latent import calibrate, measure
     from kv_cache_proposer.training.refine import refine
     from kv_cache_proposer.training.sensitivity import measure_sensitivity
@@ -142,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
     test, calibration = sequences[order[:held_out]], sequences[order[held_out:]]
     checked = check_model(model.model, cache=model.cache_path)
     loaded = load_model(model.model, cache=model.cache_path, device=model.device, dtype=model.dtype, attention="sdpa")
+    require_stored_keys(loaded.model, layers=layers)
     with Progress(console=console) as progress:
         importances = args.importance
         if args.importance == "sensitivity":

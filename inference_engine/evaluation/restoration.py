@@ -37,7 +37,7 @@ from inference_engine.kv.latent_rows import default_bytes_per_token
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.strategy import KVStrategy, check_strategy
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ def match(geometry: Geometry, families: Sequence[str], *, length: int, rate: int
     Raises InvalidArgument if the latent itself cannot be had.
     """
     latent = parse_strategy(_LATENT_SPEC.format(window=window, rate=rate)).resolved(geometry)
-    latent.check(geometry)
+    check_strategy(latent, geometry)
     allowed = latent.bound(geometry, length).sustained_bytes
     strategies: dict[str, KVStrategy] = {LATENT: latent}
     left_out: dict[str, str] = {}
@@ -235,7 +235,7 @@ def _largest(family: str, geometry: Geometry, length: int, allowed: int, window:
 
     def fitting(size: int) -> KVStrategy:
         strategy = parse_strategy(spec(family, size, window)).resolved(geometry)
-        strategy.check(geometry)
+        check_strategy(strategy, geometry)
         if (held := strategy.bound(geometry, length).sustained_bytes) > allowed:
             raise InvalidArgument(
                 "window", f"cannot hold as few as {allowed:,} bytes with a window of {window}, but {held:,}"

@@ -7,13 +7,18 @@ from dataclasses import dataclass
 
 from inference_engine.errors import ConfigError
 
+# In the place of a rotation table's name: the layer's keys do not depend on the position …
+UNROTATED = "unrotated"
+# … or they do in a way that cannot be repeated, as where they are normed after they were rotated.
+IMMOVABLE = "immovable"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGeometry:
     """One attention layer. Nothing assumes that layers are alike.
 
     native_window: rows a query sees by the model's own design, itself included; None means all.
-    rotary: which of the model's rotation tables the layer uses.
+    rotary: which of the model's rotation tables turns the layer's keys, or UNROTATED or IMMOVABLE.
     """
 
     query_heads: int

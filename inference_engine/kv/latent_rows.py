@@ -31,11 +31,17 @@ from inference_engine.kv.transfers import TransferTotals
 # Without a number of bytes, a latent takes this part of what the rows take in bfloat16.
 DEFAULT_COMPRESSION = 20
 _BFLOAT16_BYTES = 2
+_FLOAT32_BYTES = 4
 
 
 def latent_layers(geometry: Geometry) -> tuple[int, ...]:
     """The layers a latent covers: those without a window of the model's own."""
     return tuple(index for index, layer in enumerate(geometry.layers) if layer.native_window is None)
+
+
+def exact_bytes_per_token(geometry: Geometry) -> int:
+    """Bytes that a latent's rows take in float32; 0 where it would cover no layer."""
+    return sum(geometry.layers[index].row_bytes(_FLOAT32_BYTES) for index in latent_layers(geometry))
 
 
 def default_bytes_per_token(geometry: Geometry) -> int:

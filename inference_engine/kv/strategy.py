@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
 from inference_engine.errors import InvalidArgument
-from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.geometry import IMMOVABLE, Geometry
 from inference_engine.kv.lanes import LayerSet, alike, demands, tier_bytes
 from inference_engine.kv.layout import LayerRule, Layout
 from inference_engine.kv.pool import Demand
@@ -116,6 +116,15 @@ class KVStrategy(ABC):
         """This spec with the defaults that depend on the model filled in."""
         return self
 
+    @classmethod
+    def trials(cls, geometry: Geometry) -> tuple[KVStrategy, ...]:
+        """Small variants to try a model out with: within 48 positions, in segments of 16, they do all that they do.
+
+        Each reads what a layer's rule says and nothing else: codes are exact, budgets hold every row. So the logits are
+        those of plain attention under that rule.
+        """
+        return ()
+
     def length_limit(self, geometry: Geometry) -> int | None:
         """The longest history in tokens, or None if sessions can go on for ever."""
         return geometry.trained_positions
@@ -197,6 +206,32 @@ class KVStrategy(ABC):
             if value is not None and value != ()
         )
         return f"{self.name}:{options}" if options else self.name
+
+
+def check_strategy(strategy: KVStrategy, geometry: Geometry) -> None:
+    """Raise InvalidArgument, naming the option, if a model of this geometry cannot be served this way."""
+    strategy.check(geometry)
+    fixed = {index for index, layer in enumerate(geometry.layers) if layer.rotary == IMMOVABLE}
+    if not fixed:
+        return
+    plan = strategy.placement(geometry, strategy.length_limit(geometry))
+    moved = {
+        layer
+        for layers, layout in plan.resident
+        if layout.spare or layout.matcher is not None
+        for layer in layers.layers
+    }
+    if plan.restorer is not None and not plan.restorer.replays:
+        moved |= {layer for layers, _ in plan.sleeping for layer in layers.layers}
+    if hit := sorted(moved & fixed):
+        raise InvalidArgument(
+            "strategy",
+            f"{strategy} needs keys at other positions, or before rotation. In {len(hit)} of {len(geometry.layers)} "
+            f"layers (layer {hit[0]} is the first) this model changes its keys after they are rotated, so that this "
+            "cannot be computed. Strategies that leave keys where they are can be used: full without a codec, gather, "
+            "restored with source recompute, sink_window with sink 0",
+            layer=hit[0],
+        )
 
 
 def _sleeps(restorer: Restorer, rule: LayerRule, geometry: Geometry, layer: int) -> bool:

@@ -1,10 +1,13 @@
 """The seam into transformers: one registered attention function, and rotation taken over from the model.
 
 No model code is ours and none is patched. Every attention layer of a model loaded with `attn_implementation=ATTENTION`
-calls `_attend` with the step's plan, which arrives through the model's own keyword arguments. The model's rotary
-module is replaced by one that gives each row the angles of its own absolute position, from a table that never changes;
-the model applies them with its own function. (transformers' own module follows the longest row of a batch in some
-rotary kinds: a neighbour would move your logits.)
+calls `_attend`, which finds the step's plan at its module (some families do not hand keywords down to attention). The
+model's rotary module is replaced by one that gives each row the angles of its own absolute position, from a table that
+never changes; the model applies them with its own function. (transformers' own module follows the longest row of a
+batch in some rotary kinds: a neighbour would move your logits.)
+
+What a layer does to its keys, and whether it looks at all of them, is not read off its configuration but tried out on a
+small twin (`models/layer_traits.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -22,7 +26,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from inference_engine.errors import ModelError
-from inference_engine.kv.geometry import LayerGeometry
+from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerGeometry
 
 ATTENTION = "kakeya"
 
@@ -52,11 +56,21 @@ class AttentionPlan(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SeamBatch:
-    """The step as the attention layers see it."""
+class LayerTraits:
+    """What trying a layer out has shown.
 
-    plan: AttentionPlan
-    layers: tuple[LayerGeometry, ...]
+    rotary: the table that turns its keys, UNROTATED or IMMOVABLE. is_windowed: has it a sliding window?
+    """
+
+    rotary: str
+    is_windowed: bool
+
+
+class _Now:
+    """The step that a model's attention layers are in: each of them holds a reference to it."""
+
+    plan: AttentionPlan | None = None
+    layers: tuple[LayerGeometry, ...] = ()
 
 
 def _attend(
@@ -68,7 +82,6 @@ def _attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    batch: SeamBatch,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -81,12 +94,25 @@ def _attend(
         if given is not None and given is not False and name not in WITHOUT_EFFECT:
             raise ModelError(f"{type(module).__name__} passes {name}={given!r} to attention, which cannot be honoured")
     layer = cast("int", module.layer_idx)
-    geometry = batch.layers[layer]
+    now = cast("_Now", module._kakeya_now)
+    geometry = now.layers[layer]
+    assert now.plan is not None, "a forward runs within Seam.attending"
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if key.shape[-1] != value.shape[-1]:
+        raise ModelError(
+            f"{type(module).__name__} has keys of {key.shape[-1]} and values of {value.shape[-1]} numbers a head; only "
+            "layers where both are equal can be served yet"
+        )
+    if (heads, kv_heads, key.shape[-1]) != (geometry.query_heads, geometry.kv_heads, geometry.head_dim):
+        raise ModelError(
+            f"layer {layer} has {heads} query heads and {kv_heads} KV heads of {key.shape[-1]} numbers; the model's "
+            f"configuration says {geometry.query_heads}, {geometry.kv_heads} and {geometry.head_dim}"
+        )
     if sliding_window != geometry.native_window:
         raise ModelError(
             f"layer {layer} asks for a window of {sliding_window}, its geometry says {geometry.native_window}"
         )
-    out = batch.plan.attend(
+    out = now.plan.attend(
         layer,
         query,
         key,
@@ -155,7 +181,8 @@ class RowRotary(nn.Module):
 class Seam:
     """One model taken over: its layers' geometry and its rotation. Raises ModelError for what it cannot take over."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, traits: Sequence[LayerTraits] | None = None) -> None:
+        """traits: of each layer, as `find_traits` gives them; None: what the configuration says is believed."""
         config: PretrainedConfig = model.config.get_text_config()
         self.model = model
         self.dtype: torch.dtype = model.dtype
@@ -164,16 +191,24 @@ class Seam:
         # Logits that join the softmax of a head, one for each (gpt-oss).
         self.has_head_sinks = any(getattr(attention, "sinks", None) is not None for attention in attentions)
         self._blocks = _parents(model, attentions)
-        self.layers: tuple[LayerGeometry, ...] = _read_layers(config, attentions)
+        self.layers: tuple[LayerGeometry, ...] = _read_layers(config, attentions, traits)
+        self._now = _Now()
+        for attention in attentions:
+            attention.__dict__["_kakeya_now"] = self._now
         self._apply = _rotation_function(attentions[0])
         self._rotary = _replace_rotary(model, self.trained_positions)
         self._rotary_scales: dict[str, float] = {}
         self._turns: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
-    def batch(self, plan: AttentionPlan, positions: NDArray[np.int64]) -> SeamBatch:
-        """Get ready for one forward. positions: [N], absolute."""
+    @contextmanager
+    def attending(self, plan: AttentionPlan, positions: NDArray[np.int64]) -> Iterator[None]:
+        """Within, a forward of the model attends as `plan` says. positions: [N], absolute."""
         self._rotary.is_beyond_trained = bool(positions.max() >= self.trained_positions)
-        return SeamBatch(plan, self.layers)
+        self._now.plan, self._now.layers = plan, self.layers
+        try:
+            yield
+        finally:
+            self._now.plan = None
 
     @contextmanager
     def tapped(self, layers: Sequence[int]) -> Iterator[list[Tensor]]:
@@ -190,18 +225,46 @@ class Seam:
             for handle in handles:
                 handle.remove()
 
+    @property
+    def can_rotate(self) -> bool:
+        """Does the model have a function that keys can be rotated with?"""
+        return self._apply is not None
+
     def rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:
         """Rotated keys [H, n, D] as they would be `shifts` [n] positions later (negative: before).
 
-        shifts: on the host, so that it need not wait for the device.
+        shifts: on the host, so that it need not wait for the device. name: the layer's `rotary`.
         """
+        if name == UNROTATED:
+            return keys
+        assert name != IMMOVABLE and self._apply is not None, "a strategy that moves keys has to be refused"
         cos, sin = self._turn(keys, shifts.abs(), name)
         if bool((shifts <= 0).all()):
             sin = -sin
         elif bool((shifts < 0).any()):
             sin = torch.where((shifts < 0)[None, :, None].to(sin.device), -sin, sin)
-        # The model's function turns queries and keys; nobody wants the former.
+        turned = cos.shape[-1]
+        if self._turns_part_of_heads and turned < keys.shape[-1]:
+            part = self._apply(keys[None, :0, :, :turned], keys[None, ..., :turned], cos, sin)[1][0]
+            return torch.cat((part, keys[..., turned:]), dim=-1)
+        # The model's function turns queries and keys; only the keys are wanted.
         return self._apply(keys[None, :0], keys[None], cos, sin)[1][0]
+
+    @cached_property
+    def _turns_part_of_heads(self) -> bool:
+        """Does the model cut heads apart before it calls its function, where only a part of each is rotated?
+
+        Other families hand whole heads to a function that knows which part it turns.
+        """
+        name = next(layer.rotary for layer in self.layers if layer.rotary not in (UNROTATED, IMMOVABLE))
+        head_dim = max(layer.head_dim for layer in self.layers if layer.rotary == name)
+        head = torch.zeros((1, 1, 1, head_dim), dtype=self.dtype, device=self.model.device)
+        cos, sin = self._turn(head[0], torch.ones(1, dtype=torch.long), name)
+        assert self._apply is not None
+        try:
+            return self._apply(head, head, cos, sin)[1].shape != head.shape
+        except RuntimeError:  # sizes that do not fit
+            return True
 
     def _turn(self, like: Tensor, shifts: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """Cosines and sines of these shifts, none of them negative.
@@ -255,9 +318,24 @@ def _parents(model: PreTrainedModel, modules: Sequence[nn.Module]) -> list[nn.Mo
     return [found[module] for module in modules]
 
 
-def _read_layers(config: PretrainedConfig, attentions: list[nn.Module]) -> tuple[LayerGeometry, ...]:
-    count = config.num_hidden_layers
-    types: list[str] = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
+def check_config(config: PretrainedConfig) -> None:
+    """Raise ModelError for what cannot be served whatever the weights are. config: of the text model."""
+    name = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{name!r} is an encoder with a decoder; models that are a decoder alone can be served")
+    if getattr(config, "kv_lora_rank", None):
+        raise ModelError(
+            f"{name!r} makes keys and values from one compressed vector (multi-head latent attention); only layers "
+            "that keep both as they are can be served"
+        )
+    for attribute in ("num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if not isinstance(_read(config, attribute), int):
+            raise ModelError(
+                f"{name!r} says no {attribute} in its configuration; only models whose every layer is attention, with "
+                "sizes under the usual names, can be served"
+            )
+    _read(config, "head_dim")
+    types = layer_types(config)
     if unknown := set(types) - _LAYER_TYPES:
         raise ModelError(
             f"layers of type {', '.join(sorted(unknown))} cannot be served yet; {', '.join(sorted(_LAYER_TYPES))} can"
@@ -265,24 +343,61 @@ def _read_layers(config: PretrainedConfig, attentions: list[nn.Module]) -> tuple
     if getattr(config, "use_bidirectional_attention", False):
         raise ModelError("a model with bidirectional attention cannot be served")
     parameters = getattr(config, "rope_parameters", None) or {}
-    per_type = any(name in parameters for name in _LAYER_TYPES)
-    for name, rope in parameters.items() if per_type else [(_DEFAULT_ROTARY, parameters)]:
+    for name, rope in parameters.items() if _has_table_per_type(config) else [(_DEFAULT_ROTARY, parameters)]:
         kind = (rope or {}).get("rope_type", _DEFAULT_ROTARY)
         if kind in _BATCH_DEPENDENT_ROTARY:
             raise ModelError(
                 f"rotary kind {kind!r} ({name}) changes with the longest row of a batch; it cannot be served yet"
             )
+
+
+def _read(config: PretrainedConfig, attribute: str) -> Any:
+    try:
+        return getattr(config, attribute, None)
+    except Exception as error:  # of the library's own, for what differs by layer
+        raise ModelError(
+            f"{config.model_type!r} has a {attribute} of its own in each layer, or none that can be read; that cannot "
+            "be served yet"
+        ) from error
+
+
+def layer_types(config: PretrainedConfig) -> list[str]:
+    """The type of each layer; "full_attention" where the family has only one."""
+    return list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
+
+
+def _has_table_per_type(config: PretrainedConfig) -> bool:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return any(name in parameters for name in _LAYER_TYPES)
+
+
+def _read_layers(
+    config: PretrainedConfig, attentions: list[nn.Module], traits: Sequence[LayerTraits] | None
+) -> tuple[LayerGeometry, ...]:
+    check_config(config)
+    types = layer_types(config)
+    per_type = _has_table_per_type(config)
     heads: int = config.num_attention_heads
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    declared = [types[index] if per_type else _DEFAULT_ROTARY for index in range(len(types))]
+    windows = [_native_window(config, attentions[index], types[index]) for index in range(len(types))]
+    if traits is not None:
+        if len(traits) != len(types):
+            raise ModelError(f"{len(traits)} layers were tried out, the model has {len(types)}")
+        declared = [trait.rotary for trait in traits]
+        windows = [
+            (window or config.sliding_window) if trait.is_windowed else None
+            for window, trait in zip(windows, traits, strict=True)
+        ]
     return tuple(
         LayerGeometry(
             query_heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=head_dim,
-            native_window=_native_window(config, attentions[index], types[index]),
-            rotary=types[index] if per_type else _DEFAULT_ROTARY,
+            native_window=windows[index],
+            rotary=declared[index],
         )
-        for index in range(count)
+        for index in range(len(types))
     )
 
 
@@ -293,19 +408,24 @@ def _native_window(config: PretrainedConfig, attention: nn.Module, layer_type: s
     return getattr(config, "sliding_window", None) if sliding else None
 
 
-def _rotation_function(attention: nn.Module) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _rotation_function(
+    attention: nn.Module,
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """What the model rotates queries and keys with; None if it has no such function: its keys cannot be moved then."""
     function = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-    if function is None:
-        raise ModelError(f"{type(attention).__name__} does not rotate queries and keys in a way we know")
-    rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = function
-    return rotate
+    return cast("Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None", function)
 
 
 def _replace_rotary(model: PreTrainedModel, trained_positions: int) -> RowRotary:
     places = [
         (parent, name) for parent in model.modules() for name, _ in parent.named_children() if name == "rotary_emb"
     ]
-    if len(places) != 1:
+    if not places:
+        raise ModelError(
+            f"{type(model).__name__} does not rotate queries and keys in a way we know: it has no rotary module. "
+            "Models with learned positions or with biases by distance cannot be served"
+        )
+    if len(places) > 1:
         raise ModelError(f"{type(model).__name__} has {len(places)} rotary modules; exactly one can be taken over")
     parent, name = places[0]
     rotary = RowRotary(getattr(parent, name), trained_positions)

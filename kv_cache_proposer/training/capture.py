@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from inference_engine.errors import ModelError
 from inference_engine.kv.finite_rows import FiniteRows
+from inference_engine.models.layer_traits import TRIAL, watched
 
 _KINDS = ("q", "k", "v")
+_KEYS_TOLERANCE = 0.02  # of the largest number: keys in bfloat16, scaled once
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,29 @@ def capture(model: nn.Module, batches: Iterable[Tensor], *, layers: Sequence[int
     finally:
         for recorder in recorders:
             recorder.remove()
+
+
+def require_stored_keys(model: PreTrainedModel, *, layers: Sequence[int]) -> None:
+    """Raise ModelError unless `capture` sees keys as sessions store them, but for rotation.
+
+    At position 0 rotation does nothing but scale, so the keys that reach attention there are those captured.
+    """
+    before = model.config.get_text_config()._attn_implementation
+    token = torch.ones((1, 1), dtype=torch.long)
+    try:
+        model.set_attn_implementation(TRIAL)
+        with watched(model) as seen:
+            (rows,) = capture(model, [token], layers=layers)
+    finally:
+        model.set_attn_implementation(before)
+    for row in rows:
+        stored, captured = seen.keys[row.layer].transpose(0, 1).float(), row.keys.float()
+        scale = stored.norm() / captured.norm().clamp_min(1e-12)
+        if not bool((stored - scale * captured).abs().max() <= _KEYS_TOLERANCE * stored.abs().max()):
+            raise ModelError(
+                f"{type(model).__name__} changes the keys of layer {row.layer} between k_proj and attention in a way "
+                "that calibration does not see; a latent for it cannot be calibrated"
+            )
 
 
 def _require_finite(rows: Sequence[LayerRows]) -> None:

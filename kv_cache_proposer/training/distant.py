@@ -12,17 +12,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from inference_engine.backends.admission import admit_config
 from inference_engine.errors import ModelError
+from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
 from kv_cache_proposer.training.capture import attention_modules
 
 ATTENTION = "kakeya_distant"
+
+# Of each model that was run this way, what its layers do to their keys: found out once.
+_ROTARIES: WeakKeyDictionary[PreTrainedModel, tuple[str, ...]] = WeakKeyDictionary()
 
 Rotate = Callable[[Tensor], Tensor]
 # Of a layer, its keys (rotated) and values [B, Hkv, T, D], and what rotates [B, Hkv, T, D]: the rows seen from afar.
@@ -31,12 +37,16 @@ Far = Callable[[int, Tensor, Tensor, Rotate], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Distant:
-    """One forward: what queries see exactly, and where rows of `layers` come from otherwise."""
+    """One forward: what queries see exactly, and where rows of `layers` come from otherwise.
+
+    unrotated: those of them that do not rotate their keys; filled in when the forward runs.
+    """
 
     sink: int
     window: int
     layers: frozenset[int]
     far: Far
+    unrotated: frozenset[int] = frozenset()
     angles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
@@ -46,10 +56,19 @@ def seeing(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[Callable[[
     attentions = attention_modules(model)
     if missing := [layer for layer in layers if layer not in attentions]:
         raise ModelError(f"{type(model).__name__} has no attention with q_proj, k_proj and v_proj in layers {missing}")
+    if model not in _ROTARIES:
+        _ROTARIES[model] = tuple(trait.rotary for trait in admit_config(model.config, type(model)).traits)
+    rotaries = _ROTARIES[model]
+    if fixed := [layer for layer in layers if rotaries[layer] == IMMOVABLE]:
+        raise ModelError(
+            f"{type(model).__name__} changes its keys after rotation in layers {fixed}: rows cannot be put there"
+        )
+    unrotated = frozenset(layer for layer in layers if rotaries[layer] == UNROTATED)
     before = model.config.get_text_config()._attn_implementation
     handles = [attention.register_forward_pre_hook(_note_angles, with_kwargs=True) for attention in attentions.values()]
 
     def forward(tokens: Tensor, distant: Distant) -> Tensor:
+        distant = replace(distant, unrotated=unrotated, angles={})
         logits: Tensor = model(input_ids=tokens, use_cache=False, distant=distant).logits
         return logits
 
@@ -106,7 +125,11 @@ def _attend(
         weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         return (weights @ spread(value)).to(query.dtype).transpose(1, 2), None
     exact = (position[None, :] < distant.sink) | (distance < distant.window)
-    far_keys, far_values = distant.far(layer, key, value, lambda rows: _rotate(module, rows, distant.angles[layer]))
+
+    def rotate(rows: Tensor) -> Tensor:
+        return rows if layer in distant.unrotated else _rotate(module, rows, distant.angles[layer])
+
+    far_keys, far_values = distant.far(layer, key, value, rotate)
     far_scores = queries @ spread(far_keys).transpose(-1, -2)
     weights = torch.where(exact, scores, far_scores).masked_fill(~visible, -torch.inf).softmax(-1)
     out = (weights * exact) @ spread(value) + (weights * ~exact) @ spread(far_values)
@@ -120,5 +143,10 @@ def _rotate(module: nn.Module, rows: Tensor, angles: tuple[Tensor, Tensor]) -> T
     function = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
     if function is None:
         raise ModelError(f"{type(module).__name__} does not rotate queries and keys in a way we know")
-    rotated: Tensor = function(rows, rows, *angles)[1]
+    try:
+        rotated: Tensor = function(rows, rows, *angles)[1]
+    except RuntimeError:  # sizes that do not fit: the model cuts heads apart before it calls its function
+        turned = angles[0].shape[-1]
+        part = function(rows[..., :turned], rows[..., :turned], *angles)[1]
+        return torch.cat((part, rows[..., turned:]), dim=-1)
     return rotated

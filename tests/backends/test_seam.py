@@ -3,41 +3,79 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
     BloomConfig,
     BloomForCausalLM,
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GlmConfig,
     GlmForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
 )
 
-from inference_engine.backends.admission import admit, shrunken
-from inference_engine.errors import ModelError
+from inference_engine.backends import admission
+from inference_engine.backends.admission import admit_config, shrunken
+from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.config import EngineConfig
+from inference_engine.engine import Engine
+from inference_engine.errors import InvalidArgument, ModelError
+from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
+from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategies.full import Full
-from inference_engine.models.seam import ATTENTION, RowRotary, Seam
-from inference_engine.types import Mode
+from inference_engine.models.layer_traits import find_traits
+from inference_engine.models.seam import ATTENTION, LayerTraits, RowRotary, Seam
+from inference_engine.types import Mode, ModelFacts
 from tests.laws.variants import each_mode, generate, text
-from tests.tiny import tiny_engine, tiny_model
+from tests.tiny import SMALL, tiny_engine, tiny_model
 
 SERVED: list[tuple[type[PreTrainedModel], PretrainedConfig]] = [
     (LlamaForCausalLM, LlamaConfig(num_key_value_heads=8)),
@@ -48,49 +86,151 @@ SERVED: list[tuple[type[PreTrainedModel], PretrainedConfig]] = [
     (GlmForCausalLM, GlmConfig()),  # half of each head rotated, interleaved
     (SmolLM3ForCausalLM, SmolLM3Config()),  # every fourth layer without rotation
     (GptOssForCausalLM, GptOssConfig()),  # a learned sink in each head's softmax
+    (Cohere2ForCausalLM, Cohere2Config()),  # full layers without rotation
+    (Exaone4ForCausalLM, Exaone4Config()),  # the same, and windows in the others alone
+    (PhiForCausalLM, PhiConfig()),  # heads cut apart before a part of each is rotated
+    (HunYuanDenseV1ForCausalLM, HunYuanDenseV1Config()),  # keys normed after they were rotated
+    (GPTNeoXForCausalLM, GPTNeoXConfig()),  # queries, keys and values in one projection
+    (StableLmForCausalLM, StableLmConfig()),  # attention gets no keywords of the model's
+    (NemotronForCausalLM, NemotronConfig()),
 ]
 REFUSED: list[tuple[type[PreTrainedModel], PretrainedConfig, str]] = [
     (BloomForCausalLM, BloomConfig(), "rotate"),
-    (MambaForCausalLM, MambaConfig(), "twin"),
+    (MambaForCausalLM, MambaConfig(), "num_attention_heads"),
     (
         LlamaForCausalLM,
         LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
         "dynamic",
     ),
+    (GPTJForCausalLM, GPTJConfig(), "does not run with another attention function"),
+    (FalconForCausalLM, FalconConfig(), "does not run with another attention function"),
+    (DeepseekV3ForCausalLM, DeepseekV3Config(), "one compressed vector"),
+    (Qwen3NextForCausalLM, Qwen3NextConfig(), "linear_attention"),
+    (Llama4ForCausalLM, Llama4TextConfig(), "chunked_attention"),
+    (Gemma4ForCausalLM, Gemma4TextConfig(), "of its own in each layer"),
+    (BartForCausalLM, BartConfig(), "encoder"),
+    (GPT2LMHeadModel, GPT2Config(), "attention in 0 of them"),
 ]
-
-
-def shell(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """Something of the class and config, without the weights of its real size: admission asks no more."""
-    model = object.__new__(kind)
-    object.__setattr__(model, "config", config)
-    return model
 
 
 @pytest.mark.parametrize(("kind", "config"), SERVED, ids=lambda value: getattr(value, "__name__", ""))
 def test_an_architecture_that_is_served_rightly_is_admitted(
     kind: type[PreTrainedModel], config: PretrainedConfig
 ) -> None:
-    admit(shell(kind, config))
+    admit_config(config, kind)
 
 
 @pytest.mark.parametrize(("kind", "config", "why"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
 def test_an_architecture_that_is_not_is_refused_with_the_reason(
     kind: type[PreTrainedModel], config: PretrainedConfig, why: str
 ) -> None:
-    with pytest.raises(ModelError, match=why):
-        admit(shell(kind, config))
+    with pytest.raises(ModelError, match=why) as refusal:
+        admit_config(config, kind)
+    # In words, about the model as it is: nobody has to know what the library raised.
+    for internal in ("Error", "kakeya", "NoneType", "tensor", " 2 layers"):
+        assert internal not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "unrotated"),
+    [
+        (SmolLM3Config(num_hidden_layers=8), (3, 7)),
+        (Cohere2Config(num_hidden_layers=8), (3, 7)),
+        (LlamaConfig(num_hidden_layers=3), ()),
+    ],
+    ids=["smollm3", "cohere2", "llama"],
+)
+def test_layers_that_do_not_rotate_their_keys_are_known(config: PretrainedConfig, unrotated: tuple[int, ...]) -> None:
+    traits = admit_config(config).traits
+    assert tuple(index for index, trait in enumerate(traits) if trait.rotary == UNROTATED) == unrotated
+    assert not any(trait.rotary == IMMOVABLE for trait in traits)
+
+
+@pytest.mark.parametrize(
+    "config", [SmolLM3Config(), Cohere2Config(), HunYuanDenseV1Config()], ids=lambda c: c.model_type
+)
+def test_strategies_that_would_move_keys_wrongly_are_refused_by_name(
+    config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial of strategies can fail: here every layer is believed to rotate as its configuration says."""
+
+    def believed(seam: Seam) -> tuple[LayerTraits, ...]:
+        return tuple(
+            replace(trait, rotary=layer.rotary) for trait, layer in zip(find_traits(seam), seam.layers, strict=True)
+        )
+
+    monkeypatch.setattr(admission, "find_traits", believed)
+    refused = dict(admit_config(config).refused)
+    assert "sink_window" in refused and "full" not in refused
+    assert "differ" in refused["sink_window"]
+
+
+@pytest.mark.parametrize(
+    "config", [SmolLM3Config(num_hidden_layers=4), PhiConfig(num_hidden_layers=2)], ids=lambda config: config.model_type
+)
+def test_every_strategy_runs_far_past_its_window(config: PretrainedConfig) -> None:
+    """Phi's keys are rotated in part, by a function that gets that part alone: they could not be moved once."""
+    history = text(150)
+    with family_engine(config) as engine:
+        assert set(engine.info().strategies) == set(strategy_names())
+        for strategy in (
+            "sink_window:sink=2,window=20",
+            "layer_window:sink=2,window=20,full_layers=0",
+            "full:codec=int8,exact_window=20",
+            "gather:block=4,sink=4,window=16,budget=48",
+            "mac:ring=16,band=2,threshold=0.6",
+        ):
+            session = engine.create_session(strategy=parse_strategy(strategy)).session_id
+            engine.append(session, history)
+            assert len(generate(engine, session, 40)) == 40, strategy
+
+
+def test_a_model_whose_keys_cannot_be_moved_refuses_what_moves_them_by_name() -> None:
+    with family_engine(HunYuanDenseV1Config(num_hidden_layers=2)) as engine:
+        for strategy in (
+            "sink_window:sink=2,window=20",
+            "layer_window:sink=2,window=20,full_layers=0",
+            "full:codec=int8,exact_window=20",
+            "mac:ring=16,band=2,threshold=0.6",
+        ):
+            with pytest.raises(InvalidArgument, match="changes its keys after they are rotated") as refusal:
+                engine.create_session(strategy=parse_strategy(strategy))
+            assert parse_strategy(strategy).name in str(refusal.value)
+        for strategy in ("full", "sink_window:sink=0,window=20", "restored:sink=0,window=20"):
+            session = engine.create_session(strategy=parse_strategy(strategy)).session_id
+            engine.append(session, text(100))
+            assert len(generate(engine, session, 20)) == 20
+
+
+def family_engine(config: PretrainedConfig) -> Engine:
+    """An engine on a small random model of this family, admitted as one from a folder is."""
+    small = shrunken(config, layers=range(config.num_hidden_layers))
+    small.max_position_embeddings, small.vocab_size = 512, 128
+    small._attn_implementation = ATTENTION
+    admitted = admit_config(small)
+    seam = Seam(admission.model_class(small)(small).eval(), admitted.traits)
+    facts = ModelFacts(
+        model_id="family",
+        vocab_size=128,
+        trained_positions=512,
+        device="cpu",
+        dtype="float32",
+        refused_strategies=admitted.refused,
+    )
+    return Engine(TorchForward(seam, facts, torch.device("cpu")), EngineConfig(**SMALL))
 
 
 def test_a_model_that_attends_otherwise_than_its_geometry_says_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The admission test can fail: here the seam forgets the windows."""
-    monkeypatch.setattr("inference_engine.models.seam._native_window", lambda *_: None)
+    monkeypatch.setattr(
+        admission, "find_traits", lambda seam: tuple(replace(trait, is_windowed=False) for trait in find_traits(seam))
+    )
     with pytest.raises(ModelError):
-        admit(shell(Gemma3ForCausalLM, Gemma3TextConfig()))
+        admit_config(Gemma3TextConfig())
 
 
 def test_the_twin_is_small_and_its_windows_bite() -> None:
-    small = shrunken(Gemma3TextConfig())
+    small = shrunken(Gemma3TextConfig(), layers=(0, 5))
     assert small.num_hidden_layers <= 4
     assert small.sliding_window == 8
     assert set(small.layer_types) == {"full_attention", "sliding_attention"}
@@ -127,8 +267,13 @@ def test_logprobs_are_the_models_own() -> None:
 # -- rotation ----------------------------------------------------------------------------------------------------------
 
 
+def representative(config: PretrainedConfig) -> list[int]:
+    types = getattr(config, "layer_types", None) or ["full_attention"]
+    return sorted({types.index(kind) for kind in types})
+
+
 def rotary(config: PretrainedConfig, kind: type[PreTrainedModel]) -> tuple[Seam, RowRotary]:
-    small = shrunken(config)
+    small = shrunken(config, layers=representative(config))
     small._attn_implementation = ATTENTION
     seam = Seam(kind(copy.deepcopy(small)).eval())
     found = [module for module in seam.model.modules() if isinstance(module, RowRotary)]
@@ -155,6 +300,7 @@ def test_moving_keys_equals_rotating_them_at_the_later_positions(
 
         def at(first: int, name: str | None = name) -> Tensor:
             cos, sin = module(raw, torch.arange(first, first + 5)[None], name)
+            assert seam._apply is not None
             return seam._apply(raw[None], raw[None], cos, sin)[1][0]
 
         torch.testing.assert_close(seam.rotate(at(0), torch.full((5,), 77), layer.rotary), at(77), atol=1e-5, rtol=0)

@@ -9,12 +9,18 @@ from torch import nn
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 HEADS = 2
@@ -46,13 +52,29 @@ def gemma3(*, attention: str = "eager") -> PreTrainedModel:
     return build(Gemma3ForCausalLM, config, attention=attention)
 
 
+def smollm3() -> PreTrainedModel:
+    """Its second layer rotates nothing."""
+    return build(SmolLM3ForCausalLM, SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1]))
+
+
+def phi() -> PreTrainedModel:
+    """Half of each head is rotated, and cut off before."""
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
+    return build(PhiForCausalLM, PhiConfig(**sizes))
+
+
+def hunyuan() -> PreTrainedModel:
+    """Keys are normed after they were rotated."""
+    return build(HunYuanDenseV1ForCausalLM, HunYuanDenseV1Config(**SIZES))
+
+
 def build(kind: type[PreTrainedModel], config: PretrainedConfig, *, attention: str = "eager") -> PreTrainedModel:
     config._attn_implementation = attention
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = kind(config).eval()
         for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):  # else norms would be the identity of their scale
+            if name.endswith(("norm.weight", "layernorm.weight")):  # else norms would be the identity of their scale
                 nn.init.uniform_(parameter, 0.5, 1.5)
     return model
 

@@ -27,6 +27,11 @@ def strategy_names() -> tuple[str, ...]:
     return tuple(_STRATEGIES)
 
 
+def strategy_kinds() -> dict[str, type[KVStrategy]]:
+    """The class of each strategy, by name."""
+    return dict(_STRATEGIES)
+
+
 def make_strategy(name: str, **options: Option) -> KVStrategy:
     """The spec of that name with `options`, defaults filled in. Raises InvalidArgument naming what is wrong."""
     kind = _STRATEGIES.get(name)

@@ -16,5 +16,9 @@ class Full(RowKeeping):
 
     name: ClassVar[str] = "full"
 
+    @classmethod
+    def trials(cls, geometry: Geometry) -> tuple[Full, ...]:
+        return cls(), cls(codec="identity", exact_window=8)
+
     def rule(self, layer: int, geometry: Geometry) -> LayerRule:
         return self.coded(LayerRule(), layer)

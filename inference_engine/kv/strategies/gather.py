@@ -76,5 +76,9 @@ class Gather(KVStrategy):
             segment_tokens=segment,
         )
 
+    @classmethod
+    def trials(cls, geometry: Geometry) -> tuple[Gather, ...]:
+        return (cls(block=4, sink=4, window=16, budget=64),)
+
     def rule(self, layer: int, geometry: Geometry) -> LayerRule:
         return LayerRule(selector=self._selector(self.distant_blocks))

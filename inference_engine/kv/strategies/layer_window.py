@@ -80,6 +80,11 @@ class LayerWindow(RowKeeping):
             return self.coded(LayerRule(), layer)
         return self.coded(LayerRule(sink=self.sink, window=self.window), layer)
 
+    @classmethod
+    def trials(cls, geometry: Geometry) -> tuple[LayerWindow, ...]:
+        able = [index for index, layer in enumerate(geometry.layers) if layer.native_window is None]
+        return tuple(cls(sink=2, window=8, full_layers=(layer,)) for layer in able[:1])
+
     def _windowed(self) -> SinkWindow:
         """What holds for the windowed layers."""
         return SinkWindow(sink=self.sink, window=self.window)

@@ -69,6 +69,10 @@ class Mac(KVStrategy):
         for name, value in (("ring", self.ring), ("band", self.band)):
             require(value <= room, name, f"must be at most {room}, the model's positions, got {value}", limit=room)
 
+    @classmethod
+    def trials(cls, geometry: Geometry) -> tuple[Mac, ...]:
+        return (cls(ring=8, band=2, threshold=0.0),)
+
     def rule(self, layer: int, geometry: Geometry) -> LayerRule:
         chain_limit = None if self.chain_limit == _UNLIMITED else self.chain_limit
         return LayerRule(

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.latent_rows import Latent, default_bytes_per_token
+from inference_engine.kv.latent_rows import Latent, default_bytes_per_token, exact_bytes_per_token
 from inference_engine.kv.layout import LayerRule
 from inference_engine.kv.restorer import Recompute, Restorer
 from inference_engine.kv.strategies.sink_window import SinkWindow
@@ -75,6 +75,17 @@ class Restored(KVStrategy):
 
     def rule(self, layer: int, geometry: Geometry) -> LayerRule:
         return LayerRule(sink=self.sink, exact=self.window)
+
+    @classmethod
+    def trials(cls, geometry: Geometry) -> tuple[Restored, ...]:
+        exact = exact_bytes_per_token(geometry)
+        if not exact:
+            return (cls(sink=2, window=8),)
+        return (
+            cls(sink=2, window=8),
+            cls(sink=2, window=8, source="latent", bytes_per_token=exact),
+            cls(sink=2, window=8, source="latent", bytes_per_token=exact, mode="stream"),
+        )
 
     def restorer(self) -> Restorer:
         if self.source == "recompute":

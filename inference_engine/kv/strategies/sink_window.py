@@ -48,5 +48,9 @@ class SinkWindow(RowKeeping):
     def rule(self, layer: int, geometry: Geometry) -> LayerRule:
         return self.coded(LayerRule(sink=self.sink, window=self.window), layer)
 
+    @classmethod
+    def trials(cls, geometry: Geometry) -> tuple[SinkWindow, ...]:
+        return cls(sink=2, window=8), cls(sink=2, window=20, codec="identity", exact_window=8)
+
     def length_limit(self, geometry: Geometry) -> int | None:
         return None

@@ -1,0 +1,115 @@
+"""What each layer of a model does to its keys, found out by trying: one token at two positions, through a small twin.
+
+    K(p + s) = K(p)                 the layer does not rotate: its keys mean the same at every position
+    K(p + s) = rotate(K(p), s)      the layer rotates as `Seam.rotate` does: its keys can be moved
+    anything else                   they cannot, and strategies that move keys are refused
+
+Rows attend to themselves alone here. Attention then gives a row's own value, whatever its position, so that equal
+tokens enter every layer equal and what differs between their keys is the position's doing. Families do things to keys
+after rotation (a norm with weights), or rotate in some layers only; a configuration does not tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from inference_engine.errors import ModelError
+from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
+from inference_engine.models.seam import LayerTraits, Seam
+
+TRIAL = "kakeya_trial"
+
+_TOKENS = 6
+# Of the largest number in a layer's keys: float32, rotated once more.
+_TOLERANCE = 1e-4
+
+
+class Seen:
+    """What attention was given, by layer: queries and keys [H, N, D], and with which window."""
+
+    def __init__(self) -> None:
+        self.queries: dict[int, Tensor] = {}
+        self.keys: dict[int, Tensor] = {}
+        self.windows: dict[int, int | None] = {}
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *_positional: Any,
+    sliding_window: int | None = None,
+    **_others: Any,
+) -> tuple[Tensor, None]:
+    """query, key, value [1, H, N, D]; gives each row its own value, ([1, N, Hq, D], None)."""
+    layer: Any = module.layer_idx
+    seen: Any = module.__dict__["_kakeya_seen"]
+    seen.queries[layer], seen.keys[layer], seen.windows[layer] = query[0], key[0], sliding_window
+    return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(TRIAL, _attend)
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[Seen]:
+    """Within, a forward of a model with the attention TRIAL leaves here what each layer's attention was given."""
+    seen = Seen()
+    for module in model.modules():
+        module.__dict__["_kakeya_seen"] = seen
+    try:
+        yield seen
+    finally:
+        for module in model.modules():
+            del module.__dict__["_kakeya_seen"]
+
+
+def find_traits(seam: Seam) -> tuple[LayerTraits, ...]:
+    """Try out every layer of a small model in float32, loaded with `attn_implementation=TRIAL`.
+
+    Raises ModelError for one whose attention does not go through the registered function in every layer.
+    """
+    model = seam.model
+    vocabulary = model.config.get_text_config().vocab_size
+    tokens = torch.randint(1, vocabulary, (_TOKENS,))
+    half = seam.trained_positions // 2
+    before, shifts = torch.randint(0, half, (_TOKENS,)), torch.randint(1, half, (_TOKENS,))
+    with torch.inference_mode(), watched(model) as seen:
+        model(
+            input_ids=torch.cat([tokens, tokens])[None],
+            position_ids=torch.cat([before, before + shifts])[None],
+            use_cache=False,
+        )
+    if missing := sorted(set(range(len(seam.layers))) - set(seen.keys)):
+        raise ModelError(
+            f"{type(model).__name__} does not attend through the function that transformers lets us register, in "
+            f"{len(missing)} of its {len(seam.layers)} layers; it cannot be served"
+        )
+    return tuple(
+        LayerTraits(
+            rotary=_rotary(seam, layer.rotary, shifts, seen.queries[index], seen.keys[index]),
+            is_windowed=seen.windows[index] is not None,
+        )
+        for index, layer in enumerate(seam.layers)
+    )
+
+
+def _rotary(seam: Seam, declared: str, shifts: Tensor, queries: Tensor, keys: Tensor) -> str:
+    """queries, keys [H, 2 · tokens, D]: before, and `shifts` positions later."""
+    pairs = [states.float().chunk(2, dim=1) for states in (queries, keys)]
+    if all(_near(before, after) for before, after in pairs):
+        return UNROTATED
+    if seam.can_rotate and all(_near(seam.rotate(before, shifts, declared), after) for before, after in pairs):
+        return declared
+    return IMMOVABLE
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).abs().max() <= _TOLERANCE * other.abs().max())
