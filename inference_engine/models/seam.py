@@ -321,9 +321,9 @@ def _parents(model: PreTrainedModel, modules: Sequence[nn.Module]) -> list[nn.Mo
 def check_config(config: PretrainedConfig) -> None:
     """Raise ModelError for what cannot be served whatever the weights are. config: of the text model."""
     name = config.model_type
-    if getattr(config, "is_encoder_decoder", False):
+    if _read(config, "is_encoder_decoder"):
         raise ModelError(f"{name!r} is an encoder with a decoder; models that are a decoder alone can be served")
-    if getattr(config, "kv_lora_rank", None):
+    if _read(config, "kv_lora_rank"):
         raise ModelError(
             f"{name!r} makes keys and values from one compressed vector (multi-head latent attention); only layers "
             "that keep both as they are can be served"
