@@ -134,7 +134,10 @@ class RuntimeService:
 
     async def get_server_info(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         return convert.server_info_to_wire(
-            self._engine.info(), version=__version__, max_message_bytes=self._config.max_message_bytes
+            self._engine.info(),
+            self._engine.reserved_by(caller()),
+            version=__version__,
+            max_message_bytes=self._config.max_message_bytes,
         )
 
     def handlers(self) -> grpc.GenericRpcHandler:

@@ -19,7 +19,7 @@ from inference_engine.server.address import Address, names_this_machine
 from inference_engine.server.auth import KeyRing
 from inference_engine.server.http import deprecation
 from inference_engine.server.http.completion import ROUTE, Completion, Desk
-from inference_engine.server.http.errors import body_of, envelope, headers_of, status_of
+from inference_engine.server.http.errors import OperatorsOnly, body_of, envelope, headers_of, status_of
 from inference_engine.server.http.replies import model_list
 from inference_engine.server.status import as_request_error
 
@@ -39,7 +39,7 @@ def create_app(desk: Desk, keys: KeyRing, address: Address, state: State) -> ASG
     # No pages that describe it to machines: it is frozen, and others have described it.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.include_router(_open_routes(desk, state))
-    app.include_router(_guarded_routes(desk, keys, state))
+    app.include_router(_guarded_routes(desk, keys, state, is_loopback=address.is_loopback))
     app.add_exception_handler(RequestError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_route)
     app.add_exception_handler(ClientDisconnect, _forget)
@@ -62,7 +62,7 @@ def _open_routes(desk: Desk, state: State) -> APIRouter:
     return router
 
 
-def _guarded_routes(desk: Desk, keys: KeyRing, state: State) -> APIRouter:
+def _guarded_routes(desk: Desk, keys: KeyRing, state: State, *, is_loopback: bool) -> APIRouter:
     async def authenticate(request: Request) -> None:
         headers = [(name.decode("latin-1"), value) for name, value in request.headers.raw]
         request.state.owner = keys.owner_of(headers)
@@ -82,6 +82,9 @@ def _guarded_routes(desk: Desk, keys: KeyRing, state: State) -> APIRouter:
 
     @router.get(METRICS)
     async def metrics() -> Response:
+        # They tell what everybody does. Who is anybody on this machine may ask `metrics_bind` as well.
+        if not (is_loopback and keys.is_open):
+            raise OperatorsOnly(METRICS)
         # It reads the process's own numbers from the system.
         page = await asyncio.to_thread(prometheus_client.generate_latest, desk.engine.metrics.registry)
         return Response(page, media_type=prometheus_client.CONTENT_TYPE_LATEST)
