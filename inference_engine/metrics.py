@@ -27,6 +27,7 @@ EVICTION_REASONS = ("ttl", "lru")
 GENERATE_OUTCOMES = ("max_tokens", "eos", "truncated", "cancelled", "deadline", "closed", "draining", "failed")
 INVARIANTS = ("INV1", "INV2", "INV3")
 # `dropped`: idle, and no more than its token ids.
+PORTS = ("grpc", "http", "metrics")
 SESSION_STATES = ("idle", "dropped", "appending", "queued", "prefilling", "decoding", "failed")
 # What a session's bytes are; `SessionKV.footprint` says the same words.
 KV_KINDS = ("rows", "sink_copy", "bounds", "mac", "fetched", "archive", "restored", "draft")
@@ -227,6 +228,11 @@ class EngineMetrics:
             "Answers over HTTP, by route and status.",
             ("route", "status"),
             registry=self.registry,
+        )
+        self.connections_dropped = self._counter(
+            "server_connection_dropped_total",
+            "Connections that were dropped: no call on them was accepted, and there were too many of them.",
+            port=PORTS,
         )
         self.replays = self._counter(
             "rpc_replayed_total", "Calls that came again with their request id: answered as before, or attached."

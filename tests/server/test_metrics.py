@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import io
 import logging
@@ -9,6 +11,7 @@ import os
 from collections.abc import Awaitable, Callable
 from itertools import count
 from typing import Any
+from urllib.parse import urlsplit
 
 from prometheus_client import generate_latest
 from prometheus_client.metrics import MetricWrapperBase
@@ -207,6 +210,22 @@ async def a_log_on_a_full_disk(seen: Seen) -> None:
         seen.look(engine)
 
 
+async def strangers(seen: Seen) -> None:
+    """Two connections where there is room for one, and nobody has asked for anything yet."""
+    with tiny_engine() as engine:
+        seen.begin(engine)
+        async with serving_http(engine, tiny_chat(), max_connections=1) as handle:
+            assert handle.http_url is not None
+            url = urlsplit(handle.http_url)
+            first, first_writer = await asyncio.open_connection(url.hostname, url.port)
+            _, second_writer = await asyncio.open_connection(url.hostname, url.port)
+            with contextlib.suppress(ConnectionError):
+                assert await first.read() == b""
+            for writer in (first_writer, second_writer):
+                writer.close()
+        seen.look(engine)
+
+
 async def test_every_instrument_is_moved_by_something_that_happens() -> None:
     """No instrument is there that nobody sets."""
     seen = Seen()
@@ -221,6 +240,7 @@ async def test_every_instrument_is_moved_by_something_that_happens() -> None:
         a_device_that_hangs,
         over_http,
         a_log_on_a_full_disk,
+        strangers,
     )
     for scenario in scenarios:
         await scenario(seen)

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inference_engine.errors import Draining, RequestError
+from inference_engine.errors import Draining, RequestError, Unauthenticated
 from inference_engine.logs import about_request
 from inference_engine.metrics import EngineMetrics
 from inference_engine.server.address import Address, names_this_machine
@@ -22,6 +22,7 @@ from inference_engine.server.http.completion import ROUTE, Completion, Desk
 from inference_engine.server.http.errors import OperatorsOnly, body_of, envelope, headers_of, status_of
 from inference_engine.server.http.replies import model_list
 from inference_engine.server.status import as_request_error
+from inference_engine.server.strangers import Strangers
 
 MODELS, HEALTH, METRICS = "/v1/models", "/healthz", "/metrics"
 ROUTES = (ROUTE, MODELS, HEALTH, METRICS, deprecation.PAGE)
@@ -34,12 +35,12 @@ class State:
     is_draining: bool = field(default=False)
 
 
-def create_app(desk: Desk, keys: KeyRing, address: Address, state: State) -> ASGIApp:
-    """The whole application, to be served at `address`."""
+def create_app(desk: Desk, keys: KeyRing, address: Address, state: State, strangers: Strangers) -> ASGIApp:
+    """The whole application, to be served at `address`; `strangers` is told whose requests are accepted."""
     # No pages that describe it to machines: it is frozen, and others have described it.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.include_router(_open_routes(desk, state))
-    app.include_router(_guarded_routes(desk, keys, state, is_loopback=address.is_loopback))
+    app.include_router(_guarded_routes(desk, keys, state, strangers, is_loopback=address.is_loopback))
     app.add_exception_handler(RequestError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_route)
     app.add_exception_handler(ClientDisconnect, _forget)
@@ -62,10 +63,17 @@ def _open_routes(desk: Desk, state: State) -> APIRouter:
     return router
 
 
-def _guarded_routes(desk: Desk, keys: KeyRing, state: State, *, is_loopback: bool) -> APIRouter:
+def _guarded_routes(desk: Desk, keys: KeyRing, state: State, strangers: Strangers, *, is_loopback: bool) -> APIRouter:
     async def authenticate(request: Request) -> None:
         headers = [(name.decode("latin-1"), value) for name, value in request.headers.raw]
-        request.state.owner = keys.owner_of(headers)
+        peer = request.client
+        try:
+            request.state.owner = keys.owner_of(headers)
+        except Unauthenticated:
+            request.state.is_last = peer is not None and strangers.refused((peer.host, peer.port))
+            raise
+        if peer is not None:
+            strangers.accepted((peer.host, peer.port))
 
     router = APIRouter(dependencies=[Depends(authenticate)])
     created = int(desk.now())
@@ -92,9 +100,12 @@ def _guarded_routes(desk: Desk, keys: KeyRing, state: State, *, is_loopback: boo
     return router
 
 
-async def _refuse(_request: Request, error: Exception) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return JSONResponse(body_of(error), status_of(error), headers_of(error))
+    headers = headers_of(error)
+    if getattr(request.state, "is_last", False):  # of a stranger's connection
+        headers["connection"] = "close"
+    return JSONResponse(body_of(error), status_of(error), headers)
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
