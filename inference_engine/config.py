@@ -170,10 +170,14 @@ class ServerConfig:
     tls_client_ca_file: str = ""  # every client needs a certificate that one of these signed; "": none does
     allow_plaintext: bool = False  # beyond loopback without TLS: something in front of this server ends it
     max_connections: int = 0  # 0: as many as file descriptors allow, 10,000 at most
+    max_connections_per_address: int = 0  # 0: half of max_connections beyond loopback, no limit on it
+    max_connection_calls: int = 256  # on one connection at the same time; a client's further ones wait in its library
+    max_connection_idle_seconds: float = 300.0  # without a call; clients connect anew with the next; 0: never
     max_connection_age_seconds: float = 0.0  # then clients connect anew, and certificates are looked at; 0: never
-    max_owner_calls: int = 1024  # of one owner, and on one connection, at the same time
+    max_owner_calls: int = 1024  # of one owner at the same time, those among them whose message is still to come
     owner_calls_per_second: float = 0.0  # that one owner may start; 0: 1,000 beyond loopback, else no limit
-    max_message_bytes: int = 4 * 2**20
+    max_header_bytes: int = 4096  # of one call, and 32 for each header, as HTTP/2 counts them
+    max_message_bytes: int = 4 * 2**20  # no method of ours takes as much; see `server/incoming.py`
     busy_wait_seconds: float = 2.0
     drain_seconds: float = 30.0
     stall_exit_seconds: float = 120.0  # a stalled engine that is not back by then ends the process; 0: it never does
@@ -183,6 +187,10 @@ class ServerConfig:
             self,
             max_message_bytes=1024,
             max_connections=0,
+            max_connections_per_address=0,
+            max_connection_calls=1,
+            max_connection_idle_seconds=0,
+            max_header_bytes=1024,
             max_connection_age_seconds=0,
             max_owner_calls=1,
             owner_calls_per_second=0,
@@ -194,6 +202,10 @@ class ServerConfig:
             self,
             max_message_bytes=_WIRE_LARGEST,
             max_connections=_WIRE_LARGEST,
+            max_connections_per_address=_WIRE_LARGEST,
+            max_connection_calls=_WIRE_LARGEST,
+            max_connection_idle_seconds=_WIRE_LARGEST / 1000,  # milliseconds for gRPC
+            max_header_bytes=_WIRE_LARGEST,
             max_connection_age_seconds=_WIRE_LARGEST / 1000,  # milliseconds for gRPC
             max_owner_calls=_WIRE_LARGEST,
             stall_exit_seconds=_LONGEST_SECONDS,

@@ -37,7 +37,7 @@ from inference_engine.session.replies import Call, Replies, identify
 from inference_engine.session.session import Operation
 from inference_engine.session.store import SessionStore
 from inference_engine.tracing import Tracing
-from inference_engine.types import MAX_STOP_TOKEN_IDS, GenerateParams, Mark
+from inference_engine.types import MAX_STOP_TOKEN_IDS, Bound, GenerateParams, Mark
 
 Reply = TypeVar("Reply", bound="SessionOpened | HistoryLength")
 
@@ -395,6 +395,10 @@ class Engine:
             drafter="" if self._drafter is None else self._drafter.name,
             config=self.config,
         )
+
+    def reserved_by(self, owner: str) -> Bound:
+        """What the owner's sessions have reserved between Generates; of what others have, nothing is said."""
+        return self._store.reserved_by(owner)
 
     def is_stalled(self) -> bool:
         """The engine's thread has ended, or has work and did not come round for `stall_seconds`."""

@@ -30,6 +30,10 @@ FIELDS = ("session", "request", "trace_id", "owner", "method", "reason", "incide
 _QUEUED_LINES = 10_000
 _LAST_LINES_SECONDS = 5.0  # to write what is left when the process ends
 
+# Lines that nobody will read, by why, since the process began.
+LOST_REASONS = ("queue", "write")
+_lost = dict.fromkeys(LOST_REASONS, 0)
+
 _request: ContextVar[str] = ContextVar("request", default="")
 
 
@@ -37,6 +41,11 @@ def tag(identifier: str | bytes) -> str:
     """A short hash by which an id can be found in logs and traces: `printf %s ID | sha256sum | cut -c1-12`."""
     data = identifier.encode() if isinstance(identifier, str) else identifier
     return hashlib.sha256(data).hexdigest()[:TAG_CHARACTERS]
+
+
+def lost_lines() -> Mapping[str, int]:
+    """Lines of the log that were lost since the process began, by LOST_REASONS."""
+    return dict(_lost)
 
 
 @contextmanager
@@ -117,14 +126,16 @@ def _current() -> dict[str, str]:
 
 
 class _BackgroundHandler(logging.Handler):
-    """Formats where the record is made, and writes elsewhere. If writing cannot keep up, lines are dropped, and
-    counted in a line of their own."""
+    """Formats where the record is made, and writes elsewhere. Lines that come faster than they can be written, and
+    lines whose write fails, are lost: counted at once, and told in a line of their own when writing works again."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._stream = stream
         self._lines: queue.Queue[str | None] = queue.Queue(_QUEUED_LINES)
-        self._dropped = 0
+        self._dropped = 0  # lines that found no place; `emit` counts, only the writer tells
+        self._told_dropped = 0
+        self._failed = 0  # lines whose write failed
         self._writer = threading.Thread(target=self._write, name="log", daemon=True)
         self._writer.start()
 
@@ -133,6 +144,7 @@ class _BackgroundHandler(logging.Handler):
             self._lines.put_nowait(self.format(record))
         except queue.Full:
             self._dropped += 1
+            _lost["queue"] += 1
         except Exception:  # noqa: BLE001 - as logging does it: a record that cannot be formatted ends nobody's work
             self.handleError(record)
 
@@ -150,16 +162,30 @@ class _BackgroundHandler(logging.Handler):
         line: str | None = ""
         while line is not None:
             line = self._lines.get()
-            try:
-                if line is not None:
-                    self._stream.write(line + "\n")
-                if self._dropped and (line is None or self._lines.empty()):
-                    dropped, self._dropped = self._dropped, 0
-                    self._stream.write(self._told(dropped) + "\n")
-                self._stream.flush()
-            except (OSError, ValueError):
-                return  # nobody reads any more
+            if line is not None and not self._put(line):
+                self._failed += 1
+                _lost["write"] += 1
+                continue
+            if line is None or self._lines.empty():
+                self._tell()
 
-    def _told(self, dropped: int) -> str:
-        text = f"{dropped} lines of the log were dropped: they came faster than they are read"
+    def _put(self, line: str) -> bool:
+        """Whether the line was written. A full disk may have room again; a closed stream only loses lines."""
+        try:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _tell(self) -> None:
+        """Say once how many lines were lost."""
+        dropped, failed = self._dropped - self._told_dropped, self._failed
+        how = "lines of the log were dropped: they came faster than they are read"
+        if dropped and self._put(self._told(f"{dropped} {how}")):
+            self._told_dropped += dropped
+        if failed and self._put(self._told(f"{failed} lines of the log were lost: writing them failed")):
+            self._failed = 0
+
+    def _told(self, text: str) -> str:
         return self.format(logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (), None))

@@ -19,12 +19,15 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
 from prometheus_client.registry import Collector
 
+from inference_engine.logs import LOST_REASONS, lost_lines
+
 SESSION_OUTCOMES = ("closed", "evicted", "failed")
 TRANSFERS = ("kept", "streamed", "fetched")
 EVICTION_REASONS = ("ttl", "lru")
 GENERATE_OUTCOMES = ("max_tokens", "eos", "truncated", "cancelled", "deadline", "closed", "draining", "failed")
 INVARIANTS = ("INV1", "INV2", "INV3")
 # `dropped`: idle, and no more than its token ids.
+PORTS = ("grpc", "http", "metrics")
 SESSION_STATES = ("idle", "dropped", "appending", "queued", "prefilling", "decoding", "failed")
 # What a session's bytes are; `SessionKV.footprint` says the same words.
 KV_KINDS = ("rows", "sink_copy", "bounds", "mac", "fetched", "archive", "restored", "draft")
@@ -226,9 +229,20 @@ class EngineMetrics:
             ("route", "status"),
             registry=self.registry,
         )
+        self.connections_dropped = self._counter(
+            "server_connection_dropped_total",
+            "Connections that were dropped: no call on them was accepted, and there were too many of them.",
+            port=PORTS,
+        )
         self.replays = self._counter(
             "rpc_replayed_total", "Calls that came again with their request id: answered as before, or attached."
         )
+        self.lost_log_lines = self._counter(
+            "log_lost_lines_total",
+            "Lines of the log that nobody will read: they came faster than they are read, or writing them failed.",
+            reason=LOST_REASONS,
+        )
+        self._counted_lost = dict(lost_lines())  # those of the process before this engine are not counted
         self.draining = self._gauge("server_draining", "1 while the server shuts down, else 0.")
         self.build_info = Gauge(
             "server_build_info",
@@ -261,7 +275,11 @@ class EngineMetrics:
         }
 
     def look(self) -> None:
-        """Bring the gauges up to date."""
+        """Bring the gauges up to date, and the count of lines that the log lost."""
+        lost = lost_lines()
+        for reason, count in lost.items():
+            self.lost_log_lines.labels(reason).inc(count - self._counted_lost[reason])
+        self._counted_lost = dict(lost)
         if self._census is None:
             return
         now = self._census()

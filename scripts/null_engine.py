@@ -96,6 +96,9 @@ class NullEngine(Engine):
             config=EngineConfig(),
         )
 
+    def reserved_by(self, owner: str) -> Bound:
+        return Bound(sustained_bytes=0, peak_bytes=0)
+
     def create_session(
         self,
         *,

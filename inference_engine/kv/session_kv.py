@@ -86,8 +86,8 @@ class SessionKV:
         if not is_reserved:
             self.release()
             raise NoCapacity(
-                f"the session needs {self.bound.peak_bytes} bytes of K/V; {context.pool.reserved_bytes} of "
-                f"{context.pool.capacity_bytes} are reserved by other sessions. Close sessions, or ask for a smaller "
+                f"the session needs {self.bound.peak_bytes} bytes of K/V, and of the server's "
+                f"{context.pool.capacity_bytes} not so many are free now. Close sessions, or ask for a smaller "
                 "limit_tokens or another strategy",
                 retry_after_seconds=1.0,
                 needed_bytes=self.bound.peak_bytes,

@@ -133,9 +133,9 @@ class Tier(ABC):
         with self._lock:
             if self._reserved_bytes + count > self.capacity_bytes:
                 raise NoCapacity(
-                    f"the session needs {count} bytes of {self.where} for rows that leave the device; "
-                    f"{self._reserved_bytes} of {self.capacity_bytes} are reserved by other sessions. Close sessions, "
-                    "ask for a smaller limit_tokens, or give the server more tier_bytes",
+                    f"the session needs {count} bytes of {self.where} for rows that leave the device, and of the "
+                    f"server's {self.capacity_bytes} not so many are free now. Close sessions, ask for a smaller "
+                    "limit_tokens, or give the server more tier_bytes",
                     retry_after_seconds=1.0,
                     needed_bytes=count,
                     capacity_bytes=self.capacity_bytes,

@@ -82,8 +82,8 @@ def _no_room_to_wake(session: Session, tokens: int) -> NoCapacity:
     pool = session.kv.context.pool
     return NoCapacity(
         f"restoring the session's rows for {tokens} tokens needs up to "
-        f"{session.kv.bound.peak_bytes - session.kv.bound.sustained_bytes} bytes of K/V; {pool.reserved_bytes} of "
-        f"{pool.capacity_bytes} are reserved by other sessions. Close sessions, or ask for fewer max_tokens",
+        f"{session.kv.bound.peak_bytes - session.kv.bound.sustained_bytes} bytes of K/V, and of the server's "
+        f"{pool.capacity_bytes} not so many are free now. Close sessions, or ask for fewer max_tokens",
         retry_after_seconds=1.0,
         capacity_bytes=pool.capacity_bytes,
     )

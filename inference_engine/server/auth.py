@@ -15,10 +15,11 @@ Owners of keys and of certificates (`cert:…`) never meet. With neither (a loop
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import hmac
 import logging
 import re
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,7 @@ class KeyRing:
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         """keys: as their owners know them."""
-        self._keys: tuple[Key, ...] = tuple(Key.of(key) for key in keys)
+        self._owners = _by_digest(Key.of(key) for key in keys)
         self._path: Path | None = None
         self._seen: object = None  # what the file looked like when it was last read
         self._unreadable: object = ()  # and when it could not be
@@ -112,6 +113,7 @@ class KeyRing:
         ring = cls()
         ring._path = Path(path).expanduser()
         ring._seen = state_of(ring._path)
+        _warn_of_writers(ring._path)
         try:
             keys, wrong = _read(ring._path)
         except (OSError, UnicodeDecodeError) as error:
@@ -125,12 +127,12 @@ class KeyRing:
         return ring
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._owners)
 
     @property
     def is_open(self) -> bool:
         """Is everybody let in?"""
-        return self._path is None and not self._keys
+        return self._path is None and not self._owners
 
     def owner_of(self, metadata: Metadata) -> str:
         """The owner these call headers belong to. Raises Unauthenticated without saying which part was wrong."""
@@ -144,11 +146,11 @@ class KeyRing:
         if not value.startswith(_SCHEME):
             raise Unauthenticated
         given = hashlib.sha256(value[len(_SCHEME) :]).digest()
-        # Every digest is compared, and in constant time, so that neither content nor order of the keys can be timed.
-        matches = [key.owner for key in self._keys if hmac.compare_digest(given, key.digest)]
-        if not matches:
+        # Looked up by digest: what the time of it tells is of a digest, and nobody gets from there to 256 random bits.
+        owner = self._owners.get(given)
+        if owner is None:
             raise Unauthenticated
-        return matches[0]
+        return owner
 
     def _refresh(self) -> None:
         """Read the file if it is another one than before. To look is one call of the system's, so every call does."""
@@ -171,7 +173,7 @@ class KeyRing:
         _log.info("%s changed: %d keys open this server now", self._path, len(keys))
 
     def _take(self, keys: Sequence[Key]) -> None:
-        self._keys = tuple(keys)
+        self._owners = _by_digest(keys)
         if plain := sum(key.is_plain for key in keys):
             _log.warning(
                 "%s holds %d keys as they are, for whoever can read it; `kakeya keys hash --api-key-file %s` leaves "
@@ -180,6 +182,21 @@ class KeyRing:
                 plain,
                 self._path,
             )
+
+
+def _warn_of_writers(path: Path) -> None:
+    """Who can write the file can let anybody in."""
+    with contextlib.suppress(OSError):
+        if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            _log.warning("the key file %s can be written by others than its owner; chmod go-w %s", path, path)
+
+
+def _by_digest(keys: Iterable[Key]) -> dict[bytes, str]:
+    """The owners of keys. A key that is there twice belongs to the first."""
+    owners: dict[bytes, str] = {}
+    for key in keys:
+        owners.setdefault(key.digest, key.owner)
+    return owners
 
 
 def _read(path: Path) -> tuple[list[Key], dict[int, str]]:

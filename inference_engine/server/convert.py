@@ -17,6 +17,7 @@ from inference_engine.kv.strategies import make_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import (
     Accepted,
+    Bound,
     Event,
     Finished,
     GenerateParams,
@@ -215,7 +216,10 @@ def session_info_to_wire(info: SessionInfo) -> pb.GetSessionInfoResponse:
     )
 
 
-def server_info_to_wire(info: EngineInfo, *, version: str, max_message_bytes: int) -> pb.GetServerInfoResponse:
+def server_info_to_wire(
+    info: EngineInfo, own: Bound, *, version: str, max_message_bytes: int
+) -> pb.GetServerInfoResponse:
+    """own: what the caller's sessions have reserved."""
     return pb.GetServerInfoResponse(
         version=version,
         model_id=info.facts.model_id,
@@ -230,9 +234,9 @@ def server_info_to_wire(info: EngineInfo, *, version: str, max_message_bytes: in
         max_append_tokens=info.config.max_append_tokens,
         max_message_bytes=max_message_bytes,
         kv_capacity_bytes=info.kv_capacity_bytes,
-        kv_reserved_bytes=info.kv_reserved_bytes,
+        kv_reserved_bytes=own.sustained_bytes,
         tier_capacity_bytes=info.tier_capacity_bytes,
-        tier_reserved_bytes=info.tier_reserved_bytes,
+        tier_reserved_bytes=own.tier_bytes,
         segment_tokens=info.config.segment_tokens,
         session_idle_ttl_seconds=info.config.session_idle_ttl_seconds,
         drafter=info.drafter,

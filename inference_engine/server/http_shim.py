@@ -28,6 +28,7 @@ from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.http.completion import Desk, Slots
 from inference_engine.server.http.connection import Connection
 from inference_engine.server.limits import OwnerLimits
+from inference_engine.server.strangers import Strangers
 from inference_engine.server.tls import Certificates
 
 # How long answers may take to leave once no Generate runs any more.
@@ -75,10 +76,11 @@ async def start_http(
     certificates: Certificates | None,
     chat: ChatText | None,
     connections: int,
+    strangers: Strangers,
 ) -> HttpShim:
     """Listen at `address`, as a part of the server that has these keys, limits and certificates.
 
-    connections: at the same time. Raises ConfigError if it cannot.
+    connections: at the same time; strangers: of this port. Raises ConfigError if it cannot.
     """
     if chat is None:
         raise ConfigError("http_bind needs the model's tokenizer and chat template, and this server was given none")
@@ -95,7 +97,8 @@ async def start_http(
     )
     state = State()
     context = None if certificates is None else _renewing_context(certificates)
-    server = _Server(_settings(create_app(desk, keys, address, state), context, connections))
+    app = create_app(desk, keys, address, state, strangers)
+    server = _Server(_settings(app, context, _connections(engine, connections, strangers)))
     server.config.load()
     sock = _listen(address)
     host, port = sock.getsockname()[:2]
@@ -112,10 +115,16 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _settings(app: Any, context: ssl.SSLContext | None, connections: int) -> uvicorn.Config:
+def _connections(engine: Engine, most: int, strangers: Strangers) -> type[Connection]:
+    dropped = engine.metrics.connections_dropped.labels("http")
+    shared = {"most": most, "strangers": strangers, "by_peer": {}, "dropped": dropped}
+    return type("Connection", (Connection,), shared)
+
+
+def _settings(app: Any, context: ssl.SSLContext | None, connection: type[Connection]) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=type("Connection", (Connection,), {"most": connections}),
+        http=connection,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -2,6 +2,7 @@
 
 Default-deny: with keys set, every method needs one, known or not, except those in OPEN_METHODS, matched by exact path.
 Without keys, the certificate that a client had to show names the owner; without either, everybody is the same one.
+All of that is decided on the headers: the message of a call is read afterwards (`incoming.py`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import grpc
 from inference_engine.errors import RequestError, Unauthenticated
 from inference_engine.logs import about_request
 from inference_engine.metrics import EngineMetrics
+from inference_engine.server import incoming
 from inference_engine.server.auth import KeyRing, owner_of_certificate
+from inference_engine.server.incoming import MessageLimits, OpenReaders, OwnerReaders, TransportError, read_message
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.status import CODES, as_request_error, code_of, reason_of, to_trailers
+from inference_engine.server.strangers import GrpcDoor
 from inference_engine.tracing import Tracing, end_call
 
 OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check"})
@@ -47,17 +51,23 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         tracing: Tracing,
         limits: OwnerLimits,
         *,
+        messages: MessageLimits,
+        door: GrpcDoor,
         has_certificates: bool = False,
     ) -> None:
-        """has_certificates: every client had to show one."""
+        """door: is told whose connections calls are accepted on. has_certificates: every client had to show one."""
         self._keys = keys
         self._metrics = metrics
         self._tracing = tracing
         self._limits = limits
+        self._messages = messages
+        self._door = door
+        self._open_readers, self._owner_readers = OpenReaders(), OwnerReaders()
         self._is_by_certificate = keys.is_open and has_certificates
         for reason in CODES:
             metrics.rpc_errors.labels(reason)
         self._guarded: dict[str, Handler] = {}
+        self._refusals: dict[str, Handler] = {}  # by method, as many as there are methods, and one for all others
         self._running: set[asyncio.Task[Any]] = set()  # calls of ours
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -72,8 +82,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if details.method not in OPEN_METHODS:
             try:
                 _caller.set(self._keys.owner_of(details.invocation_metadata))
-            except Unauthenticated as error:
-                return self._refusal(error, details.method if handler else "unknown")
+            except Unauthenticated:
+                return self._refusal(details.method if handler else "unknown")
         return handler
 
     async def wait_idle(self) -> None:
@@ -104,19 +114,44 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler.request_streaming:
             return handler  # server reflection: a library's, with no errors of ours
         behaviour: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
-        if method not in OPEN_METHODS:
+        is_open = method in OPEN_METHODS
+        behaviour = self._with_message(behaviour, handler.request_deserializer, method, is_open=is_open)
+        if not is_open:
             behaviour = self._admitted(behaviour)
+        # Streaming requests, though there is one message: grpc reads that of others before it asks us anything.
         make = (
-            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
         )
         guarded = self._observed(self._guard(behaviour, method), method)
-        return make(guarded, handler.request_deserializer, handler.response_serializer)
+        return make(guarded, None, handler.response_serializer)
 
-    def _refusal(self, error: Unauthenticated, method: str) -> Handler:
-        async def refuse(_request: Any, _context: Context) -> None:
-            raise error
+    def _with_message(self, behaviour: Any, parse: Any, method: str, *, is_open: bool) -> Behaviour:
+        """`behaviour` with the call's message, which it reads; parse: bytes to what `behaviour` takes, or None."""
+        limit_bytes = self._messages.of(method)
 
-        return grpc.unary_unary_rpc_method_handler(self._guard(refuse, method))
+        async def with_message(_messages: Any, context: Context) -> Any:
+            if is_open:
+                raw = await read_message(context, limit_bytes, incoming.MESSAGE_SECONDS, self._open_readers)
+            else:
+                async with self._owner_readers.one(caller()):
+                    raw = await read_message(context, limit_bytes, incoming.MESSAGE_SECONDS)
+            return await behaviour(raw if parse is None else parse(raw), context)
+
+        return with_message
+
+    def _refusal(self, method: str) -> Handler:
+        found = self._refusals.get(method)
+        if found is None:
+
+            async def refuse(_messages: Any, context: Context) -> None:
+                self._door.refused(context.peer())
+                raise Unauthenticated
+
+            found = grpc.stream_stream_rpc_method_handler(self._guard(refuse, method))
+            self._refusals[method] = found
+        return found
 
     def _observed(self, behaviour: Behaviour, method: str) -> Behaviour:
         """`behaviour` in a span of its own, where calls are traced, and with a tag for what it logs."""
@@ -138,6 +173,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             if self._is_by_certificate:
                 _caller.set(owner_of_certificate(context.auth_context()))
             with self._limits.call(caller()):
+                self._door.accepted(context.peer())
                 return await behaviour(request, context)
 
         return admitted
@@ -157,6 +193,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             except grpc.aio.AbortError:
                 code = context.code()
                 raise
+            except TransportError as error:
+                code = error.code
+                await context.abort(code, error.text)
             except (asyncio.CancelledError, grpc.aio.InternalError):
                 # The client is gone (a write to it may fail before the cancellation comes), or the server stops.
                 # Either way the call must end here: grpc hangs if a handler's own CancelledError reaches it.

@@ -11,6 +11,7 @@ own that resolves to us. Everything is read-only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -44,6 +45,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 _REQUEST_SECONDS = 10.0  # to send one, and to take its answer
+_MOST_READERS = 64  # at the same time; one more takes the place of who has been there for longest
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +69,7 @@ class MetricsPort:
         name = bind.rpartition(":")[0]
         handler = type("Handler", (_Handler,), {"answer": staticmethod(self._answer), "names": ("localhost", name)})
         try:
-            self._httpd = _Server(address, handler)
+            self._httpd = _Server(address, handler, metrics.connections_dropped.labels("metrics").inc)
         except OSError as error:
             raise cannot_bind("metrics_bind", address) from error
         self.target = str(Address(host=address.host, port=self._httpd.server_port, is_loopback=True))
@@ -120,9 +122,29 @@ def refuse_unless_loopback(address: Address, bind: str) -> None:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, address: Address, handler: type[BaseHTTPRequestHandler]) -> None:
+    def __init__(self, address: Address, handler: type[BaseHTTPRequestHandler], on_drop: Callable[[], object]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        self._on_drop = on_drop
+        self._lock = threading.Lock()
+        self._readers: dict[socket.socket, None] = {}  # those who are served, the first one first
         super().__init__((address.host, address.port), handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._readers[request] = None
+            if len(self._readers) > _MOST_READERS:
+                first = next(iter(self._readers))
+                del self._readers[first]
+                self._on_drop()
+                # Its thread finds that nobody is there, and closes it.
+                with contextlib.suppress(OSError):
+                    first.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._readers.pop(request, None)
+            super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         _log.debug("a reader of the metrics port left", exc_info=True)

@@ -29,10 +29,12 @@ from inference_engine.server.address import Address, cannot_bind, resolve_bind
 from inference_engine.server.auth import KeyRing
 from inference_engine.server.connections import allowed_connections
 from inference_engine.server.health import Health
+from inference_engine.server.incoming import MessageLimits
 from inference_engine.server.interceptors import CallInterceptor
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.metrics_port import MetricsPort
 from inference_engine.server.service import SERVICE_NAME, RuntimeService
+from inference_engine.server.strangers import GrpcDoor, Strangers
 from inference_engine.server.tls import Certificates
 from inference_engine.server.watchdog import EXIT_STALLED, Watchdog
 
@@ -61,6 +63,7 @@ class ServerHandle:
         engine: Engine,
         health: Health,
         calls: CallInterceptor,
+        door: GrpcDoor,
         config: ServerConfig,
         http: HttpShim | None = None,
     ) -> None:
@@ -72,6 +75,7 @@ class ServerHandle:
         self._engine = engine
         self._health = health
         self._calls = calls
+        self._door = door
         self._config = config
         self._http = http
 
@@ -87,6 +91,7 @@ class ServerHandle:
         if self._http:
             await self._http.stop()
         await self._server.stop(FLUSH_SECONDS)
+        self._door.stop()
         if self._metrics_port is not None:
             await asyncio.to_thread(self._metrics_port.stop)
 
@@ -101,6 +106,7 @@ class ServerHandle:
         if self._http:
             await self._http.stop()
         await self._server.stop(FLUSH_SECONDS)
+        self._door.stop()
 
 
 async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText | None = None) -> ServerHandle:
@@ -120,14 +126,24 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
     port = MetricsPort(engine.metrics, config.metrics_bind) if config.metrics_bind else None
     try:
         health = Health(engine)
+        messages = MessageLimits(
+            max_append_tokens=engine.info().config.max_append_tokens, max_message_bytes=config.max_message_bytes
+        )
+        door = GrpcDoor(
+            _strangers(config, connections, address),
+            engine.metrics.connections_dropped.labels("grpc").inc,
+            time.monotonic,
+        )
         calls = CallInterceptor(
             keys,
             engine.metrics,
             engine.tracing,
             limits,
+            messages=messages,
+            door=door,
             has_certificates=certificates is not None and certificates.asks_clients,
         )
-        server = grpc.aio.server(interceptors=(calls,), options=_options(config, connections))
+        server = grpc.aio.server(interceptors=(calls,), options=_options(config, connections, messages))
         server.add_generic_rpc_handlers((RuntimeService(engine, config).handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
         if address.is_loopback:
@@ -148,9 +164,11 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
                 certificates=certificates,
                 chat=chat,
                 connections=connections,
+                strangers=_strangers(config, connections, http_address),
             )
         await health.follow()
         await server.start()
+        door.follow(int(target.rpartition(":")[2]))
     except BaseException:
         if port is not None:
             port.stop()
@@ -162,6 +180,7 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
         engine=engine,
         health=health,
         calls=calls,
+        door=door,
         config=config,
         http=http,
     )
@@ -244,18 +263,35 @@ def _limits(config: ServerConfig, *, is_reachable: bool) -> OwnerLimits:
     )
 
 
-def _options(config: ServerConfig, connections: int) -> list[tuple[str, int]]:
+def _strangers(config: ServerConfig, connections: int, address: Address) -> Strangers:
+    default = 0 if address.is_loopback else max(1, connections // 2)
+    return Strangers(
+        most=connections,
+        most_of_address=config.max_connections_per_address or default,
+        clock=time.monotonic,
+    )
+
+
+def _options(config: ServerConfig, connections: int, messages: MessageLimits) -> list[tuple[str, int]]:
     age = [("grpc.max_connection_age_ms", max(1, round(config.max_connection_age_seconds * 1000)))]
+    idle = [("grpc.max_connection_idle_ms", max(1, round(config.max_connection_idle_seconds * 1000)))]
     return [
         *(age if config.max_connection_age_seconds else ()),
+        *(idle if config.max_connection_idle_seconds else ()),
         ("grpc.max_allowed_incoming_connections", connections),
         ("grpc.server_handshake_timeout_ms", 20_000),  # who connects and says nothing holds a descriptor
         ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
-        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_receive_message_length", messages.largest_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
-        ("grpc.max_metadata_size", 8 * 1024),
-        ("grpc.absolute_max_metadata_size", 16 * 1024),
-        ("grpc.max_concurrent_streams", config.max_owner_calls),
+        # A stream's window stays at 64 KiB until its message is read, whatever its connection could carry.
+        ("grpc.http2.bdp_probe", 0),
+        # To refuse headers takes gRPC time that grows with the limit, so it takes its time to say so, and a stream that
+        # waits for its refusal is one of those its connection may have.
+        ("grpc.max_metadata_size", config.max_header_bytes),
+        ("grpc.absolute_max_metadata_size", config.max_header_bytes),
+        ("grpc.http.tarpit_min_duration_ms", 1_000),
+        ("grpc.http.tarpit_max_duration_ms", 2_000),
+        ("grpc.max_concurrent_streams", config.max_connection_calls),
         # A long prefill is a silent call. Clients may ping through it, every 10 s (a common setting) or less often.
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),

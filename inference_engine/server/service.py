@@ -22,6 +22,7 @@ from inference_engine.errors import InvalidArgument, SessionBusy
 from inference_engine.generation import Generation
 from inference_engine.logs import name_request
 from inference_engine.server import convert
+from inference_engine.server.incoming import MessageLimits, TransportError
 from inference_engine.server.interceptors import caller
 from inference_engine.server.status import SlowConsumer
 from inference_engine.server.stream import Bells, Feed, Stall
@@ -51,6 +52,9 @@ class RuntimeService:
         info = engine.info()
         self._mode, self._model_id = info.mode, info.facts.model_id
         self._max_append_tokens = info.config.max_append_tokens
+        self._max_message_bytes = MessageLimits(
+            max_append_tokens=info.config.max_append_tokens, max_message_bytes=config.max_message_bytes
+        ).promised_bytes
         self._awaited: dict[str, asyncio.Event] = {}  # by session, set when it becomes free
         self._bells: Bells | None = None  # of the loop that serves
 
@@ -134,7 +138,10 @@ class RuntimeService:
 
     async def get_server_info(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         return convert.server_info_to_wire(
-            self._engine.info(), version=__version__, max_message_bytes=self._config.max_message_bytes
+            self._engine.info(),
+            self._engine.reserved_by(caller()),
+            version=__version__,
+            max_message_bytes=self._max_message_bytes,
         )
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -261,18 +268,15 @@ def _serialize(message: Message) -> bytes:
 
 
 def _decoded(behaviour: Behaviour, request_type: type[Message]) -> Behaviour:
-    """`behaviour` over raw bytes. Left to grpc, bytes that do not parse end as UNKNOWN with class names in the text.
-
-    Like every error of the transport, this one carries no details.
-    """
+    """`behaviour` over raw bytes. Left to grpc, bytes that do not parse end as UNKNOWN with class names in the text."""
 
     async def call(raw: bytes, context: Context) -> Any:
         try:
             request = request_type.FromString(raw)
         except DecodeError:
-            await context.abort(
+            raise TransportError(
                 grpc.StatusCode.INVALID_ARGUMENT, f"the message is not a valid {request_type.DESCRIPTOR.full_name}"
-            )
+            ) from None
         if request_id := getattr(request, "request_id", b""):
             name_request(request_id)
         return await behaviour(request, context)

@@ -183,10 +183,10 @@ class Admission:
         capacity = self._context.pool.capacity_bytes
         if waking and sustained + waking > capacity:
             raise NoCapacity(
-                f"with this session {sustained} bytes of K/V would be reserved and {waking} are needed to wake one, "
-                f"of {capacity} in all. Close sessions, or ask for a smaller limit_tokens or another strategy",
+                f"the session needs {needed.sustained_bytes} bytes of K/V, and would leave too few of the server's "
+                f"{capacity} to wake a session. Close sessions, or ask for a smaller limit_tokens or another strategy",
                 retry_after_seconds=_RETRY_SECONDS,
-                needed_bytes=sustained + waking,
+                needed_bytes=needed.sustained_bytes,
                 capacity_bytes=capacity,
             )
 

@@ -19,10 +19,11 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
-from inference_engine.session.admission import Admission, SessionLimits
+from inference_engine.session.admission import Admission, SessionLimits, orphaned_bytes
 from inference_engine.session.journal import Journal, SessionRecord
 from inference_engine.session.replies import ReplyBook
 from inference_engine.session.session import Operation, Session
+from inference_engine.types import Bound
 
 _TOMBSTONES = 10_000
 
@@ -203,6 +204,18 @@ class SessionStore:
         """Those that are open now."""
         with self._lock:
             return tuple(self._sessions.values())
+
+    def reserved_by(self, owner: str) -> Bound:
+        """What the owner's sessions have reserved between Generates, on the device and off it."""
+        with self._lock:
+            own = [session for session in self._sessions.values() if session.owner == owner]
+            reserved = [session.kv.reserved for session in own]
+            sustained = sum(bound.sustained_bytes for bound in reserved) + orphaned_bytes(own)
+            return Bound(
+                sustained_bytes=sustained,
+                peak_bytes=sustained,
+                tier_bytes=sum(bound.tier_bytes for bound in reserved),
+            )
 
     # -- helpers, lock held -----------------------------------------------------------------------------------------
 

@@ -1,12 +1,14 @@
 """The key file: what its lines mean, and that a server always has the keys that are in it, and no other."""
 
 import errno
+import hashlib
 import hmac
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -180,20 +182,34 @@ def test_a_file_that_did_not_change_is_not_read_again(file: Path, monkeypatch: p
     assert opens(ring, ALICE)
 
 
-def test_every_key_is_compared_whatever_the_first_comparison_says(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that time tells nothing of which key it was, or how much of it was right."""
-    ring, compared = KeyRing.from_file(str(file)), []
-    compare = hmac.compare_digest
+def test_a_wrong_key_costs_as_much_with_ten_thousand_keys_as_with_one(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flood of wrong keys is paid for by the server: each is hashed once, and compared with none."""
+    file.write_text(
+        "".join(f"{Key.of(f'another-key-{number:06}').line}\n" for number in range(10_000)), encoding="utf-8"
+    )
+    ring, hashed = KeyRing.from_file(str(file)), []
+    sha256 = hashlib.sha256
 
-    def counting(given: bytes, known: bytes) -> bool:
-        compared.append(known)
-        return compare(given, known)
+    def counting(data: bytes) -> Any:
+        hashed.append(data)
+        return sha256(data)
 
-    monkeypatch.setattr(hmac, "compare_digest", counting)
-    for key in (ALICE, BOB, CAROL):
-        compared.clear()
-        opens(ring, key)
-        assert compared == [Key.of(each).digest for each in (ALICE, BOB)]
+    monkeypatch.setattr(hashlib, "sha256", counting)
+    monkeypatch.setattr(hmac, "compare_digest", None)
+    assert not opens(ring, CAROL)
+    assert opens(ring, "another-key-009999")
+    assert hashed == [CAROL.encode(), b"another-key-009999"]
+
+
+@pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o644, False), (0o620, True), (0o666, True)])
+def test_a_key_file_that_others_can_write_is_told_of(
+    file: Path, caplog: pytest.LogCaptureFixture, mode: int, warns: bool
+) -> None:
+    file.chmod(mode)
+    assert opens(KeyRing.from_file(str(file)), ALICE)
+    assert any(f"chmod go-w {file}" in record.getMessage() for record in caplog.records) is warns
 
 
 def test_a_certificate_names_its_owner_by_its_spiffe_id_or_else_by_its_whole_subject() -> None:

@@ -249,7 +249,7 @@ async def test_bytes_that_are_no_message_are_refused_without_internals(
     assert details.text == f"the message is not a valid kakeya.v1.{method}Request"
 
 
-@pytest.mark.parametrize("session_id", ["", "word", "long" * 25_000, "odd\u202e\x00"], ids=lambda text: text[:4])
+@pytest.mark.parametrize("session_id", ["", "word", "long" * 5_000, "odd\u202e\x00"], ids=lambda text: text[:4])
 @pytest.mark.parametrize("method", ["AppendTokens", "Generate", "CloseSession", "ForkSession", "GetSessionInfo"])
 async def test_every_unknown_session_gets_the_same_bytes(client: Client, method: str, session_id: str) -> None:
     details = await refused(client.call(method, getattr(pb, f"{method}Request")(session_id=session_id)))

@@ -308,6 +308,17 @@ async def test_a_port_in_use_is_said_by_the_settings_name(engine: Engine, chat: 
             await start_server(engine, ServerConfig(bind="127.0.0.1:0", http_bind=bind), chat=chat)
 
 
+@pytest.mark.hostile
+async def test_metrics_are_not_for_everybody_who_has_a_key(
+    engine: Engine, chat: ChatText, key_file: str, tmp_path: Path
+) -> None:
+    headers = {"authorization": f"Bearer {KEY}"}
+    async with serving_http(engine, chat, api_key_file=key_file) as handle, http_client(handle) as client:
+        answer = await client.get(site(handle) + METRICS, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "operators_only")
+    assert "metrics_bind" in answer.json()["error"]["message"]
+
+
 async def test_metrics_show_the_engine_and_who_still_comes_this_way(server: ServerHandle) -> None:
     async with http_client(server) as client:
         await client.post(COMPLETIONS, json=asking())

@@ -26,6 +26,7 @@ from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.http.completion import Desk, Slots
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.run import ServerHandle
+from inference_engine.server.strangers import Strangers
 from tests.server.http_client import (
     COMPLETIONS,
     MESSAGES,
@@ -183,16 +184,23 @@ async def test_who_waits_for_an_answer_is_not_hung_up_on(
     assert answer.usage.completion_tokens == 400
 
 
+NOBODY = Strangers(most=10, most_of_address=0, clock=lambda: 0.0)
+MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: %s\r\n\r\n"
+
+
 async def test_one_connection_too_many_is_closed_and_one_that_left_makes_room(engine: Engine, chat: ChatText) -> None:
-    async with (
-        serving_http(engine, chat, max_connections=2) as server,
-        calling(server),
-        calling(server) as second,
-    ):
+    async with serving_http(engine, chat, max_connections=2) as server, contextlib.AsyncExitStack() as stack:
+
+        async def known() -> Caller:
+            caller = await stack.enter_async_context(calling(server))
+            caller.send(MODELS % b"keep-alive")
+            assert (await caller.status()).startswith(b"HTTP/1.1 200")
+            return caller
+
+        _, second = await known(), await known()
         async with calling(server) as third:
             assert await third.is_hung_up()
-        second.send(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        assert (await second.status()).startswith(b"HTTP/1.1 200")
+        second.send(MODELS % b"close")
         await second.is_hung_up()
         async with calling(server) as fourth:
             fourth.send(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -451,7 +459,7 @@ async def test_a_client_that_does_not_read_loses_its_session(
         now=lambda: 0.0,
         given_up=asyncio.get_running_loop().create_future(),
     )
-    app = create_app(desk, KeyRing(), Address(host="127.0.0.1", port=0, is_loopback=True), State())
+    app = create_app(desk, KeyRing(), Address(host="127.0.0.1", port=0, is_loopback=True), State(), NOBODY)
     body = json.dumps({**FOREVER, "stream": True}).encode()
     coming: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[str] = []

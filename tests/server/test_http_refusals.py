@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import httpx2
 import openai
 import pytest
 
+from inference_engine import logs
 from inference_engine.engine import Engine
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.run import ServerHandle
@@ -89,6 +91,37 @@ async def test_all_that_is_not_honoured_is_named_at_once(client: httpx2.AsyncCli
 async def test_a_body_that_is_no_json_is_refused(client: httpx2.AsyncClient) -> None:
     answer = await client.post(COMPLETIONS, content=b"{", headers={"content-type": "application/json"})
     assert (answer.status_code, error_of(answer)["code"]) == (400, "bad_json")
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"\\ud800": 1}',
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "a", "\\udc00": 1}]}',
+        b'{"model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "a", "\\uD834": 1}]}]}',
+        b'{"model": "tiny", "messages": [], "stream": true, "stream_options": {"\\ud800": 1}}',
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "logit_bias": {"\\ud800": 1}}',
+        b'{"model": "\\ud800", "messages": [{"role": "user", "content": "a"}]}',
+        b'{"model": "tiny", "messages": [{"role": "\\ud800", "content": "a"}]}',
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "stop": "\\ud800"}',
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "n": "\\ud800"}',
+        b'{"\xed\xa0\x80": 1}',
+    ],
+)
+async def test_half_a_surrogate_anywhere_is_the_callers_mistake(client: httpx2.AsyncClient, body: bytes) -> None:
+    stream = io.StringIO()
+    with logs.written("text", stream):
+        answer = await client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, error_of(answer)["type"]) == (400, "invalid_request_error")
+    assert "Traceback" not in stream.getvalue() and "ud800" not in stream.getvalue()
+
+
+async def test_a_whole_surrogate_pair_in_a_name_is_a_name(client: httpx2.AsyncClient) -> None:
+    body = b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "\\ud83d\\ude42": 1}'
+    answer = await client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "\U0001f642")
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])

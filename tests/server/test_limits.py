@@ -14,6 +14,7 @@ from inference_engine.engine import Engine
 from inference_engine.errors import Overloaded
 from inference_engine.server.auth import Key
 from inference_engine.server.connections import OWN_DESCRIPTORS, allowed_connections
+from inference_engine.server.incoming import MESSAGE_BYTES
 from inference_engine.server.limits import OwnerLimits
 from kakeya.v1 import runtime_pb2 as pb
 from tests.server.wire import HISTORY, Client, connected, held, read_rest, refused, serving
@@ -151,24 +152,54 @@ async def test_a_connection_past_its_age_lets_its_calls_end_and_another_follows(
         assert len(await client.generate(await client.open())) == 8
 
 
-async def test_headers_are_taken_up_to_a_limit(client: Client) -> None:
-    call = client.channel.unary_unary("/kakeya.v1.RuntimeService/GetServerInfo")
-    assert await call(b"", metadata=[("x-large", "x" * 4 * 1024)], timeout=30.0)
-    details = await refused(call(b"", metadata=[("x-large", "x" * 64 * 1024)], timeout=30.0))
-    assert details.reason == "RESOURCE_EXHAUSTED"
+async def test_headers_are_taken_up_to_a_limit_of_bytes_and_32_more_for_each(engine: Engine) -> None:
+    async with serving(engine, max_header_bytes=4096) as handle, connected(handle) as client:
+        call = client.channel.unary_unary("/kakeya.v1.RuntimeService/GetServerInfo")
+        assert await call(b"", metadata=[("x-large", "x" * 3 * 1024)], timeout=30.0)
+        assert await call(b"", metadata=[(f"x{number}", "") for number in range(80)], timeout=30.0)
+        for too_much in ([("x-large", "x" * 5 * 1024)], [(f"x{number}", "") for number in range(140)]):
+            details = await refused(call(b"", metadata=too_much, timeout=30.0))
+            assert details.reason == "RESOURCE_EXHAUSTED"
 
 
-async def test_a_message_of_exactly_the_limit_is_taken_and_one_byte_more_is_not(engine: Engine) -> None:
-    limit = 100_000
-    async with serving(engine, max_message_bytes=limit) as handle, connected(handle) as client:
-        # An unknown field of that many bytes, which everybody has to skip: its tag, its length, and the rest.
-        padding = limit - 5
-        length = bytes((padding & 0x7F | 0x80, padding >> 7 & 0x7F | 0x80, padding >> 14))
-        message = b"\xfa\x7f" + length + bytes(padding)
-        assert len(message) == limit
-        assert await client.raw("CreateSession", message)
-        details = await refused(client.raw("CreateSession", message + b"\0"))
+def padded(size: int) -> bytes:
+    """That many bytes: an unknown field, which everybody has to skip, its tag, its length, and the rest."""
+    padding = size - 5
+    length = bytes((padding & 0x7F | 0x80, padding >> 7 & 0x7F | 0x80, padding >> 14))
+    return b"\xfa\x7f" + length + bytes(padding)
+
+
+@pytest.mark.parametrize("method", ["CreateSession", "GetServerInfo"])
+async def test_a_message_of_exactly_the_limit_is_taken_and_one_byte_more_is_not(client: Client, method: str) -> None:
+    message = padded(MESSAGE_BYTES)
+    assert len(message) == MESSAGE_BYTES
+    assert await client.raw(method, message)
+    details = await refused(client.raw(method, message + b"\0"))
     assert details.reason == "RESOURCE_EXHAUSTED"
+    assert details.text == f"the message has {MESSAGE_BYTES + 1} bytes, and this method takes {MESSAGE_BYTES} at most"
+
+
+async def test_a_limit_on_messages_in_the_settings_holds_for_every_method(engine: Engine) -> None:
+    async with serving(engine, max_message_bytes=20_000) as handle, connected(handle) as client:
+        assert await client.raw("CreateSession", padded(20_000))
+        assert (await refused(client.raw("CreateSession", padded(20_001)))).reason == "RESOURCE_EXHAUSTED"
+        info = await client.call("GetServerInfo", pb.GetServerInfoRequest())
+        assert info.max_message_bytes == 20_000
+
+
+async def test_an_append_of_as_many_ids_as_are_taken_fits_whatever_the_ids_are(client: Client) -> None:
+    info = await client.call("GetServerInfo", pb.GetServerInfoRequest())
+    ids = [2**32 - 1] * info.max_append_tokens  # five bytes each; outside the vocabulary, which is found by parsing
+    message = pb.AppendTokensRequest(session_id=await client.open(), token_ids=ids, request_id=bytes(64))
+    assert message.ByteSize() <= info.max_message_bytes
+    details = await refused(client.call("AppendTokens", message))
+    assert details.reason == "INVALID_ARGUMENT TOKEN_OUT_OF_RANGE"
+
+
+async def test_an_append_of_twice_as_many_ids_says_how_many_are_taken(client: Client) -> None:
+    info = await client.call("GetServerInfo", pb.GetServerInfoRequest())
+    details = await refused(client.append(await client.open(), [2**31] * (2 * info.max_append_tokens)))
+    assert details.reason == "RESOURCE_EXHAUSTED APPEND_TOO_LARGE"
 
 
 async def test_resets_by_the_thousand_leave_the_server_as_it_was(engine: Engine, client: Client) -> None:

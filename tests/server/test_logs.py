@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -15,7 +16,8 @@ from inference_engine import logs
 from inference_engine.backends.scripted import Fault, Script
 from inference_engine.config import ServerConfig
 from inference_engine.errors import ConfigError
-from inference_engine.logs import FIELDS, about_request, about_session, name_request, tag, written
+from inference_engine.logs import FIELDS, about_request, about_session, lost_lines, name_request, tag, written
+from inference_engine.metrics import EngineMetrics
 from inference_engine.tracing import Tracing
 from tests.load.scripted import scripted_engine
 from tests.server.test_tracing import Recorded
@@ -125,6 +127,30 @@ def test_a_stream_that_is_closed_ends_the_log_and_nothing_else() -> None:
     with written("text", stream):
         stream.close()
         log.info("to nobody")
+
+
+@pytest.mark.hostile
+def test_writes_that_fail_lose_their_lines_only_and_are_told_once_it_works_again() -> None:
+    class Full(io.StringIO):
+        """A disk without room for the lines that say so."""
+
+        def write(self, text: str) -> int:
+            if "no room" in text:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+    stream, before = Full(), lost_lines()["write"]
+    metrics = EngineMetrics()
+    with written("json", stream):
+        log.info("before")
+        log.info("no room")
+        log.info("no room either")
+        log.info("after")
+    messages = [line["message"] for line in lines_of(stream)]
+    assert messages == ["before", "after", "2 lines of the log were lost: writing them failed"]
+    assert lost_lines()["write"] == before + 2
+    metrics.look()
+    assert metrics.registry.get_sample_value("log_lost_lines_total", {"reason": "write"}) == 2
 
 
 def test_there_are_two_formats() -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
+import io
+import logging
 import os
 from collections.abc import Awaitable, Callable
 from itertools import count
 from typing import Any
+from urllib.parse import urlsplit
 
 from prometheus_client import generate_latest
 from prometheus_client.metrics import MetricWrapperBase
@@ -14,6 +20,7 @@ from inference_engine.backends.scripted import Fault, Script
 from inference_engine.engine import Engine
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.logs import written
 from inference_engine.metrics import KV_KINDS, SESSION_STATES, STEP_PARTS, EngineMetrics, StepTimer
 from inference_engine.server.service import SERVICE_NAME
 from inference_engine.server.status import CODES
@@ -191,6 +198,34 @@ async def over_http(seen: Seen) -> None:
         seen.look(engine)  # the server has drained
 
 
+async def a_log_on_a_full_disk(seen: Seen) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with tiny_engine() as engine:
+        seen.begin(engine)
+        with written("text", Full()):
+            logging.getLogger("a.test").warning("lost")
+        seen.look(engine)
+
+
+async def strangers(seen: Seen) -> None:
+    """Two connections where there is room for one, and nobody has asked for anything yet."""
+    with tiny_engine() as engine:
+        seen.begin(engine)
+        async with serving_http(engine, tiny_chat(), max_connections=1) as handle:
+            assert handle.http_url is not None
+            url = urlsplit(handle.http_url)
+            first, first_writer = await asyncio.open_connection(url.hostname, url.port)
+            _, second_writer = await asyncio.open_connection(url.hostname, url.port)
+            with contextlib.suppress(ConnectionError):
+                assert await first.read() == b""
+            for writer in (first_writer, second_writer):
+                writer.close()
+        seen.look(engine)
+
+
 async def test_every_instrument_is_moved_by_something_that_happens() -> None:
     """No instrument is there that nobody sets."""
     seen = Seen()
@@ -204,6 +239,8 @@ async def test_every_instrument_is_moved_by_something_that_happens() -> None:
         a_broken_invariant,
         a_device_that_hangs,
         over_http,
+        a_log_on_a_full_disk,
+        strangers,
     )
     for scenario in scenarios:
         await scenario(seen)

@@ -12,16 +12,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inference_engine.errors import Draining, RequestError
+from inference_engine.errors import Draining, RequestError, Unauthenticated
 from inference_engine.logs import about_request
 from inference_engine.metrics import EngineMetrics
 from inference_engine.server.address import Address, names_this_machine
 from inference_engine.server.auth import KeyRing
 from inference_engine.server.http import deprecation
 from inference_engine.server.http.completion import ROUTE, Completion, Desk
-from inference_engine.server.http.errors import body_of, envelope, headers_of, status_of
+from inference_engine.server.http.errors import OperatorsOnly, body_of, envelope, headers_of, status_of
 from inference_engine.server.http.replies import model_list
 from inference_engine.server.status import as_request_error
+from inference_engine.server.strangers import Strangers
 
 MODELS, HEALTH, METRICS = "/v1/models", "/healthz", "/metrics"
 ROUTES = (ROUTE, MODELS, HEALTH, METRICS, deprecation.PAGE)
@@ -34,12 +35,12 @@ class State:
     is_draining: bool = field(default=False)
 
 
-def create_app(desk: Desk, keys: KeyRing, address: Address, state: State) -> ASGIApp:
-    """The whole application, to be served at `address`."""
+def create_app(desk: Desk, keys: KeyRing, address: Address, state: State, strangers: Strangers) -> ASGIApp:
+    """The whole application, to be served at `address`; `strangers` is told whose requests are accepted."""
     # No pages that describe it to machines: it is frozen, and others have described it.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.include_router(_open_routes(desk, state))
-    app.include_router(_guarded_routes(desk, keys, state))
+    app.include_router(_guarded_routes(desk, keys, state, strangers, is_loopback=address.is_loopback))
     app.add_exception_handler(RequestError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_route)
     app.add_exception_handler(ClientDisconnect, _forget)
@@ -62,10 +63,17 @@ def _open_routes(desk: Desk, state: State) -> APIRouter:
     return router
 
 
-def _guarded_routes(desk: Desk, keys: KeyRing, state: State) -> APIRouter:
+def _guarded_routes(desk: Desk, keys: KeyRing, state: State, strangers: Strangers, *, is_loopback: bool) -> APIRouter:
     async def authenticate(request: Request) -> None:
         headers = [(name.decode("latin-1"), value) for name, value in request.headers.raw]
-        request.state.owner = keys.owner_of(headers)
+        peer = request.client
+        try:
+            request.state.owner = keys.owner_of(headers)
+        except Unauthenticated:
+            request.state.is_last = peer is not None and strangers.refused((peer.host, peer.port))
+            raise
+        if peer is not None:
+            strangers.accepted((peer.host, peer.port))
 
     router = APIRouter(dependencies=[Depends(authenticate)])
     created = int(desk.now())
@@ -82,6 +90,9 @@ def _guarded_routes(desk: Desk, keys: KeyRing, state: State) -> APIRouter:
 
     @router.get(METRICS)
     async def metrics() -> Response:
+        # They tell what everybody does. Who is anybody on this machine may ask `metrics_bind` as well.
+        if not (is_loopback and keys.is_open):
+            raise OperatorsOnly(METRICS)
         # It reads the process's own numbers from the system.
         page = await asyncio.to_thread(prometheus_client.generate_latest, desk.engine.metrics.registry)
         return Response(page, media_type=prometheus_client.CONTENT_TYPE_LATEST)
@@ -89,9 +100,12 @@ def _guarded_routes(desk: Desk, keys: KeyRing, state: State) -> APIRouter:
     return router
 
 
-async def _refuse(_request: Request, error: Exception) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return JSONResponse(body_of(error), status_of(error), headers_of(error))
+    headers = headers_of(error)
+    if getattr(request.state, "is_last", False):  # of a stranger's connection
+        headers["connection"] = "close"
+    return JSONResponse(body_of(error), status_of(error), headers)
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:

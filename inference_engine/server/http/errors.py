@@ -14,6 +14,7 @@ from inference_engine.server.status import CODES, reason_of
 _STATUSES: dict[str, int] = {
     "BAD_JSON": 400,
     "HISTORY_LIMIT": 400,
+    "OPERATORS_ONLY": 403,
     "MODEL_NOT_FOUND": 404,
     "REQUEST_TIMEOUT": 408,
     "BODY_TOO_LARGE": 413,
@@ -45,6 +46,15 @@ class UnknownModel(RequestError):
 
     def __init__(self, asked: str, served: str) -> None:
         super().__init__(f"model: this server serves {served!r}, not {asked!r}", field="model")
+
+
+class OperatorsOnly(RequestError):
+    reason = "OPERATORS_ONLY"
+
+    def __init__(self, route: str) -> None:
+        super().__init__(
+            f"{route} is for operators: it is served here on loopback without keys only; ask the port of metrics_bind"
+        )
 
 
 class BadJson(RequestError):

@@ -6,6 +6,7 @@ Each value is checked once, here or where it is used: the ranges of sampling are
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -45,6 +46,10 @@ _OFF: dict[str, Any] = {
 }
 
 
+# An escape of half a surrogate pair; most are followed by the other half.
+_MAY_BE_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRequest:
     """max_tokens None: as many as there is room for. `max_tokens_name`: under which name the caller gave it."""
@@ -81,12 +86,29 @@ def read_request(body: bytes) -> ChatRequest:
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(body, parse_constant=_no_constant)
+        value = json.loads(body.decode(), parse_constant=_no_constant)
+        if _MAY_BE_HALF.search(body):
+            _refuse_half_names(value)
+    except UnicodeDecodeError:
+        raise BadJson("the body is not JSON: it is not UTF-8") from None
     except (ValueError, RecursionError) as error:
         raise BadJson(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise BadJson(f"the body must be a JSON object, got {type(value).__name__}")
     return value
+
+
+def _refuse_half_names(value: object) -> None:
+    """Raise BadJson for a name that holds half of a surrogate pair: it could be in no answer. Values are looked at
+    where they are used, under the path they have."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if any("\ud800" <= character <= "\udfff" for character in name):
+                raise BadJson("a name in the body holds half of a surrogate pair, which is no character")
+            _refuse_half_names(item)
+    elif isinstance(value, list):
+        for item in value:
+            _refuse_half_names(item)
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -135,6 +135,7 @@ export interface ServerInfo {
   readonly maxAppendTokens: number;
   readonly maxMessageBytes: number;
   readonly kvCapacityBytes: number;
+  /** By your own sessions. */
   readonly kvReservedBytes: number;
   readonly segmentTokens: number;
   readonly sessionIdleTtlSeconds: number;
@@ -142,6 +143,7 @@ export interface ServerInfo {
   readonly drafter: string;
   /** Off the device, in the server's memory or in files. */
   readonly tierCapacityBytes: number;
+  /** By your own sessions. */
   readonly tierReservedBytes: number;
 }
 

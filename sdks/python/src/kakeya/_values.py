@@ -127,12 +127,12 @@ class ServerInfo:
     max_append_tokens: int
     max_message_bytes: int
     kv_capacity_bytes: int
-    kv_reserved_bytes: int
+    kv_reserved_bytes: int  # by your own sessions
     segment_tokens: int
     session_idle_ttl_seconds: float
     drafter: str  # what guesses ahead in Generates that allow it; empty: nothing does
     tier_capacity_bytes: int  # off the device, in the server's memory or in files
-    tier_reserved_bytes: int
+    tier_reserved_bytes: int  # by your own sessions
 
 
 def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:

@@ -926,7 +926,7 @@ class GetServerInfoResponse(_message.Message):
     max_append_tokens: _builtins.int
     max_message_bytes: _builtins.int
     kv_capacity_bytes: _builtins.int
-    """Bytes of K/V the server may reserve over all sessions, and those reserved now."""
+    """Bytes of K/V the server may reserve over all sessions, and those that the caller's own sessions have reserved."""
     kv_reserved_bytes: _builtins.int
     segment_tokens: _builtins.int
     """Positions that leave memory together; the unit of prefill."""
@@ -934,7 +934,7 @@ class GetServerInfoResponse(_message.Message):
     drafter: _builtins.str
     """What guesses ahead in Generates that allow it. Empty: nothing does."""
     tier_capacity_bytes: _builtins.int
-    """Bytes of K/V the server may reserve off the device over all sessions, and those reserved now."""
+    """The same off the device: over all sessions, and reserved by the caller's own."""
     tier_reserved_bytes: _builtins.int
     @_builtins.property
     def strategies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -1061,7 +1061,7 @@ export type GetServerInfoResponse = Message<"kakeya.v1.GetServerInfoResponse"> &
   maxMessageBytes: number;
 
   /**
-   * Bytes of K/V the server may reserve over all sessions, and those reserved now.
+   * Bytes of K/V the server may reserve over all sessions, and those that the caller's own sessions have reserved.
    *
    * @generated from field: uint64 kv_capacity_bytes = 13;
    */
@@ -1092,7 +1092,7 @@ export type GetServerInfoResponse = Message<"kakeya.v1.GetServerInfoResponse"> &
   drafter: string;
 
   /**
-   * Bytes of K/V the server may reserve off the device over all sessions, and those reserved now.
+   * The same off the device: over all sessions, and reserved by the caller's own.
    *
    * @generated from field: uint64 tier_capacity_bytes = 18;
    */

@@ -1,0 +1,310 @@
+"""Connections on which nobody has shown a key yet: how many there may be, for how long, and what they may cost.
+
+A connection is a stranger's until a call on it is accepted; from then on it is known, and stays as long as it likes.
+What is dropped is always a stranger, and the oldest first: a client with a key is known milliseconds after it connects.
+
+    connects ──▶ stranger ──▶ known                        a call was accepted
+                    ├──▶ dropped                           one of more than KEPT of its address, after PATIENCE_SECONDS
+                    ├──▶ dropped                           too many of its address, or in all, the oldest first
+                    └──▶ dropped                           refused too often
+
+An address is the peer's as the system knows it: behind a proxy, the proxy's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import ipaddress
+import os
+import socket
+import stat
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+from urllib.parse import unquote
+
+Peer: TypeAlias = tuple[str, int]  # address and port of the other side
+
+PATIENCE_SECONDS = 20.0
+KEPT = 16  # of each address, for as long as they like: probes of health have no key
+MOST_OF_ADDRESS = 128
+MOST_REFUSALS = 32  # on one connection
+# On all connections of strangers at one address together; then one refusal is too many.
+ADDRESS_REFUSALS = 256
+ADDRESS_REFUSALS_PER_SECOND = 16.0
+# How often gRPC's connections are looked at: with few strangers, and with more than KEPT.
+CALM_SECONDS, BUSY_SECONDS = 1.0, 0.25
+# Of the time of one thread, what looking may take.
+LOOKING_SHARE = 0.05
+
+
+@dataclass(slots=True)
+class _Allowance:
+    refusals: float
+    filled_at: float
+
+
+class Strangers:
+    """The connections of one port. Event loop only. `clock` gives monotonic seconds."""
+
+    def __init__(self, *, most: int, most_of_address: int, clock: Callable[[], float]) -> None:
+        """most: connections to the port. most_of_address: known ones included; 0: no limit."""
+        self._most = max(1, most // 2)
+        self._most_of_address = most_of_address
+        self._clock = clock
+        self._strangers: dict[str, dict[Peer, float]] = {}  # by address, since when, the oldest first
+        self._known: dict[str, dict[Peer, float]] = {}
+        self._refused: Counter[Peer] = Counter()
+        self._allowances: dict[str, _Allowance] = {}
+
+    def __len__(self) -> int:
+        """Strangers, not those who are known."""
+        return sum(map(len, self._strangers.values()))
+
+    @property
+    def is_crowded(self) -> bool:
+        return len(self) > KEPT
+
+    def opened(self, peer: Peer) -> None:
+        """Idempotent."""
+        address = peer[0]
+        if peer not in self._known.get(address, ()):
+            self._strangers.setdefault(address, {}).setdefault(peer, self._clock())
+
+    def closed(self, peer: Peer) -> None:
+        self._refused.pop(peer, None)
+        for connections in (self._strangers, self._known):
+            of_address = connections.get(peer[0], {})
+            of_address.pop(peer, None)
+            if not of_address:
+                connections.pop(peer[0], None)
+
+    def accepted(self, peer: Peer) -> None:
+        """A call on this connection was."""
+        address = peer[0]
+        known = self._known.setdefault(address, {})
+        if peer in known:
+            return
+        since = self._strangers.get(address, {}).get(peer)
+        self.closed(peer)
+        self._known.setdefault(address, {})[peer] = self._clock() if since is None else since
+
+    def refused(self, peer: Peer) -> bool:
+        """A call on this connection was. Is the connection to be dropped for it?"""
+        if peer in self._known.get(peer[0], ()):
+            return False  # a proxy's, perhaps, with others' calls on it
+        self.opened(peer)
+        self._refused[peer] += 1
+        now = self._clock()
+        allowance = self._allowances.setdefault(peer[0], _Allowance(ADDRESS_REFUSALS, now))
+        more = (now - allowance.filled_at) * ADDRESS_REFUSALS_PER_SECOND
+        allowance.refusals = min(float(ADDRESS_REFUSALS), allowance.refusals + more)
+        allowance.filled_at = now
+        is_too_many = allowance.refusals < 1.0
+        allowance.refusals = max(0.0, allowance.refusals - 1.0)
+        return is_too_many or self._refused[peer] >= MOST_REFUSALS
+
+    def here_before(self, began: float) -> list[Peer]:
+        """Those that are here and came before that time, known ones among them."""
+        return [
+            peer
+            for connections in (self._strangers, self._known)
+            for of_address in connections.values()
+            for peer, since in of_address.items()
+            if since < began
+        ]
+
+    def to_drop(self) -> list[Peer]:
+        """The connections that are too many, or too old for strangers'. They are still to be `closed`."""
+        now = self._clock()
+        self._forget_allowances(now)
+        dropped: dict[Peer, None] = {}
+        for address, strangers in self._strangers.items():
+            aged = list(strangers)
+            dropped.update(dict.fromkeys(aged[: max(0, len(aged) - MOST_OF_ADDRESS)]))
+            dropped.update(
+                dict.fromkeys(
+                    peer for peer in aged[: max(0, len(aged) - KEPT)] if now - strangers[peer] >= PATIENCE_SECONDS
+                )
+            )
+            dropped.update(dict.fromkeys(self._too_many_of(address, aged)))
+        for address in self._known:
+            if address not in self._strangers:
+                dropped.update(dict.fromkeys(self._too_many_of(address, [])))
+        rest = sorted(
+            (since, peer)
+            for strangers in self._strangers.values()
+            for peer, since in strangers.items()
+            if peer not in dropped
+        )
+        dropped.update(dict.fromkeys(peer for _, peer in rest[: max(0, len(rest) - self._most)]))
+        return list(dropped)
+
+    def oldest(self) -> Peer | None:
+        """The stranger that has been here for longest."""
+        ages = [(since, peer) for strangers in self._strangers.values() for peer, since in strangers.items()]
+        return min(ages)[1] if ages else None
+
+    def _too_many_of(self, address: str, strangers: list[Peer]) -> list[Peer]:
+        """Beyond what one address may have: strangers, and if that is not enough, who came last."""
+        if not self._most_of_address:
+            return []
+        known = self._known.get(address, {})
+        excess = len(strangers) + len(known) - self._most_of_address
+        if excess <= 0:
+            return []
+        newest = sorted(known, key=known.__getitem__, reverse=True)
+        return (strangers + newest)[:excess]
+
+    def _forget_allowances(self, now: float) -> None:
+        """Those that are full again: addresses are as many as there are in the world."""
+        whole = ADDRESS_REFUSALS / ADDRESS_REFUSALS_PER_SECOND
+        for address in [each for each, old in self._allowances.items() if now - old.filled_at >= whole]:
+            del self._allowances[address]
+
+
+@functools.lru_cache(4096)
+def peer_of(text: str) -> Peer | None:
+    """What gRPC calls a peer: `ipv4:10.0.0.7:5123`, `ipv6:%5B::1%5D:5123`. None for what has no address."""
+    kind, _, rest = unquote(text).partition(":")
+    host, _, port = rest.rpartition(":")
+    return _peer(host.strip("[]"), int(port)) if kind in ("ipv4", "ipv6") and port.isdigit() else None
+
+
+def _peer(host: str, port: int) -> Peer:
+    if ":" in host:
+        address = ipaddress.IPv6Address(host.partition("%")[0])
+        host = str(address.ipv4_mapped or address)
+    return host, port
+
+
+class GrpcDoor:
+    """Drops connections of a gRPC server, which takes them by itself and closes none when asked to.
+
+    Its connections are found among the files of this process: sockets whose own end is our port. One is dropped by
+    shutting its socket down; gRPC then sees the other side gone.
+    """
+
+    def __init__(self, strangers: Strangers, on_drop: Callable[[int], object], clock: Callable[[], float]) -> None:
+        """on_drop: is told how many. clock: that of `strangers`."""
+        self._strangers = strangers
+        self._clock = clock
+        self._on_drop = on_drop
+        self._port = 0
+        self._files: Mapping[Peer, int] = {}
+        self._seen: dict[int, tuple[int, Peer | None]] = {}  # by descriptor: its inode, and who is there
+        self._to_drop: set[Peer] = set()
+        self._wake = asyncio.Event()
+        self._looking: asyncio.Task[None] | None = None
+
+    def follow(self, port: int) -> None:
+        """Look after the connections of this port until `stop`."""
+        self._port = port
+        self._looking = asyncio.create_task(self._keep_looking(), name="door")
+
+    def stop(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+
+    def accepted(self, peer: str) -> None:
+        """A call was, of the peer as gRPC calls it."""
+        found = peer_of(peer)
+        if found is not None:
+            self._strangers.accepted(found)
+
+    def refused(self, peer: str) -> None:
+        found = peer_of(peer)
+        if found is not None and self._strangers.refused(found):
+            self._drop((found,))
+
+    def _drop(self, peers: Collection[Peer]) -> None:
+        dropped = 0
+        for peer in peers:
+            file = self._files.get(peer)
+            if file is not None and _shut(file, peer, self._port):
+                self._to_drop.discard(peer)
+                self._strangers.closed(peer)
+                dropped += 1
+            else:
+                self._to_drop.add(peer)
+                self._wake.set()
+        if dropped:
+            self._on_drop(dropped)
+
+    async def _keep_looking(self) -> None:
+        while True:
+            began = self._clock()
+            # Without a descriptor left, the files cannot be listed; they can when one is closed.
+            with contextlib.suppress(OSError):
+                await self._look(began)
+            pause = (self._clock() - began) / LOOKING_SHARE
+            await asyncio.sleep(min(pause, CALM_SECONDS))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BUSY_SECONDS if self._strangers.is_crowded else CALM_SECONDS):
+                    await self._wake.wait()
+            self._wake.clear()
+
+    async def _look(self, began: float) -> None:
+        files = await asyncio.to_thread(self._find)
+        for peer in files:
+            self._strangers.opened(peer)
+        for peer in self._strangers.here_before(began):
+            if peer not in files:
+                self._strangers.closed(peer)
+        self._files = files
+        wanted, self._to_drop = self._to_drop, set()
+        self._drop([peer for peer in wanted if peer in files])
+        self._drop(self._strangers.to_drop())
+
+    def _find(self) -> dict[Peer, int]:
+        """The connections of our port, and their descriptors. In a thread of its own."""
+        seen: dict[int, tuple[int, Peer | None]] = {}
+        for entry in _FILES.iterdir():
+            file = int(entry.name)
+            with contextlib.suppress(OSError):
+                facts = os.fstat(file)
+                before = self._seen.get(file)
+                if not stat.S_ISSOCK(facts.st_mode):
+                    continue
+                is_same = before is not None and before[0] == facts.st_ino
+                # A socket is not connected yet, or not any more: it is asked again.
+                peer = before[1] if is_same and before is not None else None
+                seen[file] = (facts.st_ino, peer or _peer_at(file, self._port))
+        self._seen = seen
+        return {peer: file for file, (_, peer) in seen.items() if peer is not None}
+
+
+_FILES = Path("/proc/self/fd") if Path("/proc/self/fd").exists() else Path("/dev/fd")
+
+
+def _peer_at(file: int, port: int) -> Peer | None:
+    """Who is at the other end of a socket whose own end is `port`; None for every other socket.
+
+    Raises OSError for what is no connection.
+    """
+    at = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=file)
+    try:
+        own, other = at.getsockname(), at.getpeername()
+    finally:
+        at.detach()
+    # Sockets of the system's own kind have names that are no pairs.
+    if not isinstance(own, tuple) or own[1] != port:
+        return None
+    return _peer(other[0], other[1])
+
+
+def _shut(file: int, peer: Peer, port: int) -> bool:
+    """Shut the connection down, if that is still the one."""
+    # A descriptor of our own: gRPC may close its own in the meantime, and the system give its number to another file.
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=os.dup(file)) as connection,
+    ):
+        if _peer_at(connection.fileno(), port) == peer:
+            connection.shutdown(socket.SHUT_RDWR)
+            return True
+    return False

