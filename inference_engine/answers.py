@@ -12,12 +12,16 @@ from inference_engine.types import Bound, Mode, ModelFacts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionOpened:
-    """What a new session was promised. `limit_tokens` None: it can go on for ever."""
+    """What a new session was promised. `limit_tokens` None: it can go on for ever.
+
+    bound: what it may hold at most. reserved_bytes: of its sustained bytes, those that are its own already.
+    """
 
     session_id: str
     strategy: KVStrategy
     bound: Bound
     limit_tokens: int | None
+    reserved_bytes: int
     is_replayed: bool = False  # an earlier call with the same request id made it
 
 
@@ -52,6 +56,7 @@ class SessionInfo:
     kv_live_bytes: int
     tier_live_bytes: int
     bound: Bound
+    reserved_bytes: int
     strategy: KVStrategy
     limit_tokens: int | None
     inv1_violations: int
@@ -74,6 +79,7 @@ class SessionInfo:
             kv_live_bytes=session.live_bytes,
             tier_live_bytes=session.tier_live_bytes,
             bound=session.kv.bound,
+            reserved_bytes=session.kv.reserved.sustained_bytes,
             strategy=session.kv.strategy,
             limit_tokens=session.limit_tokens,
             inv1_violations=session.violations.inv1,

@@ -26,10 +26,14 @@ class Arguments:
         self._vocab_size = vocab_size
 
     def limit(self, strategy: KVStrategy, limit_tokens: int | None) -> int | None:
-        """The length limit of a session that asks for `limit_tokens` (None: as long as can be). None: there is none."""
+        """The length limit of a session that asks for `limit_tokens`. None: there is none.
+
+        One that asks for None has the setting's, or, without one, is as long as can be; endless strategies stay so.
+        """
         longest = strategy.length_limit(self._geometry)
         if limit_tokens is None:
-            return longest
+            default = self._config.default_limit_tokens
+            return longest if longest is None or not default else min(longest, default)
         if limit_tokens < 1 or (longest is not None and limit_tokens > longest):
             upper = "" if longest is None else f" and at most {longest} with {strategy.name}"
             raise InvalidArgument("limit_tokens", f"must be at least 1{upper}, got {limit_tokens}")

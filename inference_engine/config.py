@@ -51,6 +51,9 @@ class EngineConfig:
     mode: Mode = Mode.BATCHED
     strategy: str = "full"
     kv_bytes: int = 0  # 0: a quarter of the device's free memory when the engine starts
+    # "best_effort": memory is granted as histories grow; "guaranteed": all at creation; "auto": the former on a CPU
+    growth: str = "auto"
+    default_limit_tokens: int = 0  # of sessions that ask for none; 0: as long as their strategy and the model allow
     tier_bytes: int = 0  # for rows off the device; 0: a quarter of free host memory, or on a CPU of the folder's disk
     tier_dir: str = ""  # the folder for rows that leave a CPU's memory; "": the system's for temporary files
     max_sessions: int = 1024
@@ -80,6 +83,7 @@ class EngineConfig:
         _at_least(
             self,
             kv_bytes=0,
+            default_limit_tokens=0,
             tier_bytes=0,
             max_sessions=1,
             max_running=1,
@@ -107,6 +111,8 @@ class EngineConfig:
             segment_tokens=_WIRE_LARGEST,
             session_idle_ttl_seconds=_LONGEST_SECONDS,
         )
+        if self.growth not in ("auto", "best_effort", "guaranteed"):
+            raise ConfigError(f"growth must be auto, best_effort or guaranteed, got {self.growth!r}")
         if self.segment_tokens < self.page_tokens or self.segment_tokens % self.page_tokens:
             raise ConfigError(
                 f"segment_tokens must be a multiple of page_tokens ({self.page_tokens}), got {self.segment_tokens}"

@@ -25,7 +25,7 @@ from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, check_strategy
 from inference_engine.kv.token_codec import TokenCodec
 from inference_engine.kv.transfers import TransferTotals
-from inference_engine.memory import open_memory, warn_if_too_small
+from inference_engine.memory import grows, open_memory, refuse_if_too_small
 from inference_engine.metrics import EngineMetrics, StepTimer
 from inference_engine.scheduler.census import take_census
 from inference_engine.scheduler.loop import Scheduler
@@ -85,9 +85,19 @@ class Engine:
         self._refused_strategies = dict(forward.facts.refused_strategies)
         self._default_strategy = parse_strategy(self.config.strategy).resolved(self._geometry)
         self._check_possible(self._default_strategy)
-        self._context = open_memory(forward, self._geometry, self.config, self.metrics, latent=latent, drafter=drafter)
+        self._is_growing = grows(self.config, forward)
+        limit = self._arguments.limit(self._default_strategy, None)
+        self._context = open_memory(
+            forward,
+            self._geometry,
+            self.config,
+            self.metrics,
+            longest=self._default_strategy.bound(self._geometry, limit),
+            latent=latent,
+            drafter=drafter,
+        )
         self._check_ready(self._default_strategy)
-        warn_if_too_small(self._default_strategy, self._context)
+        refuse_if_too_small(self._default_strategy, self._context, limit, is_growing=self._is_growing)
         self._store = SessionStore(
             self._context,
             self._journal,
@@ -139,10 +149,12 @@ class Engine:
         label: str = "",
         owner: str = "",
         request_id: bytes = b"",
+        guaranteed: bool | None = None,
     ) -> SessionOpened:
-        """Open a session, its memory reserved for good. Raises InvalidArgument, NoCapacity or Draining.
+        """Open a session. Raises InvalidArgument, NoCapacity or Draining.
 
         request_id: of a call that may come again; it is answered as it was, and opens no second session.
+        guaranteed: reserve all that it may hold now, or be granted memory as it grows; None: as the settings say.
         """
         self._refuse_when_draining()
         spec = (strategy or self._default_strategy).resolved(self._geometry)
@@ -152,14 +164,26 @@ class Engine:
         check_label(label)
         limit = self._arguments.limit(spec, limit_tokens)
         eos_ids = frozenset(eos_token_ids)
-        call = identify(request_id, str(spec), sorted(eos_ids), limit_tokens, label, owner=owner)
+        if guaranteed is False and not self._forward.has_address_space:
+            raise InvalidArgument(
+                "guaranteed", f"must not be false: on {self._forward.device} memory is taken at creation"
+            )
+        is_growing = self._is_growing if guaranteed is None else not guaranteed
+        asked = () if guaranteed is None else (guaranteed,)
+        call = identify(request_id, str(spec), sorted(eos_ids), limit_tokens, label, *asked, owner=owner)
         with self._store.locked():
             if (known := self._opened.recall(call)) is not None:
                 return self._again(known)
-            session = self._store.create(spec, eos_token_ids=eos_ids, limit_tokens=limit, owner=owner)
+            session = self._store.create(
+                spec, eos_token_ids=eos_ids, limit_tokens=limit, owner=owner, is_growing=is_growing
+            )
             session.label = label
             opened = SessionOpened(
-                session_id=session.session_id, strategy=spec, bound=session.kv.bound, limit_tokens=session.limit_tokens
+                session_id=session.session_id,
+                strategy=spec,
+                bound=session.kv.bound,
+                limit_tokens=session.limit_tokens,
+                reserved_bytes=session.kv.reserved.sustained_bytes,
             )
             self._opened.remember(call, opened, session_id=session.session_id)
             return opened
@@ -203,6 +227,7 @@ class Engine:
                 limit_tokens=fork.limit_tokens,
                 history_length=len(fork.history),
                 shared_bytes=fork.kv.shared_bytes,
+                reserved_bytes=fork.kv.reserved.sustained_bytes,
             )
             self._forked.remember(call, reply, session_id=fork.session_id)
             return reply
@@ -278,6 +303,7 @@ class Engine:
             if session.is_closed:
                 raise SessionClosed
             if len(ids):
+                self._store.secure(session, len(session.history) + len(ids))
                 session.record(self._journal, ids, Mark.APPENDED)
             length = HistoryLength(tokens=len(session.history))
             appended.remember(call, length, session_id=session_id)

@@ -115,6 +115,7 @@ class Generates:
                 if known is not None:
                     check_length(session, known.end_position)
                 self._store.ensure_memory(session)
+                self._store.secure(session, len(session.history) + (1 if forced is None else len(forced.token_ids)))
                 transcript = known or _new_transcript(session, params, forced)
                 reader = transcript.attach(position=resume_from, is_replayed=known is not None, listener=listener)
                 request = transcript.run(self._clock())

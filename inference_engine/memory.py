@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 from inference_engine.backends.base import Forward
 from inference_engine.config import EngineConfig
 from inference_engine.decode.drafting import Drafter
+from inference_engine.errors import ConfigError
+from inference_engine.kv.address_space import MOST_BYTES
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.session_kv import bound_of
+from inference_engine.kv.session_kv import bound_of, grows_with_history
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.kv.tier import open_tier
 from inference_engine.kv.token_codec import TokenCodec
 from inference_engine.metrics import EngineMetrics
-
-logger = logging.getLogger(__name__)
+from inference_engine.types import Bound
 
 _SHARE = 4  # of what is free, one part in this many is taken unless the settings say
 
@@ -27,12 +27,21 @@ def open_memory(
     config: EngineConfig,
     metrics: EngineMetrics,
     *,
+    longest: Bound,
     latent: TokenCodec | None,
     drafter: Drafter | None,
 ) -> KVContext:
-    """Allocate it, and let the drafter know. Raises ConfigError or BackendError for what cannot be had."""
+    """Allocate it, and let the drafter know. Raises ConfigError or BackendError for what cannot be had.
+
+    longest: what the longest session of the default strategy may hold; where sessions grow, there is address space for
+    as many of it as there may be sessions.
+    """
     tap_layers = () if drafter is None else drafter.tap_layers
-    opened = forward.open(geometry, config.kv_bytes or forward.free_bytes() // _SHARE, tap_layers=tap_layers)
+    capacity = config.kv_bytes or forward.free_bytes() // _SHARE
+    address_bytes = 0
+    if grows(config, forward):
+        address_bytes = min(2 * MOST_BYTES, 2 * capacity + config.max_sessions * longest.peak_bytes)
+    opened = forward.open(geometry, capacity, address_bytes=address_bytes, tap_layers=tap_layers)
     tier = open_tier(
         forward.device,
         capacity_bytes=config.tier_bytes,
@@ -46,15 +55,31 @@ def open_memory(
     return context
 
 
-def warn_if_too_small(strategy: KVStrategy, context: KVContext) -> None:
-    """Say in the log if not one session of the strategy, which is the default, fits."""
-    longest = strategy.length_limit(context.geometry)
-    needed = bound_of(strategy, context, longest).peak_bytes
-    if needed > context.pool.capacity_bytes:
-        logger.warning(
-            "a session of the default strategy %s needs %d bytes of K/V and there are %d in all: sessions must ask "
-            "for a smaller limit_tokens, or the server be given more kv_bytes",
-            strategy,
-            needed,
-            context.pool.capacity_bytes,
+def grows(config: EngineConfig, forward: Forward) -> bool:
+    """Is memory granted as histories grow, unless a session asks otherwise? Raises ConfigError if it cannot be."""
+    if config.growth == "best_effort" and not forward.has_address_space:
+        raise ConfigError(
+            f"growth=best_effort needs address space beyond memory, which {forward.device} does not give; leave it at "
+            "auto and set default_limit_tokens, so that sessions that ask for no limit reserve less"
         )
+    return config.growth != "guaranteed" and forward.has_address_space
+
+
+def refuse_if_too_small(
+    strategy: KVStrategy, context: KVContext, limit_tokens: int | None, *, is_growing: bool
+) -> None:
+    """Raise ConfigError if not one session of the default strategy fits: as it begins, or as it may become."""
+    is_growing = is_growing and grows_with_history(strategy, context, limit_tokens)
+    tokens = min(context.geometry.segment_tokens, limit_tokens or 0) if is_growing else limit_tokens
+    needed, capacity = bound_of(strategy, context, tokens).peak_bytes, context.pool.capacity_bytes
+    if needed <= capacity:
+        return
+    what = f"the first {tokens} tokens of a session" if is_growing else "a session"
+    ways = (
+        "give the server more kv_bytes"
+        if is_growing
+        else ("give the server more kv_bytes, set a smaller default_limit_tokens, or another strategy")
+    )
+    raise ConfigError(
+        f"{what} of the default strategy {strategy} needs {needed} bytes of K/V, there are {capacity} in all; {ways}"
+    )

@@ -64,8 +64,17 @@ class Forward(Protocol):
     def free_bytes(self) -> int:
         """Memory of the device that K/V could use now."""
 
-    def open(self, geometry: Geometry, capacity_bytes: int, *, tap_layers: tuple[int, ...] = ()) -> KVContext:
-        """Allocate the arenas and get ready for steps; tap_layers: of those that will want hidden states."""
+    @property
+    def has_address_space(self) -> bool:
+        """Can arenas be larger than the memory that they take?"""
+
+    def open(
+        self, geometry: Geometry, capacity_bytes: int, *, address_bytes: int = 0, tap_layers: tuple[int, ...] = ()
+    ) -> KVContext:
+        """Allocate the arenas and get ready for steps; tap_layers: of those that will want hidden states.
+
+        address_bytes: of address space for them, where there is any beyond the capacity.
+        """
 
     def run(self, step: Step) -> Result:
         """One forward over all layers."""

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.backends.base import Result, Step
+from inference_engine.kv.address_space import discard, reserve_zeros
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.host_memory import free_host_bytes
@@ -157,14 +158,18 @@ class ScriptedForward:
     def free_bytes(self) -> int:
         return free_host_bytes()
 
-    def open(self, geometry: Geometry, capacity_bytes: int, *, tap_layers: tuple[int, ...] = ()) -> KVContext:
-        return KVContext(
-            geometry=geometry, pool=Pool(geometry, capacity_bytes, self._zeros), rotate=_unrotated, device=self.device
-        )
+    @property
+    def has_address_space(self) -> bool:
+        return True
+
+    def open(
+        self, geometry: Geometry, capacity_bytes: int, *, address_bytes: int = 0, tap_layers: tuple[int, ...] = ()
+    ) -> KVContext:
+        pool = Pool(geometry, capacity_bytes, self._zeros, address_bytes=address_bytes, discard=discard)
+        return KVContext(geometry=geometry, pool=pool, rotate=_unrotated, device=self.device)
 
     def _zeros(self, count: int) -> Tensor:
-        # As in `torch_forward`: memory that nobody wrote to is not taken yet.
-        return torch.from_numpy(np.zeros(count * self._dtype.itemsize, dtype=np.uint8)).view(self._dtype)
+        return reserve_zeros(count, self._dtype)
 
     def run(self, step: Step) -> Result:
         until = time.monotonic() + self.script.step_seconds + self.script.row_seconds * len(step.token_ids)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from inference_engine.backends.recorded_rows import RecordedRows
 from inference_engine.backends.recording import GraphMemory
 from inference_engine.kernels.lane_attention import LaneAttention
 from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
+from inference_engine.kv.address_space import discard, reserve_zeros
 from inference_engine.kv.context import Compute, KVContext, compute_plainly
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.host_memory import free_host_bytes
@@ -81,8 +81,26 @@ class TorchForward:
             return int(torch.cuda.mem_get_info(self._device)[0])
         return free_host_bytes()
 
-    def open(self, geometry: Geometry, capacity_bytes: int, *, tap_layers: tuple[int, ...] = ()) -> KVContext:
-        pool = Pool(geometry, capacity_bytes, self._zeros)
+    @property
+    def has_address_space(self) -> bool:
+        return self._device.type == "cpu"
+
+    def open(
+        self,
+        geometry: Geometry,
+        capacity_bytes: int,
+        *,
+        address_bytes: int = 0,
+        tap_layers: tuple[int, ...] = (),
+    ) -> KVContext:
+        is_host = self._device.type == "cpu"
+        pool = Pool(
+            geometry,
+            capacity_bytes,
+            self._zeros,
+            address_bytes=address_bytes if is_host else 0,
+            discard=discard if is_host else None,
+        )
         most_rows: int | None = None
         compute: Compute = compute_plainly
         if self.records_graphs and self._lane_attention is not None and geometry.row_quantum == 1:
@@ -107,8 +125,7 @@ class TorchForward:
     def _zeros(self, count: int) -> Tensor:
         dtype = self.seam.dtype
         if self._device.type == "cpu":
-            # torch.zeros would write, and so occupy, every page; zeros of the system's own do not.
-            return torch.from_numpy(np.zeros(count * dtype.itemsize, dtype=np.uint8)).view(dtype)
+            return reserve_zeros(count, dtype)
         return torch.zeros(count, dtype=dtype, device=self._device)
 
     def run(self, step: Step) -> Result:

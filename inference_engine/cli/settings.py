@@ -42,6 +42,11 @@ HELP = {
         "what sessions keep: full, sink_window:sink=4,window=1024, layer_window:full_layers=5+11, restored",
     ),
     "kv_bytes": ("SIZE", "memory for K/V, such as 4GiB; 0: a quarter of what is free"),
+    "growth": (
+        "WHEN",
+        "best_effort: sessions are granted memory as they grow; guaranteed: all of it at creation; auto: by the device",
+    ),
+    "default_limit_tokens": ("N", "of sessions that ask for no limit_tokens; 0: as long as strategy and model allow"),
     "tier_bytes": (
         "SIZE",
         "for rows off the device: host memory, or on a CPU a file; 0: a quarter of what is free there",

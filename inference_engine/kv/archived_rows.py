@@ -88,15 +88,18 @@ class ArchivedRows(ABC):
         self._replays = replays  # rows come back by running the model again
 
     @classmethod
-    def reserve(cls, context: KVContext, placement: Placement) -> ArchivedRows | None:
-        """Take what is sustained from the pool; None, and nothing taken, if there is no room."""
+    def reserve(cls, context: KVContext, placement: Placement, *, sustained: KVContext) -> ArchivedRows | None:
+        """Take what is sustained from the pool; None, and nothing taken, if there is no room.
+
+        sustained: the context whose pool it is taken from. What waking takes comes from that of `context`.
+        """
         assert placement.restorer is not None
-        sets = reserve_exact_rows(context, placement)
+        sets = reserve_exact_rows(sustained, placement)
         if sets is None:
             return None
         archive = None
         try:
-            archive = placement.restorer.open(context, placement.kept)
+            archive = placement.restorer.open(sustained, placement.kept)
         finally:
             if archive is None:
                 for rows in sets:

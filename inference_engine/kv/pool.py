@@ -2,12 +2,18 @@
 
     arena [R, D]     slab of a layer: `lane` consecutive rows for each KV head, head after head
 
-Layers with heads of different sizes D see the same memory as rows of their own size. A slab is taken when a session is
-created, whole, and given back when it ends: what was promised is there. On a CPU the arena is address space; pages of
-it become memory when rows are first written. Row 0 takes the writes of padding rows.
+Layers with heads of different sizes D see the same memory as rows of their own size. Row 0 takes the writes of padding
+rows. Two things are taken of the pool:
 
-What is given back may be taken again at once, and is zeroed soon (`clean`), by the one thread that writes: what an
-ended session held does not lie about. Nobody depends on it, as rows are wiped again when they are opened.
+    address runs    where a session's rows lie, for as long as it may become; nothing is ever moved
+    a grant         bytes that it may hold now, counted against the capacity
+
+On a device both are the same memory. On a CPU the arena is address space, of which pages become memory when rows are
+first written: there may be far more of it than memory, and sessions that are granted memory as they grow take whole
+runs from the start (`ungranted`).
+
+What is given back may be taken again at once, and is discarded soon (`clean`), by the one thread that writes: it is
+zeroed, or its pages go back to the system. Nobody depends on it, as rows are wiped again when they are opened.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ TRASH_UNITS = 1
 # On a CPU, memory is looked at in pieces of so many bytes, and written only where something is: what nobody wrote to
 # must not become memory for being zeroed.
 _PIECE_BYTES = 2**16
+_DISCARD_UNITS = 1024  # that discarding a run counts for, of what is cleaned at a time
 
 
 class RunAllocator:
@@ -96,20 +103,57 @@ class Demand:
     elements: int  # a multiple of the geometry's alignment
 
 
+class _Account:
+    """Bytes granted, of those there are."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.granted_bytes = 0
+        self._lock = threading.Lock()
+
+    def grant(self, nbytes: int) -> bool:
+        with self._lock:
+            if self.granted_bytes + nbytes > self.capacity_bytes:
+                return False
+            self.granted_bytes += nbytes
+            return True
+
+    def ungrant(self, nbytes: int) -> None:
+        with self._lock:
+            self.granted_bytes -= nbytes
+            assert self.granted_bytes >= 0, "given back twice"
+
+
 class Pool:
     """All rows of K and V there are.
 
-    `reserve` and `release` are safe from any thread; arrays are the engine's alone.
+    `reserve`, `release`, `grant` and `ungrant` are safe from any thread; arrays are the engine's alone.
     """
 
-    def __init__(self, geometry: Geometry, capacity_bytes: int, allocate: Callable[[int], Tensor]) -> None:
-        """`allocate(n)` gives n zeros on the device, in the dtype of K and V."""
+    def __init__(
+        self,
+        geometry: Geometry,
+        capacity_bytes: int,
+        allocate: Callable[[int], Tensor],
+        *,
+        address_bytes: int = 0,
+        discard: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        """`allocate(n)` gives n zeros on the device, in the dtype of K and V.
+
+        address_bytes: of address space, if that is more than the capacity. discard: zeroes a part of what `allocate`
+        gave, and costs next to nothing where nothing was written; None: writing zeros does.
+        """
         self._lock = threading.Lock()
+        self._takes_grants = True
+        self._discard = discard
         self._itemsize = geometry.itemsize
         head_dims = sorted({layer.head_dim for layer in geometry.layers})
         self._unit = geometry.alignment
         self.scratch = Scratch()  # of the steps over this pool
-        units = capacity_bytes // (2 * self._unit * geometry.itemsize)
+        unit_bytes = 2 * self._unit * geometry.itemsize
+        self._account = _Account(capacity_bytes // unit_bytes * unit_bytes)
+        units = max(capacity_bytes, address_bytes) // unit_bytes
         self._runs = RunAllocator(units)
         self._unclean: list[tuple[int, int]] = []  # given back and not zeroed since: start and count, in units
         keys, values = (allocate((units + TRASH_UNITS) * self._unit) for _ in range(2))
@@ -118,18 +162,47 @@ class Pool:
 
     @property
     def capacity_bytes(self) -> int:
-        return self._bytes(self._runs.total)
+        return self._account.capacity_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        with self._lock:
-            return self._bytes(self._runs.total - self._runs.free)
+        """Bytes granted."""
+        return self._account.granted_bytes
+
+    @property
+    def takes_grants(self) -> bool:
+        """Does `reserve` count what it gives?"""
+        return self._takes_grants
+
+    def ungranted(self) -> Pool:
+        """The same pool, for those who take runs here and are granted bytes apart."""
+        view = object.__new__(Pool)
+        view.__dict__ = {**self.__dict__, "_takes_grants": False}
+        return view
+
+    def grant(self, nbytes: int) -> bool:
+        """Count so many bytes as held. False, and nothing counted, if there are not so many left."""
+        return self._account.grant(nbytes)
+
+    def ungrant(self, nbytes: int) -> None:
+        self._account.ungrant(nbytes)
 
     def reserve(self, demands: Sequence[Demand]) -> tuple[int, ...] | None:
         """The first arena row of each layer's slab, or None (and nothing taken) if there is no room.
 
         Layers lie wherever there is room for one of them, so that a pool in pieces still serves.
         """
+        nbytes = self._bytes(sum(self._units(demand) for demand in demands))
+        if not self._takes_grants:
+            return self._take(demands)
+        if not self._account.grant(nbytes):
+            return None
+        starts = self._take(demands)
+        if starts is None:
+            self._account.ungrant(nbytes)
+        return starts
+
+    def _take(self, demands: Sequence[Demand]) -> tuple[int, ...] | None:
         with self._lock:
             starts: list[int] = []
             for demand in demands:
@@ -146,6 +219,8 @@ class Pool:
         """Give a slab back, as `reserve` answered it."""
         pairs = zip(starts, demands, strict=True)
         units = [start * demand.head_dim // self._unit - TRASH_UNITS for start, demand in pairs]
+        if self._takes_grants:
+            self._account.ungrant(self._bytes(sum(self._units(demand) for demand in demands)))
         with self._lock:
             self._give_back(demands, units)
             self._unclean += [
@@ -153,7 +228,7 @@ class Pool:
             ]
 
     def clean(self, most_bytes: int) -> bool:
-        """Engine's thread: zero about `most_bytes` of what was given back. Is there more to do?
+        """Engine's thread: zero about `most_bytes` of what was given back, or discard runs of it. Is there more to do?
 
         What was taken again meanwhile is left alone: it may hold rows already, and its session wipes what it opens.
         """
@@ -162,8 +237,9 @@ class Pool:
         with self._lock:
             while self._unclean and room:
                 start, count = self._unclean.pop()
-                now = min(count, room)
-                room -= now
+                # Address space is discarded by runs: most of it was never written.
+                now = min(count, room) if self._discard is None else count
+                room -= now if self._discard is None else min(room, _DISCARD_UNITS)
                 free.extend(self._runs.free_within(start, now))
                 if now < count:
                     self._unclean.append((start + now, count - now))
@@ -172,7 +248,7 @@ class Pool:
         for start, count in free:
             first = (start + TRASH_UNITS) * self._unit
             for states in self._halves:
-                _zero(states[first : first + count * self._unit])
+                (self._discard or _zero)(states[first : first + count * self._unit])
         return is_left
 
     def _give_back(self, demands: Sequence[Demand], starts: Sequence[int]) -> None:

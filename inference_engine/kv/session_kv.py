@@ -26,9 +26,10 @@ from inference_engine.errors import InvariantViolated, NoCapacity
 from inference_engine.kv.archived_rows import ArchivedRows
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.draft_memory import DraftMemory
-from inference_engine.kv.lanes import LaneGroup
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.lanes import LaneGroup, demands
 from inference_engine.kv.query_rings import MatchTotals
-from inference_engine.kv.slab import Slab
+from inference_engine.kv.slab import Slab, slab_bytes
 from inference_engine.kv.sleeping import SleepingRows
 from inference_engine.kv.strategy import KVStrategy, Placement
 from inference_engine.kv.streaming import StreamingRows
@@ -44,11 +45,18 @@ class SessionKV:
     """
 
     def __init__(
-        self, strategy: KVStrategy, context: KVContext, limit_tokens: int | None, trunks: Sequence[Trunk] = ()
+        self,
+        strategy: KVStrategy,
+        context: KVContext,
+        limit_tokens: int | None,
+        trunks: Sequence[Trunk] = (),
+        *,
+        tokens: int | None = None,
     ) -> None:
         """Reserve what is sustained. Raises NoCapacity, with nothing taken, if there is no room for it.
 
         trunks: the first rows, one trunk for each set of layers; they are borrowed until the session is released.
+        tokens: be granted memory for a history of so many, and more as it grows (`grow`). None: for all it may become.
         """
         self.strategy = strategy
         self.context = context
@@ -69,36 +77,99 @@ class SessionKV:
         self._has_windows, self._is_selective = self._plan.has_windows, self._plan.is_selective
         self._is_reserved = False
         self.is_dropped = False
+        self.grows = tokens is not None and grows_with_history(strategy, context, limit_tokens)
+        self.granted_tokens = limit_tokens  # memory is granted for a history of so many; None: for any
+        self._granted = self.bound  # what that may hold
+        self._granted_apart = 0  # bytes granted beside those of resident slabs
         self._trunks = tuple(trunks)
         for trunk in trunks:
             trunk.borrow()
-        self.reserve()
+        self.reserve(tokens)
 
-    def reserve(self) -> None:
-        """Take what is sustained. Raises NoCapacity, with nothing taken, if there is no room for it."""
+    def reserve(self, tokens: int | None = None) -> None:
+        """Take what is sustained. Raises NoCapacity, with nothing taken, if there is no room for it.
+
+        tokens: of the history, where memory is granted as it grows.
+        """
         assert not self._is_reserved
-        context = self.context
+        if self.grows:
+            assert tokens is not None
+            self.granted_tokens = self._whole(tokens)
+            self._granted = self.bound_at(tokens)
+        needed, pool = self._granted, self.context.pool
+        is_granted = False
         try:
-            is_reserved = self._reserve(self._plan)
+            is_granted = not self.grows or pool.grant(self._granted_rows)
+            is_reserved = is_granted and self._reserve(self._plan)
         except BaseException:
-            self.release()
+            self._give_up(is_granted)
             raise
         if not is_reserved:
-            self.release()
-            raise NoCapacity(
-                f"the session needs {self.bound.peak_bytes} bytes of K/V, and of the server's "
-                f"{context.pool.capacity_bytes} not so many are free now. Close sessions, or ask for a smaller "
-                "limit_tokens or another strategy",
-                retry_after_seconds=1.0,
-                needed_bytes=self.bound.peak_bytes,
-                capacity_bytes=context.pool.capacity_bytes,
-            )
+            self._give_up(is_granted)
+            raise no_capacity(self.context, needed)
+        if self.grows:
+            self._note_grants()
         self._is_reserved, self.is_dropped = True, False
+
+    def _give_up(self, is_granted: bool) -> None:
+        self.release()
+        if self.grows and is_granted:
+            self.context.pool.ungrant(self._granted_rows)
+
+    # -- memory that is granted as the history grows ----------------------------------------------------------------
+
+    def bound_at(self, tokens: int) -> Bound:
+        """What the session may hold while its history is no longer than `tokens`, in whole segments of them."""
+        if not self.grows:
+            return self.bound
+        bound = bound_of(self.strategy, self.context, self._whole(tokens), base=self.base)
+        return replace(bound, tier_bytes=self.bound.tier_bytes)
+
+    def covers(self, tokens: int) -> bool:
+        """Is memory granted for a history of so many tokens?"""
+        return not self.grows or self.granted_tokens is None or self.granted_tokens >= min(tokens, self._most_tokens)
+
+    def grow(self, tokens: int) -> bool:
+        """Be granted memory for a history of `tokens`. False, and nothing changed, if there is none left.
+
+        Under the store's lock; nothing lies elsewhere afterwards.
+        """
+        if self.covers(tokens):
+            return True
+        before, grown = self._granted_rows, self.bound_at(tokens)
+        if not self.context.pool.grant(grown.sustained_bytes - self._granted.sustained_bytes):
+            return False
+        self.granted_tokens, self._granted = self._whole(tokens), grown
+        assert self._granted_rows >= before, "a longer history needs no less"
+        self._note_grants()
+        return True
+
+    def _whole(self, tokens: int) -> int:
+        """`tokens` in whole segments, past the rows that others hold."""
+        return whole_segments(max(tokens, self.base + 1), self.context.geometry, self._most_tokens)
+
+    @property
+    def _most_tokens(self) -> int:
+        assert self.limit_tokens is not None, "what has no limit is granted whole"
+        return self.limit_tokens
+
+    @property
+    def _granted_rows(self) -> int:
+        """Bytes granted but for those of the drafter, which are reserved by themselves."""
+        return self._granted.sustained_bytes - _draft_bytes(self.context)
+
+    def _note_grants(self) -> None:
+        """Share what is granted out to the slabs, which may outlive the session."""
+        plan = _placement(self.strategy, self.context, self.granted_tokens, self.base)
+        geometry = self.context.geometry
+        for group, (layers, layout) in zip(self._resident, plan.resident, strict=True):
+            group.slab.nbytes = slab_bytes(demands(geometry, layers, layout), itemsize=geometry.itemsize)
+        self._granted_apart = self._granted_rows - sum(group.slab.nbytes for group in self._resident)
 
     @property
     def reserved(self) -> Bound:
-        """What of the bound is reserved, or may be needed to wake: nothing once the session was released or dropped."""
-        return self.bound if self._is_reserved else Bound(sustained_bytes=0, peak_bytes=0)
+        """What is granted, and may be needed to wake: nothing once the session was released or dropped."""
+        return self._granted if self._is_reserved else Bound(sustained_bytes=0, peak_bytes=0)
 
     def drop(self) -> None:
         """Give everything back, to `reserve` it again later: the session is empty then, and its tokens are staged anew.
@@ -164,8 +235,9 @@ class SessionKV:
             self.draft_memory = memories.open(self.context)
             if self.draft_memory is None:
                 return False
+        rows = replace(self.context, pool=self.context.pool.ungranted()) if self.grows else self.context
         for (layers, layout), trunk in zip(plan.resident, self._trunks or repeat(None), strict=False):
-            group = LaneGroup.reserve(self.context, layers, layout, trunk)
+            group = LaneGroup.reserve(rows, layers, layout, trunk)
             if group is None:
                 return False
             self._resident.append(group)
@@ -173,7 +245,7 @@ class SessionKV:
             self._is_awake = True
             return True
         kind = StreamingRows if plan.restorer.streams else SleepingRows
-        self._archived = kind.reserve(self.context, plan)
+        self._archived = kind.reserve(self.context, plan, sustained=rows)
         return self._archived is not None
 
     @property
@@ -305,7 +377,8 @@ class SessionKV:
         is_cut = self._has_windows or (self._is_selective and generated)
         to_boundary = segment - at % segment if is_cut else math.inf
         to_replayed = math.inf if self._replayed is None else self.pending_replay
-        return int(min(to_limit, to_boundary, to_replayed))
+        to_granted = math.inf if not self.grows or self.granted_tokens is None else self.granted_tokens - at
+        return int(min(to_limit, to_boundary, to_replayed, to_granted))
 
     def stage(self, count: int, generated: NDArray[np.bool_] | None = None) -> None:
         """Give the next `count` positions their slots. They are not committed yet.
@@ -402,8 +475,10 @@ class SessionKV:
         archived, self._archived = self._archived, None
         tier_bytes, self._tier_bytes = self._tier_bytes, 0
         trunks, self._trunks = self._trunks, ()
+        granted, self._granted_apart = self._granted_apart, 0
         self._is_awake = self._is_reserved = False
         with ExitStack() as stack:
+            stack.callback(self.context.pool.ungrant, granted)
             # The last comes first: bytes of the tier are promised to others once what took them is given back.
             if tier_bytes and self.context.tier is not None:
                 stack.callback(self.context.tier.release, tier_bytes)
@@ -444,15 +519,40 @@ class SessionKV:
         return Footprint(held, tier_bytes=beyond)
 
 
+def grows_with_history(strategy: KVStrategy, context: KVContext, limit_tokens: int | None) -> bool:
+    """Can memory be granted as the history grows? Where there is no limit, windows bound it from the start."""
+    return limit_tokens is not None and strategy.length_limit(context.geometry) is not None
+
+
+def whole_segments(tokens: int, geometry: Geometry, limit_tokens: int) -> int:
+    """`tokens` rounded up to segments, and to rows that are opened together; at most `limit_tokens`."""
+    unit = math.lcm(geometry.segment_tokens, geometry.opening_tokens)
+    return min(limit_tokens, -(-tokens // unit) * unit)
+
+
+def no_capacity(context: KVContext, needed: Bound) -> NoCapacity:
+    return NoCapacity(
+        f"the session needs {needed.peak_bytes} bytes of K/V, and of the server's {context.pool.capacity_bytes} not so "
+        "many are free now. Close sessions, or ask for a smaller limit_tokens or another strategy",
+        retry_after_seconds=1.0,
+        needed_bytes=needed.peak_bytes,
+        capacity_bytes=context.pool.capacity_bytes,
+    )
+
+
 def bound_of(strategy: KVStrategy, context: KVContext, limit_tokens: int | None, *, base: int = 0) -> Bound:
     """Bytes that a session may hold: its rows by its strategy, and what a drafter remembers of it.
 
     base: so many of its first rows others hold.
     """
     rows = _placement(strategy, context, limit_tokens, base).bound(context.geometry)
-    demands = () if context.draft_memories is None else context.draft_memories.demands(context.geometry)
-    draft = 2 * sum(demand.elements for demand in demands) * context.geometry.itemsize
+    draft = _draft_bytes(context)
     return replace(rows, sustained_bytes=rows.sustained_bytes + draft, peak_bytes=rows.peak_bytes + draft)
+
+
+def _draft_bytes(context: KVContext) -> int:
+    demands = () if context.draft_memories is None else context.draft_memories.demands(context.geometry)
+    return slab_bytes(demands, itemsize=context.geometry.itemsize)
 
 
 def _placement(strategy: KVStrategy, context: KVContext, limit_tokens: int | None, base: int) -> Placement:

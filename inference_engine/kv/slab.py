@@ -1,5 +1,7 @@
 """A set of layers' share of the pool, and who holds it: the session it was reserved for, and forks that read it.
 
+`nbytes` is what is granted for it: all of it, or, of a session that is granted memory as it grows, what its rows need.
+
 It goes back when the last of them lets go. What was lent is not written any more: the session goes on behind it.
 """
 
@@ -30,7 +32,7 @@ class Slab:
         starts = pool.reserve(demands)
         if starts is None:
             return None
-        nbytes = 2 * itemsize * sum(demand.elements for demand in demands)
+        nbytes = slab_bytes(demands, itemsize=itemsize) if pool.takes_grants else 0
         return Slab(pool, demands, starts, nbytes=nbytes)
 
     @property
@@ -51,7 +53,7 @@ class Slab:
             assert self._borrowers >= 0
             is_over = not self._borrowers and not self._is_owned
         if is_over:
-            self._pool.release(self._demands, self.starts)
+            self._end()
 
     def release(self) -> None:
         """The session it was reserved for lets go."""
@@ -60,4 +62,14 @@ class Slab:
             self._is_owned = False
             is_over = not self._borrowers
         if is_over:
-            self._pool.release(self._demands, self.starts)
+            self._end()
+
+    def _end(self) -> None:
+        self._pool.release(self._demands, self.starts)
+        if not self._pool.takes_grants:
+            self._pool.ungrant(self.nbytes)
+
+
+def slab_bytes(demands: Sequence[Demand], *, itemsize: int) -> int:
+    """Bytes of K and V together."""
+    return 2 * itemsize * sum(demand.elements for demand in demands)

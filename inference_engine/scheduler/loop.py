@@ -14,7 +14,15 @@ from collections.abc import Callable, Iterable, Sequence
 from inference_engine.config import EngineConfig
 from inference_engine.decode.drafting import Drafter, TokenIds
 from inference_engine.decode.verifier import BlockFailed, Verifier
-from inference_engine.errors import Draining, InternalError, InvariantViolated, Overloaded, QuotaExceeded, SessionClosed
+from inference_engine.errors import (
+    Draining,
+    InternalError,
+    InvariantViolated,
+    Overloaded,
+    QuotaExceeded,
+    RequestError,
+    SessionClosed,
+)
 from inference_engine.kv.plan import SpanFailed
 from inference_engine.metrics import EngineMetrics, StepTimer
 from inference_engine.scheduler.batching import Batching
@@ -34,6 +42,7 @@ from inference_engine.types import Accepted, Failed
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_SECONDS = 1.0
+_DRAFT_TOKENS = 16  # that a session's memory is to have room for behind its history, if there is any left
 _CLEAN_BYTES = 32 * 2**20  # of memory given back, zeroed before a step: a few milliseconds on a CPU
 _STUCK_SECONDS = 30.0  # a step that takes longer keeps nobody from shutting down
 
@@ -244,7 +253,7 @@ class Scheduler:
             is_waited_for |= request.state is RequestState.QUEUED
 
     def _step(self) -> None:
-        requests = list(self._running)
+        requests = [request for request in list(self._running) if self._is_secured(request)]
         if not requests:
             return
         self._timer.begin()
@@ -298,6 +307,23 @@ class Scheduler:
             self._drafting.tell_if_many()
             self._timer.lap("draft")
         self._timer.end()
+
+    def _is_secured(self, request: Request) -> bool:
+        """Is memory granted for all tokens of the history, and a draft behind them if there is any? If not, it ends."""
+        session = request.session
+        tokens = len(session.history)
+        if session.kv.covers(tokens + _DRAFT_TOKENS):
+            return True
+        for wanted in (tokens + _DRAFT_TOKENS, tokens):
+            try:
+                self._store.secure(session, wanted)
+            except RequestError as error:
+                if wanted == tokens:
+                    self._endings.end(request, Failed(error))
+                    return False
+            else:
+                return True
+        raise AssertionError("the loop returns")
 
     def _move_back(self, batch: Sequence[Request]) -> None:
         """Served: to the back of the line, in this order. At once, or a drain would see nobody running."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from inference_engine.errors import NoCapacity, QuotaExceeded
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.session_kv import SessionKV, bound_of
+from inference_engine.kv.session_kv import SessionKV, bound_of, grows_with_history, no_capacity, whole_segments
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.session import Session
 from inference_engine.types import Bound
@@ -59,25 +59,50 @@ class Admission:
         limit_tokens: int | None,
         owner: str,
         *,
+        tokens: int | None = None,
         parent: SessionKV | None = None,
     ) -> SessionKV:
         """Memory for a new session, a fork of `parent` if there is one, whose rows it reads where that can be.
 
+        tokens: of its history, if it is granted memory as that grows; None: it is granted all that it may need.
         Raises NoCapacity or QuotaExceeded; nobody makes room in vain for bytes.
         """
         trunks = parent.share() if parent is not None and self._limits.share_forks else ()
-        needed = bound_of(strategy, self._context, limit_tokens, base=trunks[0].end if trunks else 0)
+        base, limit = trunks[0].end if trunks else 0, limit_tokens
+        if tokens is not None and grows_with_history(strategy, self._context, limit_tokens):
+            assert limit_tokens is not None
+            limit = whole_segments(max(tokens, base + 1), self._context.geometry, limit_tokens)
+        needed = bound_of(strategy, self._context, limit, base=base)
         self._refuse_what_can_never_fit(needed)
         self._make_place(sessions, owner)
         kv: list[SessionKV] = []
         self._make_room(
-            sessions, needed, owner, lambda: kv.append(SessionKV(strategy, self._context, limit_tokens, trunks))
+            sessions,
+            needed,
+            owner,
+            lambda: kv.append(SessionKV(strategy, self._context, limit_tokens, trunks, tokens=tokens)),
         )
         return kv[0]
 
     def readmit(self, sessions: Collection[Session], session: Session) -> None:
         """Memory for a session whose rows were dropped. Raises as `admit`, and the session stays as it is."""
-        self._make_room(sessions, session.kv.bound, session.owner, session.kv.reserve)
+        tokens = len(session.history) + 1
+        self._make_room(sessions, session.kv.bound_at(tokens), session.owner, lambda: session.kv.reserve(tokens))
+
+    def grow(self, sessions: Collection[Session], session: Session, tokens: int) -> None:
+        """Memory for a history of `tokens`. Raises as `admit`, and the session stays as it is."""
+        kv = session.kv
+        if kv.covers(tokens):
+            return
+        now, then = kv.reserved, kv.bound_at(tokens)
+        more = then.sustained_bytes - now.sustained_bytes
+        waking = then.peak_bytes - then.sustained_bytes
+
+        def take() -> None:
+            if not kv.grow(tokens):
+                raise no_capacity(self._context, then)
+
+        self._make_room(sessions, Bound(sustained_bytes=more, peak_bytes=more + waking), session.owner, take)
 
     # -- places -----------------------------------------------------------------------------------------------------
 

@@ -59,11 +59,18 @@ class SessionStore:
     # -- create, find, end ------------------------------------------------------------------------------------------
 
     def create(
-        self, strategy: KVStrategy, *, eos_token_ids: frozenset[int], limit_tokens: int | None, owner: str
+        self,
+        strategy: KVStrategy,
+        *,
+        eos_token_ids: frozenset[int],
+        limit_tokens: int | None,
+        owner: str,
+        is_growing: bool = False,
     ) -> Session:
-        """Open a session, its memory reserved. Raises NoCapacity or QuotaExceeded."""
+        """Open a session, its memory reserved, or granted as it grows. Raises NoCapacity or QuotaExceeded."""
         with self._lock:
-            kv = self._admission.admit(self._sessions.values(), strategy, limit_tokens, owner)
+            tokens = 1 if is_growing else None
+            kv = self._admission.admit(self._sessions.values(), strategy, limit_tokens, owner, tokens=tokens)
             session = self._open(kv, eos_token_ids, owner)
             self._add(session)
             return session
@@ -77,7 +84,12 @@ class SessionStore:
             if parent.is_closed:
                 raise SessionClosed
             kv = self._admission.admit(
-                self._sessions.values(), parent.kv.strategy, limit_tokens, parent.owner, parent=parent.kv
+                self._sessions.values(),
+                parent.kv.strategy,
+                limit_tokens,
+                parent.owner,
+                tokens=len(parent.history) + 1 if parent.kv.grows else None,
+                parent=parent.kv,
             )
             session = self._open(kv, parent.eos_token_ids, parent.owner)
             try:
@@ -152,6 +164,16 @@ class SessionStore:
         with self._lock:
             if session.kv.is_dropped and not session.is_closed:
                 self._admission.readmit(self._sessions.values(), session)
+
+    def secure(self, session: Session, tokens: int) -> None:
+        """The caller holds the session, whose history is to be `tokens` long: be granted memory for it.
+
+        Of rows that were dropped it is granted when they are needed. Raises NoCapacity or QuotaExceeded, and nothing
+        changed.
+        """
+        with self._lock:
+            if not session.kv.is_dropped and not session.is_closed:
+                self._admission.grow(self._sessions.values(), session, tokens)
 
     def unpin(self, *sessions: Session) -> None:
         """Let go of rows that `fork` kept where they are."""

@@ -37,8 +37,14 @@ class CountedForward:
     def free_bytes(self) -> int:
         return self._forward.free_bytes()
 
-    def open(self, geometry: Geometry, capacity_bytes: int, *, tap_layers: tuple[int, ...] = ()) -> KVContext:
-        return self._forward.open(geometry, capacity_bytes, tap_layers=tap_layers)
+    @property
+    def has_address_space(self) -> bool:
+        return self._forward.has_address_space
+
+    def open(
+        self, geometry: Geometry, capacity_bytes: int, *, address_bytes: int = 0, tap_layers: tuple[int, ...] = ()
+    ) -> KVContext:
+        return self._forward.open(geometry, capacity_bytes, address_bytes=address_bytes, tap_layers=tap_layers)
 
     def run(self, step: Step) -> Result:
         self.steps += 1

@@ -37,8 +37,10 @@ class Pieces(TorchForward):
         self._at_once, self.windowed = at_once, windowed
         self.steps: list[int] = []
 
-    def open(self, geometry: Geometry, capacity_bytes: int, *, tap_layers: tuple[int, ...] = ()) -> KVContext:
-        context = super().open(geometry, capacity_bytes, tap_layers=tap_layers)
+    def open(
+        self, geometry: Geometry, capacity_bytes: int, *, address_bytes: int = 0, tap_layers: tuple[int, ...] = ()
+    ) -> KVContext:
+        context = super().open(geometry, capacity_bytes, address_bytes=address_bytes, tap_layers=tap_layers)
         return replace(context, most_rows_at_once=self._at_once)
 
     def run(self, step: Step) -> Result:

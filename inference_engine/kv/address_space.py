@@ -1,0 +1,55 @@
+"""Address space for K and V on a host: far more of it than memory, which comes page by page when rows are written.
+
+Reserved without memory or swap behind it (`MAP_NORESERVE`), in small pages: a huge page would take 2 MB for each lane
+that a session begins to write. What is discarded reads as zeros again, and its pages go back to the system.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference_engine.errors import BackendError
+
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0x40
+_MADV_DONTNEED = 4
+# Of one arena. x86-64 and ARM give a process 128 TiB or more.
+MOST_BYTES = 2**44
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def reserve_zeros(count: int, dtype: torch.dtype) -> Tensor:
+    """`count` zeros. Raises BackendError if the system gives no such address space."""
+    nbytes = count * dtype.itemsize
+    try:
+        space = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    except (OSError, ValueError, OverflowError) as error:
+        raise BackendError(
+            f"the system gives this process no {nbytes} bytes of address space ({error}); a limit on virtual memory "
+            "(ulimit -v, or vm.overcommit_memory=2) does that. Raise it, or start with --growth guaranteed, which "
+            "takes no more of it than kv_bytes"
+        ) from error
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        space.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.from_numpy(np.frombuffer(space, dtype=np.uint8)).view(dtype)
+
+
+def discard(states: Tensor) -> None:
+    """Zero a contiguous part of what `reserve_zeros` gave. Whole pages are given back to the system."""
+    first, nbytes = states.data_ptr(), states.numel() * states.itemsize
+    page = mmap.PAGESIZE
+    start, end = -(-first // page) * page, (first + nbytes) // page * page
+    if sys.platform != "linux" or end <= start:  # elsewhere the same advice need not zero
+        states.zero_()
+        return
+    flat = states.view(torch.uint8)
+    flat[: start - first].zero_()
+    flat[end - first :].zero_()
+    if _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED):
+        states.zero_()
