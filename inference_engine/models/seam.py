@@ -13,6 +13,7 @@ small twin (`models/layer_traits.py`).
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,11 +67,15 @@ class LayerTraits:
     is_windowed: bool
 
 
-class _Now:
-    """The step that a model's attention layers are in: each of them holds a reference to it."""
+class _Now(threading.local):
+    """The step that a model's layers are in, of this thread: several engines may run one model.
+
+    Every attention layer and the model's rotary module hold a reference to it.
+    """
 
     plan: AttentionPlan | None = None
     layers: tuple[LayerGeometry, ...] = ()
+    is_beyond_trained: bool = False  # does any row lie past the trained positions?
 
 
 def _attend(
@@ -134,17 +139,17 @@ class RowRotary(nn.Module):
     float32 the fastest angle is off by 0.06 at a million positions.
     """
 
-    def __init__(self, original: nn.Module, trained_positions: int) -> None:
+    def __init__(self, original: nn.Module, trained_positions: int, now: _Now) -> None:
         super().__init__()
         self.original = original
         self.trained_positions = trained_positions
-        self.is_beyond_trained = False  # does any row of the step lie past the trained positions?
+        self._now = now
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         """x gives dtype and device; position_ids [1, N]. Returns cos and sin, [1, N, d]."""
         name = layer_type or _DEFAULT_ROTARY
         cos, sin = self._own(x, position_ids, name)
-        if not self.is_beyond_trained:
+        if not self._now.is_beyond_trained:
             return cos, sin
         prefix = "" if name == _DEFAULT_ROTARY else f"{name}_"
         frequencies: Tensor = getattr(self.original, f"{prefix}inv_freq")
@@ -196,14 +201,14 @@ class Seam:
         for attention in attentions:
             attention.__dict__["_kakeya_now"] = self._now
         self._apply = _rotation_function(attentions[0])
-        self._rotary = _replace_rotary(model, self.trained_positions)
+        self._rotary = _replace_rotary(model, self.trained_positions, self._now)
         self._rotary_scales: dict[str, float] = {}
         self._turns: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
     def attending(self, plan: AttentionPlan, positions: NDArray[np.int64]) -> Iterator[None]:
         """Within, a forward of the model attends as `plan` says. positions: [N], absolute."""
-        self._rotary.is_beyond_trained = bool(positions.max() >= self.trained_positions)
+        self._now.is_beyond_trained = bool(positions.max() >= self.trained_positions)
         self._now.plan, self._now.layers = plan, self.layers
         try:
             yield
@@ -214,9 +219,11 @@ class Seam:
     def tapped(self, layers: Sequence[int]) -> Iterator[list[Tensor]]:
         """Within, a forward leaves here the hidden states [N, hidden] after each of `layers`, which ascend."""
         states: list[Tensor] = []
+        own_thread = threading.get_ident()
 
         def keep(_module: nn.Module, _inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-            states.append((output if isinstance(output, Tensor) else output[0])[0])
+            if threading.get_ident() == own_thread:
+                states.append((output if isinstance(output, Tensor) else output[0])[0])
 
         handles = [self._blocks[layer].register_forward_hook(keep) for layer in layers]
         try:
@@ -274,14 +281,14 @@ class Seam:
         wanted = (name, like.dtype, like.device, shifts.numpy().tobytes())
         found = self._turns.pop(wanted, None)
         if found is None:
-            self._rotary.is_beyond_trained = bool(shifts.max() >= self.trained_positions)
+            self._now.is_beyond_trained = bool(shifts.max() >= self.trained_positions)
             by = shifts.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else shifts
             cos, sin = self._rotary(like, by[None], _layer_type(name))
             if (scale := self._rotary_scale(name)) != 1.0:
                 cos, sin = cos / scale, sin / scale
             found = cos, sin
-            if len(self._turns) == _MOST_TURNS:
-                self._turns.pop(next(iter(self._turns)))
+            if len(self._turns) >= _MOST_TURNS:
+                self._turns.pop(next(iter(self._turns)), None)
         self._turns[wanted] = found  # the last is the one used last
         return found
 
@@ -416,7 +423,7 @@ def _rotation_function(
     return cast("Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None", function)
 
 
-def _replace_rotary(model: PreTrainedModel, trained_positions: int) -> RowRotary:
+def _replace_rotary(model: PreTrainedModel, trained_positions: int, now: _Now) -> RowRotary:
     places = [
         (parent, name) for parent in model.modules() for name, _ in parent.named_children() if name == "rotary_emb"
     ]
@@ -428,6 +435,6 @@ def _replace_rotary(model: PreTrainedModel, trained_positions: int) -> RowRotary
     if len(places) > 1:
         raise ModelError(f"{type(model).__name__} has {len(places)} rotary modules; exactly one can be taken over")
     parent, name = places[0]
-    rotary = RowRotary(getattr(parent, name), trained_positions)
+    rotary = RowRotary(getattr(parent, name), trained_positions, now)
     setattr(parent, name, rotary)
     return rotary

@@ -337,9 +337,9 @@ def test_angles_past_the_trained_positions_are_exact(kind: str) -> None:
     _, module = rotary(*((LlamaConfig(), LlamaForCausalLM) if kind == "llama" else (GlmConfig(), GlmForCausalLM)))
     near, far = torch.tensor([[5]]), torch.tensor([[10_000_019]])
     x = torch.empty(0)
-    module.is_beyond_trained = True
+    module._now.is_beyond_trained = True
     cos, _ = module(x, torch.cat([near, far], dim=1))
-    module.is_beyond_trained = False
+    module._now.is_beyond_trained = False
     own, _ = module(x, near)
     assert torch.equal(cos[:, :1], own)
     frequencies = cast("Tensor", module.original.inv_freq).double()

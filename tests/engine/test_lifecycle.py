@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -616,3 +617,19 @@ def test_a_broken_invariant_fails_the_session_alone_and_frees_it(kind: str) -> N
                 call()
         assert engine.close_session(session) >= 20
         still_works(engine)
+
+
+def test_engines_that_share_a_model_do_not_disturb_each_other() -> None:
+    """Each runs its steps on its own thread: one within the trained positions, one past them."""
+    strategy = "sink_window:sink=4,window=32"
+
+    def both(engines: list[Engine], *, at_once: bool) -> list[list[tuple[int, float | None]]]:
+        sessions = [opened(engine, length) for engine, length in zip(engines, (20, TRAINED_POSITIONS), strict=True)]
+        with ThreadPoolExecutor(2 if at_once else 1) as threads:
+            return list(threads.map(lambda engine, session: generate(engine, session, 40), engines, sessions))
+
+    with (
+        tiny_engine(strategy=strategy, mode=Mode.FIXED_SHAPE) as one,
+        tiny_engine(strategy=strategy, mode=Mode.FIXED_SHAPE) as other,
+    ):
+        assert both([one, other], at_once=True) == both([one, other], at_once=False)
