@@ -101,6 +101,8 @@ class EngineInfo:
     strategies: tuple[str, ...]
     default_strategy: KVStrategy
     limit_tokens: int | None  # the longest history under it; None: there is no end
+    default_limit_tokens: int | None  # of a session that asks for no limit
+    growth_is_guaranteed: bool  # sessions that do not ask otherwise reserve all their memory at creation
     kv_capacity_bytes: int
     kv_reserved_bytes: int
     tier_capacity_bytes: int

@@ -69,7 +69,9 @@ def converse(
     talks: list[_Talk] = []
     try:
         for opening in openings:
-            session = engine.create_session(strategy=Full(), eos_token_ids=tuple(stop_ids), limit_tokens=tokens)
+            session = engine.create_session(
+                strategy=Full(), eos_token_ids=tuple(stop_ids), limit_tokens=tokens, guaranteed=True
+            )
             talks.append(_Talk(session.session_id, opening.seed, []))
             _say(engine, talks[-1], _opened(tokenizer, opening.words))
         for turn in range(turns):

@@ -164,10 +164,8 @@ class Engine:
         check_label(label)
         limit = self._arguments.limit(spec, limit_tokens)
         eos_ids = frozenset(eos_token_ids)
-        if guaranteed is False and not self._forward.has_address_space:
-            raise InvalidArgument(
-                "guaranteed", f"must not be false: on {self._forward.device} memory is taken at creation"
-            )
+        if guaranteed is False and not self._is_growing:
+            raise InvalidArgument("guaranteed", "must not be false: this server reserves all memory at creation")
         is_growing = self._is_growing if guaranteed is None else not guaranteed
         asked = () if guaranteed is None else (guaranteed,)
         call = identify(request_id, str(spec), sorted(eos_ids), limit_tokens, label, *asked, owner=owner)
@@ -414,6 +412,8 @@ class Engine:
             strategies=tuple(name for name in strategy_names() if name not in self._refused_strategies),
             default_strategy=self._default_strategy,
             limit_tokens=self._default_strategy.length_limit(self._geometry),
+            default_limit_tokens=self._arguments.limit(self._default_strategy, None),
+            growth_is_guaranteed=not self._is_growing,
             kv_capacity_bytes=self._context.pool.capacity_bytes,
             kv_reserved_bytes=self._context.pool.reserved_bytes,
             tier_capacity_bytes=tier.capacity_bytes,

@@ -87,7 +87,7 @@ def prepare(engine: Engine, histories: Sequence[list[int]], strategies: Sequence
     sessions = []
     for index, history in enumerate(histories):
         strategy = parse_strategy(strategies[index % len(strategies)])
-        session = engine.create_session(strategy=strategy, limit_tokens=limit).session_id
+        session = engine.create_session(strategy=strategy, limit_tokens=limit, guaranteed=True).session_id
         engine.append(session, history)
         for _ in engine.generate(session, GenerateParams(max_tokens=1, drafting=False)):
             pass

@@ -54,7 +54,7 @@ def prompts(tokenizer: PreTrainedTokenizerBase, count: int) -> Iterator[list[int
 
 
 def compare(engine: Engine, model: PreTrainedModel, prompt: list[int], count: int) -> Comparison:
-    session = engine.create_session(limit_tokens=len(prompt) + count).session_id
+    session = engine.create_session(limit_tokens=len(prompt) + count, guaranteed=True).session_id
     engine.append(session, prompt)
     events = engine.generate(session, GenerateParams(max_tokens=count))
     ours = [event.token_id for event in events if isinstance(event, TokenCommitted)]

@@ -88,6 +88,8 @@ class NullEngine(Engine):
             strategies=strategy_names(),
             default_strategy=self._strategy,
             limit_tokens=None,
+            default_limit_tokens=None,
+            growth_is_guaranteed=True,
             kv_capacity_bytes=1,
             kv_reserved_bytes=0,
             tier_capacity_bytes=0,
@@ -108,11 +110,16 @@ class NullEngine(Engine):
         label: str = "",
         owner: str = "",
         request_id: bytes = b"",
+        guaranteed: bool | None = None,
     ) -> SessionOpened:
         session_id = f"{next(self._ids):032x}"
         self._lengths[session_id] = 0
         return SessionOpened(
-            session_id=session_id, strategy=self._strategy, bound=self._bound, limit_tokens=limit_tokens
+            session_id=session_id,
+            strategy=self._strategy,
+            bound=self._bound,
+            limit_tokens=limit_tokens,
+            reserved_bytes=self._bound.sustained_bytes,
         )
 
     def append_once(
@@ -151,6 +158,7 @@ class NullEngine(Engine):
             kv_live_bytes=0,
             tier_live_bytes=0,
             bound=self._bound,
+            reserved_bytes=self._bound.sustained_bytes,
             strategy=self._strategy,
             limit_tokens=None,
             inv1_violations=0,

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -165,11 +166,9 @@ class ScriptedForward:
     def open(
         self, geometry: Geometry, capacity_bytes: int, *, address_bytes: int = 0, tap_layers: tuple[int, ...] = ()
     ) -> KVContext:
-        pool = Pool(geometry, capacity_bytes, self._zeros, address_bytes=address_bytes, discard=discard)
+        zeros = partial(reserve_zeros, dtype=self._dtype, is_sparse=address_bytes > 0)
+        pool = Pool(geometry, capacity_bytes, zeros, address_bytes=address_bytes, discard=discard)
         return KVContext(geometry=geometry, pool=pool, rotate=_unrotated, device=self.device)
-
-    def _zeros(self, count: int) -> Tensor:
-        return reserve_zeros(count, self._dtype)
 
     def run(self, step: Step) -> Result:
         until = time.monotonic() + self.script.step_seconds + self.script.row_seconds * len(step.token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -93,14 +94,11 @@ class TorchForward:
         address_bytes: int = 0,
         tap_layers: tuple[int, ...] = (),
     ) -> KVContext:
-        is_host = self._device.type == "cpu"
-        pool = Pool(
-            geometry,
-            capacity_bytes,
-            self._zeros,
-            address_bytes=address_bytes if is_host else 0,
-            discard=discard if is_host else None,
-        )
+        if self._device.type == "cpu":
+            zeros = partial(reserve_zeros, dtype=self.seam.dtype, is_sparse=address_bytes > 0)
+            pool = Pool(geometry, capacity_bytes, zeros, address_bytes=address_bytes, discard=discard)
+        else:
+            pool = Pool(geometry, capacity_bytes, partial(torch.zeros, dtype=self.seam.dtype, device=self._device))
         most_rows: int | None = None
         compute: Compute = compute_plainly
         if self.records_graphs and self._lane_attention is not None and geometry.row_quantum == 1:
@@ -121,12 +119,6 @@ class TorchForward:
             compute=compute,
             most_rows_at_once=most_rows,
         )
-
-    def _zeros(self, count: int) -> Tensor:
-        dtype = self.seam.dtype
-        if self._device.type == "cpu":
-            return reserve_zeros(count, dtype)
-        return torch.zeros(count, dtype=dtype, device=self._device)
 
     def run(self, step: Step) -> Result:
         graphs = self._graphs.get(step.plan.pool)

@@ -95,7 +95,7 @@ class _Asking:
     def _start(self, number: int, one: Asked) -> None:
         limit = len(one.token_ids) + self._answer_tokens
         session = self._engine.create_session(
-            strategy=one.strategy, eos_token_ids=self._stop_ids, limit_tokens=limit
+            strategy=one.strategy, eos_token_ids=self._stop_ids, limit_tokens=limit, guaranteed=True
         ).session_id
         self.answers[number] = []
         self.sessions[session] = number

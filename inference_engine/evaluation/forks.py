@@ -138,7 +138,7 @@ def _config(target: Target, limit: int, *, sessions: int) -> EngineConfig:
 def _parent(target: Target, config: EngineConfig, history: Sequence[int], limit: int) -> Iterator[_Parent]:
     """An engine of its own, and a session in it that was given that history, and said one token."""
     with Engine(target.forward, config) as engine:
-        session = engine.create_session(strategy=Full(), limit_tokens=limit).session_id
+        session = engine.create_session(strategy=Full(), limit_tokens=limit, guaranteed=True).session_id
         append_all(engine, session, history)
         (watch,) = start(engine, [session], tokens=1)
         watch.wait()
@@ -153,7 +153,7 @@ def _branch(parent: _Parent, way: str, given: Sequence[Sequence[int]], limit: in
     try:
         for _ in given:
             if way == ANEW:
-                sessions.append(engine.create_session(strategy=Full(), limit_tokens=limit).session_id)
+                sessions.append(engine.create_session(strategy=Full(), limit_tokens=limit, guaranteed=True).session_id)
             else:
                 sessions.append(engine.fork_session(parent.session).session_id)
         made = time.perf_counter()

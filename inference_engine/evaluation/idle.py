@@ -62,7 +62,7 @@ def fill(
     with Engine(target.forward, _config(target.engine.config, bound, sessions), latent=target.latent) as engine:
         names = []
         for number in range(sessions):
-            names.append(engine.create_session(strategy=strategy, limit_tokens=limit).session_id)
+            names.append(engine.create_session(strategy=strategy, limit_tokens=limit, guaranteed=True).session_id)
             _go_on(engine, names[-1], circular(token_ids, number * _STRIDE, length))
         allocated = _allocated(engine) - before
         told = [engine.session_info(name) for name in names]

@@ -18,7 +18,7 @@ def check_fits(engine: Engine, strategy: KVStrategy, tokens: int) -> None:
 @contextmanager
 def opened(engine: Engine, strategy: KVStrategy, tokens: int) -> Iterator[str]:
     """A session for that many tokens, closed at the end. Raises InvalidArgument or NoCapacity as the engine does."""
-    session = engine.create_session(strategy=strategy, limit_tokens=tokens).session_id
+    session = engine.create_session(strategy=strategy, limit_tokens=tokens, guaranteed=True).session_id
     try:
         yield session
     finally:

@@ -56,7 +56,7 @@ def run(engine: Engine, strategy: KVStrategy, prompts: Sequence[Sequence[int]], 
     try:
         for prompt in prompts:
             limit = len(prompt) + 1 + tokens
-            sessions.append(engine.create_session(strategy=strategy, limit_tokens=limit).session_id)
+            sessions.append(engine.create_session(strategy=strategy, limit_tokens=limit, guaranteed=True).session_id)
         return _run(engine, sessions, prompts, tokens)
     finally:
         for session in sessions:

@@ -82,7 +82,9 @@ def write(engine: Engine, asked: Sequence[Asked], *, tokens: int, stop_ids: Sequ
     try:
         for one in asked:
             limit = len(one.token_ids) + tokens
-            sessions.append(engine.create_session(strategy=one.strategy, limit_tokens=limit).session_id)
+            sessions.append(
+                engine.create_session(strategy=one.strategy, limit_tokens=limit, guaranteed=True).session_id
+            )
         return _write(engine, sessions, asked, tokens, tuple(stop_ids))
     finally:
         for session in sessions:

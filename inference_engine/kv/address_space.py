@@ -1,11 +1,12 @@
-"""Address space for K and V on a host: far more of it than memory, which comes page by page when rows are written.
+"""Address space for K and V on a host: far more of it than memory, which comes page by page when entries are written.
 
-Reserved without memory or swap behind it (`MAP_NORESERVE`), in small pages: a huge page would take 2 MB for each lane
-that a session begins to write. What is discarded reads as zeros again, and its pages go back to the system.
+Reserved without memory or swap behind it (`MAP_NORESERVE`). What is discarded reads as zeros again, and its pages go
+back to the system.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import sys
@@ -24,8 +25,12 @@ MOST_BYTES = 2**44
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def reserve_zeros(count: int, dtype: torch.dtype) -> Tensor:
-    """`count` zeros. Raises BackendError if the system gives no such address space."""
+def reserve_zeros(count: int, dtype: torch.dtype, *, is_sparse: bool) -> Tensor:
+    """`count` zeros. Raises BackendError if the system gives no such address space.
+
+    is_sparse: only small parts of it may be written. Its pages are small then: a huge one would take 2 MB for each lane
+    that a session begins to write. Otherwise pages are huge where the system has them, and attention is faster.
+    """
     nbytes = count * dtype.itemsize
     try:
         space = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
@@ -36,7 +41,8 @@ def reserve_zeros(count: int, dtype: torch.dtype) -> Tensor:
             "takes no more of it than kv_bytes"
         ) from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        space.madvise(mmap.MADV_NOHUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            space.madvise(mmap.MADV_NOHUGEPAGE if is_sparse else mmap.MADV_HUGEPAGE)
     return torch.from_numpy(np.frombuffer(space, dtype=np.uint8)).view(dtype)
 
 

@@ -165,6 +165,7 @@ def opened_to_wire(opened: SessionOpened, *, mode: Mode, model_id: str) -> pb.Cr
         model_id=model_id,
         tier_bytes=opened.bound.tier_bytes,
         replayed=opened.is_replayed,
+        reserved_bytes=opened.reserved_bytes,
     )
 
 
@@ -189,6 +190,7 @@ def forked_to_wire(forked: SessionForked, *, mode: Mode, model_id: str) -> pb.Fo
         model_id=model_id,
         shared_bytes=forked.shared_bytes,
         replayed=forked.is_replayed,
+        reserved_bytes=forked.reserved_bytes,
     )
 
 
@@ -213,6 +215,7 @@ def session_info_to_wire(info: SessionInfo) -> pb.GetSessionInfoResponse:
         drafted_token_count=info.drafted_tokens,
         accepted_token_count=info.accepted_tokens,
         client_label=info.label,
+        reserved_bytes=info.reserved_bytes,
     )
 
 
@@ -240,4 +243,6 @@ def server_info_to_wire(
         segment_tokens=info.config.segment_tokens,
         session_idle_ttl_seconds=info.config.session_idle_ttl_seconds,
         drafter=info.drafter,
+        default_limit_tokens=info.default_limit_tokens,
+        growth_guaranteed=info.growth_is_guaranteed,
     )

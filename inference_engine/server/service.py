@@ -68,6 +68,7 @@ class RuntimeService:
                 label=request.client_label,
                 owner=caller(),
                 request_id=request.request_id,
+                guaranteed=convert.optional(request, "guaranteed"),
             )
         except InvalidArgument as error:
             if strategy is None:

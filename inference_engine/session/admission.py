@@ -11,7 +11,7 @@ with the store's lock held.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inference_engine.errors import NoCapacity, QuotaExceeded
 from inference_engine.kv.context import KVContext
@@ -73,6 +73,9 @@ class Admission:
             assert limit_tokens is not None
             limit = whole_segments(max(tokens, base + 1), self._context.geometry, limit_tokens)
         needed = bound_of(strategy, self._context, limit, base=base)
+        if limit != limit_tokens:  # of the second tier all is reserved at once
+            whole = bound_of(strategy, self._context, limit_tokens, base=base)
+            needed = replace(needed, tier_bytes=whole.tier_bytes)
         self._refuse_what_can_never_fit(needed)
         self._make_place(sessions, owner)
         kv: list[SessionKV] = []

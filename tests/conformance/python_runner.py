@@ -25,7 +25,16 @@ Do = Callable[..., Awaitable[Any]]
 TIMES = {"idle_seconds", "prefill_seconds", "total_seconds"}
 # What depends on who else uses the server.
 SHARED = {"kv_reserved_bytes", "tier_reserved_bytes", "version"}
-SESSION_FACTS = ("strategy", "sustained_bytes", "peak_bytes", "tier_bytes", "limit_tokens", "mode", "model_id")
+SESSION_FACTS = (
+    "strategy",
+    "sustained_bytes",
+    "reserved_bytes",
+    "peak_bytes",
+    "tier_bytes",
+    "limit_tokens",
+    "mode",
+    "model_id",
+)
 STRATEGIES: dict[str, Any] = {
     "full": kakeya.Full,
     "sink_window": kakeya.SinkWindow,

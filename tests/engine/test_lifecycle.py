@@ -341,7 +341,7 @@ def bytes_for(sessions: float) -> int:
 
 def test_idle_sessions_make_room_least_recently_used_first_and_never_a_busy_or_fresh_one() -> None:
     clock = Clock()
-    with tiny_engine(clock=clock, kv_bytes=bytes_for(3.5), stall_seconds=1000) as engine:
+    with tiny_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(3.5), stall_seconds=1000) as engine:
         old, older, busy = opened(engine), opened(engine), opened(engine)
         gate = Gate()
         engine.generate(busy, GenerateParams(max_tokens=2), listener=gate)
@@ -366,7 +366,7 @@ def test_rows_that_made_room_are_computed_again_and_nothing_else_is_lost() -> No
     clock = Clock()
     with tiny_engine() as plain:
         expected = generate(plain, opened(plain), 8)
-    with tiny_engine(clock=clock, kv_bytes=bytes_for(1.5)) as engine:
+    with tiny_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(1.5)) as engine:
         session = opened(engine)
         said = generate(engine, session, 4)
         clock.now += 70
@@ -381,7 +381,7 @@ def test_rows_that_made_room_are_computed_again_and_nothing_else_is_lost() -> No
 
 def test_the_sessions_of_one_owner_never_make_room_for_those_of_another() -> None:
     clock = Clock()
-    with tiny_engine(clock=clock, kv_bytes=bytes_for(1.5), max_sessions=2) as engine:
+    with tiny_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(1.5), max_sessions=2) as engine:
         mine = engine.create_session(owner="me").session_id
         engine.append(mine, text(20), owner="me")
         drain(engine.generate(mine, GenerateParams(max_tokens=2), owner="me"))
@@ -406,7 +406,9 @@ def test_an_idle_session_is_evicted_where_there_are_too_many() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quota", "opens"), [({"max_sessions_per_owner": 2}, 2), ({"kv_bytes_per_owner": bytes_for}, 2)], ids=["N", "bytes"]
+    ("quota", "opens"),
+    [({"max_sessions_per_owner": 2}, 2), ({"kv_bytes_per_owner": bytes_for, "growth": "guaranteed"}, 2)],
+    ids=["N", "bytes"],
 )
 def test_an_owner_at_its_quota_makes_room_for_itself_or_is_refused_and_others_are_not(
     quota: dict[str, Any], opens: int
@@ -426,7 +428,7 @@ def test_an_owner_at_its_quota_makes_room_for_itself_or_is_refused_and_others_ar
 
 def test_a_session_larger_than_its_owners_quota_evicts_nobody_and_need_not_come_again() -> None:
     clock = Clock()
-    with tiny_engine(clock=clock, kv_bytes_per_owner=bytes_for(0.5)) as engine:
+    with tiny_engine(clock=clock, growth="guaranteed", kv_bytes_per_owner=bytes_for(0.5)) as engine:
         small = opened(engine, strategy=SinkWindow(sink=1, window=8))
         generate(engine, small, 2)
         clock.now += 1000
@@ -437,7 +439,7 @@ def test_a_session_larger_than_its_owners_quota_evicts_nobody_and_need_not_come_
 
 def test_a_session_that_can_never_fit_evicts_nobody() -> None:
     clock = Clock()
-    with tiny_engine(clock=clock, kv_bytes=bytes_for(0.5)) as engine:
+    with tiny_engine(clock=clock, strategy="sink_window:sink=1,window=8", growth="guaranteed", kv_bytes=bytes_for(0.5)) as engine:
         small = opened(engine, strategy=SinkWindow(sink=1, window=8))
         clock.now += 1000
         with pytest.raises(NoCapacity, match="in all"):
@@ -447,7 +449,7 @@ def test_a_session_that_can_never_fit_evicts_nobody() -> None:
 
 def test_nobody_is_evicted_for_a_session_that_would_not_fit_all_the_same() -> None:
     clock = Clock()
-    with tiny_engine(clock=clock, kv_bytes=bytes_for(1.5)) as engine:
+    with tiny_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(1.5)) as engine:
         engine.create_session(owner="somebody else")
         mine = opened(engine, strategy=SinkWindow(sink=1, window=8))
         clock.now += 1000
@@ -458,7 +460,7 @@ def test_nobody_is_evicted_for_a_session_that_would_not_fit_all_the_same() -> No
 
 def test_a_failed_session_answers_for_itself_even_when_room_is_needed() -> None:
     clock = Clock()
-    with tiny_engine(clock=clock, kv_bytes=bytes_for(1.5)) as engine:
+    with tiny_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(1.5)) as engine:
         failed = opened(engine)
         engine._store.find(failed, "").cached_tokens += 100
         with pytest.raises(InvariantViolated):
@@ -508,7 +510,7 @@ def test_another_owner_sees_and_touches_nothing() -> None:
 
 def test_many_short_sessions_leave_nothing_reserved() -> None:
     rng = np.random.default_rng(0)
-    with tiny_engine(kv_bytes=bytes_for(6)) as engine:
+    with tiny_engine(growth="guaranteed", kv_bytes=bytes_for(6)) as engine:
         open_ids: list[str] = []
         for _ in range(120):
             if open_ids and (len(open_ids) > 4 or rng.random() < 0.5):

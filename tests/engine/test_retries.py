@@ -205,7 +205,7 @@ def test_a_create_that_comes_again_opens_no_second_session() -> None:
 def test_a_create_that_found_no_room_may_come_again() -> None:
     with tiny_engine() as engine:
         needed = engine.create_session().bound.peak_bytes
-    with tiny_engine(kv_bytes=int(1.5 * needed)) as engine:
+    with tiny_engine(growth="guaranteed", kv_bytes=int(1.5 * needed)) as engine:
         session = engine.create_session().session_id
         with pytest.raises(NoCapacity):
             engine.create_session(request_id=ONE)

@@ -26,7 +26,12 @@ def engine_with_room(strategy: KVStrategy, *, sessions: int, awake: float) -> En
         bound = roomy.create_session(strategy=strategy, limit_tokens=LIMIT).bound
         waking = bound.peak_bytes - bound.sustained_bytes
         unit = 2 * roomy._geometry.alignment * roomy._geometry.itemsize
-    return engine_for(Mode.BATCHED, kv_bytes=sessions * bound.sustained_bytes + int(awake * waking) + unit)
+    return engine_for(
+        Mode.BATCHED,
+        growth="guaranteed",
+        kv_bytes=sessions * bound.sustained_bytes + int(awake * waking) + unit,
+        default_limit_tokens=LIMIT,
+    )
 
 
 @each_restored
@@ -69,8 +74,8 @@ def test_a_cancelled_generate_puts_its_session_to_sleep_and_the_next_goes_on(str
         done = drain(generation)[-1]
         assert isinstance(done, Finished)
         info = engine.session_info(cut)
-        assert info.kv_live_bytes <= info.bound.sustained_bytes
-        assert engine.info().kv_reserved_bytes == 2 * info.bound.sustained_bytes
+        assert info.kv_live_bytes <= info.reserved_bytes
+        assert engine.info().kv_reserved_bytes == sum(engine.session_info(one).reserved_bytes for one in (whole, cut))
         more = generate(engine, cut, 40)
         kept = done.history_length - 90
         assert [token for token, _ in expected[kept:]] == [token for token, _ in more[: 40 - kept]]
@@ -104,7 +109,7 @@ def test_nobody_is_evicted_for_a_session_that_would_be_refused_even_then() -> No
         wide = roomy.create_session(strategy=restored, limit_tokens=500).bound
         narrow = roomy.create_session(limit_tokens=100).bound
     room = wide.peak_bytes + 3 * narrow.peak_bytes
-    with engine_for(Mode.BATCHED, kv_bytes=room + 2**12, clock=lambda: now[0]) as engine:
+    with engine_for(Mode.BATCHED, growth="guaranteed", kv_bytes=room + 2**12, clock=lambda: now[0]) as engine:
         engine.create_session(strategy=restored, limit_tokens=500, owner="somebody else")
         mine = [engine.create_session(limit_tokens=100, owner="me").session_id for _ in range(2)]
         now[0] = 1000.0

@@ -22,7 +22,8 @@ ROW_BYTES = 3 * 2 * 2 * 16 * 4  # TinyModel's layers, K and V, KV heads, their s
 
 
 def sharing_engine(**settings: Any) -> Engine:
-    return tiny_engine(**{"windowed": False, **settings})
+    """Every session's memory is reserved at creation, so that numbers are those of bounds."""
+    return tiny_engine(**{"windowed": False, "growth": "guaranteed", **settings})
 
 
 def parent_of(engine: Engine, length: int = 100, **options: object) -> str:
@@ -194,7 +195,7 @@ def test_rows_kept_for_forks_alone_count_towards_what_their_owner_may_have() -> 
 
 
 def test_a_fork_that_finds_no_room_leaves_nothing_behind() -> None:
-    with sharing_engine(kv_bytes=210 * ROW_BYTES) as engine:
+    with sharing_engine(kv_bytes=210 * ROW_BYTES, default_limit_tokens=200) as engine:
         parent = parent_of(engine, limit_tokens=200)
         reserved = engine.info().kv_reserved_bytes
         with pytest.raises(NoCapacity):

@@ -324,7 +324,7 @@ def test_idle_sessions_make_room_in_the_second_tier_and_no_others_do() -> None:
     now = [0.0]
     with engine_for(Mode.BATCHED) as roomy:
         needed = roomy.create_session(strategy=TIERED).bound.tier_bytes
-    with engine_for(Mode.BATCHED, tier_bytes=needed, clock=lambda: now[0]) as engine:
+    with engine_for(Mode.BATCHED, growth="guaranteed", tier_bytes=needed, clock=lambda: now[0]) as engine:
         plain, first = (engine.create_session(strategy=one).session_id for one in (None, TIERED))
         for session in (plain, first):
             engine.append(session, text(9))

@@ -19,7 +19,9 @@ def test_a_session_whose_rows_were_dropped_goes_on_as_one_that_kept_them(strateg
     now, journal = 0.0, MemoryJournal()
     with engine_for(mode) as engine:
         needed = engine.create_session(strategy=strategy).bound.sustained_bytes
-    with engine_for(mode, clock=lambda: now, journal=journal, kv_bytes_per_owner=needed, stall_seconds=1e6) as engine:
+    with engine_for(
+        mode, clock=lambda: now, journal=journal, growth="guaranteed", kv_bytes_per_owner=needed, stall_seconds=1e6
+    ) as engine:
         session = engine.create_session(strategy=strategy).session_id
         for turn in range(2):
             engine.append(session, text(40, seed=turn))
@@ -46,7 +48,12 @@ def test_a_fork_of_a_dropped_session_computes_the_rows_itself(strategy: KVStrate
     with engine_for(Mode.BATCHED) as engine:
         needed = engine.create_session(strategy=strategy).bound.sustained_bytes
     with engine_for(
-        Mode.BATCHED, clock=lambda: now, journal=journal, kv_bytes_per_owner=needed, stall_seconds=1e6
+        Mode.BATCHED,
+        clock=lambda: now,
+        journal=journal,
+        growth="guaranteed",
+        kv_bytes_per_owner=needed,
+        stall_seconds=1e6,
     ) as engine:
         parent = engine.create_session(strategy=strategy).session_id
         engine.append(parent, text(60))

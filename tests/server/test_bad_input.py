@@ -301,12 +301,12 @@ async def test_a_server_without_room_says_when_to_come_back() -> None:
 
 
 async def test_a_session_larger_than_the_server_is_refused_for_its_bytes() -> None:
-    with tiny_engine(kv_bytes=64 * 1024) as engine:
+    with tiny_engine(growth="guaranteed", kv_bytes=64 * 1024, default_limit_tokens=64) as engine:
         async with serving(engine) as handle, connected(handle) as client:
-            details = await refused(client.open(()))
+            details = await refused(client.open((), limit_tokens=512))
             assert details.reason == "RESOURCE_EXHAUSTED NO_CAPACITY"
             assert details.retry_info is None
-            assert len(await client.generate(await client.open(limit_tokens=64))) == 8
+            assert len(await client.generate(await client.open())) == 8
 
 
 async def test_the_owner_of_an_evicted_session_learns_why() -> None:

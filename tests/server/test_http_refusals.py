@@ -185,7 +185,7 @@ async def test_the_openai_client_raises_its_own_kinds(server: ServerHandle) -> N
 
 
 async def test_an_answer_that_never_fits_is_refused_for_good(chat: ChatText) -> None:
-    with tiny_engine(kv_bytes=100_000) as engine:
+    with tiny_engine(growth="guaranteed", kv_bytes=100_000, default_limit_tokens=100) as engine:
         async with serving_http(engine, chat) as handle, http_client(handle) as client:
             answer = await client.post(COMPLETIONS, json=asking(max_tokens=None))
             error = error_of(answer)

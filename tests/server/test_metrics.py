@@ -144,7 +144,7 @@ async def a_fork_that_outlives_its_parent(seen: Seen) -> None:
 
 async def no_room(seen: Seen) -> None:
     """Idle sessions are evicted for others, or dropped to their tokens."""
-    tight: tuple[dict[str, Any], ...] = ({"max_sessions": 1}, {"kv_bytes": 600_000})
+    tight: tuple[dict[str, Any], ...] = ({"max_sessions": 1}, {"kv_bytes": 600_000, "growth": "guaranteed"})
     for settings in tight:
         with tiny_engine(session_evictable_seconds=0, **settings) as engine:
             seen.begin(engine)

@@ -44,7 +44,7 @@ async def test_reserved_bytes_are_the_callers_own(engine: Engine, key_file: str)
         opened = await alice.call("CreateSession", pb.CreateSessionRequest(limit_tokens=123))
         assert await info(bob) == calm
         own = await info(alice)
-        assert own.kv_reserved_bytes == opened.sustained_bytes > 0
+        assert own.kv_reserved_bytes == opened.reserved_bytes > 0
         assert own.kv_capacity_bytes == calm.kv_capacity_bytes
         await alice.call("CloseSession", pb.CloseSessionRequest(session_id=opened.session_id))
         assert await info(alice) == calm
@@ -55,7 +55,7 @@ async def test_a_full_pool_says_nothing_of_how_full_it_is(key_file: str) -> None
         needed = engine.create_session().bound.peak_bytes
     told = []
     for others in (100, 200):
-        with tiny_engine(kv_bytes=needed) as engine:
+        with tiny_engine(growth="guaranteed", kv_bytes=needed) as engine:
             async with (
                 serving(engine, api_key_file=key_file) as handle,
                 connected(handle, metadata=bearer(ALICE)) as alice,

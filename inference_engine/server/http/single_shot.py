@@ -62,7 +62,13 @@ async def single_shot(
     Leaving closes the session, which ends a Generate that still runs at its next step. Raises what the engine does.
     """
     try:
-        opened = engine.create_session(eos_token_ids=end_ids, limit_tokens=prompt.limit_tokens, owner=owner)
+        opened = engine.create_session(
+            eos_token_ids=end_ids,
+            limit_tokens=prompt.limit_tokens,
+            owner=owner,
+            # Who says how long the answer may be gets it whole, or is refused before it begins.
+            guaranteed=None if prompt.asked.max_tokens is None else True,
+        )
     except NoCapacity as error:
         if error.retry_after_seconds is not None:
             raise

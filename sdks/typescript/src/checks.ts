@@ -63,6 +63,14 @@ export function uint64Of(value: number | bigint, name: string): bigint {
   return whole;
 }
 
+/** A given boolean as it is. Throws InvalidArgument for anything else. */
+export function booleanOf(value: unknown, name: string): boolean {
+  if (typeof value !== "boolean") {
+    throw invalid(name, `must be true or false, got ${shown(value)}`);
+  }
+  return value;
+}
+
 /** `value` as a number that a 32-bit float can hold. Throws InvalidArgument. */
 export function finiteOf(value: number, name: string): number {
   if (typeof value === "number" && Math.abs(value) <= MAX_FLOAT32) return value;

@@ -42,6 +42,7 @@ const DERIVED = ["generatedTokens"];
 const SESSION_FACTS = [
   "strategy",
   "sustainedBytes",
+  "reservedBytes",
   "peakBytes",
   "tierBytes",
   "limitTokens",

@@ -3,7 +3,7 @@ import { randomBytes } from "node:crypto";
 
 import { create } from "@bufbuild/protobuf";
 
-import { finiteOf, textOf, tokenIdsOf, uint32Of, uint64Of, type TokenIds } from "./checks.js";
+import { booleanOf, finiteOf, textOf, tokenIdsOf, uint32Of, uint64Of, type TokenIds } from "./checks.js";
 import {
   AppendTokensRequestSchema,
   CloseSessionRequestSchema,
@@ -26,8 +26,13 @@ export interface CreateSessionOptions extends CallOptions {
   readonly strategy?: Strategy | undefined;
   /** Ids that end every Generate of the session. */
   readonly eosTokenIds?: TokenIds | undefined;
-  /** The session's own length limit; a smaller limit is a smaller reservation. */
+  /** The session's own length limit; a smaller limit is a smaller bound. */
   readonly limitTokens?: number | bigint | undefined;
+  /**
+   * true reserves all of `sustainedBytes` now; false lets the server grant memory as the history grows: an append or a
+   * generate may then throw NoCapacity, the history kept. Default: as the server is set.
+   */
+  readonly guaranteed?: boolean | undefined;
   /** Your own name for the session, at most 128 printable characters; `info()` tells it. */
   readonly label?: string | undefined;
 }
@@ -77,12 +82,13 @@ export interface GenerateOptions extends CallOptions {
 }
 
 export function createSessionRequest(options: CreateSessionOptions): CreateSessionRequest {
-  const { strategy, limitTokens } = options;
+  const { strategy, limitTokens, guaranteed } = options;
   return create(CreateSessionRequestSchema, {
     clientLabel: textOf(options.label ?? "", "label"),
     eosTokenIds: tokenIdsOf(options.eosTokenIds ?? [], "eosTokenIds"),
     ...(strategy === undefined ? {} : { strategy: strategyToWire(strategy) }),
     ...(limitTokens === undefined ? {} : { limitTokens: uint64Of(limitTokens, "limitTokens") }),
+    ...(guaranteed === undefined ? {} : { guaranteed: booleanOf(guaranteed, "guaranteed") }),
     requestId: newRequestId(),
   });
 }

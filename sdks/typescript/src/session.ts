@@ -60,6 +60,11 @@ export class Session implements AsyncDisposable {
     return this.#facts.sustainedBytes;
   }
 
+  /** Of `sustainedBytes`, those reserved when it was opened; `info()` tells them as they are now. */
+  get reservedBytes(): number {
+    return this.#facts.reservedBytes;
+  }
+
   /** K/V the session holds at most ever, a running Generate included. */
   get peakBytes(): number {
     return this.#facts.peakBytes;

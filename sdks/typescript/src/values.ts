@@ -75,6 +75,7 @@ export interface SessionFacts {
   readonly historyLength: number;
   readonly strategy: Strategy | undefined;
   readonly sustainedBytes: number;
+  readonly reservedBytes: number;
   readonly peakBytes: number;
   readonly tierBytes: number;
   readonly sharedBytes: number;
@@ -91,8 +92,10 @@ export interface SessionInfo {
   readonly evictedTokens: number;
   /** Held now. */
   readonly kvLiveBytes: number;
-  /** Held at most between Generates; reserved. */
+  /** Held at most between Generates. */
   readonly sustainedBytes: number;
+  /** Of them, reserved now; less than all: the session is granted more as it grows. */
+  readonly reservedBytes: number;
   /** Held at most ever. */
   readonly peakBytes: number;
   /** Longest history the session can reach; undefined: no limit. */
@@ -145,6 +148,10 @@ export interface ServerInfo {
   readonly tierCapacityBytes: number;
   /** By your own sessions. */
   readonly tierReservedBytes: number;
+  /** Of a session that asks for no limit; undefined: there is none. */
+  readonly defaultLimitTokens: number | undefined;
+  /** Sessions that do not ask otherwise reserve all their memory at creation. */
+  readonly growthGuaranteed: boolean;
 }
 
 export function stopReasonOf(reason: WireStopReason): StopReason {
@@ -192,6 +199,7 @@ function sharedFacts(
     id: reply.sessionId,
     strategy: strategyFromWire(reply.strategy),
     sustainedBytes: exact(reply.sustainedBytes, "sustained_bytes"),
+    reservedBytes: exact(reply.reservedBytes, "reserved_bytes"),
     peakBytes: exact(reply.peakBytes, "peak_bytes"),
     tierBytes: exact(reply.tierBytes, "tier_bytes"),
     limitTokens: reply.limitTokens === undefined ? undefined : exact(reply.limitTokens, "limit_tokens"),
@@ -207,6 +215,7 @@ export function sessionInfoOf(reply: GetSessionInfoResponse): SessionInfo {
     evictedTokens: exact(reply.evictedTokenCount, "evicted_token_count"),
     kvLiveBytes: exact(reply.kvLiveBytes, "kv_live_bytes"),
     sustainedBytes: exact(reply.sustainedBytes, "sustained_bytes"),
+    reservedBytes: exact(reply.reservedBytes, "reserved_bytes"),
     peakBytes: exact(reply.peakBytes, "peak_bytes"),
     limitTokens: reply.limitTokens === undefined ? undefined : exact(reply.limitTokens, "limit_tokens"),
     strategy: strategyFromWire(reply.strategy),
@@ -245,5 +254,8 @@ export function serverInfoOf(reply: GetServerInfoResponse): ServerInfo {
     drafter: reply.drafter,
     tierCapacityBytes: exact(reply.tierCapacityBytes, "tier_capacity_bytes"),
     tierReservedBytes: exact(reply.tierReservedBytes, "tier_reserved_bytes"),
+    defaultLimitTokens:
+      reply.defaultLimitTokens === undefined ? undefined : exact(reply.defaultLimitTokens, "default_limit_tokens"),
+    growthGuaranteed: reply.growthGuaranteed,
   };
 }

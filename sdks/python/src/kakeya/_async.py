@@ -60,10 +60,11 @@ class AsyncClient(ClientBase):
         eos_token_ids: Iterable[int] = (),
         limit_tokens: int | None = None,
         label: str = "",
+        guaranteed: bool | None = None,
         timeout: Timeout = DEFAULT,
     ) -> AsyncSession:
         """As `Client.create_session`."""
-        request = requests.create_session(strategy, eos_token_ids, limit_tokens, label)
+        request = requests.create_session(strategy, eos_token_ids, limit_tokens, label, guaranteed)
         return AsyncSession(self, await self._run(repeatable("CreateSession", request, self._patience(timeout))))
 
     async def server_info(self, *, timeout: Timeout = DEFAULT) -> ServerInfo:

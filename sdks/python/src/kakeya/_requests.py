@@ -19,18 +19,25 @@ def new_request_id() -> bytes:
 
 
 def create_session(
-    strategy: Strategy | None, eos_token_ids: Iterable[int], limit_tokens: int | None, label: str
+    strategy: Strategy | None,
+    eos_token_ids: Iterable[int],
+    limit_tokens: int | None,
+    label: str,
+    guaranteed: bool | None,
 ) -> pb.CreateSessionRequest:
     if strategy is not None and not isinstance(strategy, Strategy):
         raise invalid("strategy", f"must be a strategy such as Full() or SinkWindow(…), or None, got {strategy!r}")
     if not isinstance(label, str):
         raise invalid("label", f"must be a text, got {label!r}")
+    if guaranteed is not None and not isinstance(guaranteed, bool):
+        raise invalid("guaranteed", f"must be True, False or None, got {guaranteed!r}")
     return pb.CreateSessionRequest(
         client_label=label,
         eos_token_ids=token_ids(eos_token_ids, "eos_token_ids"),
         strategy=None if strategy is None else strategy._to_wire(),
         limit_tokens=_optional_whole(limit_tokens, "limit_tokens"),
         request_id=new_request_id(),
+        guaranteed=guaranteed,
     )
 
 

@@ -56,6 +56,11 @@ class SessionBase:
         return self._created.sustained_bytes
 
     @property
+    def reserved_bytes(self) -> int:
+        """Of `sustained_bytes`, those reserved when it was opened; `info()` tells them as they are now."""
+        return self._created.reserved_bytes
+
+    @property
     def peak_bytes(self) -> int:
         """K/V the session holds at most ever, a running Generate included."""
         return self._created.peak_bytes
@@ -110,6 +115,7 @@ class SessionBase:
             mode=forked.mode,
             model_id=forked.model_id,
             tier_bytes=forked.tier_bytes,
+            reserved_bytes=forked.reserved_bytes,
         )
 
     def _closed(self, final_length: int | None) -> int:

@@ -68,14 +68,17 @@ class Client(ClientBase):
         eos_token_ids: Iterable[int] = (),
         limit_tokens: int | None = None,
         label: str = "",
+        guaranteed: bool | None = None,
         timeout: Timeout = DEFAULT,
     ) -> Session:
-        """Open a session and reserve its memory.
+        """Open a session.
 
         `eos_token_ids` end every Generate of the session; `limit_tokens` is its own length limit (a smaller limit is a
-        smaller reservation); `label` is your own name for the session, which `info()` tells.
+        smaller bound); `label` is your own name for the session, which `info()` tells. `guaranteed`: True reserves all
+        of `sustained_bytes` now, False lets the server grant memory as the history grows (an append or a Generate may
+        then raise NoCapacity, the history kept); None leaves it to the server's settings.
         """
-        request = requests.create_session(strategy, eos_token_ids, limit_tokens, label)
+        request = requests.create_session(strategy, eos_token_ids, limit_tokens, label, guaranteed)
         return Session(self, self._run(repeatable("CreateSession", request, self._patience(timeout))))
 
     def server_info(self, *, timeout: Timeout = DEFAULT) -> ServerInfo:

@@ -93,7 +93,8 @@ class SessionInfo:
     cached_tokens: int  # positions with K/V, evicted ones included; the rest of the history waits for prefill
     evicted_tokens: int
     kv_live_bytes: int  # held now
-    sustained_bytes: int  # held at most between Generates; reserved
+    sustained_bytes: int  # held at most between Generates
+    reserved_bytes: int  # of them, reserved now; less than all: the session is granted more as it grows
     peak_bytes: int  # held at most ever
     limit_tokens: int | None  # longest history the session can reach; None: no limit
     strategy: Strategy | None  # None: of a kind newer than this SDK
@@ -133,6 +134,8 @@ class ServerInfo:
     drafter: str  # what guesses ahead in Generates that allow it; empty: nothing does
     tier_capacity_bytes: int  # off the device, in the server's memory or in files
     tier_reserved_bytes: int  # by your own sessions
+    default_limit_tokens: int | None  # of a session that asks for no limit; None: there is none
+    growth_guaranteed: bool  # sessions that do not ask otherwise reserve all their memory at creation
 
 
 def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
@@ -142,6 +145,7 @@ def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
         evicted_tokens=reply.evicted_token_count,
         kv_live_bytes=reply.kv_live_bytes,
         sustained_bytes=reply.sustained_bytes,
+        reserved_bytes=reply.reserved_bytes,
         peak_bytes=reply.peak_bytes,
         limit_tokens=reply.limit_tokens if reply.HasField("limit_tokens") else None,
         strategy=strategy_from_wire(reply.strategy),
@@ -180,4 +184,6 @@ def server_info(reply: pb.GetServerInfoResponse) -> ServerInfo:
         drafter=reply.drafter,
         tier_capacity_bytes=reply.tier_capacity_bytes,
         tier_reserved_bytes=reply.tier_reserved_bytes,
+        default_limit_tokens=reply.default_limit_tokens if reply.HasField("default_limit_tokens") else None,
+        growth_guaranteed=reply.growth_guaranteed,
     )

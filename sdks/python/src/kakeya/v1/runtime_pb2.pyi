@@ -55,19 +55,25 @@ class CreateSessionRequest(_message.Message):
     STRATEGY_FIELD_NUMBER: _builtins.int
     LIMIT_TOKENS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    GUARANTEED_FIELD_NUMBER: _builtins.int
     client_label: _builtins.str
     """The owner's own name for the session, at most 128 printable characters. GetSessionInfo tells it to the owner; it is in
     no log, metric or trace.
     """
     limit_tokens: _builtins.int
-    """The session's own length limit in tokens, at least 1; a smaller limit is a smaller reservation.
-    Absent: as long as the strategy and the model allow.
+    """The session's own length limit in tokens, at least 1; a smaller limit is a smaller bound.
+    Absent: the server's default_limit_tokens, or as long as the strategy and the model allow.
     """
     request_id: _builtins.bytes
     """16 bytes that the client made up for this call; empty: none. A retry with the same id and the same content is answered
     as the first call was, and nothing is done twice; the same id with another content is refused: INVALID_ARGUMENT,
     REQUEST_ID_REUSED. A call that was refused is not remembered. Ids are an owner's own, and are remembered while the
     session lives and for ten minutes after.
+    """
+    guaranteed: _builtins.bool
+    """True: reserve all of sustained_bytes now; nothing that other owners do makes a later call fail for lack of memory.
+    False: be granted memory as the history grows; an append or a Generate may fail with RESOURCE_EXHAUSTED, NO_CAPACITY,
+    and what is in the history stays. Absent: as the server is set (growth_guaranteed).
     """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -85,13 +91,19 @@ class CreateSessionRequest(_message.Message):
         strategy: Global___Strategy | None = ...,
         limit_tokens: _builtins.int | None = ...,
         request_id: _builtins.bytes = ...,
+        guaranteed: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_guaranteed", b"_guaranteed", "_limit_tokens", b"_limit_tokens", "guaranteed", b"guaranteed", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "client_label", b"client_label", "eos_token_ids", b"eos_token_ids", "limit_tokens", b"limit_tokens", "request_id", b"request_id", "strategy", b"strategy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_guaranteed", b"_guaranteed", "_limit_tokens", b"_limit_tokens", "client_label", b"client_label", "eos_token_ids", b"eos_token_ids", "guaranteed", b"guaranteed", "limit_tokens", b"limit_tokens", "request_id", b"request_id", "strategy", b"strategy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__guaranteed: _TypeAlias = _typing.Literal["guaranteed"]  # noqa: Y015
+    _WhichOneofArgType__guaranteed: _TypeAlias = _typing.Literal["_guaranteed", b"_guaranteed"]  # noqa: Y015
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__guaranteed) -> _WhichOneofReturnType__guaranteed | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__limit_tokens) -> _WhichOneofReturnType__limit_tokens | None: ...
 
 Global___CreateSessionRequest: _TypeAlias = CreateSessionRequest  # noqa: Y015
@@ -109,10 +121,11 @@ class CreateSessionResponse(_message.Message):
     MODEL_ID_FIELD_NUMBER: _builtins.int
     TIER_BYTES_FIELD_NUMBER: _builtins.int
     REPLAYED_FIELD_NUMBER: _builtins.int
+    RESERVED_BYTES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Opaque, unguessable."""
     sustained_bytes: _builtins.int
-    """Bytes of K/V the session holds at most between Generates; reserved until it is closed."""
+    """Bytes of K/V the session holds at most between Generates."""
     peak_bytes: _builtins.int
     """Bytes of K/V the session holds at most at any time. What is more than sustained_bytes is held while a Generate runs."""
     limit_tokens: _builtins.int
@@ -123,6 +136,8 @@ class CreateSessionResponse(_message.Message):
     """Beside those, bytes of K/V the session holds at most off the device, in the server's memory or in a file; reserved."""
     replayed: _builtins.bool
     """The session was there already: an earlier call with this request_id had opened it."""
+    reserved_bytes: _builtins.int
+    """Of sustained_bytes, those that are reserved for the session now. Less than all: it is granted more as it grows."""
     @_builtins.property
     def strategy(self) -> Global___Strategy:
         """The strategy in force, every default filled in."""
@@ -139,10 +154,11 @@ class CreateSessionResponse(_message.Message):
         model_id: _builtins.str = ...,
         tier_bytes: _builtins.int = ...,
         replayed: _builtins.bool = ...,
+        reserved_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "mode", b"mode", "model_id", b"model_id", "peak_bytes", b"peak_bytes", "replayed", b"replayed", "session_id", b"session_id", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "mode", b"mode", "model_id", b"model_id", "peak_bytes", b"peak_bytes", "replayed", b"replayed", "reserved_bytes", b"reserved_bytes", "session_id", b"session_id", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
@@ -730,6 +746,7 @@ class ForkSessionResponse(_message.Message):
     MODEL_ID_FIELD_NUMBER: _builtins.int
     SHARED_BYTES_FIELD_NUMBER: _builtins.int
     REPLAYED_FIELD_NUMBER: _builtins.int
+    RESERVED_BYTES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Opaque, unguessable."""
     history_length: _builtins.int
@@ -744,6 +761,8 @@ class ForkSessionResponse(_message.Message):
     """Bytes of K/V that the fork reads where the session it was made from holds them. They are in nobody's bound twice."""
     replayed: _builtins.bool
     """An earlier call with this request_id had made the fork."""
+    reserved_bytes: _builtins.int
+    """As in CreateSessionResponse. A fork is granted memory as the session it was made from is."""
     @_builtins.property
     def strategy(self) -> Global___Strategy:
         """As in CreateSessionResponse. The strategy and the ids that end a Generate are those of the session it was made from."""
@@ -762,10 +781,11 @@ class ForkSessionResponse(_message.Message):
         model_id: _builtins.str = ...,
         shared_bytes: _builtins.int = ...,
         replayed: _builtins.bool = ...,
+        reserved_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "history_length", b"history_length", "limit_tokens", b"limit_tokens", "mode", b"mode", "model_id", b"model_id", "peak_bytes", b"peak_bytes", "replayed", b"replayed", "session_id", b"session_id", "shared_bytes", b"shared_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "history_length", b"history_length", "limit_tokens", b"limit_tokens", "mode", b"mode", "model_id", b"model_id", "peak_bytes", b"peak_bytes", "replayed", b"replayed", "reserved_bytes", b"reserved_bytes", "session_id", b"session_id", "shared_bytes", b"shared_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
@@ -815,6 +835,7 @@ class GetSessionInfoResponse(_message.Message):
     TIER_LIVE_BYTES_FIELD_NUMBER: _builtins.int
     TIER_BYTES_FIELD_NUMBER: _builtins.int
     CLIENT_LABEL_FIELD_NUMBER: _builtins.int
+    RESERVED_BYTES_FIELD_NUMBER: _builtins.int
     history_length: _builtins.int
     kv_live_bytes: _builtins.int
     """Bytes of K/V actually held now, summed over what holds them."""
@@ -840,6 +861,8 @@ class GetSessionInfoResponse(_message.Message):
     tier_bytes: _builtins.int
     client_label: _builtins.str
     """As it was given when the session was made. Empty: none was."""
+    reserved_bytes: _builtins.int
+    """As in CreateSessionResponse, now. 0: the session's K/V was dropped and will be computed again when it is needed."""
     @_builtins.property
     def strategy(self) -> Global___Strategy: ...
     def __init__(
@@ -864,10 +887,11 @@ class GetSessionInfoResponse(_message.Message):
         tier_live_bytes: _builtins.int = ...,
         tier_bytes: _builtins.int = ...,
         client_label: _builtins.str = ...,
+        reserved_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "accepted_token_count", b"accepted_token_count", "cache_invariant_inv1_violations", b"cache_invariant_inv1_violations", "cache_invariant_inv2_violations", b"cache_invariant_inv2_violations", "cache_invariant_inv3_violations", b"cache_invariant_inv3_violations", "cached_token_count", b"cached_token_count", "client_label", b"client_label", "drafted_token_count", b"drafted_token_count", "evicted_token_count", b"evicted_token_count", "failure_reason", b"failure_reason", "generating", b"generating", "history_length", b"history_length", "idle_seconds", b"idle_seconds", "kv_live_bytes", b"kv_live_bytes", "limit_tokens", b"limit_tokens", "peak_bytes", b"peak_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes", "tier_live_bytes", b"tier_live_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "accepted_token_count", b"accepted_token_count", "cache_invariant_inv1_violations", b"cache_invariant_inv1_violations", "cache_invariant_inv2_violations", b"cache_invariant_inv2_violations", "cache_invariant_inv3_violations", b"cache_invariant_inv3_violations", "cached_token_count", b"cached_token_count", "client_label", b"client_label", "drafted_token_count", b"drafted_token_count", "evicted_token_count", b"evicted_token_count", "failure_reason", b"failure_reason", "generating", b"generating", "history_length", b"history_length", "idle_seconds", b"idle_seconds", "kv_live_bytes", b"kv_live_bytes", "limit_tokens", b"limit_tokens", "peak_bytes", b"peak_bytes", "reserved_bytes", b"reserved_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes", "tier_live_bytes", b"tier_live_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
@@ -913,6 +937,8 @@ class GetServerInfoResponse(_message.Message):
     DRAFTER_FIELD_NUMBER: _builtins.int
     TIER_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     TIER_RESERVED_BYTES_FIELD_NUMBER: _builtins.int
+    DEFAULT_LIMIT_TOKENS_FIELD_NUMBER: _builtins.int
+    GROWTH_GUARANTEED_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     model_id: _builtins.str
     vocab_size: _builtins.int
@@ -936,6 +962,10 @@ class GetServerInfoResponse(_message.Message):
     tier_capacity_bytes: _builtins.int
     """The same off the device: over all sessions, and reserved by the caller's own."""
     tier_reserved_bytes: _builtins.int
+    default_limit_tokens: _builtins.int
+    """limit_tokens of a session that asks for none, under default_strategy. Absent: there is no limit."""
+    growth_guaranteed: _builtins.bool
+    """Sessions that do not ask otherwise reserve all their memory at creation."""
     @_builtins.property
     def strategies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the strategies that CreateSession accepts."""
@@ -964,12 +994,16 @@ class GetServerInfoResponse(_message.Message):
         drafter: _builtins.str = ...,
         tier_capacity_bytes: _builtins.int = ...,
         tier_reserved_bytes: _builtins.int = ...,
+        default_limit_tokens: _builtins.int | None = ...,
+        growth_guaranteed: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["default_strategy", b"default_strategy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_strategy", b"default_strategy", "device", b"device", "drafter", b"drafter", "dtype", b"dtype", "kv_capacity_bytes", b"kv_capacity_bytes", "kv_reserved_bytes", b"kv_reserved_bytes", "max_append_tokens", b"max_append_tokens", "max_message_bytes", b"max_message_bytes", "max_tokens_limit", b"max_tokens_limit", "mode", b"mode", "model_id", b"model_id", "segment_tokens", b"segment_tokens", "session_idle_ttl_seconds", b"session_idle_ttl_seconds", "strategies", b"strategies", "tier_capacity_bytes", b"tier_capacity_bytes", "tier_reserved_bytes", b"tier_reserved_bytes", "trained_position_count", b"trained_position_count", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy", "device", b"device", "drafter", b"drafter", "dtype", b"dtype", "growth_guaranteed", b"growth_guaranteed", "kv_capacity_bytes", b"kv_capacity_bytes", "kv_reserved_bytes", b"kv_reserved_bytes", "max_append_tokens", b"max_append_tokens", "max_message_bytes", b"max_message_bytes", "max_tokens_limit", b"max_tokens_limit", "mode", b"mode", "model_id", b"model_id", "segment_tokens", b"segment_tokens", "session_idle_ttl_seconds", b"session_idle_ttl_seconds", "strategies", b"strategies", "tier_capacity_bytes", b"tier_capacity_bytes", "tier_reserved_bytes", b"tier_reserved_bytes", "trained_position_count", b"trained_position_count", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__default_limit_tokens: _TypeAlias = _typing.Literal["default_limit_tokens"]  # noqa: Y015
+    _WhichOneofArgType__default_limit_tokens: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__default_limit_tokens) -> _WhichOneofReturnType__default_limit_tokens | None: ...
 
 Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
 

@@ -1,0 +1,229 @@
+"""Sessions that are granted memory as their histories grow, and those that have all of it reserved."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference_engine.backends.scripted import ScriptedForward
+from inference_engine.config import EngineConfig
+from inference_engine.engine import Engine
+from inference_engine.errors import ConfigError, InvalidArgument, NoCapacity
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.types import Finished, GenerateParams, Mode, TokenCommitted
+from tests.laws.variants import LENGTH, drain, each_strategy, generate, same, text
+from tests.tiny import TRAINED_POSITIONS, tiny_engine, tiny_forward
+
+
+def bytes_for(tokens: int | None = None) -> int:
+    """What a session of `full` may hold with a history of so many, or of as many as can be."""
+    with tiny_engine() as engine:
+        return engine.create_session(limit_tokens=tokens).bound.sustained_bytes
+
+
+def opened(engine: Engine, length: int) -> str:
+    session_id = engine.create_session().session_id
+    engine.append(session_id, text(length))
+    return session_id
+
+
+def test_fifty_default_sessions_of_200_tokens_fit_where_one_used_to() -> None:
+    """Of a model that was trained on 8,192 positions."""
+    with Engine(ScriptedForward(), EngineConfig(growth="guaranteed", kv_bytes=2**28)) as engine:
+        whole = engine.create_session().bound.sustained_bytes
+        alone = opened(engine, 200)
+        expected = [token for token, _ in generate(engine, alone, 4)]
+    with Engine(ScriptedForward(), EngineConfig(kv_bytes=int(1.9 * whole))) as engine:
+        sessions = [opened(engine, 200) for _ in range(50)]
+        assert all([token for token, _ in generate(engine, session, 4)] == expected for session in sessions)
+        facts = engine.session_info(sessions[0])
+        assert facts.bound.sustained_bytes == whole
+        assert facts.reserved_bytes * 50 == engine.info().kv_reserved_bytes
+
+
+def test_an_append_without_room_changes_nothing_and_succeeds_when_there_is_some() -> None:
+    with tiny_engine(kv_bytes=3 * bytes_for(160)) as engine:
+        other = engine.create_session().session_id
+        engine.append(other, text(300))
+        session = engine.create_session().session_id
+        assert engine.append(session, text(100)) == 100
+        reserved = engine.session_info(session).reserved_bytes
+        with pytest.raises(NoCapacity, match="limit_tokens") as refused:
+            engine.append(session, text(100))
+        assert refused.value.retry_after_seconds
+        facts = engine.session_info(session)
+        assert (facts.history_length, facts.reserved_bytes) == (100, reserved)
+        first = generate(engine, session, 4)
+        engine.close_session(other)
+        assert engine.append(session, text(100)) == 204
+        again = generate(engine, session, 4)
+    with tiny_engine() as roomy:
+        session = roomy.create_session().session_id
+        roomy.append(session, text(100))
+        assert [token for token, _ in generate(roomy, session, 4)] == [token for token, _ in first]
+        roomy.append(session, text(100))
+        assert [token for token, _ in generate(roomy, session, 4)] == [token for token, _ in again]
+
+
+def test_a_generate_that_runs_out_of_room_keeps_its_tokens_and_goes_on_later() -> None:
+    with tiny_engine() as roomy:
+        session = roomy.create_session().session_id
+        roomy.append(session, text(20))
+        expected = [token for token, _ in generate(roomy, session, 80)]
+    with tiny_engine(kv_bytes=bytes_for(64) + bytes_for(320)) as engine:
+        other = engine.create_session(guaranteed=True, limit_tokens=320).session_id
+        session = engine.create_session().session_id
+        engine.append(session, text(20))
+        said: list[int] = []
+        generation = engine.generate(session, GenerateParams(max_tokens=80))
+        with pytest.raises(NoCapacity):
+            said.extend(event.token_id for event in generation if isinstance(event, TokenCommitted))
+        assert 0 < len(said) < 80
+        assert engine.session_info(session).history_length == 20 + len(said)
+        engine.close_session(other)
+        said += [token for token, _ in generate(engine, session, 80 - len(said))]
+        assert said == expected
+
+
+def test_a_session_with_a_guarantee_is_served_whatever_its_neighbours_take() -> None:
+    with tiny_engine(kv_bytes=2 * bytes_for()) as engine:
+        kept = engine.create_session(guaranteed=True, owner="me")
+        assert kept.reserved_bytes == kept.bound.sustained_bytes
+        grown = engine.create_session(owner="you").session_id
+        engine.append(grown, text(TRAINED_POSITIONS - 50), owner="you")
+        another = engine.create_session(owner="you").session_id
+        with pytest.raises(NoCapacity):
+            engine.append(another, text(TRAINED_POSITIONS - 50), owner="you")
+        engine.append(kept.session_id, text(TRAINED_POSITIONS - 40), owner="me")
+        events = drain(engine.generate(kept.session_id, GenerateParams(max_tokens=40), owner="me"))
+        assert isinstance(events[-1], Finished)
+
+
+def test_a_setting_gives_every_session_the_guarantee() -> None:
+    with tiny_engine(growth="guaranteed", kv_bytes=int(1.5 * bytes_for())) as engine:
+        session = engine.create_session()
+        assert session.reserved_bytes == session.bound.sustained_bytes
+        assert engine.info().growth_is_guaranteed
+        with pytest.raises(NoCapacity):
+            engine.create_session()
+        with pytest.raises(InvalidArgument, match="guaranteed"):
+            engine.create_session(guaranteed=False)
+
+
+def test_sessions_that_ask_for_no_limit_get_the_settings() -> None:
+    with tiny_engine(default_limit_tokens=100) as engine:
+        assert engine.info().default_limit_tokens == 100
+        assert engine.create_session().limit_tokens == 100
+        assert engine.create_session(limit_tokens=200).limit_tokens == 200
+        assert engine.create_session(strategy=SinkWindow(sink=1, window=8)).limit_tokens is None
+    with tiny_engine(default_limit_tokens=10 * TRAINED_POSITIONS) as engine:
+        assert engine.create_session().limit_tokens == TRAINED_POSITIONS
+
+
+@pytest.mark.parametrize(
+    ("settings", "way_out"),
+    [
+        ({"kv_bytes": 1000}, "kv_bytes"),
+        ({"growth": "guaranteed", "kv_bytes": 100_000}, "default_limit_tokens"),
+    ],
+)
+def test_a_pool_too_small_for_one_default_session_refuses_to_start(settings: dict[str, Any], way_out: str) -> None:
+    with pytest.raises(ConfigError, match=way_out):
+        tiny_engine(**settings)
+    with tiny_engine(growth="guaranteed", kv_bytes=100_000, default_limit_tokens=50) as engine:
+        assert engine.create_session().limit_tokens == 50
+
+
+def test_growth_is_one_of_three_words() -> None:
+    with pytest.raises(ConfigError, match="sometimes"):
+        EngineConfig(growth="sometimes")
+
+
+def test_where_memory_is_all_there_is_growing_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = tiny_forward()
+    monkeypatch.setattr(type(forward), "has_address_space", property(lambda _: False))
+    with pytest.raises(ConfigError, match="best_effort"):
+        tiny_engine(growth="best_effort")
+    with tiny_engine() as engine:
+        assert engine.info().growth_is_guaranteed
+        with pytest.raises(InvalidArgument, match="guaranteed"):
+            engine.create_session(guaranteed=False)
+
+
+@each_strategy
+def test_a_session_that_grows_says_what_one_with_a_guarantee_says(strategy: KVStrategy) -> None:
+    """Also after its K/V was dropped for another session, when it is granted memory for its history so far."""
+    now, said = 0.0, []
+    for guaranteed in (True, False):
+        with tiny_engine(clock=lambda: now, stall_seconds=1e6) as engine:
+            session = engine.create_session(strategy=strategy, guaranteed=guaranteed).session_id
+            heard = []
+            for turn in range(3):
+                engine.append(session, text(40, seed=turn))
+                heard += generate(engine, session, 21)
+                if turn == 1 and not guaranteed:
+                    engine._store._admission._drop(engine._store.find(session, ""))
+                    assert engine.session_info(session).reserved_bytes == 0
+            said.append(heard)
+    assert same(said[0], said[1], Mode.BATCHED)
+
+
+@each_strategy
+def test_what_is_held_never_exceeds_what_is_granted(strategy: KVStrategy) -> None:
+    """At every step of a history that grows by appends, generated tokens and forks."""
+    with tiny_engine(mode=Mode.BATCHED) as engine:
+        sessions = [engine.create_session(strategy=strategy).session_id]
+
+        def check() -> None:
+            granted = 0
+            for session in sessions:
+                facts = engine.session_info(session)
+                assert facts.kv_live_bytes <= facts.reserved_bytes <= facts.bound.sustained_bytes
+                granted += facts.reserved_bytes
+            assert engine.info().kv_reserved_bytes <= granted
+
+        check()
+        for length in (1, 15, 30, LENGTH):
+            engine.append(sessions[0], text(length, seed=length))
+            check()
+            generate(engine, sessions[0], 5)
+            check()
+        sessions.append(engine.fork_session(sessions[0]).session_id)
+        for session in sessions:
+            engine.append(session, text(40))
+            generate(engine, session, 5)
+            check()
+        for session in sessions:
+            engine.close_session(session)
+        assert engine.info().kv_reserved_bytes == 0
+
+
+def test_sessions_that_come_and_go_leave_no_memory_behind() -> None:
+    """What the system has given the process stays near the grants, though address space is used all over."""
+
+    def resident() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+
+    def turn(engine: Engine, length: int) -> None:
+        session = opened(engine, length)
+        generate(engine, session, 1)
+        engine.close_session(session)
+
+    most = bytes_for()
+    with tiny_engine(kv_bytes=16 * most) as engine:
+        for _ in range(3):
+            turn(engine, 400)
+        before = resident()
+        for _ in range(40):
+            held = [engine.create_session().session_id for _ in range(3)]
+            for session in held:
+                engine.append(session, text(400))
+                generate(engine, session, 1)
+            for session in held:
+                engine.close_session(session)
+        assert resident() - before < 20 * most
