@@ -21,7 +21,7 @@ from inference_engine.forks import open_fork
 from inference_engine.generates import Generates
 from inference_engine.generation import Generation
 from inference_engine.kv.query_rings import MatchTotals
-from inference_engine.kv.strategies import parse_strategy, strategy_names
+from inference_engine.kv.strategies import check_registry, parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, check_strategy
 from inference_engine.kv.token_codec import TokenCodec
 from inference_engine.kv.transfers import TransferTotals
@@ -83,6 +83,7 @@ class Engine:
         )
         self._arguments = Arguments(self.config, self._geometry, vocab_size=forward.facts.vocab_size)
         self._refused_strategies = dict(forward.facts.refused_strategies)
+        check_registry()
         self._default_strategy = parse_strategy(self.config.strategy).resolved(self._geometry)
         self._check_possible(self._default_strategy)
         self._is_growing = grows(self.config, forward)

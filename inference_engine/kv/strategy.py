@@ -132,6 +132,14 @@ class KVStrategy(ABC):
     def options(self) -> dict[str, Option]:
         return asdict(self)
 
+    def option_texts(self) -> dict[str, str]:
+        """The options as they are written. What is None or empty is left out."""
+        return {
+            option: "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            for option, value in self.options().items()
+            if value is not None and value != ()
+        }
+
     def placement(self, geometry: Geometry, limit_tokens: int | None) -> Placement:
         """Where the rows of a session of at most `limit_tokens` lie."""
         restorer = self.restorer()
@@ -200,11 +208,7 @@ class KVStrategy(ABC):
         return most
 
     def __str__(self) -> str:
-        options = ",".join(
-            f"{key}={'+'.join(map(str, value)) if isinstance(value, tuple) else value}"
-            for key, value in self.options().items()
-            if value is not None and value != ()
-        )
+        options = ",".join(f"{option}={text}" for option, text in self.option_texts().items())
         return f"{self.name}:{options}" if options else self.name
 
 

@@ -1,19 +1,21 @@
 """Wire messages to engine values and back.
 
-Strategies need no code here: an arm of the `Strategy` oneof is named like the strategy, its fields like the options.
+Strategies need no code here: an arm of the `Strategy` oneof is named like the strategy, its fields like the options. A
+strategy without an arm goes by `named`, as text. `check_strategies` finds one that does not fit its arm.
 Checks that need only the message are made while converting; InvalidArgument names the field as the wire does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from inference_engine.answers import EngineInfo, HistoryLength, SessionForked, SessionInfo, SessionOpened
-from inference_engine.errors import InvalidArgument
-from inference_engine.kv.strategies import make_strategy, strategy_names
+from inference_engine.errors import ConfigError, InvalidArgument
+from inference_engine.kv.strategies import make_strategy, option_types, read_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import (
     Accepted,
@@ -31,6 +33,25 @@ from inference_engine.types import (
 from kakeya.v1 import runtime_pb2 as pb
 
 _MODES = {Mode.BATCHED: pb.MODE_BATCHED, Mode.FIXED_SHAPE: pb.MODE_FIXED_SHAPE}
+# The arm for strategies without one of their own, and the others by name.
+_NAMED = "named"
+_ARMS: dict[str, Any] = {
+    arm.name: arm.message_type for arm in pb.Strategy.DESCRIPTOR.oneofs_by_name["kind"].fields if arm.name != _NAMED
+}
+_FIELD_KINDS: dict[int, type] = {
+    **dict.fromkeys(
+        (
+            FieldDescriptor.CPPTYPE_INT32,
+            FieldDescriptor.CPPTYPE_INT64,
+            FieldDescriptor.CPPTYPE_UINT32,
+            FieldDescriptor.CPPTYPE_UINT64,
+        ),
+        int,
+    ),
+    FieldDescriptor.CPPTYPE_FLOAT: float,
+    FieldDescriptor.CPPTYPE_DOUBLE: float,
+    FieldDescriptor.CPPTYPE_STRING: str,
+}
 _STOP_REASONS = {
     StopReason.MAX_TOKENS: pb.GenerateDone.STOP_REASON_MAX_TOKENS,
     StopReason.EOS: pb.GenerateDone.STOP_REASON_EOS,
@@ -40,35 +61,91 @@ _STOP_REASONS = {
 
 
 def strategy_from_wire(message: pb.Strategy) -> KVStrategy:
+    """What the caller asks for. Raises InvalidArgument with the path of what is wrong."""
     arm = message.WhichOneof("kind")
     if arm is None:
         raise InvalidArgument(
             "strategy", f"no strategy this server knows is set; it knows {', '.join(strategy_names())}"
         )
-    options = {
-        field.name: tuple(value) if field.is_repeated else value for field, value in getattr(message, arm).ListFields()
-    }
     try:
+        if arm == _NAMED:
+            strategy = read_strategy(message.named.name, message.named.options)
+            _refuse_uncarried(strategy)
+            return strategy
+        options = {
+            field.name: tuple(value) if field.is_repeated else value
+            for field, value in getattr(message, arm).ListFields()
+        }
         return make_strategy(arm, **options)
     except InvalidArgument as error:
-        raise in_strategy(error, arm) from None
+        raise in_strategy(error, message) from None
 
 
-def in_strategy(error: InvalidArgument, arm: str) -> InvalidArgument:
+def in_strategy(error: InvalidArgument, given: pb.Strategy) -> InvalidArgument:
     """The same error with the option's full path on the wire in place of its own name.
 
     An error that is not about an option of the strategy is returned as it is.
     """
-    if error.field not in getattr(pb.Strategy(), arm).DESCRIPTOR.fields_by_name:
+    arm = given.WhichOneof("kind") or _NAMED
+    if arm == _NAMED:
+        path, options = f"strategy.{arm}.options", set(option_types(given.named.name))
+    else:
+        path, options = f"strategy.{arm}", set(_ARMS[arm].fields_by_name)
+    if error.field not in options:
         return error
     rest = {key: value for key, value in error.metadata.items() if key != "field"}
-    return type(error)(f"strategy.{arm}.{error.field}", error.description, **rest)
+    return type(error)(f"{path}.{error.field}", error.description, **rest)
 
 
 def strategy_to_wire(strategy: KVStrategy) -> pb.Strategy:
     # An option that is None stays absent.
+    if strategy.name not in _ARMS:
+        return pb.Strategy(named=pb.NamedStrategy(name=strategy.name, options=strategy.option_texts()))
     arms: dict[str, Any] = {strategy.name: strategy.options()}
     return pb.Strategy(**arms)
+
+
+def check_strategies(default: KVStrategy) -> None:
+    """Raise ConfigError if a registered strategy, or the server's default, does not fit its arm on the wire.
+
+    What has no arm goes as text, which the engine's start has checked (`check_registry`).
+    """
+    for name in strategy_names():
+        if name == _NAMED:
+            raise ConfigError(f"a strategy cannot be named {_NAMED}: that arm of the wire contract is for all of them")
+        if name in _ARMS and (problem := _misfit(_ARMS[name], option_types(name))):
+            raise ConfigError(f"strategy {name} does not fit its arm in the wire contract: {problem}")
+    try:
+        _refuse_uncarried(default)
+    except InvalidArgument as error:
+        raise ConfigError(f"strategy {default}: {error.message}") from None
+
+
+def _misfit(arm: Descriptor, options: Mapping[str, object]) -> str | None:
+    """The first option that the fields of an arm cannot carry."""
+    for name in sorted(set(options) ^ set(arm.fields_by_name)):
+        return f"option {name} is in one of them only"
+    for name, kind in options.items():
+        field = arm.fields_by_name[name]
+        is_list = kind == tuple[int, ...]
+        expected = int if is_list else kind
+        if _FIELD_KINDS.get(field.cpp_type) is not expected or field.is_repeated != is_list:
+            return f"option {name} is {kind}, its field is of another type"
+        if not (field.is_repeated or field.has_presence):
+            return f"the field of option {name} cannot be absent; make it optional"
+    return None
+
+
+def _refuse_uncarried(strategy: KVStrategy) -> None:
+    """Raise InvalidArgument for a number, come as text, that its field of the strategy's own arm has no room for."""
+    if strategy.name not in _ARMS:
+        return
+    for name, value in strategy.options().items():
+        arm: dict[str, Any] = {strategy.name: {name: value}}
+        try:
+            pb.Strategy(**arm)
+        except ValueError:
+            raise InvalidArgument(name, f"is beyond what the wire contract has room for, got {value}") from None
 
 
 def params_from_wire(request: pb.GenerateRequest) -> GenerateParams:

@@ -28,6 +28,7 @@ from inference_engine.errors import ConfigError, EngineStalled
 from inference_engine.server.address import Address, cannot_bind, resolve_bind
 from inference_engine.server.auth import KeyRing
 from inference_engine.server.connections import allowed_connections
+from inference_engine.server.convert import check_strategies
 from inference_engine.server.health import Health
 from inference_engine.server.incoming import MessageLimits
 from inference_engine.server.interceptors import CallInterceptor
@@ -111,6 +112,7 @@ class ServerHandle:
 
 async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText | None = None) -> ServerHandle:
     """Listen as `config` says; `chat` is for `http_bind`. Raises ConfigError if it must not or cannot."""
+    check_strategies(engine.info().default_strategy)
     address = resolve_bind("bind", config.bind)
     http_address = resolve_bind("http_bind", config.http_bind) if config.http_bind else None
     keys = KeyRing.from_file(config.api_key_file) if config.api_key_file else KeyRing()

@@ -73,7 +73,7 @@ class RuntimeService:
         except InvalidArgument as error:
             if strategy is None:
                 raise
-            raise convert.in_strategy(error, strategy.name) from None
+            raise convert.in_strategy(error, request.strategy) from None
         return convert.opened_to_wire(opened, mode=self._mode, model_id=self._model_id)
 
     async def append_tokens(self, request: pb.AppendTokensRequest, context: Context) -> pb.AppendTokensResponse:

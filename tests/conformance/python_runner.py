@@ -82,8 +82,7 @@ class Player:
     async def _create(self, step: Step, options: dict[str, Any]) -> Seen:
         strategy = None
         if "strategy" in step:
-            given = {key: tuple(each) if isinstance(each, list) else each for key, each in step["strategy"].items()}
-            strategy = STRATEGIES[str(given.pop("kind"))](**given)
+            strategy = _strategy(step["strategy"])
         session = await self._do(self._client.create_session, strategy, **options)
         self._sessions[step["session"]] = session
         return {name: _plain(getattr(session, name)) for name in SESSION_FACTS}
@@ -133,6 +132,15 @@ async def in_loop(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return await result if inspect.isawaitable(result) else result
 
 
+def _strategy(words: dict[str, Any]) -> kakeya.Strategy:
+    if words["kind"] == "named":
+        return kakeya.Named(words["name"], **words.get("options", {}))
+    given = {key: tuple(each) if isinstance(each, list) else each for key, each in words.items()}
+    kind = str(given.pop("kind"))
+    strategy: kakeya.Strategy = STRATEGIES[kind](**given)
+    return strategy
+
+
 def _told(error: kakeya.KakeyaError) -> Seen:
     """An error as its reader sees it. Words found on this side of the wire are each SDK's own."""
     return {
@@ -155,6 +163,8 @@ def _facts(value: Any) -> Seen:
 def _plain(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
+    if isinstance(value, kakeya.Named):
+        return {"kind": "named", "name": value.name, "options": value.options}
     if isinstance(value, kakeya.Strategy):
         kind = next(name for name, each in STRATEGIES.items() if isinstance(value, each))
         given = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(STRATEGIES[kind])}

@@ -3,7 +3,8 @@
 A step does one thing to the session it names. What was seen is an object in the words of the Python SDK; 64-bit seeds
 are text. `expect` is a part of what has to be seen; `observe` names what is kept of it, where the rest is a matter of
 time. `as` keeps a Generate's tokens, for `{"all_of": name}` and `{"of": name, "at": index}` in later steps;
-`{"repeat": ids, "times": n}` is a long list. The TypeScript SDK's runner is src/conformance.test.ts.
+`{"repeat": ids, "times": n}` is a long list. The server has one strategy more than the wire contract has arms for,
+NewerWindow (tests/newer_strategy.py). The TypeScript SDK's runner is src/conformance.test.ts.
 """
 
 from __future__ import annotations

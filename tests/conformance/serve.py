@@ -30,6 +30,7 @@ from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.server.run import ServerHandle, start_server
 from inference_engine.server.status import CODES
+from tests.newer_strategy import NewerWindow, registered
 from tests.tiny import tiny_engine
 
 KEY = "a" * 32
@@ -103,7 +104,7 @@ class Servers:
 
 
 async def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, registered(NewerWindow):
         servers = Servers(Path(folder))
         control = await asyncio.start_server(servers.answer, "127.0.0.1", 0)
         print(control.sockets[0].getsockname()[1], flush=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from inference_engine.errors import ConfigError, InvalidArgument
 from inference_engine.kv.geometry import Geometry, LayerGeometry
-from inference_engine.kv.strategies import make_strategy, parse_strategy, strategy_names
+from inference_engine.kv.strategies import check_registry, make_strategy, parse_strategy, read_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, Option
 from tests.laws.variants import all_strategies, each_strategy
+from tests.newer_strategy import NewerWindow, registered
+from tests.tiny import tiny_engine
 
 LAYER = LayerGeometry(query_heads=4, kv_heads=2, head_dim=16)
 GEOMETRY = Geometry(layers=(LAYER,) * 3, itemsize=4, trained_positions=2048, page_tokens=16, segment_tokens=256)
@@ -132,11 +135,88 @@ def test_a_window_leaves_layers_that_slide_by_themselves_alone() -> None:
         "mac:threshold=nan",
         "mac:threshold=0.5+0.6",
         "mac:ring=9.0",
+        "mac:ring=9,ring=9",
+        "mac:circle=9",
+        "restored:source=re\tcompute",
     ],
 )
 def test_text_that_names_no_strategy_is_a_config_error(text: str) -> None:
     with pytest.raises(ConfigError, match="strategy"):
         parse_strategy(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "field", "said"),
+    [
+        ("nothing", {}, "strategy", "there are full, sink_window"),
+        ("mac", {"circle": "9"}, "strategy", "it has ring, band, threshold, chain_limit"),
+        ("mac", {"ring": "9.5"}, "ring", "a whole number, got '9.5'"),
+        ("mac", {"ring": "٩"}, "ring", "a whole number"),
+        ("mac", {"ring": ""}, "ring", "a whole number"),
+        ("mac", {"ring": "9" * 1025}, "ring", "at most 1024 characters, got 1025"),
+        ("mac", {"threshold": "inf"}, "threshold", "a number"),
+        ("mac", {"threshold": "1e999"}, "threshold", "finite"),
+        ("layer_window", {"full_layers": "1+"}, "full_layers", "joined by"),
+        ("restored", {"source": "a,b"}, "source", "without commas"),
+        ("restored", {"source": " latent"}, "source", "without commas"),
+        ("n" * 1000, {}, "strategy", "n…"),
+    ],
+)
+def test_an_option_given_as_text_is_refused_by_name(name: str, texts: dict[str, str], field: str, said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said) as refusal:
+        read_strategy(name, texts)
+    assert refusal.value.field == field
+    assert len(refusal.value.message) < 300
+
+
+def test_numbers_are_read_in_every_form_in_which_they_are_written() -> None:
+    for number in (0.5, 1e-7, 1e22, 123456.789):
+        assert read_strategy("mac", {"threshold": str(number)}) == make_strategy("mac", threshold=number)
+
+
+def kind_with(hint: Any, **default: Any) -> Any:
+    """The class of NewerWindow with one more option, `extra`; default: of that, if it has one."""
+    body = {"__annotations__": {"extra": hint}, "name": "newer_kind"}
+    if default:
+        body["extra"] = default["default"]
+    return dataclass(frozen=True, kw_only=True)(type("NewerKind", (NewerWindow,), body))
+
+
+def test_what_is_registered_can_be_written_and_read_back() -> None:
+    check_registry()
+    with registered(NewerWindow, kind_with(int | None, default=None)):
+        check_registry()
+        newer = make_strategy("newer_window", factor=1.5, wide_layers=(0, 2), note="a=b:c")
+        assert parse_strategy(str(newer)) == newer
+        with tiny_engine(strategy="newer_window:window=16,wide_layers=2") as engine:
+            assert "newer_window" in engine.info().strategies
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (kind_with(bool, default=False), "bool"),
+        (kind_with(dict[str, int], default=None), "dict"),
+        (kind_with(int | str, default=3), "int | str"),
+        (kind_with(tuple[str, ...], default=()), "tuple"),
+        (kind_with(int), "no default"),
+        (kind_with(int | None, default=7), "None is left out"),
+        (kind_with(tuple[int, ...], default=(1,)), r"\(\) is left out"),
+        (kind_with(str, default=""), "its default, ''"),
+        (kind_with(float, default=float("inf")), "its default, inf"),
+    ],
+)
+def test_an_option_that_cannot_be_written_is_found_at_start(kind: type[KVStrategy], said: str) -> None:
+    with registered(kind), pytest.raises(ConfigError, match=f"newer_kind: option extra .*{said}"):
+        tiny_engine()
+
+
+@pytest.mark.parametrize("name", ["newer-window", "Newer", "", "newer,window", "n" * 65, "9th"])
+def test_a_name_that_cannot_be_written_is_found_at_start(name: str) -> None:
+    kind = kind_with(int, default=1)
+    kind.name = name
+    with registered(kind), pytest.raises(ConfigError, match="rename it"):
+        tiny_engine()
 
 
 def test_bytes_of_sink_window_do_not_grow_with_the_limit() -> None:

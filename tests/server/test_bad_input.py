@@ -134,6 +134,10 @@ async def test_the_last_numbers_within_range_generate(client: Client, fields: di
     assert len(await client.generate(session_id, 4, **fields)) == 4
 
 
+def by_name(name: str, **options: str) -> pb.Strategy:
+    return pb.Strategy(named=pb.NamedStrategy(name=name, options=options))
+
+
 def layers_kept_full(*layers: int) -> pb.Strategy:
     return pb.Strategy(layer_window=pb.LayerWindowStrategy(window=32, full_layers=layers))
 
@@ -207,6 +211,12 @@ def layers_kept_full(*layers: int) -> pb.Strategy:
             "strategy.full.exact_layers",
         ),
         ({"limit_tokens": 0}, "limit_tokens"),
+        ({"strategy": by_name("gone")}, "strategy"),
+        ({"strategy": by_name("mac", circle="9")}, "strategy"),
+        ({"strategy": by_name("mac", ring="x")}, "strategy.named.options.ring"),
+        ({"strategy": by_name("mac", ring="99999999999999999999")}, "strategy.named.options.ring"),
+        ({"strategy": by_name("layer_window", window="32", full_layers="1+3")}, "strategy.named.options.full_layers"),
+        ({"strategy": by_name("sink_window", window="4294967295")}, "strategy.named.options.window"),
         ({"limit_tokens": 2**64 - 1}, "limit_tokens"),
         ({"eos_token_ids": [VOCABULARY]}, "eos_token_ids"),
         ({"eos_token_ids": [2**32 - 1]}, "eos_token_ids"),
@@ -228,8 +238,9 @@ async def test_a_session_that_cannot_be_is_refused_by_the_name_of_the_field(
 
 
 async def test_an_unknown_strategy_is_answered_with_the_known_ones(client: Client) -> None:
-    details = await refused(client.open((), strategy=pb.Strategy()))
-    assert all(name in details.text for name in strategy_names())
+    for strategy in (pb.Strategy(), pb.Strategy(named=pb.NamedStrategy(name="gone"))):
+        details = await refused(client.open((), strategy=strategy))
+        assert all(name in details.text for name in strategy_names())
 
 
 async def test_generate_on_an_empty_history_is_refused(client: Client) -> None:

@@ -1,14 +1,16 @@
 """The wire and the engine speak of the same things, without a line of code per strategy."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from inference_engine.errors import InvalidArgument
+from inference_engine.errors import ConfigError, InvalidArgument
 from inference_engine.kv import strategies
 from inference_engine.kv.strategies import make_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.server.convert import (
+    check_strategies,
     framer_for,
     in_strategy,
     params_from_wire,
@@ -18,6 +20,7 @@ from inference_engine.server.convert import (
 from inference_engine.types import Finished, Sampling, StopReason
 from kakeya.v1 import runtime_pb2 as pb
 from tests.laws.variants import each_strategy
+from tests.newer_strategy import NewerWindow, registered
 
 ARMS: dict[str, Any] = {arm.name: arm.message_type for arm in pb.Strategy.DESCRIPTOR.oneofs_by_name["kind"].fields}
 
@@ -39,8 +42,12 @@ FINISHED = Finished(
 )
 
 
+def named(name: str, **options: str) -> pb.Strategy:
+    return pb.Strategy(named=pb.NamedStrategy(name=name, options=options))
+
+
 def test_the_wire_has_one_arm_for_each_strategy() -> None:
-    assert set(ARMS) == set(strategy_names())
+    assert set(ARMS) - {"named"} == set(strategy_names())
 
 
 @each_strategy
@@ -69,7 +76,8 @@ def test_an_option_that_was_not_given_stays_absent() -> None:
 
 
 def test_an_arm_that_this_server_has_no_strategy_for_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(strategies._STRATEGIES, "restored")
+    fewer = {name: kind for name, kind in strategies._STRATEGIES.items() if name != "restored"}
+    monkeypatch.setattr(strategies, "_STRATEGIES", fewer)
     with pytest.raises(InvalidArgument, match="no strategy 'restored'; there are full, sink_window") as refusal:
         strategy_from_wire(pb.Strategy(restored=pb.RestoredStrategy()))
     assert refusal.value.field == "strategy"
@@ -87,13 +95,90 @@ def test_an_option_that_is_zero_is_not_an_option_that_is_absent() -> None:
     assert strategy_from_wire(message) == make_strategy("sink_window", sink=0)
 
 
+@each_strategy
+def test_a_strategy_can_be_asked_for_by_name_and_is_told_by_its_own_arm(strategy: KVStrategy) -> None:
+    asked = strategy_from_wire(named(strategy.name, **strategy.option_texts()))
+    assert asked == strategy
+    assert strategy_to_wire(asked).WhichOneof("kind") == strategy.name
+
+
+def test_a_strategy_without_an_arm_is_asked_for_and_told_by_name() -> None:
+    with registered(NewerWindow):
+        check_strategies(make_strategy("newer_window"))
+        asked = strategy_from_wire(named("newer_window", window="9", wide_layers="0+2", factor="1e-3", note="a b"))
+        assert asked == NewerWindow(window=9, wide_layers=(0, 2), factor=0.001, note="a b")
+        told = pb.Strategy.FromString(strategy_to_wire(asked).SerializeToString())
+        assert told.named.name == "newer_window"
+        assert dict(told.named.options) == {
+            "sink": "4", "window": "9", "factor": "0.001", "wide_layers": "0+2", "note": "a b",
+        }  # fmt: skip
+        assert strategy_from_wire(told) == asked
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "said"),
+    [
+        (pb.Strategy(named=pb.NamedStrategy()), "strategy", "there is no strategy ''; there are full, sink_window"),
+        (named("gone"), "strategy", "there is no strategy 'gone'; there are full, sink_window"),
+        (named("named"), "strategy", "there is no strategy 'named'"),
+        (named("mac", rung="9"), "strategy", "mac has no option 'rung'; it has ring, band"),
+        (named("mac", ring="x"), "strategy.named.options.ring", "a whole number, got 'x'"),
+        (named("mac", ring="0"), "strategy.named.options.ring", "must be"),
+        # What fits no field of the strategy's own arm is refused before a session is made that cannot be told of.
+        (named("mac", ring=str(2**32)), "strategy.named.options.ring", "beyond"),
+        (named("mac", ring="9" * 1000), "strategy.named.options.ring", "beyond"),
+        (named("restored", source="latent", resident_latent_bytes=str(2**64)), "strategy.named.options.resident", ""),
+    ],
+)
+def test_what_is_asked_for_by_name_is_refused_by_its_path(given: pb.Strategy, field: str, said: str) -> None:
+    with pytest.raises(InvalidArgument) as refusal:
+        strategy_from_wire(given)
+    assert refusal.value.field.startswith(field)
+    assert said in refusal.value.description
+
+
+@pytest.mark.parametrize(
+    ("option", "hint", "default", "said"),
+    [
+        ("width", int, 3, "option width is in one of them only"),
+        ("window", float, 9.0, "option window is <class 'float'>"),
+        ("exact_layers", int, 3, "option exact_layers is <class 'int'>"),
+        ("sink", tuple[int, ...], (), "option sink is tuple"),
+    ],
+)
+def test_an_option_that_its_arm_cannot_carry_is_found_at_start(
+    monkeypatch: pytest.MonkeyPatch, option: str, hint: Any, default: Any, said: str
+) -> None:
+    kind = strategies._STRATEGIES["sink_window"]
+    other: Any = dataclass(frozen=True, kw_only=True)(
+        type("Other", (kind,), {"__annotations__": {option: hint}, option: default})
+    )
+    check_strategies(make_strategy("full"))
+    monkeypatch.setitem(strategies._STRATEGIES, "sink_window", other)
+    with pytest.raises(ConfigError, match=f"sink_window does not fit its arm.*{said}"):
+        check_strategies(make_strategy("full"))
+
+
+def test_a_default_that_its_arm_has_no_room_for_is_found_at_start() -> None:
+    with pytest.raises(ConfigError, match=r"strategy mac:ring=4294967296.*beyond"):
+        check_strategies(make_strategy("mac", ring=2**32))
+
+
+def test_the_arm_for_all_strategies_is_no_strategys_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(strategies._STRATEGIES, "named", NewerWindow)
+    with pytest.raises(ConfigError, match="cannot be named named"):
+        check_strategies(make_strategy("full"))
+
+
 def test_an_error_about_something_else_keeps_its_field() -> None:
     error = InvalidArgument("eos_token_ids", "too many")
-    assert in_strategy(error, "sink_window") is error
+    for given in (pb.Strategy(sink_window=pb.SinkWindowStrategy()), named("sink_window"), named("gone")):
+        assert in_strategy(error, given) is error
 
 
 def test_a_renamed_error_keeps_what_else_it_says() -> None:
-    error = in_strategy(InvalidArgument("window", "too wide", trained_positions=512), "sink_window")
+    given = pb.Strategy(sink_window=pb.SinkWindowStrategy())
+    error = in_strategy(InvalidArgument("window", "too wide", trained_positions=512), given)
     assert error.field == error.metadata["field"] == "strategy.sink_window.window"
     assert error.metadata["trained_positions"] == "512"
 

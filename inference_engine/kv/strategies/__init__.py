@@ -1,10 +1,15 @@
-"""The strategies by name. A new one is a file here, a line in `_STRATEGIES`, and an arm in the wire contract."""
+"""The strategies by name. A new one is a file here and a line in `_STRATEGIES`.
+
+`check_registry` runs at every start: whatever is registered can be written as text, by people and by clients.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import fields
-from typing import get_args, get_origin, get_type_hints
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from inference_engine.errors import ConfigError, InvalidArgument
 from inference_engine.kv.strategies.full import Full
@@ -19,8 +24,20 @@ from inference_engine.kv.strategy import KVStrategy, Option
 _STRATEGIES: dict[str, type[KVStrategy]] = {
     kind.name: kind for kind in (Full, SinkWindow, LayerWindow, Restored, Gather, Tiered, Mac)
 }
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
 _NUMBER = re.compile(r"-?\d+", re.ASCII)
-_FRACTION = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?", re.ASCII | re.IGNORECASE)
+_FRACTION = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+_NUMBERS = tuple[int, ...]
+# What an option may be, and how it is written.
+_WRITTEN: dict[object, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a name of printable characters without commas",
+    _NUMBERS: "whole numbers joined by +",
+}
+# Characters of an option's text, and of those that an error repeats.
+MAX_OPTION_TEXT = 1024
+_SHOWN_TEXT = 64
 
 
 def strategy_names() -> tuple[str, ...]:
@@ -34,53 +51,114 @@ def strategy_kinds() -> dict[str, type[KVStrategy]]:
 
 def make_strategy(name: str, **options: Option) -> KVStrategy:
     """The spec of that name with `options`, defaults filled in. Raises InvalidArgument naming what is wrong."""
-    kind = _STRATEGIES.get(name)
-    if kind is None:
-        raise InvalidArgument("strategy", f"there is no strategy {name!r}; there are {', '.join(_STRATEGIES)}")
-    known = _option_types(name)
-    if unknown := sorted(set(options) - set(known)):
-        raise InvalidArgument("strategy", f"{name} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}")
-    return kind(**options)
+    _check_known(name, options)
+    return _STRATEGIES[name](**options)
+
+
+def read_strategy(name: str, texts: Mapping[str, str]) -> KVStrategy:
+    """The spec of that name with options that are given as text. Raises InvalidArgument naming what is wrong."""
+    _check_known(name, texts)
+    types = option_types(name)
+    return make_strategy(name, **{option: _read(option, text, types[option]) for option, text in texts.items()})
 
 
 def parse_strategy(text: str) -> KVStrategy:
     """`full` or `layer_window:window=512,full_layers=5+11+17`, as people write it. Raises ConfigError."""
     name, _, rest = text.partition(":")
-    types = _option_types(name.strip())
-    options: dict[str, Option] = {}
+    texts: dict[str, str] = {}
     for part in filter(None, rest.split(",")):
-        key, _, value = (piece.strip() for piece in part.partition("="))
-        try:
-            options[key] = _read(value, types.get(key))
-        except ValueError as error:
-            raise ConfigError(f"strategy {text!r}: {part!r} is not {error}") from None
+        option, _, value = (piece.strip() for piece in part.partition("="))
+        if option in texts:
+            raise ConfigError(f"strategy {text!r}: {option} is given twice")
+        texts[option] = value
     try:
-        return make_strategy(name.strip(), **options)
+        return read_strategy(name.strip(), texts)
     except InvalidArgument as error:
         raise ConfigError(f"strategy {text!r}: {error.message}") from error
 
 
-def _option_types(name: str) -> dict[str, object]:
-    """Each option's declared type: a number, a text or whole numbers, some of them or None. Empty for no strategy."""
+def option_types(name: str) -> dict[str, object]:
+    """What each option of a strategy is: int, float, str or tuple[int, ...]. Empty if there is no such strategy."""
     kind = _STRATEGIES.get(name)
-    if kind is None:
-        return {}
+    return {} if kind is None else {option: _without_none(hint) for option, hint in _hints(kind).items()}
+
+
+def check_registry() -> None:
+    """Raise ConfigError for a registered strategy that cannot be written as text and read back."""
+    for name, kind in _STRATEGIES.items():
+        if name != kind.name or not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"strategy {name!r} of class {kind.__name__} is registered under a name that is not its own, or not of "
+                f"the form {_NAME.pattern}; rename it"
+            )
+        hints = _hints(kind)
+        for option in fields(kind):
+            if problem := _unwritable(hints[option.name], option.default):
+                raise ConfigError(f"strategy {name}: option {option.name} cannot be written as text: {problem}")
+
+
+def _unwritable(hint: object, default: Any) -> str | None:
+    """Why values of an option cannot all be told as text, where an absent option means its default."""
+    if _without_none(hint) not in _WRITTEN:
+        return f"it is {hint}; int, float, str and tuple[int, ...] can be written, each also with None"
+    if default is MISSING:
+        return "it has no default, which an absent option stands for"
+    if default is not None and _without_none(hint) is not hint:
+        return f"None is left out, and would be read as the default, {default!r}; make None the default"
+    if isinstance(default, tuple) and default:
+        return f"() is left out, and would be read as the default, {default!r}; make () the default"
+    if default not in (None, ()) and not _returns(hint, default):
+        return f"its default, {default!r}, is not {_WRITTEN[_without_none(hint)]}"
+    return None
+
+
+def _returns(hint: object, value: Option) -> bool:
+    """Is a value the same once it is written and read?"""
+    try:
+        return _read("", str(value), _without_none(hint)) == value
+    except InvalidArgument:
+        return False
+
+
+def _check_known(name: str, options: Iterable[str]) -> None:
+    if name not in _STRATEGIES:
+        raise InvalidArgument("strategy", f"there is no strategy {_shown(name)}; there are {', '.join(_STRATEGIES)}")
+    known = option_types(name)
+    if unknown := sorted(set(options) - set(known)):
+        raise InvalidArgument(
+            "strategy", f"{name} has no option {_shown(unknown[0])}; it has {', '.join(known) or 'none'}"
+        )
+
+
+def _hints(kind: type[KVStrategy]) -> dict[str, object]:
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind)}
 
 
-def _read(value: str, declared: object) -> Option:
-    """`value` as the option's type says. Raises ValueError saying what was expected in place of `option=value`."""
-    if str in (declared, *get_args(declared)):
-        if not value:
-            raise ValueError("option=name")
-        return value
-    if float in (declared, *get_args(declared)):
-        if not _FRACTION.fullmatch(value):
-            raise ValueError("option=number")
-        return float(value)
-    numbers = value.split("+")
-    is_list = get_origin(declared) is tuple
-    if not all(_NUMBER.fullmatch(number) for number in numbers) or not (is_list or len(numbers) == 1):
-        raise ValueError("option=number+number+…" if is_list else "option=number")
-    return tuple(map(int, numbers)) if is_list else int(value)
+def _without_none(hint: object) -> object:
+    if get_origin(hint) not in (UnionType, Union):
+        return hint
+    others = [each for each in get_args(hint) if each is not NoneType]
+    return others[0] if len(others) == 1 else hint
+
+
+def _read(option: str, text: str, kind: object) -> Option:
+    """`text` as the option's type says. Raises InvalidArgument."""
+    if len(text) > MAX_OPTION_TEXT:
+        raise InvalidArgument(option, f"takes at most {MAX_OPTION_TEXT} characters, got {len(text)}")
+    try:
+        if kind is str and text == text.strip() and text.isprintable() and text and "," not in text:
+            return text
+        if kind is float and _FRACTION.fullmatch(text):
+            return float(text)
+        if kind is int and _NUMBER.fullmatch(text):
+            return int(text)
+        if kind == _NUMBERS and all(_NUMBER.fullmatch(number) for number in text.split("+")):
+            return tuple(map(int, text.split("+")))
+    except ValueError:  # more digits than int() reads
+        pass
+    raise InvalidArgument(option, f"must be {_WRITTEN[kind]}, got {_shown(text)}")
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN_TEXT else text[:_SHOWN_TEXT] + "…")

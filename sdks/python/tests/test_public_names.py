@@ -14,7 +14,7 @@ import kakeya.tokenization
 PUBLIC = """
 AppendTooLarge AsyncClient AsyncGenerateStream AsyncSession CallerError Client ConnectionFailed DeadlineExceeded
 Draining EngineStalled Full Gather GenerateResult GenerateStream HistoryLengthMismatch HistoryLimit InternalError
-InvalidArgument InvalidMessages InvalidTokenIds InvariantViolated KakeyaError LayerWindow Mac Mode NoCapacity
+InvalidArgument InvalidMessages InvalidTokenIds InvariantViolated KakeyaError LayerWindow Mac Mode Named NoCapacity
 NonFiniteLogits OutOfMemory Overloaded Progress ProtocolError QuotaExceeded RequestIdReused RestorationFailed Restored
 RetryPolicy RetryableError ServerError ServerInfo Session SessionBusy SessionClosed SessionEvicted SessionInfo
 SessionNotFound SinkWindow SlowConsumer StateError StopReason Strategy StreamTakenOver TLS TemplateError Tiered

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import typing
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import pytest
@@ -12,7 +14,11 @@ import kakeya
 from kakeya._strategies import from_wire
 from kakeya.v1 import runtime_pb2 as pb
 
-ARMS: dict[str, Any] = {arm.name: arm.message_type for arm in pb.Strategy.DESCRIPTOR.oneofs_by_name["kind"].fields}
+ARMS: dict[str, Any] = {
+    arm.name: arm.message_type
+    for arm in pb.Strategy.DESCRIPTOR.oneofs_by_name["kind"].fields
+    if arm.name != "named"  # the options of which are the server's to know
+}
 CODING: dict[str, Any] = {"codec": "int8", "exact_window": 64, "exact_layers": (0, 29)}
 EVERY_OPTION = [
     kakeya.Full(**CODING),
@@ -23,6 +29,7 @@ EVERY_OPTION = [
     kakeya.Tiered(budget=300, block=16, sink=0, window=256, resident_tokens=512),
     kakeya.Mac(ring=128, band=0, threshold=0.55, chain_limit=-1),
 ]
+NAMED = kakeya.Named("newer", ring=128, threshold=1e-7, full_layers=(5, 11), source="latent", limit=None)
 FEWEST_OPTIONS = [
     kakeya.Full(),
     kakeya.SinkWindow(),
@@ -34,7 +41,7 @@ FEWEST_OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("strategy", EVERY_OPTION + FEWEST_OPTIONS, ids=repr)
+@pytest.mark.parametrize("strategy", [*EVERY_OPTION, *FEWEST_OPTIONS, NAMED, kakeya.Named("newer")], ids=repr)
 def test_a_strategy_survives_the_wire(strategy: Any) -> None:
     message = pb.Strategy.FromString(strategy._to_wire().SerializeToString())
     assert from_wire(message) == strategy
@@ -98,6 +105,41 @@ def test_what_would_not_survive_the_wire_is_refused_by_name(kind: Any, options: 
     with pytest.raises(kakeya.InvalidArgument) as refusal:
         kind(**options)
     assert refusal.value.field == named
+
+
+def test_options_of_a_named_strategy_are_kept_as_the_server_reads_them() -> None:
+    texts: dict[str, Any] = {"ring": "128", "threshold": "1e-07", "full_layers": "5+11", "source": "latent"}
+    assert (NAMED.name, NAMED.options) == ("newer", texts)
+    assert kakeya.Named("newer", **texts) == NAMED
+    assert hash(kakeya.Named("newer", **texts)) == hash(NAMED)
+    assert repr(kakeya.Named("newer", window=9, band=0)) == "Named('newer', band='0', window='9')"
+    assert kakeya.Named("newer") != kakeya.Named("older")
+    assert copy.deepcopy(NAMED) == pickle.loads(pickle.dumps(NAMED)) == NAMED
+    # Names that are words of Python, or of the class itself.
+    words: dict[str, Any] = {"from": 2, "name": "a", "self": 1}
+    assert kakeya.Named("newer", **words).options == {"from": "2", "name": "a", "self": "1"}
+    with pytest.raises(FrozenInstanceError):
+        NAMED.name = "older"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "refused"),
+    [
+        ("", {}, "name"),
+        (7, {}, "name"),
+        ("newer", {"ring": True}, "ring"),
+        ("newer", {"ring": float("nan")}, "ring"),
+        ("newer", {"ring": ""}, "ring"),
+        ("newer", {"ring": b"9"}, "ring"),
+        ("newer", {"ring": {9: 1}}, "ring"),
+        ("newer", {"ring": ()}, "ring"),
+        ("newer", {"ring": (1, 2.5)}, "ring[1]"),
+    ],
+)
+def test_an_option_of_a_named_strategy_that_cannot_be_text_is_refused(name: Any, options: Any, refused: str) -> None:
+    with pytest.raises(kakeya.InvalidArgument) as refusal:
+        kakeya.Named(name, **options)
+    assert refusal.value.field == refused
 
 
 def test_a_strategy_without_a_kind_cannot_be_made() -> None:

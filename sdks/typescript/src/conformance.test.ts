@@ -109,8 +109,7 @@ class Player {
       case "server_info":
         return factsOf(await client.serverInfo());
       case "create": {
-        const strategy = step.strategy === undefined ? {} : { strategy: camelCased(step.strategy) as Strategy };
-        const session = await client.createSession({ ...strategy, ...options });
+        const session = await client.createSession({ strategy: strategyOf(step.strategy), ...options });
         this.#sessions.set(step.session, session);
         return sessionFacts(session);
       }
@@ -188,6 +187,11 @@ function told(error: KakeyaError): Seen {
     appended_tokens: error.appendedTokens ?? null,
     retry_after_seconds: error.retryAfterSeconds ?? null,
   };
+}
+
+/** Options of a named strategy keep the server's names. */
+function strategyOf(words: Seen | undefined): Strategy | undefined {
+  return (words?.["kind"] === "named" ? words : camelCased(words)) as Strategy | undefined;
 }
 
 function sessionFacts(session: Session): Seen {

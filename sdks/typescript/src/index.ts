@@ -55,6 +55,17 @@ export type { CallOptions, ClientOptions } from "./link.js";
 export type { AppendOptions, CreateSessionOptions, ForkOptions, GenerateOptions } from "./requests.js";
 export type { RetryPolicy } from "./retry.js";
 export { Session } from "./session.js";
-export type { Coding, Full, Gather, LayerWindow, Mac, Restored, SinkWindow, Strategy, Tiered } from "./strategies.js";
+export type {
+  Coding,
+  Full,
+  Gather,
+  LayerWindow,
+  Mac,
+  Named,
+  Restored,
+  SinkWindow,
+  Strategy,
+  Tiered,
+} from "./strategies.js";
 export { GenerateStream } from "./stream.js";
 export type { GenerateResult, Mode, Progress, ServerInfo, SessionInfo, StopReason, TokenDetail } from "./values.js";

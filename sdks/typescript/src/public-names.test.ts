@@ -17,8 +17,8 @@ SlowConsumer StateError StreamTakenOver TemplateError TokenizerError TokenOutOfR
   .split(/\s+/);
 /** Plain values have types alone; the compiler knows them. */
 const TYPES = `
-Full Gather GenerateResult LayerWindow Mac Mode Progress Restored RetryPolicy ServerInfo SessionInfo SinkWindow StopReason
-Strategy TLS Tiered TokenDetail
+Full Gather GenerateResult LayerWindow Mac Mode Named Progress Restored RetryPolicy ServerInfo SessionInfo SinkWindow
+StopReason Strategy TLS Tiered TokenDetail
 `
   .trim()
   .split(/\s+/);

@@ -23,6 +23,7 @@ const EVERY: readonly kakeya.Strategy[] = [
   { kind: "gather", budget: 64, block: 4, sink: 4, window: 16, scorer: "mean" },
   { kind: "tiered", budget: 40, block: 4, sink: 0, window: 20, residentTokens: 20 },
   { kind: "mac", ring: 32, band: 8, threshold: 0.25, chainLimit: -1 },
+  { kind: "named", name: "newer_window", options: { window: "30", wide_layers: "0+2", factor: "0.5", note: "text" } },
 ];
 
 test("every kind of the contract is tried here", () => {
@@ -37,6 +38,26 @@ test.each(EVERY)("$kind comes back as it was asked for", async (strategy) => {
 
 test("what is left out is filled in by the server", async () => {
   await using session = await client.createSession({ strategy: { kind: "sink_window", window: 30 } });
+  expect(session.strategy).toEqual({ kind: "sink_window", sink: 4, window: 30 });
+});
+
+test("options of a named strategy are numbers, texts and arrays, and come back as text", async () => {
+  const options = { window: 30, wide_layers: [0, 2], factor: 2.5, note: "text", sink: undefined };
+  await using session = await client.createSession({ strategy: { kind: "named", name: "newer_window", options } });
+  expect(session.strategy).toEqual({
+    kind: "named",
+    name: "newer_window",
+    options: { sink: "4", window: "30", wide_layers: "0+2", factor: "2.5", note: "text" },
+  });
+  const again = await client.createSession({ strategy: session.strategy });
+  expect(again.strategy).toEqual(session.strategy);
+  await again.close();
+});
+
+test("a strategy of the contract can be asked for by its name, and is told by its kind", async () => {
+  await using session = await client.createSession({
+    strategy: { kind: "named", name: "sink_window", options: { window: 30 } },
+  });
   expect(session.strategy).toEqual({ kind: "sink_window", sink: 4, window: 30 });
 });
 
@@ -63,6 +84,14 @@ test.each<[string, Record<string, unknown>]>([
   ["strategy.mac.threshold", { kind: "mac", threshold: NaN }],
   ["strategy.mac.chain_limit", { kind: "mac", chainLimit: 2 ** 31 }],
   ["strategy.restored.resident_latent_bytes", { kind: "restored", residentLatentBytes: -1 }],
+  ["strategy.named.name", { kind: "named" }],
+  ["strategy.named.ring", { kind: "named", name: "mac", ring: 9 }],
+  ["strategy.named.options", { kind: "named", name: "mac", options: [9] }],
+  ["strategy.named.options.ring", { kind: "named", name: "mac", options: { ring: NaN } }],
+  ["strategy.named.options.ring", { kind: "named", name: "mac", options: { ring: "" } }],
+  ["strategy.named.options.ring", { kind: "named", name: "mac", options: { ring: true } }],
+  ["strategy.named.options.layers", { kind: "named", name: "mac", options: { layers: [] } }],
+  ["strategy.named.options.layers", { kind: "named", name: "mac", options: { layers: [1.5] } }],
 ])("what cannot be sent is refused as %s", async (field, strategy) => {
   const error = await failure(kakeya.InvalidArgument, () => strategyToWire(strategy as unknown as kakeya.Strategy));
   expect(error.field).toBe(field);

@@ -2,7 +2,8 @@
  * KV strategies as plain values: what a session keeps in memory, chosen when it is created.
  *
  * Each is `{ kind, …options }`, the options named like those of its arm on the wire. An option that is left out is the
- * server's to decide; a session's `strategy` has every one in force. A new strategy is an interface here, in the union.
+ * server's to decide; a session's `strategy` has every one in force. A strategy with an arm of its own on the wire is an
+ * interface here, in the union; `Named` is any strategy that the server has.
  */
 import { create, isFieldSet, ScalarType, type DescField, type DescMessage } from "@bufbuild/protobuf";
 
@@ -105,7 +106,22 @@ export interface Mac {
   readonly chainLimit?: number | undefined;
 }
 
-export type Strategy = Full | SinkWindow | LayerWindow | Restored | Gather | Tiered | Mac;
+/**
+ * Any strategy of the server's, by its name; `serverInfo().strategies` lists them.
+ *
+ * Options are those of the server's `--strategy`, by the names that they have there: `{ ring: 128, chain_limit: -1 }`. A
+ * name or an option that the server does not have is InvalidArgument, which lists those that it has. A session's
+ * `strategy` is of this kind if the strategy has no other here; its options are text then.
+ */
+export interface Named {
+  readonly kind: "named";
+  /** The strategy's name on the server. */
+  readonly name: string;
+  /** Each a number, a name, or whole numbers; an option that is undefined is left to the server. */
+  readonly options?: Readonly<Record<string, number | string | readonly number[] | undefined>> | undefined;
+}
+
+export type Strategy = Full | SinkWindow | LayerWindow | Restored | Gather | Tiered | Mac | Named;
 
 type Options = Record<string, unknown>;
 
@@ -126,6 +142,7 @@ export function strategyToWire(strategy: Strategy): WireStrategy {
       `must be an object whose kind is one of ${[...ARMS.keys()].join(", ")}; got ${shown(kind)}`,
     );
   }
+  if (kind === "named") return create(StrategySchema, { kind: { case: "named", value: namedOf(given as Named) } });
   const path = `strategy.${arm.localName}`;
   const value: Options = {};
   for (const [name, option] of Object.entries(strategy)) {
@@ -146,6 +163,7 @@ export function strategyToWire(strategy: Strategy): WireStrategy {
 export function strategyFromWire(message: WireStrategy | undefined): Strategy | undefined {
   const arm = message?.kind;
   if (arm?.case === undefined) return undefined;
+  if (arm.case === "named") return { kind: "named", name: arm.value.name, options: { ...arm.value.options } };
   const desc = StrategySchema.fields.find((each) => each.localName === arm.case);
   const strategy: Options = { kind: desc?.name };
   for (const field of desc?.message?.fields ?? []) {
@@ -154,6 +172,36 @@ export function strategyFromWire(message: WireStrategy | undefined): Strategy | 
     strategy[field.localName] = typeof value === "bigint" ? exact(value, field.name) : value;
   }
   return strategy as unknown as Strategy;
+}
+
+function namedOf(given: Named): { name: string; options: Record<string, string> } {
+  for (const name of Object.keys(given)) {
+    if (!["kind", "name", "options"].includes(name)) {
+      throw invalid(`strategy.named.${name}`, "is not known; the strategy's own options go into options");
+    }
+  }
+  const name: unknown = given.name;
+  if (typeof name !== "string" || name === "") {
+    throw invalid("strategy.named.name", `must be the name of a strategy, got ${shown(name)}`);
+  }
+  const options: unknown = given.options ?? {};
+  if (typeof options !== "object" || options === null || Array.isArray(options)) {
+    throw invalid("strategy.named.options", `must be an object of options by name, got ${shown(options)}`);
+  }
+  const texts = Object.entries(options)
+    .filter(([, value]) => value !== undefined)
+    .map(([option, value]) => [option, textOf(value, `strategy.named.options.${option}`)] as const);
+  return { name, options: Object.fromEntries(texts) };
+}
+
+/** An option of a named strategy as the server reads it. */
+function textOf(value: unknown, name: string): string {
+  if (typeof value === "string" && value !== "") return value;
+  if (typeof value === "number" && Number.isFinite(value)) return String(value);
+  if (Array.isArray(value) && value.length > 0 && value.every((each) => Number.isSafeInteger(each) && each >= 0)) {
+    return value.join("+");
+  }
+  throw invalid(name, `must be a number, a name or an array of whole numbers, got ${shown(value)}`);
 }
 
 function optionOf(field: DescField, given: unknown, name: string): unknown {

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         Unauthenticated,
     )
     from kakeya._retry import RetryPolicy
-    from kakeya._strategies import Full, Gather, LayerWindow, Mac, Restored, SinkWindow, Strategy, Tiered
+    from kakeya._strategies import Full, Gather, LayerWindow, Mac, Named, Restored, SinkWindow, Strategy, Tiered
     from kakeya._sync import Client, GenerateStream, Session
     from kakeya._values import GenerateResult, Mode, Progress, ServerInfo, SessionInfo, StopReason, TokenDetail
 
@@ -88,6 +88,7 @@ __all__ = [
     "LayerWindow",
     "Mac",
     "Mode",
+    "Named",
     "NoCapacity",
     "NonFiniteLogits",
     "OutOfMemory",
@@ -127,7 +128,7 @@ _HOME = {
     "_async": ("AsyncClient", "AsyncGenerateStream", "AsyncSession"),
     "_channel": ("TLS",),
     "_retry": ("RetryPolicy",),
-    "_strategies": ("Full", "Gather", "LayerWindow", "Mac", "Restored", "SinkWindow", "Strategy", "Tiered"),
+    "_strategies": ("Full", "Gather", "LayerWindow", "Mac", "Named", "Restored", "SinkWindow", "Strategy", "Tiered"),
     "_sync": ("Client", "GenerateStream", "Session"),
     "_values": ("GenerateResult", "Mode", "Progress", "ServerInfo", "SessionInfo", "StopReason", "TokenDetail"),
 }

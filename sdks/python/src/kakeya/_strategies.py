@@ -1,11 +1,13 @@
 """KV strategies as frozen values: what a session keeps in memory, chosen when it is created.
 
-A new strategy is a class here, named in `_KINDS`; its fields are named like those of its arm on the wire.
+A strategy with an arm of its own on the wire has a class here, named in `_KINDS`; its fields are named like the arm's.
+`Named` is any strategy that the server has.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -197,6 +199,43 @@ class Mac(Strategy):
             whole_number(self.chain_limit, "chain_limit", at_least=-1, below=2**31)
 
 
+@dataclass(frozen=True, init=False, slots=True, repr=False)
+class Named(Strategy):
+    """Any strategy of the server's, by its name; `server_info().strategies` lists them.
+
+    Options are those of the server's `--strategy`: `Named("mac", ring=128)`. Each is a number, a name or whole numbers,
+    kept as the text that the server reads; None leaves it to the server. A name or an option that the server does not
+    have is InvalidArgument, which lists those that it has. A session's `strategy` is `Named` if the strategy has no
+    class of its own here.
+    """
+
+    _arm: ClassVar[str] = "named"
+
+    name: str
+    _pairs: tuple[tuple[str, str], ...]
+
+    def __init__(self, name: str, /, **options: float | str | Iterable[int] | None) -> None:
+        pairs = [(option, _option_text(value, option)) for option, value in options.items() if value is not None]
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "_pairs", tuple(sorted(pairs)))
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.name, str) and self.name):
+            raise invalid("name", f"must be the name of a strategy, got {self.name!r}")
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The options as text, by name."""
+        return dict(self._pairs)
+
+    def __repr__(self) -> str:
+        return f"Named({', '.join([repr(self.name), *(f'{option}={text!r}' for option, text in self._pairs)])})"
+
+    def _to_wire(self) -> pb.Strategy:
+        return pb.Strategy(named=pb.NamedStrategy(name=self.name, options=self.options))
+
+
 _KINDS: dict[str, type[Strategy]] = {
     kind._arm: kind for kind in (Full, SinkWindow, LayerWindow, Restored, Gather, Tiered, Mac)
 }
@@ -205,6 +244,9 @@ _KINDS: dict[str, type[Strategy]] = {
 def from_wire(message: pb.Strategy) -> Strategy | None:
     """The strategy of a reply; None if it is of a kind newer than this SDK."""
     name = message.WhichOneof("kind")
+    if name == Named._arm:
+        texts: dict[str, Any] = dict(message.named.options)
+        return Named(message.named.name, **texts)
     if name is None or name not in _KINDS:
         return None
     arm = getattr(message, name)
@@ -215,6 +257,19 @@ def from_wire(message: pb.Strategy) -> Strategy | None:
         elif arm.HasField(option):
             options[option] = getattr(arm, option)
     return _KINDS[name](**options)
+
+
+def _option_text(value: object, option: str) -> str:
+    """`value` as the server reads it."""
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return repr(finite(value, option)) if isinstance(value, float) else str(value)
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)):
+        numbers = list(value)
+        if numbers:
+            return "+".join(str(whole_number(each, f"{option}[{n}]", below=2**63)) for n, each in enumerate(numbers))
+    raise invalid(option, f"must be a number, a name, whole numbers or None, got {value!r}")
 
 
 def _arm_fields(arm: str) -> dict[str, bool]:

@@ -1009,8 +1009,9 @@ Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
 
 @_typing.final
 class Strategy(_message.Message):
-    """How a session treats its K/V. One arm per strategy; fields may be absent, the server fills in its defaults. What the
-    server or its model cannot do is INVALID_ARGUMENT with the field's name, before anything is reserved.
+    """How a session treats its K/V. Fields may be absent, the server fills in its defaults. What the server or its model
+    cannot do is INVALID_ARGUMENT with the field's name, before anything is reserved. Answers use a strategy's own arm where
+    it has one, and `named` where it has none.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1022,6 +1023,7 @@ class Strategy(_message.Message):
     GATHER_FIELD_NUMBER: _builtins.int
     MAC_FIELD_NUMBER: _builtins.int
     TIERED_FIELD_NUMBER: _builtins.int
+    NAMED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def full(self) -> Global___FullStrategy: ...
     @_builtins.property
@@ -1036,6 +1038,8 @@ class Strategy(_message.Message):
     def mac(self) -> Global___MacStrategy: ...
     @_builtins.property
     def tiered(self) -> Global___TieredStrategy: ...
+    @_builtins.property
+    def named(self) -> Global___NamedStrategy: ...
     def __init__(
         self,
         *,
@@ -1046,16 +1050,68 @@ class Strategy(_message.Message):
         gather: Global___GatherStrategy | None = ...,
         mac: Global___MacStrategy | None = ...,
         tiered: Global___TieredStrategy | None = ...,
+        named: Global___NamedStrategy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "gather", b"gather", "kind", b"kind", "layer_window", b"layer_window", "mac", b"mac", "restored", b"restored", "sink_window", b"sink_window", "tiered", b"tiered"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "gather", b"gather", "kind", b"kind", "layer_window", b"layer_window", "mac", b"mac", "named", b"named", "restored", b"restored", "sink_window", b"sink_window", "tiered", b"tiered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "gather", b"gather", "kind", b"kind", "layer_window", b"layer_window", "mac", b"mac", "restored", b"restored", "sink_window", b"sink_window", "tiered", b"tiered"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "gather", b"gather", "kind", b"kind", "layer_window", b"layer_window", "mac", b"mac", "named", b"named", "restored", b"restored", "sink_window", b"sink_window", "tiered", b"tiered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["full", "sink_window", "layer_window", "restored", "gather", "mac", "tiered"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["full", "sink_window", "layer_window", "restored", "gather", "mac", "tiered", "named"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___Strategy: _TypeAlias = Strategy  # noqa: Y015
+
+@_typing.final
+class NamedStrategy(_message.Message):
+    """Any strategy of the server, by name: those above, and those that have no arm. GetServerInfo lists the names. An unknown
+    name or option is INVALID_ARGUMENT, and its message lists those that there are.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class OptionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    @_builtins.property
+    def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Options by name, as the server's `--strategy` takes them: a number, a name, or whole numbers joined by "+", at most
+        1,024 characters each. An absent option has the server's default. An answer has every option in force that has a value.
+        """
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "options", b"options"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamedStrategy: _TypeAlias = NamedStrategy  # noqa: Y015
 
 @_typing.final
 class FullStrategy(_message.Message):

@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kakeya/v1/runtime.proto.
  */
 export const file_kakeya_v1_runtime: GenFile = /*@__PURE__*/
-  fileDesc("ChdrYWtleWEvdjEvcnVudGltZS5wcm90bxIJa2FrZXlhLnYxItIBChRDcmVhdGVTZXNzaW9uUmVxdWVzdBIUCgxjbGllbnRfbGFiZWwYASABKAkSFQoNZW9zX3Rva2VuX2lkcxgCIAMoDRIlCghzdHJhdGVneRgKIAEoCzITLmtha2V5YS52MS5TdHJhdGVneRIZCgxsaW1pdF90b2tlbnMYCyABKARIAIgBARISCgpyZXF1ZXN0X2lkGAwgASgMEhcKCmd1YXJhbnRlZWQYDSABKAhIAYgBAUIPCg1fbGltaXRfdG9rZW5zQg0KC19ndWFyYW50ZWVkIpoCChVDcmVhdGVTZXNzaW9uUmVzcG9uc2USEgoKc2Vzc2lvbl9pZBgBIAEoCRIlCghzdHJhdGVneRgKIAEoCzITLmtha2V5YS52MS5TdHJhdGVneRIXCg9zdXN0YWluZWRfYnl0ZXMYCyABKAQSEgoKcGVha19ieXRlcxgMIAEoBBIZCgxsaW1pdF90b2tlbnMYDSABKARIAIgBARIdCgRtb2RlGA4gASgOMg8ua2FrZXlhLnYxLk1vZGUSEAoIbW9kZWxfaWQYDyABKAkSEgoKdGllcl9ieXRlcxgQIAEoBBIQCghyZXBsYXllZBgRIAEoCBIWCg5yZXNlcnZlZF9ieXRlcxgSIAEoBEIPCg1fbGltaXRfdG9rZW5zIpIBChNBcHBlbmRUb2tlbnNSZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEQoJdG9rZW5faWRzGAIgAygNEiQKF2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoGAogASgESACIAQESEgoKcmVxdWVzdF9pZBgLIAEoDEIaChhfZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGgiQAoUQXBwZW5kVG9rZW5zUmVzcG9uc2USFgoOaGlzdG9yeV9sZW5ndGgYASABKAQSEAoIcmVwbGF5ZWQYCiABKAgitAUKD0dlbmVyYXRlUmVxdWVzdBISCgpzZXNzaW9uX2lkGAEgASgJEhIKCm1heF90b2tlbnMYAiABKA0SEQoEc2VlZBgDIAEoBEgAiAEBEhgKC3RlbXBlcmF0dXJlGAQgASgCSAGIAQESEgoFdG9wX3AYBSABKAJIAogBARISCgV0b3BfaxgGIAEoDUgDiAEBEhYKDnN0b3BfdG9rZW5faWRzGAogAygNEhIKBW1pbl9wGAsgASgCSASIAQESHwoScmVwZXRpdGlvbl9wZW5hbHR5GAwgASgCSAWIAQESPQoKbG9naXRfYmlhcxgNIAMoCzIpLmtha2V5YS52MS5HZW5lcmF0ZVJlcXVlc3QuTG9naXRCaWFzRW50cnkSFQoIbG9ncHJvYnMYDiABKAhIBogBARIaCg10b2tlbl9kZXRhaWxzGA8gASgISAeIAQESFQoIcHJvZ3Jlc3MYECABKAhICIgBARIkChdleHBlY3RlZF9oaXN0b3J5X2xlbmd0aBgRIAEoBEgJiAEBEhUKCGRyYWZ0aW5nGBIgASgISAqIAQESEgoKcmVxdWVzdF9pZBgTIAEoDBIYCgtyZXN1bWVfZnJvbRgUIAEoBEgLiAEBGjAKDkxvZ2l0Qmlhc0VudHJ5EgsKA2tleRgBIAEoDRINCgV2YWx1ZRgCIAEoAjoCOAFCBwoFX3NlZWRCDgoMX3RlbXBlcmF0dXJlQggKBl90b3BfcEIICgZfdG9wX2tCCAoGX21pbl9wQhUKE19yZXBldGl0aW9uX3BlbmFsdHlCCwoJX2xvZ3Byb2JzQhAKDl90b2tlbl9kZXRhaWxzQgsKCV9wcm9ncmVzc0IaChhfZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGhCCwoJX2RyYWZ0aW5nQg4KDF9yZXN1bWVfZnJvbSKWAgoQR2VuZXJhdGVSZXNwb25zZRISCgh0b2tlbl9pZBgBIAEoDUgAEicKBGRvbmUYAiABKAsyFy5rYWtleWEudjEuR2VuZXJhdGVEb25lSAASMAoJdHJ1bmNhdGVkGAMgASgLMhsua2FrZXlhLnYxLkhpc3RvcnlUcnVuY2F0ZWRIABIvCghhY2NlcHRlZBgKIAEoCzIbLmtha2V5YS52MS5HZW5lcmF0ZUFjY2VwdGVkSAASLgoIcHJvZ3Jlc3MYCyABKAsyGi5rYWtleWEudjEuUHJlZmlsbFByb2dyZXNzSAASJwoFdG9rZW4YDCABKAsyFi5rYWtleWEudjEuVG9rZW5EZXRhaWxIAEIJCgdwYXlsb2FkIt0ECgxHZW5lcmF0ZURvbmUSNwoLc3RvcF9yZWFzb24YASABKA4yIi5rYWtleWEudjEuR2VuZXJhdGVEb25lLlN0b3BSZWFzb24SHQoVZ2VuZXJhdGVkX3Rva2VuX2NvdW50GAIgASgNEiAKGHByZWZpbGxfZHVyYXRpb25fc2Vjb25kcxgDIAEoARIeChZ0b3RhbF9kdXJhdGlvbl9zZWNvbmRzGAQgASgBEgwKBHNlZWQYCiABKAQSHQoVcHJlZmlsbGVkX3Rva2VuX2NvdW50GAsgASgEEhoKEmNhY2hlZF90b2tlbl9jb3VudBgMIAEoBBIfChdhdHRlbmRlZF9wb3NpdGlvbl9jb3VudBgNIAEoBBIeChZldmljdGVkX3Bvc2l0aW9uX2NvdW50GA4gASgEEhYKDmhpc3RvcnlfbGVuZ3RoGA8gASgEEh8KF3Jlc3RvcmVkX3Bvc2l0aW9uX2NvdW50GBAgASgEEhsKE2RyYWZ0ZWRfdG9rZW5fY291bnQYESABKAQSHAoUYWNjZXB0ZWRfdG9rZW5fY291bnQYEiABKAQSEAoIZGVncmFkZWQYEyABKAgSEAoIcmVwbGF5ZWQYFCABKAgikAEKClN0b3BSZWFzb24SGwoXU1RPUF9SRUFTT05fVU5TUEVDSUZJRUQQABIaChZTVE9QX1JFQVNPTl9NQVhfVE9LRU5TEAESEwoPU1RPUF9SRUFTT05fRU9TEAISGQoVU1RPUF9SRUFTT05fQ0FOQ0VMTEVEEAMSGQoVU1RPUF9SRUFTT05fVFJVTkNBVEVEEAQiLwoQSGlzdG9yeVRydW5jYXRlZBIbChNkcm9wcGVkX3Rva2VuX2NvdW50GAEgASgEInEKEEdlbmVyYXRlQWNjZXB0ZWQSFgoOcXVldWVfcG9zaXRpb24YASABKA0SGwoTcHJlZmlsbF90b2tlbl9jb3VudBgCIAEoBBIWCg5maXJzdF9wb3NpdGlvbhgDIAEoBBIQCghyZXBsYXllZBgEIAEoCCJGCg9QcmVmaWxsUHJvZ3Jlc3MSGAoQZG9uZV90b2tlbl9jb3VudBgBIAEoBBIZChF0b3RhbF90b2tlbl9jb3VudBgCIAEoBCJTCgtUb2tlbkRldGFpbBIQCgh0b2tlbl9pZBgBIAEoDRIQCghwb3NpdGlvbhgCIAEoBBIUCgdsb2dwcm9iGAMgASgCSACIAQFCCgoIX2xvZ3Byb2IifwoTQ2xvc2VTZXNzaW9uUmVxdWVzdBISCgpzZXNzaW9uX2lkGAEgASgJEhIKCnJlcXVlc3RfaWQYCiABKAwSJAoXZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGgYCyABKARIAIgBAUIaChhfZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGgiRgoUQ2xvc2VTZXNzaW9uUmVzcG9uc2USHAoUZmluYWxfaGlzdG9yeV9sZW5ndGgYASABKAQSEAoIcmVwbGF5ZWQYCiABKAgiwAEKEkZvcmtTZXNzaW9uUmVxdWVzdBISCgpzZXNzaW9uX2lkGAEgASgJEhIKCnJlcXVlc3RfaWQYAiABKAwSJAoXZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGgYAyABKARIAIgBARIUCgxjbGllbnRfbGFiZWwYBCABKAkSGQoMbGltaXRfdG9rZW5zGAUgASgESAGIAQFCGgoYX2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoQg8KDV9saW1pdF90b2tlbnMixgIKE0ZvcmtTZXNzaW9uUmVzcG9uc2USEgoKc2Vzc2lvbl9pZBgBIAEoCRIWCg5oaXN0b3J5X2xlbmd0aBgCIAEoBBIlCghzdHJhdGVneRgDIAEoCzITLmtha2V5YS52MS5TdHJhdGVneRIXCg9zdXN0YWluZWRfYnl0ZXMYBCABKAQSEgoKcGVha19ieXRlcxgFIAEoBBIZCgxsaW1pdF90b2tlbnMYBiABKARIAIgBARISCgp0aWVyX2J5dGVzGAcgASgEEh0KBG1vZGUYCCABKA4yDy5rYWtleWEudjEuTW9kZRIQCghtb2RlbF9pZBgJIAEoCRIUCgxzaGFyZWRfYnl0ZXMYCiABKAQSEAoIcmVwbGF5ZWQYCyABKAgSFgoOcmVzZXJ2ZWRfYnl0ZXMYDCABKARCDwoNX2xpbWl0X3Rva2VucyIrChVHZXRTZXNzaW9uSW5mb1JlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCSLTBAoWR2V0U2Vzc2lvbkluZm9SZXNwb25zZRIWCg5oaXN0b3J5X2xlbmd0aBgBIAEoBBIVCg1rdl9saXZlX2J5dGVzGAIgASgEEicKH2NhY2hlX2ludmFyaWFudF9pbnYxX3Zpb2xhdGlvbnMYAyABKAQSJwofY2FjaGVfaW52YXJpYW50X2ludjJfdmlvbGF0aW9ucxgEIAEoBBIUCgxpZGxlX3NlY29uZHMYBSABKAESGgoSY2FjaGVkX3Rva2VuX2NvdW50GAogASgEEhsKE2V2aWN0ZWRfdG9rZW5fY291bnQYCyABKAQSJQoIc3RyYXRlZ3kYDCABKAsyEy5rYWtleWEudjEuU3RyYXRlZ3kSFwoPc3VzdGFpbmVkX2J5dGVzGA0gASgEEhIKCnBlYWtfYnl0ZXMYDiABKAQSGQoMbGltaXRfdG9rZW5zGA8gASgESACIAQESFgoOZmFpbHVyZV9yZWFzb24YECABKAkSEgoKZ2VuZXJhdGluZxgRIAEoCBInCh9jYWNoZV9pbnZhcmlhbnRfaW52M192aW9sYXRpb25zGBIgASgEEhsKE2RyYWZ0ZWRfdG9rZW5fY291bnQYEyABKAQSHAoUYWNjZXB0ZWRfdG9rZW5fY291bnQYFCABKAQSFwoPdGllcl9saXZlX2J5dGVzGBUgASgEEhIKCnRpZXJfYnl0ZXMYFiABKAQSFAoMY2xpZW50X2xhYmVsGBcgASgJEhYKDnJlc2VydmVkX2J5dGVzGBggASgEQg8KDV9saW1pdF90b2tlbnMiFgoUR2V0U2VydmVySW5mb1JlcXVlc3Qi0QQKFUdldFNlcnZlckluZm9SZXNwb25zZRIPCgd2ZXJzaW9uGAEgASgJEhAKCG1vZGVsX2lkGAIgASgJEhIKCnZvY2FiX3NpemUYAyABKA0SHgoWdHJhaW5lZF9wb3NpdGlvbl9jb3VudBgEIAEoBBIOCgZkZXZpY2UYBSABKAkSDQoFZHR5cGUYBiABKAkSHQoEbW9kZRgHIAEoDjIPLmtha2V5YS52MS5Nb2RlEhIKCnN0cmF0ZWdpZXMYCCADKAkSLQoQZGVmYXVsdF9zdHJhdGVneRgJIAEoCzITLmtha2V5YS52MS5TdHJhdGVneRIYChBtYXhfdG9rZW5zX2xpbWl0GAogASgNEhkKEW1heF9hcHBlbmRfdG9rZW5zGAsgASgNEhkKEW1heF9tZXNzYWdlX2J5dGVzGAwgASgNEhkKEWt2X2NhcGFjaXR5X2J5dGVzGA0gASgEEhkKEWt2X3Jlc2VydmVkX2J5dGVzGA4gASgEEhYKDnNlZ21lbnRfdG9rZW5zGA8gASgNEiAKGHNlc3Npb25faWRsZV90dGxfc2Vjb25kcxgQIAEoARIPCgdkcmFmdGVyGBEgASgJEhsKE3RpZXJfY2FwYWNpdHlfYnl0ZXMYEiABKAQSGwoTdGllcl9yZXNlcnZlZF9ieXRlcxgTIAEoBBIhChRkZWZhdWx0X2xpbWl0X3Rva2VucxgUIAEoBEgAiAEBEhkKEWdyb3d0aF9ndWFyYW50ZWVkGBUgASgIQhcKFV9kZWZhdWx0X2xpbWl0X3Rva2VucyLbAgoIU3RyYXRlZ3kSJwoEZnVsbBgBIAEoCzIXLmtha2V5YS52MS5GdWxsU3RyYXRlZ3lIABI0CgtzaW5rX3dpbmRvdxgCIAEoCzIdLmtha2V5YS52MS5TaW5rV2luZG93U3RyYXRlZ3lIABI2CgxsYXllcl93aW5kb3cYAyABKAsyHi5rYWtleWEudjEuTGF5ZXJXaW5kb3dTdHJhdGVneUgAEi8KCHJlc3RvcmVkGAQgASgLMhsua2FrZXlhLnYxLlJlc3RvcmVkU3RyYXRlZ3lIABIrCgZnYXRoZXIYBSABKAsyGS5rYWtleWEudjEuR2F0aGVyU3RyYXRlZ3lIABIlCgNtYWMYBiABKAsyFi5rYWtleWEudjEuTWFjU3RyYXRlZ3lIABIrCgZ0aWVyZWQYByABKAsyGS5rYWtleWEudjEuVGllcmVkU3RyYXRlZ3lIAEIGCgRraW5kIm4KDEZ1bGxTdHJhdGVneRISCgVjb2RlYxgBIAEoCUgAiAEBEhkKDGV4YWN0X3dpbmRvdxgCIAEoDUgBiAEBEhQKDGV4YWN0X2xheWVycxgDIAMoDUIICgZfY29kZWNCDwoNX2V4YWN0X3dpbmRvdyKwAQoSU2lua1dpbmRvd1N0cmF0ZWd5EhEKBHNpbmsYASABKA1IAIgBARITCgZ3aW5kb3cYAiABKA1IAYgBARISCgVjb2RlYxgDIAEoCUgCiAEBEhkKDGV4YWN0X3dpbmRvdxgEIAEoDUgDiAEBEhQKDGV4YWN0X2xheWVycxgFIAMoDUIHCgVfc2lua0IJCgdfd2luZG93QggKBl9jb2RlY0IPCg1fZXhhY3Rfd2luZG93IsYBChNMYXllcldpbmRvd1N0cmF0ZWd5EhEKBHNpbmsYASABKA1IAIgBARITCgZ3aW5kb3cYAiABKA1IAYgBARITCgtmdWxsX2xheWVycxgDIAMoDRISCgVjb2RlYxgEIAEoCUgCiAEBEhkKDGV4YWN0X3dpbmRvdxgFIAEoDUgDiAEBEhQKDGV4YWN0X2xheWVycxgGIAMoDUIHCgVfc2lua0IJCgdfd2luZG93QggKBl9jb2RlY0IPCg1fZXhhY3Rfd2luZG93IvoBChBSZXN0b3JlZFN0cmF0ZWd5EhEKBHNpbmsYASABKA1IAIgBARITCgZ3aW5kb3cYAiABKA1IAYgBARITCgZzb3VyY2UYAyABKAlIAogBARIcCg9ieXRlc19wZXJfdG9rZW4YBCABKA1IA4gBARIRCgRtb2RlGAUgASgJSASIAQESIgoVcmVzaWRlbnRfbGF0ZW50X2J5dGVzGAYgASgESAWIAQFCBwoFX3NpbmtCCQoHX3dpbmRvd0IJCgdfc291cmNlQhIKEF9ieXRlc19wZXJfdG9rZW5CBwoFX21vZGVCGAoWX3Jlc2lkZW50X2xhdGVudF9ieXRlcyKqAQoOR2F0aGVyU3RyYXRlZ3kSEwoGYnVkZ2V0GAEgASgNSACIAQESEgoFYmxvY2sYAiABKA1IAYgBARIRCgRzaW5rGAMgASgNSAKIAQESEwoGd2luZG93GAQgASgNSAOIAQESEwoGc2NvcmVyGAUgASgJSASIAQFCCQoHX2J1ZGdldEIICgZfYmxvY2tCBwoFX3NpbmtCCQoHX3dpbmRvd0IJCgdfc2NvcmVyIrwBCg5UaWVyZWRTdHJhdGVneRITCgZidWRnZXQYASABKA1IAIgBARISCgVibG9jaxgCIAEoDUgBiAEBEhEKBHNpbmsYAyABKA1IAogBARITCgZ3aW5kb3cYBCABKA1IA4gBARIcCg9yZXNpZGVudF90b2tlbnMYBSABKA1IBIgBAUIJCgdfYnVkZ2V0QggKBl9ibG9ja0IHCgVfc2lua0IJCgdfd2luZG93QhIKEF9yZXNpZGVudF90b2tlbnMilQEKC01hY1N0cmF0ZWd5EhEKBHJpbmcYASABKA1IAIgBARIRCgRiYW5kGAIgASgNSAGIAQESFgoJdGhyZXNob2xkGAMgASgBSAKIAQESGAoLY2hhaW5fbGltaXQYBCABKBFIA4gBAUIHCgVfcmluZ0IHCgVfYmFuZEIMCgpfdGhyZXNob2xkQg4KDF9jaGFpbl9saW1pdCpECgRNb2RlEhQKEE1PREVfVU5TUEVDSUZJRUQQABIQCgxNT0RFX0JBVENIRUQQARIUChBNT0RFX0ZJWEVEX1NIQVBFEAIyxgQKDlJ1bnRpbWVTZXJ2aWNlElIKDUNyZWF0ZVNlc3Npb24SHy5rYWtleWEudjEuQ3JlYXRlU2Vzc2lvblJlcXVlc3QaIC5rYWtleWEudjEuQ3JlYXRlU2Vzc2lvblJlc3BvbnNlEk8KDEFwcGVuZFRva2VucxIeLmtha2V5YS52MS5BcHBlbmRUb2tlbnNSZXF1ZXN0Gh8ua2FrZXlhLnYxLkFwcGVuZFRva2Vuc1Jlc3BvbnNlEkUKCEdlbmVyYXRlEhoua2FrZXlhLnYxLkdlbmVyYXRlUmVxdWVzdBobLmtha2V5YS52MS5HZW5lcmF0ZVJlc3BvbnNlMAESTwoMQ2xvc2VTZXNzaW9uEh4ua2FrZXlhLnYxLkNsb3NlU2Vzc2lvblJlcXVlc3QaHy5rYWtleWEudjEuQ2xvc2VTZXNzaW9uUmVzcG9uc2USVQoOR2V0U2Vzc2lvbkluZm8SIC5rYWtleWEudjEuR2V0U2Vzc2lvbkluZm9SZXF1ZXN0GiEua2FrZXlhLnYxLkdldFNlc3Npb25JbmZvUmVzcG9uc2USTAoLRm9ya1Nlc3Npb24SHS5rYWtleWEudjEuRm9ya1Nlc3Npb25SZXF1ZXN0Gh4ua2FrZXlhLnYxLkZvcmtTZXNzaW9uUmVzcG9uc2USUgoNR2V0U2VydmVySW5mbxIfLmtha2V5YS52MS5HZXRTZXJ2ZXJJbmZvUmVxdWVzdBogLmtha2V5YS52MS5HZXRTZXJ2ZXJJbmZvUmVzcG9uc2ViBnByb3RvMw");
+  fileDesc("ChdrYWtleWEvdjEvcnVudGltZS5wcm90bxIJa2FrZXlhLnYxIqoBChRDcmVhdGVTZXNzaW9uUmVxdWVzdBIUCgxjbGllbnRfbGFiZWwYASABKAkSFQoNZW9zX3Rva2VuX2lkcxgCIAMoDRIlCghzdHJhdGVneRgKIAEoCzITLmtha2V5YS52MS5TdHJhdGVneRIZCgxsaW1pdF90b2tlbnMYCyABKARIAIgBARISCgpyZXF1ZXN0X2lkGAwgASgMQg8KDV9saW1pdF90b2tlbnMiggIKFUNyZWF0ZVNlc3Npb25SZXNwb25zZRISCgpzZXNzaW9uX2lkGAEgASgJEiUKCHN0cmF0ZWd5GAogASgLMhMua2FrZXlhLnYxLlN0cmF0ZWd5EhcKD3N1c3RhaW5lZF9ieXRlcxgLIAEoBBISCgpwZWFrX2J5dGVzGAwgASgEEhkKDGxpbWl0X3Rva2VucxgNIAEoBEgAiAEBEh0KBG1vZGUYDiABKA4yDy5rYWtleWEudjEuTW9kZRIQCghtb2RlbF9pZBgPIAEoCRISCgp0aWVyX2J5dGVzGBAgASgEEhAKCHJlcGxheWVkGBEgASgIQg8KDV9saW1pdF90b2tlbnMikgEKE0FwcGVuZFRva2Vuc1JlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCRIRCgl0b2tlbl9pZHMYAiADKA0SJAoXZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGgYCiABKARIAIgBARISCgpyZXF1ZXN0X2lkGAsgASgMQhoKGF9leHBlY3RlZF9oaXN0b3J5X2xlbmd0aCJAChRBcHBlbmRUb2tlbnNSZXNwb25zZRIWCg5oaXN0b3J5X2xlbmd0aBgBIAEoBBIQCghyZXBsYXllZBgKIAEoCCK0BQoPR2VuZXJhdGVSZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEgoKbWF4X3Rva2VucxgCIAEoDRIRCgRzZWVkGAMgASgESACIAQESGAoLdGVtcGVyYXR1cmUYBCABKAJIAYgBARISCgV0b3BfcBgFIAEoAkgCiAEBEhIKBXRvcF9rGAYgASgNSAOIAQESFgoOc3RvcF90b2tlbl9pZHMYCiADKA0SEgoFbWluX3AYCyABKAJIBIgBARIfChJyZXBldGl0aW9uX3BlbmFsdHkYDCABKAJIBYgBARI9Cgpsb2dpdF9iaWFzGA0gAygLMikua2FrZXlhLnYxLkdlbmVyYXRlUmVxdWVzdC5Mb2dpdEJpYXNFbnRyeRIVCghsb2dwcm9icxgOIAEoCEgGiAEBEhoKDXRva2VuX2RldGFpbHMYDyABKAhIB4gBARIVCghwcm9ncmVzcxgQIAEoCEgIiAEBEiQKF2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoGBEgASgESAmIAQESFQoIZHJhZnRpbmcYEiABKAhICogBARISCgpyZXF1ZXN0X2lkGBMgASgMEhgKC3Jlc3VtZV9mcm9tGBQgASgESAuIAQEaMAoOTG9naXRCaWFzRW50cnkSCwoDa2V5GAEgASgNEg0KBXZhbHVlGAIgASgCOgI4AUIHCgVfc2VlZEIOCgxfdGVtcGVyYXR1cmVCCAoGX3RvcF9wQggKBl90b3Bfa0IICgZfbWluX3BCFQoTX3JlcGV0aXRpb25fcGVuYWx0eUILCglfbG9ncHJvYnNCEAoOX3Rva2VuX2RldGFpbHNCCwoJX3Byb2dyZXNzQhoKGF9leHBlY3RlZF9oaXN0b3J5X2xlbmd0aEILCglfZHJhZnRpbmdCDgoMX3Jlc3VtZV9mcm9tIpYCChBHZW5lcmF0ZVJlc3BvbnNlEhIKCHRva2VuX2lkGAEgASgNSAASJwoEZG9uZRgCIAEoCzIXLmtha2V5YS52MS5HZW5lcmF0ZURvbmVIABIwCgl0cnVuY2F0ZWQYAyABKAsyGy5rYWtleWEudjEuSGlzdG9yeVRydW5jYXRlZEgAEi8KCGFjY2VwdGVkGAogASgLMhsua2FrZXlhLnYxLkdlbmVyYXRlQWNjZXB0ZWRIABIuCghwcm9ncmVzcxgLIAEoCzIaLmtha2V5YS52MS5QcmVmaWxsUHJvZ3Jlc3NIABInCgV0b2tlbhgMIAEoCzIWLmtha2V5YS52MS5Ub2tlbkRldGFpbEgAQgkKB3BheWxvYWQi3QQKDEdlbmVyYXRlRG9uZRI3CgtzdG9wX3JlYXNvbhgBIAEoDjIiLmtha2V5YS52MS5HZW5lcmF0ZURvbmUuU3RvcFJlYXNvbhIdChVnZW5lcmF0ZWRfdG9rZW5fY291bnQYAiABKA0SIAoYcHJlZmlsbF9kdXJhdGlvbl9zZWNvbmRzGAMgASgBEh4KFnRvdGFsX2R1cmF0aW9uX3NlY29uZHMYBCABKAESDAoEc2VlZBgKIAEoBBIdChVwcmVmaWxsZWRfdG9rZW5fY291bnQYCyABKAQSGgoSY2FjaGVkX3Rva2VuX2NvdW50GAwgASgEEh8KF2F0dGVuZGVkX3Bvc2l0aW9uX2NvdW50GA0gASgEEh4KFmV2aWN0ZWRfcG9zaXRpb25fY291bnQYDiABKAQSFgoOaGlzdG9yeV9sZW5ndGgYDyABKAQSHwoXcmVzdG9yZWRfcG9zaXRpb25fY291bnQYECABKAQSGwoTZHJhZnRlZF90b2tlbl9jb3VudBgRIAEoBBIcChRhY2NlcHRlZF90b2tlbl9jb3VudBgSIAEoBBIQCghkZWdyYWRlZBgTIAEoCBIQCghyZXBsYXllZBgUIAEoCCKQAQoKU3RvcFJlYXNvbhIbChdTVE9QX1JFQVNPTl9VTlNQRUNJRklFRBAAEhoKFlNUT1BfUkVBU09OX01BWF9UT0tFTlMQARITCg9TVE9QX1JFQVNPTl9FT1MQAhIZChVTVE9QX1JFQVNPTl9DQU5DRUxMRUQQAxIZChVTVE9QX1JFQVNPTl9UUlVOQ0FURUQQBCIvChBIaXN0b3J5VHJ1bmNhdGVkEhsKE2Ryb3BwZWRfdG9rZW5fY291bnQYASABKAQicQoQR2VuZXJhdGVBY2NlcHRlZBIWCg5xdWV1ZV9wb3NpdGlvbhgBIAEoDRIbChNwcmVmaWxsX3Rva2VuX2NvdW50GAIgASgEEhYKDmZpcnN0X3Bvc2l0aW9uGAMgASgEEhAKCHJlcGxheWVkGAQgASgIIkYKD1ByZWZpbGxQcm9ncmVzcxIYChBkb25lX3Rva2VuX2NvdW50GAEgASgEEhkKEXRvdGFsX3Rva2VuX2NvdW50GAIgASgEIlMKC1Rva2VuRGV0YWlsEhAKCHRva2VuX2lkGAEgASgNEhAKCHBvc2l0aW9uGAIgASgEEhQKB2xvZ3Byb2IYAyABKAJIAIgBAUIKCghfbG9ncHJvYiJ/ChNDbG9zZVNlc3Npb25SZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEgoKcmVxdWVzdF9pZBgKIAEoDBIkChdleHBlY3RlZF9oaXN0b3J5X2xlbmd0aBgLIAEoBEgAiAEBQhoKGF9leHBlY3RlZF9oaXN0b3J5X2xlbmd0aCJGChRDbG9zZVNlc3Npb25SZXNwb25zZRIcChRmaW5hbF9oaXN0b3J5X2xlbmd0aBgBIAEoBBIQCghyZXBsYXllZBgKIAEoCCLAAQoSRm9ya1Nlc3Npb25SZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEgoKcmVxdWVzdF9pZBgCIAEoDBIkChdleHBlY3RlZF9oaXN0b3J5X2xlbmd0aBgDIAEoBEgAiAEBEhQKDGNsaWVudF9sYWJlbBgEIAEoCRIZCgxsaW1pdF90b2tlbnMYBSABKARIAYgBAUIaChhfZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGhCDwoNX2xpbWl0X3Rva2VucyKuAgoTRm9ya1Nlc3Npb25SZXNwb25zZRISCgpzZXNzaW9uX2lkGAEgASgJEhYKDmhpc3RvcnlfbGVuZ3RoGAIgASgEEiUKCHN0cmF0ZWd5GAMgASgLMhMua2FrZXlhLnYxLlN0cmF0ZWd5EhcKD3N1c3RhaW5lZF9ieXRlcxgEIAEoBBISCgpwZWFrX2J5dGVzGAUgASgEEhkKDGxpbWl0X3Rva2VucxgGIAEoBEgAiAEBEhIKCnRpZXJfYnl0ZXMYByABKAQSHQoEbW9kZRgIIAEoDjIPLmtha2V5YS52MS5Nb2RlEhAKCG1vZGVsX2lkGAkgASgJEhQKDHNoYXJlZF9ieXRlcxgKIAEoBBIQCghyZXBsYXllZBgLIAEoCEIPCg1fbGltaXRfdG9rZW5zIisKFUdldFNlc3Npb25JbmZvUmVxdWVzdBISCgpzZXNzaW9uX2lkGAEgASgJIrsEChZHZXRTZXNzaW9uSW5mb1Jlc3BvbnNlEhYKDmhpc3RvcnlfbGVuZ3RoGAEgASgEEhUKDWt2X2xpdmVfYnl0ZXMYAiABKAQSJwofY2FjaGVfaW52YXJpYW50X2ludjFfdmlvbGF0aW9ucxgDIAEoBBInCh9jYWNoZV9pbnZhcmlhbnRfaW52Ml92aW9sYXRpb25zGAQgASgEEhQKDGlkbGVfc2Vjb25kcxgFIAEoARIaChJjYWNoZWRfdG9rZW5fY291bnQYCiABKAQSGwoTZXZpY3RlZF90b2tlbl9jb3VudBgLIAEoBBIlCghzdHJhdGVneRgMIAEoCzITLmtha2V5YS52MS5TdHJhdGVneRIXCg9zdXN0YWluZWRfYnl0ZXMYDSABKAQSEgoKcGVha19ieXRlcxgOIAEoBBIZCgxsaW1pdF90b2tlbnMYDyABKARIAIgBARIWCg5mYWlsdXJlX3JlYXNvbhgQIAEoCRISCgpnZW5lcmF0aW5nGBEgASgIEicKH2NhY2hlX2ludmFyaWFudF9pbnYzX3Zpb2xhdGlvbnMYEiABKAQSGwoTZHJhZnRlZF90b2tlbl9jb3VudBgTIAEoBBIcChRhY2NlcHRlZF90b2tlbl9jb3VudBgUIAEoBBIXCg90aWVyX2xpdmVfYnl0ZXMYFSABKAQSEgoKdGllcl9ieXRlcxgWIAEoBBIUCgxjbGllbnRfbGFiZWwYFyABKAlCDwoNX2xpbWl0X3Rva2VucyIWChRHZXRTZXJ2ZXJJbmZvUmVxdWVzdCL6AwoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEg8KB3ZlcnNpb24YASABKAkSEAoIbW9kZWxfaWQYAiABKAkSEgoKdm9jYWJfc2l6ZRgDIAEoDRIeChZ0cmFpbmVkX3Bvc2l0aW9uX2NvdW50GAQgASgEEg4KBmRldmljZRgFIAEoCRINCgVkdHlwZRgGIAEoCRIdCgRtb2RlGAcgASgOMg8ua2FrZXlhLnYxLk1vZGUSEgoKc3RyYXRlZ2llcxgIIAMoCRItChBkZWZhdWx0X3N0cmF0ZWd5GAkgASgLMhMua2FrZXlhLnYxLlN0cmF0ZWd5EhgKEG1heF90b2tlbnNfbGltaXQYCiABKA0SGQoRbWF4X2FwcGVuZF90b2tlbnMYCyABKA0SGQoRbWF4X21lc3NhZ2VfYnl0ZXMYDCABKA0SGQoRa3ZfY2FwYWNpdHlfYnl0ZXMYDSABKAQSGQoRa3ZfcmVzZXJ2ZWRfYnl0ZXMYDiABKAQSFgoOc2VnbWVudF90b2tlbnMYDyABKA0SIAoYc2Vzc2lvbl9pZGxlX3R0bF9zZWNvbmRzGBAgASgBEg8KB2RyYWZ0ZXIYESABKAkSGwoTdGllcl9jYXBhY2l0eV9ieXRlcxgSIAEoBBIbChN0aWVyX3Jlc2VydmVkX2J5dGVzGBMgASgEIoYDCghTdHJhdGVneRInCgRmdWxsGAEgASgLMhcua2FrZXlhLnYxLkZ1bGxTdHJhdGVneUgAEjQKC3Npbmtfd2luZG93GAIgASgLMh0ua2FrZXlhLnYxLlNpbmtXaW5kb3dTdHJhdGVneUgAEjYKDGxheWVyX3dpbmRvdxgDIAEoCzIeLmtha2V5YS52MS5MYXllcldpbmRvd1N0cmF0ZWd5SAASLwoIcmVzdG9yZWQYBCABKAsyGy5rYWtleWEudjEuUmVzdG9yZWRTdHJhdGVneUgAEisKBmdhdGhlchgFIAEoCzIZLmtha2V5YS52MS5HYXRoZXJTdHJhdGVneUgAEiUKA21hYxgGIAEoCzIWLmtha2V5YS52MS5NYWNTdHJhdGVneUgAEisKBnRpZXJlZBgHIAEoCzIZLmtha2V5YS52MS5UaWVyZWRTdHJhdGVneUgAEikKBW5hbWVkGA8gASgLMhgua2FrZXlhLnYxLk5hbWVkU3RyYXRlZ3lIAEIGCgRraW5kIoUBCg1OYW1lZFN0cmF0ZWd5EgwKBG5hbWUYASABKAkSNgoHb3B0aW9ucxgCIAMoCzIlLmtha2V5YS52MS5OYW1lZFN0cmF0ZWd5Lk9wdGlvbnNFbnRyeRouCgxPcHRpb25zRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASJuCgxGdWxsU3RyYXRlZ3kSEgoFY29kZWMYASABKAlIAIgBARIZCgxleGFjdF93aW5kb3cYAiABKA1IAYgBARIUCgxleGFjdF9sYXllcnMYAyADKA1CCAoGX2NvZGVjQg8KDV9leGFjdF93aW5kb3cisAEKElNpbmtXaW5kb3dTdHJhdGVneRIRCgRzaW5rGAEgASgNSACIAQESEwoGd2luZG93GAIgASgNSAGIAQESEgoFY29kZWMYAyABKAlIAogBARIZCgxleGFjdF93aW5kb3cYBCABKA1IA4gBARIUCgxleGFjdF9sYXllcnMYBSADKA1CBwoFX3NpbmtCCQoHX3dpbmRvd0IICgZfY29kZWNCDwoNX2V4YWN0X3dpbmRvdyLGAQoTTGF5ZXJXaW5kb3dTdHJhdGVneRIRCgRzaW5rGAEgASgNSACIAQESEwoGd2luZG93GAIgASgNSAGIAQESEwoLZnVsbF9sYXllcnMYAyADKA0SEgoFY29kZWMYBCABKAlIAogBARIZCgxleGFjdF93aW5kb3cYBSABKA1IA4gBARIUCgxleGFjdF9sYXllcnMYBiADKA1CBwoFX3NpbmtCCQoHX3dpbmRvd0IICgZfY29kZWNCDwoNX2V4YWN0X3dpbmRvdyL6AQoQUmVzdG9yZWRTdHJhdGVneRIRCgRzaW5rGAEgASgNSACIAQESEwoGd2luZG93GAIgASgNSAGIAQESEwoGc291cmNlGAMgASgJSAKIAQESHAoPYnl0ZXNfcGVyX3Rva2VuGAQgASgNSAOIAQESEQoEbW9kZRgFIAEoCUgEiAEBEiIKFXJlc2lkZW50X2xhdGVudF9ieXRlcxgGIAEoBEgFiAEBQgcKBV9zaW5rQgkKB193aW5kb3dCCQoHX3NvdXJjZUISChBfYnl0ZXNfcGVyX3Rva2VuQgcKBV9tb2RlQhgKFl9yZXNpZGVudF9sYXRlbnRfYnl0ZXMiqgEKDkdhdGhlclN0cmF0ZWd5EhMKBmJ1ZGdldBgBIAEoDUgAiAEBEhIKBWJsb2NrGAIgASgNSAGIAQESEQoEc2luaxgDIAEoDUgCiAEBEhMKBndpbmRvdxgEIAEoDUgDiAEBEhMKBnNjb3JlchgFIAEoCUgEiAEBQgkKB19idWRnZXRCCAoGX2Jsb2NrQgcKBV9zaW5rQgkKB193aW5kb3dCCQoHX3Njb3JlciK8AQoOVGllcmVkU3RyYXRlZ3kSEwoGYnVkZ2V0GAEgASgNSACIAQESEgoFYmxvY2sYAiABKA1IAYgBARIRCgRzaW5rGAMgASgNSAKIAQESEwoGd2luZG93GAQgASgNSAOIAQESHAoPcmVzaWRlbnRfdG9rZW5zGAUgASgNSASIAQFCCQoHX2J1ZGdldEIICgZfYmxvY2tCBwoFX3NpbmtCCQoHX3dpbmRvd0ISChBfcmVzaWRlbnRfdG9rZW5zIpUBCgtNYWNTdHJhdGVneRIRCgRyaW5nGAEgASgNSACIAQESEQoEYmFuZBgCIAEoDUgBiAEBEhYKCXRocmVzaG9sZBgDIAEoAUgCiAEBEhgKC2NoYWluX2xpbWl0GAQgASgRSAOIAQFCBwoFX3JpbmdCBwoFX2JhbmRCDAoKX3RocmVzaG9sZEIOCgxfY2hhaW5fbGltaXQqRAoETW9kZRIUChBNT0RFX1VOU1BFQ0lGSUVEEAASEAoMTU9ERV9CQVRDSEVEEAESFAoQTU9ERV9GSVhFRF9TSEFQRRACMsYECg5SdW50aW1lU2VydmljZRJSCg1DcmVhdGVTZXNzaW9uEh8ua2FrZXlhLnYxLkNyZWF0ZVNlc3Npb25SZXF1ZXN0GiAua2FrZXlhLnYxLkNyZWF0ZVNlc3Npb25SZXNwb25zZRJPCgxBcHBlbmRUb2tlbnMSHi5rYWtleWEudjEuQXBwZW5kVG9rZW5zUmVxdWVzdBofLmtha2V5YS52MS5BcHBlbmRUb2tlbnNSZXNwb25zZRJFCghHZW5lcmF0ZRIaLmtha2V5YS52MS5HZW5lcmF0ZVJlcXVlc3QaGy5rYWtleWEudjEuR2VuZXJhdGVSZXNwb25zZTABEk8KDENsb3NlU2Vzc2lvbhIeLmtha2V5YS52MS5DbG9zZVNlc3Npb25SZXF1ZXN0Gh8ua2FrZXlhLnYxLkNsb3NlU2Vzc2lvblJlc3BvbnNlElUKDkdldFNlc3Npb25JbmZvEiAua2FrZXlhLnYxLkdldFNlc3Npb25JbmZvUmVxdWVzdBohLmtha2V5YS52MS5HZXRTZXNzaW9uSW5mb1Jlc3BvbnNlEkwKC0ZvcmtTZXNzaW9uEh0ua2FrZXlhLnYxLkZvcmtTZXNzaW9uUmVxdWVzdBoeLmtha2V5YS52MS5Gb3JrU2Vzc2lvblJlc3BvbnNlElIKDUdldFNlcnZlckluZm8SHy5rYWtleWEudjEuR2V0U2VydmVySW5mb1JlcXVlc3QaIC5rYWtleWEudjEuR2V0U2VydmVySW5mb1Jlc3BvbnNlYgZwcm90bzM");
 
 /**
  * @generated from message kakeya.v1.CreateSessionRequest
@@ -45,8 +45,8 @@ export type CreateSessionRequest = Message<"kakeya.v1.CreateSessionRequest"> & {
   strategy?: Strategy | undefined;
 
   /**
-   * The session's own length limit in tokens, at least 1; a smaller limit is a smaller bound.
-   * Absent: the server's default_limit_tokens, or as long as the strategy and the model allow.
+   * The session's own length limit in tokens, at least 1; a smaller limit is a smaller reservation.
+   * Absent: as long as the strategy and the model allow.
    *
    * @generated from field: optional uint64 limit_tokens = 11;
    */
@@ -61,15 +61,6 @@ export type CreateSessionRequest = Message<"kakeya.v1.CreateSessionRequest"> & {
    * @generated from field: bytes request_id = 12;
    */
   requestId: Uint8Array;
-
-  /**
-   * True: reserve all of sustained_bytes now; nothing that other owners do makes a later call fail for lack of memory.
-   * False: be granted memory as the history grows; an append or a Generate may fail with RESOURCE_EXHAUSTED, NO_CAPACITY,
-   * and what is in the history stays. Absent: as the server is set (growth_guaranteed).
-   *
-   * @generated from field: optional bool guaranteed = 13;
-   */
-  guaranteed?: boolean | undefined;
 };
 
 /**
@@ -98,7 +89,7 @@ export type CreateSessionResponse = Message<"kakeya.v1.CreateSessionResponse"> &
   strategy?: Strategy | undefined;
 
   /**
-   * Bytes of K/V the session holds at most between Generates.
+   * Bytes of K/V the session holds at most between Generates; reserved until it is closed.
    *
    * @generated from field: uint64 sustained_bytes = 11;
    */
@@ -141,13 +132,6 @@ export type CreateSessionResponse = Message<"kakeya.v1.CreateSessionResponse"> &
    * @generated from field: bool replayed = 17;
    */
   replayed: boolean;
-
-  /**
-   * Of sustained_bytes, those that are reserved for the session now. Less than all: it is granted more as it grows.
-   *
-   * @generated from field: uint64 reserved_bytes = 18;
-   */
-  reservedBytes: bigint;
 };
 
 /**
@@ -846,13 +830,6 @@ export type ForkSessionResponse = Message<"kakeya.v1.ForkSessionResponse"> & {
    * @generated from field: bool replayed = 11;
    */
   replayed: boolean;
-
-  /**
-   * As in CreateSessionResponse. A fork is granted memory as the session it was made from is.
-   *
-   * @generated from field: uint64 reserved_bytes = 12;
-   */
-  reservedBytes: bigint;
 };
 
 /**
@@ -991,13 +968,6 @@ export type GetSessionInfoResponse = Message<"kakeya.v1.GetSessionInfoResponse">
    * @generated from field: string client_label = 23;
    */
   clientLabel: string;
-
-  /**
-   * As in CreateSessionResponse, now. 0: the session's K/V was dropped and will be computed again when it is needed.
-   *
-   * @generated from field: uint64 reserved_bytes = 24;
-   */
-  reservedBytes: bigint;
 };
 
 /**
@@ -1132,20 +1102,6 @@ export type GetServerInfoResponse = Message<"kakeya.v1.GetServerInfoResponse"> &
    * @generated from field: uint64 tier_reserved_bytes = 19;
    */
   tierReservedBytes: bigint;
-
-  /**
-   * limit_tokens of a session that asks for none, under default_strategy. Absent: there is no limit.
-   *
-   * @generated from field: optional uint64 default_limit_tokens = 20;
-   */
-  defaultLimitTokens?: bigint | undefined;
-
-  /**
-   * Sessions that do not ask otherwise reserve all their memory at creation.
-   *
-   * @generated from field: bool growth_guaranteed = 21;
-   */
-  growthGuaranteed: boolean;
 };
 
 /**
@@ -1156,8 +1112,9 @@ export const GetServerInfoResponseSchema: GenMessage<GetServerInfoResponse> = /*
   messageDesc(file_kakeya_v1_runtime, 18);
 
 /**
- * How a session treats its K/V. One arm per strategy; fields may be absent, the server fills in its defaults. What the
- * server or its model cannot do is INVALID_ARGUMENT with the field's name, before anything is reserved.
+ * How a session treats its K/V. Fields may be absent, the server fills in its defaults. What the server or its model
+ * cannot do is INVALID_ARGUMENT with the field's name, before anything is reserved. Answers use a strategy's own arm where
+ * it has one, and `named` where it has none.
  *
  * @generated from message kakeya.v1.Strategy
  */
@@ -1207,6 +1164,12 @@ export type Strategy = Message<"kakeya.v1.Strategy"> & {
      */
     value: TieredStrategy;
     case: "tiered";
+  } | {
+    /**
+     * @generated from field: kakeya.v1.NamedStrategy named = 15;
+     */
+    value: NamedStrategy;
+    case: "named";
   } | { case: undefined; value?: undefined };
 };
 
@@ -1216,6 +1179,34 @@ export type Strategy = Message<"kakeya.v1.Strategy"> & {
  */
 export const StrategySchema: GenMessage<Strategy> = /*@__PURE__*/
   messageDesc(file_kakeya_v1_runtime, 19);
+
+/**
+ * Any strategy of the server, by name: those above, and those that have no arm. GetServerInfo lists the names. An unknown
+ * name or option is INVALID_ARGUMENT, and its message lists those that there are.
+ *
+ * @generated from message kakeya.v1.NamedStrategy
+ */
+export type NamedStrategy = Message<"kakeya.v1.NamedStrategy"> & {
+  /**
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * Options by name, as the server's `--strategy` takes them: a number, a name, or whole numbers joined by "+", at most
+   * 1,024 characters each. An absent option has the server's default. An answer has every option in force that has a value.
+   *
+   * @generated from field: map<string, string> options = 2;
+   */
+  options: { [key: string]: string };
+};
+
+/**
+ * Describes the message kakeya.v1.NamedStrategy.
+ * Use `create(NamedStrategySchema)` to create a new message.
+ */
+export const NamedStrategySchema: GenMessage<NamedStrategy> = /*@__PURE__*/
+  messageDesc(file_kakeya_v1_runtime, 20);
 
 /**
  * Every row stays. The session ends at the model's trained positions.
@@ -1251,7 +1242,7 @@ export type FullStrategy = Message<"kakeya.v1.FullStrategy"> & {
  * Use `create(FullStrategySchema)` to create a new message.
  */
 export const FullStrategySchema: GenMessage<FullStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 20);
+  messageDesc(file_kakeya_v1_runtime, 21);
 
 /**
  * The first `sink` rows and at least the last `window` rows stay; the rest are evicted and not read again.
@@ -1294,7 +1285,7 @@ export type SinkWindowStrategy = Message<"kakeya.v1.SinkWindowStrategy"> & {
  * Use `create(SinkWindowStrategySchema)` to create a new message.
  */
 export const SinkWindowStrategySchema: GenMessage<SinkWindowStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 21);
+  messageDesc(file_kakeya_v1_runtime, 22);
 
 /**
  * In the layers of `full_layers` every row stays, in the others those of SinkWindowStrategy. Layers with a sliding
@@ -1345,7 +1336,7 @@ export type LayerWindowStrategy = Message<"kakeya.v1.LayerWindowStrategy"> & {
  * Use `create(LayerWindowStrategySchema)` to create a new message.
  */
 export const LayerWindowStrategySchema: GenMessage<LayerWindowStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 22);
+  messageDesc(file_kakeya_v1_runtime, 23);
 
 /**
  * The rows of SinkWindowStrategy stay; each Generate has the others restored and reads every position. The session ends
@@ -1406,7 +1397,7 @@ export type RestoredStrategy = Message<"kakeya.v1.RestoredStrategy"> & {
  * Use `create(RestoredStrategySchema)` to create a new message.
  */
 export const RestoredStrategySchema: GenMessage<RestoredStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 23);
+  messageDesc(file_kakeya_v1_runtime, 24);
 
 /**
  * Every row stays. Appended tokens read all of them; generated tokens read the first `sink` positions, the last `window`
@@ -1455,7 +1446,7 @@ export type GatherStrategy = Message<"kakeya.v1.GatherStrategy"> & {
  * Use `create(GatherStrategySchema)` to create a new message.
  */
 export const GatherStrategySchema: GenMessage<GatherStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 24);
+  messageDesc(file_kakeya_v1_runtime, 25);
 
 /**
  * Every row stays, the last `resident_tokens` and the sink on the device, the others in the server's memory or in a file.
@@ -1500,7 +1491,7 @@ export type TieredStrategy = Message<"kakeya.v1.TieredStrategy"> & {
  * Use `create(TieredStrategySchema)` to create a new message.
  */
 export const TieredStrategySchema: GenMessage<TieredStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 25);
+  messageDesc(file_kakeya_v1_runtime, 26);
 
 /**
  * Every row stays. Appended tokens read all of them. A generated token whose query is near that of a recent generated
@@ -1546,7 +1537,7 @@ export type MacStrategy = Message<"kakeya.v1.MacStrategy"> & {
  * Use `create(MacStrategySchema)` to create a new message.
  */
 export const MacStrategySchema: GenMessage<MacStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 26);
+  messageDesc(file_kakeya_v1_runtime, 27);
 
 /**
  * What equal histories promise.
