@@ -146,10 +146,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if found is None:
 
             async def refuse(_messages: Any, context: Context) -> None:
-                self._door.refused(context.peer())
+                await self._door.refused(context.peer())
                 raise Unauthenticated
 
-            found = grpc.stream_stream_rpc_method_handler(self._guard(refuse, method))
+            guarded = self._guard(refuse, method)
+
+            async def refuse_who_is_there(messages: Any, context: Context) -> None:
+                if self._door.has_dropped(context.peer()):
+                    # Nobody hears it. There may be hundreds of these in gRPC's queue, before the calls of others.
+                    await context.abort(grpc.StatusCode.UNAUTHENTICATED)
+                await guarded(messages, context)
+
+            found = grpc.stream_stream_rpc_method_handler(refuse_who_is_there)
             self._refusals[method] = found
         return found
 

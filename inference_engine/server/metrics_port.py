@@ -121,6 +121,7 @@ def refuse_unless_loopback(address: Address, bind: str) -> None:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 2 * _MOST_READERS  # beyond it the system lets clients wait a second or more
 
     def __init__(self, address: Address, handler: type[BaseHTTPRequestHandler], on_drop: Callable[[], object]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET

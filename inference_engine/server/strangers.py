@@ -6,7 +6,8 @@ What is dropped is always a stranger, and the oldest first: a client with a key 
     connects ──▶ stranger ──▶ known                        a call was accepted
                     ├──▶ dropped                           one of more than KEPT of its address, after PATIENCE_SECONDS
                     ├──▶ dropped                           too many of its address, or in all, the oldest first
-                    └──▶ dropped                           refused too often
+                    └──▶ waits for each further refusal    refused too often; dropped if too many wait, or if one
+                                                           cancels its call to make another at once
 
 An address is the peer's as the system knows it: behind a proxy, the proxy's.
 """
@@ -20,6 +21,7 @@ import ipaddress
 import os
 import socket
 import stat
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -32,14 +34,21 @@ Peer: TypeAlias = tuple[str, int]  # address and port of the other side
 PATIENCE_SECONDS = 20.0
 KEPT = 16  # of each address, for as long as they like: probes of health have no key
 MOST_OF_ADDRESS = 128
-MOST_REFUSALS = 32  # on one connection
+MOST_REFUSALS = 16  # on one connection
 # On all connections of strangers at one address together; then one refusal is too many.
-ADDRESS_REFUSALS = 256
+ADDRESS_REFUSALS = 128
 ADDRESS_REFUSALS_PER_SECOND = 16.0
 # How often gRPC's connections are looked at: with few strangers, and with more than KEPT.
 CALM_SECONDS, BUSY_SECONDS = 1.0, 0.25
-# Of the time of one thread, what looking may take.
+# Of the time of one thread, what looking may take; and how long it may last for the event loop to wait for it.
 LOOKING_SHARE = 0.05
+QUICK_SECONDS = 0.003
+# Who is refused too often waits for it: until then their call is one of those a connection may have at a time, and gRPC
+# refuses further ones by itself, which costs little. A connection is dropped when too many wait.
+REFUSAL_SECONDS = 1.0
+MOST_WAITING = 512
+# For so long, calls of a connection that was dropped may still come out of gRPC's queue.
+DROPPED_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -94,7 +103,7 @@ class Strangers:
         self._known.setdefault(address, {})[peer] = self._clock() if since is None else since
 
     def refused(self, peer: Peer) -> bool:
-        """A call on this connection was. Is the connection to be dropped for it?"""
+        """A call on this connection was. Was that too often?"""
         if peer in self._known.get(peer[0], ()):
             return False  # a proxy's, perhaps, with others' calls on it
         self.opened(peer)
@@ -198,6 +207,9 @@ class GrpcDoor:
         self._files: Mapping[Peer, int] = {}
         self._seen: dict[int, tuple[int, Peer | None]] = {}  # by descriptor: its inode, and who is there
         self._to_drop: set[Peer] = set()
+        self._looking_seconds = 0.0  # of a processor, the last time
+        self._waiting = 0  # calls, for their refusal
+        self._dropped: dict[Peer, float] = {}  # and when: calls of theirs may still be on their way here
         self._wake = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
 
@@ -216,10 +228,39 @@ class GrpcDoor:
         if found is not None:
             self._strangers.accepted(found)
 
-    def refused(self, peer: str) -> None:
+    async def refused(self, peer: str) -> None:
+        """Returns when the call may be told."""
         found = peer_of(peer)
-        if found is not None and self._strangers.refused(found):
-            self._drop((found,))
+        if found is None or not self._strangers.refused(found):
+            return
+        if self._waiting < MOST_WAITING:
+            self._waiting += 1
+            try:
+                await asyncio.sleep(REFUSAL_SECONDS)
+            except asyncio.CancelledError:
+                # Calls that are cancelled make room for others on their connection, so waiting holds nobody up.
+                self._drop_soon(found)
+                raise
+            finally:
+                self._waiting -= 1
+        else:
+            self._drop_soon(found)
+
+    def has_dropped(self, peer: str) -> bool:
+        """Was the peer's connection dropped while this call of it was on its way?"""
+        return bool(self._dropped) and peer_of(peer) in self._dropped
+
+    def _drop_soon(self, peer: Peer) -> None:
+        """Drop a connection that may be too young to be among our files yet."""
+        # Until it is dropped, each of its calls is refused, which takes longer than to find it.
+        if peer not in self._files and self._looking_seconds <= QUICK_SECONDS:
+            with contextlib.suppress(OSError):
+                self._files = self._find()
+                if peer not in self._files:  # closed by the other side
+                    self._strangers.closed(peer)
+                    self._dropped[peer] = self._clock()
+                    return
+        self._drop((peer,))
 
     def _drop(self, peers: Collection[Peer]) -> None:
         dropped = 0
@@ -228,6 +269,7 @@ class GrpcDoor:
             if file is not None and _shut(file, peer, self._port):
                 self._to_drop.discard(peer)
                 self._strangers.closed(peer)
+                self._dropped[peer] = self._clock()
                 dropped += 1
             else:
                 self._to_drop.add(peer)
@@ -241,8 +283,7 @@ class GrpcDoor:
             # Without a descriptor left, the files cannot be listed; they can when one is closed.
             with contextlib.suppress(OSError):
                 await self._look(began)
-            pause = (self._clock() - began) / LOOKING_SHARE
-            await asyncio.sleep(min(pause, CALM_SECONDS))
+            await asyncio.sleep(min(self._looking_seconds / LOOKING_SHARE, CALM_SECONDS))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BUSY_SECONDS if self._strangers.is_crowded else CALM_SECONDS):
                     await self._wake.wait()
@@ -250,6 +291,7 @@ class GrpcDoor:
 
     async def _look(self, began: float) -> None:
         files = await asyncio.to_thread(self._find)
+        self._dropped = {peer: since for peer, since in self._dropped.items() if began - since < DROPPED_SECONDS}
         for peer in files:
             self._strangers.opened(peer)
         for peer in self._strangers.here_before(began):
@@ -261,7 +303,8 @@ class GrpcDoor:
         self._drop(self._strangers.to_drop())
 
     def _find(self) -> dict[Peer, int]:
-        """The connections of our port, and their descriptors. In a thread of its own."""
+        """The connections of our port, and their descriptors. Any thread."""
+        began = time.thread_time()
         seen: dict[int, tuple[int, Peer | None]] = {}
         for entry in _FILES.iterdir():
             file = int(entry.name)
@@ -275,6 +318,7 @@ class GrpcDoor:
                 peer = before[1] if is_same and before is not None else None
                 seen[file] = (facts.st_ino, peer or _peer_at(file, self._port))
         self._seen = seen
+        self._looking_seconds = time.thread_time() - began
         return {peer: file for file, (_, peer) in seen.items() if peer is not None}
 
 

@@ -14,14 +14,12 @@ INTRODUCTION = """
 
 TITLES = {
     "client": "Client",
-    "link": "What a client and every call take",
-    "requests": "What single calls take",
+    "options": "What a client and its calls take",
     "session": "Session",
     "stream": "Stream",
     "checks": "Token ids",
     "strategies": "Strategies",
     "values": "Answers",
-    "channel": "Certificates",
     "retry": "Retries",
     "errors": "Errors",
     TOKENIZATION: "Tokenization",

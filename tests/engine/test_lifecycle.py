@@ -439,7 +439,9 @@ def test_a_session_larger_than_its_owners_quota_evicts_nobody_and_need_not_come_
 
 def test_a_session_that_can_never_fit_evicts_nobody() -> None:
     clock = Clock()
-    with tiny_engine(clock=clock, strategy="sink_window:sink=1,window=8", growth="guaranteed", kv_bytes=bytes_for(0.5)) as engine:
+    with tiny_engine(
+        clock=clock, strategy="sink_window:sink=1,window=8", growth="guaranteed", kv_bytes=bytes_for(0.5)
+    ) as engine:
         small = opened(engine, strategy=SinkWindow(sink=1, window=8))
         clock.now += 1000
         with pytest.raises(NoCapacity, match="in all"):

@@ -1,6 +1,7 @@
-"""Attacks on a server's gRPC port by somebody without a key. Each is bounded by a time, and goes on when it is cut off.
+"""Attacks on a server's gRPC port, by somebody without a key and by an owner.
 
-`ATTACKS` has them by name; tests run them beside a victim, `scripts/bench_hostile.py` measures what the victim notices.
+Each is bounded by a time, and goes on when it is cut off. `ATTACKS` has them by name; tests run them beside a victim,
+`scripts/bench_hostile.py` measures what the victim notices.
 """
 
 from __future__ import annotations
@@ -8,11 +9,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import grpc
+
+from kakeya.v1 import runtime_pb2 as pb
+from kakeya.v1 import runtime_pb2_grpc
 from tests.hostile import http2
 from tests.hostile.http2 import (
     ACK,
@@ -36,7 +42,12 @@ from tests.hostile.http2 import (
 INFO = "/kakeya.v1.RuntimeService/GetServerInfo"
 CHECK = "/grpc.health.v1.Health/Check"
 WRONG_KEY = ((b"authorization", b"Bearer wrong-key-0123456789abcdef"),)
+KEY = "attacker-" + "a" * 32  # an owner's, to whom the server is open
+OWN_KEY = ((b"authorization", f"Bearer {KEY}".encode()),)
+METADATA = (("authorization", f"Bearer {KEY}"),)
 MESSAGE_BYTES = 4 * 2**20
+STOP_IDS = 1_000_000  # 4 MiB of them
+UNREAD_STREAMS = 100
 BATCH = 64  # of frames in one write
 IDLE_CONNECTIONS = 400
 # So that an attack takes no more of a processor it shares with its victim than an attacker elsewhere would.
@@ -252,9 +263,9 @@ def unfinished_checks(target: str, seconds: float) -> int:
     return sent
 
 
-def half_open(target: str, seconds: float) -> int:
+def half_open(target: str, seconds: float, headers: http2.Headers = ()) -> int:
     """Calls of headers alone, on one connection after another."""
-    block = call_headers(INFO)
+    block = call_headers(INFO, headers)
 
     def batches() -> Iterator[bytes]:
         for first in itertools.count(1, 2 * BATCH):
@@ -286,7 +297,50 @@ def idle_connections(target: str, seconds: float) -> int:
     return opened
 
 
-ATTACKS: dict[str, Attack] = {
+def half_open_of_owner(target: str, seconds: float) -> int:
+    return half_open(target, seconds, OWN_KEY)
+
+
+def stop_ids(target: str, seconds: float) -> int:
+    """Generates with a million stop ids, one after another."""
+    sent, ends = 0, time.monotonic() + seconds
+    with grpc.insecure_channel(target) as channel:
+        stub = runtime_pb2_grpc.RuntimeServiceStub(channel)
+        request = pb.GenerateRequest(session_id="none", max_tokens=1, stop_token_ids=range(STOP_IDS))
+        while time.monotonic() < ends:
+            with contextlib.suppress(grpc.RpcError):
+                list(stub.Generate(request, metadata=METADATA, timeout=10.0))
+            sent += 1
+    return sent
+
+
+def unread_streams(target: str, seconds: float) -> int:
+    """Generates whose sender takes no byte of their answers."""
+    with grpc.insecure_channel(target) as channel:
+        stub = runtime_pb2_grpc.RuntimeServiceStub(channel)
+        sessions: list[str] = []
+        with contextlib.suppress(grpc.RpcError):  # as many as there is room for
+            for _ in range(UNREAD_STREAMS):
+                made = stub.CreateSession(pb.CreateSessionRequest(limit_tokens=400), metadata=METADATA, timeout=10.0)
+                append = pb.AppendTokensRequest(session_id=made.session_id, token_ids=[1, 2, 3])
+                stub.AppendTokens(append, metadata=METADATA, timeout=10.0)
+                sessions.append(made.session_id)
+        no_window = struct.pack(">HI", 4, 0)
+        with Connection(target, settings=no_window) as connection:
+            for session in sessions:
+                request = pb.GenerateRequest(session_id=session, max_tokens=300)
+                stream = connection.begin("/kakeya.v1.RuntimeService/Generate", OWN_KEY)
+                raw = http2.message(request.SerializeToString())
+                if not connection.try_send(frame(DATA, END_STREAM, stream, raw)):
+                    break
+            time.sleep(seconds)
+        for session in sessions:
+            with contextlib.suppress(grpc.RpcError):
+                stub.CloseSession(pb.CloseSessionRequest(session_id=session), metadata=METADATA, timeout=10.0)
+    return len(sessions)
+
+
+WITHOUT_KEY: dict[str, Attack] = {
     "messages that do not end": unfinished_messages,
     "messages that do not end, to health": unfinished_checks,
     "calls that are headers alone": half_open,
@@ -303,3 +357,13 @@ ATTACKS: dict[str, Attack] = {
     "empty DATA": empty_data,
     "idle connections": idle_connections,
 }
+WITH_KEY: dict[str, Attack] = {
+    "4 MiB of stop ids": stop_ids,
+    "an owner's calls that are headers alone": half_open_of_owner,
+    "streams that are not read": unread_streams,
+}
+ATTACKS = WITHOUT_KEY | WITH_KEY
+
+if __name__ == "__main__":
+    # target, name of an attack, seconds
+    ATTACKS[sys.argv[2]](sys.argv[1], float(sys.argv[3]))

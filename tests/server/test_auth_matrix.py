@@ -22,6 +22,8 @@ from tests.load.scripted import scripted_engine
 from tests.server.certificates import Authority, own_address
 from tests.server.wire import Details, serving
 
+pytestmark = pytest.mark.hostile
+
 ALICE, BOB, MALLORY = "alice-" + "a" * 32, "bob-" + "b" * 32, "mallory-" + "m" * 32
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 

@@ -12,6 +12,8 @@ from kakeya.v1 import runtime_pb2 as pb
 from tests.server.wire import HISTORY, Client, connected, held, read_rest, refused, serving
 from tests.tiny import VOCABULARY, tiny_engine
 
+pytestmark = pytest.mark.hostile
+
 NAN, INFINITY = math.nan, math.inf
 UNARY_METHODS = ("CreateSession", "AppendTokens", "CloseSession", "ForkSession", "GetSessionInfo", "GetServerInfo")
 

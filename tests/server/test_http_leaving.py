@@ -43,6 +43,8 @@ from tests.server.wire import TIMEOUT_SECONDS, held
 from tests.tiny import tiny_engine
 from tests.tiny_folder import TEMPLATE, tiny_tokenizer
 
+pytestmark = pytest.mark.hostile
+
 # Sessions that go on for as long as a test needs, and never come to an end by themselves.
 ENDLESS_SESSIONS = "sink_window:sink=4,window=32"
 NO_END = {str(tiny_tokenizer().eos_token_id): -1000}

@@ -29,6 +29,8 @@ from tests.server.http_client import (
 from tests.tiny import tiny_engine
 from tests.tiny_folder import tiny_tokenizer
 
+pytestmark = pytest.mark.hostile
+
 MAX_BODY_BYTES = 4096
 
 

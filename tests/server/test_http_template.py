@@ -11,6 +11,8 @@ from inference_engine.errors import InvalidArgument, ModelError
 from inference_engine.server.http.template import ChatTemplate
 from tests.tiny_folder import TEMPLATE, tiny_tokenizer
 
+pytestmark = pytest.mark.hostile
+
 MESSAGES = (
     {"role": "system", "content": "Be <brief> & “kind”."},
     {"role": "user", "content": "Hello\n  you"},

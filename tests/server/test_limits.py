@@ -19,6 +19,8 @@ from inference_engine.server.limits import OwnerLimits
 from kakeya.v1 import runtime_pb2 as pb
 from tests.server.wire import HISTORY, Client, connected, held, read_rest, refused, serving
 
+pytestmark = pytest.mark.hostile
+
 ALICE, BOB = "alice-" + "a" * 32, "bob-" + "b" * 32
 # Channels of one process to one target share their connection unless they are told not to.
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)

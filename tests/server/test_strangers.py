@@ -13,6 +13,8 @@ from inference_engine.server.strangers import (
     peer_of,
 )
 
+pytestmark = pytest.mark.hostile
+
 HERE, THERE = "10.0.0.1", "10.0.0.2"
 
 

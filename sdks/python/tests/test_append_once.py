@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kakeya._append import Append, AppendLimit, Tail
 from kakeya._errors import (
+    AppendUnresolved,
     ConnectionFailed,
     DeadlineExceeded,
     Draining,
@@ -29,7 +30,7 @@ class Server:
     """A history and a list of what goes wrong next.
 
     Faults, one for each call: "ok", "lost" (never arrives), "unanswered" (arrives, its answer is lost), "late" (arrives
-    after the next call), "timeout", "busy", "draining", "gone".
+    after the next call), "timeout", "busy", "draining", "refused" (no connection is made), "gone".
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Server:
         self.history = list(history or [])
         self._replies: dict[bytes, pb.AppendTokensResponse] | None = {} if knows_ids else None
         self.appends = 0
+        self.meanwhile: list[int] = []  # somebody else's ids, when a request's time is up
         self._faults = faults
         self._late: pb.AppendTokensRequest | None = None
         self._limit = max_append_tokens
@@ -62,11 +64,16 @@ class Server:
             return pb.GetServerInfoResponse(max_append_tokens=self._limit, max_message_bytes=4 * 2**20)
         fault = self._faults.pop(0) if self._faults else "ok"
         lost = ConnectionFailed("connection lost", code="UNAVAILABLE")
+        refused = ConnectionFailed("connection refused", code="UNAVAILABLE")
+        refused._was_sent = False
         refusals: dict[str, Callable[[], KakeyaError]] = {
             "busy": lambda: SessionBusy("busy", code="ABORTED", reason="SESSION_BUSY"),
             "draining": lambda: Draining("draining", code="UNAVAILABLE", reason="DRAINING"),
+            "refused": lambda: refused,
             "gone": lambda: SessionNotFound("no such session", code="NOT_FOUND", reason="SESSION_NOT_FOUND"),
         }
+        if fault == "refused":
+            raise refused
         is_known = isinstance(step.request, pb.AppendTokensRequest) and step.request.request_id in (self._replies or {})
         if fault in refusals and not is_known:
             raise refusals[fault]()
@@ -81,8 +88,12 @@ class Server:
         if fault == "late":
             self._late = step.request
             raise lost
+        if fault == "lost timeout":
+            self.history.extend(self.meanwhile)
+            raise DeadlineExceeded("too late", code="DEADLINE_EXCEEDED")
         reply = self._try_append(step.request)
         if fault == "timeout":
+            self.history.extend(self.meanwhile)
             raise DeadlineExceeded("too late", code="DEADLINE_EXCEEDED")
         if fault == "unanswered":
             raise lost
@@ -95,8 +106,9 @@ class Server:
         assert len(request.token_ids) <= self._limit
         assert len(request.request_id) == 16
         if self._replies is not None and request.request_id in self._replies:
-            return self._replies[request.request_id]
-        if request.expected_history_length != len(self.history):
+            told = self._replies[request.request_id]
+            return pb.AppendTokensResponse(history_length=told.history_length, replayed=True)
+        if request.HasField("expected_history_length") and request.expected_history_length != len(self.history):
             return None
         self.history.extend(request.token_ids)
         reply = pb.AppendTokensResponse(history_length=len(self.history))
@@ -132,7 +144,7 @@ def append(server: Server, ids: list[int], tail: Tail, *, expected: int | None =
 
 
 FAULTS = st.lists(
-    st.sampled_from(["ok", "lost", "unanswered", "late", "timeout", "busy", "draining", "gone"]), max_size=12
+    st.sampled_from(["ok", "lost", "unanswered", "late", "timeout", "busy", "draining", "refused", "gone"]), max_size=12
 )
 
 
@@ -210,16 +222,18 @@ def test_an_append_that_nobody_answered_is_asked_about_before_giving_up() -> Non
 def test_what_cannot_be_known_is_not_claimed() -> None:
     server = Server(["unanswered", *["lost"] * 5])
     tail = Tail()
-    with pytest.raises(ConnectionFailed) as caught:
+    with pytest.raises(AppendUnresolved, match="nobody can tell whether 2 ids for position 0 arrived") as caught:
         append(server, [1, 2], tail)
-    assert caught.value.appended_tokens is None
-    assert caught.value.__notes__ == ["at least 0 of 2 ids of this append are in the history"]
+    error = caught.value
+    assert (error.appended_tokens, error.history_length, error.pending_tokens) == (None, 0, 2)
+    assert isinstance(error.__cause__, ConnectionFailed)
+    assert error.__notes__ == ["at least 0 of 2 ids of this append are in the history"]
 
 
 def test_after_an_open_append_the_next_one_insists_on_the_length_known_before() -> None:
     server = Server(["unanswered", *["lost"] * 5])
     tail = Tail()
-    with pytest.raises(ConnectionFailed):
+    with pytest.raises(AppendUnresolved):
         append(server, [1, 2], tail)
     with pytest.raises(HistoryLengthMismatch) as caught:
         append(server, [1, 2], tail)
@@ -232,11 +246,44 @@ def test_after_an_open_append_the_next_one_insists_on_the_length_known_before() 
 
 def test_a_lagging_length_alone_does_not_prove_arrival() -> None:
     """Three tokens were generated unseen; an append of three that is lost must not be taken for arrived."""
-    server = Server(["lost"], history=[7, 8, 9])
-    with pytest.raises(HistoryLengthMismatch) as caught:
+    server = Server(["lost"], history=[7, 8, 9], knows_ids=False)
+    with pytest.raises(AppendUnresolved) as caught:
         append(server, [1, 2, 3], Tail(length=0, may_lag=True))
     assert caught.value.appended_tokens is None
     assert server.history == [7, 8, 9]
+
+
+def test_a_server_that_knows_ids_proves_that_an_append_did_not_arrive() -> None:
+    """The same, and the append goes to the end of the history, as it would have without the loss."""
+    server = Server(["lost"], history=[7, 8, 9])
+    assert append(server, [1, 2, 3], Tail(length=0, may_lag=True)) == 6
+    assert server.history == [7, 8, 9, 1, 2, 3]
+
+
+@pytest.mark.parametrize("fate", ["unanswered", "lost"])
+def test_where_the_length_cannot_tell_the_requests_id_does(fate: str) -> None:
+    """Its time is up, and somebody else has appended as many ids meanwhile."""
+    server = Server(["timeout" if fate == "unanswered" else "lost timeout"], history=[7])
+    server.meanwhile = [8, 9]
+    tail = Tail(length=1)
+    if fate == "unanswered":
+        assert append(server, [1, 2], tail) == 3
+        assert server.history == [7, 1, 2, 8, 9]
+    else:
+        with pytest.raises(DeadlineExceeded) as caught:
+            append(server, [1, 2], tail)
+        assert caught.value.appended_tokens == 0
+        assert server.history == [7, 8, 9]
+
+
+def test_after_a_drain_an_append_says_draining_and_that_nothing_arrived() -> None:
+    server = Server(["draining", "refused", "refused", "refused"])
+    with pytest.raises(Draining) as caught:
+        append(server, [1, 2], Tail())
+    assert caught.value.appended_tokens == 0
+    assert isinstance(caught.value.__cause__, ConnectionFailed)
+    assert any("connection refused" in note for note in caught.value.__notes__)
+    assert append(server, [1, 2], Tail()) == 2
 
 
 def test_without_a_named_length_ids_go_to_the_end() -> None:

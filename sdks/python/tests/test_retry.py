@@ -15,6 +15,7 @@ from kakeya import (
     RetryPolicy,
     SessionBusy,
     SessionNotFound,
+    TLSFailed,
 )
 from kakeya._flows import Call, Sleep, close_session, repeatable
 from kakeya._retry import Patience
@@ -53,6 +54,42 @@ def test_a_wait_that_outlasts_the_deadline_is_not_begun() -> None:
     draining = Draining("draining", code="UNAVAILABLE", reason="DRAINING", retry_after_seconds=7.0)
     with pytest.raises(Draining):
         flow.throw(draining)
+
+
+def test_a_refused_connection_after_a_drain_is_told_as_draining() -> None:
+    flow = repeatable("GetSessionInfo", INFO, patience(attempts=2))
+    next(flow)
+    draining = Draining("shutting down", code="UNAVAILABLE", reason="DRAINING", retry_after_seconds=5.0)
+    flow.throw(draining)
+    flow.send(None)
+    with pytest.raises(Draining) as caught:
+        flow.throw(LOST)
+    assert caught.value is draining
+    assert caught.value.__cause__ is LOST
+    assert caught.value.__notes__ == ["tried again since, and at last: lost [UNAVAILABLE]"]
+
+
+def test_what_the_server_says_last_is_told_whatever_it_said_before() -> None:
+    flow = repeatable("GetSessionInfo", INFO, patience(attempts=2))
+    next(flow)
+    flow.throw(Draining("shutting down", code="UNAVAILABLE", reason="DRAINING"))
+    flow.send(None)
+    with pytest.raises(SessionNotFound):
+        flow.throw(SessionNotFound("none", code="NOT_FOUND", reason="SESSION_NOT_FOUND"))
+
+
+def test_what_a_server_said_before_it_answered_again_is_no_reason_for_what_comes() -> None:
+    waiting = patience(attempts=2)
+    waiting.wait_seconds(1, Draining("shutting down", code="UNAVAILABLE", reason="DRAINING"))
+    waiting.answered()
+    assert waiting.verdict(LOST) is LOST
+
+
+def test_no_agreement_on_tls_is_not_tried_again() -> None:
+    flow = repeatable("GetSessionInfo", INFO, patience())
+    next(flow)
+    with pytest.raises(TLSFailed):
+        flow.throw(TLSFailed("its certificate is not accepted", code="UNAVAILABLE"))
 
 
 def test_attempts_are_counted() -> None:

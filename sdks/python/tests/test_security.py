@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import trustme
 
@@ -15,6 +18,8 @@ from inference_engine.config import ServerConfig
 
 Do = Callable[..., Awaitable[Any]]
 KEY = "a" * 32
+# Who waits before trying again fails by time-out.
+NEVER_IN_TIME = kakeya.RetryPolicy(first_delay_seconds=600.0, max_delay_seconds=600.0)
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,34 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, run_server: Callable[..., 
     )
     with run_server(config) as target:
         yield Guarded(target, folder / "ca.pem")
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def run_grpc() -> Iterator[Callable[..., str]]:
+    """A gRPC server with a certificate, and with no service behind it; it asks clients for one of `clients`."""
+    servers: list[grpc.Server] = []
+
+    def run(certificate: trustme.LeafCert, *, clients: trustme.CA | None = None) -> str:
+        chain = b"".join(each.bytes() for each in certificate.cert_chain_pems)
+        credentials = grpc.ssl_server_credentials(
+            [(certificate.private_key_pem.bytes(), chain)],
+            root_certificates=None if clients is None else clients.cert_pem.bytes(),
+            require_client_auth=clients is not None,
+        )
+        server = grpc.server(ThreadPoolExecutor(max_workers=1))
+        servers.append(server)
+        port = server.add_secure_port("127.0.0.1:0", credentials)
+        server.start()
+        return f"127.0.0.1:{port}"
+
+    yield run
+    for server in servers:
+        server.stop(0).wait(timeout=10)
 
 
 def make(flavour: str, target: str, **options: Any) -> Any:
@@ -69,8 +102,64 @@ async def test_without_the_key_it_stays_shut(guarded: Guarded, do: Do, flavour: 
 
 async def test_a_server_of_an_unknown_authority_is_not_talked_to(guarded: Guarded, do: Do, flavour: str) -> None:
     other = trustme.CA().cert_pem.bytes()
-    client = make(flavour, guarded.target, api_key=KEY, tls=kakeya.TLS(root_certificates=other))
-    with pytest.raises(kakeya.ConnectionFailed):
+    for tls in (True, kakeya.TLS(root_certificates=other)):
+        client = make(flavour, guarded.target, api_key=KEY, tls=tls, retry=NEVER_IN_TIME)
+        with pytest.raises(kakeya.TLSFailed, match="is not accepted: unable to get local issuer certificate"):
+            await do(client.create_session)
+        await do(client.close)
+
+
+async def test_a_certificate_of_another_name_is_told_at_once(
+    authority: trustme.CA, run_grpc: Callable[..., str], do: Do, flavour: str
+) -> None:
+    target = run_grpc(authority.issue_cert("elsewhere.example.org"))
+    tls = kakeya.TLS(root_certificates=authority.cert_pem.bytes())
+    client = make(flavour, target, tls=tls, retry=NEVER_IN_TIME)
+    with pytest.raises(kakeya.TLSFailed, match="certificate is for another name"):
+        await do(client.server_info)
+    await do(client.close)
+
+
+async def test_an_expired_certificate_is_told_at_once(
+    authority: trustme.CA, run_grpc: Callable[..., str], do: Do, flavour: str
+) -> None:
+    target = run_grpc(authority.issue_cert("127.0.0.1", not_after=datetime(2020, 1, 1, tzinfo=UTC)))
+    tls = kakeya.TLS(root_certificates=authority.cert_pem.bytes())
+    client = make(flavour, target, tls=tls, retry=NEVER_IN_TIME)
+    with pytest.raises(kakeya.TLSFailed, match="certificate has expired"):
+        await do(client.server_info)
+    await do(client.close)
+
+
+async def test_a_server_that_asks_for_a_certificate_says_so(
+    authority: trustme.CA, run_grpc: Callable[..., str], do: Do, flavour: str
+) -> None:
+    target = run_grpc(authority.issue_cert("127.0.0.1"), clients=authority)
+    tls = kakeya.TLS(root_certificates=authority.cert_pem.bytes())
+    client = make(flavour, target, tls=tls, retry=kakeya.RetryPolicy(attempts=1))
+    with pytest.raises(kakeya.ConnectionFailed, match="if it asks its clients for a certificate, tls="):
+        await do(client.server_info)
+    await do(client.close)
+
+
+async def test_certificates_that_are_none_are_told_at_once(guarded: Guarded, do: Do, flavour: str) -> None:
+    tls = kakeya.TLS(root_certificates=b"no PEM at all")
+    client = make(flavour, guarded.target, tls=tls, retry=NEVER_IN_TIME)
+    with pytest.raises(kakeya.TLSFailed, match="cannot be used; each is PEM text"):
+        await do(client.server_info)
+    await do(client.close)
+
+
+async def test_plaintext_to_a_port_that_speaks_tls_says_so(guarded: Guarded, do: Do, flavour: str) -> None:
+    client = make(flavour, guarded.target, retry=NEVER_IN_TIME)
+    with pytest.raises(kakeya.TLSFailed, match="it speaks TLS, and this client does not; give tls=True"):
+        await do(client.create_session)
+    await do(client.close)
+
+
+async def test_tls_to_a_port_that_speaks_plaintext_says_so(server_target: str, do: Do, flavour: str) -> None:
+    client = make(flavour, server_target, tls=True, retry=NEVER_IN_TIME)
+    with pytest.raises(kakeya.TLSFailed, match="it does not speak TLS; leave out tls"):
         await do(client.create_session)
     await do(client.close)
 

@@ -1,15 +1,18 @@
 /**
- * Appending token ids so that each is in the history once, or the caller knows how many are.
+ * Appending token ids so that each is in the history once, or the caller is told that nobody can know.
  *
  * Every request has an id by which the server knows it when it comes again, and names the length it appends to: history
  * only grows, so it can take effect at one length alone. Sending it again is safe. Where no answer comes in the end, the
- * length tells what happened:
+ * history's length is asked for:
  *
- *     found == length             it did not arrive
- *     found == length + count     it arrived
- *     anything else               somebody else wrote, too: nobody can tell
+ *     found == length     it did not arrive
+ *     longer              sent once more: answered as it was if it arrived, else refused, for it names another length
+ *
+ * What is left (nobody answers any more, or a server that knows no ids) throws AppendUnresolved.
  */
 import {
+  AppendUnresolved,
+  CallerError,
   DeadlineExceeded,
   HistoryLengthMismatch,
   KakeyaError,
@@ -18,6 +21,7 @@ import {
   TransportError,
 } from "./errors.js";
 import { exact } from "./checks.js";
+import type { AppendTokensResponse } from "./generated/kakeya/v1/runtime_pb.js";
 import type { Link } from "./link.js";
 import { appendRequest } from "./requests.js";
 import type { Patience } from "./retry.js";
@@ -94,7 +98,7 @@ export class Append {
     this.#isExact = this.#length === tail.length && !tail.mayLag && !this.#isOpen;
   }
 
-  /** The new history length. Errors of ours carry `appendedTokens`. */
+  /** The new history length. Errors of ours carry `appendedTokens`; AppendUnresolved says that nobody can tell. */
   async run(): Promise<number> {
     let appended = 0;
     try {
@@ -119,67 +123,106 @@ export class Append {
     let request = appendRequest(this.#sessionId, chunk, this.#length);
     // An earlier attempt may have arrived, or may yet.
     let isInDoubt = false;
+    // With this; what follows only asks.
+    let givenUp: KakeyaError | undefined;
+    let patience = this.#patience;
     for (let attempts = 1; ; attempts++) {
       const end = this.#length + chunk.length;
       // Written before the request leaves, for the case that the caller's signal ends the wait for its answer.
       this.#tail.hasOpenAppend = true;
-      this.#isFateKnown = false;
       try {
-        const reply = await this.#link.once((rpc, options) => rpc.appendTokens(request, options), this.#patience);
+        const reply = await this.#link.once((rpc, options) => rpc.appendTokens(request, options), patience);
         const length = exact(reply.historyLength, "history_length");
-        if (length !== end) {
-          throw new ProtocolError(
-            `after an append at ${this.#length} the history should have ${end} tokens, the server says ${length}`,
-          );
+        if (length === end) {
+          this.#moveTo(end);
+          return;
         }
-        this.#moveTo(end);
-        return;
+        this.#isFateKnown = false;
+        throw new ProtocolError(
+          `after an append at ${this.#length} the history should have ${end} tokens, the server says ${length}`,
+        );
       } catch (error) {
-        if (!(error instanceof KakeyaError)) throw error;
-        if (error instanceof HistoryLengthMismatch && error.actual !== undefined) {
-          this.#tail.settle(error.actual);
-          // It arrived, at a server that knows no ids.
-          if (isInDoubt && this.#isExact && error.actual === end) {
-            this.#moveTo(end);
-            return;
+        if (!(error instanceof KakeyaError) || error instanceof ProtocolError) throw error;
+        if (error instanceof HistoryLengthMismatch) {
+          if (error.actual === undefined) {
+            this.#isFateKnown = !isInDoubt;
+            throw error;
           }
-          this.#isFateKnown = !isInDoubt;
-          if (this.#mustMatch || isInDoubt) throw error;
+          this.#tail.settle(error.actual);
+          if (isInDoubt && !(await this.#serverKnowsIds())) {
+            // Only its length can tell.
+            if (this.#isExact && error.actual === end) {
+              this.#moveTo(end);
+              return;
+            }
+            throw this.#unresolved(givenUp ?? error, chunk);
+          }
+          // It did not arrive: its id would have been known. Nor can it any more, for history only grows.
+          if (givenUp !== undefined) throw givenUp;
+          if (this.#mustMatch) throw error;
           this.#length = error.actual;
           this.#isExact = true;
-          this.#isOpen = false;
+          this.#isOpen = isInDoubt = false;
           // For another length, it is another request.
           request = appendRequest(this.#sessionId, chunk, this.#length);
           continue;
         }
-        if (isFateOpen(error)) {
-          isInDoubt = true;
-        } else {
-          // Refused: this attempt changed nothing.
-          this.#tail.hasOpenAppend = this.#isOpen || isInDoubt;
-          this.#isFateKnown = !isInDoubt;
-        }
-        const seconds = this.#patience.waitSeconds(attempts, error);
+        // Anything else is a refusal, which changed nothing.
+        isInDoubt ||= isFateOpen(error);
+        this.#tail.hasOpenAppend = this.#isOpen || isInDoubt;
+        const seconds = patience.waitSeconds(attempts, error);
         if (seconds !== undefined) {
-          await this.#link.wait(seconds, this.#patience);
+          await this.#link.wait(seconds, patience);
           continue;
         }
-        if (isInDoubt) {
-          const found = await this.#inquire();
-          if (this.#isExact && found === end && end !== this.#length) {
+        const failure = givenUp ?? patience.verdict(error);
+        if (!isInDoubt || !(failure instanceof KakeyaError)) throw failure;
+        const found = await this.#inquire();
+        if (found === this.#length) throw failure;
+        if (found === undefined || givenUp !== undefined) {
+          if (this.#isExact && found === end) {
             this.#moveTo(end);
             return;
           }
-          this.#isFateKnown = found === this.#length;
+          throw this.#unresolved(failure, chunk);
         }
-        throw error;
+        // It arrived, or something else made the history longer: the request's id can tell. To send it once more is to
+        // ask: if it did not arrive, there is no length any more at which it could.
+        givenUp = failure;
+        patience = this.#patience.extended(INQUIRY_SECONDS);
+        attempts = 0;
       }
     }
   }
 
+  /** What is thrown for `cause` where nobody can tell what became of the ids. */
+  #unresolved(cause: KakeyaError, chunk: number[]): KakeyaError {
+    this.#isFateKnown = false;
+    // Such as a session that is gone, with all that was in it.
+    if (cause instanceof CallerError && !(cause instanceof HistoryLengthMismatch)) return cause;
+    return new AppendUnresolved(cause, { historyLength: this.#length, pendingTokens: chunk.length });
+  }
+
+  /** Does the server know a request again? Found out once, with an append of nothing that is sent twice. */
+  async #serverKnowsIds(): Promise<boolean> {
+    if (this.#link.knowsIds === undefined) {
+      const request = appendRequest(this.#sessionId, []);
+      const patience = this.#patience.extended(INQUIRY_SECONDS);
+      const send = (): Promise<AppendTokensResponse> =>
+        this.#link.repeat((rpc, options) => rpc.appendTokens(request, options), patience);
+      try {
+        await send();
+        this.#link.knowsIds = (await send()).replayed;
+      } catch (error) {
+        if (error instanceof KakeyaError) return false;
+        throw error;
+      }
+    }
+    return this.#link.knowsIds;
+  }
+
   #moveTo(end: number): void {
     this.#length = end;
-    this.#isFateKnown = true;
     this.#tail.settle(end);
   }
 
@@ -208,5 +251,6 @@ export class Append {
 
 /** After these nobody on this side knows whether the request took effect. */
 function isFateOpen(error: KakeyaError): boolean {
-  return error instanceof TransportError || error instanceof DeadlineExceeded || error instanceof ServerError;
+  const isOpen = error instanceof TransportError || error instanceof DeadlineExceeded || error instanceof ServerError;
+  return isOpen && error.wasSent;
 }

@@ -6,22 +6,8 @@ import { createClient, type Client as ConnectClient, type Interceptor } from "@c
 import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
 
 import { invalid, shown } from "./checks.js";
+import { known, type Pem, type TLS } from "./options.js";
 import { RuntimeService } from "./generated/kakeya/v1/runtime_pb.js";
-
-/** A PEM file's contents, or its path. */
-export type Pem = Uint8Array | string;
-
-/**
- * Certificates for an encrypted connection.
- *
- * Without `rootCertificates` the server is checked against Node's own list of authorities. `certificate` and `key` come
- * together, for a server that asks its clients for one.
- */
-export interface TLS {
-  readonly rootCertificates?: Pem;
-  readonly certificate?: Pem;
-  readonly key?: Pem;
-}
 
 /** The calls of the wire contract. */
 export type Rpc = ConnectClient<typeof RuntimeService>;
@@ -91,6 +77,7 @@ function withKey(apiKey: string): Interceptor {
 }
 
 function secureOptions(tls: TLS): SecureClientSessionOptions {
+  known(tls, "TLS");
   if ((tls.certificate === undefined) !== (tls.key === undefined)) {
     throw invalid("tls", "needs certificate and key together; only one of them is given");
   }

@@ -99,3 +99,28 @@ test("settings that make no sense are refused by name", async () => {
     expect(error.field).toBe(field);
   }
 });
+
+test("an option of another name is an error, wherever it is given, and is told with those there are", async () => {
+  const stray = { stratgy: { kind: "full" }, retry: { attempts: 1 } };
+  const unknown = await failure(kakeya.InvalidArgument, () => new kakeya.Client("127.0.0.1:1", stray));
+  expect(unknown.message).toBe(
+    "stratgy is not an option of Client; those are apiKey, tls, timeoutSeconds, generateTimeoutSeconds, retry",
+  );
+  expect(unknown.field).toBe("stratgy");
+  for (const options of [{ retry: { attempt: 1 } }, { tls: { ca: "a.pem" } }] as object[]) {
+    await failure(kakeya.InvalidArgument, () => new kakeya.Client("127.0.0.1:1", options));
+  }
+  await using client = new kakeya.Client(inject("target"));
+  await using session = await client.createSession();
+  const wrong = { maxTokens: 7, timeout: 1 } as object;
+  await failure(kakeya.InvalidArgument, client.createSession({ limit: 7 } as object));
+  await failure(kakeya.InvalidArgument, client.serverInfo(wrong));
+  await failure(kakeya.InvalidArgument, () => session.generate(1, wrong));
+  await failure(kakeya.InvalidArgument, session.append([1], wrong));
+  await failure(kakeya.InvalidArgument, session.fork(wrong));
+  await failure(kakeya.InvalidArgument, session.info(wrong));
+  await failure(kakeya.InvalidArgument, session.close(wrong));
+  await failure(kakeya.InvalidArgument, () => session.generate(1, null as unknown as object));
+  const info = await session.info();
+  expect([info.historyLength, info.isGenerating]).toEqual([0, false]);
+});

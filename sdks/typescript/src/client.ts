@@ -1,6 +1,7 @@
 /** A connection to a runtime. */
-import { Link, type CallOptions, type ClientOptions } from "./link.js";
-import { createSessionRequest, type CreateSessionOptions } from "./requests.js";
+import { Link } from "./link.js";
+import { known, type CallOptions, type ClientOptions, type CreateSessionOptions } from "./options.js";
+import { createSessionRequest } from "./requests.js";
 import { Session } from "./session.js";
 import { createdFacts, serverInfoOf, type ServerInfo } from "./values.js";
 
@@ -13,7 +14,7 @@ export class Client implements AsyncDisposable {
 
   /** Throws InvalidArgument; a certificate file that cannot be read throws Node's own error. */
   constructor(target = "127.0.0.1:50051", options: ClientOptions = {}) {
-    this.#link = new Link(target, options);
+    this.#link = new Link(target, known(options, "Client"));
   }
 
   get target(): string {
@@ -34,7 +35,7 @@ export class Client implements AsyncDisposable {
 
   /** The server's model, limits and strategies, now. */
   async serverInfo(options: CallOptions = {}): Promise<ServerInfo> {
-    const patience = this.#link.patience(options);
+    const patience = this.#link.patience(known(options, "this call"));
     return serverInfoOf(await this.#link.repeat((rpc, each) => rpc.getServerInfo({}, each), patience));
   }
 

@@ -15,7 +15,8 @@
  *     │   └── InvariantViolated, NonFiniteLogits, RestorationFailed, InternalError, ProtocolError
  *     ├── DeadlineExceeded            the call took longer than its timeout
  *     └── TransportError              the network or a proxy, not the runtime
- *         └── ConnectionFailed
+ *         ├── ConnectionFailed        ── TLSFailed
+ *         └── AppendUnresolved        nobody can tell whether ids of an append arrived
  *
  * An error the server explains is chosen by its ErrorInfo reason; a reason newer than this SDK, by its status code.
  */
@@ -41,6 +42,12 @@ export class KakeyaError extends Error {
   readonly retryAfterSeconds: number | undefined;
   /** Set by a failed `append`: how many of its ids are in the history; null if that cannot be known. */
   appendedTokens: number | null | undefined = undefined;
+  /**
+   * False: the call never left this side.
+   *
+   * @internal
+   */
+  wasSent = true;
 
   constructor(message: string, facts: ErrorFacts = {}) {
     super(message, facts.cause === undefined ? undefined : { cause: facts.cause });
@@ -226,3 +233,33 @@ export class TransportError extends KakeyaError {}
 
 /** The server could not be reached, or the connection broke. */
 export class ConnectionFailed extends TransportError {}
+
+/** A certificate is not accepted, or only one side speaks TLS. The same call fails again, so it is not retried. */
+export class TLSFailed extends ConnectionFailed {}
+
+/**
+ * Nobody can tell whether ids of an append are in the history; `cause` is what went wrong.
+ *
+ * `pendingTokens` ids were to follow the first `historyLength` tokens of the history. Whatever became of them, the
+ * session's next append does not double them: it insists on the length known before.
+ */
+export class AppendUnresolved extends TransportError {
+  readonly historyLength: number;
+  readonly pendingTokens: number;
+
+  constructor(cause: KakeyaError, at: { historyLength: number; pendingTokens: number }) {
+    super(
+      `${cause.message}; nobody can tell whether ${at.pendingTokens} ids for position ${at.historyLength} arrived: ` +
+        "info() tells the length of the history",
+      {
+        code: cause.code,
+        reason: cause.reason,
+        metadata: cause.metadata,
+        retryAfterSeconds: cause.retryAfterSeconds,
+        cause,
+      },
+    );
+    this.historyLength = at.historyLength;
+    this.pendingTokens = at.pendingTokens;
+  }
+}

@@ -9,11 +9,11 @@
  *     await session.append(promptTokenIds);
  *     for await (const tokenId of session.generate(256)) …
  */
-export type { Pem, TLS } from "./channel.js";
 export type { TokenIds } from "./checks.js";
 export { Client } from "./client.js";
 export {
   AppendTooLarge,
+  AppendUnresolved,
   CallerError,
   ConnectionFailed,
   DeadlineExceeded,
@@ -45,14 +45,23 @@ export {
   StateError,
   StreamTakenOver,
   TemplateError,
+  TLSFailed,
   TokenizerError,
   TokenOutOfRange,
   TransportError,
   Unauthenticated,
 } from "./errors.js";
 export type { ErrorFacts } from "./errors.js";
-export type { CallOptions, ClientOptions } from "./link.js";
-export type { AppendOptions, CreateSessionOptions, ForkOptions, GenerateOptions } from "./requests.js";
+export type {
+  AppendOptions,
+  CallOptions,
+  ClientOptions,
+  CreateSessionOptions,
+  ForkOptions,
+  GenerateOptions,
+  Pem,
+  TLS,
+} from "./options.js";
 export type { RetryPolicy } from "./retry.js";
 export { Session } from "./session.js";
 export type {

@@ -3,32 +3,13 @@ import { setTimeout as sleep } from "node:timers/promises";
 
 import { ConnectError, type CallOptions as RpcOptions } from "@connectrpc/connect";
 
-import { openChannel, type Channel, type Rpc, type TLS } from "./channel.js";
+import { openChannel, type Channel, type Rpc } from "./channel.js";
 import { secondsOf } from "./checks.js";
-import { StateError } from "./errors.js";
+import { ConnectionFailed, KakeyaError, StateError, TLSFailed } from "./errors.js";
+import type { CallOptions, ClientOptions } from "./options.js";
+import { tlsMismatch } from "./probe.js";
 import { Patience, retryPolicyOf, type RetryPolicy } from "./retry.js";
 import { fromConnectError } from "./status.js";
-
-/** What every call takes. */
-export interface CallOptions {
-  /** For all attempts of the call together; null: no limit. Default: the client's. */
-  readonly timeoutSeconds?: number | null | undefined;
-  /** Stops the call, which then fails with the signal's reason. */
-  readonly signal?: AbortSignal | undefined;
-}
-
-/** How a client is made. */
-export interface ClientOptions {
-  /** Sent as a bearer token with every call. */
-  readonly apiKey?: string | undefined;
-  /** Encrypt; true: with Node's list of authorities. Default false. */
-  readonly tls?: TLS | boolean | undefined;
-  /** Default for every call but `generate`; null: no limit. Default 30. */
-  readonly timeoutSeconds?: number | null | undefined;
-  /** Default for `generate`; null: no limit. Default 3600. */
-  readonly generateTimeoutSeconds?: number | null | undefined;
-  readonly retry?: RetryPolicy | undefined;
-}
 
 const CALL_SECONDS = 30;
 // Long enough for 32k tokens at ten a second; a server that stops answering is noticed by keepalive long before.
@@ -49,11 +30,16 @@ export class Link {
   readonly target: string;
   /** How many ids one append may carry; asked of the server once. */
   appendLimitTokens: number | undefined = undefined;
+  /** Is a request that comes again known by its id? Found out where it matters. */
+  knowsIds: boolean | undefined = undefined;
   readonly #channel: Channel;
   readonly #policy: Required<RetryPolicy>;
   readonly #timeoutSeconds: number | null;
   readonly #generateTimeoutSeconds: number | null;
   readonly #running = new Set<() => void>();
+  readonly #tls: ClientOptions["tls"];
+  /** A connection was made once, or it was found out why not. */
+  #isMet = false;
   #isClosed = false;
 
   constructor(target: string, options: ClientOptions) {
@@ -64,7 +50,8 @@ export class Link {
       "generateTimeoutSeconds",
     );
     this.#policy = retryPolicyOf(options.retry);
-    this.#channel = openChannel(target, options.apiKey, options.tls ?? false);
+    this.#tls = options.tls ?? false;
+    this.#channel = openChannel(target, options.apiKey, this.#tls);
   }
 
   get rpc(): Rpc {
@@ -83,9 +70,11 @@ export class Link {
   async once<T>(attempt: Attempt<T>, patience: Patience): Promise<T> {
     const leash = this.leash(patience.signal);
     try {
-      return await attempt(this.rpc, { signal: leash.signal, ...timeoutOf(patience) });
+      const reply = await attempt(this.rpc, { signal: leash.signal, ...timeoutOf(patience) });
+      this.#isMet = true;
+      return reply;
     } catch (error) {
-      throw this.explain(error, patience);
+      throw await this.#probed(this.explain(error, patience));
     } finally {
       leash.release();
     }
@@ -105,7 +94,7 @@ export class Link {
   /** Wait as long as it takes before the next attempt, or throw `error`. */
   async waitOrGiveUp(error: unknown, attempts: number, patience: Patience): Promise<void> {
     const seconds = patience.waitSeconds(attempts, error);
-    if (seconds === undefined) throw error;
+    if (seconds === undefined) throw patience.verdict(error);
     await this.wait(seconds, patience);
   }
 
@@ -156,6 +145,18 @@ export class Link {
     }
     if (patience.signal?.aborted === true) return patience.signal.reason;
     return error instanceof ConnectError ? fromConnectError(error, this.target, patience.isOver) : error;
+  }
+
+  /** `error`, or what a handshake finds to be wrong where no connection was ever made. */
+  async #probed(error: unknown): Promise<unknown> {
+    if (error instanceof KakeyaError && error.reason !== undefined) this.#isMet = true;
+    const mayDiffer = error instanceof ConnectionFailed && !(error instanceof TLSFailed) && error.wasSent;
+    if (this.#isMet || !mayDiffer || this.#isClosed) return error;
+    this.#isMet = true;
+    const found = await tlsMismatch(this.target, this.#tls ?? false);
+    if (found === undefined) return error;
+    const kind = found.isCertain ? TLSFailed : ConnectionFailed;
+    return new kind(`no connection to ${this.target}: ${found.problem}`, { code: "UNAVAILABLE", cause: error });
   }
 
   get isClosed(): boolean {

@@ -7,11 +7,12 @@ import { PYTHON, ROOT } from "../testing/python.mjs";
 import * as kakeya from "./index.js";
 
 const VALUES = `
-AppendTooLarge CallerError Client ConnectionFailed DeadlineExceeded Draining EngineStalled GenerateStream
-HistoryLengthMismatch HistoryLimit InternalError InvalidArgument InvalidMessages InvalidTokenIds InvariantViolated
-KakeyaError NoCapacity NonFiniteLogits OutOfMemory Overloaded ProtocolError QuotaExceeded RequestIdReused
-RestorationFailed RetryableError ServerError Session SessionBusy SessionClosed SessionEvicted SessionNotFound
-SlowConsumer StateError StreamTakenOver TemplateError TokenizerError TokenOutOfRange TransportError Unauthenticated
+AppendTooLarge AppendUnresolved CallerError Client ConnectionFailed DeadlineExceeded Draining EngineStalled
+GenerateStream HistoryLengthMismatch HistoryLimit InternalError InvalidArgument InvalidMessages InvalidTokenIds
+InvariantViolated KakeyaError NoCapacity NonFiniteLogits OutOfMemory Overloaded ProtocolError QuotaExceeded
+RequestIdReused RestorationFailed RetryableError ServerError Session SessionBusy SessionClosed SessionEvicted
+SessionNotFound SlowConsumer StateError StreamTakenOver TemplateError TLSFailed TokenizerError TokenOutOfRange
+TransportError Unauthenticated
 `
   .trim()
   .split(/\s+/);

@@ -3,7 +3,7 @@ import { randomBytes } from "node:crypto";
 
 import { create } from "@bufbuild/protobuf";
 
-import { booleanOf, finiteOf, textOf, tokenIdsOf, uint32Of, uint64Of, type TokenIds } from "./checks.js";
+import { booleanOf, finiteOf, textOf, tokenIdsOf, uint32Of, uint64Of } from "./checks.js";
 import {
   AppendTokensRequestSchema,
   CloseSessionRequestSchema,
@@ -16,73 +16,11 @@ import {
   type ForkSessionRequest,
   type GenerateRequest,
 } from "./generated/kakeya/v1/runtime_pb.js";
-import type { CallOptions } from "./link.js";
-import { strategyToWire, type Strategy } from "./strategies.js";
-import type { Progress } from "./values.js";
-
-/** How a session is made. */
-export interface CreateSessionOptions extends CallOptions {
-  /** What the session keeps and reads. Default: the server's. */
-  readonly strategy?: Strategy | undefined;
-  /** Ids that end every Generate of the session. */
-  readonly eosTokenIds?: TokenIds | undefined;
-  /** The session's own length limit; a smaller limit is a smaller bound. */
-  readonly limitTokens?: number | bigint | undefined;
-  /**
-   * true reserves all of `sustainedBytes` now; false lets the server grant memory as the history grows: an append or a
-   * generate may then throw NoCapacity, the history kept. Default: as the server is set.
-   */
-  readonly guaranteed?: boolean | undefined;
-  /** Your own name for the session, at most 128 printable characters; `info()` tells it. */
-  readonly label?: string | undefined;
-}
-
-/** How an append is made. */
-export interface AppendOptions extends CallOptions {
-  /** A history of any other length is left as it is. */
-  readonly expectedHistoryLength?: number | undefined;
-}
-
-/** How a fork is made. */
-export interface ForkOptions extends CallOptions {
-  /** A session of any other length is not forked. */
-  readonly expectedHistoryLength?: number | undefined;
-  /** The fork's own length limit. Default: that of the session it is made from. */
-  readonly limitTokens?: number | bigint | undefined;
-  /** Your own name for the session, at most 128 printable characters; `info()` tells it. */
-  readonly label?: string | undefined;
-}
-
-/** How tokens are drawn, when to stop, and what to tell. */
-export interface GenerateOptions extends CallOptions {
-  /** The same seed at the same position draws the same token. Default: the server draws one; the result has it. */
-  readonly seed?: number | bigint | undefined;
-  /** 0 or left out: greedy. */
-  readonly temperature?: number | undefined;
-  /** In (0, 1]; 1: off. */
-  readonly topP?: number | undefined;
-  /** 0: off. */
-  readonly topK?: number | undefined;
-  /** In [0, 1]; 0: off. */
-  readonly minP?: number | undefined;
-  /** 1: off. Applied to every id of the whole history. */
-  readonly repetitionPenalty?: number | undefined;
-  /** Added to the logits, by token id. */
-  readonly logitBias?: ReadonlyMap<number, number> | undefined;
-  /** End this Generate, beside the session's own. */
-  readonly stopTokenIds?: TokenIds | undefined;
-  /** Tell each token's log-probability. */
-  readonly logprobs?: boolean | undefined;
-  /** Called while the stream is read, before its first token. */
-  readonly onProgress?: ((progress: Progress) => void) | undefined;
-  /** A history of any other length is left as it is. */
-  readonly expectedHistoryLength?: number | undefined;
-  /** May the server's drafter guess ahead? That changes no token, only how fast they come. Default true. */
-  readonly drafting?: boolean | undefined;
-}
+import { known, type CreateSessionOptions, type ForkOptions, type GenerateOptions } from "./options.js";
+import { strategyToWire } from "./strategies.js";
 
 export function createSessionRequest(options: CreateSessionOptions): CreateSessionRequest {
-  const { strategy, limitTokens, guaranteed } = options;
+  const { strategy, limitTokens, guaranteed } = known(options, "createSession");
   return create(CreateSessionRequestSchema, {
     clientLabel: textOf(options.label ?? "", "label"),
     eosTokenIds: tokenIdsOf(options.eosTokenIds ?? [], "eosTokenIds"),
@@ -93,19 +31,19 @@ export function createSessionRequest(options: CreateSessionOptions): CreateSessi
   });
 }
 
-/** An append at `length`. The ids are checked already. */
-export function appendRequest(sessionId: string, tokenIds: number[], length: number): AppendTokensRequest {
+/** An append at `length`, or at the end. The ids are checked already. */
+export function appendRequest(sessionId: string, tokenIds: number[], length?: number): AppendTokensRequest {
   return create(AppendTokensRequestSchema, {
     sessionId,
     tokenIds,
-    expectedHistoryLength: BigInt(length),
+    ...(length === undefined ? {} : { expectedHistoryLength: BigInt(length) }),
     requestId: newRequestId(),
   });
 }
 
 /** The request for one Generate. It always asks for detailed frames: they tell the history length as it grows. */
 export function generateRequest(sessionId: string, maxTokens: number, options: GenerateOptions): GenerateRequest {
-  const { temperature, topP, topK, minP, repetitionPenalty, seed } = options;
+  const { temperature, topP, topK, minP, repetitionPenalty, seed } = known(options, "generate");
   return create(GenerateRequestSchema, {
     sessionId,
     maxTokens: uint32Of(maxTokens, "maxTokens"),
@@ -127,7 +65,7 @@ export function generateRequest(sessionId: string, maxTokens: number, options: G
 }
 
 export function forkRequest(sessionId: string, options: ForkOptions): ForkSessionRequest {
-  const { limitTokens } = options;
+  const { limitTokens } = known(options, "fork");
   return create(ForkSessionRequestSchema, {
     sessionId,
     clientLabel: textOf(options.label ?? "", "label"),

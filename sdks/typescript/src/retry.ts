@@ -1,6 +1,7 @@
 /** How long to keep trying: one deadline over all attempts of a call, and the waits between them. */
 import { invalid, shown, wholeIn } from "./checks.js";
-import { KakeyaError } from "./errors.js";
+import { DeadlineExceeded, KakeyaError, TLSFailed, TransportError } from "./errors.js";
+import { known } from "./options.js";
 
 /**
  * Waits between attempts of a call, after a lost connection and where the server says when to come again.
@@ -20,7 +21,7 @@ export interface RetryPolicy {
 
 /** The policy with every number filled in. Throws InvalidArgument. */
 export function retryPolicyOf(policy: RetryPolicy = {}): Required<RetryPolicy> {
-  const filled = { attempts: 4, firstDelaySeconds: 0.2, maxDelaySeconds: 5, ...policy };
+  const filled = { attempts: 4, firstDelaySeconds: 0.2, maxDelaySeconds: 5, ...known(policy, "RetryPolicy") };
   wholeIn(filled.attempts, "attempts", 1, 999);
   for (const name of ["firstDelaySeconds", "maxDelaySeconds"] as const) {
     if (!(Number.isFinite(filled[name]) && filled[name] >= 0)) {
@@ -35,6 +36,8 @@ export class Patience {
   readonly signal: AbortSignal | undefined;
   readonly #policy: Required<RetryPolicy>;
   readonly #deadline: number | null;
+  /** By the server, and not answered since. */
+  #lastTold: KakeyaError | undefined = undefined;
 
   constructor(policy: Required<RetryPolicy>, timeoutSeconds: number | null, signal?: AbortSignal) {
     this.signal = signal;
@@ -53,7 +56,9 @@ export class Patience {
 
   /** How long to wait before the next attempt, after attempt number `attempt` (from 1); undefined to give up. */
   waitSeconds(attempt: number, error: unknown): number | undefined {
-    if (!(error instanceof KakeyaError) || attempt >= this.#policy.attempts) return undefined;
+    if (!(error instanceof KakeyaError)) return undefined;
+    if (error.reason !== undefined) this.#lastTold = error;
+    if (error instanceof TLSFailed || attempt >= this.#policy.attempts) return undefined;
     const asked = error.retryAfterSeconds;
     if (error.code !== "UNAVAILABLE" && asked === undefined) return undefined;
     const longest = Math.min(this.#policy.maxDelaySeconds, this.#policy.firstDelaySeconds * 2 ** (attempt - 1));
@@ -64,8 +69,29 @@ export class Patience {
     return remaining === undefined || delay * 1000 < remaining ? delay : undefined;
   }
 
+  /**
+   * What to throw when giving up with `error`: the last reason that the server gave, if it gave one.
+   *
+   * A server that drains says so and then refuses connections: the first is why, the second only what follows.
+   */
+  verdict(error: unknown): unknown {
+    const told = this.#lastTold;
+    if (told === undefined || told === error || !isUnexplained(error)) return error;
+    told.cause = error;
+    return told;
+  }
+
+  /** The server answers again: what it said before is no reason for what comes. */
+  answered(): void {
+    this.#lastTold = undefined;
+  }
+
   /** A deadline of its own, from now, for what has to follow even when this one has passed. */
   extended(timeoutSeconds: number): Patience {
     return new Patience(this.#policy, timeoutSeconds);
   }
+}
+
+function isUnexplained(error: unknown): boolean {
+  return (error instanceof TransportError || error instanceof DeadlineExceeded) && error.reason === undefined;
 }

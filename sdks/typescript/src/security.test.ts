@@ -1,6 +1,6 @@
 /** Keys and certificates, against the real server. */
 import { mkdtempSync, rmSync, writeFileSync } from "node:fs";
-import { connect, type AddressInfo } from "node:net";
+import { connect, createServer as createPlainServer, type AddressInfo, type Server as PlainServer } from "node:net";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { createServer, type Server } from "node:tls";
@@ -10,6 +10,9 @@ import { afterAll, beforeAll, expect, inject, test } from "vitest";
 import { failure } from "../testing/moves.js";
 import { openServer, type Guarded } from "../testing/servers.js";
 import * as kakeya from "./index.js";
+
+// Who waits before trying again fails by time-out.
+const NEVER_IN_TIME: kakeya.RetryPolicy = { firstDelaySeconds: 600, maxDelaySeconds: 600 };
 
 let guarded: Guarded;
 let stranger: Guarded;
@@ -44,10 +47,38 @@ test.each([undefined, "b".repeat(32)])("without the key it stays shut: %s", asyn
 
 test("a server of an unknown authority is not talked to", async () => {
   for (const tls of [true, { rootCertificates: Buffer.from(stranger.authority) }]) {
-    await using client = new kakeya.Client(guarded.target, { apiKey: guarded.key, tls, retry: { attempts: 1 } });
-    const error = await failure(kakeya.ConnectionFailed, client.createSession());
-    expect(error.message).toContain("certificate");
+    await using client = new kakeya.Client(guarded.target, { apiKey: guarded.key, tls, retry: NEVER_IN_TIME });
+    const error = await failure(kakeya.TLSFailed, client.createSession());
+    expect(error.message).toContain("its certificate is not accepted: unable to verify the first certificate");
   }
+});
+
+test("a certificate of another name is told at once", async () => {
+  const tls = { rootCertificates: Buffer.from(guarded.authority) };
+  // The same server, by a name that is not in its certificate.
+  await using client = new kakeya.Client(guarded.target.replace("127.0.0.1", "127.0.0.2"), {
+    tls,
+    retry: NEVER_IN_TIME,
+  });
+  const front = await forward(client.target, guarded.target);
+  try {
+    const error = await failure(kakeya.TLSFailed, client.serverInfo());
+    expect(error.message).toContain("its certificate is for another name");
+  } finally {
+    front.close();
+  }
+});
+
+test("plaintext to a port that speaks TLS says so", async () => {
+  await using client = new kakeya.Client(guarded.target, { retry: NEVER_IN_TIME });
+  const error = await failure(kakeya.TLSFailed, client.serverInfo());
+  expect(error.message).toContain("it speaks TLS, and this client does not; give tls: true");
+});
+
+test("TLS to a port that speaks plaintext says so", async () => {
+  await using client = new kakeya.Client(inject("target"), { tls: true, retry: NEVER_IN_TIME });
+  const error = await failure(kakeya.TLSFailed, client.serverInfo());
+  expect(error.message).toContain("it does not speak TLS; leave out tls");
 });
 
 test("a server that asks its clients for a certificate gets it", async () => {
@@ -58,8 +89,9 @@ test("a server that asks its clients for a certificate gets it", async () => {
     const [certificate, key] = [Buffer.from(guarded.certificate), Buffer.from(guarded.certificate)];
     await using client = new kakeya.Client(target, { tls: { rootCertificates, certificate, key } });
     expect((await client.serverInfo()).modelId).toBe("tiny");
-    await using without = new kakeya.Client(target, { tls: { rootCertificates }, retry: { attempts: 1 } });
-    await failure(kakeya.ConnectionFailed, without.serverInfo());
+    await using without = new kakeya.Client(target, { tls: { rootCertificates }, retry: NEVER_IN_TIME });
+    const error = await failure(kakeya.TLSFailed, without.serverInfo());
+    expect(error.message).toContain("it asks its clients for a certificate");
   } finally {
     front.close();
   }
@@ -78,6 +110,20 @@ test("a key does not leave this machine in the clear", async () => {
 test("a certificate file that is not there is Node's own error", () => {
   expect(() => new kakeya.Client("127.0.0.1:1", { tls: { rootCertificates: "nowhere.pem" } })).toThrow("ENOENT");
 });
+
+/** A second address of a server's. */
+async function forward(from: string, to: string): Promise<PlainServer> {
+  const [, port] = to.split(":");
+  const front = createPlainServer((client) => {
+    const server = connect(Number(port), "127.0.0.1");
+    client.pipe(server).pipe(client);
+    client.on("error", () => server.destroy());
+    server.on("error", () => client.destroy());
+  });
+  const [host, own] = from.split(":");
+  await new Promise<void>((ready) => front.listen(Number(own), host, ready));
+  return front;
+}
 
 /** What stands in front of the runtime where clients have certificates. */
 async function mutualTls(authority: string, certificate: string, target: string): Promise<Server> {

@@ -2,15 +2,9 @@
 import { Append, Tail } from "./append.js";
 import { exact, tokenIdsOf, uint64Of, type TokenIds } from "./checks.js";
 import { SessionClosed, SessionNotFound, StateError } from "./errors.js";
-import type { CallOptions, Link } from "./link.js";
-import {
-  closeRequest,
-  forkRequest,
-  generateRequest,
-  type AppendOptions,
-  type ForkOptions,
-  type GenerateOptions,
-} from "./requests.js";
+import type { Link } from "./link.js";
+import { known, type AppendOptions, type CallOptions, type ForkOptions, type GenerateOptions } from "./options.js";
+import { closeRequest, forkRequest, generateRequest } from "./requests.js";
 import type { Strategy } from "./strategies.js";
 import { Fold, GenerateStream } from "./stream.js";
 import { forkedFacts, sessionInfoOf, type Mode, type SessionFacts, type SessionInfo } from "./values.js";
@@ -110,7 +104,7 @@ export class Session implements AsyncDisposable {
    */
   async append(tokenIds: TokenIds, options: AppendOptions = {}): Promise<number> {
     this.#requireOpen();
-    const { expectedHistoryLength: expected } = options;
+    const { expectedHistoryLength: expected } = known(options, "append");
     const append = new Append(
       this.#link,
       this.id,
@@ -153,7 +147,7 @@ export class Session implements AsyncDisposable {
   async info(options: CallOptions = {}): Promise<SessionInfo> {
     if (this.#isClosed) throw this.#closedError();
     const sessionId = this.id;
-    const patience = this.#link.patience(options);
+    const patience = this.#link.patience(known(options, "this call"));
     const info = sessionInfoOf(
       await this.#link.repeat((rpc, each) => rpc.getSessionInfo({ sessionId }, each), patience),
     );
@@ -165,7 +159,7 @@ export class Session implements AsyncDisposable {
   async close(options: CallOptions = {}): Promise<number> {
     if (this.#isClosed) return this.historyLength;
     const request = closeRequest(this.id);
-    const patience = this.#link.patience(options);
+    const patience = this.#link.patience(known(options, "this call"));
     for (let attempts = 1; ; attempts++) {
       try {
         const reply = await this.#link.once((rpc, each) => rpc.closeSession(request, each), patience);

@@ -6,6 +6,10 @@ import { ErrorInfoSchema, RetryInfoSchema } from "./generated/google/rpc/error_d
 
 const DOMAIN = "kakeya.v1";
 
+// OpenSSL's words for what is wrong with a certificate, as Node names them.
+const CERTIFICATE_CODES =
+  /^(?:UNABLE_TO_|SELF_SIGNED|DEPTH_ZERO|CERT_|CRL_|ERROR_IN_CERT|INVALID_CA|INVALID_PURPOSE|PATH_LENGTH|HOSTNAME_MIS)/;
+
 type ErrorClass = new (message: string, facts: errors.ErrorFacts) => errors.KakeyaError;
 
 /** Every reason of the runtime's, with its class. */
@@ -64,8 +68,43 @@ const CODES_OF_A_LOST_CONNECTION = new Set([
 export function fromConnectError(error: ConnectError, target: string, isLate: boolean): errors.KakeyaError {
   const explanation = explained(error);
   if (explanation !== undefined) return explanation;
+  const connecting = causeWithCode(error);
+  const problem = connecting === undefined ? undefined : tlsProblem(connecting);
+  if (problem !== undefined && !isLate) {
+    const failure = new errors.TLSFailed(`no connection to ${target}: ${problem}`, {
+      code: "UNAVAILABLE",
+      cause: error,
+    });
+    failure.wasSent = false;
+    return failure;
+  }
   const [kind, code, situation] = unexplained(error, target, isLate);
-  return new kind(`${situation}: ${error.rawMessage}`, { code, cause: error });
+  const failure = new kind(`${situation}: ${error.rawMessage}`, { code, cause: error });
+  failure.wasSent = !(connecting?.syscall === "connect" || connecting?.syscall === "getaddrinfo");
+  return failure;
+}
+
+/** Node's own error behind a call's. */
+function causeWithCode(error: unknown): NodeJS.ErrnoException | undefined {
+  for (let cause = error; cause instanceof Error; cause = cause.cause) {
+    if ("code" in cause && typeof cause.code === "string") return cause as NodeJS.ErrnoException;
+  }
+  return undefined;
+}
+
+/** What is wrong with keys and certificates; undefined if nothing of that kind is. */
+function tlsProblem({ code = "", message }: NodeJS.ErrnoException): string | undefined {
+  if (code === "ERR_TLS_CERT_ALTNAME_INVALID") return `its certificate is for another name: ${message.trim()}`;
+  if (CERTIFICATE_CODES.test(code)) {
+    return `its certificate is not accepted: ${message}; tls: { rootCertificates } names its authority`;
+  }
+  if (/wrong.version.number|packet.length.too.long/i.test(`${code} ${message}`)) {
+    return "it does not speak TLS; leave out tls, or ask for a port that does";
+  }
+  if (/certificate.required/i.test(`${code} ${message}`)) {
+    return "it asks its clients for a certificate; tls: { certificate, key } gives one";
+  }
+  return code.startsWith("ERR_SSL_") ? message.trim() : undefined;
 }
 
 function explained(error: ConnectError): errors.KakeyaError | undefined {

@@ -135,20 +135,29 @@ class Attachment {
     [this.#frames, this.#first] = this.#open(request);
   }
 
-  /** The next frame, undefined at the end. `position` is that of the next token, for a call that has to go on there. */
-  async next(position: number | undefined): Promise<GenerateResponse | undefined> {
+  /**
+   * The next frame, undefined at the end. `position` is that of the next token, for a call that has to go on there.
+   *
+   * A connection that breaks is made again, but for a stream that is complete: that has nothing left to lose.
+   */
+  async next(position: number | undefined, isComplete: boolean): Promise<GenerateResponse | undefined> {
     for (;;) {
       try {
         const frame = await (this.#first ?? this.#frames.next());
         this.#first = undefined;
         if (frame.done === true) return undefined;
-        this.#attempts = 1;
+        // Only tokens count as getting on: a server tells of progress to each attempt.
+        if (frame.value.payload.case === "token") {
+          this.#attempts = 1;
+          this.#patience.answered();
+        }
         return frame.value;
       } catch (error) {
         this.#first = undefined;
+        if (isComplete) return undefined;
         const explained = this.#link.explain(error, this.#patience);
         const seconds = this.#patience.waitSeconds(this.#attempts, explained);
-        if (seconds === undefined || this.#leash.signal.aborted) throw explained;
+        if (seconds === undefined || this.#leash.signal.aborted) throw this.#patience.verdict(explained);
         await this.#link.waitOn(this.#leash, seconds, this.#patience);
         this.#attempts += 1;
         [this.#frames, this.#first] = this.#open(
@@ -299,7 +308,7 @@ export class GenerateStream implements AsyncIterable<number>, AsyncDisposable {
   async #read(): Promise<TokenDetail | undefined> {
     try {
       while (!this.#isOver) {
-        const frame = await this.#attachment.next(this.#fold.nextPosition);
+        const frame = await this.#attachment.next(this.#fold.nextPosition, this.#fold.result !== undefined);
         if (this.#hasEnded()) return undefined;
         if (frame === undefined) {
           if (this.#fold.result === undefined) throw new ProtocolError("the stream ended without its last frame");
@@ -315,11 +324,10 @@ export class GenerateStream implements AsyncIterable<number>, AsyncDisposable {
       }
       return undefined;
     } catch (error) {
-      // A stream we cancelled ends quietly, and one that is complete does not need the rest of its call.
+      // A stream we cancelled ends quietly.
       if (this.#isCancelled) return undefined;
       this.#end();
       this.#attachment.cancel();
-      if (this.#fold.result !== undefined && !(error instanceof ProtocolError)) return undefined;
       this.#failure = { error };
       throw error;
     }

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kakeya._channel import TLS
     from kakeya._errors import (
         AppendTooLarge,
+        AppendUnresolved,
         CallerError,
         ConnectionFailed,
         DeadlineExceeded,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         StateError,
         StreamTakenOver,
         TemplateError,
+        TLSFailed,
         TokenizerError,
         TokenOutOfRange,
         TransportError,
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TLS",
     "AppendTooLarge",
+    "AppendUnresolved",
     "AsyncClient",
     "AsyncGenerateStream",
     "AsyncSession",
@@ -115,6 +118,7 @@ __all__ = [
     "StopReason",
     "Strategy",
     "StreamTakenOver",
+    "TLSFailed",
     "TemplateError",
     "Tiered",
     "TokenDetail",

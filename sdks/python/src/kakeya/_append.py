@@ -1,12 +1,13 @@
-"""Appending token ids so that each is in the history once, or the caller knows how many are.
+"""Appending token ids so that each is in the history once, or the caller is told that nobody can know.
 
 Every request has an id by which the server knows it when it comes again, and names the length it appends to
 (`expected_history_length`): history only grows, so it can take effect at one length alone. Sending it again is safe.
-Where no answer comes in the end, the length tells what happened:
+Where no answer comes in the end, the history's length is asked for:
 
-    found == length             it did not arrive
-    found == length + count     it arrived
-    anything else               somebody else wrote, too: nobody can tell
+    found == length     it did not arrive
+    longer              sent once more: answered as it was if it arrived, else refused, for it names another length
+
+What is left (nobody answers any more, or a server that knows no ids) raises AppendUnresolved.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kakeya._errors import (
+    AppendUnresolved,
+    CallerError,
     DeadlineExceeded,
     HistoryLengthMismatch,
     KakeyaError,
@@ -53,9 +56,10 @@ class Tail:
 
 @dataclass(slots=True)
 class AppendLimit:
-    """How many ids one request may carry; asked of the server once for each client."""
+    """What appends have to know of the server; asked of it once for each client."""
 
-    tokens: int | None = None
+    tokens: int | None = None  # that one request may carry
+    knows_ids: bool | None = None  # is a request that comes again known by its id?
 
 
 class Append:
@@ -87,7 +91,7 @@ class Append:
         self._is_fate_known = True  # of the last request
 
     def run(self) -> Flow[int]:
-        """The new history length. Errors carry `appended_tokens`."""
+        """The new history length. Errors carry `appended_tokens`; AppendUnresolved says that nobody can tell."""
         appended = 0
         try:
             size = yield from self._ids_per_request()
@@ -107,60 +111,94 @@ class Append:
     def _send(self, chunk: Sequence[int]) -> Flow[None]:
         """Append one request's worth at `_length`, and move `_length` behind it."""
         is_in_doubt = False  # an earlier attempt may have arrived, or may yet
-        attempt = 0
-        request_id = new_request_id()
+        given_up: KakeyaError | None = None  # with this; what follows only asks
+        patience, attempt = self._patience, 0
+        request = self._request(chunk)
         while True:
             attempt += 1
             end = self._length + len(chunk)
             # Written before the request leaves, for the case that this generator is abandoned while it is under way.
-            self._tail.has_open_append, self._is_fate_known = True, False
+            self._tail.has_open_append = True
             failure: KakeyaError
             try:
-                reply: pb.AppendTokensResponse = yield self._request(chunk, request_id)
+                reply: pb.AppendTokensResponse = yield Call("AppendTokens", request, patience.remaining_seconds())
             except HistoryLengthMismatch as error:
                 if error.actual is None:
+                    self._is_fate_known = not is_in_doubt
                     raise
                 self._tail.settle(error.actual)
-                if is_in_doubt and self._is_exact and error.actual == end:  # it arrived, at a server that knows no ids
-                    break
-                self._is_fate_known = not is_in_doubt
-                if self._must_match or is_in_doubt:
+                if is_in_doubt and not (yield from self._server_knows_ids()):
+                    if self._is_exact and error.actual == end:  # only its length can tell
+                        break
+                    self._is_fate_known = False
+                    raise self._unresolved(given_up or error, chunk) from error
+                # It did not arrive: its id would have been known. Nor can it any more, for history only grows.
+                if given_up is not None:
+                    raise given_up from error
+                if self._must_match:
                     raise
-                self._length, self._is_exact, self._is_open = error.actual, True, False
-                request_id = new_request_id()  # for another length, it is another request
+                self._length, self._is_exact, self._is_open, is_in_doubt = error.actual, True, False, False
+                request = self._request(chunk)  # for another length, it is another request
                 continue
             except (TransportError, DeadlineExceeded, ServerError) as error:
-                is_in_doubt, failure = True, error
+                is_in_doubt, failure = is_in_doubt or error._was_sent, error
             except KakeyaError as error:  # refused: this attempt changed nothing
-                self._tail.has_open_append = self._is_open or is_in_doubt
-                self._is_fate_known, failure = not is_in_doubt, error
+                failure = error
             else:
                 if reply.history_length != end:
+                    self._is_fate_known = False
                     raise ProtocolError(
                         f"after an append at {self._length} the history should have {end} tokens, "
                         f"the server says {reply.history_length}"
                     )
                 break
-            if (delay := self._patience.wait_seconds(attempt, failure)) is not None:
+            self._tail.has_open_append = self._is_open or is_in_doubt
+            if (delay := patience.wait_seconds(attempt, failure)) is not None:
                 yield Sleep(delay)
                 continue
-            if is_in_doubt:
-                found = yield from self._inquire()
-                if self._is_exact and found == end != self._length:
-                    break
-                self._is_fate_known = found == self._length
-            raise failure
-        self._length, self._is_fate_known = end, True
+            failure = given_up or patience.verdict(failure)
+            if not is_in_doubt:
+                raise failure
+            found = yield from self._inquire()
+            if found == self._length:
+                raise failure
+            if found is not None and given_up is None:
+                # It arrived, or something else made the history longer: the request's id can tell. To send it once more
+                # is to ask: if it did not arrive, there is no length any more at which it could.
+                given_up, patience, attempt = failure, self._patience.extended(INQUIRY_SECONDS), 0
+                continue
+            if self._is_exact and found == end:
+                break
+            self._is_fate_known = False
+            if isinstance(failure, CallerError):  # such as a session that is gone, with all that was in it
+                raise failure
+            raise self._unresolved(failure, chunk) from failure
+        self._length = end
         self._tail.settle(end)
 
-    def _request(self, chunk: Sequence[int], request_id: bytes) -> Call:
-        request = pb.AppendTokensRequest(
+    def _request(self, chunk: Sequence[int]) -> pb.AppendTokensRequest:
+        return pb.AppendTokensRequest(
             session_id=self._session_id,
             token_ids=chunk,
             expected_history_length=self._length,
-            request_id=request_id,
+            request_id=new_request_id(),
         )
-        return Call("AppendTokens", request, self._patience.remaining_seconds())
+
+    def _unresolved(self, cause: KakeyaError, chunk: Sequence[int]) -> AppendUnresolved:
+        return AppendUnresolved(cause, history_length=self._length, pending_tokens=len(chunk))
+
+    def _server_knows_ids(self) -> Flow[bool]:
+        """Does the server know a request again? Found out once, with an append of nothing that is sent twice."""
+        if self._limit.knows_ids is None:
+            request = pb.AppendTokensRequest(session_id=self._session_id, request_id=new_request_id())
+            patience = self._patience.extended(INQUIRY_SECONDS)
+            try:
+                yield from repeatable("AppendTokens", request, patience)
+                reply: pb.AppendTokensResponse = yield from repeatable("AppendTokens", request, patience)
+            except KakeyaError:
+                return False
+            self._limit.knows_ids = reply.replayed
+        return self._limit.knows_ids
 
     def _inquire(self) -> Flow[int | None]:
         """The history length now; None if that, too, fails."""

@@ -127,13 +127,18 @@ class AsyncClient(ClientBase):
             return None
         try:
             method = getattr(self._stub(), step.method)
-            return await method(step.request, timeout=step.timeout, metadata=self._metadata())
+            reply = await method(step.request, timeout=step.timeout, metadata=self._metadata())
         except grpc.RpcError as error:
-            raise self._explain(error) from error
+            explained = self._explain(error)
+            if self._wants_probe(explained):
+                explained = await asyncio.to_thread(self._probed, explained)
+            raise explained from error
         except asyncio.CancelledError:
             if _is_task_cancelled() or not self._is_closed:
                 raise
             raise self._closed_meanwhile() from None
+        self._is_met = True
+        return reply
 
     def _generate(self, request: pb.GenerateRequest, patience: Patience) -> Any:
         return self._stub().Generate(request, timeout=patience.remaining_seconds(), metadata=self._metadata())

@@ -57,6 +57,7 @@ class Address:
     target: str
     credentials: grpc.ChannelCredentials | None
     metadata: tuple[tuple[str, str], ...]
+    has_certificate: bool = False
 
 
 def address(target: str, api_key: str | None, tls: TLS | bool) -> Address:
@@ -77,6 +78,7 @@ def address(target: str, api_key: str | None, tls: TLS | bool) -> Address:
         target,
         _credentials(TLS() if tls is True else tls) if tls is not False else None,
         () if api_key is None else (("authorization", f"Bearer {api_key}"),),
+        has_certificate=isinstance(tls, TLS) and tls.certificate is not None,
     )
 
 

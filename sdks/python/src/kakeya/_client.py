@@ -7,7 +7,8 @@ import grpc
 from kakeya._append import AppendLimit
 from kakeya._channel import TLS, address
 from kakeya._checks import seconds
-from kakeya._errors import KakeyaError, StateError
+from kakeya._errors import ConnectionFailed, KakeyaError, StateError, TLSFailed
+from kakeya._probe import tls_mismatch
 from kakeya._retry import Patience, RetryPolicy
 from kakeya._session import DEFAULT, Timeout
 from kakeya._status import from_rpc_error
@@ -33,6 +34,7 @@ class ClientBase:
         self._retry = RetryPolicy() if retry is None else retry
         self._append_limit = AppendLimit()
         self._is_closed = False
+        self._is_met = False  # a connection was made once, or it was found out why not
 
     @property
     def target(self) -> str:
@@ -58,6 +60,28 @@ class ClientBase:
     def _explain(self, error: grpc.RpcError) -> KakeyaError:
         """The typed error for a failed RPC."""
         return self._closed_meanwhile() if self._is_closed else from_rpc_error(error, self.target)
+
+    def _wants_probe(self, error: KakeyaError) -> bool:
+        """Is it worth finding out whether the two sides disagree on TLS? Once, where no connection was ever made."""
+        self._is_met |= error.reason is not None or error._was_sent
+        may_differ = not isinstance(error, TLSFailed) and "refused" not in error.message
+        return isinstance(error, ConnectionFailed) and may_differ and not self._is_met
+
+    def _probed(self, error: KakeyaError) -> KakeyaError:
+        """`error`, or what a handshake finds to be wrong. Takes a moment: not on an event loop."""
+        self._is_met = True
+        found = tls_mismatch(
+            self.target,
+            is_encrypted=self._address.credentials is not None,
+            has_certificate=self._address.has_certificate,
+        )
+        if found is None:
+            return error
+        problem, is_certain = found
+        kind = TLSFailed if is_certain else ConnectionFailed
+        failure = kind(f"no connection to {self.target}: {problem}", code=error.code)
+        failure._was_sent = False
+        return failure
 
     def _closed_meanwhile(self) -> StateError:
         return StateError(f"this client of {self.target} was closed while the call was running")

@@ -14,7 +14,8 @@
     │   └── InvariantViolated, NonFiniteLogits, RestorationFailed, InternalError, ProtocolError
     ├── DeadlineExceeded            the call took longer than its timeout      (also TimeoutError)
     └── TransportError              the network or a proxy, not the runtime
-        └── ConnectionFailed                                                   (also ConnectionError)
+        ├── ConnectionFailed        ── TLSFailed                               (also ConnectionError)
+        └── AppendUnresolved        nobody can tell whether ids of an append arrived
 
 An error the server explains is chosen by its ErrorInfo reason; a reason newer than this SDK, by its status code.
 """
@@ -51,6 +52,7 @@ class KakeyaError(Exception):
         self.metadata = dict(metadata)
         self.retry_after_seconds = retry_after_seconds
         self.appended_tokens: int | None = None
+        self._was_sent = True  # False: the call never left this side
 
     def __str__(self) -> str:
         label = self.reason or self.code
@@ -256,3 +258,27 @@ class TransportError(KakeyaError):
 
 class ConnectionFailed(TransportError, ConnectionError):
     """The server could not be reached, or the connection broke."""
+
+
+class TLSFailed(ConnectionFailed):
+    """A certificate is not accepted, or only one side speaks TLS. The same call fails again, so it is not retried."""
+
+
+class AppendUnresolved(TransportError):
+    """Nobody can tell whether ids of an append are in the history; `__cause__` is what went wrong.
+
+    `pending_tokens` ids were to follow the first `history_length` tokens of the history. Whatever became of them, the
+    session's next append does not double them: it insists on the length known before.
+    """
+
+    def __init__(self, cause: KakeyaError, *, history_length: int, pending_tokens: int) -> None:
+        super().__init__(
+            f"{cause.message}; nobody can tell whether {pending_tokens} ids for position {history_length} arrived: "
+            "info() tells the length of the history",
+            code=cause.code,
+            reason=cause.reason,
+            metadata=cause.metadata,
+            retry_after_seconds=cause.retry_after_seconds,
+        )
+        self.history_length = history_length
+        self.pending_tokens = pending_tokens

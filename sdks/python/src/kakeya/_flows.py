@@ -71,5 +71,5 @@ def wait_or_give_up(error: KakeyaError, attempt: int, patience: Patience) -> Flo
     """Wait as long as it takes before the next attempt, or raise `error`."""
     delay = patience.wait_seconds(attempt, error)
     if delay is None:
-        raise error
+        raise patience.verdict(error)
     yield Sleep(delay)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kakeya._checks import finite, invalid, whole_number
-from kakeya._errors import KakeyaError
+from kakeya._errors import DeadlineExceeded, KakeyaError, TLSFailed, TransportError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +50,7 @@ class Patience:
         self._clock = clock
         self._jitter = jitter
         self._deadline = None if timeout is None else clock() + timeout
+        self._last_told: KakeyaError | None = None  # by the server, and not answered since
 
     def remaining_seconds(self) -> float | None:
         """Time left, never below 0; None if there is no deadline."""
@@ -57,7 +58,11 @@ class Patience:
 
     def wait_seconds(self, attempt: int, error: KakeyaError) -> float | None:
         """How long to wait before the next attempt; None to give up with `error`."""
+        if error.reason is not None:
+            self._last_told = error
         asked = error.retry_after_seconds
+        if isinstance(error, TLSFailed):
+            return None
         if (error.code != "UNAVAILABLE" and asked is None) or attempt >= self.policy.attempts:
             return None
         # Clients that were all told the same do not all come at the same time.
@@ -66,6 +71,26 @@ class Patience:
         remaining = self.remaining_seconds()
         return delay if remaining is None or delay < remaining else None
 
+    def verdict(self, error: KakeyaError) -> KakeyaError:
+        """What to raise when giving up with `error`: the last reason that the server gave, if it gave one.
+
+        A server that drains says so and then refuses connections: the first is why, the second only what follows.
+        """
+        told = self._last_told
+        if told is None or told is error or not _is_unexplained(error):
+            return error
+        told.add_note(f"tried again since, and at last: {error}")
+        told.__cause__ = error
+        return told
+
+    def answered(self) -> None:
+        """The server answers again: what it said before is no reason for what comes."""
+        self._last_told = None
+
     def extended(self, timeout: float) -> Patience:
         """A deadline of its own, from now, for what has to follow even when this one has passed."""
         return Patience(self.policy, timeout, clock=self._clock, jitter=self._jitter)
+
+
+def _is_unexplained(error: KakeyaError) -> bool:
+    return error.reason is None and isinstance(error, TransportError | DeadlineExceeded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import cast
 
 import grpc
@@ -12,6 +13,15 @@ from grpc_status import rpc_status
 from kakeya import _errors as errors
 
 DOMAIN = "kakeya.v1"
+
+# How gRPC begins what it says of a call for which it found no connection, so that it never left.
+_NOT_CONNECTED = ("failed to connect to all addresses", "DNS resolution failed")
+_CERTIFICATE = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
+_TLS_SIGNS = {
+    "Hostname Verification Check failed": "its certificate is for another name than this target's",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS; leave out tls, or ask for a port that does",
+    "Failed to create security handshaker": "the certificates or the key in tls cannot be used; each is PEM text",
+}
 
 _BY_REASON: dict[str, type[errors.KakeyaError]] = {
     "INVALID_ARGUMENT": errors.InvalidArgument,
@@ -69,8 +79,7 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> errors.KakeyaError:
     message = call.details() or f"the call ended with {code.name}"
     info, retry_after_seconds = _details(call)
     if info is None:
-        kind, situation = _UNEXPLAINED.get(code, (errors.TransportError, "the call failed at {target}"))
-        return kind(f"{situation.format(target=target)}: {message}", code=code.name)
+        return _unexplained(code, message, target)
     kind = _BY_REASON.get(info.reason) or _BY_CODE.get(code, errors.CallerError)
     return kind(
         message,
@@ -79,6 +88,25 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> errors.KakeyaError:
         metadata=dict(info.metadata),
         retry_after_seconds=retry_after_seconds,
     )
+
+
+def _unexplained(code: grpc.StatusCode, message: str, target: str) -> errors.KakeyaError:
+    if code is grpc.StatusCode.UNAVAILABLE and (problem := _tls_problem(message)) is not None:
+        failure: errors.KakeyaError = errors.TLSFailed(f"no connection to {target}: {problem}", code=code.name)
+    else:
+        kind, situation = _UNEXPLAINED.get(code, (errors.TransportError, "the call failed at {target}"))
+        failure = kind(f"{situation.format(target=target)}: {message}", code=code.name)
+    failure._was_sent = not message.startswith(_NOT_CONNECTED)
+    return failure
+
+
+def _tls_problem(message: str) -> str | None:
+    """What is wrong with keys and certificates, by gRPC's message; None if it names nothing of that kind."""
+    if (found := _CERTIFICATE.search(message)) is not None:
+        return f"its certificate is not accepted: {found[1]}; tls=TLS(root_certificates=…) names its authority"
+    if (problem := next((problem for sign, problem in _TLS_SIGNS.items() if sign in message), None)) is not None:
+        return problem
+    return message if "SSL_ERROR_SSL" in message else None
 
 
 def _details(call: grpc.Call) -> tuple[error_details_pb2.ErrorInfo | None, float | None]:

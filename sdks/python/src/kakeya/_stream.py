@@ -144,6 +144,7 @@ class StreamBase:
             raise
         if token is not None:
             self._attempt = 1
+            self._patience.answered()
             self._tail.saw(token.position + 1)
         elif self._fold.result is not None:
             self._tail.settle(self._fold.result.history_length)
@@ -166,7 +167,7 @@ class StreamBase:
         explained = self._client._explain(error)
         delay = self._patience.wait_seconds(self._attempt, explained)
         if delay is None:
-            self._fail(explained, error)
+            self._fail(self._patience.verdict(explained), error)
         self._attempt += 1
         return delay
 

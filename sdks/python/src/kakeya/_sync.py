@@ -119,9 +119,14 @@ class Client(ClientBase):
             return None
         try:
             method = getattr(self._stub, step.method)
-            return method(step.request, timeout=step.timeout, metadata=self._metadata())
+            reply = method(step.request, timeout=step.timeout, metadata=self._metadata())
         except grpc.RpcError as error:
-            raise self._explain(error) from error
+            explained = self._explain(error)
+            if self._wants_probe(explained):
+                explained = self._probed(explained)
+            raise explained from error
+        self._is_met = True
+        return reply
 
     def _generate(self, request: pb.GenerateRequest, patience: Patience) -> Any:
         self._require_open()

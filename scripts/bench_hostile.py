@@ -1,0 +1,229 @@
+"""What an owner notices of attacks by others, and what those take of the server's memory.
+
+    python scripts/bench_hostile.py            writes results/hostile/<date>-<machine>/
+
+A server on the scripted model with keys, its victim and the attacker are processes of their own on one machine. The
+victim asks GetSessionInfo, one call after another. In each round, for each attack of `tests/hostile/attacks.py`, it
+does so for a while in calm and for as long beside the attack; ratios are taken within a pair. The attacker takes
+processor time that the victim would have: what that alone costs is shown by one that only spins. How far two
+measurements in calm differ is shown as well: on a machine with other work, that is the least that a ratio means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+from inference_engine.cli.scripted_server import scripted_child
+from inference_engine.config import EngineConfig, ServerConfig
+from inference_engine.evaluation import record
+from inference_engine.server.auth import Key
+from kakeya.v1 import runtime_pb2 as pb
+from kakeya.v1 import runtime_pb2_grpc
+
+sys.path.insert(0, str(record.ROOT))
+
+from tests.hostile import attacks
+from tests.hostile.attacks import ATTACKS, INFO
+from tests.hostile.http2 import END_HEADERS, HEADERS, Connection, call_headers, frame
+
+KEY = "victim-" + "v" * 32
+NOTHING, SPIN = "none: calm", "none: a process that only spins"
+# As many as one address may have, and on each as many calls as a connection may.
+FIRST_CONNECTIONS, CONNECTIONS, CALLS_OF_CONNECTION = 20, 100, 256
+CALLS_SECONDS = 4.0
+CALL = call_headers(INFO)
+
+
+def victim(target: str) -> None:
+    """For each line, a number of seconds: calls for as long; prints their number, failures and latencies."""
+    metadata = (("authorization", f"Bearer {KEY}"),)
+    with grpc.insecure_channel(target) as channel:
+        stub = runtime_pb2_grpc.RuntimeServiceStub(channel)
+        session_id = stub.CreateSession(pb.CreateSessionRequest(limit_tokens=100), metadata=metadata).session_id
+        request = pb.GetSessionInfoRequest(session_id=session_id)
+        print("ready", flush=True)
+        for line in sys.stdin:
+            latencies, failed, ends = [], 0, time.perf_counter() + float(line)
+            while (began := time.perf_counter()) < ends:
+                try:
+                    stub.GetSessionInfo(request, metadata=metadata, timeout=30.0)
+                except grpc.RpcError:
+                    failed += 1
+                latencies.append(time.perf_counter() - began)
+            latencies.sort()
+            p50, p99 = (latencies[int(len(latencies) * part)] for part in (0.5, 0.99))
+            print(json.dumps({"calls": len(latencies), "failed": failed, "p50": p50, "p99": p99}), flush=True)
+
+
+@contextlib.contextmanager
+def child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        (sys.executable, str(Path(__file__).resolve()), *arguments),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextlib.contextmanager
+def attacking(name: str, target: str, seconds: float) -> Iterator[None]:
+    others = {
+        NOTHING: ("-c", ""),
+        SPIN: ("-c", f"import time\nends = time.time() + {seconds}\nwhile time.time() < ends: pass"),
+    }
+    arguments = others.get(name, ("-m", "tests.hostile.attacks", target, name, str(seconds)))
+    process = subprocess.Popen((sys.executable, *arguments), cwd=record.ROOT)
+    try:
+        yield
+    finally:
+        process.wait(seconds + 60.0)
+
+
+class Watched:
+    """The server's memory, and the victim's answers."""
+
+    def __init__(self, target: str, pid: int, asking: subprocess.Popen[str]) -> None:
+        self.target = target
+        self._process = psutil.Process(pid)
+        self._asking = asking
+
+    @property
+    def resident_bytes(self) -> int:
+        return int(self._process.memory_info().rss)
+
+    def ask(self, seconds: float) -> Any:
+        assert self._asking.stdin is not None and self._asking.stdout is not None
+        self._asking.stdin.write(f"{seconds}\n")
+        self._asking.stdin.flush()
+        return json.loads(self._asking.stdout.readline())
+
+
+def pair(watched: Watched, name: str, seconds: float) -> dict[str, float]:
+    """One measurement in calm and one beside the attack."""
+    calm = watched.ask(seconds)
+    before = watched.resident_bytes
+    with attacking(name, watched.target, seconds + 1.0):
+        time.sleep(0.5)  # it starts
+        attacked = watched.ask(seconds)
+        after = watched.resident_bytes
+    return {
+        "p50_ratio": attacked["p50"] / calm["p50"],
+        "p99_ratio": attacked["p99"] / calm["p99"],
+        "p99_calm_ms": 1e3 * calm["p99"],
+        "p99_ms": 1e3 * attacked["p99"],
+        "calls_ratio": attacked["calls"] / calm["calls"],
+        "failed": attacked["failed"] + calm["failed"],
+        "mib": (after - before) / 2**20,
+    }
+
+
+def bytes_each(watched: Watched) -> dict[str, float]:
+    """What is held of somebody without a key: of a connection, and of a call that is headers alone."""
+    with contextlib.ExitStack() as stack:
+
+        def connect(count: int) -> list[Connection]:
+            return [stack.enter_context(Connection(watched.target)) for _ in range(count)]
+
+        connect(FIRST_CONNECTIONS)
+        time.sleep(1.0)
+        before = watched.resident_bytes
+        connections = connect(CONNECTIONS)
+        time.sleep(1.0)
+        held = watched.resident_bytes
+        # Until the last refusal has come, for which some wait.
+        most, ends = held, time.monotonic() + CALLS_SECONDS
+        begin = b"".join(frame(HEADERS, END_HEADERS, stream, CALL) for stream in range(1, 2 * CALLS_OF_CONNECTION, 2))
+        for each in connections:
+            each.try_send(begin)
+            most = max(most, watched.resident_bytes)
+        while time.monotonic() < ends:
+            most = max(most, watched.resident_bytes)
+            time.sleep(0.02)
+    return {"connection": (held - before) / CONNECTIONS, "call": (most - held) / (CONNECTIONS * CALLS_OF_CONNECTION)}
+
+
+def measure(rounds: int, seconds: float) -> tuple[dict[str, list[dict[str, float]]], list[dict[str, float]]]:
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in (NOTHING, SPIN, *ATTACKS)}
+    each: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder) / "keys"
+        lines = (Key.of(KEY, "victim").line, Key.of(attacks.KEY, "attacker").line)
+        keys.write_text("\n".join((*lines, "")), encoding="utf-8")
+        server = ServerConfig(bind="127.0.0.1:0", api_key_file=str(keys))
+        for number in range(rounds):
+            # A server for each round: what one attack leaves is not held against those of the next round.
+            with scripted_child(EngineConfig(kv_bytes=2**26), server, step_seconds=0.001) as process:
+                target = process.wait_ready()
+                with child("--victim", target) as asking:
+                    assert asking.stdout is not None and asking.stdout.readline() == "ready\n"
+                    watched = Watched(target, process.pid, asking)
+                    watched.ask(1.0)
+                    each.append(bytes_each(watched))
+                    for name, pairs in found.items():
+                        pairs.append(pair(watched, name, seconds))
+            print(f"round {number + 1} of {rounds}", file=sys.stderr)
+    return found, each
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--victim", help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="in calm, and as many beside the attack")
+    parser.add_argument("--results", type=Path, default=record.RESULTS)
+    options = parser.parse_args()
+    if options.victim:
+        victim(options.victim)
+        return
+    found, each = measure(options.rounds, options.seconds)
+    values: dict[str, dict[str, Any]] = {
+        "bytes of a connection without a call": record.summarize([one["connection"] / 1024 for one in each], "KiB"),
+        "bytes of a call that is headers alone, at most": record.summarize([one["call"] / 1024 for one in each], "KiB"),
+    }
+    for name, pairs in found.items():
+        values[f"{name}: p99, attacked / calm"] = record.summarize([one["p99_ratio"] for one in pairs], "ratio")
+        values[f"{name}: p50, attacked / calm"] = record.summarize([one["p50_ratio"] for one in pairs], "ratio")
+        values[f"{name}: p99, attacked"] = record.summarize([one["p99_ms"] for one in pairs], "ms")
+        values[f"{name}: p99, calm"] = record.summarize([one["p99_calm_ms"] for one in pairs], "ms")
+        values[f"{name}: calls, attacked / calm"] = record.summarize([one["calls_ratio"] for one in pairs], "ratio")
+        values[f"{name}: memory"] = record.summarize([one["mib"] for one in pairs], "MiB")
+        values[f"{name}: calls that failed"] = record.exact(sum(one["failed"] for one in pairs), "calls")
+    for name, value in values.items():
+        print(f"{name:64} {value['median']:10.2f} {value['unit']:6} ({value['low']:.2f} to {value['high']:.2f})")
+    payload = {
+        "command": record.command_line(),
+        "config": {
+            "rounds": options.rounds,
+            "seconds": options.seconds,
+            "connections": CONNECTIONS,
+            "calls_of_connection": CALLS_OF_CONNECTION,
+            "engine": "the scripted model, steps of a millisecond",
+            "transport": "loopback, no TLS, keys; victim, attacker and server share the machine",
+        },
+        "seeds": [],
+        "values": values,
+        "baseline": "the same victim in calm, before each attack; and beside a process that only spins",
+    }
+    path = record.write_record("hostile", payload, results_dir=options.results)
+    print(path.relative_to(record.ROOT) if path.is_relative_to(record.ROOT) else path.name)
+
+
+if __name__ == "__main__":
+    main()

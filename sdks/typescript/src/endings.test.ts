@@ -1,0 +1,235 @@
+/** How calls end whose server goes away: what is told, how often it was tried, and what is complete all the same. */
+import { setTimeout as sleep } from "node:timers/promises";
+
+import { afterEach, expect, test } from "vitest";
+
+import { failure } from "../testing/moves.js";
+import { draining, mismatch, scripted, type Script, type Scripted } from "../testing/scripted.js";
+import * as kakeya from "./index.js";
+
+const QUICK: kakeya.RetryPolicy = { firstDelaySeconds: 0 };
+let server: Scripted;
+let client: kakeya.Client;
+afterEach(async () => {
+  await client.close();
+  await server.close();
+});
+
+async function serve(script: Script): Promise<kakeya.Client> {
+  server = await scripted({
+    createSession: () => ({ sessionId: "s1" }),
+    getServerInfo: () => ({ maxAppendTokens: 100, maxMessageBytes: 4 * 2 ** 20 }),
+    ...script,
+  });
+  client = new kakeya.Client(server.target, { retry: QUICK });
+  return client;
+}
+
+const token = (position: number) => ({
+  payload: { case: "token" as const, value: { tokenId: position + 100, position: BigInt(position) } },
+});
+const done = (count: number) => ({
+  payload: { case: "done" as const, value: { generatedTokenCount: count, historyLength: BigInt(count) } },
+});
+const accepted = { payload: { case: "accepted" as const, value: { prefillTokenCount: 8n } } };
+const progress = { payload: { case: "progress" as const, value: { doneTokenCount: 4n, totalTokenCount: 8n } } };
+
+test.each([false, true])("a stream that gives no token is tried four times, progress told: %s", async (tells) => {
+  let calls = 0;
+  const session = await (
+    await serve({
+      async *generate() {
+        calls += 1;
+        yield accepted;
+        yield progress;
+        await sleep(5);
+        server.cut();
+      },
+    })
+  ).createSession();
+  const told: kakeya.Progress[] = [];
+  const onProgress = tells ? (each: kakeya.Progress): void => void told.push(each) : undefined;
+  await failure(kakeya.ConnectionFailed, session.generate(4, { onProgress }).result());
+  expect(calls).toBe(4);
+  expect(told.length > 0).toBe(tells);
+});
+
+test("attempts count from the last token", async () => {
+  let calls = 0;
+  const session = await (
+    await serve({
+      async *generate({ resumeFrom }) {
+        calls += 1;
+        const next = Number(resumeFrom ?? 0n);
+        yield token(next);
+        if (next === 9) yield done(10);
+        else await sleep(5).then(server.cut);
+      },
+    })
+  ).createSession();
+  const result = await session.generate(10).result();
+  expect(result.tokenIds).toEqual([100, 101, 102, 103, 104, 105, 106, 107, 108, 109]);
+  expect(calls).toBe(10);
+});
+
+test.each(["the connection breaks", "an error follows"])(
+  "a stream is complete once it is done, when %s",
+  async (how) => {
+    let calls = 0;
+    const session = await (
+      await serve({
+        async *generate() {
+          calls += 1;
+          yield token(0);
+          yield done(1);
+          await sleep(5);
+          if (how === "the connection breaks") server.cut();
+          throw draining(0);
+        },
+      })
+    ).createSession();
+    const stream = session.generate(4);
+    expect((await stream.result()).tokenIds).toEqual([100]);
+    expect(stream.isFinished).toBe(true);
+    expect([calls, session.historyLength]).toEqual([1, 1]);
+  },
+);
+
+test("a frame behind the last one is an error of the server's", async () => {
+  const session = await (
+    await serve({
+      async *generate() {
+        await Promise.resolve();
+        yield token(0);
+        yield done(1);
+        yield token(1);
+      },
+    })
+  ).createSession();
+  const error = await failure(kakeya.ProtocolError, session.generate(4).result());
+  expect(error.message).toContain("after the last one");
+});
+
+test("a refused connection after a drain is told as draining", async () => {
+  const gone: Promise<void>[] = [];
+  const session = await (
+    await serve({
+      getSessionInfo: () => {
+        setTimeout(() => gone.push(server.close()), 5);
+        throw draining(0.1);
+      },
+    })
+  ).createSession();
+  const error = await failure(kakeya.Draining, session.info());
+  expect(error.retryAfterSeconds).toBe(0.1);
+  expect((error.cause as Error).message).toContain("ECONNREFUSED");
+  await Promise.all(gone);
+  server = await scripted({}); // for afterEach
+});
+
+test("a stream that a drain ended is told as draining, not as the refused connection that follows", async () => {
+  const gone: Promise<void>[] = [];
+  const session = await (
+    await serve({
+      async *generate() {
+        yield token(0);
+        await sleep(5);
+        setTimeout(() => gone.push(server.close()), 5);
+        throw draining(0.1);
+      },
+    })
+  ).createSession();
+  const stream = session.generate(4);
+  const error = await failure(kakeya.Draining, stream.result());
+  expect(error.cause).toBeInstanceOf(kakeya.ConnectionFailed);
+  expect(stream.tokenIds).toEqual([100]);
+  await Promise.all(gone);
+  server = await scripted({});
+});
+
+test("an append that a drain refused has appended nothing, and says so", async () => {
+  const gone: Promise<void>[] = [];
+  const session = await (
+    await serve({
+      appendTokens: () => {
+        setTimeout(() => gone.push(server.close()), 5);
+        throw draining(0.1);
+      },
+    })
+  ).createSession();
+  const error = await failure(kakeya.Draining, session.append([1, 2]));
+  expect(error.appendedTokens).toBe(0);
+  await Promise.all(gone);
+  server = await scripted({});
+});
+
+/** A server's history, and what becomes of each append: it is lost, it arrives unanswered, or its answer comes. */
+function history(
+  fates: ("answered" | "lost" | "unanswered" | "gone")[],
+  options: { knowsIds: boolean; ids?: number },
+): Script {
+  const known = new Map<string, bigint>();
+  let length = BigInt(options.ids ?? 0);
+  return {
+    getSessionInfo: () => {
+      if (fates.includes("gone")) server.cut();
+      return { historyLength: length };
+    },
+    appendTokens: ({ tokenIds, requestId, expectedHistoryLength }) => {
+      const id = Buffer.from(requestId).toString("hex");
+      const fate = fates[0] === "gone" ? "gone" : (fates.shift() ?? "answered");
+      const earlier = options.knowsIds ? known.get(id) : undefined;
+      if (fate === "lost" || fate === "gone") server.cut();
+      else if (earlier !== undefined) return { historyLength: earlier, replayed: true };
+      else if (expectedHistoryLength !== undefined && expectedHistoryLength !== length) throw mismatch(length);
+      else {
+        length += BigInt(tokenIds.length);
+        known.set(id, length);
+        if (fate === "unanswered") server.cut();
+      }
+      return { historyLength: length };
+    },
+  };
+}
+
+test.each(["lost", "unanswered"] as const)(
+  "an append that was %s goes where it belongs, whatever the length",
+  async (fate) => {
+    const session = await (await serve(history([fate], { knowsIds: true, ids: 2 }))).createSession();
+    // The client does not know that the history has two tokens already, as after a stream that was left.
+    expect(await session.append([7, 8]).catch((error: unknown) => error)).toBe(4);
+  },
+);
+
+test("where the server knows no ids and the length cannot tell, nobody can, and the error says so", async () => {
+  const session = await (await serve(history(["lost"], { knowsIds: false, ids: 3 }))).createSession();
+  const error = await failure(kakeya.AppendUnresolved, session.append([7, 8]));
+  expect(error.cause).toBeInstanceOf(kakeya.HistoryLengthMismatch);
+  expect([error.appendedTokens, error.historyLength, error.pendingTokens]).toEqual([null, 0, 2]);
+});
+
+test("an append that nobody answers is unresolved, and the error says of what", async () => {
+  const session = await (await serve(history(["gone"], { knowsIds: true }))).createSession();
+  const error = await failure(kakeya.AppendUnresolved, session.append([7, 8]));
+  expect(error.cause).toBeInstanceOf(kakeya.ConnectionFailed);
+  expect([error.appendedTokens, error.historyLength, error.pendingTokens]).toEqual([null, 0, 2]);
+  expect(error.message).toContain("nobody can tell whether 2 ids for position 0 arrived");
+});
+
+test("an append whose time is up is resolved by its id where others have appended meanwhile", async () => {
+  let calls = 0;
+  let length = 0n;
+  const session = await (
+    await serve({
+      getSessionInfo: () => ({ historyLength: length }),
+      appendTokens: ({ tokenIds }) => {
+        calls += 1;
+        if (calls > 1) return { historyLength: 2n, replayed: true };
+        length = BigInt(tokenIds.length) + 5n;
+        return new Promise<never>(() => undefined);
+      },
+    })
+  ).createSession();
+  expect(await session.append([7, 8], { timeoutSeconds: 0.1 })).toBe(2);
+  expect(calls).toBe(2);
+});

@@ -1,0 +1,158 @@
+/** What callers may say of a client and its calls. An option of any other name is an error: it would be lost in silence. */
+import { invalid, shown, type TokenIds } from "./checks.js";
+import type { RetryPolicy } from "./retry.js";
+import type { Strategy } from "./strategies.js";
+import type { Progress } from "./values.js";
+
+/** A PEM file's contents, or its path. */
+export type Pem = Uint8Array | string;
+
+/**
+ * Certificates for an encrypted connection.
+ *
+ * Without `rootCertificates` the server is checked against Node's own list of authorities. `certificate` and `key` come
+ * together, for a server that asks its clients for one.
+ */
+export interface TLS {
+  readonly rootCertificates?: Pem;
+  readonly certificate?: Pem;
+  readonly key?: Pem;
+}
+
+/** What every call takes. */
+export interface CallOptions {
+  /** For all attempts of the call together; null: no limit. Default: the client's. */
+  readonly timeoutSeconds?: number | null | undefined;
+  /** Stops the call, which then fails with the signal's reason. */
+  readonly signal?: AbortSignal | undefined;
+}
+
+/** How a client is made. */
+export interface ClientOptions {
+  /** Sent as a bearer token with every call. */
+  readonly apiKey?: string | undefined;
+  /** Encrypt; true: with Node's list of authorities. Default false. */
+  readonly tls?: TLS | boolean | undefined;
+  /** Default for every call but `generate`; null: no limit. Default 30. */
+  readonly timeoutSeconds?: number | null | undefined;
+  /** Default for `generate`; null: no limit. Default 3600. */
+  readonly generateTimeoutSeconds?: number | null | undefined;
+  readonly retry?: RetryPolicy | undefined;
+}
+
+/** How a session is made. */
+export interface CreateSessionOptions extends CallOptions {
+  /** What the session keeps and reads. Default: the server's. */
+  readonly strategy?: Strategy | undefined;
+  /** Ids that end every Generate of the session. */
+  readonly eosTokenIds?: TokenIds | undefined;
+  /** The session's own length limit; a smaller limit is a smaller bound. */
+  readonly limitTokens?: number | bigint | undefined;
+  /**
+   * true reserves all of `sustainedBytes` now; false lets the server grant memory as the history grows: an append or a
+   * generate may then throw NoCapacity, the history kept. Default: as the server is set.
+   */
+  readonly guaranteed?: boolean | undefined;
+  /** Your own name for the session, at most 128 printable characters; `info()` tells it. */
+  readonly label?: string | undefined;
+}
+
+/** How an append is made. */
+export interface AppendOptions extends CallOptions {
+  /** A history of any other length is left as it is. */
+  readonly expectedHistoryLength?: number | undefined;
+}
+
+/** How a fork is made. */
+export interface ForkOptions extends CallOptions {
+  /** A session of any other length is not forked. */
+  readonly expectedHistoryLength?: number | undefined;
+  /** The fork's own length limit. Default: that of the session it is made from. */
+  readonly limitTokens?: number | bigint | undefined;
+  /** Your own name for the session, at most 128 printable characters; `info()` tells it. */
+  readonly label?: string | undefined;
+}
+
+/** How tokens are drawn, when to stop, and what to tell. */
+export interface GenerateOptions extends CallOptions {
+  /** The same seed at the same position draws the same token. Default: the server draws one; the result has it. */
+  readonly seed?: number | bigint | undefined;
+  /** 0 or left out: greedy. */
+  readonly temperature?: number | undefined;
+  /** In (0, 1]; 1: off. */
+  readonly topP?: number | undefined;
+  /** 0: off. */
+  readonly topK?: number | undefined;
+  /** In [0, 1]; 0: off. */
+  readonly minP?: number | undefined;
+  /** 1: off. Applied to every id of the whole history. */
+  readonly repetitionPenalty?: number | undefined;
+  /** Added to the logits, by token id. */
+  readonly logitBias?: ReadonlyMap<number, number> | undefined;
+  /** End this Generate, beside the session's own. */
+  readonly stopTokenIds?: TokenIds | undefined;
+  /** Tell each token's log-probability. */
+  readonly logprobs?: boolean | undefined;
+  /** Called while the stream is read, before its first token. */
+  readonly onProgress?: ((progress: Progress) => void) | undefined;
+  /** A history of any other length is left as it is. */
+  readonly expectedHistoryLength?: number | undefined;
+  /** May the server's drafter guess ahead? That changes no token, only how fast they come. Default true. */
+  readonly drafting?: boolean | undefined;
+}
+
+/** The names of every option of `T`, in a table that the compiler wants to be whole. */
+type Names<T> = Readonly<Record<keyof T, true>>;
+
+const CALL: Names<CallOptions> = { timeoutSeconds: true, signal: true };
+
+const KNOWN = {
+  TLS: { rootCertificates: true, certificate: true, key: true } satisfies Names<TLS>,
+  RetryPolicy: { attempts: true, firstDelaySeconds: true, maxDelaySeconds: true } satisfies Names<RetryPolicy>,
+  Client: {
+    apiKey: true,
+    tls: true,
+    timeoutSeconds: true,
+    generateTimeoutSeconds: true,
+    retry: true,
+  } satisfies Names<ClientOptions>,
+  createSession: {
+    strategy: true,
+    eosTokenIds: true,
+    limitTokens: true,
+    guaranteed: true,
+    label: true,
+    ...CALL,
+  } satisfies Names<CreateSessionOptions>,
+  append: { expectedHistoryLength: true, ...CALL } satisfies Names<AppendOptions>,
+  fork: { expectedHistoryLength: true, limitTokens: true, label: true, ...CALL } satisfies Names<ForkOptions>,
+  generate: {
+    seed: true,
+    temperature: true,
+    topP: true,
+    topK: true,
+    minP: true,
+    repetitionPenalty: true,
+    logitBias: true,
+    stopTokenIds: true,
+    logprobs: true,
+    onProgress: true,
+    expectedHistoryLength: true,
+    drafting: true,
+    ...CALL,
+  } satisfies Names<GenerateOptions>,
+  "this call": CALL,
+} as const;
+
+/** `options` as they are, once each is known. Throws InvalidArgument with the name of the first that is not. */
+export function known<T extends object>(options: T, of: keyof typeof KNOWN): T {
+  if (typeof options !== "object" || (options as T | null) === null || Array.isArray(options)) {
+    throw invalid("options", `of ${of} must be an object, got ${shown(options)}`);
+  }
+  for (const name of Object.keys(options)) {
+    if (!Object.hasOwn(KNOWN[of], name)) {
+      throw invalid(name, `is not an option of ${of}; those are ${Object.keys(KNOWN[of]).join(", ")}`);
+    }
+  }
+  return options;
+}

@@ -1,0 +1,72 @@
+"""The HTTP port and the port of metrics: who holds connections keeps nobody out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from inference_engine.metrics import EngineMetrics
+from inference_engine.server.auth import Key
+from inference_engine.server.metrics_port import MetricsPort
+from tests.hostile.conftest import VICTIM
+from tests.server.http_client import openai_client, serving_http, tiny_chat
+from tests.tiny import tiny_engine
+
+pytestmark = pytest.mark.hostile
+
+HEALTH = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+MAX_CONNECTIONS = 40
+HALF_REQUESTS = 200
+MOST_THREADS = 80  # of 64 readers, and what else there is
+
+
+@pytest.mark.parametrize("said", [b"", HEALTH[:-2], HEALTH], ids=["nothing", "half a request", "health"])
+async def test_an_owner_gets_in_beside_as_many_http_connections_as_there_may_be(tmp_path: Path, said: bytes) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"{Key.of(VICTIM, 'victim').line}\n", encoding="utf-8")
+    chat = tiny_chat()
+    with tiny_engine() as engine:
+        async with (
+            serving_http(engine, chat, api_key_file=str(path), max_connections=MAX_CONNECTIONS) as server,
+            contextlib.AsyncExitStack() as stack,
+        ):
+            assert server.http_url is not None
+            host, _, port = server.http_url.removeprefix("http://").removesuffix("/v1").partition(":")
+            held = []
+            for _ in range(MAX_CONNECTIONS + 10):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                stack.callback(writer.close)
+                writer.write(said)
+                held.append(reader)
+            async with openai_client(server, key=VICTIM) as client:
+                assert [model.id async for model in client.models.list()]
+            hung_up = 0
+            for reader in held:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.01):
+                        with contextlib.suppress(ConnectionError):
+                            while await reader.read(1000):
+                                pass
+                        hung_up += 1
+            assert hung_up >= len(held) - MAX_CONNECTIONS // 2
+    chat.close()
+
+
+def test_metrics_are_served_beside_half_requests_and_a_bounded_number_of_threads() -> None:
+    port = MetricsPort(EngineMetrics(), "127.0.0.1:0")
+    host, _, number = port.target.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        stack.callback(port.stop)
+        for _ in range(HALF_REQUESTS):
+            half = stack.enter_context(socket.create_connection((host, int(number)), timeout=10.0))
+            half.sendall(b"GET /metrics HTTP/1.1\r\nHost: loc")
+        for _ in range(3):
+            with urllib.request.urlopen(f"http://{port.target}/metrics", timeout=10.0) as answer:
+                assert b"session_kv_bytes" in answer.read()
+        assert threading.active_count() < MOST_THREADS
