@@ -241,10 +241,6 @@ class InvariantViolated(RequestError):
         super().__init__(f"{kind}: {message}; create a new session", kind=kind)
         self.kind = kind
 
-    @property
-    def wire_reason(self) -> str:
-        return self.kind
-
 
 class NonFiniteLogits(RequestError):
     reason = "NON_FINITE_LOGITS"

@@ -146,7 +146,7 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
         words = f"{measure.words}, {measure.unit}"
         axes.set(title=f"{measure.words}, {payload['config']['model']}", xlabel="bytes a token", ylabel=words)
         axes.set_xscale("log", base=2)
-        ticks = [sizes[name] for name in best]
+        ticks = sorted({sizes[name] for name in best} | {min(sizes.values()), max(sizes.values())})
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=45, fontsize=7)
         axes.minorticks_off()
         if is_log:

@@ -215,16 +215,21 @@ def plot_lines(
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     is_log: bool = False,
 ) -> None:
-    """Draw named lines, each (xs, ys), into the image file `path`, a PNG.
+    """Draw named lines, each (xs, ys), into the image file `path`, a PNG. Bars where all stand at one x.
 
     is_log: what is drawn differs by factors, in x and y.
     """
     from matplotlib.figure import Figure  # drawing is optional, and slow to import
 
+    if len(places := {x for xs, _ in lines.values() for x in xs}) == 1:
+        values = {name: ys[0] for name, (_, ys) in lines.items() if ys}
+        _plot_one_place(path, title=f"{title}; {x_label}: {places.pop():,}", label=y_label, values=values)
+        return
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for name, (xs, ys) in lines.items():
-        axes.plot(xs, ys, label=name, linewidth=1.2, marker="o" if is_log else None, markersize=4)
+        has_marker = is_log or len(xs) == 1  # a line through one point is nothing
+        axes.plot(xs, ys, label=name, linewidth=1.2, marker="o" if has_marker else None, markersize=4)
     axes.set(title=title, xlabel=x_label, ylabel=y_label)
     if is_log:
         axes.set_xscale("log", base=2)
@@ -239,6 +244,22 @@ def plot_lines(
     axes.grid(alpha=0.3)
     if len(lines) > 1:
         axes.legend(fontsize="small")
+    save_figure(figure, path)
+
+
+def _plot_one_place(path: Path, *, title: str, label: str, values: Mapping[str, float]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.2 + 0.4 * len(values)), layout="constrained")
+    figure.suptitle(title)
+    axes = figure.add_subplot()
+    bars = axes.barh(list(values), list(values.values()))
+    axes.bar_label(bars, fmt="{:,.3g}", padding=3, fontsize="small")
+    axes.invert_yaxis()  # the first on top
+    axes.margins(x=0.1)
+    axes.tick_params(axis="y", labelsize="small")
+    axes.set(xlabel=label)
+    axes.grid(axis="x", alpha=0.3)
     save_figure(figure, path)
 
 

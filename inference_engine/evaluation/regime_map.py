@@ -220,18 +220,19 @@ def plot(path: Path, told: Sequence[Mapping[str, Any]]) -> None:
             measured = [1e3 * line["measured_seconds"] for line in course]
             right.scatter(lengths, measured, s=18, edgecolors=color, facecolors=face)
     ends = [1e3 * line[key] for line in told for key in ("predicted_seconds", "measured_seconds")]
-    left.plot([0, max(ends)], [0, max(ends)], color="0.7", linewidth=1, zorder=0)
+    left.plot([min(ends), max(ends)], [min(ends), max(ends)], color="0.7", linewidth=1, zorder=0)
     left.set(title="Decode step: measured against predicted", xlabel="predicted, ms", ylabel="measured, ms")
     left.legend(fontsize=7)
-    left.set_xlim(left=0)
-    left.set_ylim(bottom=0)
+    # Strategies differ by factors of a hundred.
+    left.set_xscale("log")
+    left.set_yscale("log")
     batch_words = f"batch {batches[0]}" + (f" (solid) and {batches[-1]} (dashed, hollow)" if len(batches) > 1 else "")
-    right.set(title=f"Dots measured, lines predicted; {batch_words}", xlabel="context, tokens", ylabel="step, ms")
+    right.set(title=f"Dots measured, lines predicted;\n{batch_words}", xlabel="context, tokens", ylabel="step, ms")
     right.set_xscale("log", base=2)
     ticks = sorted({line["length"] for line in told})
     right.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     right.minorticks_off()
-    right.set_ylim(bottom=0)
+    right.set_yscale("log")
     for axes in (left, right):
         axes.grid(alpha=0.3)
     record.save_figure(figure, path)

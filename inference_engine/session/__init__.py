@@ -1,1 +1,1 @@
-"""Durable histories: sessions, the store that owns them, and the journal every change goes through first."""
+"""Histories: sessions, the store that owns them, and the journal that every change goes through first."""

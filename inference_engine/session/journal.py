@@ -1,8 +1,8 @@
 """The journal: every change of a history is recorded here before anybody is told of it.
 
-`Journal` is what a durable log has to offer; `MemoryJournal` keeps the records of open sessions in memory, from which
-a session can be rebuilt. A record that `append` returned from is a record that counts; if it raises, the history did
-not change.
+`Journal` is what any log has to offer. `MemoryJournal`, the only one there is, keeps the records of open sessions in
+memory, from which a session can be rebuilt while the process lives. A record that `append` returned from is a record
+that counts; if it raises, the history did not change.
 """
 
 from __future__ import annotations

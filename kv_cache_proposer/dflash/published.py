@@ -3,8 +3,9 @@
     config.json          block_size, sizes of the layers, and in dflash_config: target_layer_ids, mask_token_id
     model.safetensors    fc, hidden_norm, layers.N.…, norm; the embedding and the head are the target's
 
-Nothing but these two is read and no code of the folder runs. Every weight must be there and none besides: a drafter
-with a part left random would draft all the same, and badly.
+Nothing but these two is read and no code of the folder runs. Every weight must be there and none besides, and every
+layer must see the whole context and block: a drafter with a part left random, or with layers that were trained to see
+less, would draft all the same, and badly.
 """
 
 from __future__ import annotations
@@ -71,6 +72,27 @@ def load_published(
     return network.to(device=device, dtype=dtype).eval().requires_grad_(requires_grad=False)
 
 
+def _check_layers(own: Mapping[str, Any], path: Path) -> None:
+    """Raise DrafterError unless every layer sees the whole context and block, as ours do.
+
+    DFlash makes a layer causal if it slides or if `is_causal` says so. Its configuration is Qwen3's, which without
+    `layer_types` makes layers slide from `max_window_layers` on if `use_sliding_window` says so.
+    """
+    way_out = "only drafters whose layers all see everything can be run; use another, or --drafter auto"
+    kinds = own.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+        raise DrafterError(f"{path}: layer_types is {kinds!r}, not a list of names")
+    if others := sorted(set(kinds or ()) - {"full_attention"}):
+        count = sum(kind != "full_attention" for kind in kinds or ())
+        raise DrafterError(f"{path}: layer_types has {', '.join(others)} in {count} of {len(kinds or ())}; {way_out}")
+    slides = bool(own.get("use_sliding_window")) and own.get("sliding_window", 4096) is not None
+    first = own.get("max_window_layers", 28)
+    if kinds is None and slides and first < own.get("num_hidden_layers", 0):
+        raise DrafterError(f"{path}: use_sliding_window is set, so layers slide from number {first} on; {way_out}")
+    if own.get("is_causal"):
+        raise DrafterError(f"{path}: is_causal is {own['is_causal']!r}; {way_out}")
+
+
 def _read_config(content: Mapping[str, Any], path: Path, embedding_scale: float, context_window: int) -> DFlashConfig:
     own: Mapping[str, Any] = {**content, **(content.get("dflash_config") or {})}
     rope: Mapping[str, Any] = content.get("rope_parameters") or content.get("rope_scaling") or {}
@@ -78,10 +100,14 @@ def _read_config(content: Mapping[str, Any], path: Path, embedding_scale: float,
         "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
         "attention_bias": (content.get("attention_bias", False), False),
         "hidden_act": (content.get("hidden_act", "silu"), "silu"),
+        # Scales and caps of the guesses' logits; 0 is none.
+        "output_multiplier": (own.get("output_multiplier") or 1.0, 1.0),
+        "final_logit_softcapping": (own.get("final_logit_softcapping") or None, None),
     }
     for name, (found, known) in refused.items():
         if found != known:
             raise DrafterError(f"{path}: {name} is {found!r}, only {known!r} can be run")
+    _check_layers(own, path)
     try:
         return DFlashConfig(
             hidden=content["hidden_size"],

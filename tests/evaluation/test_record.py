@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -101,6 +102,34 @@ def test_a_number_that_is_no_number_is_refused(tmp_path: Path) -> None:
 )
 def test_a_machine_has_a_speaking_name(cpu: str, name: str) -> None:
     assert record.machine_name({"cpu": cpu, "cores": 2}) == name
+
+
+def coloured(path: Path) -> int:
+    """How many pixels of an image are neither black, white nor grey."""
+    with Image.open(path) as image:
+        pixels = np.asarray(image.convert("RGB"), dtype=np.int16)
+    return int((pixels.max(axis=2) - pixels.min(axis=2) > 60).sum())
+
+
+def test_a_plot_of_one_length_shows_its_values(tmp_path: Path) -> None:
+    drawn: dict[float, int] = {}
+    for value in (1.0, 4.0):
+        path = tmp_path / f"{value}.png"
+        lines = {"a": ([2048], [4.0]), "b": ([2048], [value])}
+        record.plot_lines(path, title="t", x_label="history, tokens", y_label="y", lines=lines)
+        drawn[value] = coloured(path)
+    assert drawn[1.0] > 5_000
+    assert drawn[4.0] > 1.4 * drawn[1.0]
+
+
+def test_a_line_of_one_point_beside_longer_ones_shows(tmp_path: Path) -> None:
+    drawn = []
+    for number, alone in enumerate([{}, {"b": ([1.5], [9.0])}]):
+        path = tmp_path / f"{number}.png"
+        lines: dict[str, Any] = {"a": ([1.0, 2.0], [3.0, 10.0]), **alone}
+        record.plot_lines(path, title="t", x_label="x", y_label="y", lines=lines)
+        drawn.append(coloured(path))
+    assert drawn[1] > drawn[0] + 10
 
 
 def test_plots_are_drawn_into_files(tmp_path: Path) -> None:

@@ -223,6 +223,14 @@ def test_published_weights_are_taken_whole_or_not_at_all(published: Path, edit: 
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"dflash_config": {"mask_token_id": 9}}, "target_layer_ids"),
         ({"block_size": "many"}, "block_size"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention in 1 of 2.*--drafter auto"),
+        ({"layer_types": ["chunked_attention"] * 2}, "chunked_attention in 2 of 2"),
+        ({"layer_types": "sliding_attention"}, "not a list"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "slide from number 1 on"),
+        ({"is_causal": True}, "is_causal is True"),
+        ({"dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 9, "is_causal": True}}, "is_causal is True"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"output_multiplier": 0.5}, "output_multiplier is 0.5"),
     ],
     ids=str,
 )
@@ -232,6 +240,23 @@ def test_a_kind_of_drafter_that_cannot_be_run_is_refused(
     edit_config(published, **changes)
     with pytest.raises(DrafterError, match=message):
         load_published(published, embedding_scale=1.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": ["full_attention"] * 2, "sliding_window": 4096, "is_causal": False},
+        {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2},
+        {"final_logit_softcapping": None, "output_multiplier": 1.0},
+    ],
+    ids=str,
+)
+def test_a_drafter_that_sees_everything_is_run_whatever_else_its_configuration_says(
+    published: Path, changes: dict[str, Any]
+) -> None:
+    edit_config(published, **changes)
+    load_published(published, embedding_scale=1.0)
 
 
 def edit_config(folder: Path, **changes: object) -> None:

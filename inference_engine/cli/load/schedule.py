@@ -36,11 +36,6 @@ class Shape:
         if not 0 <= self.fork_share <= 1:
             raise ConfigError(f"fork_share must be from 0 to 1, got {self.fork_share:g}")
 
-    @property
-    def longest_history(self) -> int:
-        """A length that agents practically never reach."""
-        return 2 * (self.prompt_tokens + self.turns * (self.append_tokens + self.generate_tokens))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:

@@ -22,8 +22,8 @@ PAGE_TEXT = f"""\
 This HTTP interface is deprecated and frozen. It is here so that clients of chat completions can move at their own pace.
 
 Each request opens a session, renders and computes its whole conversation again, answers, and closes the session.
-The sessions that make this runtime what it is (durable history, a known memory bound, each call paying for its new
-tokens only) are reached over gRPC, through the Python and TypeScript SDKs.
+The sessions that make this runtime what it is (a history that stays between calls, a known memory bound, each call
+paying for its new tokens only) are reached over gRPC, through the Python and TypeScript SDKs.
 
 It takes no new features. It may be removed from {SUNSET:%d %B %Y} on.
 """
