@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import struct
 import time
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1 import runtime_pb2_grpc
 from tests.hostile.attacks import INFO, KEY, METADATA, OWN_KEY, STOP_IDS, WITH_KEY
 from tests.hostile.conftest import VICTIM, Attacked, Victim, attack, bearer
-from tests.hostile.http2 import DATA, END_STREAM, Connection, frame, message
+from tests.hostile.http2 import Connection
 from tests.server.wire import connected, refused, serving
 from tests.tiny import tiny_engine
 
@@ -91,33 +90,3 @@ def test_how_long_a_refusal_takes_does_not_tell_whether_a_session_of_anothers_is
         usual = statistics.median(second for _, second in pairs)
         assert abs(statistics.median(first - second for first, second in pairs)) < 0.03 * usual
         stub.CloseSession(pb.CloseSessionRequest(session_id=there), metadata=bearer(VICTIM), timeout=60.0)
-
-
-@pytest.mark.long
-def test_a_stream_that_is_not_read_ends_and_its_session_stays(attacked: Attacked, victim: Victim) -> None:
-    """It ends within the time that the server waits for a client to read, 30 s."""
-    with grpc.insecure_channel(attacked.target) as channel:
-        stub = runtime_pb2_grpc.RuntimeServiceStub(channel)
-        made = stub.CreateSession(pb.CreateSessionRequest(limit_tokens=100), metadata=METADATA, timeout=60.0)
-        session = made.session_id
-        append = pb.AppendTokensRequest(session_id=session, token_ids=[1, 2, 3])
-        stub.AppendTokens(append, metadata=METADATA, timeout=60.0)
-        with Connection(attacked.target, settings=struct.pack(">HI", 4, 0)) as connection:
-            from_here = pb.GenerateRequest(session_id=session, max_tokens=50).SerializeToString()
-            stream = connection.begin("/kakeya.v1.RuntimeService/Generate", OWN_KEY)
-            connection.send(frame(DATA, END_STREAM, stream, message(from_here)))
-            ends = time.monotonic() + 90.0
-            while is_busy(stub, append):
-                assert time.monotonic() < ends, "the session is still in use"
-                time.sleep(1.0)
-                victim.goes_on(1)
-
-
-def is_busy(stub: runtime_pb2_grpc.RuntimeServiceStub, append: pb.AppendTokensRequest) -> bool:
-    try:
-        stub.AppendTokens(append, metadata=METADATA, timeout=60.0)
-    except grpc.RpcError as error:
-        if error.code() is not grpc.StatusCode.ABORTED:
-            raise
-        return True
-    return False

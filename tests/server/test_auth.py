@@ -17,6 +17,8 @@ from kakeya.v1 import runtime_pb2 as pb
 from tests.server.wire import HISTORY, Client, connected, read_rest, refused, serving
 from tests.tiny import tiny_engine
 
+pytestmark = pytest.mark.hostile
+
 ALICE, BOB = "alice-" + "a" * 32, "bob-" + "b" * 32
 REQUEST_ID = bytes(range(16))
 

@@ -16,6 +16,8 @@ from inference_engine.errors import ConfigError, Unauthenticated
 from inference_engine.server import auth
 from inference_engine.server.auth import Key, KeyRing, owner_of_certificate
 
+pytestmark = pytest.mark.hostile
+
 ALICE, BOB, CAROL = "alice-" + "a" * 32, "bob-" + "b" * 32, "carol-" + "c" * 32
 
 

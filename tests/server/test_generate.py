@@ -182,6 +182,7 @@ async def test_closing_a_session_ends_its_stream_with_session_closed(client: Cli
     assert (await refused(client.length(session_id))).reason == "NOT_FOUND SESSION_NOT_FOUND"
 
 
+@pytest.mark.hostile
 async def test_a_client_that_does_not_read_loses_its_generate_and_not_its_session(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
