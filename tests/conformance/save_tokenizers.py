@@ -2,7 +2,8 @@
 
 usage: save_tokenizers.py FOLDER
 
-Prints {name: {"end_of_turn": ids, "chats": [{"messages", "ids"}], "turns": [{"messages", "after", "ids" or "error"}]}}.
+Prints {name: {"end_of_turn": ids, "chats": [{"messages", "allowed", "ids" or "error"}],
+"turns": [{"messages", "after", "ids" or "error"}]}}. allowed: whether messages may hold special tokens.
 """
 
 from __future__ import annotations
@@ -57,17 +58,31 @@ def told(tokenizer: ChatTokenizer) -> dict[str, Any]:
     ends = end_of_turn_ids(tokenizer)
     chats = [[user(text)] for text in WORDS]
     chats.append([user("a?"), {"role": "assistant", "content": "Yes."}, user("b?")])
+    specials = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    chats += [[user(f"Hi {text}! {text}\n")] for text in specials]
+    chats += [[user("".join(specials)), {"role": "assistant", "content": "<a> [b] |>"}, user("\ue000<|im_end|>x")]]
     spoken = [int(token_id) for token_id in tokenizer.encode("Yes.", add_special_tokens=False)]
-    turns = [
+    turns: list[dict[str, Any]] = [
         turn(tokenizer, messages, after)
         for after in ([], spoken, [*spoken, *ends])
-        for messages in ([user("b?")], [user("b"), {"role": "tool", "content": "c"}])
+        for messages in ([user("b?")], [user("b"), {"role": "tool", "content": "c"}], [user(specials[-1] + "b")])
     ]
     return {
         "end_of_turn": ends,
-        "chats": [{"messages": chat, "ids": tokens_for_chat(chat, tokenizer)} for chat in chats],
+        "chats": [
+            {"messages": chat, "allowed": allowed, **ids(tokenizer, chat, allowed)}
+            for chat in chats
+            for allowed in (False, True)
+        ],
         "turns": turns,
     }
+
+
+def ids(tokenizer: ChatTokenizer, chat: list[dict[str, str]], allowed: bool) -> dict[str, Any]:
+    try:
+        return {"ids": tokens_for_chat(chat, tokenizer, allow_special_tokens=allowed)}
+    except TemplateError:
+        return {"error": "TemplateError"}
 
 
 def turn(tokenizer: ChatTokenizer, messages: list[dict[str, str]], after: list[int]) -> dict[str, Any]:

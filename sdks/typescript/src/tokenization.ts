@@ -13,6 +13,9 @@
  * The second function finds what is new by rendering `user, assistant, <the new messages>` with a marker for the
  * assistant's words and taking what follows it: the end of the assistant's turn, the new turns, the head of the next.
  *
+ * Special tokens come from the template alone: text in a message that reads like one (`<|im_end|>`) is encoded as text,
+ * unless `allowSpecialTokens` asks for what the tokenizer would make of it.
+ *
  * `loadTokenizer` needs `npm install @huggingface/tokenizers @huggingface/jinja`; the rest takes any ChatTokenizer.
  */
 import { readFile } from "node:fs/promises";
@@ -21,8 +24,17 @@ import { join } from "node:path";
 import { shown } from "./checks.js";
 import { InvalidMessages, TemplateError, TokenizerError } from "./errors.js";
 import { fromOpenAIMessages, type Message } from "./openai-messages.js";
+import { Conversation, renamed, Respelled, SpecialTextError, SpecialTokens } from "./special-text.js";
 
 export { fromOpenAIMessages, type Message };
+
+/** A token of its own, beside the vocabulary of text. */
+export interface AddedToken {
+  readonly id: number;
+  readonly text: string;
+  /** Does the tokenizer call it special? */
+  readonly isSpecial: boolean;
+}
 
 /** What is needed of a tokenizer. `loadTokenizer` makes one; any other takes a few lines. */
 export interface ChatTokenizer {
@@ -33,8 +45,17 @@ export interface ChatTokenizer {
   /** Ids of a text that has its special tokens written out; adds none. */
   encode(text: string): number[];
   decode(tokenIds: readonly number[], options?: { readonly skipSpecialTokens?: boolean }): string;
-  /** Is it a token of its own, beside the vocabulary of text? */
-  isAddedToken(tokenId: number): boolean;
+  /** The tokens of its own, beside the vocabulary of text: special ones and markup. */
+  readonly addedTokens: readonly AddedToken[];
+  /** What stands for text that is not in the vocabulary, if anything does. */
+  readonly unknownTokenId?: number | undefined;
+  /** The chat template's source: tokens that it writes are markup, even if they are not called special. */
+  readonly chatTemplate?: string | undefined;
+  /**
+   * What encodes as `encode` does, if the tokens of these texts had the names given. Without it, messages that hold the
+   * text of a special token are refused.
+   */
+  readonly encodeRenamed?: ((names: ReadonlyMap<string, string>) => (text: string) => number[]) | undefined;
 }
 
 /** What goes to the chat template, by the names that the template reads: `tools`, and whatever else it knows. */
@@ -47,6 +68,8 @@ export interface ChatOptions {
   /** End with the head of the assistant's turn. Default true. */
   readonly addGenerationPrompt?: boolean | undefined;
   readonly tools?: readonly unknown[] | undefined;
+  /** Text in messages, tools and options that reads like a special token becomes that token. Default false. */
+  readonly allowSpecialTokens?: boolean | undefined;
   /** Whatever else the template knows. */
   readonly templateOptions?: TemplateOptions | undefined;
 }
@@ -66,7 +89,7 @@ interface TokenizersPackage {
     encode(text: string, options: { readonly add_special_tokens: boolean }): { readonly ids: number[] };
     decode(tokenIds: number[], options: { readonly skip_special_tokens: boolean }): string;
     token_to_id(token: string): number | undefined;
-    get_added_tokens_decoder(): ReadonlyMap<number, unknown>;
+    get_added_tokens_decoder(): ReadonlyMap<number, { readonly content: string; readonly special: boolean }>;
   };
 }
 
@@ -87,7 +110,9 @@ export async function loadTokenizer(folder: string): Promise<ChatTokenizer> {
   });
   try {
     const config = await jsonOf(join(folder, "tokenizer_config.json"));
-    const tokenizer = new Tokenizer(await jsonOf(join(folder, "tokenizer.json")), config);
+    const held = await readFile(join(folder, "tokenizer.json"), "utf8");
+    const specification = (): Record<string, unknown> => JSON.parse(held) as Record<string, unknown>;
+    const tokenizer = new Tokenizer(specification(), config);
     const source = await templateOf(folder, config);
     const template = source === undefined ? undefined : new Template(source);
     const special = specialTokens(config);
@@ -105,7 +130,13 @@ export async function loadTokenizer(folder: string): Promise<ChatTokenizer> {
         if (ids.length === 0) return "";
         return tokenizer.decode([...ids], { skip_special_tokens: options?.skipSpecialTokens === true });
       },
-      isAddedToken: (id) => added.has(id),
+      addedTokens: [...added].map(([id, token]) => ({ id, text: token.content, isSpecial: token.special })),
+      unknownTokenId: tokenizer.token_to_id(special["unk_token"] ?? ""),
+      chatTemplate: source,
+      encodeRenamed: (names) => {
+        const copy = new Tokenizer(renamed(specification(), names), config);
+        return (text) => copy.encode(text, { add_special_tokens: false }).ids;
+      },
     };
   } catch (cause) {
     throw new TokenizerError(`${folder} holds no tokenizer that can be loaded: ${messageOf(cause)}`, { cause });
@@ -113,8 +144,11 @@ export async function loadTokenizer(folder: string): Promise<ChatTokenizer> {
 }
 
 /**
- * The ids of a conversation that starts a session, up to where the assistant is to speak. Throws TemplateError if the
- * template refuses.
+ * The ids of a conversation that starts a session, up to where the assistant is to speak.
+ *
+ * Text in messages, tools and options that reads like a special token is encoded as text; with `allowSpecialTokens` it
+ * becomes the token, as if the template wrote it. Throws TemplateError if the template refuses, or if markup and messages
+ * cannot be kept apart.
  */
 export function tokensForChat(
   messages: readonly Message[],
@@ -122,7 +156,8 @@ export function tokensForChat(
   options: ChatOptions = {},
 ): number[] {
   requireMessages(messages);
-  return tokenizer.encode(render(tokenizer, messages, options));
+  const { text, encode } = written(tokenizer, messages, options);
+  return encode(text);
 }
 
 /**
@@ -130,10 +165,10 @@ export function tokensForChat(
  *
  * `messages` are the new ones only (user, tool, …). What the tokens of `after` already have of the turn's end is not
  * repeated, and if they were cut short (length limit, cancel) the missing end is put in. Nothing of the history is
- * rendered again.
+ * rendered again. Special tokens come from the template alone, as in `tokensForChat`.
  *
  * Throws TemplateError if the template gives no such ids: it drops or alters the assistant's words, ends a turn
- * differently when another follows, or refuses the roles.
+ * differently when another follows, or refuses the roles; or markup and messages cannot be kept apart.
  */
 export function tokensForNextTurn(
   messages: readonly Message[],
@@ -163,7 +198,7 @@ export function endOfTurnIds(tokenizer: ChatTokenizer, options: ChatOptions = {}
   const question: Message[] = [{ role: "user", content: USER }];
   const [, [first]] = renderedAfter(tokenizer, question, MARKERS[0], [], { ...options, addGenerationPrompt: false });
   // A turn that ends in plain text has no token of its own for it.
-  const own = first !== undefined && tokenizer.isAddedToken(first) ? [first] : [];
+  const own = first !== undefined && tokenizer.addedTokens.some(({ id }) => id === first) ? [first] : [];
   return [...new Set([...tokenizer.eosTokenIds, ...own])];
 }
 
@@ -213,7 +248,8 @@ function renderedAfter(
   messages: readonly Message[],
   options: ChatOptions,
 ): [string, number[]] {
-  const text = render(tokenizer, [...before, { role: "assistant", content: marker }, ...messages], options);
+  const conversation = [...before, { role: "assistant", content: marker }, ...messages];
+  const { text, encode } = written(tokenizer, conversation, options);
   const times = text.split(marker).length - 1;
   if (times !== 1) {
     throw new TemplateError(
@@ -223,7 +259,7 @@ function renderedAfter(
   }
   const cut = text.indexOf(marker) + marker.length;
   // Encoded in its place: on its own, some tokenizers put a space before it.
-  const [head, whole] = [tokenizer.encode(text.slice(0, cut)), tokenizer.encode(text)];
+  const [head, whole] = [encode(text.slice(0, cut)), encode(text)];
   if (!areEqual(whole.slice(0, head.length), head)) {
     throw new TemplateError(
       `the tokenizer joins the assistant's words with ${JSON.stringify(text.slice(cut, cut + 10))}, which the chat ` +
@@ -233,13 +269,74 @@ function renderedAfter(
   return [text.slice(cut), whole.slice(head.length)];
 }
 
-function render(tokenizer: ChatTokenizer, messages: readonly Message[], options: ChatOptions): string {
+/** A conversation as one text, in which special tokens of messages are not spelled out, and what encodes its beginnings. */
+function written(
+  tokenizer: ChatTokenizer,
+  messages: readonly Message[],
+  options: ChatOptions,
+): { readonly text: string; readonly encode: (part: string) => number[] } {
+  const given = { ...options.templateOptions, ...(options.tools === undefined ? {} : { tools: options.tools }) };
+  const prompt = { add_generation_prompt: options.addGenerationPrompt ?? true };
+  const plain = (part: string): number[] => tokenizer.encode(part);
+  if (options.allowSpecialTokens === true) {
+    return { text: render(tokenizer, messages, { ...given, ...prompt }), encode: plain };
+  }
+  return keptApart(() => {
+    const special = specialTokensOf(tokenizer);
+    const conversation = new Conversation(special, messages, given);
+    const text = render(tokenizer, conversation.messages, { ...conversation.options, ...prompt });
+    if (conversation.isDoubtful) {
+      const [broken, brokenOptions] = conversation.broken();
+      conversation.checkBroken(text, render(tokenizer, broken, { ...brokenOptions, ...prompt }));
+    }
+    const copy = (): Respelled => respelledOf(tokenizer, special);
+    return { text, encode: (part) => keptApart(() => conversation.encode(part, plain, copy)) };
+  });
+}
+
+function keptApart<T>(work: () => T): T {
   try {
-    return tokenizer.render(messages, {
-      ...options.templateOptions,
-      ...(options.tools === undefined ? {} : { tools: options.tools }),
-      add_generation_prompt: options.addGenerationPrompt ?? true,
-    });
+    return work();
+  } catch (cause) {
+    if (!(cause instanceof SpecialTextError)) throw cause;
+    const way = "take that out of the messages, or pass allowSpecialTokens: true";
+    throw new TemplateError(`${cause.message}; ${way}`, { cause });
+  }
+}
+
+// Both take long for a large vocabulary; the second is needed only by conversations that hold text of special tokens.
+const SPECIAL = new WeakMap<ChatTokenizer, SpecialTokens>();
+const RESPELLED = new WeakMap<SpecialTokens, Respelled>();
+
+function specialTokensOf(tokenizer: ChatTokenizer): SpecialTokens {
+  const held = SPECIAL.get(tokenizer);
+  if (held !== undefined) return held;
+  const { addedTokens, eosTokenIds, chatTemplate, unknownTokenId } = tokenizer;
+  const made = new SpecialTokens(addedTokens, {
+    endIds: eosTokenIds,
+    template: chatTemplate ?? "",
+    unknownId: unknownTokenId,
+  });
+  SPECIAL.set(tokenizer, made);
+  return made;
+}
+
+function respelledOf(tokenizer: ChatTokenizer, special: SpecialTokens): Respelled {
+  const held = RESPELLED.get(special);
+  if (held !== undefined) return held;
+  const made = new Respelled(special, (names) => {
+    if (tokenizer.encodeRenamed !== undefined) return tokenizer.encodeRenamed(names);
+    throw new SpecialTextError(
+      "the messages hold the text of a special token, and this tokenizer has no encodeRenamed",
+    );
+  });
+  RESPELLED.set(special, made);
+  return made;
+}
+
+function render(tokenizer: ChatTokenizer, messages: readonly Message[], options: TemplateOptions): string {
+  try {
+    return tokenizer.render(messages, options);
   } catch (cause) {
     const roles = messages.map((message) => String(message["role"])).join(", ");
     throw new TemplateError(`the chat template refuses messages of the roles ${roles}: ${messageOf(cause)}`, { cause });

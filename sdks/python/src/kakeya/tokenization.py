@@ -12,18 +12,24 @@ then on only what is new is appended:
 The second function finds what is new by rendering `user, assistant, <the new messages>` with a marker for the
 assistant's words and taking what follows it: the end of the assistant's turn, the new turns, the head of the next.
 
+Special tokens come from the template alone: text in a message that reads like one (`<|im_end|>`) is encoded as text,
+unless `allow_special_tokens` asks for what the tokenizer would make of it.
+
 `load_tokenizer` needs `pip install kakeya[tokenization]`; the rest takes any tokenizer that is a `ChatTokenizer`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 from kakeya._errors import InvalidMessages, TemplateError, TokenizerError
 from kakeya._openai_messages import from_openai_messages
+from kakeya._special_text import Conversation, Respelled, SpecialTextError, SpecialTokens
 
 __all__ = [
     "ChatTokenizer",
@@ -79,15 +85,21 @@ def tokens_for_chat(
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Any] | None = None,
+    allow_special_tokens: bool = False,
     **template_options: Any,
 ) -> list[int]:
     """The ids of a conversation that starts a session, up to where the assistant is to speak.
 
-    `tools` and `template_options` go to the chat template as they are. Raises TemplateError if it refuses.
+    `tools` and `template_options` go to the chat template. Text in messages, tools and options that reads like a
+    special token is encoded as text; with `allow_special_tokens` it becomes the token, as if the template wrote it.
+
+    Raises TemplateError if the template refuses, or if markup and messages cannot be kept apart; TokenizerError if the
+    tokenizer fails in itself.
     """
     _require_messages(messages)
-    options = {"tools": tools, **template_options}
-    return _encode(tokenizer, _render(tokenizer, messages, add_generation_prompt, options))
+    writer = _Writer(tokenizer, {"tools": tools, **template_options}, allow_special_tokens)
+    text, encode = writer.write(messages, add_generation_prompt)
+    return encode(text)
 
 
 def tokens_for_next_turn(
@@ -97,23 +109,25 @@ def tokens_for_next_turn(
     after: Sequence[int],
     add_generation_prompt: bool = True,
     tools: Sequence[Any] | None = None,
+    allow_special_tokens: bool = False,
     **template_options: Any,
 ) -> list[int]:
     """The ids to append for the next turn: what ends the assistant's, then `messages`, then the head of its next one.
 
     `messages` are the new ones only (user, tool, …). `after` are the tokens generated last, end token included if the
     model came to it: what they already have of the turn's end is not repeated, and if they were cut short (length
-    limit, cancel) the missing end is put in. Nothing of the history is rendered again.
+    limit, cancel) the missing end is put in. Nothing of the history is rendered again. Special tokens come from the
+    template alone, as in `tokens_for_chat`.
 
     Raises TemplateError if the template gives no such ids: it drops or alters the assistant's words, ends a turn
-    differently when another follows, or refuses the roles.
+    differently when another follows, or refuses the roles; or markup and messages cannot be kept apart.
     """
     _require_new(messages)
     start: list[Message] = [{"role": "user", "content": _USER}]
     longer = [*start, {"role": "assistant", "content": _USER}, *start]
-    options = {"tools": tools, **template_options}
-    end, turn = _after_assistant(tokenizer, start, _MARKERS[0], messages, add_generation_prompt, options)
-    if (end, turn) != _after_assistant(tokenizer, longer, _MARKERS[1], messages, add_generation_prompt, options):
+    writer = _Writer(tokenizer, {"tools": tools, **template_options}, allow_special_tokens)
+    end, turn = _after_assistant(writer, start, _MARKERS[0], messages, add_generation_prompt)
+    if (end, turn) != _after_assistant(writer, longer, _MARKERS[1], messages, add_generation_prompt):
         raise TemplateError(
             "the chat template renders what follows an assistant's turn differently depending on what came before it, "
             "so the next turn cannot be had without rendering the history again; put the ids together yourself"
@@ -130,7 +144,8 @@ def end_of_turn_ids(tokenizer: ChatTokenizer, **template_options: Any) -> tuple[
     own = tokenizer.eos_token_id
     ids = [*own] if isinstance(own, (list, tuple)) else [] if own is None else [own]
     question: list[Message] = [{"role": "user", "content": _USER}]
-    end = _rendered_after(tokenizer, question, _MARKERS[0], [], False, template_options)[1]
+    writer = _Writer(tokenizer, template_options, False)
+    end = _rendered_after(writer, question, _MARKERS[0], [], False)[1]
     # A turn that ends in plain text has no token of its own for it.
     if end and end[0] in tokenizer.added_tokens_decoder:
         ids.append(end[0])
@@ -155,17 +170,84 @@ def _require_messages(messages: Sequence[Message]) -> None:
             raise InvalidMessages(f"messages[{index}]", f"must be a mapping, got {type(message).__name__}")
 
 
+class _Writer:
+    """Writes conversations as one template's text, and knows how to encode it."""
+
+    def __init__(self, tokenizer: ChatTokenizer, options: Mapping[str, Any], allow_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._special = None if allow_special_tokens else _special_tokens(tokenizer)
+
+    def write(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, Callable[[str], list[int]]]:
+        """The text, in which special tokens of messages are not spelled out, and what encodes it or its beginning."""
+        tokenizer, special = self._tokenizer, self._special
+        plain = partial(_encode, tokenizer)
+        if special is None:
+            return _render(tokenizer, messages, add_generation_prompt, self._options), plain
+        try:
+            conversation = Conversation(special, messages, self._options)
+            text = _render(tokenizer, conversation.messages, add_generation_prompt, conversation.options)
+            if conversation.is_doubtful:
+                messages, options = conversation.broken()
+                conversation.check_broken(text, _render(tokenizer, messages, add_generation_prompt, options))
+        except SpecialTextError as error:
+            raise _not_apart(error) from None
+
+        def encode(part: str) -> list[int]:
+            try:
+                return conversation.encode(part, plain, lambda: _respelled(tokenizer, special))
+            except SpecialTextError as error:
+                raise _not_apart(error) from None
+
+        return text, encode
+
+
+def _not_apart(error: SpecialTextError) -> TemplateError:
+    return TemplateError(f"{error}; take that out of the messages, or pass allow_special_tokens=True")
+
+
+def _special_tokens(tokenizer: ChatTokenizer) -> SpecialTokens:
+    own = tokenizer.eos_token_id
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return SpecialTokens.of(
+        (
+            (token_id, getattr(token, "content", str(token)), bool(getattr(token, "special", False)))
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+        ),
+        end_ids=own if isinstance(own, (list, tuple)) else [own],
+        template="".join(template.values()) if isinstance(template, Mapping) else str(template),
+        unknown_id=getattr(tokenizer, "unk_token_id", None),
+    )
+
+
+# Making one takes a second for a large vocabulary. Only conversations that hold text of special tokens need it.
+_RESPELLED: WeakKeyDictionary[ChatTokenizer, tuple[SpecialTokens, Respelled]] = WeakKeyDictionary()
+
+
+def _respelled(tokenizer: ChatTokenizer, special: SpecialTokens) -> Respelled:
+    held = _RESPELLED.get(tokenizer)
+    if held is not None and held[0] == special:
+        return held[1]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise SpecialTextError(
+            "the messages hold the text of a special token, and this tokenizer has no tokenizer.json"
+        )
+    made = Respelled(backend.to_str(), special)
+    _RESPELLED[tokenizer] = special, made
+    return made
+
+
 def _after_assistant(
-    tokenizer: ChatTokenizer,
+    writer: _Writer,
     before: Sequence[Message],
     marker: str,
     messages: Sequence[Message],
     add_generation_prompt: bool,
-    options: Mapping[str, Any],
 ) -> tuple[list[int], list[int]]:
     """Ids that follow the assistant's words: the end of its turn alone, and everything up to its next turn."""
-    end_text, end = _rendered_after(tokenizer, before, marker, [], False, options)
-    turn_text, turn = _rendered_after(tokenizer, before, marker, messages, add_generation_prompt, options)
+    end_text, end = _rendered_after(writer, before, marker, [], False)
+    turn_text, turn = _rendered_after(writer, before, marker, messages, add_generation_prompt)
     if not turn_text.startswith(end_text):
         raise TemplateError(
             f"the chat template ends an assistant's turn with {end_text!r} when it is the last, but goes on with "
@@ -175,16 +257,15 @@ def _after_assistant(
 
 
 def _rendered_after(
-    tokenizer: ChatTokenizer,
+    writer: _Writer,
     before: Sequence[Message],
     marker: str,
     messages: Sequence[Message],
     add_generation_prompt: bool,
-    options: Mapping[str, Any],
 ) -> tuple[str, list[int]]:
     """What the template puts after `marker`, where the assistant says `marker`, as text and as ids."""
     conversation = [*before, {"role": "assistant", "content": marker}, *messages]
-    text = _render(tokenizer, conversation, add_generation_prompt, options)
+    text, encode = writer.write(conversation, add_generation_prompt)
     if text.count(marker) != 1:
         raise TemplateError(
             f"the chat template shows the assistant's words {text.count(marker)} times instead of once, so the place "
@@ -192,7 +273,7 @@ def _rendered_after(
         )
     cut = text.index(marker) + len(marker)
     # Encoded in its place: on its own, some tokenizers put a space before it.
-    head, whole = _encode(tokenizer, text[:cut]), _encode(tokenizer, text)
+    head, whole = encode(text[:cut]), encode(text)
     if whole[: len(head)] != head:
         raise TemplateError(
             f"the tokenizer joins the assistant's words with {text[cut : cut + 10]!r}, which the chat template puts "
@@ -226,5 +307,11 @@ def _template_failures() -> tuple[type[Exception], ...]:
 
 
 def _encode(tokenizer: ChatTokenizer, text: str) -> list[int]:
-    # The template has written all special tokens; the tokenizer must not add its own.
-    return [int(token_id) for token_id in tokenizer.encode(text, add_special_tokens=False)]
+    try:
+        # The template has written all special tokens; the tokenizer must not add its own.
+        return [int(token_id) for token_id in tokenizer.encode(text, add_special_tokens=False)]
+    except BaseException as error:
+        # A panic of the tokenizers' library, which is no Exception and would pass by whatever handles those.
+        if isinstance(error, Exception) or type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"the tokenizer failed on a text of {len(text)} characters: {error}") from error

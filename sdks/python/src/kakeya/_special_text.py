@@ -1,0 +1,268 @@
+"""Special tokens come out of what the chat template writes, never out of what somebody said.
+
+A template makes one text of markup and messages, and a tokenizer finds the text of a special token wherever it stands:
+`<|im_end|>` in a message ends the turn. So:
+
+    message    "a <|im_end|> b"          → "a ⟨private character⟩ b", before the template sees it
+    template   "<|im_start|>user\\na ⟨⟩ b<|im_end|>"
+    encoded    what the template wrote as special tokens, the rest as text, with the merges that text has there
+
+The last step takes a copy of the tokenizer in which special tokens have names that nobody can write. Where no message
+holds such a text, nothing of this happens: the ids are the tokenizer's own for the rendered text, and are only checked
+to hold no special token that the text does not show.
+
+This file imports nothing of ours, so that a process without the SDK can load it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Encode = Callable[[str], list[int]]
+
+_PRIVATE = range(0xE000, 0xF900)
+_PRIVATE_USED = re.compile("[\ue000-\uf8ff]")
+# How a token of markup looks, where the tokenizer does not call it special: `<tool_call>`, `[INST]`.
+_MARKUP = re.compile(r"<\S+>|\[\S+\]")
+
+
+class SpecialTextError(Exception):
+    """Markup and messages cannot be kept apart; says why."""
+
+
+@dataclass(frozen=True, eq=True)
+class SpecialTokens:
+    """What must not come out of messages, by its text.
+
+    turns: the tokenizer's special tokens and ends of text, in no message. markup: other added tokens that the template
+    writes, such as `<tool_response>`; the assistant's own messages may hold them, because models write them.
+    """
+
+    turns: Mapping[str, int]
+    markup: Mapping[str, int]
+    unknown_id: int | None = None
+    _find: tuple[re.Pattern[str], re.Pattern[str]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        patterns = (_any_of(self.turns), _any_of({*self.turns, *self.markup}))
+        object.__setattr__(self, "_find", patterns)
+
+    @classmethod
+    def of(
+        cls, added: Iterable[tuple[int, str, bool]], *, end_ids: Iterable[int], template: str, unknown_id: int | None
+    ) -> SpecialTokens:
+        """added: id, text and whether the tokenizer calls it special. template: its source."""
+        ends = set(end_ids)
+        turns, markup = {}, {}
+        for token_id, text, is_special in added:
+            if not text.strip():
+                continue
+            if is_special or token_id in ends:
+                turns[text] = token_id
+            elif _MARKUP.fullmatch(text) and text in template:
+                markup[text] = token_id
+        return cls(turns=turns, markup=markup, unknown_id=unknown_id)
+
+    @property
+    def ids(self) -> Mapping[str, int]:
+        return {**self.markup, **self.turns}
+
+    def finder(self, *, markup: bool) -> re.Pattern[str]:
+        return self._find[markup]
+
+    def edges(self) -> frozenset[str]:
+        """Characters with which texts of two origins could be joined to a special token."""
+        near = "".join(text[:2] + text[-2:] for text in self.turns)
+        return frozenset(character for character in near if not (character.isalnum() or character.isspace())) - {"/"}
+
+
+class Conversation:
+    """Messages and options as the template is to see them, and what becomes of the text that it makes of them."""
+
+    def __init__(
+        self,
+        special: SpecialTokens,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+    ) -> None:
+        """Raises SpecialTextError if there are more kinds of special tokens in the messages than can be held apart."""
+        self._special = special
+        self._given = messages, options
+        texts = [text for value in (*messages, options) for text in _texts(value)]
+        self._shown = self._placeholders(texts)
+        self._token_of = {character: token for token, character in self._shown.items()}
+        edges = special.edges()
+        self.is_doubtful = (
+            bool(edges) and re.search(f"[{re.escape(''.join(sorted(edges)))}]", "\n".join(texts)) is not None
+        )
+        self.messages, self.options = self._changed(lambda text: text)
+
+    def broken(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The same without any character that could be a part of a special token."""
+        spare = next(chr(code) for code in reversed(_PRIVATE) if chr(code) not in self._token_of)
+        table = str.maketrans(dict.fromkeys(self._special.edges(), spare))
+        return self._changed(lambda text: text.translate(table))
+
+    def check_broken(self, text: str, broken: str) -> None:
+        """text, broken: what the template makes of `messages` and of `broken()`.
+
+        Raises SpecialTextError if a special token of `text` is put together from pieces of messages.
+        """
+        find = self._special.finder(markup=False)
+        if find.findall(text) != find.findall(broken):
+            raise SpecialTextError("the chat template puts a special token together from parts of the messages")
+
+    def encode(self, text: str, encode: Encode, respelled: Callable[[], Respelled]) -> list[int]:
+        """The ids of a rendered text, or of its beginning. encode: the tokenizer's own way.
+
+        Raises SpecialTextError if a special token would come out of a message, or the template altered the messages'
+        special text in a way that cannot be undone.
+        """
+        if not any(character in text for character in self._token_of):
+            self._refuse_escaped(text)
+            ids = encode(text)
+        else:
+            self._refuse_escaped(text)
+            copy = respelled()
+            bare = "".join(character for character in text if character not in self._token_of)
+            if encode(bare) != copy.encode(copy.spell(bare, {})):
+                raise SpecialTextError(f"{self._named()}, and this tokenizer cannot read that as text")
+            ids = copy.encode(copy.spell(text, self._token_of))
+        known = self._special.ids
+        special_ids = {*known.values()} - {self._special.unknown_id}
+        seen = Counter(known[token] for token in self._special.finder(markup=True).findall(text))
+        if Counter(token_id for token_id in ids if token_id in special_ids) - seen:
+            raise SpecialTextError("the tokenizer makes special tokens of text that is none")
+        return ids
+
+    def _named(self) -> str:
+        return f"the messages hold {', '.join(map(repr, sorted(self._shown)))}"
+
+    def _refuse_escaped(self, text: str) -> None:
+        for character in self._token_of:
+            if f"\\u{ord(character):04x}" in text.lower():
+                raise SpecialTextError(f"{self._named()}, which the chat template escapes")
+
+    def _placeholders(self, texts: Sequence[str]) -> dict[str, str]:
+        messages, options = self._given
+        found: set[str] = set()
+        for message in messages:
+            find = self._finder(message)
+            for text in _texts(message):
+                found.update(find.findall(text))
+        for text in _texts(options):
+            found.update(self._special.finder(markup=True).findall(text))
+        if not found:
+            return {}
+        used = {character for text in texts for character in _PRIVATE_USED.findall(text)}
+        free = [chr(code) for code in _PRIVATE if chr(code) not in used]
+        if len(found) >= len(free):
+            raise SpecialTextError("the messages hold too many private characters")
+        return dict(zip(sorted(found), free, strict=False))
+
+    def _finder(self, message: Mapping[str, Any]) -> re.Pattern[str]:
+        return self._special.finder(markup=message.get("role") != "assistant")
+
+    def _changed(self, change: Callable[[str], str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        messages, options = self._given
+
+        def with_finder(find: re.Pattern[str]) -> Callable[[str], str]:
+            return lambda text: change(find.sub(lambda match: self._shown[match.group()], text))
+
+        changed = [dict(_mapped(message, with_finder(self._finder(message)))) for message in messages]
+        return changed, dict(_mapped(options, with_finder(self._special.finder(markup=True))))
+
+
+class Respelled:
+    """A copy of a tokenizer in which special tokens have names that nobody can write, and nothing else differs."""
+
+    def __init__(self, specification: str, special: SpecialTokens) -> None:
+        """specification: what tokenizer.json holds. Raises SpecialTextError if there can be no such copy."""
+        from tokenizers import Tokenizer
+
+        nonce = secrets.token_hex(8)
+        self._names = {text: f"\ue100{nonce}.{token_id}\ue101" for text, token_id in special.ids.items()}
+        self._find = special.finder(markup=True)
+        try:
+            copy = Tokenizer.from_str(json.dumps(_renamed(json.loads(specification), self._names)))
+        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+            raise SpecialTextError(f"this tokenizer cannot tell text from special tokens: {error}") from None
+        copy.no_truncation()
+        copy.no_padding()
+        if any(copy.token_to_id(self._names[text]) != token_id for text, token_id in special.ids.items()):
+            raise SpecialTextError("this tokenizer cannot tell text from special tokens")
+        self._copy = copy
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._copy.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def spell(self, text: str, token_of: Mapping[str, str]) -> str:
+        """`text` with its special tokens under their names, and the characters of `token_of` as the texts they are."""
+        named = self._find.sub(lambda match: self._names[match.group()], text)
+        return "".join(token_of.get(character, character) for character in named) if token_of else named
+
+
+def _renamed(specification: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    for token in specification["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = specification["model"]
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(piece, piece): token_id for piece, token_id in vocabulary.items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    # What it adds and trims changes no ids of text.
+    return {**specification, "post_processor": None}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a message or an option, names included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _texts(name)
+            if name != "chat_template":
+                yield from _texts(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(item)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """The same value with its texts changed. A `chat_template` among options stays as it is."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {
+            _mapped(name, change): item if name == "chat_template" else _mapped(item, change)
+            for name, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(item, change) for item in value) if type(value) in (list, tuple) else value
+    return value
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Matches the longest of `texts`, in time that does not grow with their number."""
+    words = set(texts)
+    return re.compile(_alternatives(words) if words else r"(?!)")
+
+
+def _alternatives(words: set[str]) -> str:
+    by_first: dict[str, set[str]] = {}
+    for word in words - {""}:
+        by_first.setdefault(word[0], set()).add(word[1:])
+    branches = [re.escape(first) + _alternatives(rest) for first, rest in sorted(by_first.items())]
+    if not branches:
+        return ""
+    return f"(?:{'|'.join(branches)})" + ("?" if "" in words else "")

@@ -1,0 +1,297 @@
+/**
+ * Special tokens come out of what the chat template writes, never out of what somebody said.
+ *
+ * A template makes one text of markup and messages, and a tokenizer finds the text of a special token wherever it
+ * stands: `<|im_end|>` in a message ends the turn. So:
+ *
+ *     message    "a <|im_end|> b"          → "a ⟨private character⟩ b", before the template sees it
+ *     template   "<|im_start|>user\na ⟨⟩ b<|im_end|>"
+ *     encoded    what the template wrote as special tokens, the rest as text, with the merges that text has there
+ *
+ * The last step takes a copy of the tokenizer in which special tokens have names that nobody can write. Where no message
+ * holds such a text, nothing of this happens: the ids are the tokenizer's own for the rendered text, and are only checked
+ * to hold no special token that the text does not show. The Python SDK does the same.
+ */
+import { randomBytes } from "node:crypto";
+
+import type { AddedToken } from "./tokenization.js";
+
+type Encode = (text: string) => number[];
+type Values = Readonly<Record<string, unknown>>;
+
+const FIRST_PRIVATE: number = 0xe000;
+const LAST_PRIVATE: number = 0xf8ff;
+const PRIVATE_USED = /[\ue000-\uf8ff]/g;
+// How a token of markup looks, where the tokenizer does not call it special: `<tool_call>`, `[INST]`.
+const MARKUP = /^(?:<\S+>|\[\S+\])$/;
+
+/** Markup and messages cannot be kept apart; says why. */
+export class SpecialTextError extends Error {}
+
+/** What must not come out of messages, by its text. */
+export class SpecialTokens {
+  /** All of it. */
+  readonly ids: ReadonlyMap<string, number>;
+  /** Characters with which texts of two origins could be joined to a special token. */
+  readonly edges: ReadonlySet<string>;
+  readonly unknownId: number | undefined;
+  // In no message: special tokens and ends of text. And with it other added tokens that the template writes, such as
+  // `<tool_response>`; the assistant's own messages may hold them, because models write them.
+  readonly #turns: RegExp;
+  readonly #all: RegExp;
+
+  constructor(
+    added: readonly AddedToken[],
+    facts: { readonly endIds: readonly number[]; readonly template: string; readonly unknownId: number | undefined },
+  ) {
+    const named = added.filter(({ text }) => text.trim() !== "");
+    const turns = named.filter(({ id, isSpecial }) => isSpecial || facts.endIds.includes(id));
+    const markup = named.filter(
+      (token) => !turns.includes(token) && MARKUP.test(token.text) && facts.template.includes(token.text),
+    );
+    this.ids = new Map([...markup, ...turns].map(({ id, text }) => [text, id]));
+    this.unknownId = facts.unknownId;
+    this.#turns = anyOf(turns.map(({ text }) => text));
+    this.#all = anyOf(this.ids.keys());
+    const near = turns.flatMap(({ text }) => [...Array.from(text).slice(0, 2), ...Array.from(text).slice(-2)]);
+    this.edges = new Set(near.filter((character) => !/[\p{L}\p{N}\s/]/u.test(character)));
+  }
+
+  finder(markup: boolean): RegExp {
+    return markup ? this.#all : this.#turns;
+  }
+}
+
+/** Messages and options as the template is to see them, and what becomes of the text that it makes of them. */
+export class Conversation {
+  readonly messages: readonly Values[];
+  readonly options: Values;
+  /** Could a special token be put together from pieces of messages? Then `checkBroken` tells. */
+  readonly isDoubtful: boolean;
+  readonly #special: SpecialTokens;
+  readonly #given: readonly [readonly Values[], Values];
+  readonly #shown: ReadonlyMap<string, string>;
+  readonly #tokenOf: ReadonlyMap<string, string>;
+
+  /** Throws SpecialTextError if there are more kinds of special tokens in the messages than can be held apart. */
+  constructor(special: SpecialTokens, messages: readonly Values[], options: Values) {
+    this.#special = special;
+    this.#given = [messages, options];
+    const texts = [...messages, options].flatMap((value) => [...textsIn(value)]);
+    this.#shown = this.#placeholders(texts);
+    this.#tokenOf = new Map([...this.#shown].map(([token, character]) => [character, token]));
+    this.isDoubtful = texts.some((text) => [...special.edges].some((edge) => text.includes(edge)));
+    [this.messages, this.options] = this.#changed((text) => text);
+  }
+
+  /** The same without any character that could be a part of a special token. */
+  broken(): [readonly Values[], Values] {
+    let code = LAST_PRIVATE;
+    while (this.#tokenOf.has(String.fromCharCode(code))) code--;
+    const spare = String.fromCharCode(code);
+    const { edges } = this.#special;
+    return this.#changed((text) =>
+      Array.from(text)
+        .map((character) => (edges.has(character) ? spare : character))
+        .join(""),
+    );
+  }
+
+  /**
+   * Throws SpecialTextError if a special token of `text` is put together from pieces of messages.
+   * text, broken: what the template makes of `messages` and of `broken()`.
+   */
+  checkBroken(text: string, broken: string): void {
+    const find = this.#special.finder(false);
+    const [found, calm] = [text.match(find) ?? [], broken.match(find) ?? []];
+    if (found.length !== calm.length || found.some((token, at) => token !== calm[at])) {
+      throw new SpecialTextError("the chat template puts a special token together from parts of the messages");
+    }
+  }
+
+  /**
+   * The ids of a rendered text, or of its beginning. encode: the tokenizer's own way.
+   *
+   * Throws SpecialTextError if a special token would come out of a message, or the template altered the messages'
+   * special text in a way that cannot be undone.
+   */
+  encode(text: string, encode: Encode, respelled: () => Respelled): number[] {
+    const held = [...this.#tokenOf.keys()];
+    const lowered = held.length > 0 ? text.toLowerCase() : "";
+    if (held.some((character) => lowered.includes(`\\u${character.charCodeAt(0).toString(16)}`))) {
+      throw new SpecialTextError(`${this.#named()}, which the chat template escapes`);
+    }
+    let ids: number[];
+    if (held.some((character) => text.includes(character))) {
+      const copy = respelled();
+      const bare = Array.from(text)
+        .filter((character) => !this.#tokenOf.has(character))
+        .join("");
+      if (!areEqual(encode(bare), copy.encode(copy.spell(bare, new Map())))) {
+        throw new SpecialTextError(`${this.#named()}, and this tokenizer cannot read that as text`);
+      }
+      ids = copy.encode(copy.spell(text, this.#tokenOf));
+    } else {
+      ids = encode(text);
+    }
+    this.#check(text, ids);
+    return ids;
+  }
+
+  #check(text: string, ids: readonly number[]): void {
+    const known = this.#special.ids;
+    const special = new Set(known.values());
+    if (this.#special.unknownId !== undefined) special.delete(this.#special.unknownId);
+    const left = new Map<number, number>();
+    for (const token of text.match(this.#special.finder(true)) ?? []) {
+      const id = known.get(token) ?? -1;
+      left.set(id, (left.get(id) ?? 0) + 1);
+    }
+    for (const id of ids) {
+      if (!special.has(id)) continue;
+      const count = left.get(id) ?? 0;
+      if (count === 0) throw new SpecialTextError("the tokenizer makes special tokens of text that is none");
+      left.set(id, count - 1);
+    }
+  }
+
+  #named(): string {
+    return `the messages hold ${[...this.#shown.keys()].map((token) => JSON.stringify(token)).join(", ")}`;
+  }
+
+  #placeholders(texts: readonly string[]): Map<string, string> {
+    const [messages, options] = this.#given;
+    const found = new Set<string>();
+    for (const message of messages) {
+      for (const text of textsIn(message))
+        for (const token of text.match(this.#finder(message)) ?? []) found.add(token);
+    }
+    for (const text of textsIn(options))
+      for (const token of text.match(this.#special.finder(true)) ?? []) found.add(token);
+    const shown = new Map<string, string>();
+    if (found.size === 0) return shown;
+    const used = new Set(texts.flatMap((text) => text.match(PRIVATE_USED) ?? []));
+    const free: string[] = [];
+    for (let code = FIRST_PRIVATE; code <= LAST_PRIVATE; code++) {
+      const character = String.fromCharCode(code);
+      if (!used.has(character)) free.push(character);
+    }
+    // One more is for `broken`.
+    if (found.size >= free.length) throw new SpecialTextError("the messages hold too many private characters");
+    for (const [at, token] of [...found].sort().entries()) shown.set(token, free[at] ?? "");
+    return shown;
+  }
+
+  #finder(message: Values): RegExp {
+    return this.#special.finder(message["role"] !== "assistant");
+  }
+
+  #changed(change: (text: string) => string): [readonly Values[], Values] {
+    const [messages, options] = this.#given;
+    const through = (find: RegExp) => (text: string) =>
+      change(text.replace(find, (token) => this.#shown.get(token) ?? token));
+    const changed = messages.map((message) => mapped(message, through(this.#finder(message))) as Values);
+    return [changed, mapped(options, through(this.#special.finder(true))) as Values];
+  }
+}
+
+/** A copy of a tokenizer in which special tokens have names that nobody can write, and nothing else differs. */
+export class Respelled {
+  readonly encode: Encode;
+  readonly #names: ReadonlyMap<string, string>;
+  readonly #find: RegExp;
+
+  /** copy: the tokenizer's own `encode`, with new texts for some of its tokens. */
+  constructor(special: SpecialTokens, copy: (names: ReadonlyMap<string, string>) => Encode) {
+    const nonce = randomBytes(8).toString("hex");
+    this.#names = new Map([...special.ids].map(([text, id]) => [text, `\ue100${nonce}.${id}\ue101`]));
+    this.#find = special.finder(true);
+    this.encode = copy(this.#names);
+  }
+
+  /** `text` with its special tokens under their names, and the characters of `tokenOf` as the texts they are. */
+  spell(text: string, tokenOf: ReadonlyMap<string, string>): string {
+    const named = text.replace(this.#find, (token) => this.#names.get(token) ?? token);
+    return tokenOf.size === 0
+      ? named
+      : Array.from(named)
+          .map((character) => tokenOf.get(character) ?? character)
+          .join("");
+  }
+}
+
+/** What tokenizer.json holds, with other texts for some tokens. Throws SpecialTextError if that would change merges. */
+export function renamed(specification: Values, names: ReadonlyMap<string, string>): Values {
+  const nameOf = (text: string): string => names.get(text) ?? text;
+  const model = specification["model"] as {
+    readonly vocab: Readonly<Record<string, number>> | readonly (readonly [string, number])[];
+    readonly merges?: readonly (string | readonly string[])[];
+    readonly unk_token?: string | null;
+  };
+  for (const merge of model.merges ?? []) {
+    if (names.has(typeof merge === "string" ? merge.replace(" ", "") : merge.join(""))) {
+      throw new SpecialTextError("this tokenizer cannot tell text from special tokens");
+    }
+  }
+  const added = specification["added_tokens"] as readonly { readonly content: string }[];
+  return {
+    ...specification,
+    added_tokens: added.map((token) => ({ ...token, content: nameOf(token.content) })),
+    model: {
+      ...model,
+      vocab: Array.isArray(model.vocab)
+        ? model.vocab.map(([piece, score]: [string, number]) => [nameOf(piece), score])
+        : Object.fromEntries(Object.entries(model.vocab).map(([piece, id]: [string, number]) => [nameOf(piece), id])),
+      ...(typeof model.unk_token === "string" ? { unk_token: nameOf(model.unk_token) } : {}),
+    },
+    // What it adds and trims changes no ids of text.
+    post_processor: null,
+  };
+}
+
+/** All texts in a message or an option, names included. */
+function* textsIn(value: unknown): Generator<string> {
+  if (typeof value === "string") {
+    yield value;
+  } else if (Array.isArray(value)) {
+    for (const item of value) yield* textsIn(item);
+  } else if (typeof value === "object" && value !== null) {
+    for (const [name, item] of Object.entries(value)) {
+      yield name;
+      yield* textsIn(item);
+    }
+  }
+}
+
+/** The same value with its texts changed, those of names included. */
+function mapped(value: unknown, change: (text: string) => string): unknown {
+  if (typeof value === "string") return change(value);
+  if (Array.isArray(value)) return value.map((item) => mapped(item, change));
+  if (typeof value !== "object" || value === null) return value;
+  return Object.fromEntries(Object.entries(value).map(([name, item]) => [change(name), mapped(item, change)]));
+}
+
+/** Matches the longest of `texts`, in time that does not grow with their number. */
+function anyOf(texts: Iterable<string>): RegExp {
+  const words = new Set(texts);
+  return new RegExp(words.size === 0 ? "(?!)" : alternatives(words), "gu");
+}
+
+function alternatives(words: ReadonlySet<string>): string {
+  const byFirst = new Map<string, Set<string>>();
+  for (const word of words) {
+    const [first] = word;
+    if (first === undefined) continue;
+    const rests = byFirst.get(first) ?? new Set();
+    byFirst.set(first, rests.add(word.slice(first.length)));
+  }
+  if (byFirst.size === 0) return "";
+  const branches = [...byFirst].map(
+    ([first, rests]) => first.replace(/[\\^$.*+?()[\]{}|/]/u, "\\$&") + alternatives(rests),
+  );
+  return `(?:${branches.join("|")})${words.has("") ? "?" : ""}`;
+}
+
+function areEqual(left: readonly number[], right: readonly number[]): boolean {
+  return left.length === right.length && left.every((id, at) => id === right[at]);
+}
