@@ -13,7 +13,6 @@ import socket
 import ssl
 import time
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import uvicorn
@@ -27,6 +26,7 @@ from inference_engine.server.http.app import State, create_app
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.http.completion import Desk, Slots
 from inference_engine.server.http.connection import Connection
+from inference_engine.server.http.turns import Turns
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.strangers import Strangers
 from inference_engine.server.tls import Certificates
@@ -62,7 +62,7 @@ class HttpShim:
         self.refuse_work()
         self._server.should_exit = True
         await self._serving
-        self._desk.executor.shutdown(wait=False, cancel_futures=True)
+        self._desk.turns.close()
         await asyncio.to_thread(self._desk.chat.close)
 
 
@@ -85,12 +85,13 @@ async def start_http(
     if chat is None:
         raise ConfigError("http_bind needs the model's tokenizer and chat template, and this server was given none")
     engine_config = engine.info().config
+    await asyncio.to_thread(chat.start)
     desk = Desk(
         engine=engine,
         chat=chat,
         limits=limits,
         slots=Slots(engine_config.max_running + engine_config.max_queued),
-        executor=ThreadPoolExecutor(1, "chat-text"),
+        turns=Turns(chat.processes),
         max_body_bytes=config.max_message_bytes,
         now=time.time,
         given_up=asyncio.get_running_loop().create_future(),

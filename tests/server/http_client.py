@@ -24,7 +24,7 @@ COMPLETIONS = "/chat/completions"
 
 
 def tiny_chat() -> ChatText:
-    return ChatText(tiny_tokenizer(), name="tiny")
+    return ChatText(tiny_tokenizer(), name="tiny", processes=1)  # a second one takes time to start
 
 
 @asynccontextmanager

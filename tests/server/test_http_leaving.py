@@ -8,7 +8,6 @@ import json
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from inference_engine.server.http import completion, connection
 from inference_engine.server.http.app import State, create_app
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.http.completion import Desk, Slots
+from inference_engine.server.http.turns import Turns
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.run import ServerHandle
 from inference_engine.server.strangers import Strangers
@@ -268,9 +268,9 @@ async def test_a_client_that_leaves_while_its_messages_are_rendered_gets_no_sess
     loop, is_rendering = asyncio.get_running_loop(), asyncio.Event()
     render = chat.prompt_ids
 
-    def rendering(messages: Any) -> list[int]:
+    def rendering(messages: Any, *limits: Any, **options: Any) -> list[int]:
         loop.call_soon_threadsafe(is_rendering.set)
-        return render(messages)
+        return render(messages, *limits, **options)
 
     monkeypatch.setattr(chat, "prompt_ids", rendering)
     is_created = called(engine, "create_session")
@@ -456,7 +456,7 @@ async def test_a_client_that_does_not_read_loses_its_session(
         chat=chat,
         limits=OwnerLimits(calls=10, calls_per_second=0, clock=lambda: 0.0),
         slots=Slots(10),
-        executor=ThreadPoolExecutor(1),
+        turns=Turns(1),
         max_body_bytes=10_000,
         now=lambda: 0.0,
         given_up=asyncio.get_running_loop().create_future(),
@@ -490,7 +490,7 @@ async def test_a_client_that_does_not_read_loses_its_session(
     }
     async with asyncio.timeout(TIMEOUT_SECONDS):
         await app(scope, receive, send)
-    desk.executor.shutdown()
+    desk.turns.close()
     assert await left_nothing(engine)
     assert ended(engine, "closed") == 1
     with desk.slots.one(""), desk.slots.one("other"):

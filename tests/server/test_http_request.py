@@ -42,6 +42,7 @@ def test_what_is_honoured_is_kept() -> None:
         stream=True,
         stream_options={"include_usage": True},
         n=1,
+        allow_special_tokens=True,
     ) == ChatRequest(
         model="m",
         messages=tuple(MESSAGES),
@@ -52,6 +53,7 @@ def test_what_is_honoured_is_kept() -> None:
         logprobs=True,
         stream=True,
         include_usage=True,
+        allow_special_tokens=True,
     )
 
 
@@ -124,6 +126,7 @@ def test_an_answer_can_be_sent_back_as_it_came() -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"allow_special_tokens": "yes"}, "allow_special_tokens"),
         ({"user": "someone"}, "user"),
         ({"model": None}, "model"),
         ({"messages": None}, "messages"),

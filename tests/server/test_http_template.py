@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from inference_engine.errors import InvalidArgument, ModelError
+from inference_engine.server.http.errors import RenderLimit
 from inference_engine.server.http.template import ChatTemplate
 from tests.tiny_folder import TEMPLATE, tiny_tokenizer
 
@@ -89,7 +90,7 @@ def test_a_template_that_does_not_end_is_ended_and_the_next_conversation_is_rend
     make: Callable[..., ChatTemplate],
 ) -> None:
     template = make("{% if messages|length > 1 %}" + ENDLESS + "{% endif %}fine", max_seconds=1.0)
-    with pytest.raises(InvalidArgument, match="did not end within 1 s"):
+    with pytest.raises(RenderLimit, match="did not end within 1 s"):
         template.render(MESSAGES)
     assert template.render(MESSAGES[:1]) == "fine"
 

@@ -1,28 +1,37 @@
 """What the shim knows of text: the tokenizer and the chat template in the model's folder.
 
 Ids are what the tokenizer gives for the rendered messages, as the Python SDK has them, so an answer over HTTP is that
-of a session whose history is these ids.
+of a session whose history is these ids. They are made in processes with limits on time and memory; here, ids become
+text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from inference_engine.errors import InvalidArgument, ModelError
-from inference_engine.server.http.template import MAX_SECONDS, ChatTemplate, Message
+from inference_engine.errors import ModelError, RequestError
+from inference_engine.server.http.template import MAX_SECONDS, MAX_TEMPLATE_CHARACTERS, ChatTemplate, Message
 from inference_engine.server.http.text import TextStream
 
 # Words that no template trims, escapes or takes for markup.
 _QUESTION, _ANSWER = "The quick brown fox", "Kqzwxjvbm"
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
+# Of each file that is read for the tokenizer; that of a large vocabulary has 40 MB.
+_MAX_FILE_BYTES = 2**27
+
+# While one owner's slow text holds a process, another's is rendered by the other.
+PROCESSES = 2
 
 
 class ChatText:
-    """`prompt_ids` belongs to one thread at a time and may block it; the rest is quick and safe from any."""
+    """`prompt_ids` belongs to one thread for each process and may block it; the rest is quick and safe from any."""
 
-    def __init__(self, tokenizer: Any, *, name: str, max_render_seconds: float = MAX_SECONDS) -> None:
+    def __init__(
+        self, tokenizer: Any, *, name: str, max_render_seconds: float = MAX_SECONDS, processes: int = PROCESSES
+    ) -> None:
         """Raises ModelError if `tokenizer` (transformers') cannot chat. `name` says whose it is."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -36,15 +45,45 @@ class ChatText:
         backend.no_truncation()
         backend.no_padding()
         self._tokens = backend
-        self._template = ChatTemplate(
-            tokenizer.get_chat_template(), tokenizer.special_tokens_map, max_seconds=max_render_seconds
-        )
         self._added: dict[str, int] = tokenizer.added_tokens_encoder
-        self.end_ids = self._end_ids(tokenizer)
+        template = tokenizer.get_chat_template()
+        own = tokenizer.eos_token_id
+        self._own_ends = list(own) if isinstance(own, (list, tuple)) else [] if own is None else [own]
+        given = {
+            "specification": backend.to_str(),
+            "added": [[at, token.content, token.special] for at, token in tokenizer.added_tokens_decoder.items()],
+            "end_ids": self._own_ends,
+            "unknown_id": tokenizer.unk_token_id,
+        }
+        self._templates = tuple(
+            ChatTemplate(template, tokenizer.special_tokens_map, tokenizer=given, max_seconds=max_render_seconds)
+            for _ in range(processes)
+        )
+        try:
+            self.end_ids = self._end_ids()
+        except BaseException:
+            self.close()
+            raise
 
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The conversation up to where the assistant is to speak. Raises InvalidArgument as the template does."""
-        return self._encode(self._template.render(messages))
+    @property
+    def processes(self) -> int:
+        return len(self._templates)
+
+    def prompt_ids(
+        self,
+        messages: Sequence[Message],
+        most_ids: int | None = None,
+        *,
+        allow_special_tokens: bool = False,
+        process: int = 0,
+    ) -> list[int]:
+        """The conversation up to where the assistant is to speak. Raises what `ChatTemplate.encode` does."""
+        return self._templates[process].encode(messages, most_ids, allow_special_tokens=allow_special_tokens)
+
+    def start(self) -> None:
+        """Have every process ready. Blocks. Raises ModelError."""
+        for template in self._templates:
+            template.start()
 
     def text_stream(self) -> TextStream:
         return TextStream(self._decode)
@@ -55,40 +94,49 @@ class ChatText:
 
     def token_text(self, token_id: int) -> tuple[str, list[int] | None]:
         """A token on its own and its UTF-8 bytes; of half a character the vocabulary's name for it, and None."""
-        text = self._tokens.decode([token_id], skip_special_tokens=False)
+        with _panics_are_errors():
+            text = self._tokens.decode([token_id], skip_special_tokens=False)
         if _BROKEN in text:
             return str(self._tokens.id_to_token(token_id)), None
         return text, list(text.encode())
 
     def close(self) -> None:
-        """End the template's process; it starts again if it is needed."""
-        self._template.close()
+        """End the processes; they start again if they are needed."""
+        for template in self._templates:
+            template.close()
 
-    def _end_ids(self, tokenizer: Any) -> tuple[int, ...]:
+    def _end_ids(self) -> tuple[int, ...]:
         """Ids that end the assistant's turn: the tokenizer's own, and what the template puts after its words."""
-        own = tokenizer.eos_token_id
-        ids = list(own) if isinstance(own, (list, tuple)) else [] if own is None else [own]
+        ids = list(self._own_ends)
         conversation = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
         try:
-            text = self._template.render(conversation, add_generation_prompt=False)
-        except InvalidArgument as error:
-            raise ModelError(f"the model's chat template renders no plain conversation: {error.description}") from None
-        head, found, _ = text.rpartition(_ANSWER)
-        if not found:
-            raise ModelError("the model's chat template does not show what the assistant said")
-        begun, whole = self._encode(head + found), self._encode(text)
+            text = self._templates[0].render(conversation, add_generation_prompt=False)
+            head, found, _ = text.rpartition(_ANSWER)
+            if not found:
+                raise ModelError("the model's chat template does not show what the assistant said")
+            # The template has written all special tokens.
+            begun, whole = (self._templates[0].encode_text(each) for each in (head + found, text))
+        except RequestError as error:
+            raise ModelError(f"the model's chat template renders no plain conversation: {error.message}") from None
         after = whole[len(begun) : len(begun) + 1]
         # A turn that ends in plain text has no token of its own for that.
         ids += [token_id for token_id in after if token_id in self._added.values()]
         return tuple(dict.fromkeys(ids))
 
-    def _encode(self, text: str) -> list[int]:
-        # The template has written all special tokens. Of the ways to encode, those of batches let other threads run.
-        ids: list[int] = self._tokens.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return ids
-
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokens.decode(token_ids, skip_special_tokens=True))
+        with _panics_are_errors():
+            return str(self._tokens.decode(token_ids, skip_special_tokens=True))
+
+
+@contextmanager
+def _panics_are_errors() -> Iterator[None]:
+    """A panic of the tokenizers' library is a BaseException, which would pass by everything that answers errors."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ != "PanicException":
+            raise
+        raise RuntimeError("the model's tokenizer failed") from error
 
 
 def load_chat_text(folder: Path) -> ChatText:
@@ -96,6 +144,18 @@ def load_chat_text(folder: Path) -> ChatText:
 
     Raises ModelError if they cannot be loaded or cannot chat.
     """
+    # In this process it would take what time and memory it likes.
+    for path in (*folder.glob("*.json"), *folder.glob("*.txt")):
+        _check_size(path, _MAX_FILE_BYTES)
+    for path in folder.rglob("*.jinja"):
+        _check_size(path, 4 * MAX_TEMPLATE_CHARACTERS)  # characters of UTF-8
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        trial = ChatTemplate("", {}, tokenizer={"file": str(file)})
+        try:
+            trial.start()
+        finally:
+            trial.close()
     from transformers import AutoTokenizer
 
     try:
@@ -103,3 +163,8 @@ def load_chat_text(folder: Path) -> ChatText:
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} holds no tokenizer that can be loaded: {error}") from error
     return ChatText(tokenizer, name=folder.name)
+
+
+def _check_size(path: Path, most: int) -> None:
+    if path.is_file() and (size := path.stat().st_size) > most:
+        raise ModelError(f"{path}: {size} bytes, more than the {most} such a file may have")

@@ -7,8 +7,8 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -24,6 +24,7 @@ from inference_engine.server.http.errors import UnknownModel, body_of
 from inference_engine.server.http.replies import Json, Replies
 from inference_engine.server.http.request import read_request
 from inference_engine.server.http.single_shot import Prompt, prepare, single_shot
+from inference_engine.server.http.turns import Turns
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.service import STALL_SECONDS
 from inference_engine.server.status import as_request_error
@@ -60,7 +61,7 @@ class Slots:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Desk:
-    """What every completion needs. `executor` has one thread: it renders and encodes, one request after another.
+    """What every completion needs. turns: whose messages are rendered and encoded now, and in which process.
 
     given_up: has an error as its result once no answer will come any more, and then that is the answer.
     """
@@ -69,7 +70,7 @@ class Desk:
     chat: ChatText
     limits: OwnerLimits
     slots: Slots
-    executor: Executor
+    turns: Turns
     max_body_bytes: int
     now: Callable[[], float]
     given_up: asyncio.Future[RequestError]
@@ -90,7 +91,7 @@ class Completion(Response):
 
     async def _answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         desk = self._desk
-        prompt = await asyncio.get_running_loop().run_in_executor(desk.executor, self._prepare, body)
+        prompt = await desk.turns.run(self._owner, partial(self._prepare, body))
         replies = Replies(model=prompt.asked.model, created=int(desk.now()), include_usage=prompt.asked.include_usage)
         answer = Answer(prompt, desk.chat)
         async with single_shot(desk.engine, prompt, end_ids=desk.chat.end_ids, owner=self._owner) as events:
@@ -100,12 +101,12 @@ class Completion(Response):
             whole = await _whole(answer, replies, events)
         await JSONResponse(whole)(scope, receive, send)
 
-    def _prepare(self, body: bytes) -> Prompt:
+    def _prepare(self, body: bytes, process: int) -> Prompt:
         asked = read_request(body)
         info = self._desk.engine.info()
         if asked.model != info.facts.model_id:
             raise UnknownModel(asked.model, info.facts.model_id)
-        return prepare(asked, self._desk.chat, info)
+        return prepare(asked, self._desk.chat, info, process=process)
 
 
 async def _whole(answer: Answer, replies: Replies, events: EventQueue) -> Json:

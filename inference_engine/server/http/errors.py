@@ -14,6 +14,7 @@ from inference_engine.server.status import CODES, reason_of
 _STATUSES: dict[str, int] = {
     "BAD_JSON": 400,
     "HISTORY_LIMIT": 400,
+    "RENDER_LIMIT": 400,
     "OPERATORS_ONLY": 403,
     "MODEL_NOT_FOUND": 404,
     "REQUEST_TIMEOUT": 408,
@@ -82,6 +83,20 @@ class NotJson(RequestError):
         super().__init__("send JSON, with 'content-type: application/json'")
 
 
+class RenderLimit(RequestError):
+    """Rendering and encoding the messages took too long, and was ended."""
+
+    reason = "RENDER_LIMIT"
+
+    def __init__(self, limit_seconds: float) -> None:
+        super().__init__(
+            f"messages: rendering and encoding them did not end within {limit_seconds:g} s and the memory it may have; "
+            "send shorter ones",
+            field="messages",
+            limit_seconds=f"{limit_seconds:g}",
+        )
+
+
 class ContextLengthExceeded(RequestError):
     """The rendered messages leave no room for an answer."""
 
@@ -89,8 +104,8 @@ class ContextLengthExceeded(RequestError):
 
     def __init__(self, prompt_tokens: int, limit_tokens: int) -> None:
         super().__init__(
-            f"messages: they are {prompt_tokens} tokens when rendered, and a session holds {limit_tokens} at most, the "
-            "answer among them; send fewer",
+            f"messages: they are at least {prompt_tokens} tokens when rendered, and a session holds {limit_tokens} at "
+            "most, the answer among them; send fewer",
             field="messages",
             prompt_tokens=prompt_tokens,
             limit_tokens=limit_tokens,

@@ -1,14 +1,26 @@
-"""The program that renders chat templates, in a process of its own. It imports jinja2 and nothing of ours.
+"""The program that renders chat templates and encodes their texts, in a process of its own.
 
-A template comes with a model's folder, so it may be slow, huge or hostile. Here it can hold neither the event loop nor
-the engine's interpreter lock, its memory is limited by the system, and whoever started us ends us when it takes too
-long.
+It imports jinja2, tokenizers, and of ours the one file whose path it is given, which imports nothing of ours.
+
+A template and a tokenizer come with a model's folder, so they may be slow, huge or hostile, and so may texts. Here they
+can hold neither the event loop nor the engine's interpreter lock, their memory is limited by the system, and whoever
+started us ends us when it takes too long.
 
 Frames on standard input and output are a length (4 bytes, big-endian) and JSON:
 
-    in, first   {"template": …, "variables": {…}, "max_characters": n, "max_bytes": n}    out  {"ok": true}
-    in, then    {"messages": […], "add_generation_prompt": …}                             out  {"text": …}
-    instead of either answer                                                              {"refused": why}
+    in, first   {"max_load_bytes": n, "max_bytes": n, "special_text": path or null}       out  {"ok": true}
+    in, second  {"template": …, "variables": {…}, "max_characters": n, "tokenizer": …}    out  {"ok": true}
+    in, then    {"messages": […], "add_generation_prompt": …, "encode": "no"}             out  {"text": …}
+                {"messages": […], …, "encode": "apart", "most_ids": n or null}            out  {"ids": […]}
+                {"messages": […], …, "encode": "together", "most_ids": n or null}         out  {"ids": […]}
+                {"text": …}                                                               out  {"ids": […]}
+    of text that has more ids than asked for                                              {"too_long": at least so many}
+    instead of any answer                                                                 {"refused": why}
+    the tokenizer failed in itself                                                        {"failed": why}
+
+tokenizer: null, {"file": path}, or {"specification": …, "added": […], "end_ids": […], "unknown_id": …}.
+encode: "apart" makes special tokens of what the template writes alone, "together" of what messages say, too.
+max_load_bytes: until template and tokenizer are loaded; max_bytes: beyond what is held then.
 
 The template finds what transformers documents for chat templates: the jinja sandbox for immutable values, loop
 controls, `{% generation %}`, `raise_exception`, `strftime_now`, and `tojson` without HTML escapes.
@@ -17,11 +29,15 @@ controls, `{% generation %}`, `raise_exception`, `strftime_now`, and `tojson` wi
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
+import os
 import struct
 import sys
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Callable, Iterator
 from datetime import datetime
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import jinja2
@@ -134,31 +150,174 @@ def render(template: jinja2.Template, max_characters: int, variables: dict[str, 
     return "".join(pieces)
 
 
+class Encoder:
+    """Texts of a template to ids, in which special tokens come out of the template alone."""
+
+    def __init__(self, given: dict[str, Any], template: str, special_text: Any) -> None:
+        from tokenizers import Tokenizer
+
+        self._module = special_text
+        specification = given.get("specification")
+        if specification is None:
+            specification = Path(given["file"]).read_text(encoding="utf-8")
+        self._tokens = Tokenizer.from_str(specification)
+        self._tokens.no_truncation()
+        self._tokens.no_padding()
+        self._special = special_text.SpecialTokens.of(
+            given.get("added", ()),
+            end_ids=given.get("end_ids", ()),
+            template=template,
+            unknown_id=given.get("unknown_id"),
+        )
+        # Now and not when it is needed first: with a large vocabulary it takes longer than a request may.
+        self._copy = special_text.Respelled(specification, self._special) if self._special.ids else None
+        self._fewest = fewest_ids(json.loads(specification))
+        self.plain("The quick brown fox: 1 + 1 = 2.\n")
+
+    def ids(self, template: jinja2.Template, most: int, asked: dict[str, Any], variables: dict[str, Any]) -> Any:
+        """The answer for messages whose ids are asked for."""
+        options = {name: asked[name] for name in ("tools", "documents")}
+        conversation = None
+        if asked["encode"] == "apart":
+            conversation = self._module.Conversation(self._special, asked["messages"], options)
+
+        def written(messages: Any, options: Any) -> str:
+            return render(template, most, {**_seen(asked), **options, "messages": messages, **variables})
+
+        if conversation is None:
+            text = written(asked["messages"], options)
+        else:
+            text = written(conversation.messages, conversation.options)
+        most_ids = asked["most_ids"]
+        if most_ids is not None and self._fewest is not None and (fewest := self._fewest(text)) > most_ids:
+            return {"too_long": fewest}
+        if conversation is None:
+            ids = self.plain(text)
+        else:
+            if conversation.is_doubtful:
+                conversation.check_broken(text, written(*conversation.broken()))
+            ids = conversation.encode(text, self.plain, lambda: self._copy)
+        return {"ids": ids} if most_ids is None or len(ids) <= most_ids else {"too_long": len(ids)}
+
+    def plain(self, text: str) -> list[int]:
+        ids: list[int] = self._tokens.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def fewest_ids(specification: dict[str, Any]) -> Callable[[str], int] | None:
+    """How many ids a text has at least, by its number of characters: no id stands for more than the longest token does.
+
+    None where the tokenizer may leave characters out, or where that is not known.
+    """
+    parts = _parts(specification.get("normalizer"), "normalizers")
+    parts += _parts(specification.get("pre_tokenizer"), "pretokenizers")
+    model = specification["model"]
+    composes = any(part["type"] == "NFC" for part in parts)
+    whole = {"NFC", "Prepend", "ByteLevel", "Metaspace", "Digits"}
+    if any(part["type"] not in whole and not _keeps_characters(part) for part in parts):
+        return None
+    is_bytes = any(part["type"] == "ByteLevel" for part in parts) or model.get("byte_fallback")
+    strips = any(token["lstrip"] or token["rstrip"] for token in specification["added_tokens"])
+    if model.get("type") != "BPE" or not is_bytes or strips:
+        return None
+    pieces = [*model["vocab"], *(token["content"] for token in specification["added_tokens"])]
+    longest = max(map(len, pieces), default=1)
+
+    def fewest(text: str) -> int:
+        return -(-len(unicodedata.normalize("NFC", text) if composes else text) // longest)
+
+    return fewest
+
+
+def _parts(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    if part is None:
+        return []
+    if part["type"] == "Sequence":
+        return [inner for each in part[name] for inner in _parts(each, name)]
+    return [part]
+
+
+def _keeps_characters(part: dict[str, Any]) -> bool:
+    if part["type"] == "Split":
+        return bool(part["behavior"] != "Removed")
+    if part["type"] == "Replace":
+        pattern = part["pattern"].get("String")
+        return pattern is not None and len(part["content"]) >= len(pattern)
+    return False
+
+
 def _answers(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
     """One answer for each frame of `stream`."""
     first = read_frame(stream)
     if first is None:
         return
     start = json.loads(first)
-    _limit_memory(start["max_bytes"])
+    special_text = None if start["special_text"] is None else _load(start["special_text"])
+    _limit_memory(start["max_load_bytes"])
+    yield {"ok": True}
+    second = read_frame(stream)
+    if second is None:
+        return
+    given = json.loads(second)
+    encoder = None
     try:
-        template = compile_template(start["template"])
-    except Exception as error:  # noqa: BLE001 - whatever compiling it raises, the template cannot be used
+        template = compile_template(given["template"])
+        if given["tokenizer"] is not None:
+            encoder = Encoder(given["tokenizer"], given["template"], special_text)
+    except BaseException as error:  # noqa: BLE001 - whatever loading them raises, a panic too, they cannot be used
         yield {"refused": _reason(error)}
         return
+    if held := _held_bytes():
+        _limit_memory(min(start["max_load_bytes"], held + start["max_bytes"]))
     yield {"ok": True}
+    most, variables = given["max_characters"], given["variables"]
     while (frame := read_frame(stream)) is not None:
         asked = json.loads(frame)
         try:
-            yield {"text": render(template, start["max_characters"], {**asked, **start["variables"]})}
+            if "text" in asked:
+                assert encoder is not None
+                yield {"ids": encoder.plain(asked["text"])}
+            elif asked["encode"] != "no":
+                assert encoder is not None
+                yield encoder.ids(template, most, asked, variables)
+            else:
+                yield {"text": render(template, most, {**_seen(asked), **variables})}
         except Exception as error:  # noqa: BLE001 - a template is a program: it can raise anything
             yield {"refused": _reason(error)}
+        except BaseException as error:  # noqa: BLE001 - a panic of the tokenizers' library
+            yield {"failed": type(error).__name__}
 
 
-def _reason(error: Exception) -> str:
+def _seen(asked: dict[str, Any]) -> dict[str, Any]:
+    """What a template sees of it."""
+    return {name: asked[name] for name in ("messages", "tools", "documents", "add_generation_prompt")}
+
+
+def _load(path: str) -> Any:
+    """The module in that file, without its package. What it needs beside is loaded before memory is limited."""
+    import tokenizers  # noqa: F401
+
+    spec = importlib.util.spec_from_file_location("special_text", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _reason(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "rendering needs too much memory"
     return str(error) or type(error).__name__
+
+
+def _held_bytes() -> int:
+    """The address space of this process; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (OSError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _limit_memory(max_bytes: int) -> None:

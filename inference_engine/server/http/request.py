@@ -15,6 +15,7 @@ from inference_engine.errors import InvalidArgument
 from inference_engine.server.http.errors import BadJson
 from inference_engine.types import Sampling
 
+MAX_MESSAGES = 4096
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 256
 ROLES = ("system", "user", "assistant")
@@ -33,6 +34,8 @@ HONOURED = (
     "stream",
     "stream_options",
 )
+# Of ours, beside those of chat completions.
+OWN = ("allow_special_tokens",)
 # Parameters that are not honoured, at the values that ask for what happens anyway.
 _OFF: dict[str, Any] = {
     "frequency_penalty": 0,
@@ -63,6 +66,7 @@ class ChatRequest:
     logprobs: bool = False
     stream: bool = False
     include_usage: bool = False
+    allow_special_tokens: bool = False
 
 
 def read_request(body: bytes) -> ChatRequest:
@@ -81,6 +85,7 @@ def read_request(body: bytes) -> ChatRequest:
         logprobs=_flag(given, "logprobs"),
         stream=stream,
         include_usage=_include_usage(given.get("stream_options"), stream=stream),
+        allow_special_tokens=_flag(given, "allow_special_tokens"),
     )
 
 
@@ -116,12 +121,12 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _refuse_not_honoured(given: Mapping[str, Any]) -> None:
-    refused = [name for name in given if name not in HONOURED and not _is_off(name, given[name])]
+    refused = [name for name in given if name not in (*HONOURED, *OWN) and not _is_off(name, given[name])]
     if refused:
         raise InvalidArgument(
             refused[0],
             f"this interface is frozen and does not honour {', '.join(refused)}; leave that out. It honours "
-            f"{', '.join(HONOURED)}; sessions over gRPC do more",
+            f"{', '.join((*HONOURED, *OWN))}; sessions over gRPC do more",
         )
     if (count := given.get("n", 1)) != 1 or isinstance(count, bool):
         raise InvalidArgument("n", f"must be 1, got {count!r}; send one request for each answer")
@@ -198,6 +203,8 @@ def _include_usage(options: object, *, stream: bool) -> bool:
 def _messages(value: object) -> tuple[Mapping[str, str], ...]:
     if not isinstance(value, list) or not value:
         raise InvalidArgument("messages", "must be a list of at least one message")
+    if len(value) > MAX_MESSAGES:
+        raise InvalidArgument("messages", f"must be at most {MAX_MESSAGES}, got {len(value)}")
     return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(value))
 
 

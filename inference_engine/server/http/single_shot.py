@@ -13,6 +13,7 @@ from inference_engine.errors import InvalidArgument, NoCapacity, SessionEvicted,
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.http.errors import ContextLengthExceeded
 from inference_engine.server.http.request import ChatRequest
+from inference_engine.server.http.template import PromptTooLong
 from inference_engine.server.stream import EventQueue
 from inference_engine.types import GenerateParams
 
@@ -27,19 +28,28 @@ class Prompt:
     limit_tokens: int | None
 
 
-def prepare(asked: ChatRequest, chat: ChatText, info: EngineInfo) -> Prompt:
-    """Render, encode and measure a request. Blocks. Raises InvalidArgument or ContextLengthExceeded."""
+def prepare(asked: ChatRequest, chat: ChatText, info: EngineInfo, *, process: int = 0) -> Prompt:
+    """Render, encode and measure a request, in that process of `chat`. Blocks.
+
+    Raises InvalidArgument or ContextLengthExceeded, and what `ChatTemplate.encode` does.
+    """
     most = info.config.max_generate_tokens
     if asked.max_tokens is not None and asked.max_tokens > most:
         raise InvalidArgument(
             asked.max_tokens_name,
             f"must be at most {most} on this server (max_generate_tokens), got {asked.max_tokens}",
         )
-    token_ids = chat.prompt_ids(asked.messages)
-    room = most if info.limit_tokens is None else info.limit_tokens - len(token_ids)
-    if room < 1:
+    try:
+        token_ids = chat.prompt_ids(
+            asked.messages,
+            None if info.limit_tokens is None else info.limit_tokens - 1,
+            allow_special_tokens=asked.allow_special_tokens,
+            process=process,
+        )
+    except PromptTooLong as error:
         assert info.limit_tokens is not None
-        raise ContextLengthExceeded(len(token_ids), info.limit_tokens)
+        raise ContextLengthExceeded(error.at_least, info.limit_tokens) from None
+    room = most if info.limit_tokens is None else info.limit_tokens - len(token_ids)
     max_tokens = min(most, room) if asked.max_tokens is None else asked.max_tokens
     # A stop string that is a token of its own is never seen as text.
     stop_ids = [token_id for stop in asked.stops if (token_id := chat.token_id(stop)) is not None]

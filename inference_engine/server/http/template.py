@@ -1,7 +1,8 @@
-"""A model's chat template, rendered by a process of its own with limits on time, memory and size."""
+"""A model's chat template and tokenizer, run by a process of its own with limits on time, memory and size."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -12,15 +13,31 @@ from typing import Any
 
 from inference_engine.errors import InvalidArgument, ModelError
 from inference_engine.server.http import render_process
+from inference_engine.server.http.errors import RenderLimit
 from inference_engine.server.http.render_process import read_frame, write_frame
+from kakeya import _special_text
 
 # Rendering takes about a millisecond, starting the process a tenth of a second, or longer on a busy machine.
 MAX_SECONDS = 5.0
 MAX_START_SECONDS = 60.0
+# Loading a large tokenizer takes a second or two.
+MAX_LOAD_SECONDS = 30.0
 MAX_CHARACTERS = 2**22
+# While template and tokenizer are loaded, and beyond what they hold after that.
+MAX_LOAD_BYTES = 2**31
 MAX_BYTES = 2**29
+# The longest known are some 30,000.
+MAX_TEMPLATE_CHARACTERS = 2**20
 
 Message = Mapping[str, str]
+
+
+class PromptTooLong(Exception):
+    """The rendered messages have at least so many ids, which is more than were asked for."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(at_least)
+        self.at_least = at_least
 
 
 class ChatTemplate:
@@ -31,40 +48,78 @@ class ChatTemplate:
         template: str,
         variables: Mapping[str, str],
         *,
+        tokenizer: Mapping[str, Any] | None = None,
         max_seconds: float = MAX_SECONDS,
         max_characters: int = MAX_CHARACTERS,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """`variables` are seen by the template beside the messages: the model's special tokens."""
-        self._start = {
+        """`variables` are seen by the template beside the messages: the model's special tokens.
+
+        tokenizer: as `render_process` has it, for `encode`. Raises ModelError for a template of absurd length.
+        """
+        if len(template) > MAX_TEMPLATE_CHARACTERS:
+            raise ModelError(
+                f"the model's chat template has {len(template)} characters, more than the {MAX_TEMPLATE_CHARACTERS} it "
+                "may have; use a shorter one"
+            )
+        # Its package, which the process does not import, would take half a second more.
+        path = None if tokenizer is None else _special_text.__file__
+        self._start = {"max_load_bytes": MAX_LOAD_BYTES, "max_bytes": max_bytes, "special_text": path}
+        self._load = {
             "template": template,
             "variables": dict(variables),
             "max_characters": max_characters,
-            "max_bytes": max_bytes,
+            "tokenizer": tokenizer,
         }
         self._max_seconds = max_seconds
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The conversation as the model's text. Raises InvalidArgument if the template refuses it or a limit is passed.
+        """The conversation as the model's text.
 
-        Blocks, for at most `max_seconds` and the start of a process.
+        Raises InvalidArgument if the template refuses it, RenderLimit if it takes too long. Blocks, for at most
+        `max_seconds` and the start of a process.
         """
-        asked = {
-            "messages": [dict(message) for message in messages],
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        asked = _asked(messages, add_generation_prompt=add_generation_prompt, encode="no")
+        return str(self._answer(asked)["text"])
+
+    def encode(
+        self, messages: Sequence[Message], most_ids: int | None, *, allow_special_tokens: bool = False
+    ) -> list[int]:
+        """The ids of the conversation up to where the assistant is to speak.
+
+        Special ones come from the template alone, or with `allow_special_tokens` from the messages, too. Raises as
+        `render`; PromptTooLong for more than `most_ids`; RuntimeError if the tokenizer fails in itself.
+        """
+        encode = "together" if allow_special_tokens else "apart"
+        answer = self._answer(_asked(messages, add_generation_prompt=True, encode=encode, most_ids=most_ids))
+        if "too_long" in answer:
+            raise PromptTooLong(answer["too_long"])
+        ids: list[int] = answer["ids"]
+        return ids
+
+    def encode_text(self, text: str) -> list[int]:
+        """The ids of a text that the template made; raises as `encode`."""
+        ids: list[int] = self._answer({"text": text})["ids"]
+        return ids
+
+    def start(self) -> None:
+        """Have the process ready. Raises ModelError for what cannot be loaded within the limits."""
+        self._started()
+
+    def _answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         answer = self._ask(self._started(), asked, self._max_seconds)
         if answer is None:
-            raise InvalidArgument(
-                "messages",
-                f"the model's chat template did not end within {self._max_seconds:g} s and its memory; send less",
-            )
+            # So that the next one need not wait for it. What fails now fails then, and is told then.
+            with contextlib.suppress(ModelError):
+                self._started()
+            raise RenderLimit(self._max_seconds)
+        if "failed" in answer:
+            self.close()
+            raise RuntimeError(f"the model's tokenizer failed: {answer['failed']}")
         if "refused" in answer:
             raise InvalidArgument("messages", f"the model's chat template refuses them: {answer['refused']}")
-        return str(answer["text"])
+        return answer
 
     def close(self) -> None:
         """End the process. Idempotent."""
@@ -83,14 +138,20 @@ class ChatTemplate:
             (sys.executable, "-I", str(Path(render_process.__file__))),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # A panic of the tokenizers' library would write what it was reading.
+            stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        answer = self._ask(self._process, self._start, MAX_START_SECONDS)
+        process = self._process
+        if self._ask(process, self._start, MAX_START_SECONDS) is None:
+            raise ModelError(f"the process that renders chat templates did not start within {MAX_START_SECONDS:g} s")
+        answer = self._ask(process, self._load, MAX_LOAD_SECONDS)
         if answer is None or "refused" in answer:
             self.close()
-            why = "its process ended" if answer is None else answer["refused"]
-            raise ModelError(f"the model's chat template cannot be used: {why}")
-        return self._process
+            limits = f"loading them took more than {MAX_LOAD_SECONDS:g} s or {MAX_LOAD_BYTES} bytes of memory"
+            why = limits if answer is None else answer["refused"]
+            raise ModelError(f"the model's chat template or tokenizer cannot be used: {why}")
+        return process
 
     def _ask(
         self, process: subprocess.Popen[bytes], message: Mapping[str, Any], max_seconds: float
@@ -112,3 +173,16 @@ class ChatTemplate:
             return None
         answer: dict[str, Any] = json.loads(frame)
         return answer
+
+
+def _asked(
+    messages: Sequence[Message], *, add_generation_prompt: bool, encode: str, most_ids: int | None = None
+) -> dict[str, Any]:
+    return {
+        "messages": [dict(message) for message in messages],
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+        "encode": encode,
+        "most_ids": most_ids,
+    }
