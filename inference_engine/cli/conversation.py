@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from inference_engine.cli.text import TextStream
-from inference_engine.errors import ConfigError, ModelError
+from inference_engine.errors import ModelError
 from inference_engine.kv.strategies import parse_strategy
 from kakeya import Client, GenerateResult, Session, SessionInfo, Strategy, tokenization
 
@@ -100,12 +100,13 @@ def load_chat_tokenizer(folder: Path) -> Any:
 
 
 def sdk_strategy(text: str) -> Strategy:
-    """`sink_window:window=1024` as the SDK's value. Raises ConfigError."""
+    """`sink_window:window=1024` as the SDK's value, by name where the SDK has no class for it. Raises ConfigError."""
     import kakeya
 
     spec = parse_strategy(text)
     kind = getattr(kakeya, type(spec).__name__, None)
-    if kind is None:
-        raise ConfigError(f"strategy {text!r}: this SDK does not know {spec.name} yet")
+    if not (isinstance(kind, type) and issubclass(kind, kakeya.Strategy)):
+        texts: dict[str, Any] = spec.option_texts()
+        return kakeya.Named(spec.name, **texts)
     strategy: Strategy = kind(**spec.options())
     return strategy

@@ -6,9 +6,11 @@ import pytest
 
 from inference_engine.cli.conversation import sdk_strategy
 from inference_engine.errors import ConfigError
+from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.server.convert import strategy_from_wire
 from tests.laws.variants import each_strategy
+from tests.newer_strategy import NewerWindow, registered
 
 
 @each_strategy
@@ -19,3 +21,9 @@ def test_what_was_written_arrives(strategy: KVStrategy) -> None:
 def test_what_is_no_strategy_is_refused_before_it_is_sent() -> None:
     with pytest.raises(ConfigError, match="full_layers"):
         sdk_strategy("layer_window:window=9")
+
+
+def test_a_strategy_that_the_sdk_has_no_class_for_is_asked_for_by_name() -> None:
+    with registered(NewerWindow):
+        text = "newer_window:window=9,wide_layers=0+2,note=any"
+        assert strategy_from_wire(sdk_strategy(text)._to_wire()) == parse_strategy(text)
