@@ -59,6 +59,9 @@ class EngineConfig:
     max_sessions: int = 1024
     max_running: int = 128  # Generates that have begun and not ended; others wait, but one of each owner never does
     max_queued: int = 256  # Generates that wait
+    # A call that would wait longer for others until its first token is refused; 0: none is. Two seconds: a person still
+    # waits, an agent loses less than by asking again, and the queue is long enough to keep every place filled.
+    max_first_token_seconds: float = 2.0
     # Of one owner; 0: no limit but those of the server.
     max_sessions_per_owner: int = 0
     kv_bytes_per_owner: int = 0
@@ -88,6 +91,7 @@ class EngineConfig:
             max_sessions=1,
             max_running=1,
             max_queued=1,
+            max_first_token_seconds=0,
             max_sessions_per_owner=0,
             kv_bytes_per_owner=0,
             max_running_per_owner=0,

@@ -318,19 +318,28 @@ class Engine:
         listener: Listener | None = None,
         owner: str = "",
         wait_seconds: float = 0.0,
+        refuse_late: bool = False,
     ) -> Generation:
         """Start generating. What is wrong with the call is raised here; what befalls it later comes as Failed.
 
         request_id: of an earlier Generate with the same parameters, to get its tokens from the position `resume_from`
         on. If it runs, this call takes its stream over; if it was stopped before it was through, it goes on, provided
         the history still ends there: else HistoryLengthMismatch.
+        refuse_late: raise Overloaded if others would be served for more than `max_first_token_seconds` before its first
+        token. A server says so; who calls from this process waits.
         listener: called with each event on the engine's thread; must return at once and never raise.
         """
         session = self._store.find_healthy(session_id, owner)
         self._arguments.check_params(params)
         call = identify(request_id, params, owner=owner, session_id=session_id)
         return self._generates.start(
-            session, params, listener=listener, wait_seconds=wait_seconds, call=call, resume_from=resume_from
+            session,
+            params,
+            listener=listener,
+            wait_seconds=wait_seconds,
+            call=call,
+            resume_from=resume_from,
+            refuse_late=refuse_late,
         )
 
     def score(

@@ -63,6 +63,7 @@ class Generates:
         call: Call | None = None,
         resume_from: int | None = None,
         forced: Forced | None = None,
+        refuse_late: bool = False,
     ) -> Generation:
         """Start one once nothing else holds the session, or attach to the one that `call` names.
 
@@ -78,7 +79,7 @@ class Generates:
             self._metrics.replays.inc()
         if request is not None:
             try:
-                self._scheduler.submit(request)
+                self._scheduler.submit(request, refuse_late=refuse_late)
             except BaseException as error:
                 transcript.refuse(error)
                 request.trace.end(error=getattr(error, "reason", "INTERNAL"), outcome="refused")

@@ -23,8 +23,10 @@ from inference_engine.logs import LOST_REASONS, lost_lines
 
 SESSION_OUTCOMES = ("closed", "evicted", "failed")
 TRANSFERS = ("kept", "streamed", "fetched")
-EVICTION_REASONS = ("ttl", "lru")
+EVICTION_REASONS = ("ttl", "lru", "close")  # `close`: by their client; the others by the server
 GENERATE_OUTCOMES = ("max_tokens", "eos", "truncated", "cancelled", "deadline", "closed", "draining", "failed")
+# Why a Generate was not taken: it would wait too long, the queue or its owner's part of it is full, the server ends.
+REFUSALS = ("first_token", "queue", "owner_queue", "draining")
 INVARIANTS = ("INV1", "INV2", "INV3")
 # `dropped`: idle, and no more than its token ids.
 PORTS = ("grpc", "http", "metrics")
@@ -97,7 +99,9 @@ class EngineMetrics:
         )
         self.sessions_total = self._counter("session_total", "Sessions that ended, by how.", outcome=SESSION_OUTCOMES)
         self.evicted = self._counter(
-            "session_evicted_total", "Sessions the server closed on its own, by cause.", reason=EVICTION_REASONS
+            "session_evicted_total",
+            "Sessions that gave their memory back, by cause: idle for too long, to make room, closed by their client.",
+            reason=EVICTION_REASONS,
         )
         self.dropped = self._counter(
             "session_dropped_total", "Times a session's K/V were dropped to its token ids to make room."
@@ -148,6 +152,15 @@ class EngineMetrics:
             "generate_queue_seconds",
             "Seconds from accepting a Generate to where it begins, waiting for room to wake included.",
             _WAIT_SECONDS,
+        )
+        self.predicted_wait_seconds = self._histogram(
+            "generate_predicted_wait_seconds",
+            "Seconds that a Generate would wait for others until its first token, as predicted when it came; those of"
+            " refused ones, too.",
+            _WAIT_SECONDS,
+        )
+        self.refused = self._counter(
+            "generate_refused_total", "Generates that were not taken, by reason.", reason=REFUSALS
         )
         self.wake_seconds = self._histogram(
             "generate_wake_seconds", "Seconds it took to get a session's old rows ready for a Generate.", _WAIT_SECONDS

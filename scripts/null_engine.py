@@ -145,6 +145,7 @@ class NullEngine(Engine):
         listener: Listener | None = None,
         owner: str = "",
         wait_seconds: float = 0.0,
+        refuse_late: bool = False,
     ) -> Generation:
         generation = NullGeneration()
         self._work.put((params, generation))

@@ -55,6 +55,10 @@ HELP = {
     "max_sessions": ("N", "sessions open at the same time"),
     "max_running": ("N", "Generates at the same time; others wait, but one of each owner begins at once"),
     "max_queued": ("N", "Generates that may wait for their turn"),
+    "max_first_token_seconds": (
+        "S",
+        "Generates that would wait longer for others, until their first token, are refused; 0: no limit",
+    ),
     "max_sessions_per_owner": ("N", "sessions of one owner; 0: no limit"),
     "kv_bytes_per_owner": ("SIZE", "memory for K/V of one owner's sessions; 0: no limit"),
     "max_running_per_owner": ("N", "Generates of one owner at the same time, others wait; 0: no limit"),

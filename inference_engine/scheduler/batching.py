@@ -55,7 +55,14 @@ class Batching:
         ]
         # Where one of them may be longer, its company may, too.
         step_rows = max(self._most_rows(request) for request in requests)
-        chosen = choose(candidates, step_rows=step_rows, max_batch=self._config.max_batch)
+        prefills = [request for request in requests if request.is_prefilling] if decoders else []
+        beside = min(decoders, self._config.max_batch)
+        chosen = choose(
+            candidates,
+            step_rows=step_rows,
+            max_batch=self._config.max_batch,
+            prefill_rows_beside=min((self._prefill_rows_beside(request, beside) for request in prefills), default=0),
+        )
         self._turns.served(_turn_of(requests[index]) for index in chosen)
         return {requests[index]: candidates[index].rows for index in chosen}
 
@@ -111,6 +118,14 @@ class Batching:
         if at_once is None or not kv.reads_lanes or kv.next_position + at_once > _MOST_LANE_POSITIONS:
             return most
         return min(most, max(at_once - beside, self._config.page_tokens))
+
+    def _prefill_rows_beside(self, request: Request, decoders: int) -> int:
+        """Rows of prefills, this one among them, that may go along together beside so many decoders: a segment's."""
+        most = min(self._config.segment_tokens, self._most_rows(request, decoders))
+        if self._targets.inter_token_seconds:
+            in_time = self._pace.rows_within(self._targets.inter_token_seconds)
+            most = most if in_time is None else min(most, in_time - decoders)
+        return most
 
     def _rows_beside(self, request: Request, decoders: int) -> int:
         """Beside decoders a prefill moves a segment at a time, so that nobody waits long for a token."""

@@ -29,6 +29,7 @@ from inference_engine.scheduler.batching import Batching
 from inference_engine.scheduler.beginnings import Beginnings
 from inference_engine.scheduler.drafting import Drafting
 from inference_engine.scheduler.endings import Endings
+from inference_engine.scheduler.foresight import Foresight, Room
 from inference_engine.scheduler.news import News
 from inference_engine.scheduler.out_of_memory import is_out_of_memory
 from inference_engine.scheduler.pace import EndPace
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 _HOUSEKEEPING_SECONDS = 1.0
 _DRAFT_TOKENS = 16  # that a session's memory is to have room for behind its history, if there is any left
 _CLEAN_BYTES = 32 * 2**20  # of memory given back, zeroed before a step: a few milliseconds on a CPU
+_LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 0.05, 60.0
 _STUCK_SECONDS = 30.0  # a step that takes longer keeps nobody from shutting down
 
 
@@ -84,6 +86,14 @@ class Scheduler:
         self._queued: deque[Request] = deque()  # in order of arrival
         self._running: deque[Request] = deque()  # longest unserved first
         self._ends = EndPace()
+        room = Room(
+            max_running=config.max_running,
+            max_running_per_owner=config.max_running_per_owner,
+            max_batch=config.max_batch,
+            segment_rows=config.segment_tokens,
+        )
+        self._foresight = Foresight(room, config.max_first_token_seconds)
+        self._last_step: tuple[float, int] | None = None  # when it began, and its rows, if the next one follows it
         self._is_caught_up = True  # is the device done with all steps so far?
         self._is_ending = False  # has a request left in this round, and perhaps not been told yet?
         self._is_draining = False
@@ -97,14 +107,19 @@ class Scheduler:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, request: Request) -> None:
-        """Queue a request whose session it holds. Raises Overloaded or Draining, and then the session is not freed."""
+    def submit(self, request: Request, *, refuse_late: bool = False) -> None:
+        """Queue a request whose session it holds. Raises Overloaded or Draining, and then the session is not freed.
+
+        refuse_late: if its first token would come after more than `max_first_token_seconds` of waiting, refuse it.
+        """
         with self._wake:
             if not self._thread.is_alive():
                 raise InternalError("engine-thread-ended")
             if self._is_draining or self._is_stopping:
+                self._metrics.refused.labels("draining").inc()
                 raise Draining
             ahead = self._places_ahead(request.session.owner)
+            self._foresee(request, is_alone=not ahead, refuse_late=refuse_late)
             # Said before the loop can know of the request, so that it comes first.
             request.listener(Accepted(ahead, request.pending_tokens))
             self._queued.append(request)
@@ -117,6 +132,7 @@ class Scheduler:
         most = config.max_queued_per_owner
         free = places(owner, running, most=config.max_running, most_per_owner=config.max_running_per_owner)
         if most and waiting[owner] >= most + free:
+            self._metrics.refused.labels("owner_queue").inc()
             raise QuotaExceeded(
                 "max_queued_per_owner",
                 most,
@@ -126,11 +142,28 @@ class Scheduler:
         # Who has nothing waiting is never refused for those of others, so that nobody can keep everybody out.
         room = config.max_queued + max(0, config.max_running - running.total())
         if waiting[owner] and waiting.total() >= room:
+            self._metrics.refused.labels("queue").inc()
             raise Overloaded(
                 f"{waiting.total()} Generates are waiting already; retry later",
                 retry_after_seconds=self._seconds_until_next(waiting),
             )
         return waiting[owner] + running[owner]
+
+    def _foresee(self, request: Request, *, is_alone: bool, refuse_late: bool) -> None:
+        """Predict its wait. Raises Overloaded if that is too long; who has no other Generate is never refused so."""
+        request.prefill_tokens = request.pending_tokens
+        request.predicted = self._foresight.predict(request, self._running, self._queued)
+        if request.predicted is None:
+            return
+        wait, limit = request.predicted.wait * self._foresight.lateness, self._config.max_first_token_seconds
+        self._metrics.predicted_wait_seconds.observe(wait)
+        if refuse_late and limit and wait > limit and not is_alone:
+            self._metrics.refused.labels("first_token").inc()
+            raise Overloaded(
+                f"others are served for another {wait:.1f} s before this Generate would have its first token, and the "
+                f"server lets nobody wait for more than {limit:g} s; retry later",
+                retry_after_seconds=min(max(wait - limit, _LEAST_RETRY_SECONDS), _MOST_RETRY_SECONDS),
+            )
 
     def _seconds_until_next(self, waiting: Counter[str]) -> float:
         """When one more of an owner's will have begun: owners take turns."""
@@ -204,6 +237,7 @@ class Scheduler:
                     if self._is_stopping:
                         return
                     self._wake.wait(timeout=_HOUSEKEEPING_SECONDS if is_clean else 0)
+                    self._last_step = None
                 # Together: a request that was submitted after a task must not begin before it.
                 tasks, waiting = len(self._tasks), list(self._queued)
             if tasks:
@@ -254,8 +288,10 @@ class Scheduler:
 
     def _step(self) -> None:
         requests = [request for request in list(self._running) if self._is_secured(request)]
+        last, self._last_step = self._last_step, None
         if not requests:
             return
+        step_began = self._clock()
         self._timer.begin()
         chosen = self._batching.choose(requests)
         batch = list(chosen)
@@ -289,11 +325,13 @@ class Scheduler:
         self._is_caught_up = has_waited
         if is_known:
             self._batching.took(rows, seconds)
+            self._last_step = step_began, rows
         self._metrics.step_rows.observe(rows)
         self._metrics.step_sessions.observe(len(batch))
         if self._drafting is not None and is_decoding and is_known:
             self._drafting.took(len(batch), rows, seconds)
-        self._move_back(batch)
+        self._move_back(batch, None if last is None else (last[1], step_began - last[0]))
+        first = [request for request in batch if not request.generated]
         self.news.hold()
         for request, block, outcome in zip(batch, blocks, outcomes, strict=True):
             try:
@@ -302,6 +340,7 @@ class Scheduler:
                 self._endings.fail_session(request, violation)
             except Exception as error:
                 self._endings.fail_all([request], error)
+        self._hear_of_first_tokens(first)
         self._timer.lap("settle")
         if self._drafting is not None:
             self._drafting.tell_if_many()
@@ -325,13 +364,27 @@ class Scheduler:
                 return True
         raise AssertionError("the loop returns")
 
-    def _move_back(self, batch: Sequence[Request]) -> None:
-        """Served: to the back of the line, in this order. At once, or a drain would see nobody running."""
+    def _move_back(self, batch: Sequence[Request], last: tuple[int, float] | None) -> None:
+        """Served: to the back of the line, in this order. At once, or a drain would see nobody running.
+
+        last: rows of the step before this one, and seconds from its beginning to this one's.
+        """
         served = set(batch)
         with self._wake:
+            if last is not None:
+                self._foresight.stepped(*last)
             others = [request for request in self._running if request not in served]
             self._running.clear()
             self._running.extend((*others, *batch))
+
+    def _hear_of_first_tokens(self, requests: Sequence[Request]) -> None:
+        """Those of `requests`, which had none before this step, that have one now."""
+        answered = [request for request in requests if request.generated]
+        if answered:
+            now = self._clock()
+            with self._wake:
+                for request in answered:
+                    self._foresight.answered(request, now)
 
     def _enter(self, request: Request) -> None:
         with self._wake:
@@ -345,6 +398,7 @@ class Scheduler:
                 self._queued.remove(request)
                 return
             self._running.remove(request)
+            self._foresight.ended(request)
             self._ends.ended(self._clock())
 
 

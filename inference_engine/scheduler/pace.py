@@ -38,6 +38,17 @@ class StepPace:
         line = self._line()
         return None if line is None else line[0] + rows * line[1]
 
+    @property
+    def mean_seconds(self) -> float | None:
+        """What steps took on average; None before there were a few."""
+        return None if self._count < _FEW_STEPS - 0.5 else self._seconds / self._count
+
+    @property
+    def row_seconds(self) -> float:
+        """What another row adds to a step; 0 where that is not known yet."""
+        line = self._line()
+        return 0.0 if line is None else line[1]
+
     def rows_within(self, seconds: float) -> int | None:
         """The most rows of a step that takes `seconds`, 0 if even an empty one takes longer; None as in `seconds`."""
         line = self._line()

@@ -4,7 +4,8 @@ Owners take turns, and within an owner its Generates do: who has a hundred of th
 
     begin   the owner with the fewest running ones comes first; who has none running waits for nobody
     step    decoding ones first, one row each, so that a long prefill never keeps others from their next token; beside
-            them one chunk of prefill, as many as fit otherwise. Each time the owner comes first who waited longest
+            them one chunk of prefill, or several short ones that together are no longer than one may be; as many as fit
+            otherwise. Each time the owner comes first who waited longest
 
 Candidates come in the order in which they were last served, longest ago first.
 """
@@ -30,10 +31,14 @@ class Candidate:
     turn: int = 0
 
 
-def choose(candidates: Sequence[Candidate], *, step_rows: int, max_batch: int) -> list[int]:
+def choose(
+    candidates: Sequence[Candidate], *, step_rows: int, max_batch: int, prefill_rows_beside: int = 0
+) -> list[int]:
     """Indexes of the candidates to run, at least one and at most `max_batch`.
 
-    Rows together stay within `step_rows`, but for one chunk beside decoders."""
+    Rows together stay within `step_rows`, but for one chunk beside decoders. Further chunks go along beside decoders
+    where prefills together have at most `prefill_rows_beside` rows: one after another, each would cost a step.
+    """
     if max_batch == 1:
         return _in_turn(candidates, range(len(candidates)))[:1]
     decodes = _in_turn(candidates, [index for index, one in enumerate(candidates) if not one.is_prefilling])
@@ -45,11 +50,11 @@ def choose(candidates: Sequence[Candidate], *, step_rows: int, max_batch: int) -
     for index in prefills[:1]:
         chosen.append(index)
         rows += candidates[index].rows
-    if not decodes:
-        for index in prefills[1:max_batch]:
-            if rows + candidates[index].rows <= step_rows:
-                chosen.append(index)
-                rows += candidates[index].rows
+    most = len(decodes) + prefill_rows_beside if decodes else step_rows
+    for index in prefills[1:]:
+        if len(chosen) < max_batch and rows + candidates[index].rows <= most:
+            chosen.append(index)
+            rows += candidates[index].rows
     return chosen
 
 

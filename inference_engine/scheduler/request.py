@@ -32,6 +32,14 @@ class Forced:
     on_logits: OnLogits
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """Seconds until a first token. wait: for others; own: of its own prefill, beside them."""
+
+    wait: float
+    own: float
+
+
 class RequestState(enum.Enum):
     QUEUED = "queued"
     RUNNING = "running"
@@ -68,6 +76,7 @@ class Request:
     listener: Listener
     stop_ids: frozenset[int]
     accepted_at: float
+    predicted: Prediction | None = None  # when it was accepted
     earlier: Done = Done()  # by requests that this one continues
     forced: Forced | None = None  # None: tokens are sampled
     has_recorded_forced: bool = False

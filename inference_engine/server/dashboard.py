@@ -118,7 +118,7 @@ class Dashboard:
             "ended": _by_label(metrics.generates, "outcome"),
             "errors": _by_label(metrics.rpc_errors, "reason"),
             "evicted": {
-                **_by_label(metrics.evicted, "reason"),
+                **{cause: count for cause, count in _by_label(metrics.evicted, "reason").items() if cause != "close"},
                 **({"dropped to tokens": dropped} if (dropped := int(_value(metrics.dropped))) else {}),
             },
             "points": {name: [point[name] for point in points] for name in names},

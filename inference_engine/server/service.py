@@ -101,7 +101,12 @@ class RuntimeService:
 
         def start() -> Generation:
             return self._engine.generate(
-                request.session_id, params, request_id=request.request_id, resume_from=resume_from, owner=owner
+                request.session_id,
+                params,
+                request_id=request.request_id,
+                resume_from=resume_from,
+                owner=owner,
+                refuse_late=True,
             )
 
         generation = await self._when_free(request.session_id, start)

@@ -127,6 +127,8 @@ class SessionStore:
         """End a session; returns its final length. What a running Generate did not commit yet, it will not."""
         with self._lock:
             session = self.find(session_id, owner)
+            if not session.failure_reason:  # then its memory was given back when it failed
+                self._metrics.evicted.labels(reason="close").inc()
             self._remove(session, "closed")
             return len(session.history)
 

@@ -95,6 +95,8 @@ def test_a_turn_is_timed_from_when_it_was_due_not_from_when_it_could_begin(targe
     assert samples.finished == 2
     assert len(samples.first_token) == 2
     assert samples.first_token[1] > samples.turn[0]
+    # Most of that is the turn before, and told as such.
+    assert samples.first_token[1] == pytest.approx(samples.behind[1] + samples.first_token_asked[1], abs=0.2)
 
 
 def test_turns_of_the_warm_up_are_played_and_not_counted(target: str) -> None:

@@ -32,6 +32,7 @@ INSTRUMENTS = (
     'cache_invariant_violations_total{kind="INV2"}',
     'session_evicted_total{reason="ttl"}',
     'session_evicted_total{reason="lru"}',
+    'session_evicted_total{reason="close"}',
 )
 
 
@@ -51,6 +52,7 @@ def test_metrics_count_what_happened_under_the_agreed_names(server: Server) -> N
     shown = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert {name for name in INSTRUMENTS if name not in shown} == set()
     assert float(shown['session_total{outcome="closed"}']) >= 1
+    assert shown['session_evicted_total{reason="close"}'] == shown['session_total{outcome="closed"}']
     assert float(shown["generate_tokens_total"]) >= 5
     assert float(shown['cache_invariant_violations_total{kind="INV1"}']) == 0
 

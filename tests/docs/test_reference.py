@@ -35,7 +35,7 @@ def test_every_metric_that_is_exposed_is_on_the_page() -> None:
 
 
 def test_labels_are_shown_with_their_values() -> None:
-    assert "| `session_evicted_total` | counter | `reason`: `ttl`, `lru` |" in metrics.render()
+    assert "| `session_evicted_total` | counter | `reason`: `ttl`, `lru`, `close` |" in metrics.render()
 
 
 @pytest.mark.parametrize("kind", [ModelConfig, EngineConfig, ServerConfig])

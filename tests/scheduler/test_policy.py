@@ -46,7 +46,8 @@ class Line:
         """Who was served."""
         self._steps += 1
         turned = [replace(one, turn=self._turns.get((one.owner, one.is_prefilling), 0)) for _, one in self._line]
-        chosen = [self._line[index] for index in choose(turned, step_rows=256, max_batch=self._max_batch)]
+        picked = choose(turned, step_rows=256, max_batch=self._max_batch, prefill_rows_beside=256)
+        chosen = [self._line[index] for index in picked]
         for entry in chosen:
             self._turns[entry[1].owner, entry[1].is_prefilling] = self._steps
             self._line.remove(entry)
@@ -56,7 +57,7 @@ class Line:
 
 @given(candidates, st.integers(1, 16))
 def test_a_step_stays_within_its_budgets_and_is_never_empty(waiting: list[Candidate], max_batch: int) -> None:
-    chosen = choose(waiting, step_rows=256, max_batch=max_batch)
+    chosen = choose(waiting, step_rows=256, max_batch=max_batch, prefill_rows_beside=256)
     assert 1 <= len(chosen) == len(set(chosen)) <= max_batch
     beside = sum(not waiting[index].is_prefilling for index in chosen)
     assert sum(waiting[index].rows for index in chosen) <= 256 + beside
@@ -98,6 +99,19 @@ def test_within_a_step_owners_share_places_alike_and_take_what_others_leave() ->
 def test_decoding_requests_run_beside_one_prefill() -> None:
     waiting = [Candidate(256, True), Candidate(1, False), Candidate(256, True), Candidate(1, False)]
     assert choose(waiting, step_rows=512, max_batch=8) == [1, 3, 0]
+
+
+def test_short_prefills_share_a_step_beside_decoding_requests_as_far_as_one_long_one_would_go() -> None:
+    waiting = [
+        Candidate(1, False),
+        Candidate(100, True),
+        Candidate(100, True),
+        Candidate(100, True),
+        Candidate(9, True),
+    ]
+    assert choose(waiting, step_rows=512, max_batch=8, prefill_rows_beside=256) == [0, 1, 2, 4]
+    assert choose(waiting, step_rows=512, max_batch=3, prefill_rows_beside=256) == [0, 1, 2]
+    assert choose(waiting, step_rows=512, max_batch=8, prefill_rows_beside=16) == [0, 1]
 
 
 def test_prefills_share_a_step_when_nobody_decodes() -> None:

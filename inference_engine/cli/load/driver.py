@@ -66,6 +66,7 @@ class Driver:
         counts = turn.due_seconds >= self._phase.warm_seconds
         seen = Samples()
         began = self._now()
+        seen.behind.append(began - turn.due_seconds)
         try:
             if session is None:
                 session = await self._client.create_session(
@@ -77,7 +78,7 @@ class Driver:
             if turn.is_forked:
                 await self._try_on_fork(session, turn, seen)
                 began = self._now()
-            await self._generate(session, turn, seen)
+            await self._generate(session, turn, seen, began)
         except kakeya.RetryableError as error:
             seen.refused[_name(error)] += 1
             seen.refusal.append(self._now() - began)
@@ -94,13 +95,14 @@ class Driver:
             self._count(turn, seen)
         return session
 
-    async def _generate(self, session: AsyncSession, turn: Turn, seen: Samples) -> None:
+    async def _generate(self, session: AsyncSession, turn: Turn, seen: Samples, began: float) -> None:
         last: float | None = None
         tokens = 0
         async for _ in session.generate(turn.generate_tokens):
             now = self._now()
             if last is None:
                 seen.first_token.append(now - turn.due_seconds)
+                seen.first_token_asked.append(now - began)
             else:
                 seen.gap.append(now - last)
             seen.tokens_by_second[math.floor(now - self._phase.warm_seconds)] += 1
@@ -121,7 +123,7 @@ class Driver:
         into.finished += seen.finished
         into.refused += seen.refused
         into.failed += seen.failed
-        for name in ("first_token", "gap", "turn", "refusal", "fork"):
+        for name in ("first_token", "first_token_asked", "behind", "gap", "turn", "refusal", "fork"):
             getattr(into, name).extend(getattr(seen, name))
 
     async def _until(self, due_seconds: float) -> None:

@@ -13,7 +13,15 @@ from inference_engine.cli.load.phases import Played
 from inference_engine.cli.load.samples import percentile
 from inference_engine.evaluation import record
 
-_SHOWN = (("first_token", "first token"), ("gap", "gap"), ("turn", "turn"), ("fork", "fork"), ("refusal", "refusal"))
+_SHOWN = (
+    ("first_token_asked", "first token, from the call"),
+    ("first_token", "first token, from when it was due"),
+    ("gap", "gap"),
+    ("turn", "turn"),
+    ("behind", "due, and the turn before not over"),
+    ("fork", "fork"),
+    ("refusal", "refusal"),
+)
 
 
 def values(played: Sequence[Played]) -> dict[str, dict[str, Any]]:
@@ -69,7 +77,7 @@ def shown(played: Sequence[Played]) -> Table:
 def draw(folder: Path, played: Sequence[Played], title: str) -> None:
     """Latencies by percentile under each load, and goodput by second."""
     percents = [1, 5, *range(10, 100, 5), 99]
-    for kind, name in _SHOWN[:3]:
+    for kind, name in _SHOWN[:4]:
         lines = {
             f"{phase.load:g}×": (percents, [1e3 * percentile(getattr(phase.samples, kind), at) for at in percents])
             for phase in played

@@ -16,6 +16,8 @@ class Samples:
     """Seconds, all of them; a turn's from when it was due."""
 
     first_token: list[float] = field(default_factory=list)
+    first_token_asked: list[float] = field(default_factory=list)  # from the call, which the turn before may delay
+    behind: list[float] = field(default_factory=list)  # how long a turn that was due waited for the one before it
     gap: list[float] = field(default_factory=list)
     turn: list[float] = field(default_factory=list)
     refusal: list[float] = field(default_factory=list)  # from the call that was refused
@@ -36,6 +38,8 @@ class Samples:
         """In seconds: by what, then by percentile; only of what there was."""
         kinds = {
             "first_token": self.first_token,
+            "first_token_asked": self.first_token_asked,
+            "behind": self.behind,
             "gap": self.gap,
             "turn": self.turn,
             "refusal": self.refusal,

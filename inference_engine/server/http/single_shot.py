@@ -92,7 +92,7 @@ async def single_shot(
             engine.append(opened.session_id, piece, owner=owner)
             await asyncio.sleep(0)
         events = EventQueue(asyncio.get_running_loop())
-        engine.generate(opened.session_id, prompt.params, listener=events.push, owner=owner)
+        engine.generate(opened.session_id, prompt.params, listener=events.push, owner=owner, refuse_late=True)
         yield events
     finally:
         # Gone is what it is meant to be.

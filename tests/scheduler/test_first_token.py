@@ -1,0 +1,131 @@
+"""First tokens under load: what would wait too long is refused at once, the rest is in time, no place stays empty."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from inference_engine.cli.load.samples import percentile
+from inference_engine.config import EngineConfig
+from tests.scheduler.simulated import Arrival, Seen, Simulation
+
+PLACES, STEP_SECONDS = 4, 0.1
+CAPACITY = PLACES / STEP_SECONDS  # tokens a second
+TOKENS = (4, 12)  # 8 on average: a Generate lasts 0.8 s
+LIMIT = EngineConfig().max_first_token_seconds
+SETTINGS: dict[str, Any] = {
+    "page_tokens": 4,
+    "segment_tokens": 32,
+    "step_tokens": 256,
+    "kv_bytes": 2**26,
+    "tier_bytes": 2**24,
+    "max_running": PLACES,
+    "max_batch": PLACES,
+    "max_queued": 1000,
+    "max_sessions": 4000,
+    "stall_seconds": 1e6,
+}
+
+
+def generates(load: float, seconds: float, *, seed: int = 0, owner: str = "", asks: int = 0) -> list[Arrival]:
+    """As chance has it, `load` times what there is capacity for. asks: tokens, and says no more than the others."""
+    rng, at, found = random.Random(seed), 0.0, []
+    while (at := at + rng.expovariate(load * CAPACITY * 2 / sum(TOKENS))) < seconds:
+        says = rng.randint(*TOKENS)
+        found.append(
+            Arrival(
+                at=at,
+                owner=owner,
+                prompt_tokens=rng.randint(4, 30),
+                max_tokens=asks or says,
+                says_tokens=says if asks else 0,
+            )
+        )
+    return found
+
+
+def played(arrivals: list[Arrival], **settings: Any) -> Simulation:
+    simulation = Simulation({**SETTINGS, **settings}, step_seconds=STEP_SECONDS)
+    simulation.play(arrivals)
+    return simulation
+
+
+def first_tokens(simulation: Simulation, *, since: float, owner: str = "") -> list[float]:
+    taken = [seen for seen in simulation.seen if not seen.is_refused]
+    assert all(seen.first_token is not None and seen.tokens for seen in taken), "what was taken is never dropped"
+    return [
+        seen.first_token
+        for seen in taken
+        if seen.first_token is not None and seen.arrival.at >= since and seen.arrival.owner == owner
+    ]
+
+
+def refused(simulation: Simulation, owner: str = "") -> list[Seen]:
+    return [seen for seen in simulation.seen if seen.is_refused and seen.arrival.owner == owner]
+
+
+@pytest.mark.parametrize(
+    ("load", "seconds", "asks"),
+    [(1, 25, 0), (2, 20, 0), (10, 12, 0), (2, 20, 64)],
+    ids=["1x", "2x", "10x", "2x, asks for more"],
+)
+def test_what_is_taken_is_in_time_and_every_place_is_filled_however_much_comes(
+    load: float, seconds: float, asks: int
+) -> None:
+    simulation = played(generates(load, seconds, seed=1, asks=asks))
+    since = 6.0
+    assert percentile(first_tokens(simulation, since=since), 99) <= LIMIT + STEP_SECONDS  # one of them its own
+    assert simulation.tokens_per_second(since, seconds) >= 0.95 * CAPACITY
+    assert all(0 < seen.retry_after <= 60 for seen in refused(simulation) if seen.retry_after is not None)
+    assert len(refused(simulation)) > (load - 1) * len(simulation.seen) / (load + 1)
+
+
+def test_without_a_limit_nothing_is_refused_and_first_tokens_are_late() -> None:
+    simulation = played(generates(2, 10, seed=1), max_first_token_seconds=0.0)
+    assert not refused(simulation)
+    assert percentile(first_tokens(simulation, since=6), 50) > 1.5 * LIMIT
+
+
+def test_less_than_there_is_room_for_is_hardly_ever_refused() -> None:
+    simulation = played(generates(0.6, 30, seed=1))
+    assert len(refused(simulation)) <= len(simulation.seen) / 100
+    assert percentile(first_tokens(simulation, since=0), 99) <= 1.5
+
+
+def test_who_floods_is_refused_and_owners_who_ask_for_little_never_are() -> None:
+    seconds, quiet = 20, [f"quiet {number}" for number in range(4)]
+    arrivals = generates(5, seconds, seed=1, owner="flood")
+    for number, owner in enumerate(quiet):
+        # One after another, as a session's turns are.
+        arrivals += [Arrival(at=0.3 * number + 2.5 * turn, owner=owner, max_tokens=6) for turn in range(8)]
+    simulation = played(arrivals)
+    assert len(refused(simulation, "flood")) > len(arrivals) / 2
+    for owner in quiet:
+        assert not refused(simulation, owner)
+        assert max(first_tokens(simulation, since=0, owner=owner)) <= 10 * STEP_SECONDS
+    # Those who come later and go first are not foreseen; what was seen of them lately is allowed for.
+    assert percentile(first_tokens(simulation, since=6, owner="flood"), 99) <= 1.25 * LIMIT
+    assert simulation.tokens_per_second(6, seconds) >= 0.95 * CAPACITY
+
+
+def test_owners_who_all_ask_for_too_much_each_get_a_part_of_it() -> None:
+    seconds, owners = 20, [f"owner {number}" for number in range(4)]
+    arrivals = [one for seed, owner in enumerate(owners) for one in generates(0.8, seconds, seed=seed, owner=owner)]
+    simulation = played(arrivals)
+    first = {owner: first_tokens(simulation, since=6, owner=owner) for owner in owners}
+    parts = [len(times) for times in first.values()]
+    assert min(parts) >= max(parts) / 2
+    assert percentile([at for times in first.values() for at in times], 99) <= 1.25 * LIMIT
+    assert simulation.tokens_per_second(6, seconds) >= 0.95 * CAPACITY
+
+
+def test_an_engine_without_other_work_takes_a_prompt_however_long_it_is() -> None:
+    long = [Arrival(at=0.0, max_tokens=2), Arrival(at=0.5, max_tokens=2), Arrival(at=1.0, max_tokens=2)]
+    long += [Arrival(at=10.0, prompt_tokens=1600, max_tokens=2)]
+    simulation = Simulation(SETTINGS, step_seconds=STEP_SECONDS, row_seconds=0.01)
+    seen = simulation.play(long)[-1]
+    assert not seen.is_refused
+    assert seen.first_token is not None
+    assert seen.first_token > 4 * LIMIT
