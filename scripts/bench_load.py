@@ -160,7 +160,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--results", type=Path, default=record.RESULTS)
     args = parser.parse_args()
-    server = ServerConfig(bind="127.0.0.1:0", drain_seconds=5.0)
+    # One client stands for all agents, on one connection.
+    server = ServerConfig(bind="127.0.0.1:0", drain_seconds=5.0, max_connection_calls=1024)
     load_before = os.getloadavg()[0]
     values = side_by_side(args.streams, args.seconds, server)
     narrow = EngineConfig(max_batch=BATCH, max_running=BATCH, max_queued=2 * BATCH, max_sessions=2048, kv_bytes=2**31)

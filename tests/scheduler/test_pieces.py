@@ -20,7 +20,7 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.scheduler import batching
-from inference_engine.scheduler.pace import StepPace
+from inference_engine.scheduler.batching import Batching
 from inference_engine.types import GenerateParams, Mode
 from tests.laws.variants import drain, each_strategy, generate, same, text
 from tests.tiny import SMALL, tiny_forward_on, tiny_latent
@@ -119,7 +119,7 @@ def test_the_pace_is_learned_from_steps_that_were_waited_for(device: str, known:
     seen: list[int] = []
     waits = Verifier.waits
 
-    def saw(_pace: StepPace, rows: int, _seconds: float) -> None:
+    def took(_batching: Batching, rows: int, _seconds: float) -> None:
         seen.append(rows)
 
     def as_on(verifier: Verifier, blocks: list[Block]) -> bool:
@@ -127,7 +127,7 @@ def test_the_pace_is_learned_from_steps_that_were_waited_for(device: str, known:
         with patch.object(verifier, "_forward", place):
             return waits(verifier, blocks)
 
-    with patch.object(StepPace, "saw", saw), patch.object(Verifier, "waits", as_on), engine_on(forward) as engine:
+    with patch.object(Batching, "took", took), patch.object(Verifier, "waits", as_on), engine_on(forward) as engine:
         generate(engine, opened(engine, Full(), 78), 1)
         assert seen == known
         generate(engine, opened(engine, Full(), 10), 2)
