@@ -70,7 +70,7 @@ BUGS = (
     Bug(
         "a slab that was given back is not zeroed",
         "inference_engine/kv/pool.py",
-        "                _zero(states[first : first + count * self._unit])\n",
+        "                (self._discard or _zero)(states[first : first + count * self._unit])\n",
         "                assert len(states[first : first + count * self._unit])\n",
         ("tests/kv/test_cleaning.py",),
     ),
@@ -151,8 +151,8 @@ BUGS = (
     Bug(
         "every key opens",
         "inference_engine/server/auth.py",
-        "if hmac.compare_digest(given, key.digest)]",
-        "if hmac.compare_digest(key.digest, key.digest)]",
+        "owner = self._owners.get(given)\n",
+        "owner = self._owners.get(given) or next(iter(self._owners.values()))\n",
         ("tests/server/test_auth.py",),
     ),
     Bug(

@@ -545,7 +545,7 @@ def test_the_counts_of_a_generate_that_went_on_are_those_of_the_whole() -> None:
 def test_a_generate_the_queue_had_no_place_for_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     params = GenerateParams(max_tokens=2)
 
-    def full(request: object) -> None:
+    def full(request: object, *, refuse_late: bool) -> None:
         raise Overloaded("the queue is full")
 
     with tiny_engine() as engine:

@@ -115,10 +115,14 @@ def test_sampled_tokens_depend_on_seed_and_position_alone(strategy: KVStrategy, 
 
 
 @each_strategy
-def test_the_footprint_never_passes_the_bound(strategy: KVStrategy) -> None:
-    """Bound: ≤ peak at every token, ≤ sustained between Generates, and known at creation."""
+@pytest.mark.parametrize("guaranteed", [False, True], ids=["best_effort", "guaranteed"])
+def test_the_footprint_never_passes_the_bound(strategy: KVStrategy, guaranteed: bool) -> None:
+    """Bound: ≤ peak at every token, ≤ sustained between Generates, and known at creation.
+
+    What is reserved is all of it for a session with a guarantee, and else at least what the session holds.
+    """
     with engine_for(Mode.BATCHED) as engine:
-        session = engine.create_session(strategy=strategy)
+        session = engine.create_session(strategy=strategy, guaranteed=guaranteed)
         seen: list[int] = []
         for turn in range(4):
             engine.append(session.session_id, text(60, seed=turn))
@@ -127,9 +131,10 @@ def test_the_footprint_never_passes_the_bound(strategy: KVStrategy) -> None:
                 seen.append(engine.session_info(session.session_id).kv_live_bytes)
                 assert engine.info().kv_reserved_bytes <= session.bound.peak_bytes
             info = engine.session_info(session.session_id)
-            assert info.kv_live_bytes <= session.bound.sustained_bytes
+            assert info.kv_live_bytes <= info.reserved_bytes <= session.bound.sustained_bytes
+            assert engine.info().kv_reserved_bytes == info.reserved_bytes
         assert max(seen) <= session.bound.peak_bytes
-        assert engine.info().kv_reserved_bytes == session.bound.sustained_bytes
+        assert not guaranteed or engine.info().kv_reserved_bytes == session.bound.sustained_bytes
 
 
 @pytest.mark.parametrize("strategy", [*all_strategies(), FEWER_BYTES], ids=str)

@@ -125,11 +125,12 @@ def test_a_fork_may_have_another_limit(strategy: KVStrategy, windowed: bool, lim
 
 
 @each_case
+@pytest.mark.parametrize("guaranteed", [False, True], ids=["best_effort", "guaranteed"])
 def test_forks_hold_no_more_than_they_were_promised_and_every_byte_is_reserved_once(
-    strategy: KVStrategy, windowed: bool
+    strategy: KVStrategy, windowed: bool, guaranteed: bool
 ) -> None:
     with engine_for(Mode.BATCHED, windowed=windowed) as engine:
-        parent = engine.create_session(strategy=strategy)
+        parent = engine.create_session(strategy=strategy, guaranteed=guaranteed)
         engine.append(parent.session_id, text(100))
         generate(engine, parent.session_id, 7)
         forks = [engine.fork_session(parent.session_id) for _ in range(2)]
@@ -138,8 +139,11 @@ def test_forks_hold_no_more_than_they_were_promised_and_every_byte_is_reserved_o
             for _ in engine.generate(fork.session_id, GenerateParams(max_tokens=9)):
                 assert engine.session_info(fork.session_id).kv_live_bytes <= fork.bound.peak_bytes
             assert engine.session_info(fork.session_id).kv_live_bytes <= fork.bound.sustained_bytes
-        promised = sum(opened.bound.sustained_bytes for opened in (parent, *forks))
-        assert engine.info().kv_reserved_bytes == promised
+        facts = [engine.session_info(opened.session_id) for opened in (parent, *forks)]
+        assert engine.info().kv_reserved_bytes == sum(each.reserved_bytes for each in facts)
+        for each in facts:
+            assert each.kv_live_bytes <= each.reserved_bytes <= each.bound.sustained_bytes
+            assert not guaranteed or each.reserved_bytes == each.bound.sustained_bytes
         for opened in (parent, *forks):
             engine.close_session(opened.session_id)
         assert (engine.info().kv_reserved_bytes, engine.info().tier_reserved_bytes) == (0, 0)

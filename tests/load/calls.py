@@ -78,7 +78,7 @@ class Calls(RuleBasedStateMachine):
             self._caller.close()
 
     def _check_pool(self) -> None:
-        """When nothing runs any more, what is reserved is what the sessions that are still there were promised."""
+        """When nothing runs any more, what is reserved is what the sessions that are still there reserve."""
         self._engine.drain(30.0)
         # Sessions that have been idle for too long may be cleared away while they are looked at: then they are counted
         # once more, and no time passes meanwhile.
@@ -88,15 +88,15 @@ class Calls(RuleBasedStateMachine):
         assert self._engine.info().kv_reserved_bytes == 0
 
     def _is_pool_exact(self) -> bool:
-        promised = 0
+        of_sessions = 0
         for known in list(self._open):
             info = self._caller.look(known.session_id)
             if info.reason == "OK":
                 known.told(info.only.history_length)
-                promised += info.only.sustained_bytes
+                of_sessions += info.only.reserved_bytes
         # A fork keeps rows that it shares with a session that is gone.
         reserved = self._engine.info().kv_reserved_bytes
-        return reserved >= promised if self._has_forked else reserved == promised
+        return reserved >= of_sessions if self._has_forked else reserved == of_sessions
 
     # -- rules ------------------------------------------------------------------------------------------------------
 

@@ -164,5 +164,6 @@ class Cancels:
 
     def _check_pool(self) -> None:
         """Nothing runs: what is reserved is what was promised, and what a woken session took was given back."""
-        promised = sum(self._engine.session_info(session_id).bound.sustained_bytes for session_id in self._sessions)
-        assert self._engine.info().kv_reserved_bytes == promised
+        sessions = [self._engine.session_info(session_id) for session_id in self._sessions]
+        assert all(session.reserved_bytes <= session.bound.sustained_bytes for session in sessions)
+        assert self._engine.info().kv_reserved_bytes == sum(session.reserved_bytes for session in sessions)

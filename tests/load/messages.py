@@ -53,6 +53,11 @@ _EDGES: dict[int, tuple[float, ...]] = {
 _COUNTS = (FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64)
 _TEXTS = ("", "a", "kakeya", "ä", "x" * 129, "\n", "\x00", "int8", "lloyd4", "latent", "recompute", "stream", "mean")
 
+# What a strategy that is asked for by its name may be called, and its options.
+_STRATEGIES = ("full", "sink_window", "layer_window", "newer_than_the_server")
+_OPTIONS = ("sink", "window", "codec", "exact_window", "full_layers")
+_OPTION_VALUES = ("0", "2", "12", "-1", "1e9", "9" * 40, "0,1", "true")
+
 
 class Messages:
     """Makes requests. `session_ids` is the caller's list of sessions that exist, which it may change."""
@@ -81,8 +86,13 @@ class Messages:
 
     def _set(self, message: Message, field: Any, share: float, depth: int) -> None:
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            key, value = field.message_type.fields
+            entries = getattr(message, field.name)
             for _ in range(self._rng.randrange(4)):
-                getattr(message, field.name)[self._token()] = float(self._edge(FieldDescriptor.CPPTYPE_FLOAT))
+                if key.type == FieldDescriptor.TYPE_STRING:
+                    entries[self._rng.choice(_TEXTS + _OPTIONS)] = self._rng.choice(_TEXTS + _OPTION_VALUES)
+                else:
+                    entries[self._token()] = float(self._edge(value.cpp_type))
         elif field.message_type is not None:
             if depth < 3:
                 inner = getattr(message, field.name)
@@ -102,7 +112,7 @@ class Messages:
         if field.name == "max_tokens" and self._rng.random() < 0.9:
             return self._rng.randint(1, 4)
         if field.type == FieldDescriptor.TYPE_STRING:
-            return self._rng.choice(_TEXTS)
+            return self._rng.choice(_TEXTS + _STRATEGIES if field.name == "name" else _TEXTS)
         if field.type == FieldDescriptor.TYPE_BYTES:
             return self._rng.randbytes(self._rng.randrange(40))
         if field.type == FieldDescriptor.TYPE_BOOL:

@@ -3,7 +3,7 @@
 One interleaving is a run of operations that do not wait for each other: appends, Generates, cancels, closes, evictions,
 calls with somebody else's session and calls that come at the wrong time. When it is over, every stream must hold the
 tokens that its own history gives alone, every history what its owner put there and was told, and the pool the bytes
-that the open sessions were promised.
+that the open sessions reserve.
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ class Member:
     session_id: str
     strategy: KVStrategy
     solo: Solo | None
-    sustained_bytes: int
     history: list[int] = field(default_factory=list)
     stream: Stream | None = None
 
@@ -329,10 +328,15 @@ class Population:
                 raise Wrong(f"the history has {told} tokens, its owner knows of {len(member.history)}")
 
     def _check_pool(self) -> None:
-        """All Generates are over: what is reserved is what the open sessions were promised, no byte more or less."""
-        promised = sum(member.sustained_bytes for member in self.members)
-        if (reserved := self._engine.info().kv_reserved_bytes) != promised:
-            raise Wrong(f"{reserved} bytes are reserved, {promised} were promised to the sessions there are")
+        """All Generates are over: what is reserved is what the open sessions reserve, no byte more or less."""
+        of_sessions = 0
+        for member in self.members:
+            facts = self._engine.session_info(member.session_id, owner=member.owner)
+            if facts.reserved_bytes > facts.bound.sustained_bytes:
+                raise Wrong(f"a session reserves {facts.reserved_bytes} bytes of {facts.bound.sustained_bytes}")
+            of_sessions += facts.reserved_bytes
+        if (reserved := self._engine.info().kv_reserved_bytes) != of_sessions:
+            raise Wrong(f"{reserved} bytes are reserved, {of_sessions} by the sessions there are")
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
@@ -345,7 +349,6 @@ class Population:
             session_id=opened.session_id,
             strategy=strategy,
             solo=solo_of(strategy) if choice is self._world.known else None,
-            sustained_bytes=opened.bound.sustained_bytes,
         )
 
     def _pick(self, rng: np.random.Generator, *, is_running: bool) -> Member:

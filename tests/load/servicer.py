@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import RequestError
+from inference_engine.server.incoming import TransportError
 from inference_engine.server.service import SERVICE_NAME, RuntimeService
 from inference_engine.server.status import code_of, reason_of, to_trailers
 from kakeya.v1 import runtime_pb2 as pb
@@ -49,10 +50,6 @@ class Context:
 
     async def write(self, message: Any) -> None:
         self.frames.append(message)
-
-    async def abort(self, code: grpc.StatusCode, details: str, _trailers: object = ()) -> None:
-        assert code is grpc.StatusCode.INVALID_ARGUMENT, (code, details)
-        raise Undecodable(details)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +105,10 @@ class Servicer:
             code_of(error)  # raises for one that is not in the table
             to_trailers(error)
             return Outcome(context.frames, error)
+        except TransportError as error:
+            if error.code is not grpc.StatusCode.INVALID_ARGUMENT:
+                raise
+            raise Undecodable(error.text) from error
         for frame in context.frames:
             assert isinstance(frame, RESPONSES[method])
             handler.response_serializer(frame)
