@@ -13,11 +13,13 @@ from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
 from prometheus_client import generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
 from inference_engine.backends.scripted import Fault, Script
 from inference_engine.engine import Engine
+from inference_engine.errors import QuotaExceeded
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.logs import written
@@ -112,6 +114,20 @@ async def waiting(seen: Seen) -> None:
             running = engine.generate(session.session_id, GenerateParams(max_tokens=1))
             seen.look(engine)
         assert list(running)
+
+
+async def a_queue_that_is_full(seen: Seen) -> None:
+    with tiny_engine(max_running=1, max_queued_per_owner=1) as engine:
+        seen.begin(engine)
+        first, second = (engine.create_session().session_id for _ in range(2))
+        engine.append(first, HISTORY)
+        engine.append(second, HISTORY)
+        with held(engine):
+            waits = engine.generate(first, GenerateParams(max_tokens=1))
+            with pytest.raises(QuotaExceeded, match="as many as one owner"):
+                engine.generate(second, GenerateParams(max_tokens=1))
+            seen.look(engine)
+        assert list(waits)
 
 
 async def drafting(seen: Seen) -> None:
@@ -232,6 +248,7 @@ async def test_every_instrument_is_moved_by_something_that_happens() -> None:
     scenarios: tuple[Scenario, ...] = (
         an_ordinary_day,
         waiting,
+        a_queue_that_is_full,
         drafting,
         a_fork_that_outlives_its_parent,
         no_room,
