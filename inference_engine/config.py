@@ -245,6 +245,14 @@ def forbid_model_hub() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
+def hub_cache() -> Path:
+    """Where huggingface_hub keeps what it downloads, by the variables that it goes by."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{home}/huggingface"
+    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+    return Path(os.path.expandvars(cache)).expanduser()
+
+
 def quiet_grpc() -> None:
     """Keep gRPC's remarks, one for each client that hangs up, from between the lines of the log.
 

@@ -1,22 +1,43 @@
-"""Devices: load a model, take it over, run it."""
+"""Devices: find out whether a model can be served, load it, take it over, run it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from inference_engine.backends.base import Forward
 from inference_engine.config import ModelConfig
 from inference_engine.errors import BackendError
 
+if TYPE_CHECKING:
+    from inference_engine.backends.admission import Admitted
 
-def open_backend(config: ModelConfig) -> Forward:
+
+def admit(config: ModelConfig) -> Admitted:
+    """Find out from a model's configuration whether it can be served, and how. No weights are read or hashed.
+
+    Raises ModelError with the reason why it cannot.
+    """
+    from inference_engine.backends.admission import admit_config
+    from inference_engine.backends.torch_forward import use_threads
+    from inference_engine.models import find_model, read_config, sizes
+
+    found = find_model(config.model, cache=config.cache_path)
+    read = read_config(found)
+    use_threads(config.threads)
+    admitted = admit_config(read)
+    sizes(read, found.folder)
+    return admitted
+
+
+def open_backend(config: ModelConfig, admitted: Admitted | None = None) -> Forward:
     """Load the model and make it ready to run. Raises ModelError or BackendError.
 
-    The architecture is admitted by test (`backends/admission.py`) before anything is served.
+    admitted: what `admit` gave for this configuration, if it was asked already. The architecture is admitted by test
+    (`backends/admission.py`) before weights are read.
     """
     import torch
 
-    from inference_engine.backends.admission import admit_config
     from inference_engine.backends.graphs import wants_graphs
     from inference_engine.backends.packed_linear import can_pack, pack_linears
     from inference_engine.backends.torch_forward import TorchForward, use_threads
@@ -29,6 +50,7 @@ def open_backend(config: ModelConfig) -> Forward:
     use_threads(config.threads)
     # cuDNN's attention makes a plan for every number of keys it meets, and decoding meets a new one at every token.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    admitted = admitted or admit(config)
     loaded = load_model(
         config.model,
         cache=Path(config.cache_path),
@@ -36,7 +58,6 @@ def open_backend(config: ModelConfig) -> Forward:
         dtype=config.dtype,
         attention=ATTENTION,
     )
-    admitted = admit_config(loaded.model.config, type(loaded.model))
     if config.linear == "packed" and not can_pack(loaded.model):
         raise BackendError(
             f"linear=packed needs oneDNN and a CPU; {loaded.dtype} on {loaded.device} is served by linear=auto"

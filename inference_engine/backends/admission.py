@@ -102,7 +102,8 @@ def admit_config(
     kind: the model's class; None: the one that transformers builds for the configuration. Needs no weights, and leaves
     `config` and the random state alone.
     """
-    kind = kind or model_class(config)
+    if kind is None:
+        config, kind = text_generator(config)
     check_config(_text_config(config))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -144,8 +145,20 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         raise ModelError(
             f"transformers has no class that generates text for the model type {config.model_type!r}"
         ) from None
-    kind: type[PreTrainedModel] = found[0] if isinstance(found, (list, tuple)) else found
-    return kind
+    kinds: tuple[type[PreTrainedModel], ...] = tuple(found) if isinstance(found, (list, tuple)) else (found,)
+    by_name = {kind.__name__: kind for kind in kinds}
+    named = [by_name[name] for name in getattr(config, "architectures", None) or () if name in by_name]
+    return named[0] if named else kinds[0]
+
+
+def text_generator(config: PretrainedConfig) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
+    """What transformers loads a checkpoint of this configuration as: its class, and the configuration that it gets.
+
+    Of several parts, some families load the one for text alone. Raises ModelError as `model_class` does.
+    """
+    kind = model_class(config)
+    part = config.sub_configs.get("text_config")
+    return (config.get_text_config() if part is not None and kind.config_class == part else config), kind
 
 
 def _try(kind: type[PreTrainedModel], what: str, trial: Any) -> Any:

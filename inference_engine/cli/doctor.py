@@ -128,12 +128,25 @@ def _device(found: Settings) -> Finding:
     return Finding(Level.OK, f"{device}{name}, {found.model.dtype}")
 
 
+def _family(found: Settings) -> Finding:
+    from inference_engine.backends import admit
+
+    refused = dict(admit(found.model).refused)
+    if not refused:
+        return Finding(Level.OK, "served with every strategy that its layers can have")
+    return Finding(Level.WARN, f"served, but not with {', '.join(refused)}: {next(iter(refused.values()))}")
+
+
 def _model(found: Settings) -> Finding:
     from inference_engine.models import check_model
+    from inference_engine.models.folder import tell_ignored
 
     checked = check_model(found.model.model, cache=found.model.cache_path, thorough=True)
     if checked.manifest is None:
-        return Finding(Level.WARN, f"{checked.model_id} in {checked.folder}: no manifest vouches for these files")
+        ignored = f"; {told}" if (told := tell_ignored(checked.ignored)) else ""
+        return Finding(
+            Level.WARN, f"{checked.model_id} in {checked.folder}: no manifest vouches for these files{ignored}"
+        )
     size = decimal(checked.manifest.total_bytes)
     return Finding(Level.OK, f"{checked.model_id}: {size} in {checked.folder}, every byte checked")
 
@@ -204,6 +217,7 @@ CHECKS: dict[str, Callable[[Settings], Finding]] = {
     "versions": _versions,
     "machine": _machine,
     "device": _device,
+    "family": _family,
     "model": _model,
     "tokenizer": _tokenizer,
     "port": _port,

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from inference_engine.cli.settings import add_config_file, add_settings, settings
 from inference_engine.config import EngineConfig, ModelConfig, configure_threads_environment, forbid_model_hub
 from inference_engine.errors import ConfigError
-from inference_engine.models import check_model
+from inference_engine.models import find_model
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -138,14 +138,14 @@ def run(args: argparse.Namespace) -> int:
     module = module_of(experiment)
 
     def save(payload: dict[str, Any]) -> Path:
-        model_id = payload["config"].get("model", "")
+        model_id = payload["config"].get("model", "").replace("/", "--")
         name = args.name or "_".join(filter(None, (args.experiment.replace("-", "_"), model_id)))
         payload = {"command": command(args.experiment, args.typed), "commit": commit, **payload}
         return write_record(name, payload, **({"results_dir": args.results} if args.results else {}))
 
     if experiment.needs_model:
         model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
-        check_model(model.model, cache=model.cache_path)
+        find_model(model.model, cache=model.cache_path)
 
         from inference_engine.evaluation.models import open_target
         from kv_cache_proposer.drafters import drafter_identity, find_drafter

@@ -1,7 +1,7 @@
 """`kakeya models`: which models there are, get one, look at one.
 
     kakeya models list
-    kakeya models fetch NAME
+    kakeya models fetch NAME                      a known name, or org/name[@revision] from the Hugging Face hub
     kakeya models show NAME|PATH [--verify]
 
 Exit status: 0 done, 1 the model or the settings are at fault (one line says how), 2 wrong usage.
@@ -10,6 +10,7 @@ Exit status: 0 done, 1 the model or the settings are at fault (one line says how
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,30 +19,38 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from inference_engine.config import ModelConfig, forbid_model_hub, resolve
+from inference_engine.config import ModelConfig, resolve
 from inference_engine.errors import KakeyaError, ModelError
 from inference_engine.models import (
     CheckedFolder,
     check_fetched,
     check_model,
     fetch,
+    fetch_from_hub,
+    hub_model,
+    is_known,
     known_model,
     known_names,
     model_folder,
+    read_config,
 )
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+MOST_NAMES = 20  # of files that are ignored
 
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("models", help="list, fetch and inspect models")
     commands = parser.add_subparsers(dest="models_command", required=True, metavar="COMMAND")
     list_ = commands.add_parser("list", help="the models known by name, and whether they are here")
-    fetch_ = commands.add_parser("fetch", help="download a model, check it, convert it once")
-    fetch_.add_argument("name", metavar="NAME", help=", ".join(known_names()))
+    fetch_ = commands.add_parser("fetch", help="download a model, and check it")
+    fetch_.add_argument(
+        "name", metavar="NAME", help=f"{', '.join(known_names())}, or org/name[@revision] from the Hugging Face hub"
+    )
     show = commands.add_parser("show", help="facts of a model, after checking its folder")
-    show.add_argument("model", metavar="NAME|PATH", help="a known name, or a folder with safetensors")
+    show.add_argument("model", metavar="NAME|PATH", help="a known name, a folder with safetensors, or org/name")
     show.add_argument("--verify", action="store_true", help="hash the weights again, even if they look unchanged")
     for command in (list_, fetch_, show):
         command.add_argument("--config", metavar="FILE", help="settings file (TOML)")
@@ -58,11 +67,7 @@ def run(args: argparse.Namespace) -> int:
             case "list":
                 console.print(_list(cache))
             case "fetch":
-                folder = fetch(args.name, cache, console=errors)
-                terms = known_model(args.name).licence
-                console.print(
-                    f"{args.name} ({terms}) is ready in {folder}", soft_wrap=True, markup=False, highlight=False
-                )
+                console.print(_fetch(args.name, cache, errors), soft_wrap=True, markup=False, highlight=False)
             case "show":
                 console.print(_show(check_model(args.model, cache=cache, thorough=args.verify), verified=args.verify))
             case unknown:
@@ -74,6 +79,20 @@ def run(args: argparse.Namespace) -> int:
         errors.print("interrupted; nothing was changed")
         return 130
     return 0
+
+
+def _fetch(name: str, cache: Path, errors: Console) -> str:
+    named = None if is_known(name) else hub_model(name)
+    if named is None:
+        folder = fetch(name, cache, console=errors)
+        return f"{name} ({known_model(name).licence}) is ready in {folder}"
+
+    def served(folder: Path) -> None:
+        from inference_engine.backends import admit
+
+        admit(ModelConfig(model=str(folder), cache_dir=str(cache)))
+
+    return f"{named} is ready in {fetch_from_hub(named, cache, admit=served, console=errors)}"
 
 
 def _list(cache: Path) -> Table:
@@ -109,13 +128,7 @@ def _show(checked: CheckedFolder, *, verified: bool) -> Table:
 
 
 def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
-    forbid_model_hub()
-    from transformers import AutoConfig
-
-    try:
-        config: Any = AutoConfig.from_pretrained(checked.folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{checked.folder}: transformers cannot read config.json: {error}") from error
+    config: Any = read_config(checked)
     text = config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -136,6 +149,8 @@ def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
         ("K/V per token", f"{4 * row_values:,} bytes in float32, {2 * row_values:,} in bfloat16"),
     ]
     if (manifest := checked.manifest) is None:
+        if checked.ignored:
+            facts.append(("ignored", _in_lines(checked.ignored)))
         facts.append(("manifest", "none: nothing vouches for these files"))
         return facts
     return [
@@ -146,3 +161,8 @@ def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
         ("from", "\n".join(manifest.source) or "unknown"),
         ("checked", "every byte, just now" if verified else "yes (--verify hashes the weights again)"),
     ]
+
+
+def _in_lines(names: Sequence[str]) -> str:
+    more = [f"and {len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
+    return "\n".join([*names[:MOST_NAMES], *more])

@@ -20,7 +20,7 @@ from inference_engine import logs
 from inference_engine.cli.ports import bind_error
 from inference_engine.cli.settings import add_config_file, add_settings, settings
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
-from inference_engine.models import check_model, tokenizer_folder
+from inference_engine.models import find_model, tokenizer_folder
 from inference_engine.server.address import cannot_bind, resolve_bind
 from inference_engine.server.trace_export import check_exporter, exported
 
@@ -57,13 +57,13 @@ def run(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace, model: ModelConfig, engine_config: EngineConfig, server: ServerConfig) -> int:
     # What can be refused at once is refused before libraries and weights are loaded.
     check_exporter(server.trace_endpoint)
-    check_model(model.model, cache=model.cache_path)
+    find_model(model.model, cache=model.cache_path)
     for setting, bind in (("bind", server.bind), ("http_bind", server.http_bind)):
         if bind and bind_error(address := resolve_bind(setting, bind)):
             raise cannot_bind(setting, address)
 
     with Console(stderr=True).status(f"loading {model.model} on {model.device}"):
-        from inference_engine.backends import open_backend
+        from inference_engine.backends import admit, open_backend
         from inference_engine.engine import Engine
         from inference_engine.kv.strategies import parse_strategy
         from inference_engine.server.http.chat_text import load_chat_text
@@ -72,9 +72,10 @@ def _serve(args: argparse.Namespace, model: ModelConfig, engine_config: EngineCo
         from kv_cache_proposer.latents import find_latent
 
         parse_strategy(engine_config.strategy)
+        admitted = admit(model)
         chat = load_chat_text(tokenizer_folder(model.model, model.cache_path)) if server.http_bind else None
         latent = find_latent(model)
-        forward = open_backend(model)
+        forward = open_backend(model, admitted)
         drafter = find_drafter(model, forward)
 
     def ready(handle: ServerHandle) -> None:

@@ -23,7 +23,10 @@ TITLES: dict[type[Config], str] = {ModelConfig: "model", EngineConfig: "engine",
 CONVERSATION = ("strategy", "mode", "kv_bytes")
 
 HELP = {
-    "model": ("NAME|PATH", "a known name (see `kakeya models list`) or a folder with safetensors"),
+    "model": (
+        "NAME|PATH",
+        "a known name (see `kakeya models list`), a folder with safetensors, or org/name[@revision] of the hub's cache",
+    ),
     "device": ("DEVICE", "cpu, cuda, cuda:1, …"),
     "dtype": ("DTYPE", "float32 or bfloat16"),
     "kernels": ("KIND", "triton, plain torch (plain), or auto: triton on a GPU"),

@@ -1,11 +1,17 @@
 """Where weights come from: models known by name, fetched and converted once; any local folder; all checked first."""
 
 from inference_engine.models.fetch import check_fetched, fetch, model_folder
+from inference_engine.models.hub import HubModel, hub_model
+from inference_engine.models.hub_fetch import fetch_from_hub
 from inference_engine.models.loader import (
     CheckedFolder,
+    FoundModel,
     LoadedModel,
     check_model,
+    find_model,
     load_model,
+    read_config,
+    sizes,
     tokenizer_folder,
     weights_digest,
 )
@@ -15,6 +21,8 @@ from inference_engine.models.registry import KnownModel, is_known, known_model, 
 __all__ = [
     "MANIFEST",
     "CheckedFolder",
+    "FoundModel",
+    "HubModel",
     "KnownModel",
     "LoadedModel",
     "Manifest",
@@ -22,12 +30,17 @@ __all__ = [
     "check_manifest",
     "check_model",
     "fetch",
+    "fetch_from_hub",
+    "find_model",
+    "hub_model",
     "is_known",
     "known_model",
     "known_names",
     "load_model",
     "model_folder",
+    "read_config",
     "read_manifest",
+    "sizes",
     "tokenizer_folder",
     "weights_digest",
     "write_manifest",

@@ -1,8 +1,16 @@
-"""What a model folder may contain: looked at before anything in it is opened, parsed or run.
+"""What is read of a model folder, and what a folder may not be: looked at before anything in it is opened.
 
-A folder from somewhere else may try to run code (modules named by `auto_map`, pickles, adapters that point elsewhere),
-to read outside itself (links) or to hang its reader (pipes). All of it is refused by name, whether or not the loader
-would have touched it: a folder that is clean needs no argument about what transformers reads.
+    read       config.json, model.safetensors or the shards of its index; a tokenizer's files, by clients that have text
+    ignored    the rest, never opened: code, pickles, other formats of the same weights, pictures, what git and the hub
+               keep beside them. It is listed, so that nobody wonders
+    refused    what would be another model if it were left out (adapters, quantised weights), links out, pipes
+
+transformers is never given a folder from somewhere else: it loads from one that holds what is read alone (`loader.py`),
+so that a clean folder needs no argument about what transformers looks for.
+
+Links may lead elsewhere in the folder. In a snapshot of the hub's cache they may also lead into the blobs beside it:
+
+    models--org--name/snapshots/<commit>/model.safetensors -> ../../blobs/<hash>
 """
 
 from __future__ import annotations
@@ -11,7 +19,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,20 +29,40 @@ from inference_engine.models.safetensors_header import check_safetensors
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CONFIGURATION_FILES = (CONFIG, "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_OURS = ("manifest.json",)
 
 # A configuration is kilobytes, an index of shards a few megabytes.
 MAX_JSON_BYTES = 2**26
+# The deepest that are published have 126. To try a configuration out, a small model as deep is built.
+MAX_LAYERS = 1024
 
 _CODE = (".py", ".pyc", ".pyd", ".so", ".dll", ".dylib")
-_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz")
-_OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack")
+_OTHER_WEIGHTS = (
+    *(".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz"),
+    *(".gguf", ".h5", ".msgpack", ".onnx", ".safetensors"),
+)
+_MOST_TOLD = 6
 
 _REFUSED_KEYS = {
-    "auto_map": "it asks for code from the folder or a hub, which is never run; use a model of a built-in architecture",
     "quantization_config": "quantised checkpoints are not supported; use the model's unquantised weights",
     "compression_config": "quantised checkpoints are not supported; use the model's unquantised weights",
     "transformers_weights": f"weights are read from {WEIGHTS} or its shards only; rename the file and remove the key",
+    "configuration_files": f"it leads to other configurations; make the one that fits {CONFIG}, and remove the key",
 }
+_CODE_KEY = "auto_map"
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 
 # transformers would take the folder for a checkpoint of a distributed training run.
@@ -60,8 +88,9 @@ def list_files(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def check_names(folder: Path) -> None:
-    """Refuse a folder for the names and kinds of its files: code, pickles, foreign formats, links out.
+def check_names(folder: Path) -> tuple[str, ...]:
+    """Refuse a folder for the names and kinds of its files; returns the names of those that are ignored, the ones that
+    somebody may miss first.
 
     Raises ModelError that names the file and the way out.
     """
@@ -69,39 +98,76 @@ def check_names(folder: Path) -> None:
         raise ModelError(f"{folder}: no such folder")
     if not (folder / CONFIG).is_file():
         raise ModelError(f"{folder}: no {CONFIG}; a model folder is one that transformers' save_pretrained wrote")
-    for name in list_files(folder):
+    names = list_files(folder)
+    for name in names:
         path = folder / name
-        lowered = name.lower()
-        if lowered.endswith(_CODE):
-            raise ModelError(f"{path}: code in a model folder is never run; use a built-in architecture, or remove it")
-        if lowered.endswith(_PICKLES):
-            raise ModelError(f"{path}: this format can run code when it is opened; keep {WEIGHTS} only, remove it")
-        if lowered.endswith(_OTHER_WEIGHTS):
-            raise ModelError(f"{path}: weights are loaded from safetensors only; convert it, or remove it")
-        if Path(lowered).name == "adapter_config.json":
+        if name.lower() == "adapter_config.json":
             raise ModelError(f"{path}: adapters are not supported; merge it into the model's weights, or remove it")
-        if _DISTRIBUTED.fullmatch(Path(lowered).name):
+        if _DISTRIBUTED.fullmatch(name.lower()):
             raise ModelError(f"{path}: checkpoints of distributed training are not supported; save it as {WEIGHTS}")
+    try:
+        weights = weights_read(folder)
+    except ModelError:  # said where they are read
+        weights = (INDEX,)
+    read = {*CONFIGURATION_FILES, *TOKENIZER_FILES, *_OURS, *weights}
+    return tuple(sorted(set(names) - read, key=lambda name: (not _may_be_missed(name), name)))
 
 
-def check_content(folder: Path) -> None:
-    """Refuse a folder for what its configuration asks for, or for weights that are not whole safetensors files.
+def tell_ignored(names: Sequence[str]) -> str:
+    """`names` of `check_names` in a line, for a log; "" if nobody would miss them."""
+    missed = [name for name in names if _may_be_missed(name)]
+    if not missed:
+        return ""
+    more = f" and {len(missed) - _MOST_TOLD} more" if len(missed) > _MOST_TOLD else ""
+    return f"code and other formats are ignored: {', '.join(missed[:_MOST_TOLD])}{more}"
 
-    Reads configurations and headers of weights, not the weights. Comes after `check_names`. Raises ModelError.
+
+def check_configuration(folder: Path) -> None:
+    """Refuse a folder for what its configuration asks for. Reads no weights. Comes after `check_names`.
+
+    Raises ModelError that names the file, the key and the way out.
     """
     for path in sorted(folder.glob("*config.json")):
         content = read_json(path)
-        for key, value in _walk(content):
+        # At the top it names code for classes that may as well be built in; nobody runs it.
+        nested = [value for key, value in content.items() if key != _CODE_KEY]
+        for key, value in (*content.items(), *_walk(nested)):
             if key in _REFUSED_KEYS and value is not None:
                 raise ModelError(f"{path}: {key}: {_REFUSED_KEYS[key]}")
+        if any(key == _CODE_KEY and value is not None for key, value in _walk(nested)):
+            raise ModelError(
+                f"{path}: {_CODE_KEY} of a part of the model: it asks for code from the folder or a hub, which is "
+                "never run; use a model of a built-in architecture"
+            )
     config = read_json(folder / CONFIG)
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{folder / CONFIG}: no model_type, so nobody can say what the weights mean")
-    headers = {path.name: check_safetensors(path) for path in sorted(folder.glob("*.safetensors"))}
-    tensors = sum(len(headers[name]) for name in weight_files(folder))
-    for key, value in _walk(config):
-        if key in _LAYER_COUNTS and isinstance(value, int) and value > tensors:
-            # Building the model comes before filling it: an absurd count would hang there.
+    for key, value in _counts_of_layers(config):
+        if value > MAX_LAYERS:
+            raise ModelError(
+                f"{folder / CONFIG}: {key} is {value}, more than the {MAX_LAYERS} layers that can be served"
+            )
+
+
+def asks_for_code(config: Mapping[str, Any]) -> dict[str, str]:
+    """Of a configuration: the class of the model's own code by what it is for, such as AutoModelForCausalLM."""
+    asked = config.get(_CODE_KEY)
+    if not isinstance(asked, dict):
+        return {}
+    return {str(use): name.rpartition(".")[2] for use, name in asked.items() if isinstance(name, str)}
+
+
+def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration that asks for no code and no attention function of somebody's."""
+    left_out = (_CODE_KEY, "attn_implementation", "_attn_implementation", "experts_implementation")
+    return {key: value for key, value in config.items() if key not in left_out}
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse weights that are not whole safetensors files. Reads their headers. Comes after `check_configuration`."""
+    tensors = sum(len(check_safetensors(folder / name)) for name in weight_files(folder))
+    for key, value in _counts_of_layers(read_json(folder / CONFIG)):
+        if value > tensors:
             raise ModelError(f"{folder / CONFIG}: {key} is {value}, but the weights hold {tensors} tensors")
 
 
@@ -111,17 +177,31 @@ def weight_files(folder: Path) -> tuple[str, ...]:
         return (WEIGHTS,)
     index = folder / INDEX
     if not index.is_file():
-        raise ModelError(f"{folder}: no {WEIGHTS} and no {INDEX}; weights are loaded from safetensors only")
+        raise ModelError(
+            f"{folder}: no {WEIGHTS} and no {INDEX}{_others(folder)}; weights are loaded from safetensors only"
+        )
+    shards = shards_listed(index)
+    for shard in shards:
+        if not (folder / shard).is_file():
+            raise ModelError(f"{folder / shard}: this shard is listed in {INDEX} but missing; copy the folder again")
+    return shards
+
+
+def shards_listed(index: Path) -> tuple[str, ...]:
+    """The names of the shards in an index, sorted. Raises ModelError for one that is no name of a file beside it."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index}: no weight_map")
-    shards = set(weight_map.values())
-    for shard in shards:
+    for shard in weight_map.values():
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise ModelError(f"{index}: {shard!r} is not the name of a safetensors file beside it")
-        if not (folder / shard).is_file():
-            raise ModelError(f"{folder / shard}: this shard is listed in {INDEX} but missing; copy the folder again")
-    return tuple(sorted(shards))
+    return tuple(sorted(set(weight_map.values())))
+
+
+def weights_read(folder: Path) -> tuple[str, ...]:
+    """The files of `weight_files`, and the index where there is one that is read."""
+    names = weight_files(folder)
+    return names if names == (WEIGHTS,) else (INDEX, *names)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -138,6 +218,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def _may_be_missed(name: str) -> bool:
+    return name.lower().endswith((*_CODE, *_OTHER_WEIGHTS)) and not name.startswith(".")
+
+
+def _others(folder: Path) -> str:
+    """Weights in other formats at the top, for a refusal."""
+    found = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(_OTHER_WEIGHTS))
+    return (
+        f" (of {', '.join(found[:3])} nothing can be used; let save_pretrained write the model again)" if found else ""
+    )
+
+
+def _counts_of_layers(config: Mapping[str, Any]) -> list[tuple[str, int]]:
+    return [(key, value) for key, value in _walk(config) if key in _LAYER_COUNTS and isinstance(value, int)]
+
+
 def _check_link(path: Path, root: Path) -> None:
     if not path.is_symlink():
         return
@@ -146,15 +242,22 @@ def _check_link(path: Path, root: Path) -> None:
         target = path.resolve(strict=True)
     except (OSError, RuntimeError) as error:
         raise ModelError(f"{path}: a link that leads nowhere; {way_out}") from error
-    if not target.is_relative_to(root):
+    if not target.is_relative_to(root) and not _is_blob_of(root, target):
         raise ModelError(f"{path}: a link that leads out of the folder, to {target}; {way_out}")
+
+
+def _is_blob_of(root: Path, target: Path) -> bool:
+    """Is `target` a file among the blobs of the cache entry that `root` is a snapshot of? Both without links."""
+    entry = root.parent.parent
+    is_snapshot = root.parent.name == "snapshots" and entry.name.startswith("models--")
+    return is_snapshot and target.parent == entry / "blobs" and target.is_file()
 
 
 def _raise_unreadable(error: OSError) -> NoReturn:
     raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
-def _walk(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _walk(content: Mapping[str, Any] | Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Every key at every depth, with its value. A stack, not recursion: depth is the author's choice, not ours."""
     stack: list[Any] = [content]
     while stack:

@@ -7,24 +7,43 @@ No tokenizer is loaded: the runtime never sees text.
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference_engine.config import forbid_model_hub
+from inference_engine.config import forbid_model_hub, hub_cache
 from inference_engine.errors import BackendError, ModelError
 from inference_engine.models.checksums import sha256_of
 from inference_engine.models.fetch import check_fetched, model_folder
-from inference_engine.models.folder import check_content, check_names, weight_files
+from inference_engine.models.folder import (
+    CONFIG,
+    asks_for_code,
+    check_configuration,
+    check_names,
+    check_weights,
+    read_json,
+    tell_ignored,
+    weight_files,
+    weights_read,
+    without_code,
+)
+from inference_engine.models.hub import hub_model, name_of_snapshot, snapshot
 from inference_engine.models.manifest import Manifest, check_manifest, has_manifest
 from inference_engine.models.registry import is_known, known_model, known_names
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16")
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -46,23 +65,100 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FoundModel:
+    """A folder whose names and configuration passed; its weights were not looked at. ignored: names of its files that
+    are never opened, those that somebody may miss first.
+    """
+
+    model_id: str
+    folder: Path
+    ignored: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedFolder:
-    """A folder that passed every check. manifest: None for one that came without."""
+    """A folder that passed every check. manifest: None for one that came without. ignored: as in FoundModel."""
 
     model_id: str
     folder: Path
     manifest: Manifest | None
+    ignored: tuple[str, ...] = ()
+
+
+def find_model(name_or_path: str, *, cache: Path) -> FoundModel:
+    """Find a model and check what its folder asks for, without a look at its weights. Raises ModelError.
+
+    A known name comes before a folder of that name, and a folder before a name of the hub, which is looked up in the
+    hub's cache on this machine.
+    """
+    try:
+        folder = _locate(name_or_path, cache)
+        ignored = check_names(folder)
+        check_configuration(folder)
+        folder = folder.resolve()
+    except OSError as error:
+        raise ModelError(f"{name_or_path}: cannot be read: {error}") from error
+    return FoundModel(model_id=name_of_snapshot(folder) or folder.name, folder=folder, ignored=ignored)
 
 
 def check_model(name_or_path: str, *, cache: Path, thorough: bool = False) -> CheckedFolder:
-    """Find a model and check its folder, without building anything. A known name comes before a folder of that name.
+    """Find a model and check its folder, weights too, without building anything. Raises ModelError.
 
-    thorough: hash the weights even if they look as they did when they were last hashed. Raises ModelError.
+    thorough: hash the weights even if they look as they did when they were last hashed.
     """
     try:
-        return _check_model(name_or_path, cache, thorough)
+        manifest = (
+            check_fetched(known_model(name_or_path), cache, thorough=thorough) if is_known(name_or_path) else None
+        )
+        found = find_model(name_or_path, cache=cache)
+        if manifest is None and has_manifest(found.folder):
+            manifest = check_manifest(found.folder, cache=cache, thorough=thorough)
+        check_weights(found.folder)
     except OSError as error:
         raise ModelError(f"{name_or_path}: cannot be read: {error}") from error
+    model_id = manifest.model if manifest else found.model_id
+    return CheckedFolder(model_id=model_id, folder=found.folder, manifest=manifest, ignored=found.ignored)
+
+
+def read_config(found: FoundModel | CheckedFolder) -> PretrainedConfig:
+    """The configuration as transformers has it, of a class that is built in. Raises ModelError, in words."""
+    forbid_model_hub()
+    import transformers
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    path = found.folder / CONFIG
+    content = read_json(path)
+    if content["model_type"] not in CONFIG_MAPPING:
+        code = " without the code that it brings, which is never run" if asks_for_code(content) else ""
+        raise ModelError(
+            f"{path}: transformers {transformers.__version__} has no model of type {content['model_type']!r}{code}"
+        )
+    own, built_in = asks_for_code(content).get("AutoModelForCausalLM"), _classes(content["model_type"])
+    if own is not None and built_in and own not in built_in:
+        raise ModelError(
+            f"{path}: the model has a class {own} of its own, in code that is never run; what is built in for its type "
+            f"{content['model_type']!r} is {built_in[0]}, which may not be the same model"
+        )
+    try:
+        with _alone(found.folder, ()) as folder:
+            config: PretrainedConfig = AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:
+        # Whatever a configuration from somewhere else makes the library raise, it is the configuration's fault.
+        logger.debug("%s cannot be read", path, exc_info=True)
+        raise ModelError(
+            f"{path}: not a configuration of the type {content['model_type']!r} that transformers "
+            f"{transformers.__version__} can read (log level DEBUG has the details)"
+        ) from error
+    return config
+
+
+def sizes(config: PretrainedConfig, folder: Path) -> tuple[int, int]:
+    """The trained positions and the vocabulary of a configuration. Raises ModelError for one that does not say."""
+    text = config.get_text_config()
+    return _positive(text, "max_position_embeddings", folder), _positive(text, "vocab_size", folder)
 
 
 def load_model(
@@ -79,24 +175,25 @@ def load_model(
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     checked = check_model(name_or_path, cache=cache)
+    trained_positions, vocab_size = sizes(read_config(checked), checked.folder)
 
-    forbid_model_hub()
     import torch
-    from transformers.utils import logging
+    from transformers.utils import logging as library_logging
 
     _check_device(device)
-    logging.disable_progress_bar()
+    library_logging.disable_progress_bar()
+    if told := tell_ignored(checked.ignored):
+        logger.info("%s: %s", checked.model_id, told)
     model = _from_pretrained(checked.folder, getattr(torch, dtype), attention)
     model.requires_grad_(requires_grad=False)
     if device != "cpu":
         model.to(device)
-    text = model.config.get_text_config()
     return LoadedModel(
         model=model.eval(),
         model_id=checked.model_id,
         folder=checked.folder,
-        trained_positions=_positive(text, "max_position_embeddings", checked.folder),
-        vocab_size=_positive(text, "vocab_size", checked.folder),
+        trained_positions=trained_positions,
+        vocab_size=vocab_size,
         dtype=dtype,
         device=device,
         weights_sha256=weights_digest(checked) if checked.manifest else None,
@@ -106,45 +203,69 @@ def load_model(
 def tokenizer_folder(name_or_path: str, cache: Path) -> Path:
     """A checked folder to load the model's tokenizer from, for clients that have text. Raises ModelError."""
     folder = check_model(name_or_path, cache=cache).folder
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ModelError(f"{folder}: holds no tokenizer ({', '.join(TOKENIZER_FILES)})")
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise ModelError(f"{folder}: holds no tokenizer ({', '.join(_TOKENIZERS)})")
     return folder
 
 
-def _check_model(name_or_path: str, cache: Path, thorough: bool) -> CheckedFolder:
-    manifest: Manifest | None = None
+def _locate(name_or_path: str, cache: Path) -> Path:
     if is_known(name_or_path):
         folder = model_folder(name_or_path, cache)
-        manifest = check_fetched(known_model(name_or_path), cache, thorough=thorough)
-        check_names(folder)
-    else:
-        folder = Path(name_or_path).expanduser()
-        if not folder.exists():
-            raise ModelError(f"{name_or_path}: neither a known model ({', '.join(known_names())}) nor a folder")
-        check_names(folder)
-        if has_manifest(folder):
-            manifest = check_manifest(folder, cache=cache, thorough=thorough)
-    check_content(folder)
-    folder = folder.resolve()
-    return CheckedFolder(model_id=manifest.model if manifest else folder.name, folder=folder, manifest=manifest)
+        if not folder.is_dir():
+            raise ModelError(f"{name_or_path} is not fetched yet; get it with: kakeya models fetch {name_or_path}")
+        return folder
+    folder = Path(name_or_path).expanduser()
+    if folder.exists():
+        return folder
+    if (named := hub_model(name_or_path)) is not None:
+        return snapshot(named, hub_cache())
+    raise ModelError(
+        f"{name_or_path}: neither a known model ({', '.join(known_names())}), nor a folder, nor a name of the hub "
+        "(org/name)"
+    )
+
+
+def _classes(model_type: str) -> tuple[str, ...]:
+    """Names of the classes that transformers builds a model of this type with, to generate text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ())
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+@contextmanager
+def _alone(folder: Path, names: tuple[str, ...]) -> Iterator[Path]:
+    """A folder to load from with nothing but the configuration, without what it says of code, and links to `names`."""
+    with tempfile.TemporaryDirectory(prefix="kakeya-") as temporary:
+        alone = Path(temporary)
+        (alone / CONFIG).write_text(json.dumps(without_code(read_json(folder / CONFIG))), encoding="utf-8")
+        for name in names:
+            (alone / name).symlink_to(folder / name)
+        yield alone
 
 
 def _from_pretrained(folder: Path, dtype: Any, attention: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation=attention,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        with _alone(folder, weights_read(folder)) as alone:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                alone,
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                output_loading_info=True,
+            )
     except Exception as error:
         # Whatever a folder from somewhere else makes the library raise, it is the folder's fault.
-        raise ModelError(f"{folder}: transformers cannot load it: {type(error).__name__}: {error}") from error
+        logger.debug("%s cannot be loaded", folder, exc_info=True)
+        raise ModelError(
+            f"{folder}: transformers cannot load these weights with this configuration (log level DEBUG has the "
+            "details)"
+        ) from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if keys := sorted(map(str, info[kind])):
             raise ModelError(

@@ -75,7 +75,9 @@ def known_model(name: str) -> KnownModel:
     try:
         return _KNOWN[name]
     except KeyError:
-        raise ModelError(f"no known model is called {name!r}; known are {', '.join(_KNOWN)}") from None
+        raise ModelError(
+            f"no known model is called {name!r}; known are {', '.join(_KNOWN)}, and names of the hub (org/name)"
+        ) from None
 
 
 _SMOLLM2_135M = KnownModel(

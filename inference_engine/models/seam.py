@@ -313,8 +313,8 @@ def _attention_modules(model: PreTrainedModel, config: PretrainedConfig) -> list
     }
     if sorted(found) != list(range(config.num_hidden_layers)):
         raise ModelError(
-            f"{type(model).__name__} has {config.num_hidden_layers} layers and attention in {len(found)} of them; "
-            "only models whose every layer is attention can be served"
+            f"{type(model).__name__} has {config.num_hidden_layers} layers, and attention of a kind that can be taken "
+            f"over in {len(found)} of them; only models whose every layer is such attention can be served"
         )
     return [found[index] for index in range(config.num_hidden_layers)]
 

@@ -91,13 +91,14 @@ def _follow(process: subprocess.Popen[bytes], folder: Path, advance: Advance | N
             process.wait(POLL_SECONDS)
             return
         except subprocess.TimeoutExpired:
-            here = _bytes_in(folder)
+            here = bytes_in(folder)
             if advance is not None and here > reported:
                 advance(here - reported)
                 reported = here
 
 
-def _bytes_in(folder: Path) -> int:
+def bytes_in(folder: Path) -> int:
+    """Of all files in a folder that others may be working in."""
     total = 0
     # os.walk passes over folders that vanish while it looks; pip makes and removes some.
     for parent, _, names in os.walk(folder):

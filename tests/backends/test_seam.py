@@ -109,7 +109,7 @@ REFUSED: list[tuple[type[PreTrainedModel], PretrainedConfig, str]] = [
     (Llama4ForCausalLM, Llama4TextConfig(), "chunked_attention"),
     (Gemma4ForCausalLM, Gemma4TextConfig(), "of its own in each layer"),
     (BartForCausalLM, BartConfig(), "encoder"),
-    (GPT2LMHeadModel, GPT2Config(), "attention in 0 of them"),
+    (GPT2LMHeadModel, GPT2Config(), "in 0 of them"),
 ]
 
 

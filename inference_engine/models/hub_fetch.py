@@ -1,0 +1,139 @@
+"""Get a model from the Hugging Face hub into its cache: only what is read, and nothing large that would be refused.
+
+    1  configuration, tokenizer, the list of shards           a few megabytes
+    2  is it served? what its configuration asks for, and what the caller asks besides (`admit`)
+    3  the weights, at the same commit; their SHA-256 against the hub's, where the hub tells one
+
+A process of its own downloads (`hub_download.py`). It is given up when nothing has arrived for `STALL_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from rich.console import Console
+
+from inference_engine.config import child_environment, hub_cache
+from inference_engine.errors import ModelError
+from inference_engine.models.checksums import sha256_of
+from inference_engine.models.folder import CONFIGURATION_FILES, INDEX, TOKENIZER_FILES, WEIGHTS, shards_listed
+from inference_engine.models.hub import HubModel, snapshot
+from inference_engine.models.loader import check_model, find_model
+from inference_engine.models.verified import look_of, remember_sha256, remembered_sha256
+from inference_engine.models.wheels import bytes_in
+
+STALL_SECONDS = 180.0
+_POLL_SECONDS = 0.5
+_INCOMPLETE = "blobs/*.incomplete"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def fetch_from_hub(
+    model: HubModel,
+    cache: Path,
+    *,
+    admit: Callable[[Path], object],
+    console: Console | None = None,
+    stall_seconds: float = STALL_SECONDS,
+) -> Path:
+    """Make sure that `model` is in the hub's cache, whole, and return its folder there.
+
+    admit: given the folder when it has no weights yet; raises ModelError for a model that is not to be fetched. cache:
+    ours, for notes on what was hashed. Asks the hub each time; one that is here is not downloaded again, and suffices
+    where the hub cannot be reached. Shows the library's progress if `console` (default: standard error) is a terminal.
+
+    Raises ModelError if the hub cannot be asked, does not give the model, or gives damaged files; and as `check_model`.
+    """
+    shows = (console or Console(stderr=True)).is_terminal
+    here = hub_cache()
+    _run(model, here, (*CONFIGURATION_FILES, *TOKENIZER_FILES, INDEX), shows=shows, stall_seconds=stall_seconds)
+    folder = snapshot(model, here)
+    find_model(str(folder), cache=cache)
+    admit(folder)
+    weights = shards_listed(folder / INDEX) if (folder / INDEX).is_file() else (WEIGHTS,)
+    pinned = HubModel(model.name, folder.name)
+    _run(pinned, here, weights, shows=shows, stall_seconds=stall_seconds)
+    for name in weights:
+        if (folder / name).exists():
+            _check_digest(folder / name, model, cache)
+    return check_model(str(folder), cache=cache).folder
+
+
+def _run(model: HubModel, here: Path, files: Sequence[str], *, shows: bool, stall_seconds: float) -> None:
+    entry = model.entry(here)
+    before = set(entry.glob(_INCOMPLETE))
+    command = [sys.executable, "-m", "inference_engine.models.hub_download", model.name]
+    command += [f"--revision={model.revision}", f"--cache={here}", "--", *files]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=None if shows else subprocess.DEVNULL,
+        text=True,
+        env=child_environment(
+            HF_HUB_OFFLINE="0",
+            HF_HUB_VERBOSITY="error",
+            # Links in snapshots would lead out of the model's entry in the cache.
+            HF_HUB_DISABLE_SHARED_BLOBS="1",
+            **({} if shows else {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}),
+        ),
+    )
+    try:
+        _wait(process, model, entry, stall_seconds)
+        assert process.stdout is not None
+        said = process.stdout.read().strip()  # one line at most: it never filled the pipe
+    finally:
+        process.kill()
+        process.communicate()
+        _remove_left_over(entry, set(entry.glob(_INCOMPLETE)) - before)
+    if process.returncode != 0:
+        raise ModelError(said or f"fetching {model} ended with exit status {process.returncode} and without a word")
+
+
+def _remove_left_over(entry: Path, incomplete: set[Path]) -> None:
+    """What a killed download leaves is used by no later one. Whoever still works on such a file holds its lock."""
+    for path in incomplete:
+        lock = FileLock(entry.parent / ".locks" / entry.name / f"{path.name.partition('.')[0]}.lock")
+        with suppress(Timeout, OSError), lock.acquire(blocking=False):
+            path.unlink(missing_ok=True)
+
+
+def _wait(process: subprocess.Popen[str], model: HubModel, entry: Path, stall_seconds: float) -> None:
+    arrived, since = -1, time.monotonic()
+    while True:
+        try:
+            process.wait(_POLL_SECONDS)
+            return
+        except subprocess.TimeoutExpired:
+            if (now := bytes_in(entry)) != arrived:
+                arrived, since = now, time.monotonic()
+            elif time.monotonic() - since > stall_seconds:
+                raise ModelError(
+                    f"nothing of {model} has arrived for {stall_seconds:g} seconds; files that are whole are kept, "
+                    "try again later"
+                ) from None
+
+
+def _check_digest(path: Path, model: HubModel, cache: Path) -> None:
+    """The cache names large files by the SHA-256 that the hub gave; the library compares sizes alone."""
+    blob = path.resolve()
+    if not _SHA256.fullmatch(blob.name) or remembered_sha256(path, cache) == blob.name:
+        return
+    look = look_of(path)
+    sha256 = sha256_of(path)
+    if sha256 != blob.name:
+        path.unlink()
+        blob.unlink(missing_ok=True)
+        raise ModelError(
+            f"{path.name} of {model} is damaged: its SHA-256 should be {blob.name}, it is {sha256}. It was removed; "
+            f"get it again with: kakeya models fetch {model}"
+        )
+    with suppress(OSError):  # the next fetch hashes it again
+        remember_sha256(path, sha256, look, cache)

@@ -1,0 +1,157 @@
+"""Whole model folders of many families, tiny and random: served as transformers generates, or refused in words.
+
+A refusal comes from the configuration alone: the weights of its folder were never written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from inference_engine.backends import open_backend
+from inference_engine.config import EngineConfig, ModelConfig
+from inference_engine.engine import Engine
+from inference_engine.errors import ModelError
+from tests.laws.variants import generate, text
+from tests.tiny import SMALL
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+_OLD_SIZES: dict[str, Any] = {"vocab_size": 128, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 512}
+_NO_SPECIAL_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+SERVED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt_neox": {"num_key_value_heads": None},  # a quarter of each head rotated, one projection for all three
+    "gpt_neox plain": {"model_type": "gpt_neox", "rotary_pct": 1.0, "num_key_value_heads": None},
+    "stablelm": {},  # partial
+    "stablelm plain": {"model_type": "stablelm", "partial_rotary_factor": 1.0},
+    "stablelm normed": {"model_type": "stablelm", "qk_layernorm": True, "use_parallel_residual": True},
+    "nemotron": {"head_dim": 16},  # half
+    "exaone4": {"sliding_window": 16, "sliding_window_pattern": 4},
+    "phi": {"num_key_value_heads": 4},
+    "smollm3": {},
+    "cohere2": {"sliding_window": 16},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "qwen3": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 16},
+    "gpt_oss": {"head_dim": 16, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+# What people ask for, and is not served; and what the refusal has to say.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "gemma4_text": (_SIZES, "of its own in each layer"),
+    "qwen3_5_text": (_SIZES, "linear_attention"),
+    "qwen3_next": (_SIZES, "linear_attention"),
+    "llama4_text": (_SIZES, "chunked_attention"),
+    "deepseek_v2": (_SIZES, "one compressed vector"),
+    "deepseek_v3": (_SIZES, "one compressed vector"),
+    "minimax": (_SIZES, "linear_attention"),
+    "falcon_h1": (_SIZES, ""),
+    "gptj": (_OLD_SIZES, "another attention function"),
+    "gpt2": (_OLD_SIZES, "in 0 of them"),
+    "opt": ({**_SIZES, "ffn_dim": 48}, ""),
+    "bloom": (_OLD_SIZES, "rotate"),
+    "mpt": ({"vocab_size": 128, "d_model": 64, "n_layers": 4, "n_heads": 4, "max_seq_len": 512}, ""),
+    "falcon": (_SIZES, "another attention function"),
+    "mamba": (_SIZES, "linear_attention"),
+}
+# What somebody who trains models reads in their own error messages, and nobody should in ours.
+_INTERNAL = re.compile(
+    r"Error\b|Exception|Traceback|_attend|index_copy_|NoneType|size of tensor|has no setter|kwarg|\(\)"
+)
+
+
+def write_config(folder: Path, model_type: str, sizes: dict[str, Any]) -> Any:
+    config = AutoConfig.for_model(**{"model_type": model_type, **_NO_SPECIAL_IDS, **sizes})
+    folder.mkdir()
+    config.save_pretrained(folder)
+    return config
+
+
+def write_model(folder: Path, model_type: str, sizes: dict[str, Any]) -> Any:
+    config = write_config(folder, model_type, sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_a_folder_of_a_family_that_is_served_generates_as_transformers_does(family: str, tmp_path: Path) -> None:
+    sizes = {**_SIZES, **SERVED[family]}
+    own = write_model(tmp_path / "model", sizes.pop("model_type", family), sizes)
+    history = text(90)
+    prompt = torch.tensor([history])
+    everything = torch.ones_like(prompt)  # else token 0 counts as padding
+    own.generation_config.pad_token_id = 0
+    output = own.generate(prompt, attention_mask=everything, max_new_tokens=24, do_sample=False)
+    expected = output[0, len(history) :].tolist()
+    forward = open_backend(ModelConfig(model=str(tmp_path / "model"), cache_dir=str(tmp_path / "cache"), threads=1))
+    with Engine(forward, EngineConfig(**SMALL)) as engine:
+        session = engine.create_session().session_id
+        engine.append(session, history)
+        assert [token for token, _ in generate(engine, session, 24)] == expected
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_folder_of_a_family_that_is_not_is_refused_in_words_and_without_weights(family: str, tmp_path: Path) -> None:
+    sizes, said = REFUSED[family]
+    write_config(tmp_path / "model", family, sizes)
+    with pytest.raises(ModelError) as caught:
+        open_backend(ModelConfig(model=str(tmp_path / "model"), cache_dir=str(tmp_path / "cache"), threads=1))
+    message = str(caught.value)
+    assert said in message
+    assert not _INTERNAL.search(message), message
+    assert "safetensors" not in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+        ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, "linear_attention"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings"),
+        ({"vocab_size": "many"}, "config.json"),
+        ({"hidden_size": None}, ""),
+        ({"num_attention_heads": 10**9}, ""),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantised"),
+        ({"model_type": "bert"}, "in 0 of them"),
+        ({"model_type": "clip"}, "no class that generates text"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else str(next(iter(value))),
+)
+def test_a_configuration_at_fault_is_refused_before_the_weights_are_looked_at(
+    tmp_path: Path, changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    write_config(folder, "llama", _SIZES)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, **changes}))
+    (folder / "model.safetensors").write_bytes(b"nothing that could be read")
+    with pytest.raises(ModelError) as caught:
+        open_backend(ModelConfig(model=str(folder), cache_dir=str(tmp_path / "cache"), threads=1))
+    assert re.search(said, str(caught.value))
+    assert "safetensors" not in str(caught.value)
+    assert not _INTERNAL.search(str(caught.value))
+    # The same folder with a sound configuration is refused for its weights: they were there to be looked at.
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="not a safetensors file"):
+        open_backend(ModelConfig(model=str(folder), cache_dir=str(tmp_path / "cache"), threads=1))

@@ -1,0 +1,256 @@
+"""A model in the Hugging Face hub's cache is found by its name and opened; links lead to blobs of its entry alone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference_engine.config import hub_cache
+from inference_engine.errors import ModelError
+from inference_engine.models import check_model, find_model, load_model
+from inference_engine.models.hub import HubModel, hub_model, snapshot
+from tests.models.hub_entry import COMMIT, write_entry
+from tests.models.tiny_folder import logits, tiny_llama
+
+OTHER_COMMIT = "f" * 40
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub's, which the settings lead to."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def refusal(name_or_path: str | Path, cache: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        find_model(str(name_or_path), cache=cache)
+    return str(caught.value)
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_opened_and_bears_the_name_of_its_model(hub: Path, folder: Path, cache: Path) -> None:
+    loaded = load_model(str(write_entry(hub, "some-org/tiny.llama_1", folder)), cache=cache)
+    assert loaded.model_id == "some-org/tiny.llama_1"
+    assert torch.equal(logits(loaded.model), logits(tiny_llama()))
+
+
+def test_a_snapshot_with_shards_and_folders_is_opened(hub: Path, tmp_path: Path, cache: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    (tmp_path / "sharded" / "original").mkdir()
+    (tmp_path / "sharded" / "original" / "consolidated.00.pth").write_bytes(b"\x80\x04")
+    found = write_entry(hub, "org/sharded", tmp_path / "sharded")
+    assert torch.equal(logits(load_model(str(found), cache=cache).model), logits(tiny_llama()))
+    assert check_model(str(found), cache=cache).ignored == ("original/consolidated.00.pth",)
+
+
+def test_a_snapshot_is_opened_through_a_link_to_it(hub: Path, folder: Path, cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").symlink_to(write_entry(hub, "org/tiny", folder))
+    assert load_model(str(tmp_path / "mine"), cache=cache).model_id == "org/tiny"
+
+
+# -- links that are not followed ---------------------------------------------------------------------------------------
+
+
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret.json"
+    path.write_text('{"version": "1.0"}')
+    return path
+
+
+@pytest.mark.hostile
+def test_a_link_out_of_the_entry_is_refused(hub: Path, folder: Path, cache: Path, tmp_path: Path) -> None:
+    found = write_entry(hub, "org/tiny", folder)
+    (found / "tokenizer.json").symlink_to(secret(tmp_path))
+    assert "tokenizer.json: a link that leads out of the folder" in refusal(found, cache)
+
+
+@pytest.mark.hostile
+def test_a_blob_that_is_a_link_out_of_the_entry_is_refused(
+    hub: Path, folder: Path, cache: Path, tmp_path: Path
+) -> None:
+    found = write_entry(hub, "org/tiny", folder)
+    blob = (found / "generation_config.json").resolve()
+    blob.unlink()
+    blob.symlink_to(secret(tmp_path))
+    assert "leads out of the folder" in refusal(found, cache)
+
+
+@pytest.mark.hostile
+def test_blobs_that_lie_elsewhere_are_refused(hub: Path, folder: Path, cache: Path, tmp_path: Path) -> None:
+    found = write_entry(hub, "org/tiny", folder)
+    blobs = found.parent.parent / "blobs"
+    shutil.move(blobs, tmp_path / "elsewhere")
+    blobs.symlink_to(tmp_path / "elsewhere")
+    assert "leads out of the folder" in refusal(found, cache)
+
+
+@pytest.mark.hostile
+def test_the_blobs_of_another_model_are_refused(hub: Path, folder: Path, cache: Path) -> None:
+    found, other = write_entry(hub, "org/tiny", folder), write_entry(hub, "org/other", folder)
+    (found / "tokenizer.json").symlink_to((other / "config.json").resolve())
+    assert "leads out of the folder" in refusal(found, cache)
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("target", ["refs/main", f"snapshots/{OTHER_COMMIT}/config.json", "blobs"])
+def test_what_is_no_blob_of_the_entry_is_refused(hub: Path, folder: Path, cache: Path, target: str) -> None:
+    found = write_entry(hub, "org/tiny", folder)
+    other = found.parent / OTHER_COMMIT
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    (found / "more").symlink_to(found.parent.parent / target)
+    assert "leads out of the folder" in refusal(found, cache)
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("place", ["org--tiny/snapshots", "models--org--tiny/versions"])
+def test_only_a_snapshot_of_an_entry_may_have_blobs_beside_it(
+    hub: Path, folder: Path, cache: Path, tmp_path: Path, place: str
+) -> None:
+    found = write_entry(hub, "org/tiny", folder)
+    moved = tmp_path / place
+    moved.parent.mkdir()
+    shutil.copytree(found.parent, moved, symlinks=True)
+    shutil.copytree(found.parent.parent / "blobs", moved.parent / "blobs")
+    assert "leads out of the folder" in refusal(moved / COMMIT, cache)
+
+
+@pytest.mark.hostile
+def test_a_blob_that_is_not_whole_yet_is_refused(hub: Path, folder: Path, cache: Path) -> None:
+    found = write_entry(hub, "org/tiny", folder)
+    (found / "config.json").resolve().unlink()
+    assert "no config.json" in refusal(found, cache)
+    (found / "generation_config.json").resolve().unlink()
+    (found / "config.json").unlink()
+    (found / "config.json").write_text((folder / "config.json").read_text())
+    assert "leads nowhere" in refusal(found, cache)
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_looked_up_in_the_cache(hub: Path, folder: Path, cache: Path) -> None:
+    found = write_entry(hub, "org/tiny", folder)
+    assert find_model("org/tiny", cache=cache).folder == found.resolve()
+    assert load_model("org/tiny", cache=cache).model_id == "org/tiny"
+
+
+def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: Path, folder: Path, cache: Path) -> None:
+    main = write_entry(hub, "org/tiny", folder)
+    other = write_entry(hub, "org/tiny", folder, commit=OTHER_COMMIT, revision="refs/pr/7")
+    for name, expected in {
+        "org/tiny": main,
+        "org/tiny@main": main,
+        f"org/tiny@{COMMIT}": main,
+        f"org/tiny@{OTHER_COMMIT}": other,
+        "org/tiny@refs/pr/7": other,
+    }.items():
+        assert find_model(name, cache=cache).folder == expected.resolve(), name
+
+
+def test_a_model_that_is_not_in_the_cache_says_the_command_that_gets_it(hub: Path, cache: Path) -> None:
+    message = refusal("org/tiny", cache)
+    assert message.endswith("get it with: kakeya models fetch org/tiny")
+    assert str(hub) in message
+    assert refusal("org/tiny@v2", cache).endswith("kakeya models fetch org/tiny@v2")
+
+
+@pytest.mark.parametrize("revision", ["v2", OTHER_COMMIT])
+def test_a_revision_that_is_not_in_the_cache_says_which_are(
+    hub: Path, folder: Path, cache: Path, revision: str
+) -> None:
+    write_entry(hub, "org/tiny", folder)
+    message = refusal(f"org/tiny@{revision}", cache)
+    assert f"kakeya models fetch org/tiny@{revision}" in message
+    assert f"org/tiny@{COMMIT}" in message
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("commit", ["../../../elsewhere", "", "main", "\xff" * 40])
+def test_a_name_of_a_commit_that_is_none_is_not_followed(hub: Path, folder: Path, cache: Path, commit: str) -> None:
+    found = write_entry(hub, "org/tiny", folder)
+    (found.parent.parent / "refs" / "main").write_text(commit, encoding="latin-1")
+    assert "not its revision main" in refusal("org/tiny", cache)
+
+
+def test_a_folder_that_is_there_comes_before_the_cache(
+    hub: Path, folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_entry(hub, "org/tiny", folder)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, tmp_path / "org" / "tiny")
+    assert find_model("org/tiny", cache=cache).folder == tmp_path / "org" / "tiny"
+
+
+def test_a_known_name_is_no_name_of_the_hub(hub: Path, cache: Path) -> None:
+    assert "smollm2-135m is not fetched yet" in refusal("smollm2-135m", cache)
+    assert hub_model("smollm2-135m") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "org",
+            "org/",
+            "/name",
+            "a/b/c",
+            "../name",
+            "org/..",
+            "./name",
+            "org/name/",
+            "~/name",
+            "org name/x",
+            "org/a--b",
+        ),
+        *(
+            "org/name@",
+            "org/name@../../x",
+            "org/name@a//b",
+            "org/name@a/../b",
+            "org/name@/x",
+            "org/.name",
+            "org/name.git",
+        ),
+        *("org/name\n", "örg/name", f"org/{'x' * 100}", "-org/name"),
+    ],
+)
+def test_what_the_hub_would_not_call_a_model_is_no_name_of_it(text: str) -> None:
+    assert hub_model(text) is None
+
+
+def test_names_of_the_hub_are_told_apart_from_paths() -> None:
+    assert hub_model("Qwen/Qwen3-0.6B") == HubModel("Qwen/Qwen3-0.6B", "main")
+    assert hub_model("a/b@refs/pr/1") == HubModel("a/b", "refs/pr/1")
+    assert str(HubModel("a/b")) == "a/b"
+    assert str(HubModel("a/b", "v1")) == "a/b@v1"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"HF_HUB_CACHE": "{tmp}/one", "HF_HOME": "{tmp}/two", "XDG_CACHE_HOME": "{tmp}/three"}, "one"),
+        ({"HF_HOME": "{tmp}/two", "XDG_CACHE_HOME": "{tmp}/three"}, "two/hub"),
+        ({"XDG_CACHE_HOME": "{tmp}/three"}, "three/huggingface/hub"),
+        ({"HOME": "{tmp}"}, ".cache/huggingface/hub"),
+        ({"HOME": "{tmp}", "HF_HOME": "~/$HUB"}, "named/hub"),
+    ],
+)
+def test_the_cache_lies_where_the_library_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
+) -> None:
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HUB", "named")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(tmp=tmp_path))
+    assert hub_cache() == tmp_path / expected
+    (tmp_path / expected / "models--a--b" / "refs").mkdir(parents=True)
+    with pytest.raises(ModelError, match="not its revision main"):
+        snapshot(HubModel("a/b"), hub_cache())

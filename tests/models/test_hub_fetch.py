@@ -1,0 +1,246 @@
+"""`kakeya models fetch org/name` gets what is read of a model, whole, or says in a line why not.
+
+The hub is one on loopback (`hub_server.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from inference_engine.cli import models as command
+from inference_engine.errors import ModelError
+from inference_engine.models import HubModel, fetch_from_hub, find_model, load_model
+from tests.models.hub_server import Hub, served
+from tests.models.tiny_folder import logits, tiny_llama
+from tests.tiny_folder import tiny_tokenizer
+
+COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
+NAME = "some-org/tiny"
+
+
+@pytest.fixture(autouse=True)
+def loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of its own, no proxy between us and loopback, no token of somebody's."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+
+
+@pytest.fixture
+def hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """A model as people publish it: with code, a pickle of the same weights, pictures."""
+    tiny_tokenizer().save_pretrained(folder)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    files |= {"pytorch_model.bin": b"\x80\x04", "modeling_llama.py": b"raise SystemExit", "README.md": b"# Tiny"}
+    files |= {"original/consolidated.00.pth": b"\x80", "onnx/model.safetensors": b"another"}
+    return Hub(name=NAME, commit=COMMIT, files=files)
+
+
+def kakeya_models(hub: Hub, monkeypatch: pytest.MonkeyPatch, cache: Path, *arguments: str) -> int:
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    parser = argparse.ArgumentParser(prog="kakeya")
+    command.add_parser(parser.add_subparsers(required=True))
+    args = parser.parse_args(["models", *arguments, "--cache-dir", str(cache)])
+    status: int = args.run(args)
+    return status
+
+
+def refused(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, cache: Path, capsys: pytest.CaptureFixture[str], name: str = NAME
+) -> str:
+    """The one line that a fetch ends with."""
+    assert kakeya_models(hub, monkeypatch, cache, "fetch", name) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+def test_a_model_is_fetched_and_opens_by_its_name(
+    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served(hub):
+        assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
+    assert f"{NAME} is ready in " in capsys.readouterr().out
+    assert torch.equal(logits(load_model(NAME, cache=cache).model), logits(tiny_llama()))
+    found = find_model(NAME, cache=cache)
+    assert (found.model_id, found.folder.name, found.ignored) == (NAME, COMMIT, ())
+    assert hub.fetched() == {
+        *("config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    }
+
+
+def test_shards_are_those_of_the_index(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_llama().save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "sharded").iterdir()}
+    hub = Hub(name=NAME, commit=COMMIT, files={**files, "model-of-somebody.safetensors": b"not in the index"})
+    with served(hub):
+        assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
+    assert hub.fetched() == set(files)
+    assert torch.equal(logits(load_model(NAME, cache=cache).model), logits(tiny_llama()))
+
+
+def test_a_revision_is_fetched_under_its_name(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.revisions = ("v1",)
+    with served(hub):
+        assert kakeya_models(hub, monkeypatch, cache, "fetch", f"{NAME}@v1") == 0
+    assert find_model(f"{NAME}@v1", cache=cache).folder.name == COMMIT
+    with pytest.raises(ModelError, match=f"kakeya models fetch {NAME}$|kakeya models fetch {NAME};"):
+        find_model(NAME, cache=cache)
+
+
+def test_what_is_here_is_not_downloaded_again(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(hub):
+        assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
+        hub.asked.clear()
+        assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
+    assert not any(path.startswith("/large/") for path in hub.asked)
+
+
+def test_what_is_here_suffices_where_the_hub_cannot_be_reached(
+    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(hub):
+        assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
+    assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
+
+
+def test_what_is_missing_of_a_model_is_added(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(hub):
+        assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
+        weights = find_model(NAME, cache=cache).folder / "model.safetensors"
+        weights.resolve().unlink()
+        weights.unlink()
+        assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
+    assert torch.equal(logits(load_model(NAME, cache=cache).model), logits(tiny_llama()))
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ('"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 32', "in 0 of them"),
+        ('"model_type": "llama", "quantization_config": {"bits": 4}', "quantised"),
+        ('"model_type": "no-such-type"', "no model of type 'no-such-type'"),
+    ],
+)
+def test_a_model_that_is_not_served_is_refused_before_its_weights_are_fetched(
+    hub: Hub,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: str,
+    said: str,
+) -> None:
+    hub.files["config.json"] = f"{{{changes}}}".encode()
+    with served(hub):
+        assert said in refused(hub, monkeypatch, cache, capsys)
+    assert "config.json" in hub.fetched()
+    assert "model.safetensors" not in hub.fetched()
+
+
+def test_a_model_without_safetensors_is_refused_and_its_pickle_not_fetched(
+    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del hub.files["model.safetensors"]
+    with served(hub):
+        assert "no model.safetensors" in refused(hub, monkeypatch, cache, capsys)
+    assert "pytorch_model.bin" not in hub.fetched()
+
+
+def test_a_model_that_the_hub_does_not_have_says_so(
+    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served(hub):
+        said = refused(hub, monkeypatch, cache, capsys, "some-org/other")
+        assert f"{hub.url} has no model some-org/other" in said
+        assert f"{NAME} has no revision v7" in refused(hub, monkeypatch, cache, capsys, f"{NAME}@v7")
+
+
+def test_a_gated_model_says_whose_terms_and_which_token(
+    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.gated = True
+    with served(hub):
+        said = refused(hub, monkeypatch, cache, capsys)
+        assert f"{NAME} is gated: accept its terms at {hub.url}/{NAME}" in said
+        assert "HF_TOKEN" in said
+        monkeypatch.delenv("HF_HUB_DISABLE_IMPLICIT_TOKEN")
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
+        assert "hf_secret" not in capsys.readouterr().out
+
+
+def test_a_hub_that_is_not_there_says_so(
+    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served(hub):
+        pass
+    said = refused(hub, monkeypatch, cache, capsys)
+    assert f"{hub.url} cannot be reached" in said
+    assert "HF_ENDPOINT" in said
+
+
+def test_a_hub_that_fails_says_with_which_status(
+    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.status = 500
+    with served(hub):
+        assert f"{hub.url} answered 500" in refused(hub, monkeypatch, cache, capsys)
+
+
+@pytest.mark.hostile
+def test_weights_with_another_digest_than_the_hubs_are_removed(
+    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.spoilt = True
+    with served(hub):
+        said = refused(hub, monkeypatch, cache, capsys)
+        assert f"model.safetensors of {NAME} is damaged" in said
+        assert "SHA-256" in said
+        with pytest.raises(ModelError, match=r"no model\.safetensors"):
+            load_model(NAME, cache=cache)
+        hub.spoilt = False
+        assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
+    load_model(NAME, cache=cache)
+
+
+@pytest.mark.hostile
+def test_a_hub_that_stops_sending_is_given_up(
+    hub: Hub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.stalls = True
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "60")
+    with served(hub):
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        with pytest.raises(ModelError, match="has arrived for 5 seconds"):
+            fetch_from_hub(HubModel(NAME), cache, admit=str, stall_seconds=5.0)
+    assert any(path.startswith("/large/") for path in hub.asked)
+    blobs = HubModel(NAME).entry(tmp_path / "hub") / "blobs"
+    assert not list(blobs.glob("*.incomplete")), "nobody would ever use it"
+
+
+def test_a_cache_that_cannot_be_written_says_so(
+    hub: Hub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hub").write_text("a file where a folder should be")
+    with served(hub):
+        assert f"cannot be put into {tmp_path / 'hub'}" in refused(hub, monkeypatch, cache, capsys)
+
+
+def test_this_process_stays_off_the_network(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(hub):
+        assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert constants.is_offline_mode()
