@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import glob
 import logging
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -60,7 +59,7 @@ def download(model: HubModel, cache: Path, files: Sequence[str]) -> None:
 
 
 def _download(model: HubModel, cache: Path, files: Sequence[str]) -> None:
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import DryRunError
 
     wanted = [glob.escape(name) for name in files]
@@ -74,12 +73,7 @@ def _download(model: HubModel, cache: Path, files: Sequence[str]) -> None:
     parent = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     if (free := shutil.disk_usage(parent).free) < needed:
         raise OSError(f"it needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; make room, or set HF_HUB_CACHE")
-    folder = Path(snapshot_download(model.name, revision=model.revision, cache_dir=cache, allow_patterns=wanted))
-    entry = model.entry(cache).resolve()
-    for name in files:
-        # Newer caches may keep a file that several models have beside their entries, where we follow no links.
-        if (folder / name).exists() and not (folder / name).resolve().is_relative_to(entry):
-            hf_hub_download(model.name, name, revision=folder.name, cache_dir=cache, force_download=True)
+    snapshot_download(model.name, revision=model.revision, cache_dir=cache, allow_patterns=wanted)
 
 
 def _what_it_did(error: BaseException) -> str:
@@ -99,7 +93,6 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("files", nargs="+")
     args = parser.parse_args()
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         download(HubModel(args.name, args.revision), args.cache, args.files)
     except ModelError as error:

@@ -94,6 +94,8 @@ def find_model(name_or_path: str, *, cache: Path) -> FoundModel:
     try:
         folder = _locate(name_or_path, cache)
         ignored = check_names(folder)
+        if has_manifest(folder):
+            check_manifest(folder, cache=cache, thorough=False, reads_weights=False)
         check_configuration(folder)
         folder = folder.resolve()
     except OSError as error:

@@ -95,7 +95,7 @@ def test_a_server_that_others_could_reach_needs_a_key_and_a_certificate(tiny_fol
     [
         (("--model", "no-such-folder"), "no-such-folder: neither a known model (smollm2-135m"),
         (("--model", "smollm2-135m", "--cache-dir", "{empty}"), "kakeya models fetch smollm2-135m"),
-        (("--model", "{tampered}"), "pytorch_model.bin"),
+        (("--model", "{tampered}"), "adapter_config.json"),
         (("--model", "{tiny}", "--device", "no-such-device"), "device 'no-such-device' cannot be used here"),
         (("--model", "{tiny}", "--strategy", "sink_window:window=4096"), "the model was trained for 512"),
     ],
@@ -108,9 +108,10 @@ def test_a_model_that_cannot_be_served_is_one_line_and_status_1(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     tampered = Path(shutil.copytree(tiny_folder, tmp_path / "tampered"))
-    (tampered / "pytorch_model.bin").write_bytes(b"")
+    (tampered / "adapter_config.json").write_text("{}")
     values = {"tiny": tiny_folder, "empty": tmp_path / "empty", "tampered": tampered}
-    assert main(("serve", "--kv-bytes=64MiB", *(argument.format(**values) for argument in arguments))) == 1
+    serve = ("serve", "--kv-bytes=64MiB", "--bind=127.0.0.1:0")
+    assert main((*serve, *(argument.format(**values) for argument in arguments))) == 1
     printed = capsys.readouterr()
     assert printed.err.startswith("kakeya serve: ")
     assert said in printed.err
