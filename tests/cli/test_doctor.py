@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 from pathlib import Path
 
 import pytest
 
+from inference_engine.backends.admission import Admitted
 from inference_engine.cli.doctor import CHECKS
 from inference_engine.cli.main import main
 
@@ -42,6 +45,45 @@ def test_a_model_that_is_not_here_fails_with_the_way_to_get_it(
         "self test": "fail",
     }
     assert "kakeya models fetch smollm2-135m" in found["model"][1]
+
+
+def test_what_is_ignored_of_a_folder_is_listed(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "tiny"))
+    (folder / "original").mkdir()
+    for name in ("README.md", "modeling_llama.py", "original/consolidated.00.pth"):
+        (folder / name).write_text("")
+    assert doctor("--model", folder) == 0
+    level, text = lines(capsys.readouterr().out)["model"]
+    assert level == "warn"
+    assert text.endswith("are ignored: modeling_llama.py, original/consolidated.00.pth")
+
+
+def test_a_family_that_is_not_served_fails_with_the_reason(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "tiny"))
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert doctor("--model", folder) == 1
+    found = lines(capsys.readouterr().out)
+    assert found["family"][0] == "fail"
+    assert "'dynamic'" in found["family"][1]
+
+
+def test_a_family_without_some_strategies_is_a_warning(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Admitted(traits=(), refused=(("mac", "with mac a small twin differs by 0.3"),), differences=())
+    monkeypatch.setattr("inference_engine.backends.admit", lambda _: found)
+    monkeypatch.setitem(CHECKS, "self test", CHECKS["machine"])
+    assert doctor("--model", tiny_folder) == 0
+    assert lines(capsys.readouterr().out)["family"] == (
+        "warn",
+        "served, but not with mac: with mac a small twin differs by 0.3",
+    )
 
 
 def test_a_port_in_use_is_a_warning(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

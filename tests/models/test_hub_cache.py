@@ -98,6 +98,19 @@ def test_the_blobs_of_another_model_are_refused(hub: Path, folder: Path, cache: 
 
 
 @pytest.mark.hostile
+def test_a_blob_in_a_store_that_entries_share_is_refused_with_the_way_out(hub: Path, folder: Path, cache: Path) -> None:
+    found = write_entry(hub, "org/tiny", folder)
+    blob = (found / "model.safetensors").resolve()
+    shared = hub / "blobs" / blob.name[:2] / blob.name
+    shared.parent.mkdir(parents=True)
+    blob.rename(shared)
+    blob.symlink_to(f"../../blobs/{blob.name[:2]}/{blob.name}")
+    message = refusal(found, cache)
+    assert f"model.safetensors: a link that leads out of the folder, to {shared}" in message
+    assert "cp -rL" in message
+
+
+@pytest.mark.hostile
 @pytest.mark.parametrize("target", ["refs/main", f"snapshots/{OTHER_COMMIT}/config.json", "blobs"])
 def test_what_is_no_blob_of_the_entry_is_refused(hub: Path, folder: Path, cache: Path, target: str) -> None:
     found = write_entry(hub, "org/tiny", folder)

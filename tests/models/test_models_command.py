@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from inference_engine.cli import models as command
+from inference_engine.cli.models import MOST_NAMES
 from inference_engine.models import known_names, write_manifest
 
 
@@ -31,6 +32,14 @@ def test_show_prints_what_a_token_costs(folder: Path, cache: Path, capsys: pytes
     # K and V of 2 layers, 2 heads of 8 values, 4 bytes each.
     assert "256 bytes in float32" in printed
     assert "nothing vouches for these files" in printed
+
+
+def test_show_lists_what_is_ignored(folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("README.md", "modeling_llama.py", "pytorch_model.bin", *(f"page-{n}.txt" for n in range(MOST_NAMES))):
+        (folder / name).write_text("")
+    assert kakeya_models("show", str(folder), "--cache-dir", str(cache)) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("README.md", "modeling_llama.py", "pytorch_model.bin", "and 3 more"))
 
 
 def test_show_verifies_when_asked(folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
