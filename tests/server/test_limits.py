@@ -10,12 +10,15 @@ from pathlib import Path
 import grpc
 import pytest
 
+from inference_engine.cli.scripted_server import scripted_child
+from inference_engine.config import EngineConfig, ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import Overloaded
 from inference_engine.server.auth import Key
 from inference_engine.server.connections import OWN_DESCRIPTORS, allowed_connections
 from inference_engine.server.incoming import MESSAGE_BYTES
 from inference_engine.server.limits import OwnerLimits
+from kakeya import AsyncClient, RetryPolicy
 from kakeya.v1 import runtime_pb2 as pb
 from tests.server.wire import HISTORY, Client, connected, held, read_rest, refused, serving
 
@@ -247,3 +250,19 @@ def test_connections_are_no_more_than_the_system_has_descriptors_for(
 def test_two_ports_share_the_descriptors(monkeypatch: pytest.MonkeyPatch, wanted: int, allowed: int) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (OWN_DESCRIPTORS + 744, OWN_DESCRIPTORS + 744))
     assert allowed_connections(wanted, ports=2) == allowed
+
+
+async def test_more_agents_than_a_connection_takes_calls_share_one_client_without_an_error() -> None:
+    """gRPC counts calls that are over until they are freed, so it refuses some that the client's side let through."""
+    config = ServerConfig(bind="127.0.0.1:0", max_connection_calls=8)
+    with scripted_child(EngineConfig(kv_bytes=2**28), config, step_seconds=0.001) as child:
+        target = child.wait_ready()
+        async with AsyncClient(target, retry=RetryPolicy(attempts=1)) as client:
+
+            async def day() -> list[int]:
+                async with await client.create_session(limit_tokens=64) as session:
+                    await session.append([1, 2, 3])
+                    return [token async for token in session.generate(10)]
+
+            said = await asyncio.gather(*(day() for _ in range(60)))
+    assert all(tokens == said[0] and len(tokens) == 10 for tokens in said)

@@ -18,7 +18,7 @@ from kakeya import (
     TLSFailed,
 )
 from kakeya._flows import Call, Sleep, close_session, repeatable
-from kakeya._retry import Patience
+from kakeya._retry import FULL_SECONDS, Patience
 from kakeya.v1 import runtime_pb2 as pb
 
 LOST = ConnectionFailed("lost", code="UNAVAILABLE")
@@ -46,6 +46,45 @@ def test_the_servers_own_wait_is_respected() -> None:
     next(flow)
     draining = Draining("draining", code="UNAVAILABLE", reason="DRAINING", retry_after_seconds=7.0)
     assert flow.throw(draining) == Sleep(7.0)
+
+
+def full() -> ConnectionFailed:
+    error = ConnectionFailed("full", code="UNAVAILABLE")
+    error._was_full, error._was_sent = True, False
+    return error
+
+
+def test_a_call_that_finds_its_connection_full_waits_without_an_attempt() -> None:
+    flow = repeatable("GetSessionInfo", INFO, patience(attempts=2, first_delay_seconds=4.0))
+    next(flow)
+    waits = []
+    for _ in range(8):
+        waits.append(flow.throw(full()))
+        assert isinstance(flow.send(None), Call)
+    assert waits == [Sleep(seconds) for seconds in (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5)]
+    assert flow.throw(LOST) == Sleep(2.0)  # the first attempt that counts
+    flow.send(None)
+    with pytest.raises(ConnectionFailed, match="lost"):
+        flow.throw(LOST)
+
+
+def test_a_connection_that_stays_full_is_given_up() -> None:
+    now = 0.0
+    asking = Patience(RetryPolicy(attempts=1), None, clock=lambda: now, jitter=lambda: 0.0)
+    while (seconds := asking.wait_seconds(1, full())) is not None:
+        now += seconds
+    assert FULL_SECONDS <= now < FULL_SECONDS + 2.0
+    brief = Patience(RetryPolicy(), 0.005, clock=lambda: 0.0, jitter=lambda: 0.0)
+    assert brief.wait_seconds(1, full()) is None
+
+
+def test_closing_a_session_that_never_was_is_an_error_though_the_connection_was_full() -> None:
+    flow = close_session("id", patience())
+    next(flow)
+    flow.throw(full())
+    flow.send(None)
+    with pytest.raises(SessionNotFound):
+        flow.throw(SessionNotFound("no", code="NOT_FOUND", reason="SESSION_NOT_FOUND"))
 
 
 def test_a_wait_that_outlasts_the_deadline_is_not_begun() -> None:

@@ -52,16 +52,17 @@ def repeatable(method: str, request: Message, patience: Patience) -> Flow[Any]:
 def close_session(session_id: str, patience: Patience) -> Flow[int | None]:
     """The final history length; None if an earlier attempt closed the session and its answer was lost for good."""
     request = pb.CloseSessionRequest(session_id=session_id, request_id=new_request_id())
-    attempt = 0
+    attempt, was_sent = 0, False
     while True:
         attempt += 1
         try:
             reply: pb.CloseSessionResponse = yield Call("CloseSession", request, patience.remaining_seconds())
         except SessionNotFound:
-            if attempt == 1:
+            if not was_sent:
                 raise
             return None
         except KakeyaError as error:
+            was_sent |= error._was_sent
             yield from wait_or_give_up(error, attempt, patience)
         else:
             return reply.final_history_length

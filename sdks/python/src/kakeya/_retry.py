@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from kakeya._checks import finite, invalid, whole_number
 from kakeya._errors import DeadlineExceeded, KakeyaError, TLSFailed, TransportError
 
+# A call that found its connection full waits for its turn like one that its own side holds back: that is no attempt.
+FULL_SECONDS = 60.0
+_FULL_DELAY_SECONDS, _LONGEST_FULL_DELAY_SECONDS = 0.02, 1.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:
@@ -51,6 +55,8 @@ class Patience:
         self._jitter = jitter
         self._deadline = None if timeout is None else clock() + timeout
         self._last_told: KakeyaError | None = None  # by the server, and not answered since
+        self._times_full = 0  # since the last answer
+        self._full_since = 0.0
 
     def remaining_seconds(self) -> float | None:
         """Time left, never below 0; None if there is no deadline."""
@@ -58,6 +64,9 @@ class Patience:
 
     def wait_seconds(self, attempt: int, error: KakeyaError) -> float | None:
         """How long to wait before the next attempt; None to give up with `error`."""
+        if error._was_full:
+            return self._full_wait_seconds()
+        attempt -= self._times_full
         if error.reason is not None:
             self._last_told = error
         asked = error.retry_after_seconds
@@ -68,6 +77,19 @@ class Patience:
         # Clients that were all told the same do not all come at the same time.
         jitter = self._jitter()
         delay = max(self.policy.delay_seconds(attempt, jitter), (asked or 0.0) * (1.0 + 0.2 * jitter))
+        return self._if_in_time(delay)
+
+    def _full_wait_seconds(self) -> float | None:
+        now = self._clock()
+        if not self._times_full:
+            self._full_since = now
+        if now - self._full_since >= FULL_SECONDS:
+            return None
+        longest = min(_LONGEST_FULL_DELAY_SECONDS, _FULL_DELAY_SECONDS * 2.0 ** min(self._times_full, 16))
+        self._times_full += 1
+        return self._if_in_time(longest * (0.5 + 0.5 * self._jitter()))
+
+    def _if_in_time(self, delay: float) -> float | None:
         remaining = self.remaining_seconds()
         return delay if remaining is None or delay < remaining else None
 
@@ -86,6 +108,7 @@ class Patience:
     def answered(self) -> None:
         """The server answers again: what it said before is no reason for what comes."""
         self._last_told = None
+        self._times_full = 0
 
     def extended(self, timeout: float) -> Patience:
         """A deadline of its own, from now, for what has to follow even when this one has passed."""

@@ -16,6 +16,8 @@ DOMAIN = "kakeya.v1"
 
 # How gRPC begins what it says of a call for which it found no connection, so that it never left.
 _NOT_CONNECTED = ("failed to connect to all addresses", "DNS resolution failed")
+# HTTP/2 calls it REFUSED_STREAM (RFC 9113, section 8.7): nobody looked at the call, it may come again.
+_REFUSED_STREAM = "Received RST_STREAM with error code 7"
 _CERTIFICATE = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
 _TLS_SIGNS = {
     "Hostname Verification Check failed": "its certificate is for another name than this target's",
@@ -91,8 +93,15 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> errors.KakeyaError:
 
 
 def _unexplained(code: grpc.StatusCode, message: str, target: str) -> errors.KakeyaError:
+    if _REFUSED_STREAM in message:
+        failure: errors.KakeyaError = errors.ConnectionFailed(
+            f"{target} takes no more calls on this connection than there are; end some, or open another client",
+            code=grpc.StatusCode.UNAVAILABLE.name,
+        )
+        failure._was_full, failure._was_sent = True, False
+        return failure
     if code is grpc.StatusCode.UNAVAILABLE and (problem := _tls_problem(message)) is not None:
-        failure: errors.KakeyaError = errors.TLSFailed(f"no connection to {target}: {problem}", code=code.name)
+        failure = errors.TLSFailed(f"no connection to {target}: {problem}", code=code.name)
     else:
         kind, situation = _UNEXPLAINED.get(code, (errors.TransportError, "the call failed at {target}"))
         failure = kind(f"{situation.format(target=target)}: {message}", code=code.name)
