@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         errors.print(f"kakeya models {args.models_command}: {error}", soft_wrap=True, markup=False, highlight=False)
         return 1
     except KeyboardInterrupt:
-        errors.print("interrupted; nothing was changed")
+        errors.print("interrupted; no half file is left behind")
         return 130
     return 0
 

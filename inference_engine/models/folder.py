@@ -41,7 +41,9 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "tekken.json",
 )
+_MORE_TEMPLATES = "additional_chat_templates/"
 _OURS = ("manifest.json",)
 
 # A configuration is kilobytes, an index of shards a few megabytes.
@@ -110,7 +112,8 @@ def check_names(folder: Path) -> tuple[str, ...]:
     except ModelError:  # said where they are read
         weights = (INDEX,)
     read = {*CONFIGURATION_FILES, *TOKENIZER_FILES, *_OURS, *weights}
-    return tuple(sorted(set(names) - read, key=lambda name: (not _may_be_missed(name), name)))
+    ignored = [name for name in names if name not in read and not name.startswith(_MORE_TEMPLATES)]
+    return tuple(sorted(ignored, key=lambda name: (not _may_be_missed(name), name)))
 
 
 def tell_ignored(names: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,6 +147,8 @@ def read_config(found: FoundModel | CheckedFolder) -> PretrainedConfig:
             config: PretrainedConfig = AutoConfig.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
+    except ModelError:
+        raise
     except Exception as error:
         # Whatever a configuration from somewhere else makes the library raise, it is the configuration's fault.
         logger.debug("%s cannot be read", path, exc_info=True)
@@ -238,11 +240,18 @@ def _classes(model_type: str) -> tuple[str, ...]:
 @contextmanager
 def _alone(folder: Path, names: tuple[str, ...]) -> Iterator[Path]:
     """A folder to load from with nothing but the configuration, without what it says of code, and links to `names`."""
-    with tempfile.TemporaryDirectory(prefix="kakeya-") as temporary:
-        alone = Path(temporary)
-        (alone / CONFIG).write_text(json.dumps(without_code(read_json(folder / CONFIG))), encoding="utf-8")
-        for name in names:
-            (alone / name).symlink_to(folder / name)
+    config = json.dumps(without_code(read_json(folder / CONFIG)))
+    with ExitStack() as stack:
+        try:
+            alone = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kakeya-")))
+            (alone / CONFIG).write_text(config, encoding="utf-8")
+            for name in names:
+                (alone / name).symlink_to(folder / name)
+        except OSError as error:
+            raise ModelError(
+                f"{folder} is loaded through a temporary folder of links, which cannot be made "
+                f"({error.strerror or error}); name a place for it with TMPDIR"
+            ) from error
         yield alone
 
 
@@ -261,6 +270,8 @@ def _from_pretrained(folder: Path, dtype: Any, attention: str) -> Any:
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 output_loading_info=True,
             )
+    except ModelError:
+        raise
     except Exception as error:
         # Whatever a folder from somewhere else makes the library raise, it is the folder's fault.
         logger.debug("%s cannot be loaded", folder, exc_info=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import socket
@@ -14,6 +15,7 @@ import pytest
 
 import kakeya as sdk
 from inference_engine.cli.main import main
+from tests.models.hub_entry import write_entry
 from tests.processes import Server, kakeya, kakeya_serve
 
 HISTORY = (3, 14, 15, 92, 65, 35, 89, 79)
@@ -95,7 +97,9 @@ def test_a_server_that_others_could_reach_needs_a_key_and_a_certificate(tiny_fol
     [
         (("--model", "no-such-folder"), "no-such-folder: neither a known model (smollm2-135m"),
         (("--model", "smollm2-135m", "--cache-dir", "{empty}"), "kakeya models fetch smollm2-135m"),
+        (("--model", "org/name@v2", "--cache-dir", "{empty}"), "kakeya models fetch org/name@v2"),
         (("--model", "{tampered}"), "adapter_config.json"),
+        (("--model", "{unserved}", "--http-bind=127.0.0.1:0", "--latent={empty}"), "rotary kind 'dynamic'"),
         (("--model", "{tiny}", "--device", "no-such-device"), "device 'no-such-device' cannot be used here"),
         (("--model", "{tiny}", "--strategy", "sink_window:window=4096"), "the model was trained for 512"),
     ],
@@ -106,10 +110,17 @@ def test_a_model_that_cannot_be_served_is_one_line_and_status_1(
     tiny_folder: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty"))
     tampered = Path(shutil.copytree(tiny_folder, tmp_path / "tampered"))
     (tampered / "adapter_config.json").write_text("{}")
-    values = {"tiny": tiny_folder, "empty": tmp_path / "empty", "tampered": tampered}
+    unserved = Path(shutil.copytree(tiny_folder, tmp_path / "unserved"))
+    config = json.loads((unserved / "config.json").read_text())
+    rotary = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    (unserved / "config.json").write_text(json.dumps({**config, "rope_parameters": rotary}))
+    (unserved / "model.safetensors").write_bytes(b"of no use to anybody who looks")
+    values = {"tiny": tiny_folder, "empty": tmp_path / "empty", "tampered": tampered, "unserved": unserved}
     serve = ("serve", "--kv-bytes=64MiB", "--bind=127.0.0.1:0")
     assert main((*serve, *(argument.format(**values) for argument in arguments))) == 1
     printed = capsys.readouterr()
@@ -117,6 +128,25 @@ def test_a_model_that_cannot_be_served_is_one_line_and_status_1(
     assert said in printed.err
     assert printed.err.count("\n") == 1
     assert printed.out == ""
+
+
+def test_a_model_in_the_hubs_cache_is_served_by_its_name(
+    tiny_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    published = Path(shutil.copytree(tiny_folder, tmp_path / "published"))
+    (published / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    write_entry(tmp_path / "hub", "some-org/tiny", published)
+    variables = {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    with (
+        kakeya_serve("--model", "some-org/tiny", "--kv-bytes=64MiB", variables=variables) as server,
+        sdk.Client(server.target) as client,
+        client.create_session() as session,
+    ):
+        assert "some-org/tiny in float32" in server.ready_line
+        assert session.model_id == "some-org/tiny"
+        session.append(HISTORY)
+        assert len(session.generate(5).result().token_ids) == 5
+    assert "some-org/tiny: code and other formats are ignored: pytorch_model.bin" in capfd.readouterr().err
 
 
 def test_sigterm_lets_a_running_generate_end_and_refuses_new_ones(tiny_folder: Path) -> None:

@@ -138,7 +138,9 @@ def test_what_people_keep_beside_a_model_is_ignored_and_listed(
     for name in (*names, *missed):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "additional_chat_templates").mkdir()
+    for name in ("tokenizer.json", "additional_chat_templates/tools.jinja"):
+        (folder / name).write_text("{}")
     ignored = check_model(str(folder), cache=cache).ignored
     assert set(ignored) == {*names, *missed}
     assert ignored[: len(missed)] == missed  # first those that somebody may miss

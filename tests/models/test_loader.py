@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,24 @@ def test_a_device_that_is_not_there_is_refused_by_name(folder: Path, cache: Path
 def test_a_known_model_that_was_not_fetched_says_how_to_fetch_it(cache: Path) -> None:
     with pytest.raises(ModelError, match="kakeya models fetch smollm2-135m"):
         load_model("smollm2-135m", cache=cache)
+
+
+def test_without_a_place_for_temporary_files_the_refusal_says_so(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / "nowhere"))
+    with pytest.raises(ModelError, match="TMPDIR"):
+        load_model(str(folder), cache=cache)
+
+
+def test_loading_leaves_no_temporary_files(
+    folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    model = load_model(str(folder), cache=cache).model
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert torch.equal(logits(model), logits(tiny_llama()))
 
 
 def test_loading_opens_no_connection(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
