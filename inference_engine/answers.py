@@ -48,9 +48,13 @@ class HistoryLength:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionInfo:
-    """Facts about a session; a failed one answers too, with its `failure_reason`."""
+    """Facts about a session; a failed one answers too, with its `failure_reason`.
+
+    history_bytes: that its token ids take, the journal's and those that it shares with forks included.
+    """
 
     history_length: int
+    history_bytes: int
     cached_tokens: int
     evicted_tokens: int
     kv_live_bytes: int
@@ -70,10 +74,11 @@ class SessionInfo:
     label: str
 
     @staticmethod
-    def of(session: Session, *, now: float) -> SessionInfo:
+    def of(session: Session, *, now: float, history_bytes: int) -> SessionInfo:
         """now: on the clock that the session's use is noted on."""
         return SessionInfo(
             history_length=len(session.history),
+            history_bytes=history_bytes,
             cached_tokens=session.cached_tokens,
             evicted_tokens=session.evicted_tokens,
             kv_live_bytes=session.live_bytes,

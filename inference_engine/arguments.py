@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inference_engine.config import EngineConfig
 from inference_engine.errors import AppendTooLarge, HistoryLengthMismatch, InvalidArgument, TokenOutOfRange
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.session.journal import TokenIds
+from inference_engine.session.history import TokenIds
 from inference_engine.session.session import Session
 from inference_engine.types import GenerateParams
 
@@ -39,14 +40,16 @@ class Arguments:
             raise InvalidArgument("limit_tokens", f"must be at least 1{upper}, got {limit_tokens}")
         return limit_tokens
 
-    def ids(self, token_ids: Sequence[int]) -> TokenIds:
+    def ids(self, token_ids: Sequence[int] | TokenIds) -> TokenIds:
         """As an array, if the server takes so many and each is in the vocabulary."""
         if len(token_ids) > self._config.max_append_tokens:
             raise AppendTooLarge(len(token_ids), self._config.max_append_tokens)
-        self.check_ids("token_ids", token_ids)
-        return np.array(token_ids, dtype=np.uint32)
+        return self.check_ids("token_ids", token_ids).astype(np.uint32)
 
-    def check_ids(self, field: str, token_ids: Sequence[int], at_most: int | None = None) -> None:
+    def check_ids(
+        self, field: str, token_ids: Sequence[int] | TokenIds, at_most: int | None = None
+    ) -> NDArray[np.int64]:
+        """The ids as an array, if they are in the vocabulary and not too many."""
         if at_most is not None and len(token_ids) > at_most:
             raise InvalidArgument(field, f"at most {at_most} ids, got {len(token_ids)}")
         ids = np.array(token_ids, dtype=np.int64)
@@ -60,6 +63,7 @@ class Arguments:
                 index=first,
                 vocab_size=self._vocab_size,
             )
+        return ids
 
     def check_params(self, params: GenerateParams) -> None:
         if params.max_tokens > self._config.max_generate_tokens:

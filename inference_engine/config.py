@@ -67,6 +67,10 @@ class EngineConfig:
     kv_bytes_per_owner: int = 0
     max_running_per_owner: int = 0
     max_queued_per_owner: int = 0
+    # Token ids take ten bytes each of the process's memory, under every strategy; 0: no limit. At 100 tokens a second a
+    # session lasts for two days.
+    history_tokens_per_session: int = 2**24
+    history_tokens_per_owner: int = 2**26  # in all sessions of one owner; what forks share counts once
     share_forks: bool = True  # forks read the rows they have in common with others where these hold them, if they can
     # What prefills beside decoding sessions are sized by; 0: a segment each.
     first_token_target_seconds: float = 0.0
@@ -96,6 +100,8 @@ class EngineConfig:
             kv_bytes_per_owner=0,
             max_running_per_owner=0,
             max_queued_per_owner=0,
+            history_tokens_per_session=0,
+            history_tokens_per_owner=0,
             first_token_target_seconds=0,
             inter_token_target_seconds=0,
             max_batch=1,

@@ -31,6 +31,7 @@ from inference_engine.scheduler.census import take_census
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import Forced, Listener, OnLogits
 from inference_engine.session.admission import SessionLimits
+from inference_engine.session.history import TokenIds
 from inference_engine.session.holding import holding
 from inference_engine.session.journal import Journal, MemoryJournal, SessionRecord, TokensRecord
 from inference_engine.session.replies import Call, Replies, identify
@@ -109,9 +110,12 @@ class Engine:
                 evictable_seconds=self.config.session_evictable_seconds,
                 max_sessions_per_owner=self.config.max_sessions_per_owner,
                 kv_bytes_per_owner=self.config.kv_bytes_per_owner,
+                history_tokens_per_owner=self.config.history_tokens_per_owner,
+                history_tokens_per_session=self.config.history_tokens_per_session,
                 share_forks=self.config.share_forks,
             ),
             idle_ttl_seconds=self.config.session_idle_ttl_seconds,
+            kept_tokens=self.config.max_generate_tokens,
         )
         timer = StepTimer(self.metrics, clock)
         self._scheduler = Scheduler(
@@ -275,7 +279,7 @@ class Engine:
     def append_once(
         self,
         session_id: str,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | TokenIds,
         *,
         request_id: bytes = b"",
         expected_history_length: int | None = None,
@@ -298,10 +302,10 @@ class Engine:
             if (known := appended.recall(call)) is not None:
                 return self._again(known)
             check_length(session, expected_history_length)
-            session.check_room(len(ids))
             if session.is_closed:
                 raise SessionClosed
             if len(ids):
+                self._store.check_history(session, len(ids))
                 self._store.secure(session, len(session.history) + len(ids))
                 session.record(self._journal, ids, Mark.APPENDED)
             length = HistoryLength(tokens=len(session.history))
@@ -366,7 +370,8 @@ class Engine:
 
     def session_info(self, session_id: str, *, owner: str = "") -> SessionInfo:
         """Never waits, and does not count as use of the session."""
-        return SessionInfo.of(self._store.find(session_id, owner), now=self._clock())
+        session = self._store.find(session_id, owner)
+        return SessionInfo.of(session, now=self._clock(), history_bytes=self._store.history_bytes(session))
 
     def match_statistics(self, session_id: str, *, owner: str = "") -> dict[int, MatchTotals]:
         """What matching past queries saved and missed, by layer; empty where a strategy matches none. Never waits."""
@@ -435,6 +440,10 @@ class Engine:
     def reserved_by(self, owner: str) -> Bound:
         """What the owner's sessions have reserved between Generates; of what others have, nothing is said."""
         return self._store.reserved_by(owner)
+
+    def history_tokens_of(self, owner: str) -> int:
+        """Tokens in the histories of the owner's sessions, what forks share counted once."""
+        return self._store.history_tokens_of(owner)
 
     def is_stalled(self) -> bool:
         """The engine's thread has ended, or has work and did not come round for `stall_seconds`."""

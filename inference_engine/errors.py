@@ -152,12 +152,19 @@ class StreamTakenOver(RequestError):
 class HistoryLimit(RequestError):
     reason = "HISTORY_LIMIT"
 
-    def __init__(self, length: int, adding: int, limit: int) -> None:
+    def __init__(self, length: int, adding: int, limit: int, *, setting: str = "") -> None:
+        """setting: the operator's, which is the limit; "": it is the session's own."""
+        whose, way_out = f"the session's limit of {limit}", ""
+        if setting:
+            whose = f"the {limit} tokens that this server lets one session have"
+            way_out = f". Go on in a new session, or have the operator raise {setting}"
         super().__init__(
-            f"{length} tokens and {adding} more would pass the session's limit of {limit}; nothing was appended",
+            f"{length} tokens and {adding} more would pass {whose}; nothing was appended{way_out}",
             history_length=length,
             limit_tokens=limit,
         )
+        if setting:
+            self.metadata["setting"] = setting
 
 
 class AppendTooLarge(RequestError):

@@ -115,6 +115,7 @@ class Generates:
             try:
                 if known is not None:
                     check_length(session, known.end_position)
+                self._refuse_without_place(session, known, forced)
                 self._store.ensure_memory(session)
                 self._store.secure(session, len(session.history) + (1 if forced is None else len(forced.token_ids)))
                 transcript = known or _new_transcript(session, params, forced)
@@ -126,6 +127,18 @@ class Generates:
                 self._store.free(session)
                 raise
             return transcript, reader, request
+
+    def _refuse_without_place(self, session: Session, known: Transcript | None, forced: Forced | None) -> None:
+        """Raise HistoryLimit or QuotaExceeded for want of a place in the history, before anything is done.
+
+        A limit of the session's own ends a Generate without an error.
+        """
+        if forced is None:
+            is_at_limit = session.limit_tokens is not None and len(session.history) >= session.limit_tokens
+            if not is_at_limit:
+                self._store.check_history(session, 1)
+        elif known is None:
+            self._store.check_history(session, len(forced.token_ids))
 
     def _follow(self, request: Request) -> None:
         """Let its spans and its lines in the log say what it is about."""
@@ -144,7 +157,5 @@ def _new_transcript(session: Session, params: GenerateParams, forced: Forced | N
     check_length(session, params.expected_history_length)
     if not len(session.history):
         raise InvalidArgument("session_id", "the session's history is empty; append tokens before generating")
-    if forced is not None:
-        session.check_room(len(forced.token_ids))
     seed = secrets.randbits(64) if params.sampling.seed is None else params.sampling.seed
     return Transcript(session, params, seed, forced=forced)

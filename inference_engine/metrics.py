@@ -63,6 +63,8 @@ class Census:
     kv_kept_for_forks_bytes: int = 0
     tier_bytes: int = 0
     tier_reserved_bytes: int = 0
+    history_tokens: int = 0
+    history_bytes: int = 0
     waiting: int = 0  # Generates
     running: int = 0
     beat_age_seconds: float = 0.0
@@ -108,6 +110,13 @@ class EngineMetrics:
         )
         self.history_tokens = self._histogram(
             "session_history_tokens", "Tokens in a session's history when a Generate ends.", _TOKENS
+        )
+        self.held_history_tokens = self._gauge(
+            "session_history_held_tokens", "Tokens in the histories of open sessions; what forks share is in it once."
+        )
+        self.held_history_bytes = self._gauge(
+            "session_history_held_bytes",
+            "Bytes that histories take in the process's memory: token ids, marks, which ids occur, the journal.",
         )
         self.invariant_violations = self._counter(
             "cache_invariant_violations_total", "Sessions failed because cache and history disagreed.", kind=INVARIANTS
@@ -306,6 +315,8 @@ class EngineMetrics:
         self.kv_kept_for_forks_bytes.set(now.kv_kept_for_forks_bytes)
         self.tier_live_bytes.set(now.tier_bytes)
         self.tier_reserved_bytes.set(now.tier_reserved_bytes)
+        self.held_history_tokens.set(now.history_tokens)
+        self.held_history_bytes.set(now.history_bytes)
         self.queue_depth.set(now.waiting)
         self.generates_active.set(now.running)
         self.beat_age.set(now.beat_age_seconds)

@@ -93,6 +93,11 @@ class Sampling:
             _require(0 <= self.seed <= MAX_SEED, "seed", f"must be in [0, 2^64), got {self.seed}")
 
     @property
+    def reads_history(self) -> bool:
+        """Does a draw depend on which ids are in the history?"""
+        return self.repetition_penalty != 1.0
+
+    @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inference_engine.decode.drafting import Drafter, DraftMemory, Seen, TokenIds, Wanted, Way
+from inference_engine.decode.drafting import Drafter, DraftMemory, Seen, TokenIds, Tokens, Wanted, Way
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.pool import Demand
@@ -49,7 +49,7 @@ class HybridDrafter:
     def prepare(self, context: KVContext) -> None:
         self._network.prepare(context)
 
-    def way(self, history: TokenIds) -> Way | None:
+    def way(self, history: Tokens) -> Way | None:
         return self._copies.way(history) or self._network.way(history)
 
     def observe(self, seen: Sequence[Seen]) -> None:

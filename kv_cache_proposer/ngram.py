@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from inference_engine.decode.drafting import DraftMemory, Seen, TokenIds, Wanted, Way
+from inference_engine.decode.drafting import DraftMemory, Seen, TokenIds, Tokens, Wanted, Way
 from inference_engine.errors import ConfigError
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
@@ -63,7 +63,7 @@ class NgramDrafter:
     def prepare(self, context: KVContext) -> None:
         pass
 
-    def way(self, history: TokenIds) -> Way | None:
+    def way(self, history: Tokens) -> Way | None:
         copy = self._copy(history[-self.horizon :])
         if copy is None:
             return None

@@ -122,7 +122,7 @@ def shares_of_time(forward: Forward, history: list[int], count: int) -> dict[str
     limit = len(history) + count + 2
     context = forward.open(geometry, Full().bound(geometry, limit).peak_bytes)
     verifier, kv = Verifier(forward, context), SessionKV(Full(), context, limit)
-    sampler = Sampler.start(Sampling(), 0, np.array([], dtype=np.uint32), forward.facts.vocab_size, forward.device)
+    sampler = Sampler.start(Sampling(), 0, None, forward.facts.vocab_size, forward.device)
 
     def step(token_ids: list[int], *, samples: bool = True) -> None:
         ids = np.array(token_ids, dtype=np.uint32)

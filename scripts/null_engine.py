@@ -18,6 +18,7 @@ from inference_engine.kv.strategies import make_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Listener
+from inference_engine.session.history import TokenIds
 from inference_engine.tracing import Tracing
 from inference_engine.types import (
     Bound,
@@ -125,7 +126,7 @@ class NullEngine(Engine):
     def append_once(
         self,
         session_id: str,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | TokenIds,
         *,
         request_id: bytes = b"",
         expected_history_length: int | None = None,
@@ -154,6 +155,7 @@ class NullEngine(Engine):
     def session_info(self, session_id: str, *, owner: str = "") -> SessionInfo:
         return SessionInfo(
             history_length=self._lengths[session_id],
+            history_bytes=0,
             cached_tokens=0,
             evicted_tokens=0,
             kv_live_bytes=0,

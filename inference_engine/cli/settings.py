@@ -64,6 +64,11 @@ HELP = {
     ),
     "max_sessions_per_owner": ("N", "sessions of one owner; 0: no limit"),
     "kv_bytes_per_owner": ("SIZE", "memory for K/V of one owner's sessions; 0: no limit"),
+    "history_tokens_per_session": ("N", "token ids in the history of one session, whatever its strategy; 0: no limit"),
+    "history_tokens_per_owner": (
+        "N",
+        "token ids in the histories of one owner's sessions, what forks share counted once; 0: no limit",
+    ),
     "max_running_per_owner": ("N", "Generates of one owner at the same time, others wait; 0: no limit"),
     "max_queued_per_owner": ("N", "Generates of one owner that may wait; 0: no limit"),
     "share_forks": ("BOOL", "forks read common rows where the first session holds them; false: every fork copies"),

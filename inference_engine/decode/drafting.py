@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,21 @@ from torch import Tensor
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.draft_memory import DraftMemories, DraftMemory
 
-__all__ = ["DraftMemory", "Drafter", "Seen", "TokenIds", "Wanted", "Way"]
+__all__ = ["DraftMemory", "Drafter", "Seen", "TokenIds", "Tokens", "Wanted", "Way"]
 
 TokenIds = NDArray[np.uint32]
+
+
+class Tokens(Protocol):
+    """Token ids in order. Reading a stretch costs what the stretch is long."""
+
+    def __len__(self) -> int: ...
+
+    @overload
+    def __getitem__(self, where: int, /) -> int: ...
+
+    @overload
+    def __getitem__(self, where: slice, /) -> TokenIds: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +74,7 @@ class Wanted:
     """
 
     memory: DraftMemory | None
-    history: TokenIds
+    history: Tokens
     limit: int
     temperature: float = 0.0
     seed: int = 0
@@ -86,7 +98,7 @@ class Drafter(DraftMemories, Protocol):
     def prepare(self, context: KVContext) -> None:
         """Get ready for the sessions of `context`. Called once, before there are any."""
 
-    def way(self, history: TokenIds) -> Way | None:
+    def way(self, history: Tokens) -> Way | None:
         """In which way it would draft after this history; None if it has nothing to say. Asked often: cheap."""
 
     def observe(self, seen: Sequence[Seen]) -> None:

@@ -43,12 +43,14 @@ class Sampler:
     bias: Tensor | None = None  # [V]
 
     @staticmethod
-    def start(sampling: Sampling, seed: int, history: np.ndarray, vocab_size: int, device: torch.device) -> Sampler:
-        """history: all token ids so far, appended and generated."""
+    def start(
+        sampling: Sampling, seed: int, seen: NDArray[np.bool_] | None, vocab_size: int, device: torch.device
+    ) -> Sampler:
+        """seen: bool [vocab_size], which ids are in the history, if the sampling reads it. It is not kept."""
         sampler = Sampler(sampling, seed)
-        if sampling.repetition_penalty != 1.0:
-            sampler.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            sampler.seen[torch.from_numpy(history.astype(np.int64)).to(device)] = True
+        if sampling.reads_history:
+            assert seen is not None
+            sampler.seen = torch.tensor(seen, device=device)
         if sampling.logit_bias:
             sampler.bias = torch.zeros(vocab_size, device=device)
             ids = torch.tensor(list(sampling.logit_bias), device=device)

@@ -69,13 +69,9 @@ class Beginnings:
             self._endings.end(request, request.finished(StopReason.TRUNCATED, self._clock()))
             return
         self._metrics.prefill_tokens.observe(request.prefill_tokens)
-        request.sampler = Sampler.start(
-            request.params.sampling,
-            request.seed,
-            session.history.ids(),
-            self._vocab_size,
-            session.kv.context.device,
-        )
+        sampling = request.params.sampling
+        seen = session.history.seen(self._vocab_size) if sampling.reads_history else None
+        request.sampler = Sampler.start(sampling, request.seed, seen, self._vocab_size, session.kv.context.device)
 
 
 def _no_room_to_wake(session: Session, tokens: int) -> NoCapacity:

@@ -22,7 +22,7 @@ def take_census(store: SessionStore, scheduler: Scheduler, context: KVContext, n
     }
     sessions: Counter[tuple[str, str]] = Counter()
     kv_bytes: Counter[str] = Counter()
-    tier_bytes = 0
+    tier_bytes, history = 0, store.held_history()
     for session in store.sessions():
         sessions[session.kv.strategy.name, generating.get(session) or _at_rest(session)] += 1
         kv_bytes.update(session.live_kinds)
@@ -35,6 +35,8 @@ def take_census(store: SessionStore, scheduler: Scheduler, context: KVContext, n
         kv_kept_for_forks_bytes=orphaned_bytes(store.sessions()),
         tier_bytes=tier_bytes,
         tier_reserved_bytes=0 if context.tier is None else context.tier.reserved_bytes,
+        history_tokens=history.tokens,
+        history_bytes=history.nbytes,
         waiting=waiting,
         running=len(generating) - waiting,
         beat_age_seconds=max(0.0, now - scheduler.beat_at) if requests else 0.0,

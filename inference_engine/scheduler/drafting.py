@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from inference_engine.decode.draft_length import Acceptance, RecentSeconds, StepSeconds, best_length, steps_between
-from inference_engine.decode.drafting import Drafter, Seen, TokenIds, Wanted, Way
+from inference_engine.decode.drafting import Drafter, Seen, TokenIds, Tokens, Wanted, Way
 from inference_engine.decode.verifier import Block, Outcome
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Request
@@ -62,7 +62,7 @@ class _Asked:
 
     request: Request
     way: Way
-    history: TokenIds
+    history: Tokens
     length: int
     is_watched: bool
 
@@ -159,7 +159,7 @@ class Drafting:
         room = min(self._drafter.longest, self._room(request), rows_left // sessions)
         if room <= 0 or not self._is_served(request):
             return None
-        history = request.session.history.ids()
+        history = request.session.history
         try:
             way = self._drafter.way(history)
         except Exception:
@@ -195,7 +195,7 @@ class Drafting:
         """Guesses whose rows have a place, and after which a token may still come."""
         session = request.session
         room = min(session.kv.room() - 1, request.params.max_tokens - request.generated - 1)
-        return room if session.limit_tokens is None else min(room, session.limit_tokens - len(session.history) - 1)
+        return room if session.longest is None else min(room, session.longest - len(session.history) - 1)
 
     def _length(self, request: Request, way: Way, longest: int, sessions: int) -> tuple[int, bool]:
         """How many guesses, and whether only to watch them."""

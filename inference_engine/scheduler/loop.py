@@ -247,7 +247,7 @@ class Scheduler:
                 is_clean = not self._verifier.context.pool.clean(_CLEAN_BYTES)
                 for _ in range(tasks):
                     self._run_task()
-                self._store.expire()
+                is_clean &= not self._store.expire()
                 self._end_stopped()
                 self._begin_waiting([request for request in waiting if request.state is RequestState.QUEUED])
                 self._step()
@@ -348,8 +348,17 @@ class Scheduler:
         self._timer.end()
 
     def _is_secured(self, request: Request) -> bool:
-        """Is memory granted for all tokens of the history, and a draft behind them if there is any? If not, it ends."""
+        """Is there a place for its next token, and memory for those before it, and for a draft if any is left?
+
+        If not, it ends.
+        """
         session = request.session
+        if request.forced is None:
+            try:
+                self._store.refuse_without_place(session)
+            except QuotaExceeded as error:
+                self._endings.end(request, Failed(error))
+                return False
         tokens = len(session.history)
         if session.kv.covers(tokens + _DRAFT_TOKENS):
             return True

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from inference_engine.decode.sampling import Sampler
-from inference_engine.session.journal import TokenIds
+from inference_engine.session.history import TokenIds
 from inference_engine.session.session import Session
 from inference_engine.tracing import OFF, GenerateTrace
 from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason

@@ -92,7 +92,8 @@ class Settling:
             if not taken:
                 return 0, ()
             with self._store.locked():
-                if session.is_closed or request.stop is not None:
+                taken = taken[: self._store.history_room(session)]
+                if not taken or session.is_closed or request.stop is not None:
                     return rows - block.drafted - 1, ()
                 ids = np.array([sample.token_id for sample in taken], dtype=np.uint32)
                 session.record(self._journal, ids, Mark.GENERATED)
@@ -150,7 +151,7 @@ class Settling:
             return StopReason.EOS
         if request.generated >= request.params.max_tokens:
             return StopReason.MAX_TOKENS
-        if session.limit_tokens is not None and len(session.history) >= session.limit_tokens:
+        if session.longest is not None and len(session.history) >= session.longest:
             return StopReason.TRUNCATED
         return None
 

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import replace
 
-from inference_engine.errors import InvalidArgument, StreamTakenOver
+from inference_engine.errors import InvalidArgument, SessionClosed, StreamTakenOver
 from inference_engine.scheduler.request import Done, Forced, Listener, Request
 from inference_engine.session.session import Session
 from inference_engine.types import (
@@ -187,7 +187,11 @@ class Reader:
             logprobs = transcript._logprobs
             first = transcript.first_position
             told = None if logprobs is None else logprobs[self.position - first : until - first]
-        ids = transcript.session.history.ids(self.position, until).tolist()
+        try:
+            ids = transcript.session.history.ids(self.position, until).tolist()
+        except SessionClosed as closed:  # long ago, and of so old tokens nothing is kept
+            self._is_over = True
+            return [*events, Failed(closed)]
         for index, token_id in enumerate(ids):
             events.append(TokenCommitted(token_id, self.position + index, None if told is None else told[index]))
         self.position = until

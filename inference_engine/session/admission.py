@@ -31,6 +31,8 @@ class SessionLimits:
     evictable_seconds: float  # a session has to be idle for so long before it makes room
     max_sessions_per_owner: int = 0
     kv_bytes_per_owner: int = 0
+    history_tokens_per_owner: int = 0
+    history_tokens_per_session: int = 0
     share_forks: bool = True
 
 

@@ -1,49 +1,363 @@
-"""A session's token ids, append-only, each with the mark that says how it came."""
+"""A session's token ids, append-only, each with the mark that says how it came. Forks share what they have in common.
+
+    history    branch 0                branch 1
+               leaf leaf … leaf        leaf leaf leaf (open)
+    a fork     the same branch 0       the same two leaves, and a copy of the open one
+
+A leaf holds LEAF_TOKENS tokens, a branch BRANCH_LEAVES leaves. A full one never changes, so forks hold the same object;
+`holders` says how many do, and a `Holdings` counts it once. A full branch also knows which ids occur in it, so that a
+repetition penalty need not walk the history.
+
+One thread writes at a time. Others may read, without a lock, positions that they were told of: a leaf grows by a larger
+copy of it taking its place.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from itertools import pairwise
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
+from numpy.typing import NDArray
 
-from inference_engine.session.journal import TokenIds
+from inference_engine.errors import SessionClosed
 from inference_engine.types import Mark
 
-_FIRST_CAPACITY = 256
+TokenIds = NDArray[np.uint32]
+Marks = NDArray[np.uint8]
+
+LEAF_TOKENS = 4096
+BRANCH_LEAVES = 64
+BRANCH_TOKENS = BRANCH_LEAVES * LEAF_TOKENS
+
+_LEAST_CAPACITY = 64
+_TOKEN_BYTES = 5  # an id and a mark
+_LEAF_BYTES = 384  # its objects, beside their numbers
+_BRANCH_BYTES = 768
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Holdings:
+    """What some histories hold together. What forks share is in it once, as long as one of them is there."""
+
+    tokens: int = 0
+    nbytes: int = 0
+
+
+class Leaves:
+    """Where leaves come from and go to. To free the memory of a long history takes milliseconds, so it is put off:
+    `tidy` frees a little, and each new leaf two old ones, so that never more is held than at the worst before."""
+
+    def __init__(self) -> None:
+        self._going: deque[list[_Leaf | None]] = deque()
+        self._count = 0  # of leaves in them
+
+    @property
+    def going_bytes(self) -> int:
+        """Still held, of histories that ended."""
+        return self._count * (LEAF_TOKENS * _TOKEN_BYTES + _LEAF_BYTES)
+
+    def tidy(self, most: int = 256) -> bool:
+        """Free that many leaves. Is there more to free?"""
+        while self._going and most:
+            count = min(most, len(self._going[0]))
+            del self._going[0][-count:]
+            most -= count
+            self._count -= count
+            if not self._going[0]:
+                self._going.popleft()
+        return bool(self._going)
+
+    def _new(self, capacity: int) -> _Leaf:
+        self.tidy(2)
+        return _Leaf(np.empty(capacity, dtype=np.uint32), np.empty(capacity, dtype=np.uint8))
+
+    def _free(self, leaves: list[_Leaf | None]) -> None:
+        if leaves:
+            self._going.append(leaves)
+            self._count += len(leaves)
+
+
+class _Leaf:
+    __slots__ = ("holders", "ids", "marks")
+
+    def __init__(self, ids: TokenIds, marks: Marks) -> None:
+        self.ids = ids
+        self.marks = marks
+        self.holders = 1  # branches
+
+    @property
+    def nbytes(self) -> int:
+        return self.ids.nbytes + self.marks.nbytes + _LEAF_BYTES
+
+
+class _Branch:
+    __slots__ = ("holders", "leaves", "seen", "shared")
+
+    def __init__(self, leaves: list[_Leaf | None]) -> None:
+        self.leaves = leaves
+        self.holders = 1  # histories
+        self.shared = 0  # of the first leaves so many may have other holders
+        self.seen: NDArray[np.uint8] | None = None  # a bit for each id up to the largest that occurs, once it is full
 
 
 class History:
-    """Grows by doubling; reading a stretch copies nothing."""
+    """Of one session, or of its journal.
 
-    def __init__(self) -> None:
-        self._ids = np.empty(_FIRST_CAPACITY, dtype=np.uint32)
-        self._marks = np.empty(_FIRST_CAPACITY, dtype=np.uint8)
+    holdings: counts what this history and others hold. leaves: where they share their memory's end.
+    keeps_seen: be asked for the ids that occur (`seen`) at little cost.
+    """
+
+    def __init__(
+        self, holdings: Holdings | None = None, leaves: Leaves | None = None, *, keeps_seen: bool = True
+    ) -> None:
+        self.holdings = Holdings() if holdings is None else holdings
+        self._leaves = Leaves() if leaves is None else leaves
+        self._keeps_seen = keeps_seen
+        self._branches: list[_Branch | None] = []
         self._length = 0
+        self._capacity = 0
+        self._is_released = False
 
     def __len__(self) -> int:
         return self._length
 
-    def extend(self, token_ids: TokenIds, mark: Mark) -> None:
-        end = self._length + len(token_ids)
-        if end > len(self._ids):
-            capacity = max(end, 2 * len(self._ids))
-            self._ids = np.resize(self._ids, capacity)
-            self._marks = np.resize(self._marks, capacity)
-        self._ids[self._length : end] = token_ids
-        self._marks[self._length : end] = mark
-        self._length = end
+    @overload
+    def __getitem__(self, where: int) -> int: ...
 
-    def runs(self) -> Iterator[tuple[TokenIds, Mark]]:
-        """The history in order, as stretches of equal mark. Views, as `ids` gives them."""
-        marks = self.marks()
-        edges = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), self._length] if self._length else []
-        for start, stop in pairwise(edges):
-            yield self.ids(start, stop), Mark(int(marks[start]))
+    @overload
+    def __getitem__(self, where: slice) -> TokenIds: ...
+
+    def __getitem__(self, where: int | slice) -> int | TokenIds:
+        """A token id, or those of a stretch without steps."""
+        if isinstance(where, slice):
+            start, stop, step = where.indices(self._length)
+            assert step == 1, step
+            return self.ids(start, stop)
+        position = where + self._length if where < 0 else where
+        if not 0 <= position < self._length:
+            raise IndexError(where)
+        return int(self.ids(position, position + 1)[0])
+
+    # -- growing ----------------------------------------------------------------------------------------------------
+
+    def reserve(self, adding: int) -> None:
+        """Make room, so that `extend` by so many allocates nothing. If it raises MemoryError, no token changed."""
+        end = self._length + adding
+        while self._capacity < end:
+            self._grow(end)
+
+    def extend(self, token_ids: TokenIds, mark: Mark) -> None:
+        """Add tokens, all or, if it raises MemoryError, none."""
+        self.reserve(len(token_ids))
+        before, done = self._length, 0
+        while done < len(token_ids):
+            leaf, place = self._leaf(before + done), (before + done) % LEAF_TOKENS
+            count = min(len(token_ids) - done, LEAF_TOKENS - place)
+            leaf.ids[place : place + count] = token_ids[done : done + count]
+            leaf.marks[place : place + count] = mark
+            done += count
+        self._length = before + done
+        self.holdings.tokens += done
+        if self._keeps_seen:
+            for index in range(before // BRANCH_TOKENS, self._length // BRANCH_TOKENS):
+                with suppress(MemoryError):  # then it is made when it is needed
+                    self._seen_of(self._branch(index))
+
+    def _grow(self, end: int) -> None:
+        """Room for more, up to the end of one leaf at most."""
+        place = self._capacity % LEAF_TOKENS
+        first = self._capacity - place  # of the last leaf if that can grow, else of the next one
+        capacity = max(2 * place, _LEAST_CAPACITY)
+        while capacity < min(end - first, LEAF_TOKENS):
+            capacity *= 2
+        bigger = self._leaves._new(capacity)
+        added = bigger.nbytes
+        if place:
+            leaf = self._leaf(first)
+            used = max(0, self._length - first)
+            bigger.ids[:used], bigger.marks[:used] = leaf.ids[:used], leaf.marks[:used]
+            added -= leaf.nbytes
+            self._branch(first // BRANCH_TOKENS).leaves[first % BRANCH_TOKENS // LEAF_TOKENS] = bigger
+        else:
+            if first % BRANCH_TOKENS == 0:
+                self._branches.append(_Branch([]))
+                added += _BRANCH_BYTES
+            self._branch(first // BRANCH_TOKENS).leaves.append(bigger)
+        self._capacity = first + capacity
+        self.holdings.nbytes += added
+
+    # -- sharing ----------------------------------------------------------------------------------------------------
+
+    @property
+    def unshared_tokens(self) -> int:
+        """Tokens that a fork would hold itself: those of the open leaf."""
+        return self._length % LEAF_TOKENS
+
+    def fork(self) -> History:
+        """A history that begins with this one's tokens, and counts in the same holdings."""
+        other = History(self.holdings, self._leaves, keeps_seen=self._keeps_seen)
+        whole = self._length - self.unshared_tokens
+        full, rest = divmod(whole // LEAF_TOKENS, BRANCH_LEAVES)
+        shared = self._branches[:full]
+        opened: _Branch | None = None
+        tail_bytes = 0
+        if rest or self.unshared_tokens:
+            began = self._branch(full)
+            opened = _Branch(began.leaves[:rest])
+            began.shared, opened.shared = max(began.shared, rest), rest
+            if self.unshared_tokens:
+                capacity = _LEAST_CAPACITY
+                while capacity < self.unshared_tokens:
+                    capacity *= 2
+                tail = self._leaves._new(capacity)
+                tail.holders, tail_bytes = 0, tail.nbytes
+                tail.ids[: self.unshared_tokens] = self.ids(whole)
+                tail.marks[: self.unshared_tokens] = self.marks(whole)
+                opened.leaves.append(tail)
+                other._capacity = capacity
+        other._branches = [*shared, opened] if opened is not None else shared
+        other._length, other._capacity = self._length, whole + other._capacity
+        # From here on nothing is allocated.
+        for branch in shared:
+            assert branch is not None
+            branch.holders += 1
+        if opened is not None:
+            self.holdings.nbytes += _BRANCH_BYTES + tail_bytes
+            self.holdings.tokens += self.unshared_tokens
+            for leaf in opened.leaves:
+                assert leaf is not None
+                leaf.holders += 1
+        return other
+
+    def release(self, keep: int = 0) -> None:
+        """Give back what no other history holds. The last `keep` tokens stay for those who still read; the length, too.
+
+        Reading others raises SessionClosed from now on. Idempotent.
+        """
+        if self._is_released:
+            return
+        self._is_released = True
+        first_kept = max(0, self._length - keep)
+        for index, branch in enumerate(self._branches):
+            assert branch is not None
+            start = index * BRANCH_TOKENS
+            kept: list[_Leaf | None] = []
+            if min(start + BRANCH_TOKENS, self._length) > first_kept:
+                kept = [
+                    leaf if min(start + (place + 1) * LEAF_TOKENS, self._length) > first_kept else None
+                    for place, leaf in enumerate(branch.leaves)
+                ]
+            branch.holders -= 1
+            if not branch.holders:
+                self._let_go(branch, min(BRANCH_TOKENS, max(0, self._length - start)))
+            self._branches[index] = _Branch(kept) if kept else None
+
+    def _let_go(self, branch: _Branch, tokens: int) -> None:
+        """No history holds the branch any more, with so many tokens: what no other one holds of it goes.
+
+        Only leaves that may be shared are looked at one by one: there may be thousands of the others.
+        """
+        leaves, shared = branch.leaves, branch.shared
+        going = [leaf for leaf in leaves[:shared] if _is_unheld(leaf)] + leaves[shared:]
+        small = [leaf for leaf in going[-1:] if leaf is not None and len(leaf.ids) < LEAF_TOKENS]
+        held = len(leaves) - len(going)
+        holdings = self.holdings
+        holdings.nbytes -= _BRANCH_BYTES + (0 if branch.seen is None else branch.seen.nbytes)
+        holdings.nbytes -= (len(going) - len(small)) * (LEAF_TOKENS * _TOKEN_BYTES + _LEAF_BYTES)
+        holdings.nbytes -= sum(leaf.nbytes for leaf in small)
+        holdings.tokens -= tokens - held * LEAF_TOKENS
+        self._leaves._free(going[: len(going) - len(small)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds, what it shares with forks included."""
+        total = 0
+        for index, branch in enumerate(self._branches):
+            if branch is None:
+                continue
+            total += _BRANCH_BYTES + (0 if branch.seen is None else branch.seen.nbytes)
+            if (index + 1) * BRANCH_TOKENS <= self._length:
+                total += BRANCH_TOKENS * _TOKEN_BYTES + BRANCH_LEAVES * _LEAF_BYTES
+            else:
+                total += sum(leaf.nbytes for leaf in branch.leaves if leaf is not None)
+        return total
+
+    # -- reading ----------------------------------------------------------------------------------------------------
 
     def ids(self, start: int = 0, stop: int | None = None) -> TokenIds:
-        """A view of positions [start, stop). Valid until the history grows."""
-        return self._ids[start : self._length if stop is None else min(stop, self._length)]
+        """Positions [start, stop), uint32: a view where they lie in one leaf, else a copy. Not to be written to."""
+        pieces = [leaf.ids[part] for leaf, part in self._pieces(start, stop)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint32)
 
-    def marks(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        return self._marks[start : self._length if stop is None else min(stop, self._length)]
+    def marks(self, start: int = 0, stop: int | None = None) -> Marks:
+        """As `ids`, the marks of positions [start, stop), uint8."""
+        pieces = [leaf.marks[part] for leaf, part in self._pieces(start, stop)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint8)
+
+    def runs(self) -> Iterator[tuple[TokenIds, Mark]]:
+        """The history in order, as stretches of equal mark."""
+        began, position, mark = 0, 0, -1
+        for leaf, part in self._pieces(0, None):
+            marks = leaf.marks[part]
+            edges = (np.flatnonzero(np.diff(marks)) + 1).tolist()
+            for edge in [0, *edges]:
+                if marks[edge] != mark:
+                    if position + edge > began:
+                        yield self.ids(began, position + edge), Mark(mark)
+                    began, mark = position + edge, int(marks[edge])
+            position += len(marks)
+        if position > began:
+            yield self.ids(began, position), Mark(mark)
+
+    def seen(self, vocab_size: int) -> NDArray[np.bool_]:
+        """Which ids occur, bool [vocab_size]. Costs the same for any length: what is in full branches is known."""
+        packed = np.zeros((vocab_size + 7) // 8, dtype=np.uint8)
+        full = self._length // BRANCH_TOKENS
+        for index in range(full):
+            known = self._seen_of(self._branch(index))
+            np.bitwise_or(packed[: len(known)], known, out=packed[: len(known)])
+        table = np.unpackbits(packed, count=vocab_size).view(np.bool_)
+        for leaf, part in self._pieces(full * BRANCH_TOKENS, None):
+            table[leaf.ids[part].astype(np.intp)] = True
+        return table
+
+    def _seen_of(self, branch: _Branch) -> NDArray[np.uint8]:
+        """Of a full one."""
+        if branch.seen is None:
+            ids = np.concatenate([leaf.ids for leaf in branch.leaves if leaf is not None]).astype(np.intp)
+            table = np.zeros(int(ids.max()) + 1, dtype=np.bool_)
+            table[ids] = True
+            branch.seen = np.packbits(table)
+            self.holdings.nbytes += branch.seen.nbytes
+        return branch.seen
+
+    def _pieces(self, start: int, stop: int | None) -> Iterator[tuple[_Leaf, slice]]:
+        stop = self._length if stop is None else min(stop, self._length)
+        while start < stop:
+            place = start % LEAF_TOKENS
+            count = min(stop - start, LEAF_TOKENS - place)
+            yield self._leaf(start), slice(place, place + count)
+            start += count
+
+    def _branch(self, index: int) -> _Branch:
+        branch = self._branches[index]
+        if branch is None:
+            raise SessionClosed
+        return branch
+
+    def _leaf(self, position: int) -> _Leaf:
+        leaf = self._branch(position // BRANCH_TOKENS).leaves[position % BRANCH_TOKENS // LEAF_TOKENS]
+        if leaf is None:
+            raise SessionClosed
+        return leaf
+
+
+def _is_unheld(leaf: _Leaf | None) -> bool:
+    """One branch holds it no more. Does none?"""
+    assert leaf is not None
+    leaf.holders -= 1
+    return not leaf.holders

@@ -2,7 +2,7 @@
 
 `Journal` is what any log has to offer. `MemoryJournal`, the only one there is, keeps the records of open sessions in
 memory, from which a session can be rebuilt while the process lives. A record that `append` returned from is a record
-that counts; if it raises, the history did not change.
+that counts; if it raises, the history did not change. A fork is one record, however long the history it begins with.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from inference_engine.session.history import History, Holdings, Leaves, TokenIds
 from inference_engine.types import Mark
-
-TokenIds = NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +43,9 @@ class Journal(Protocol):
 
     def open(self, record: SessionRecord) -> None: ...
 
+    def fork(self, record: SessionRecord, parent_id: str) -> None:
+        """As `open`, of a session that begins with all that joined the session `parent_id` until now."""
+
     def append(self, session_id: str, position: int, token_ids: TokenIds, mark: Mark) -> None: ...
 
     def close(self, session_id: str) -> None:
@@ -53,38 +54,58 @@ class Journal(Protocol):
     def read(self, session_id: str) -> tuple[SessionRecord, Sequence[TokensRecord]]:
         """How the session began and all that joined it since. Raises KeyError for one that is not open."""
 
+    def held_bytes(self, session_id: str | None = None) -> int:
+        """Bytes of memory held for all sessions, or for an open one with what it shares with forks; 0 for others."""
+
+    def tidy(self) -> bool:
+        """Do a little of what was put off, for less than a millisecond. Is there more? Called between steps."""
+
 
 class MemoryJournal:
-    """Records in memory, gone with the process. One generated token joins the record of the one before it."""
+    """Records in memory, gone with the process. Tokens of one mark that follow each other are read as one record."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sessions: dict[str, tuple[SessionRecord, list[tuple[int, Mark, bytearray]]]] = {}
+        self._holdings, self._leaves = Holdings(), Leaves()
+        self._sessions: dict[str, tuple[SessionRecord, History]] = {}
 
     def open(self, record: SessionRecord) -> None:
         with self._lock:
             assert record.session_id not in self._sessions
-            self._sessions[record.session_id] = (record, [])
+            self._sessions[record.session_id] = (record, History(self._holdings, self._leaves, keeps_seen=False))
+
+    def fork(self, record: SessionRecord, parent_id: str) -> None:
+        with self._lock:
+            assert record.session_id not in self._sessions
+            self._sessions[record.session_id] = (record, self._sessions[parent_id][1].fork())
 
     def append(self, session_id: str, position: int, token_ids: TokenIds, mark: Mark) -> None:
-        data = token_ids.astype("<u4").tobytes()
         with self._lock:
-            runs = self._sessions[session_id][1]
-            end = runs[-1][0] + len(runs[-1][2]) // 4 if runs else 0
-            assert position == end, f"a record for position {position} follows one that ends at {end}"
-            if runs and mark is Mark.GENERATED and runs[-1][1] is Mark.GENERATED:
-                runs[-1][2].extend(data)
-            else:
-                runs.append((position, mark, bytearray(data)))
+            history = self._sessions[session_id][1]
+            assert position == len(history), f"a record for position {position} follows one that ends at {len(history)}"
+            history.extend(token_ids, mark)
 
     def close(self, session_id: str) -> None:
         with self._lock:
-            self._sessions.pop(session_id, None)
+            if (known := self._sessions.pop(session_id, None)) is not None:
+                known[1].release()
 
     def read(self, session_id: str) -> tuple[SessionRecord, Sequence[TokensRecord]]:
         with self._lock:
-            record, runs = self._sessions[session_id]
-            return record, [
-                TokensRecord(position, np.frombuffer(bytes(data), dtype="<u4").astype(np.uint32), mark)
-                for position, mark, data in runs
-            ]
+            record, history = self._sessions[session_id]
+            records, position = list[TokensRecord](), 0
+            for token_ids, mark in history.runs():
+                records.append(TokensRecord(position, np.array(token_ids), mark))
+                position += len(token_ids)
+            return record, records
+
+    def held_bytes(self, session_id: str | None = None) -> int:
+        with self._lock:
+            if session_id is None:
+                return self._holdings.nbytes + self._leaves.going_bytes
+            known = self._sessions.get(session_id)
+            return 0 if known is None else known[1].nbytes
+
+    def tidy(self) -> bool:
+        with self._lock:
+            return self._leaves.tidy()

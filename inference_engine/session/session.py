@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from inference_engine.errors import HistoryLimit, InvariantViolated
 from inference_engine.kv.session_kv import SessionKV
-from inference_engine.session.history import History
-from inference_engine.session.journal import Journal, TokenIds
+from inference_engine.session.history import History, TokenIds
+from inference_engine.session.journal import Journal
 from inference_engine.types import Mark
 
 # As the number that it is: numpy takes ten times as long to compare with a member of an enumeration.
@@ -43,7 +43,10 @@ class Violations:
 
 @dataclass(kw_only=True, slots=True, eq=False, weakref_slot=True)
 class Session:
-    """Owned by the store. `history` grows only through `record`; `kv` is touched by the engine's thread only."""
+    """Owned by the store. `history` grows only through `record`; `kv` is touched by the engine's thread only.
+
+    limit_tokens: its own limit on the history's length. cap_tokens: the server's, of any session. None: there is none.
+    """
 
     session_id: str
     owner: str
@@ -51,6 +54,7 @@ class Session:
     eos_token_ids: frozenset[int]
     limit_tokens: int | None
     used_at: float
+    cap_tokens: int | None = None
     label: str = ""  # the owner's own name for it, told to nobody else
     history: History = field(default_factory=History)
     operation: Operation | None = None
@@ -67,12 +71,22 @@ class Session:
     accepted_tokens: int = 0
     violations: Violations = field(default_factory=Violations)
 
+    @property
+    def longest(self) -> int | None:
+        """The longest history that it may reach, in tokens."""
+        return min((limit for limit in (self.limit_tokens, self.cap_tokens) if limit is not None), default=None)
+
     def check_room(self, adding: int) -> None:
-        if self.limit_tokens is not None and len(self.history) + adding > self.limit_tokens:
-            raise HistoryLimit(len(self.history), adding, self.limit_tokens)
+        """Raise HistoryLimit if its history would become too long by so many tokens."""
+        length = len(self.history)
+        if self.limit_tokens is not None and length + adding > self.limit_tokens:
+            raise HistoryLimit(length, adding, self.limit_tokens)
+        if self.cap_tokens is not None and length + adding > self.cap_tokens:
+            raise HistoryLimit(length, adding, self.cap_tokens, setting="history_tokens_per_session")
 
     def record(self, journal: Journal, token_ids: TokenIds, mark: Mark) -> None:
-        """Add to the history, the journal first. If the journal raises, nothing changed."""
+        """Add to the history, the journal first. If there is no memory, or the journal raises, nothing changed."""
+        self.history.reserve(len(token_ids))
         journal.append(self.session_id, len(self.history), token_ids, mark)
         self.history.extend(token_ids, mark)
 

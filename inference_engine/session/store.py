@@ -3,6 +3,8 @@
 Admission (`session/admission.py`) comes before allocation: a session's whole slab is reserved when it is created, and
 nothing it does later needs more. All methods are safe from any thread; the lock is held for microseconds and never
 during a forward.
+
+Histories count, too: of one owner's sessions together, what forks share once, and of each session.
 """
 
 from __future__ import annotations
@@ -13,19 +15,29 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from weakref import WeakValueDictionary
 
-from inference_engine.errors import InvariantViolated, SessionBusy, SessionClosed, SessionEvicted, SessionNotFound
+from inference_engine.errors import (
+    InvariantViolated,
+    QuotaExceeded,
+    SessionBusy,
+    SessionClosed,
+    SessionEvicted,
+    SessionNotFound,
+)
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.admission import Admission, SessionLimits, orphaned_bytes
+from inference_engine.session.history import History, Holdings, Leaves
 from inference_engine.session.journal import Journal, SessionRecord
 from inference_engine.session.replies import ReplyBook
 from inference_engine.session.session import Operation, Session
 from inference_engine.types import Bound
 
 _TOMBSTONES = 10_000
+_EXPIRED_TOKENS = 2**22  # of histories that end in one go
 
 
 class SessionStore:
@@ -40,12 +52,18 @@ class SessionStore:
         *,
         limits: SessionLimits,
         idle_ttl_seconds: float,
+        kept_tokens: int = 0,
     ) -> None:
+        """kept_tokens: of a session that ended, these last ones stay for those who are being told of them."""
         self._context = context
         self._journal = journal
         self._metrics = metrics
         self._clock = clock
         self._idle_ttl_seconds = idle_ttl_seconds
+        self._kept_tokens = kept_tokens
+        self._limits = limits
+        self._leaves = Leaves()
+        self._holdings: WeakValueDictionary[str, Holdings] = WeakValueDictionary()  # of histories, by owner
         self._admission = Admission(
             context, limits, clock, evict=lambda session: self._evict(session, "lru"), drop=self._drop
         )
@@ -83,6 +101,7 @@ class SessionStore:
         with self._lock:
             if parent.is_closed:
                 raise SessionClosed
+            self._check_owner(parent, parent.history.unshared_tokens)
             kv = self._admission.admit(
                 self._sessions.values(),
                 parent.kv.strategy,
@@ -91,14 +110,7 @@ class SessionStore:
                 tokens=len(parent.history) + 1 if parent.kv.grows else None,
                 parent=parent.kv,
             )
-            session = self._open(kv, parent.eos_token_ids, parent.owner)
-            try:
-                for token_ids, mark in parent.history.runs():
-                    session.record(self._journal, token_ids, mark)
-            except BaseException:
-                self._journal.close(session.session_id)
-                kv.release()
-                raise
+            session = self._open(kv, parent.eos_token_ids, parent.owner, parent=parent)
             parent.pins += 1
             session.pins += 1
             self._add(session)
@@ -139,19 +151,29 @@ class SessionStore:
             session.live_bytes = session.tier_live_bytes = 0
             session.live_kinds = {}
             session.kv.release()
+            session.history.release(self._kept_tokens)
             self._journal.close(session.session_id)
             self._metrics.sessions_total.labels(outcome="failed").inc()
 
-    def expire(self) -> None:
-        """Evict sessions idle longer than the TTL. To be called now and then."""
+    def expire(self) -> bool:
+        """Evict sessions idle longer than the TTL, and free memory of histories that ended; a little at a time.
+
+        To be called now and then. Is there more to do?
+        """
         with self._lock:
             horizon = self._clock() - self._idle_ttl_seconds
+            tokens = 0
             # Least recently used first: the first one that is young enough ends the search.
             old = list(itertools.takewhile(lambda session: session.used_at < horizon, self._sessions.values()))
             for session in old:
                 if session.operation is None:
                     self._evict(session, "ttl")
+                    tokens += len(session.history)
+                if tokens > _EXPIRED_TOKENS:
+                    break
             self.replies.expire()
+            is_more = self._leaves.tidy()
+        return self._journal.tidy() or is_more or tokens > _EXPIRED_TOKENS
 
     def close_all(self) -> None:
         with self._lock:
@@ -176,6 +198,23 @@ class SessionStore:
         with self._lock:
             if not session.kv.is_dropped and not session.is_closed:
                 self._admission.grow(self._sessions.values(), session, tokens)
+
+    def check_history(self, session: Session, adding: int) -> None:
+        """Raise HistoryLimit or QuotaExceeded if so many more tokens have no place. Called with the lock held."""
+        session.check_room(adding)
+        self._check_owner(session, adding)
+
+    def history_room(self, session: Session) -> int | None:
+        """For how many more tokens there is a place; None: for any number. Called with the lock held."""
+        most = self._limits.history_tokens_per_owner
+        rooms = [] if session.longest is None else [session.longest - len(session.history)]
+        rooms += [most - session.history.holdings.tokens] if most else []
+        return max(0, min(rooms)) if rooms else None
+
+    def refuse_without_place(self, session: Session) -> None:
+        """Raise QuotaExceeded if there is no place for one more token of the owner's."""
+        with self._lock:
+            self._check_owner(session, 1)
 
     def unpin(self, *sessions: Session) -> None:
         """Let go of rows that `fork` kept where they are."""
@@ -241,36 +280,80 @@ class SessionStore:
                 tier_bytes=sum(bound.tier_bytes for bound in reserved),
             )
 
+    def history_tokens_of(self, owner: str) -> int:
+        """Tokens in the histories of the owner's sessions, what forks share once."""
+        holdings = self._holdings.get(owner)
+        return 0 if holdings is None else holdings.tokens
+
+    def held_history(self) -> Holdings:
+        """What histories of all owners hold, the journal's bytes included."""
+        with self._lock:
+            held = list(self._holdings.values())
+            nbytes = sum(one.nbytes for one in held) + self._leaves.going_bytes + self._journal.held_bytes()
+            return Holdings(tokens=sum(one.tokens for one in held), nbytes=nbytes)
+
+    def history_bytes(self, session: Session) -> int:
+        """Held for its history: ids, marks, which ids occur, the journal; with what it shares with forks."""
+        return session.history.nbytes + self._journal.held_bytes(session.session_id)
+
     # -- helpers, lock held -----------------------------------------------------------------------------------------
 
-    def _open(self, kv: SessionKV, eos_token_ids: frozenset[int], owner: str) -> Session:
-        """A session around `kv`, told to the journal. If that raises, `kv` is given back."""
+    def _check_owner(self, session: Session, adding: int) -> None:
+        most, held = self._limits.history_tokens_per_owner, session.history.holdings.tokens
+        if most and held + adding > most:
+            raise QuotaExceeded(
+                "history_tokens_per_owner",
+                most,
+                f"your sessions hold {held} tokens of history, what forks share counted once; {adding} more would pass "
+                f"the {most} that one owner may have, and nothing was added. Close sessions, fork less, or have the "
+                "operator raise history_tokens_per_owner",
+            )
+
+    def _open(
+        self, kv: SessionKV, eos_token_ids: frozenset[int], owner: str, *, parent: Session | None = None
+    ) -> Session:
+        """A session around `kv`, with `parent`'s history, told to the journal. If that raises, `kv` is given back."""
+        try:
+            return self._opened(kv, eos_token_ids, owner, parent)
+        except BaseException:
+            kv.release()
+            raise
+
+    def _opened(self, kv: SessionKV, eos_token_ids: frozenset[int], owner: str, parent: Session | None) -> Session:
+        holdings = self._holdings.get(owner)
+        if holdings is None:
+            holdings = self._holdings[owner] = Holdings()
         session = Session(
             session_id=secrets.token_urlsafe(24),
             owner=owner,
             kv=kv,
             eos_token_ids=eos_token_ids,
             limit_tokens=kv.limit_tokens,
+            cap_tokens=self._limits.history_tokens_per_session or None,
             used_at=self._clock(),
+            history=History(holdings, self._leaves) if parent is None else parent.history.fork(),
+        )
+        record = SessionRecord(
+            session.session_id, owner, str(kv.strategy), kv.limit_tokens, tuple(sorted(eos_token_ids))
         )
         try:
-            self._journal.open(
-                SessionRecord(
-                    session.session_id, owner, str(kv.strategy), kv.limit_tokens, tuple(sorted(eos_token_ids))
-                )
-            )
+            if parent is None:
+                self._journal.open(record)
+            else:
+                self._journal.fork(record, parent.session_id)
         except BaseException:
-            kv.release()
+            session.history.release()
             raise
         return session
 
     def _add(self, session: Session) -> None:
         self._sessions[session.session_id] = session
 
-    @staticmethod
-    def _release_if_over(session: Session) -> None:
-        if session.is_closed and session.operation is None and not session.pins:
-            session.kv.release()
+    def _release_if_over(self, session: Session) -> None:
+        if session.is_closed and session.operation is None:
+            session.history.release(self._kept_tokens)
+            if not session.pins:
+                session.kv.release()
 
     def _touch(self, session: Session) -> None:
         session.used_at = self._clock()

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.decode.drafting import DraftMemory, Seen, TokenIds, Wanted, Way
+from inference_engine.decode.drafting import DraftMemory, Seen, TokenIds, Tokens, Wanted, Way
 from inference_engine.kernels.noise import key
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
@@ -79,7 +79,7 @@ class DFlashDrafter:
                 self._network, self._words, arenas, taps_dtype=next(self._network.parameters()).dtype
             )
 
-    def way(self, history: TokenIds) -> Way | None:
+    def way(self, history: Tokens) -> Way | None:
         return self._way
 
     def observe(self, seen: Sequence[Seen]) -> None:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.decode.sampling import Sampler, draw
 from inference_engine.kernels.noise import key
 from inference_engine.types import Sampling
 from tests.kernels.plain_noise import plain_noise
+
+
+def seen(history: list[int], vocab_size: int) -> NDArray[np.bool_]:
+    """Which ids are in the history."""
+    table = np.zeros(vocab_size, dtype=np.bool_)
+    table[history] = True
+    return table
 
 
 def next_token(sampler: Sampler, logits: Tensor, position: int) -> int:

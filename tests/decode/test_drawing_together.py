@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +14,7 @@ from inference_engine.engine import Engine
 from inference_engine.kernels.noise import key
 from inference_engine.kv.strategies.full import Full
 from inference_engine.types import GenerateParams, Mode, Sampling
-from tests.decode.plain_sampling import penalised, plainly
+from tests.decode.plain_sampling import penalised, plainly, seen
 from tests.kernels.plain_noise import plain_noise
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, engine_for, generate, text, tokens
@@ -155,7 +154,7 @@ def test_each_row_of_a_draft_is_penalised_for_the_guesses_before_it() -> None:
     sampling = Sampling(temperature=0.9, repetition_penalty=1.7, logit_bias={3: 2.0, 8: -1.0})
     history, guesses = [1, 5], [7, 2, 7]
     logits = torch.randn(4, 12, generator=torch.Generator().manual_seed(4))
-    sampler = Sampler.start(sampling, 0, np.array(history, dtype=np.uint32), 12, torch.device("cpu"))
+    sampler = Sampler.start(sampling, 0, seen(history, 12), 12, torch.device("cpu"))
     rows = sampler.adjusted(logits, guesses)
     for row in range(4):
         assert torch.equal(rows[row], penalised(logits[row], sampling, history + guesses[:row]))

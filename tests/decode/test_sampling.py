@@ -14,10 +14,9 @@ from inference_engine.decode.sampling import draw as draw_all
 from inference_engine.errors import InvalidArgument
 from inference_engine.kernels.noise import key
 from inference_engine.types import Sampling
-from tests.decode.plain_sampling import next_token
+from tests.decode.plain_sampling import next_token, seen
 
 V = 12
-NO_HISTORY = np.array([], dtype=np.uint32)
 
 
 def logits(seed: int = 0) -> Tensor:
@@ -25,8 +24,7 @@ def logits(seed: int = 0) -> Tensor:
 
 
 def sampler(sampling: Sampling, history: list[int] | None = None, seed: int = 3) -> Sampler:
-    ids = np.array(history or [], dtype=np.uint32)
-    return Sampler.start(sampling, seed, ids, V, torch.device("cpu"))
+    return Sampler.start(sampling, seed, seen(history or [], V), V, torch.device("cpu"))
 
 
 def draw(sampling: Sampling, row: Tensor, position: int = 5, history: list[int] | None = None, seed: int = 3) -> int:
@@ -108,16 +106,12 @@ def test_top_p_keeps_at_least_the_likeliest_token() -> None:
 
 def test_the_penalty_touches_every_id_of_the_history_and_what_is_generated_since() -> None:
     row = torch.tensor([2.0, 1.9, -1.0, -1.05])
-    penalised = Sampler.start(
-        Sampling(repetition_penalty=1.2), 0, np.array([0], dtype=np.uint32), 4, torch.device("cpu")
-    )
+    penalised = Sampler.start(Sampling(repetition_penalty=1.2), 0, seen([0], 4), 4, torch.device("cpu"))
     assert next_token(penalised, row, 0) == 1
     penalised.observe(1)
     assert next_token(penalised, row, 1) == 0
     assert next_token(Sampler(Sampling(), 0), row, 0) == 0
-    negative = Sampler.start(
-        Sampling(repetition_penalty=1.2), 0, np.array([2], dtype=np.uint32), 4, torch.device("cpu")
-    )
+    negative = Sampler.start(Sampling(repetition_penalty=1.2), 0, seen([2], 4), 4, torch.device("cpu"))
     assert next_token(negative, torch.tensor([-9.0, -9.0, -1.0, -1.05]), 0) == 3
 
 

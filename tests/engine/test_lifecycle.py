@@ -36,7 +36,8 @@ from inference_engine.errors import (
 from inference_engine.generation import Generation
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.session.journal import MemoryJournal, TokenIds
+from inference_engine.session.history import TokenIds
+from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import Event, Failed, Finished, GenerateParams, Mark, Mode, StopReason, TokenCommitted
 from tests.laws.variants import drain, generate, same, text, tokens
 from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_engine, tiny_forward

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from inference_engine.decode.drafting import Seen, TokenIds, Wanted, Way
+from inference_engine.decode.drafting import Seen, TokenIds, Tokens, Wanted, Way
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.pool import Demand
@@ -35,7 +35,7 @@ class Plain:
     def prepare(self, context: KVContext) -> None:
         pass
 
-    def way(self, history: TokenIds) -> Way | None:
+    def way(self, history: Tokens) -> Way | None:
         return Way(self.name, longest=self.longest, needs_rows=bool(self.tap_layers))
 
     def observe(self, seen: Sequence[Seen]) -> None:

@@ -24,7 +24,7 @@ class Twin(Plain):
     """Is the target's equal: it runs the same model over the history and its own guesses, and draws as it does."""
 
     def guess(self, one: Wanted) -> list[int]:
-        ids: list[int] = one.history.tolist()
+        ids: list[int] = one.history[:].tolist()
         with torch.no_grad():
             while len(ids) < len(one.history) + one.limit:
                 scores = tiny_model()(torch.tensor([ids])).logits[0, -1].double()

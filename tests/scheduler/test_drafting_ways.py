@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from inference_engine.decode.drafting import Seen, TokenIds, Wanted, Way
+from inference_engine.decode.drafting import Seen, Tokens, Wanted, Way
 from inference_engine.decode.verifier import Block, Outcome, Sample
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.drafting import Drafting
@@ -30,7 +30,7 @@ class TwoWays(Plain):
         super().__init__(longest=7)
         self.told = 0
 
-    def way(self, history: TokenIds) -> Way | None:
+    def way(self, history: Tokens) -> Way | None:
         return NETWORK if history[-1] % 2 else COPY
 
     def observe(self, seen: Sequence[Seen]) -> None:
@@ -110,7 +110,7 @@ def test_the_network_is_told_of_rows_before_it_drafts_and_not_before_a_copy_is_t
 
 def test_a_drafter_that_cannot_say_how_it_would_draft_is_not_asked_again() -> None:
     class Speechless(TwoWays):
-        def way(self, history: TokenIds) -> Way | None:
+        def way(self, history: Tokens) -> Way | None:
             raise RuntimeError("the drafter cannot say")
 
     drafting, talk = drafting_with(Speechless()), Talk()

@@ -1,0 +1,292 @@
+"""Token ids count: of each session, and of all sessions of an owner. Who passes a cap is told so, and loses nothing."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+
+from inference_engine.engine import Engine
+from inference_engine.errors import HistoryLimit, QuotaExceeded, RequestError
+from inference_engine.generation import Generation
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.session.history import BRANCH_TOKENS, LEAF_TOKENS
+from inference_engine.session.journal import MemoryJournal
+from inference_engine.session.replies import MOST_PER_SESSION
+from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason
+from tests.laws.drafters import Knowing
+from tests.laws.variants import drain, text, tokens
+from tests.load.scripted import scripted_engine
+from tests.tiny import tiny_engine
+
+ENDLESS = SinkWindow(sink=4, window=32)
+PENALTY = Sampling(temperature=0.8, repetition_penalty=1.5, seed=7)
+
+
+def opened(engine: Engine, length: int = 0, *, owner: str = "", **options: Any) -> str:
+    session = engine.create_session(strategy=ENDLESS, owner=owner, **options).session_id
+    if length:
+        engine.append(session, text(length), owner=owner)
+    return session
+
+
+def long(engine: Engine, tokens: int, owner: str = "") -> str:
+    """A session with a long history, none of which has K/V. Put there as an append does it."""
+    session = engine._store.find(opened(engine, owner=owner), owner)
+    ids = engine._arguments.ids(text(BRANCH_TOKENS)[: engine.config.max_append_tokens])
+    with engine._store.locked():
+        while (missing := tokens - len(session.history)) > 0:
+            session.record(engine._journal, ids[:missing], Mark.APPENDED)
+    return session.session_id
+
+
+def said(engine: Engine, session: str, count: int = 8, **options: Any) -> list[int]:
+    return [token for token, _ in tokens(drain(engine.generate(session, GenerateParams(max_tokens=count, **options))))]
+
+
+def heard(generation: Generation) -> tuple[list[int], RequestError | None]:
+    """Its tokens, and the error that ended it, if one did."""
+    events: list[Event] = []
+    try:
+        events.extend(generation)
+    except RequestError as error:
+        return [token for token, _ in tokens(events)], error
+    return [token for token, _ in tokens(events)], None
+
+
+# -- a session's cap --------------------------------------------------------------------------------------------------
+
+
+def test_an_append_past_the_cap_of_a_session_is_refused_and_the_session_goes_on() -> None:
+    with scripted_engine(history_tokens_per_session=100) as engine:
+        session = opened(engine, 90)
+        with pytest.raises(HistoryLimit, match="history_tokens_per_session") as refused:
+            engine.append(session, text(11))
+        assert refused.value.metadata == {
+            "history_length": "90",
+            "limit_tokens": "100",
+            "setting": "history_tokens_per_session",
+        }
+        assert engine.append(session, text(5)) == 95
+        assert len(said(engine, session, 3)) == 3
+
+
+def test_a_generate_that_reaches_the_cap_ends_there_and_the_next_is_refused() -> None:
+    with scripted_engine(history_tokens_per_session=100) as engine:
+        session = opened(engine, 95)
+        events = drain(engine.generate(session, GenerateParams(max_tokens=20)))
+        assert len(tokens(events)) == 5
+        assert isinstance(events[-1], Finished)
+        assert events[-1].stop_reason is StopReason.TRUNCATED
+        with pytest.raises(HistoryLimit, match="history_tokens_per_session"):
+            engine.generate(session, GenerateParams(max_tokens=1))
+        assert engine.session_info(session).history_length == 100
+        assert engine.fork_session(session).history_length == 100
+        assert engine.close_session(session) == 100
+
+
+def test_a_draft_stops_at_the_cap_too() -> None:
+    with tiny_engine(history_tokens_per_session=60) as alone:
+        expected = said(alone, opened(alone, 40), 40)
+    assert len(expected) == 20
+    drafter = Knowing(text=[*text(40), *expected, *text(30)])
+    with tiny_engine(history_tokens_per_session=60, drafter=drafter, draft_tokens=7) as engine:
+        session = opened(engine, 40)
+        assert said(engine, session, 40) == expected
+        assert engine.session_info(session).history_length == 60
+
+
+def test_a_sessions_own_limit_is_told_before_the_cap() -> None:
+    with scripted_engine(history_tokens_per_session=100) as engine:
+        session = opened(engine, 50, limit_tokens=60)
+        with pytest.raises(HistoryLimit) as refused:
+            engine.append(session, text(200))
+        assert refused.value.metadata == {"history_length": "50", "limit_tokens": "60"}
+
+
+def test_no_cap_is_no_cap() -> None:
+    with scripted_engine(history_tokens_per_session=0, history_tokens_per_owner=0) as engine:
+        session = opened(engine, 2000)
+        assert len(said(engine, session, 5)) == 5
+
+
+# -- an owner's -------------------------------------------------------------------------------------------------------
+
+
+def test_an_append_past_the_quota_of_an_owner_is_refused_until_a_session_is_closed() -> None:
+    with scripted_engine(history_tokens_per_owner=100) as engine:
+        first, second = opened(engine, 60, owner="a"), opened(engine, 30, owner="a")
+        with pytest.raises(QuotaExceeded, match="history_tokens_per_owner") as refused:
+            engine.append(second, text(11), owner="a")
+        assert refused.value.metadata == {"quota": "history_tokens_per_owner", "limit": "100"}
+        assert engine.history_tokens_of("a") == 90
+        assert engine.append(second, text(10), owner="a") == 40
+        assert engine.append(opened(engine, owner="b"), text(100), owner="b") == 100  # others have their own
+        engine.close_session(first, owner="a")
+        assert engine.history_tokens_of("a") == 40
+        assert engine.append(second, text(60), owner="a") == 100
+
+
+def test_a_fork_counts_what_it_does_not_share() -> None:
+    with scripted_engine(history_tokens_per_owner=2 * LEAF_TOKENS + 300) as engine:
+        session = long(engine, 2 * LEAF_TOKENS + 100)
+        forks = [engine.fork_session(session).session_id for _ in range(2)]
+        assert engine.history_tokens_of("") == 2 * LEAF_TOKENS + 300
+        with pytest.raises(QuotaExceeded, match="fork less"):
+            engine.fork_session(session)
+        with pytest.raises(QuotaExceeded):
+            engine.append(forks[0], [1])
+        engine.close_session(session)
+        assert engine.history_tokens_of("") == 2 * LEAF_TOKENS + 200
+        assert engine.append(forks[0], [1]) == 2 * LEAF_TOKENS + 101
+        for fork in forks:
+            engine.close_session(fork)
+        assert engine.history_tokens_of("") == 0
+
+
+def test_a_generate_that_reaches_the_quota_ends_typed_keeps_its_tokens_and_goes_on_when_there_is_room() -> None:
+    with scripted_engine() as calm:
+        expected = said(calm, opened(calm, 40), 20)
+    with scripted_engine(history_tokens_per_owner=100) as engine:
+        other, session = opened(engine, 50), opened(engine, 40)
+        params, request_id = GenerateParams(max_tokens=20), b"r" * 16
+        first, error = heard(engine.generate(session, params, request_id=request_id))
+        assert first == expected[:10]
+        assert isinstance(error, QuotaExceeded)
+        assert (engine.session_info(session).history_length, engine.history_tokens_of("")) == (50, 100)
+        for again in (b"", request_id):
+            with pytest.raises(QuotaExceeded):
+                engine.generate(session, params, request_id=again)
+        engine.close_session(other)
+        assert heard(engine.generate(session, params, request_id=request_id, resume_from=50)) == (expected[10:], None)
+
+
+def test_many_generates_of_an_owner_never_pass_the_quota_together() -> None:
+    with scripted_engine(history_tokens_per_owner=301) as engine:
+        sessions = [opened(engine, 40) for _ in range(7)]
+        running = [engine.generate(session, GenerateParams(max_tokens=30)) for session in sessions]
+        assert all(isinstance(heard(generation)[1], QuotaExceeded) for generation in running)
+        assert engine.history_tokens_of("") == 301
+        assert sum(engine.session_info(session).history_length for session in sessions) == 301
+
+
+def test_a_session_that_fails_or_is_evicted_gives_its_tokens_back() -> None:
+    now = 0.0
+    with scripted_engine(clock=lambda: now, session_idle_ttl_seconds=10.0, stall_seconds=1e6) as engine:
+        session = engine._store.find(opened(engine, 50), "")
+        opened(engine, 60)
+        engine._store.fail(session, "INV1")
+        assert engine.history_tokens_of("") == 60
+        now = 11.0
+        engine._store.expire()
+        assert engine.history_tokens_of("") == 0
+
+
+# -- what they take ---------------------------------------------------------------------------------------------------
+
+
+def test_forks_of_a_long_history_take_no_memory_for_it() -> None:
+    journal = MemoryJournal()
+    with scripted_engine(journal=journal, history_tokens_per_owner=0) as engine:
+        session = long(engine, 1_000_000)
+        before = engine._store.held_history().nbytes
+        assert 10_000_000 < before < 11_000_000
+        forks = [engine.fork_session(session) for _ in range(50)]
+        assert all(fork.history_length == 1_000_000 for fork in forks)
+        assert engine._store.held_history().nbytes - before < 50 * 50_000
+        told = engine.session_info(forks[-1].session_id)
+        assert told.history_bytes == pytest.approx(engine.session_info(session).history_bytes, rel=0.01)
+        engine.close_session(session)
+        assert engine.append(forks[0].session_id, [1, 2, 3]) == 1_000_003
+        for fork in forks:
+            engine.close_session(fork.session_id)
+        while engine._store.expire():
+            pass
+        assert engine._store.held_history().nbytes == 0
+
+
+def test_gauges_say_what_histories_hold() -> None:
+    with scripted_engine() as engine:
+        session = opened(engine, 500)
+        engine.fork_session(session)
+
+        def gauge(name: str) -> float:
+            value = engine.metrics.registry.get_sample_value(name)
+            assert value is not None
+            return value
+
+        assert gauge("session_history_held_tokens") == 1000
+        held = gauge("session_history_held_bytes")
+        assert held == engine._store.held_history().nbytes
+        assert held >= sum(2 * 5 * 500 for _ in range(2))
+
+
+def test_a_fork_has_no_part_in_what_is_remembered_of_calls_on_its_parent() -> None:
+    with scripted_engine() as engine:
+        session = opened(engine)
+        for number in range(2 * MOST_PER_SESSION):
+            engine.append_once(session, [1], request_id=number.to_bytes(16, "big"))
+        assert len(engine._appended) == MOST_PER_SESSION
+        engine.fork_session(session)
+        assert len(engine._appended) == MOST_PER_SESSION
+
+
+def test_tokens_of_a_generate_can_be_read_when_its_session_was_closed_meanwhile() -> None:
+    with scripted_engine() as engine:
+        session = long(engine, 3 * LEAF_TOKENS - 5)
+        generation = engine.generate(session, GenerateParams(max_tokens=30))
+        is_free = threading.Event()
+        engine.when_free(session, is_free.set)
+        assert is_free.wait(60)
+        engine.close_session(session)
+        events = drain(generation)
+        assert len(tokens(events)) == 30
+        assert isinstance(events[-1], Finished)
+
+
+# -- penalties --------------------------------------------------------------------------------------------------------
+
+
+def test_a_penalty_of_a_grown_forked_and_cancelled_history_is_that_of_its_tokens() -> None:
+    """Held against a session that is given the same ids in one append, whose penalty has nothing to remember."""
+    rng = random.Random(3)
+    journal = MemoryJournal()
+    with tiny_engine(journal=journal, history_tokens_per_owner=0) as engine:
+        session = opened(engine, 20)
+        for turn in range(8):
+            engine.append(session, text(rng.randint(1, 30), seed=turn))
+            params = GenerateParams(max_tokens=rng.randint(1, 12), sampling=PENALTY)
+            match rng.choice(["whole", "cancelled", "retried", "forked"]):
+                case "cancelled":
+                    generation = engine.generate(session, params)
+                    next(iter(generation))
+                    generation.cancel()
+                    drain(generation)
+                case "retried":
+                    for _ in range(2):
+                        drain(engine.generate(session, params, request_id=turn.to_bytes(16, "big")))
+                case "forked":
+                    session = engine.fork_session(session).session_id
+                case _:
+                    drain(engine.generate(session, params))
+            ids = [token for one in journal.read(session)[1] for token in one.token_ids.tolist()]
+            fresh = opened(engine)
+            engine.append(fresh, ids)
+            fork = engine.fork_session(session).session_id
+            assert said(engine, fork, 12, sampling=PENALTY) == said(engine, fresh, 12, sampling=PENALTY)
+
+
+def test_a_penalty_of_a_long_history_is_that_of_all_its_ids() -> None:
+    """The ids that occur only in its first leaf, three branches ago, are penalised as the last ones are."""
+    with scripted_engine(history_tokens_per_owner=0) as engine:
+        session = engine._store.find(long(engine, 2 * BRANCH_TOKENS + 1000), "")
+        vocabulary = engine.info().facts.vocab_size
+        seen = session.history.seen(vocabulary)
+        assert set(seen.nonzero()[0].tolist()) == set(session.history.ids().tolist())
+        with engine._store.locked():
+            rare = vocabulary - 1
+            assert not seen[rare]
+            session.record(engine._journal, engine._arguments.ids([rare]), Mark.APPENDED)
+        assert session.history.seen(vocabulary)[rare]
