@@ -7,9 +7,11 @@ Checks that need only the message are made while converting; InvalidArgument nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
@@ -17,6 +19,7 @@ from inference_engine.answers import EngineInfo, HistoryLength, SessionForked, S
 from inference_engine.errors import ConfigError, InvalidArgument
 from inference_engine.kv.strategies import make_strategy, option_types, read_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.session.history import TokenIds
 from inference_engine.types import (
     Accepted,
     Bound,
@@ -32,6 +35,7 @@ from inference_engine.types import (
 )
 from kakeya.v1 import runtime_pb2 as pb
 
+_IDS_AT_ONCE = 16_384  # a third of a millisecond
 _MODES = {Mode.BATCHED: pb.MODE_BATCHED, Mode.FIXED_SHAPE: pb.MODE_FIXED_SHAPE}
 # The arm for strategies without one of their own, and the others by name.
 _NAMED = "named"
@@ -169,6 +173,16 @@ def params_from_wire(request: pb.GenerateRequest) -> GenerateParams:
     )
 
 
+async def token_ids_from_wire(token_ids: Sequence[int]) -> TokenIds:
+    """The ids of a message as an array. Others have their turn on the event loop in between: many take milliseconds."""
+    ids = np.empty(len(token_ids), dtype=np.uint32)
+    for start in range(0, len(token_ids), _IDS_AT_ONCE):
+        ids[start : start + _IDS_AT_ONCE] = token_ids[start : start + _IDS_AT_ONCE]
+        if len(token_ids) > _IDS_AT_ONCE:
+            await asyncio.sleep(0)
+    return ids
+
+
 def optional(message: Message, field: str) -> Any:
     """The value of a field that says whether it is there; None if it is not."""
     return getattr(message, field) if message.HasField(field) else None
@@ -293,13 +307,14 @@ def session_info_to_wire(info: SessionInfo) -> pb.GetSessionInfoResponse:
         accepted_token_count=info.accepted_tokens,
         client_label=info.label,
         reserved_bytes=info.reserved_bytes,
+        history_bytes=info.history_bytes,
     )
 
 
 def server_info_to_wire(
-    info: EngineInfo, own: Bound, *, version: str, max_message_bytes: int
+    info: EngineInfo, own: Bound, *, history_tokens: int, version: str, max_message_bytes: int
 ) -> pb.GetServerInfoResponse:
-    """own: what the caller's sessions have reserved."""
+    """own: what the caller's sessions have reserved. history_tokens: that their histories have."""
     return pb.GetServerInfoResponse(
         version=version,
         model_id=info.facts.model_id,
@@ -322,4 +337,7 @@ def server_info_to_wire(
         drafter=info.drafter,
         default_limit_tokens=info.default_limit_tokens,
         growth_guaranteed=info.growth_is_guaranteed,
+        history_tokens_per_session=info.config.history_tokens_per_session,
+        history_tokens_per_owner=info.config.history_tokens_per_owner,
+        history_token_count=history_tokens,
     )

@@ -79,7 +79,7 @@ class RuntimeService:
     async def append_tokens(self, request: pb.AppendTokensRequest, context: Context) -> pb.AppendTokensResponse:
         # Too many ids are refused by their count, before they are made into numbers.
         too_many = len(request.token_ids) > self._max_append_tokens
-        token_ids = request.token_ids if too_many else list(request.token_ids)
+        token_ids = request.token_ids if too_many else await convert.token_ids_from_wire(request.token_ids)
         expected = convert.optional(request, "expected_history_length")
         owner = caller()
 
@@ -146,6 +146,7 @@ class RuntimeService:
         return convert.server_info_to_wire(
             self._engine.info(),
             self._engine.reserved_by(caller()),
+            history_tokens=self._engine.history_tokens_of(caller()),
             version=__version__,
             max_message_bytes=self._max_message_bytes,
         )

@@ -24,7 +24,7 @@ Do = Callable[..., Awaitable[Any]]
 # Not facts of the session but of the clock.
 TIMES = {"idle_seconds", "prefill_seconds", "total_seconds"}
 # What depends on who else uses the server.
-SHARED = {"kv_reserved_bytes", "tier_reserved_bytes", "version"}
+SHARED = {"kv_reserved_bytes", "tier_reserved_bytes", "history_tokens", "version"}
 SESSION_FACTS = (
     "strategy",
     "sustained_bytes",

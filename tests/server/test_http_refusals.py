@@ -195,6 +195,28 @@ async def test_an_answer_that_never_fits_is_refused_for_good(chat: ChatText) -> 
             assert (await client.post(COMPLETIONS, json=asking())).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("setting", "status", "code"),
+    [
+        ("history_tokens_per_session", 400, "context_length_exceeded"),
+        ("history_tokens_per_owner", 429, "rate_limit_exceeded"),
+    ],
+)
+async def test_messages_that_pass_a_cap_on_histories_are_refused_by_its_name(
+    chat: ChatText, setting: str, status: int, code: str
+) -> None:
+    settings: dict[str, Any] = {setting: 60}
+    with tiny_engine(**settings) as engine:
+        async with serving_http(engine, chat) as handle, http_client(handle) as client:
+            long = [{"role": "user", "content": "long " * 40}]
+            answer = await client.post(COMPLETIONS, json=asking(messages=long))
+            error = error_of(answer)
+            assert (answer.status_code, error["code"]) == (status, code)
+            assert setting in error["message"]
+            assert await left_nothing(engine)
+            assert engine.history_tokens_of("") == 0
+
+
 async def test_a_bug_is_told_as_an_incident_and_nothing_else(
     server: ServerHandle,
     engine: Engine,

@@ -17,6 +17,8 @@ from inference_engine.server.http.template import PromptTooLong
 from inference_engine.server.stream import EventQueue
 from inference_engine.types import GenerateParams
 
+_IDS_AT_ONCE = 16_384  # of a prompt: between two pieces the event loop does something else
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
@@ -88,7 +90,7 @@ async def single_shot(
             f"memory than this server has; ask for fewer tokens ({error.message})",
         ) from None
     try:
-        for piece in _pieces(prompt.token_ids, engine.config.max_append_tokens):
+        for piece in _pieces(prompt.token_ids, min(_IDS_AT_ONCE, engine.config.max_append_tokens)):
             engine.append(opened.session_id, piece, owner=owner)
             await asyncio.sleep(0)
         events = EventQueue(asyncio.get_running_loop())

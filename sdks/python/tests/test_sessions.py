@@ -34,6 +34,34 @@ async def test_a_full_session_has_a_limit_and_a_smaller_one_reserves_less(client
     await do(small.close)
 
 
+async def test_histories_are_counted_and_their_caps_are_typed_errors(run_server: Callable[..., Any]) -> None:
+    from inference_engine.config import ServerConfig
+
+    caps = {"history_tokens_per_session": 30, "history_tokens_per_owner": 50}
+    with (
+        run_server(ServerConfig(bind="127.0.0.1:0", drain_seconds=1.0), **caps) as target,
+        kakeya.Client(target) as client,
+    ):
+        one, other = (client.create_session(kakeya.SinkWindow(window=32)) for _ in range(2))
+        for _ in range(3):
+            one.append(PROMPT)
+        info = client.server_info()
+        assert (info.history_tokens_per_session, info.history_tokens_per_owner) == (30, 50)
+        assert info.history_tokens == 3 * len(PROMPT)
+        assert one.info().history_bytes > other.info().history_bytes
+        with pytest.raises(kakeya.HistoryLimit, match="history_tokens_per_session"):
+            one.append(PROMPT)
+        for _ in range(3):
+            other.append(PROMPT)
+        with pytest.raises(kakeya.QuotaExceeded, match="Close sessions") as caught:
+            one.append(PROMPT[:3])
+        assert (caught.value.quota, caught.value.retry_after_seconds) == ("history_tokens_per_owner", None)
+        with pytest.raises(kakeya.QuotaExceeded):
+            one.fork()
+        other.close()
+        assert one.append(PROMPT[:3]) == 27
+
+
 async def test_a_session_with_full_layers_tells_them_and_every_number_in_force(client: Any, do: Do) -> None:
     session = await do(client.create_session, kakeya.LayerWindow(full_layers=(2,), window=30))
     assert session.strategy == kakeya.LayerWindow(full_layers=(2,), sink=4, window=30)

@@ -2,6 +2,7 @@
 import { afterAll, beforeAll, expect, inject, test } from "vitest";
 
 import { ENDLESS, failure, LONG, PROMPT, read, untilIdle } from "../testing/moves.js";
+import { openServer } from "../testing/servers.js";
 import * as kakeya from "./index.js";
 
 let client: kakeya.Client;
@@ -37,6 +38,26 @@ test("a full session has a limit, and a smaller one reserves less", async () => 
   await using small = await client.createSession({ strategy: { kind: "full" }, limitTokens: 64 });
   expect([whole.limitTokens, small.limitTokens]).toEqual([512, 64]);
   expect(small.peakBytes).toBeLessThan(whole.peakBytes);
+});
+
+test("histories are counted, and their caps are typed errors", async () => {
+  const caps = { history_tokens_per_session: 30, history_tokens_per_owner: 50 };
+  const { target } = await openServer(inject("control"), { engine: caps });
+  await using alone = new kakeya.Client(target);
+  const [one, other] = [
+    await alone.createSession({ strategy: ENDLESS }),
+    await alone.createSession({ strategy: ENDLESS }),
+  ];
+  for (let turn = 0; turn < 3; turn++) await one.append(PROMPT);
+  const info = await alone.serverInfo();
+  expect([info.historyTokensPerSession, info.historyTokensPerOwner, info.historyTokens]).toEqual([30, 50, 24]);
+  expect((await one.info()).historyBytes).toBeGreaterThan((await other.info()).historyBytes);
+  expect((await failure(kakeya.HistoryLimit, one.append(PROMPT))).message).toContain("history_tokens_per_session");
+  for (let turn = 0; turn < 3; turn++) await other.append(PROMPT);
+  expect((await failure(kakeya.QuotaExceeded, one.append(PROMPT.slice(0, 3)))).quota).toBe("history_tokens_per_owner");
+  await failure(kakeya.QuotaExceeded, one.fork());
+  await other.close();
+  expect(await one.append(PROMPT.slice(0, 3))).toBe(27);
 });
 
 test("server info has the model and the limits", async () => {

@@ -119,6 +119,8 @@ export interface SessionInfo {
   readonly tierBytes: number;
   /** As it was given when the session was made; empty: none was. */
   readonly label: string;
+  /** Of the server's memory that the token ids take, those shared with forks included. */
+  readonly historyBytes: number;
 }
 
 /** Facts about the server: its model, its limits, what it can do. */
@@ -152,6 +154,12 @@ export interface ServerInfo {
   readonly defaultLimitTokens: number | undefined;
   /** Sessions that do not ask otherwise reserve all their memory at creation. */
   readonly growthGuaranteed: boolean;
+  /** The longest history a session may have, whatever its own limit; 0: no limit. */
+  readonly historyTokensPerSession: number;
+  /** In all your sessions, what forks share counted once; 0: no limit. */
+  readonly historyTokensPerOwner: number;
+  /** In your sessions now, counted so. */
+  readonly historyTokens: number;
 }
 
 export function stopReasonOf(reason: WireStopReason): StopReason {
@@ -230,6 +238,7 @@ export function sessionInfoOf(reply: GetSessionInfoResponse): SessionInfo {
     tierLiveBytes: exact(reply.tierLiveBytes, "tier_live_bytes"),
     tierBytes: exact(reply.tierBytes, "tier_bytes"),
     label: reply.clientLabel,
+    historyBytes: exact(reply.historyBytes, "history_bytes"),
   };
 }
 
@@ -257,5 +266,8 @@ export function serverInfoOf(reply: GetServerInfoResponse): ServerInfo {
     defaultLimitTokens:
       reply.defaultLimitTokens === undefined ? undefined : exact(reply.defaultLimitTokens, "default_limit_tokens"),
     growthGuaranteed: reply.growthGuaranteed,
+    historyTokensPerSession: exact(reply.historyTokensPerSession, "history_tokens_per_session"),
+    historyTokensPerOwner: exact(reply.historyTokensPerOwner, "history_tokens_per_owner"),
+    historyTokens: exact(reply.historyTokenCount, "history_token_count"),
   };
 }

@@ -198,7 +198,7 @@ class Overloaded(RetryableError):
 
 
 class QuotaExceeded(RetryableError):
-    """The caller has as many sessions, bytes or Generates as the server lets one caller have. `quota` says which."""
+    """The caller has as many sessions, bytes, tokens or Generates as the server lets one have. `quota` says which."""
 
     @property
     def quota(self) -> str | None:

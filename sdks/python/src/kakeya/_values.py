@@ -109,6 +109,7 @@ class SessionInfo:
     tier_live_bytes: int  # held off the device now, in the server's memory or in a file
     tier_bytes: int  # held there at most; reserved
     label: str  # as it was given when the session was made; empty: none was
+    history_bytes: int  # of the server's memory that the token ids take, those shared with forks included
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +137,9 @@ class ServerInfo:
     tier_reserved_bytes: int  # by your own sessions
     default_limit_tokens: int | None  # of a session that asks for no limit; None: there is none
     growth_guaranteed: bool  # sessions that do not ask otherwise reserve all their memory at creation
+    history_tokens_per_session: int  # the longest history a session may have, whatever its own limit; 0: no limit
+    history_tokens_per_owner: int  # in all your sessions, what forks share counted once; 0: no limit
+    history_tokens: int  # in your sessions now, counted so
 
 
 def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
@@ -160,6 +164,7 @@ def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
         tier_live_bytes=reply.tier_live_bytes,
         tier_bytes=reply.tier_bytes,
         label=reply.client_label,
+        history_bytes=reply.history_bytes,
     )
 
 
@@ -186,4 +191,7 @@ def server_info(reply: pb.GetServerInfoResponse) -> ServerInfo:
         tier_reserved_bytes=reply.tier_reserved_bytes,
         default_limit_tokens=reply.default_limit_tokens if reply.HasField("default_limit_tokens") else None,
         growth_guaranteed=reply.growth_guaranteed,
+        history_tokens_per_session=reply.history_tokens_per_session,
+        history_tokens_per_owner=reply.history_tokens_per_owner,
+        history_tokens=reply.history_token_count,
     )

@@ -129,7 +129,7 @@ class CreateSessionResponse(_message.Message):
     peak_bytes: _builtins.int
     """Bytes of K/V the session holds at most at any time. What is more than sustained_bytes is held while a Generate runs."""
     limit_tokens: _builtins.int
-    """Longest history the session can reach, in tokens. Absent: there is no limit."""
+    """Longest history the session can reach, in tokens. Absent: there is no limit but history_tokens_per_session."""
     mode: Global___Mode.ValueType
     model_id: _builtins.str
     tier_bytes: _builtins.int
@@ -836,6 +836,7 @@ class GetSessionInfoResponse(_message.Message):
     TIER_BYTES_FIELD_NUMBER: _builtins.int
     CLIENT_LABEL_FIELD_NUMBER: _builtins.int
     RESERVED_BYTES_FIELD_NUMBER: _builtins.int
+    HISTORY_BYTES_FIELD_NUMBER: _builtins.int
     history_length: _builtins.int
     kv_live_bytes: _builtins.int
     """Bytes of K/V actually held now, summed over what holds them."""
@@ -863,6 +864,10 @@ class GetSessionInfoResponse(_message.Message):
     """As it was given when the session was made. Empty: none was."""
     reserved_bytes: _builtins.int
     """As in CreateSessionResponse, now. 0: the session's K/V was dropped and will be computed again when it is needed."""
+    history_bytes: _builtins.int
+    """Bytes of the server's memory that the history takes: token ids, how each came, which ids occur, and the journal. What
+    is shared with forks is in it whole.
+    """
     @_builtins.property
     def strategy(self) -> Global___Strategy: ...
     def __init__(
@@ -888,10 +893,11 @@ class GetSessionInfoResponse(_message.Message):
         tier_bytes: _builtins.int = ...,
         client_label: _builtins.str = ...,
         reserved_bytes: _builtins.int = ...,
+        history_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "accepted_token_count", b"accepted_token_count", "cache_invariant_inv1_violations", b"cache_invariant_inv1_violations", "cache_invariant_inv2_violations", b"cache_invariant_inv2_violations", "cache_invariant_inv3_violations", b"cache_invariant_inv3_violations", "cached_token_count", b"cached_token_count", "client_label", b"client_label", "drafted_token_count", b"drafted_token_count", "evicted_token_count", b"evicted_token_count", "failure_reason", b"failure_reason", "generating", b"generating", "history_length", b"history_length", "idle_seconds", b"idle_seconds", "kv_live_bytes", b"kv_live_bytes", "limit_tokens", b"limit_tokens", "peak_bytes", b"peak_bytes", "reserved_bytes", b"reserved_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes", "tier_live_bytes", b"tier_live_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "accepted_token_count", b"accepted_token_count", "cache_invariant_inv1_violations", b"cache_invariant_inv1_violations", "cache_invariant_inv2_violations", b"cache_invariant_inv2_violations", "cache_invariant_inv3_violations", b"cache_invariant_inv3_violations", "cached_token_count", b"cached_token_count", "client_label", b"client_label", "drafted_token_count", b"drafted_token_count", "evicted_token_count", b"evicted_token_count", "failure_reason", b"failure_reason", "generating", b"generating", "history_bytes", b"history_bytes", "history_length", b"history_length", "idle_seconds", b"idle_seconds", "kv_live_bytes", b"kv_live_bytes", "limit_tokens", b"limit_tokens", "peak_bytes", b"peak_bytes", "reserved_bytes", b"reserved_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes", "tier_live_bytes", b"tier_live_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
@@ -939,6 +945,9 @@ class GetServerInfoResponse(_message.Message):
     TIER_RESERVED_BYTES_FIELD_NUMBER: _builtins.int
     DEFAULT_LIMIT_TOKENS_FIELD_NUMBER: _builtins.int
     GROWTH_GUARANTEED_FIELD_NUMBER: _builtins.int
+    HISTORY_TOKENS_PER_SESSION_FIELD_NUMBER: _builtins.int
+    HISTORY_TOKENS_PER_OWNER_FIELD_NUMBER: _builtins.int
+    HISTORY_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     model_id: _builtins.str
     vocab_size: _builtins.int
@@ -966,6 +975,16 @@ class GetServerInfoResponse(_message.Message):
     """limit_tokens of a session that asks for none, under default_strategy. Absent: there is no limit."""
     growth_guaranteed: _builtins.bool
     """Sessions that do not ask otherwise reserve all their memory at creation."""
+    history_tokens_per_session: _builtins.int
+    """The longest history that a session may have, whatever its own limit: an append or a Generate that would pass it is
+    RESOURCE_EXHAUSTED, HISTORY_LIMIT. 0: no limit.
+    """
+    history_tokens_per_owner: _builtins.int
+    """Tokens that the histories of one owner's sessions may have together, what forks share counted once: an append, a fork
+    or a Generate that would pass it is RESOURCE_EXHAUSTED, QUOTA. 0: no limit.
+    """
+    history_token_count: _builtins.int
+    """Those that the caller's own sessions have, counted so."""
     @_builtins.property
     def strategies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the strategies that CreateSession accepts."""
@@ -996,10 +1015,13 @@ class GetServerInfoResponse(_message.Message):
         tier_reserved_bytes: _builtins.int = ...,
         default_limit_tokens: _builtins.int | None = ...,
         growth_guaranteed: _builtins.bool = ...,
+        history_tokens_per_session: _builtins.int = ...,
+        history_tokens_per_owner: _builtins.int = ...,
+        history_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy", "device", b"device", "drafter", b"drafter", "dtype", b"dtype", "growth_guaranteed", b"growth_guaranteed", "kv_capacity_bytes", b"kv_capacity_bytes", "kv_reserved_bytes", b"kv_reserved_bytes", "max_append_tokens", b"max_append_tokens", "max_message_bytes", b"max_message_bytes", "max_tokens_limit", b"max_tokens_limit", "mode", b"mode", "model_id", b"model_id", "segment_tokens", b"segment_tokens", "session_idle_ttl_seconds", b"session_idle_ttl_seconds", "strategies", b"strategies", "tier_capacity_bytes", b"tier_capacity_bytes", "tier_reserved_bytes", b"tier_reserved_bytes", "trained_position_count", b"trained_position_count", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy", "device", b"device", "drafter", b"drafter", "dtype", b"dtype", "growth_guaranteed", b"growth_guaranteed", "history_token_count", b"history_token_count", "history_tokens_per_owner", b"history_tokens_per_owner", "history_tokens_per_session", b"history_tokens_per_session", "kv_capacity_bytes", b"kv_capacity_bytes", "kv_reserved_bytes", b"kv_reserved_bytes", "max_append_tokens", b"max_append_tokens", "max_message_bytes", b"max_message_bytes", "max_tokens_limit", b"max_tokens_limit", "mode", b"mode", "model_id", b"model_id", "segment_tokens", b"segment_tokens", "session_idle_ttl_seconds", b"session_idle_ttl_seconds", "strategies", b"strategies", "tier_capacity_bytes", b"tier_capacity_bytes", "tier_reserved_bytes", b"tier_reserved_bytes", "trained_position_count", b"trained_position_count", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__default_limit_tokens: _TypeAlias = _typing.Literal["default_limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__default_limit_tokens: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens"]  # noqa: Y015

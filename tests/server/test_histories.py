@@ -1,0 +1,99 @@
+"""What histories take, and what happens at their caps, over the wire and over HTTP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kakeya.v1 import runtime_pb2 as pb
+from tests.server.wire import Client, connected, read_rest, refused, serving
+from tests.tiny import tiny_engine
+
+IDS = list(range(40))
+
+
+async def fork(client: Client, session_id: str) -> str:
+    return str((await client.call("ForkSession", pb.ForkSessionRequest(session_id=session_id))).session_id)
+
+
+async def test_info_says_what_histories_take_and_may_take() -> None:
+    with tiny_engine(history_tokens_per_session=70, history_tokens_per_owner=300) as engine:
+        async with serving(engine) as handle, connected(handle) as client:
+            session = await client.open_endless(IDS)
+            before = (await client.info(session)).history_bytes
+            assert before >= 2 * 5 * len(IDS)
+            await client.append(session, IDS[:25])
+            assert (await client.info(session)).history_bytes > before
+            await fork(client, session)
+            told = await client.call("GetServerInfo", pb.GetServerInfoRequest())
+            assert told.history_tokens_per_session == 70
+            assert told.history_tokens_per_owner == 300
+            assert told.history_token_count == 130
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason", "metadata"),
+    [
+        (
+            {"history_tokens_per_session": 60},
+            "RESOURCE_EXHAUSTED HISTORY_LIMIT",
+            {"history_length": "40", "limit_tokens": "60", "setting": "history_tokens_per_session"},
+        ),
+        (
+            {"history_tokens_per_owner": 60},
+            "RESOURCE_EXHAUSTED QUOTA",
+            {"quota": "history_tokens_per_owner", "limit": "60"},
+        ),
+    ],
+    ids=["session", "owner"],
+)
+async def test_an_append_past_a_cap_is_refused_typed_and_the_session_goes_on(
+    settings: dict[str, Any], reason: str, metadata: dict[str, str]
+) -> None:
+    with tiny_engine(**settings) as engine:
+        async with serving(engine) as handle, connected(handle) as client:
+            session = await client.open_endless(IDS)
+            details = await refused(client.append(session, IDS))
+            assert (details.reason, details.retry_info) == (reason, None)
+            assert details.error_info is not None
+            assert dict(details.error_info.metadata) == metadata
+            assert next(iter(settings)) in details.text
+            assert await client.append(session, IDS[:10]) == 50
+            assert len(await client.generate(session, 5)) == 5
+
+
+async def test_a_stream_that_reaches_the_quota_gives_its_tokens_and_then_ends_typed() -> None:
+    with tiny_engine(history_tokens_per_owner=50) as engine:
+        async with serving(engine) as handle, connected(handle) as client:
+            session = await client.open_endless(IDS)
+            frames: list[Any] = []
+            stream = client.stream(pb.GenerateRequest(session_id=session, max_tokens=30))
+            details = await refused(read_rest(stream, into=frames))
+            assert details.reason == "RESOURCE_EXHAUSTED QUOTA"
+            assert len([frame for frame in frames if frame.HasField("token_id")]) == 10
+            assert await client.length(session) == 50
+            assert (await refused(client.generate(session, 1))).reason == "RESOURCE_EXHAUSTED QUOTA"
+            assert (await refused(fork(client, session))).reason == "RESOURCE_EXHAUSTED QUOTA"
+            await client.call("CloseSession", pb.CloseSessionRequest(session_id=session))
+            assert len(await client.generate(await client.open_endless(IDS), 5)) == 5
+
+
+async def test_a_stream_that_reaches_the_cap_of_its_session_is_truncated() -> None:
+    with tiny_engine(history_tokens_per_session=50) as engine:
+        async with serving(engine) as handle, connected(handle) as client:
+            session = await client.open_endless(IDS)
+            frames = await client.call("Generate", pb.GenerateRequest(session_id=session, max_tokens=30))
+            assert frames[-1].done.stop_reason == pb.GenerateDone.STOP_REASON_TRUNCATED
+            assert frames[-1].done.history_length == 50
+            assert (await refused(client.generate(session, 1))).reason == "RESOURCE_EXHAUSTED HISTORY_LIMIT"
+
+
+async def test_as_many_ids_as_one_append_takes_arrive_in_their_order() -> None:
+    with tiny_engine(max_append_tokens=50_000) as engine:
+        async with serving(engine) as handle, connected(handle) as client:
+            session = await client.open_endless([])
+            ids = [number * number % 127 for number in range(50_000)]
+            assert await client.append(session, ids) == 50_000
+            assert engine._store.find(session, "").history.ids().tolist() == ids
+            assert (await refused(client.append(session, [*ids[:40_000], 128]))).fields == ["token_ids"]

@@ -1,0 +1,176 @@
+"""Nothing done to a session at the cap keeps the event loop or the engine's thread for long: everybody waits for them.
+
+Counted is the processor time of the thread, so that a machine that is busy with something else fails nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from inference_engine.decode.drafting import Wanted
+from inference_engine.engine import Engine
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.scheduler.beginnings import Beginnings
+from inference_engine.scheduler.settling import Settling
+from inference_engine.session.store import SessionStore
+from inference_engine.types import Mark
+from kakeya.v1 import runtime_pb2 as pb
+from kv_cache_proposer.ngram import NgramDrafter
+from tests.load.scripted import scripted_engine
+from tests.server.wire import Client, refused, until_free
+from tests.server_thread import server_thread
+
+MOST_SECONDS = 0.005
+TRIES = 3  # caches and the processor's clock are shared with others: what takes long each time takes long
+APPEND = 65_536
+# What holds the engine's thread at a Generate's beginning and end, between steps, and in each step, but for the model.
+ENGINES_WORK: tuple[tuple[type, str], ...] = (
+    (Beginnings, "begin"),
+    (Settling, "settle"),
+    (SessionStore, "expire"),
+    (SessionStore, "free"),
+    (SessionStore, "unpin"),
+)
+
+
+class Watch:
+    """The longest that a thread was kept, by what."""
+
+    def __init__(self) -> None:
+        self.longest: dict[str, float] = {}
+
+    def saw(self, what: str, seconds: float) -> None:
+        self.longest[what] = max(seconds, self.longest.get(what, 0.0))
+
+    def too_long(self) -> dict[str, float]:
+        return {what: seconds for what, seconds in self.longest.items() if seconds > MOST_SECONDS}
+
+    def around(self, function: Callable[..., Any], name: Callable[[Any], str]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(subject: Any, *args: Any, **options: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(subject, *args, **options)
+            finally:
+                self.saw(name(subject), time.thread_time() - began)
+
+        return timed
+
+
+def _named(name: str) -> Callable[[Any], str]:
+    return lambda _: name
+
+
+@contextmanager
+def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    """Every callback of the server's event loop, and the engine's work on histories."""
+    watch, run = Watch(), asyncio.Handle._run
+
+    def run_of_server(handle: asyncio.Handle) -> None:
+        began = time.thread_time()
+        run(handle)
+        if threading.current_thread().name == "server":
+            watch.saw(repr(handle), time.thread_time() - began)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.Handle, "_run", run_of_server)
+        for kind, method in ENGINES_WORK:
+            patch.setattr(kind, method, watch.around(getattr(kind, method), _named(f"engine: {method}")))
+        # The collector may run in any callback; what it takes depends on all that the process ever imported.
+        gc.collect()
+        gc.disable()
+        try:
+            yield watch
+        finally:
+            gc.enable()
+
+
+def fill(engine: Engine, session_id: str, tokens: int) -> None:
+    """Bring a history to so many tokens, as appends do, without their calls."""
+    session = engine._store.find(session_id, "")
+    ids = np.random.default_rng(0).integers(0, engine.info().facts.vocab_size, APPEND, dtype=np.uint32)
+    with engine._store.locked():
+        while (missing := tokens - len(session.history)) > 0:
+            session.record(engine._journal, ids[:missing], Mark.APPENDED)
+
+
+async def test_no_call_on_a_session_at_the_cap_keeps_anybody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    too_long: dict[str, float] = {}
+    for _ in range(TRIES):
+        with scripted_engine() as engine, server_thread(engine) as target:
+            async with grpc.aio.insecure_channel(target) as channel:
+                with watching(monkeypatch) as watch:
+                    await use(Client(channel), engine)
+        assert {"engine: begin", "engine: settle", "engine: expire"} <= set(watch.longest)
+        assert any("Task" in what for what in watch.longest)
+        if not (too_long := watch.too_long()):
+            return
+    raise AssertionError(f"seconds of processor time: {too_long}")
+
+
+async def use(client: Client, engine: Engine) -> None:
+    """Append to it, fork, look, generate, replay, close; each the most that one call can."""
+    most, ids = engine.config.history_tokens_per_session, list(range(128)) * (APPEND // 128)
+    session = await client.open_endless([])
+    fill(engine, session, most - APPEND)
+    assert await client.append(session, ids) == most
+    assert (await refused(client.append(session, ids))).reason == "RESOURCE_EXHAUSTED HISTORY_LIMIT"
+    forks = [await fork(client, session) for _ in range(3)]
+    await client.info(session)
+    await client.call("GetServerInfo", pb.GetServerInfoRequest())
+    await client.call("CloseSession", pb.CloseSessionRequest(session_id=session))
+    # With room for a few more tokens, whose penalty asks for every id before them.
+    shorter = await client.open_endless([])
+    fill(engine, shorter, most - 100)
+    running = client.stream(pb.GenerateRequest(session_id=shorter, max_tokens=8, repetition_penalty=1.3, progress=True))
+    assert [(await running.read()).WhichOneof("payload") for _ in range(3)] == ["accepted", "progress", "progress"]
+    running.cancel()
+    await until_free(engine, shorter)
+    told = await client.open([1, 2, 3])
+    asked: dict[str, Any] = {"max_tokens": 700, "request_id": b"g" * 16}
+    assert await client.generate(told, **asked) == await client.generate(told, **asked)
+    for session_id in (shorter, told, *forks):
+        await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
+
+
+async def fork(client: Client, session: str) -> str:
+    forked = await client.call("ForkSession", pb.ForkSessionRequest(session_id=session, request_id=os.urandom(16)))
+    return str(forked.session_id)
+
+
+def test_what_a_decode_step_does_with_a_history_at_the_cap_is_short() -> None:
+    with scripted_engine() as engine:
+        session_id = engine.create_session(strategy=SinkWindow(sink=4, window=32)).session_id
+        fill(engine, session_id, engine.config.history_tokens_per_session - 10)
+        session, drafter, watch = engine._store.find(session_id, ""), NgramDrafter(), Watch()
+        history, end = session.history, len(session.history)
+        steps: dict[str, Callable[[object], object]] = {
+            "draft": lambda _: drafter.propose([Wanted(None, history, 16)]) if drafter.way(history) else None,
+            "record": lambda _: session.record(engine._journal, history[-1:], Mark.GENERATED),
+            "pending": lambda _: (session.pending_ids(512), session.pending_generated(512)),
+            "tell": lambda _: history.ids(end - 256, end).tolist(),
+            "penalty": lambda _: history.seen(engine.info().facts.vocab_size),
+            "room": lambda _: engine._store.history_room(session),
+        }
+        for name, step in steps.items():
+            quickest = Watch()
+            for _ in range(TRIES):
+                once = Watch()
+                once.around(step, _named(name))(None)
+                quickest.longest[name] = min(once.longest[name], quickest.longest.get(name, math.inf))
+            watch.longest |= quickest.longest
+    assert set(watch.longest) == set(steps)
+    assert not watch.too_long()
