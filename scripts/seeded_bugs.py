@@ -181,8 +181,8 @@ BUGS = (
     Bug(
         "an append is acknowledged and lost",
         "inference_engine/session/history.py",
-        "        self._marks[self._length : end] = mark\n        self._length = end\n",
-        "        self._marks[self._length : end] = mark\n        self._length = max(end - 1, self._length)\n",
+        "        self._length = before + done\n",
+        "        self._length = before + max(0, done - 1)\n",
         (ISOLATION,),
     ),
     Bug(

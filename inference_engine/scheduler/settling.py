@@ -92,8 +92,10 @@ class Settling:
             if not taken:
                 return 0, ()
             with self._store.locked():
+                if session.is_closed or request.stop is not None:
+                    return rows - block.drafted - 1, ()
                 taken = taken[: self._store.history_room(session)]
-                if not taken or session.is_closed or request.stop is not None:
+                if not taken:
                     return rows - block.drafted - 1, ()
                 ids = np.array([sample.token_id for sample in taken], dtype=np.uint32)
                 session.record(self._journal, ids, Mark.GENERATED)

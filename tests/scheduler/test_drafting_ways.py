@@ -52,7 +52,7 @@ class Talk:
     is_prefilling: bool = False
     is_closed: bool = False
     failure_reason: str | None = None
-    limit_tokens: int | None = None
+    longest: int | None = None
     forced: None = None
     seed: int = 0
     params: GenerateParams = field(default_factory=lambda: GenerateParams(max_tokens=10**6))
@@ -65,7 +65,7 @@ class Talk:
 
     @property
     def history(self) -> Any:
-        return SimpleNamespace(ids=lambda: np.array(self.ids, dtype=np.uint32), __len__=lambda: len(self.ids))
+        return np.array(self.ids, dtype=np.uint32)
 
 
 def step(drafting: Drafting, talk: Talk, last: int, right: int) -> int:
