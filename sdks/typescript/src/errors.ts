@@ -43,11 +43,17 @@ export class KakeyaError extends Error {
   /** Set by a failed `append`: how many of its ids are in the history; null if that cannot be known. */
   appendedTokens: number | null | undefined = undefined;
   /**
-   * False: the call never left this side.
+   * False: the call never left this side, or nobody over there looked at it.
    *
    * @internal
    */
   wasSent = true;
+  /**
+   * The connection had as many calls as the server takes on one.
+   *
+   * @internal
+   */
+  isFull = false;
 
   constructor(message: string, facts: ErrorFacts = {}) {
     super(message, facts.cause === undefined ? undefined : { cause: facts.cause });

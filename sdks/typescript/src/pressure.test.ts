@@ -6,6 +6,9 @@ import { ENDLESS, failure, LONG, PROMPT, untilIdle, untilStill } from "../testin
 import { censusOf, openServer } from "../testing/servers.js";
 import { Client, StateError, type Session } from "./index.js";
 
+// A connection takes 256 calls at a time.
+const AGENTS = 600;
+
 test("aborts at random moments leave no session busy", async () => {
   const random = mulberry(1);
   // The next Generate waits for the last one to leave; nothing here measures how long.
@@ -52,6 +55,18 @@ test("aborts at random moments leave no session busy", async () => {
   });
   expect(census["generate_total"]).toBeLessThanOrEqual(ABORTS);
   expect(census["generate_total"]).toBeGreaterThan(ABORTS / 2);
+});
+
+test("more agents than a connection takes calls share one client without an error", async () => {
+  // gRPC counts calls that are over until they are freed, so it refuses some that this side let through.
+  const { target } = await openServer(inject("control"), { engine: { max_sessions: AGENTS } });
+  await using client = new Client(target, { retry: { attempts: 1 } });
+  const day = async (): Promise<void> => {
+    await using session = await client.createSession();
+    await session.append([1]);
+    expect(await session.append([2, 3])).toBe(3);
+  };
+  await Promise.all(Array.from({ length: AGENTS }, day));
 });
 
 test("a stream read slowly needs hardly more memory than one read fast, and holds up no other call", async () => {

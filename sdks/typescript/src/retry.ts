@@ -3,6 +3,11 @@ import { invalid, shown, wholeIn } from "./checks.js";
 import { DeadlineExceeded, KakeyaError, TLSFailed, TransportError } from "./errors.js";
 import { known } from "./options.js";
 
+// A call that found its connection full waits for its turn like one that its own side holds back: that is no attempt.
+const FULL_SECONDS = 60;
+const FULL_DELAY_SECONDS = 0.02;
+const LONGEST_FULL_DELAY_SECONDS = 1;
+
 /**
  * Waits between attempts of a call, after a lost connection and where the server says when to come again.
  *
@@ -38,6 +43,9 @@ export class Patience {
   readonly #deadline: number | null;
   /** By the server, and not answered since. */
   #lastTold: KakeyaError | undefined = undefined;
+  /** Since the last answer. */
+  #timesFull = 0;
+  #fullSince = 0;
 
   constructor(policy: Required<RetryPolicy>, timeoutSeconds: number | null, signal?: AbortSignal) {
     this.signal = signal;
@@ -57,6 +65,8 @@ export class Patience {
   /** How long to wait before the next attempt, after attempt number `attempt` (from 1); undefined to give up. */
   waitSeconds(attempt: number, error: unknown): number | undefined {
     if (!(error instanceof KakeyaError)) return undefined;
+    if (error.isFull) return this.#fullWaitSeconds();
+    attempt -= this.#timesFull;
     if (error.reason !== undefined) this.#lastTold = error;
     if (error instanceof TLSFailed || attempt >= this.#policy.attempts) return undefined;
     const asked = error.retryAfterSeconds;
@@ -65,6 +75,19 @@ export class Patience {
     // Clients that were all told the same do not all come at the same time.
     const jitter = Math.random();
     const delay = Math.max(longest * (0.5 + 0.5 * jitter), (asked ?? 0) * (1 + 0.2 * jitter));
+    return this.#ifInTime(delay);
+  }
+
+  #fullWaitSeconds(): number | undefined {
+    const now = performance.now();
+    if (this.#timesFull === 0) this.#fullSince = now;
+    if (now - this.#fullSince >= FULL_SECONDS * 1000) return undefined;
+    const longest = Math.min(LONGEST_FULL_DELAY_SECONDS, FULL_DELAY_SECONDS * 2 ** this.#timesFull);
+    this.#timesFull += 1;
+    return this.#ifInTime(longest * (0.5 + 0.5 * Math.random()));
+  }
+
+  #ifInTime(delay: number): number | undefined {
     const remaining = this.remainingMs();
     return remaining === undefined || delay * 1000 < remaining ? delay : undefined;
   }
@@ -84,6 +107,7 @@ export class Patience {
   /** The server answers again: what it said before is no reason for what comes. */
   answered(): void {
     this.#lastTold = undefined;
+    this.#timesFull = 0;
   }
 
   /** A deadline of its own, from now, for what has to follow even when this one has passed. */

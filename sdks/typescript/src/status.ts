@@ -64,6 +64,9 @@ const CODES_OF_A_LOST_CONNECTION = new Set([
   Code.Unknown,
 ]);
 
+// HTTP/2's word for it (RFC 9113, section 8.7): nobody looked at the call, it may come again.
+const REFUSED_STREAM = "REFUSED_STREAM";
+
 /** The typed error for a failed call. `isLate`: its deadline has passed. Never throws. */
 export function fromConnectError(error: ConnectError, target: string, isLate: boolean): errors.KakeyaError {
   const explanation = explained(error);
@@ -75,6 +78,15 @@ export function fromConnectError(error: ConnectError, target: string, isLate: bo
       code: "UNAVAILABLE",
       cause: error,
     });
+    failure.wasSent = false;
+    return failure;
+  }
+  if (!isLate && error.rawMessage.includes(REFUSED_STREAM)) {
+    const failure = new errors.ConnectionFailed(
+      `${target} takes no more calls on this connection than there are; end some, or open another client`,
+      { code: "UNAVAILABLE", cause: error },
+    );
+    failure.isFull = true;
     failure.wasSent = false;
     return failure;
   }
