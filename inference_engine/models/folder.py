@@ -10,7 +10,7 @@ so that a clean folder needs no argument about what transformers looks for.
 
 Links may lead elsewhere in the folder. In a snapshot of the hub's cache they may also lead into the blobs beside it:
 
-    models--org--name/snapshots/<commit>/model.safetensors -> ../../blobs/<hash>
+    models--org--name/snapshots/<commit>/model.safetensors -> ../../blobs/<hash> (-> ../../blobs/<ab>/<hash>)
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ _OTHER_WEIGHTS = (
     *(".gguf", ".h5", ".msgpack", ".onnx", ".safetensors"),
 )
 _MOST_TOLD = 6
+
+_SHARED_BLOB = re.compile("[0-9a-f]{64}")
+_SHARED_BLOBS_MARKER = ".huggingface-shared-blobs"
 
 _REFUSED_KEYS = {
     "quantization_config": "quantised checkpoints are not supported; use the model's unquantised weights",
@@ -245,7 +248,7 @@ def _check_link(path: Path, root: Path) -> None:
         target = path.resolve(strict=True)
     except (OSError, RuntimeError) as error:
         raise ModelError(f"{path}: a link that leads nowhere; {way_out}") from error
-    if not target.is_relative_to(root) and not _is_blob_of(root, target):
+    if not target.is_relative_to(root) and not _is_blob_of(root, target) and not _is_shared_blob(root, path, target):
         raise ModelError(f"{path}: a link that leads out of the folder, to {target}; {way_out}")
 
 
@@ -254,6 +257,25 @@ def _is_blob_of(root: Path, target: Path) -> bool:
     entry = root.parent.parent
     is_snapshot = root.parent.name == "snapshots" and entry.name.startswith("models--")
     return is_snapshot and target.parent == entry / "blobs" and target.is_file()
+
+
+def _is_shared_blob(root: Path, path: Path, target: Path) -> bool:
+    """Does `path`, by way of a blob of its own entry, lead to a file in the store that entries of the cache share?
+
+    huggingface_hub keeps it at `<cache>/blobs/<two digits>/<hash>`, and marks the folder as its own.
+    """
+    entry = root.parent.parent
+    store = entry.parent / "blobs"
+    first = Path(os.path.normpath(path.parent / path.readlink()))
+    is_snapshot = root.parent.name == "snapshots" and entry.name.startswith("models--")
+    return (
+        is_snapshot
+        and first.parent == entry / "blobs"
+        and _SHARED_BLOB.fullmatch(target.name) is not None
+        and target.parent == store / target.name[:2]
+        and (store / _SHARED_BLOBS_MARKER).is_file()
+        and target.is_file()
+    )
 
 
 def _raise_unreadable(error: OSError) -> NoReturn:

@@ -1,4 +1,7 @@
-"""A model in the Hugging Face hub's cache is found by its name and opened; links lead to blobs of its entry alone."""
+"""A model in the Hugging Face hub's cache is found by its name and opened; links lead to blobs of its entry alone.
+
+From there they may lead on into the store that entries of the cache share.
+"""
 
 from __future__ import annotations
 
@@ -97,16 +100,44 @@ def test_the_blobs_of_another_model_are_refused(hub: Path, folder: Path, cache: 
     assert "leads out of the folder" in refusal(found, cache)
 
 
-@pytest.mark.hostile
-def test_a_blob_in_a_store_that_entries_share_is_refused_with_the_way_out(hub: Path, folder: Path, cache: Path) -> None:
-    found = write_entry(hub, "org/tiny", folder)
+def share(hub: Path, found: Path) -> Path:
+    """Move the weights into the store that entries share, as huggingface_hub does. Returns where they are."""
     blob = (found / "model.safetensors").resolve()
-    shared = hub / "blobs" / blob.name[:2] / blob.name
+    name = "ab" * 32
+    shared = hub / "blobs" / name[:2] / name
     shared.parent.mkdir(parents=True)
+    (hub / "blobs" / ".huggingface-shared-blobs").write_text("1")
     blob.rename(shared)
-    blob.symlink_to(f"../../blobs/{blob.name[:2]}/{blob.name}")
+    blob.symlink_to(f"../../blobs/{name[:2]}/{name}")
+    return shared
+
+
+def test_blobs_in_the_store_that_entries_share_are_read(hub: Path, folder: Path, cache: Path) -> None:
+    found = write_entry(hub, "org/tiny", folder)
+    share(hub, found)
+    assert torch.equal(logits(load_model(str(found), cache=cache).model), logits(tiny_llama()))
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("how", ["no marker", "past the entry", "another name", "a link out of the store"])
+def test_what_only_looks_like_a_shared_blob_is_refused(
+    hub: Path, folder: Path, cache: Path, tmp_path: Path, how: str
+) -> None:
+    found = write_entry(hub, "org/tiny", folder)
+    shared, link = share(hub, found), found / "model.safetensors"
+    if how == "no marker":
+        (hub / "blobs" / ".huggingface-shared-blobs").unlink()
+    elif how == "past the entry":
+        link.unlink()
+        link.symlink_to(shared)
+    elif how == "another name":
+        blob = found.parent.parent / "blobs" / link.readlink().name
+        blob.unlink()
+        blob.symlink_to(shared.rename(shared.with_name("weights")))
+    else:
+        shared.symlink_to(shared.rename(tmp_path / "weights"))
     message = refusal(found, cache)
-    assert f"model.safetensors: a link that leads out of the folder, to {shared}" in message
+    assert "model.safetensors: a link that leads out of the folder" in message
     assert "cp -rL" in message
 
 
