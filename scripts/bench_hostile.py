@@ -7,6 +7,10 @@ victim asks GetSessionInfo, one call after another. In each round, for each atta
 does so for a while in calm and for as long beside the attack; ratios are taken within a pair. The attacker takes
 processor time that the victim would have: what that alone costs is shown by one that only spins. How far two
 measurements in calm differ is shown as well: on a machine with other work, that is the least that a ratio means.
+
+First in a round comes a burst: on as many connections as one address may have, as many calls as a connection may have,
+all at once, of somebody without a key. It shows what is held of a connection and of a call, and what the victim
+notices until the last of them is refused.
 """
 
 from __future__ import annotations
@@ -40,9 +44,10 @@ from tests.hostile.http2 import END_HEADERS, HEADERS, Connection, call_headers, 
 
 KEY = "victim-" + "v" * 32
 NOTHING, SPIN = "none: calm", "none: a process that only spins"
+BURST = "a burst of calls that are headers alone"
 # As many as one address may have, and on each as many calls as a connection may.
 FIRST_CONNECTIONS, CONNECTIONS, CALLS_OF_CONNECTION = 20, 100, 256
-CALLS_SECONDS = 4.0
+BURST_SECONDS = 6.0
 CALL = call_headers(INFO)
 
 
@@ -64,7 +69,8 @@ def victim(target: str) -> None:
                 latencies.append(time.perf_counter() - began)
             latencies.sort()
             p50, p99 = (latencies[int(len(latencies) * part)] for part in (0.5, 0.99))
-            print(json.dumps({"calls": len(latencies), "failed": failed, "p50": p50, "p99": p99}), flush=True)
+            seen = {"calls": len(latencies), "failed": failed, "p50": p50, "p99": p99, "longest": latencies[-1]}
+            print(json.dumps(seen), flush=True)
 
 
 @contextlib.contextmanager
@@ -109,9 +115,17 @@ class Watched:
         return int(self._process.memory_info().rss)
 
     def ask(self, seconds: float) -> Any:
-        assert self._asking.stdin is not None and self._asking.stdout is not None
+        self.begin_to_ask(seconds)
+        return self.asked()
+
+    def begin_to_ask(self, seconds: float) -> None:
+        assert self._asking.stdin is not None
         self._asking.stdin.write(f"{seconds}\n")
         self._asking.stdin.flush()
+
+    def asked(self) -> Any:
+        """What the victim saw, once it is done."""
+        assert self._asking.stdout is not None
         return json.loads(self._asking.stdout.readline())
 
 
@@ -123,19 +137,25 @@ def pair(watched: Watched, name: str, seconds: float) -> dict[str, float]:
         time.sleep(0.5)  # it starts
         attacked = watched.ask(seconds)
         after = watched.resident_bytes
+    return compared(calm, attacked, after - before)
+
+
+def compared(calm: Any, attacked: Any, more_bytes: int) -> dict[str, float]:
     return {
         "p50_ratio": attacked["p50"] / calm["p50"],
         "p99_ratio": attacked["p99"] / calm["p99"],
         "p99_calm_ms": 1e3 * calm["p99"],
         "p99_ms": 1e3 * attacked["p99"],
+        "longest_ms": 1e3 * attacked["longest"],
         "calls_ratio": attacked["calls"] / calm["calls"],
         "failed": attacked["failed"] + calm["failed"],
-        "mib": (after - before) / 2**20,
+        "mib": more_bytes / 2**20,
     }
 
 
-def bytes_each(watched: Watched) -> dict[str, float]:
-    """What is held of somebody without a key: of a connection, and of a call that is headers alone."""
+def burst(watched: Watched) -> tuple[dict[str, float], dict[str, float]]:
+    """What the victim notices of it, and what is held of somebody without a key: of a connection, and of a call."""
+    calm = watched.ask(BURST_SECONDS)
     with contextlib.ExitStack() as stack:
 
         def connect(count: int) -> list[Connection]:
@@ -147,20 +167,24 @@ def bytes_each(watched: Watched) -> dict[str, float]:
         connections = connect(CONNECTIONS)
         time.sleep(1.0)
         held = watched.resident_bytes
-        # Until the last refusal has come, for which some wait.
-        most, ends = held, time.monotonic() + CALLS_SECONDS
+        most, ends = held, time.monotonic() + BURST_SECONDS
         begin = b"".join(frame(HEADERS, END_HEADERS, stream, CALL) for stream in range(1, 2 * CALLS_OF_CONNECTION, 2))
+        watched.begin_to_ask(BURST_SECONDS)
         for each in connections:
             each.try_send(begin)
             most = max(most, watched.resident_bytes)
         while time.monotonic() < ends:
             most = max(most, watched.resident_bytes)
             time.sleep(0.02)
-    return {"connection": (held - before) / CONNECTIONS, "call": (most - held) / (CONNECTIONS * CALLS_OF_CONNECTION)}
+        attacked = watched.asked()
+    time.sleep(BURST_SECONDS)  # what was still under way is over
+    held_of = {"connection": (held - before) / CONNECTIONS, "call": (most - held) / (CONNECTIONS * CALLS_OF_CONNECTION)}
+    return compared(calm, attacked, most - held), held_of
 
 
 def measure(rounds: int, seconds: float) -> tuple[dict[str, list[dict[str, float]]], list[dict[str, float]]]:
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in (NOTHING, SPIN, *ATTACKS)}
+    found: dict[str, list[dict[str, float]]] = {BURST: []}
+    paired: dict[str, list[dict[str, float]]] = {name: [] for name in (NOTHING, SPIN, *ATTACKS)}
     each: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
@@ -175,11 +199,13 @@ def measure(rounds: int, seconds: float) -> tuple[dict[str, list[dict[str, float
                     assert asking.stdout is not None and asking.stdout.readline() == "ready\n"
                     watched = Watched(target, process.pid, asking)
                     watched.ask(1.0)
-                    each.append(bytes_each(watched))
-                    for name, pairs in found.items():
+                    noticed, held = burst(watched)
+                    found[BURST].append(noticed)
+                    each.append(held)
+                    for name, pairs in paired.items():
                         pairs.append(pair(watched, name, seconds))
             print(f"round {number + 1} of {rounds}", file=sys.stderr)
-    return found, each
+    return found | paired, each
 
 
 def main() -> None:
@@ -201,6 +227,7 @@ def main() -> None:
         values[f"{name}: p99, attacked / calm"] = record.summarize([one["p99_ratio"] for one in pairs], "ratio")
         values[f"{name}: p50, attacked / calm"] = record.summarize([one["p50_ratio"] for one in pairs], "ratio")
         values[f"{name}: p99, attacked"] = record.summarize([one["p99_ms"] for one in pairs], "ms")
+        values[f"{name}: longest, attacked"] = record.summarize([one["longest_ms"] for one in pairs], "ms")
         values[f"{name}: p99, calm"] = record.summarize([one["p99_calm_ms"] for one in pairs], "ms")
         values[f"{name}: calls, attacked / calm"] = record.summarize([one["calls_ratio"] for one in pairs], "ratio")
         values[f"{name}: memory"] = record.summarize([one["mib"] for one in pairs], "MiB")
