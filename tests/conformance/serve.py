@@ -7,6 +7,10 @@ and is answered with one:
 
     {"open": {"engine": {…}, "server": {…}, "guarded": true}}    {"target": …} and of a guarded one "authority", …
     {"drain": "<target>"}                                        {}
+    {"middle": "<target>"}                                       {"target": …}, of a middle in front of it
+    {"fates": ["<middle>", [{"when": …, "what": …}, null, …]]}   {}: what becomes of its next calls, null for nothing
+    {"darken": "<middle>"}                                       {}: nothing passes it any more
+    {"passed": "<middle>"}                                       {"connections": …, "calls": …}, until now
     {"census": "<target>"}                                       {metric: value, …}, as Prometheus would see them
     {"reasons": true}                                            {"reasons": {reason: code, …}}
 
@@ -21,6 +25,7 @@ import json
 import sys
 import tempfile
 from collections import defaultdict
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,7 @@ from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.server.run import ServerHandle, start_server
 from inference_engine.server.status import CODES
+from tests.middle import Fate, Middle, open_middle
 from tests.newer_strategy import NewerWindow, registered
 from tests.tiny import tiny_engine
 
@@ -42,6 +48,8 @@ class Servers:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._running: dict[str, tuple[ServerHandle, Engine]] = {}
+        self._middles: dict[str, Middle] = {}
+        self._listening = AsyncExitStack()
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One question and its answer."""
@@ -53,6 +61,19 @@ class Servers:
             case {"drain": target}:
                 await self._drain(target)
                 reply = {}
+            case {"middle": target}:
+                middle = await self._listening.enter_async_context(open_middle(target))
+                self._middles[middle.target] = middle
+                reply = {"target": middle.target}
+            case {"fates": [target, fates]}:
+                self._middles[target].fates.extend(None if fate is None else Fate(**fate) for fate in fates)
+                reply = {}
+            case {"darken": target}:
+                self._middles[target].darken()
+                reply = {}
+            case {"passed": target}:
+                middle = self._middles[target]
+                reply = {"connections": middle.connections, "calls": middle.calls}
             case {"census": target}:
                 reply = self._census(target)
             case {"reasons": True}:
@@ -64,6 +85,7 @@ class Servers:
         writer.close()
 
     async def close(self) -> None:
+        await self._listening.aclose()
         for target in list(self._running):
             await self._drain(target)
 

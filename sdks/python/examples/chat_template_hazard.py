@@ -6,6 +6,7 @@ with exactly the ids of the old one and of what the model said. Two things break
 1. The chat template takes an earlier turn's reasoning out once it is no longer the last one.
 2. Text that is encoded again need not give the ids that were sampled.
 
+    pip install './sdks/python[tokenization]'    # in the repository's folder
     python chat_template_hazard.py
 """
 

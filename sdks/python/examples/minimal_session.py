@@ -1,5 +1,6 @@
 """The smallest whole program: open a session, append token ids, generate, append again.
 
+pip install ./sdks/python           # in the repository's folder
 python minimal_session.py [TARGET]
 """
 

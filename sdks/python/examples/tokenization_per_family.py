@@ -4,8 +4,9 @@ Shows, for the ways in which four families mark turns, the ids that a session ge
 model generated (here made up), and what `tokens_for_next_turn` puts behind them, both when the model ended its turn and
 when it was cut short. Needs no server.
 
-    python tokenization_per_family.py                    small templates in the style of each family
-    python tokenization_per_family.py --tokenizer PATH   the real tokenizer in a folder
+    pip install './sdks/python[tokenization]'              # in the repository's folder
+    python tokenization_per_family.py                      # small templates in the style of each family
+    python tokenization_per_family.py --tokenizer FOLDER   # the real tokenizer in a folder
 """
 
 from __future__ import annotations

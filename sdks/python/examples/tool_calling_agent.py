@@ -3,6 +3,7 @@
 Every turn appends only what is new: the question, then each tool's result. The model asks for a tool by writing a JSON
 object; small models write it in many ways, so it is read leniently, and what cannot be used is told to the model.
 
+    pip install './sdks/python[tokenization]'                   # in the repository's folder
     kakeya serve                                                # in another terminal
     kakeya models show smollm2-135m                             # prints the model's folder
     python tool_calling_agent.py --tokenizer FOLDER "What is 30 + 12?"

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
+import os
+import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from inference_engine.config import ServerConfig
 
 Example = Callable[[str], ModuleType]
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SDK = EXAMPLES.parent / "src"
+# What each program prints, whatever the model says.
+PRINTED = {
+    "chat_template_hazard.py": "part at index",
+    "minimal_session.py": "22 tokens in the history",
+    "tokenization_per_family.py": ": a turn ends with <|im_end|>",
+    "tool_calling_agent.py": "user   What is 30 + 12?",
+}
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +135,66 @@ def test_the_family_tour_shows_every_family(example: Example, capsys: pytest.Cap
     example("tokenization_per_family").main([])
     printed = capsys.readouterr().out
     assert all(f"{family}: a turn ends with" in printed for family in ("ChatML", "Llama", "Gemma", "Qwen"))
+
+
+def installed_with(name: str, extras: frozenset[str]) -> set[str]:
+    """The distributions that pip brings with this one, itself included."""
+    found: set[str] = set()
+    open_: list[tuple[str, frozenset[str]]] = [(name, extras)]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while open_:
+        asked = open_.pop()
+        if asked in seen:
+            continue
+        seen.add(asked)
+        found.add(asked[0])
+        open_.extend(
+            (each.name, frozenset(each.extras))
+            for each in map(Requirement, importlib.metadata.requires(asked[0]) or ())
+            if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in (*asked[1], ""))
+        )
+    return found
+
+
+def put(distributions: set[str], folder: Path) -> None:
+    """What these distributions have in site-packages, and nothing else, in `folder`."""
+    for name in distributions - {"kakeya"}:
+        distribution = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in {"..", "/"}}:
+            if not (folder / top).exists():
+                (folder / top).symlink_to(str(distribution.locate_file(top)))
+
+
+@pytest.mark.parametrize("program", sorted(PRINTED))
+def test_a_program_runs_where_what_its_text_names_is_installed_and_nothing_else(
+    roomy_target: str, example: Example, tmp_path: Path, program: str
+) -> None:
+    text = ast.get_docstring(ast.parse((EXAMPLES / program).read_text(encoding="utf-8"))) or ""
+    asked = re.search(r"pip install '?\./sdks/python(?:\[(\w+)\])?'?", text)
+    assert asked is not None
+    others = tmp_path / "installed"
+    others.mkdir()
+    put(installed_with("kakeya", frozenset(asked.groups("")) - {""}), others)
+    example("tokenization_per_family").FAMILIES["ChatML"].tokenizer().save_pretrained(tmp_path / "tokenizer")
+    given = {"FOLDER": str(tmp_path / "tokenizer"), "[TARGET]": roomy_target}
+    # -S: without the packages that are installed beside this test.
+    environment = {"PYTHONPATH": os.pathsep.join((str(SDK), str(others))), "PATH": os.environ["PATH"]}
+    commands = re.findall(rf"^ *python ({re.escape(program)}.*)$", text, re.MULTILINE)
+    assert commands
+    for command in commands:
+        words = [given.get(word, word) for word in shlex.split(command, comments=True)]
+        if program == "tool_calling_agent.py":
+            words += ["--target", roomy_target, "--max-tokens", "8"]
+        call = (sys.executable, "-S", *words)
+        done = subprocess.run(
+            call, cwd=EXAMPLES, env=environment, check=False, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert PRINTED[program] in done.stdout
+
+
+def test_every_program_among_the_examples_says_what_it_needs() -> None:
+    texts = {
+        path.name: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) for path in EXAMPLES.glob("*.py")
+    }
+    assert {name for name, text in texts.items() if text is not None and f"python {name}" in text} == set(PRINTED)

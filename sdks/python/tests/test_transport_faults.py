@@ -185,10 +185,26 @@ async def test_a_reason_newer_than_the_sdk_is_chosen_by_its_code(
 async def test_an_error_without_details_is_the_transports(
     scripted: Any, session: Any, do: Do, unexplained: Failure
 ) -> None:
-    scripted.on("GetSessionInfo", unexplained(grpc.StatusCode.INTERNAL, "oops"))
+    scripted.on("GetSessionInfo", unexplained(grpc.StatusCode.PERMISSION_DENIED, "oops"))
     with pytest.raises(kakeya.TransportError, match="oops") as caught:
         await do(session.info)
     assert caught.value.reason is None
+
+
+@pytest.mark.parametrize("code", ["CANCELLED", "UNKNOWN", "INTERNAL", "RESOURCE_EXHAUSTED"])
+async def test_a_call_that_something_on_the_way_ended_is_tried_again(
+    scripted: Any, session: Any, do: Do, unexplained: Failure, explained: Failure, code: str
+) -> None:
+    status = grpc.StatusCode[code]
+    scripted.on("GetSessionInfo", unexplained(status), reply(pb.GetSessionInfoResponse(history_length=5)))
+    assert (await do(session.info)).history_length == 5
+    done = pb.GenerateResponse(done=pb.GenerateDone(generated_token_count=2, history_length=7))
+    scripted.on("Generate", streamed(*tokens(5), then=unexplained(status)), streamed(*tokens(6), done))
+    assert (await do(session.generate(2).result)).token_ids == (105, 106)
+    # What the server itself says is meant.
+    scripted.on("GetSessionInfo", explained(status, "INVENTED_LATER"))
+    with pytest.raises(kakeya.KakeyaError):
+        await do(session.info)
 
 
 async def test_details_that_cannot_be_read_count_as_none(scripted: Any, session: Any, do: Do) -> None:

@@ -1,6 +1,7 @@
 // The smallest whole program: open a session, append token ids, generate, append again.
 //
-//     node minimal-session.js [TARGET]
+//     npm install PACKAGE                   # what `npm pack` makes in sdks/typescript
+//     node minimal-session.js [TARGET]      # what `npx tsc` makes of this file
 import { Client } from "@kakeya/runtime";
 
 await using client = new Client(process.argv[2]);

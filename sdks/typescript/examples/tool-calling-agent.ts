@@ -4,9 +4,11 @@
  * Every turn appends only what is new: the question, then each tool's result. The model asks for a tool by writing a JSON
  * object; small models write it in many ways, so it is read leniently, and what cannot be used is told to the model.
  *
+ *     npm install PACKAGE                                     # what `npm pack` makes in sdks/typescript
+ *     npm install @huggingface/tokenizers @huggingface/jinja
  *     kakeya serve                                            # in another terminal
  *     kakeya models show smollm2-135m                         # prints the model's folder
- *     node tool-calling-agent.js FOLDER "What is 30 + 12?"    # [TARGET]
+ *     node tool-calling-agent.js FOLDER "What is 30 + 12?" [TARGET]
  */
 import { pathToFileURL } from "node:url";
 

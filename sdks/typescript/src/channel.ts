@@ -19,7 +19,10 @@ export interface Channel {
   readonly close: () => void;
 }
 
-const KEEPALIVE_SECONDS = 30; // servers answer a client that pings more often than every 20 s by hanging up
+// A connection that is dead is found out within a call's default timeout, with time to make another. The server lets
+// clients ping once in 5 s.
+const KEEPALIVE_SECONDS = 10;
+const KEEPALIVE_ANSWER_SECONDS = 10;
 // The largest reply is a few kilobytes; appends are cut to what the server says it takes.
 const MAX_REPLY_BYTES = 4 * 2 ** 20;
 const MAX_REQUEST_BYTES = 2 ** 31 - 1;
@@ -50,7 +53,7 @@ export function openChannel(target: string, apiKey: string | undefined, tls: TLS
   const baseUrl = `${tls === false ? "http" : "https"}://${target}`;
   const connection = new Http2SessionManager(
     baseUrl,
-    { pingIntervalMs: KEEPALIVE_SECONDS * 1000, pingTimeoutMs: 20_000 },
+    { pingIntervalMs: KEEPALIVE_SECONDS * 1000, pingTimeoutMs: KEEPALIVE_ANSWER_SECONDS * 1000 },
     tls === false ? {} : secureOptions(tls === true ? {} : tls),
   );
   const transport = createGrpcTransport({

@@ -4,6 +4,7 @@ import { expect, inject, test } from "vitest";
 import { failure } from "../testing/moves.js";
 import { exact, tokenIdsOf, uint64Of, type TokenIds } from "./checks.js";
 import * as kakeya from "./index.js";
+import { endOfTurnIds, tokensForChat, tokensForNextTurn, type ChatTokenizer } from "./tokenization.js";
 
 test.each<[string, unknown, string]>([
   ["negative", [1, -1], "tokenIds[1] must be in [0, 4294967295], got -1"],
@@ -121,6 +122,17 @@ test("an option of another name is an error, wherever it is given, and is told w
   await failure(kakeya.InvalidArgument, session.info(wrong));
   await failure(kakeya.InvalidArgument, session.close(wrong));
   await failure(kakeya.InvalidArgument, () => session.generate(1, null as unknown as object));
+  const tokenizer: ChatTokenizer = {
+    eosTokenIds: [],
+    addedTokens: [],
+    render: () => "",
+    encode: () => [],
+    decode: () => "",
+  };
+  await failure(kakeya.InvalidArgument, () => tokensForChat([{ role: "user" }], tokenizer, { tool: [] } as object));
+  const next = { after: [], enableThinking: true } as { after: number[] };
+  await failure(kakeya.InvalidArgument, () => tokensForNextTurn([{ role: "user" }], tokenizer, next));
+  await failure(kakeya.InvalidArgument, () => endOfTurnIds(tokenizer, wrong));
   const info = await session.info();
   expect([info.historyLength, info.isGenerating]).toEqual([0, false]);
 });

@@ -60,6 +60,7 @@ export type {
   ForkOptions,
   GenerateOptions,
   Pem,
+  Signal,
   TLS,
 } from "./options.js";
 export type { RetryPolicy } from "./retry.js";

@@ -2,6 +2,7 @@
 import { invalid, shown, type TokenIds } from "./checks.js";
 import type { RetryPolicy } from "./retry.js";
 import type { Strategy } from "./strategies.js";
+import type { ChatOptions, NextTurnOptions } from "./tokenization.js";
 import type { Progress } from "./values.js";
 
 /** A PEM file's contents, or its path. */
@@ -19,12 +20,15 @@ export interface TLS {
   readonly key?: Pem;
 }
 
+/** An AbortSignal, as the program's own types have it: those of Node.js, or of a browser. */
+export type Signal = typeof globalThis extends { AbortSignal: { prototype: infer S } } ? S : never;
+
 /** What every call takes. */
 export interface CallOptions {
   /** For all attempts of the call together; null: no limit. Default: the client's. */
   readonly timeoutSeconds?: number | null | undefined;
   /** Stops the call, which then fails with the signal's reason. */
-  readonly signal?: AbortSignal | undefined;
+  readonly signal?: Signal | undefined;
 }
 
 /** How a client is made. */
@@ -105,6 +109,12 @@ export interface GenerateOptions extends CallOptions {
 type Names<T> = Readonly<Record<keyof T, true>>;
 
 const CALL: Names<CallOptions> = { timeoutSeconds: true, signal: true };
+const CHAT: Names<ChatOptions> = {
+  addGenerationPrompt: true,
+  tools: true,
+  allowSpecialTokens: true,
+  templateOptions: true,
+};
 
 const KNOWN = {
   TLS: { rootCertificates: true, certificate: true, key: true } satisfies Names<TLS>,
@@ -142,9 +152,17 @@ const KNOWN = {
     ...CALL,
   } satisfies Names<GenerateOptions>,
   "this call": CALL,
+  tokensForChat: CHAT,
+  tokensForNextTurn: { after: true, ...CHAT } satisfies Names<NextTurnOptions>,
+  endOfTurnIds: CHAT,
+  decode: { skipSpecialTokens: true },
 } as const;
 
-/** `options` as they are, once each is known. Throws InvalidArgument with the name of the first that is not. */
+/**
+ * `options` as they are, once each is known. Throws InvalidArgument with the name of the first that is not.
+ *
+ * @internal
+ */
 export function known<T extends object>(options: T, of: keyof typeof KNOWN): T {
   if (typeof options !== "object" || (options as T | null) === null || Array.isArray(options)) {
     throw invalid("options", `of ${of} must be an object, got ${shown(options)}`);

@@ -1,14 +1,20 @@
 /** What is published installs in an empty folder and works there, for programs and for compilers. */
 import { execFileSync, type ExecFileSyncOptions } from "node:child_process";
-import { mkdtempSync, readdirSync, rmSync, writeFileSync } from "node:fs";
+import { cpSync, mkdirSync, mkdtempSync, readdirSync, readFileSync, rmSync, symlinkSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { fileURLToPath } from "node:url";
 
+import ts from "typescript";
 import { afterAll, beforeAll, expect, inject, test } from "vitest";
+
+import { PYTHON, ROOT } from "../testing/python.mjs";
+import { openServer } from "../testing/servers.js";
 
 const HERE = fileURLToPath(new URL("../", import.meta.url));
 const DEPENDENCIES = ["@bufbuild/protobuf", "@connectrpc/connect", "@connectrpc/connect-node"];
+const ESNEXT = ts.ModuleKind.ESNext;
+const COPIED = { recursive: true, dereference: true };
 let folder: string;
 
 function run(command: string, args: string[], options: ExecFileSyncOptions = {}): string {
@@ -71,32 +77,125 @@ test("without the tokenizers' packages, the tokenization says what to install wh
   expect(problem).toContain("npm install @huggingface/tokenizers @huggingface/jinja");
 });
 
-test("a strict compiler finds the types", () => {
+test("a program that requires the package runs a session, with the names that one has that imports it", () => {
   writeFileSync(
-    join(folder, "typed.ts"),
-    `import { Client, SessionBusy, type Strategy } from "@kakeya/runtime";
-     import { tokensForChat, type ChatTokenizer } from "@kakeya/runtime/tokenization";
-     const strategy: Strategy = { kind: "sink_window", window: 1024 };
-     // @ts-expect-error an option of another strategy
-     const wrong: Strategy = { kind: "sink_window", budget: 3 };
-     export async function say(tokenizer: ChatTokenizer): Promise<bigint> {
-       await using client = new Client();
-       await using session = await client.createSession({ strategy });
-       await session.append(tokensForChat([{ role: "user", content: "hi" }], tokenizer)).catch((error: unknown) => {
-         if (!(error instanceof SessionBusy)) throw error;
-       });
-       for await (const id of session.generate(3, { seed: 1n })) console.log(id.toFixed(), wrong);
-       return (await session.generate(3).result()).seed;
-     }`,
+    join(folder, "program.cjs"),
+    `const { Client, InvalidArgument } = require("@kakeya/runtime");
+     const { fromOpenAIMessages, loadTokenizer } = require("@kakeya/runtime/tokenization");
+     (async () => {
+       const session = await new Client("${inject("target")}").createSession();
+       await session.append([1, 2, 3]);
+       console.log((await session.generate(4).result()).tokenIds.length);
+       console.log(await session.append([-1]).catch((error) => error instanceof InvalidArgument));
+       console.log(fromOpenAIMessages([{ role: "user", content: "hi" }])[0].content);
+       console.log((await loadTokenizer(".").catch((error) => error)).name);
+       const imported = await Promise.all([import("@kakeya/runtime"), import("@kakeya/runtime/tokenization")]);
+       const required = [require("@kakeya/runtime"), require("@kakeya/runtime/tokenization")];
+       console.log(...required.map((each, at) => Object.keys(each).sort().join() === Object.keys(imported[at]).join()));
+     })();`,
   );
-  const flags = ["--strict", "--target", "es2022", "--module", "node16"];
-  const types = ["--types", "node", "--typeRoots", join(HERE, "node_modules", "@types"), "--noEmit"];
+  expect(run(process.execPath, ["program.cjs"], { timeout: 30_000 })).toBe("4\ntrue\nhi\nTokenizerError\ntrue true\n");
+});
+
+const TYPED = `
+  import { Client, SessionBusy, type Strategy } from "@kakeya/runtime";
+  import { tokensForChat, type ChatTokenizer } from "@kakeya/runtime/tokenization";
+  const strategy: Strategy = { kind: "sink_window", window: 1024 };
+  // @ts-expect-error an option of another strategy
+  const wrong: Strategy = { kind: "sink_window", budget: 3 };
+  // @ts-expect-error an option of another name
+  export const stray = new Client("127.0.0.1:1", { timeout: 3 });
+  export async function say(tokenizer: ChatTokenizer): Promise<bigint> {
+    await using client = new Client();
+    await using session = await client.createSession({ strategy });
+    await session.append(tokensForChat([{ role: "user", content: "hi" }], tokenizer)).catch((error: unknown) => {
+      if (!(error instanceof SessionBusy)) throw error;
+    });
+    const ids: [number, Strategy][] = [];
+    for await (const id of session.generate(3, { seed: 1n })) ids.push([id, wrong]);
+    return (await session.generate(3).result()).seed;
+  }`;
+const NODE = ["--types", "node", "--typeRoots", join(HERE, "node_modules", "@types")];
+// A signal has a type only where something declares it.
+const SIGNALLED = `${TYPED}
+  export const stopped = (client: Client, signal: AbortSignal) => client.serverInfo({ signal });`;
+
+test.each<[string, string, string, string[]]>([
+  ["ES modules, Node's types", "typed.ts", SIGNALLED, ["--module", "node16", ...NODE]],
+  ["ES modules, no types but the language's own", "bare.ts", TYPED, ["--module", "nodenext"]],
+  ["CommonJS of Node's", "typed.cts", SIGNALLED, ["--module", "node16", ...NODE]],
+  ["CommonJS as it was", "old.cts", TYPED, ["--module", "commonjs", "--moduleResolution", "node10"]],
+])("a strict compiler finds the types without a browser's: %s", (_, name, source, flags) => {
+  writeFileSync(join(folder, name), source);
   // Libraries' types are checked, too: ours must hold by themselves.
-  run(process.execPath, [join(HERE, "node_modules", "typescript", "bin", "tsc"), ...flags, ...types, "typed.ts"]);
+  const strict = ["--strict", "--exactOptionalPropertyTypes", "--target", "es2022", "--lib", "es2022", "--noEmit"];
+  run(process.execPath, [join(HERE, "node_modules", "typescript", "bin", "tsc"), ...strict, ...flags, name]);
+});
+
+test("the examples run where what their text names is installed, and nothing else", async () => {
+  const examples = join(HERE, "examples");
+  const names = readdirSync(examples).filter((name) => name.endsWith(".ts") && !name.endsWith(".test.ts"));
+  const tokenizers = join(folder, "tokenizers");
+  execFileSync(PYTHON, ["-m", "tests.conformance.save_tokenizers", tokenizers], { cwd: ROOT });
+  const { target } = await openServer(inject("control"), { engine: { strategy: "sink_window:sink=4,window=64" } });
+  // FOLDER and TARGET are the reader's to fill in.
+  const given: Record<string, string> = { FOLDER: join(tokenizers, "ChatML"), "[TARGET]": target };
+  const printed = names.map((name) => {
+    const text = readFileSync(join(examples, name), "utf8");
+    const needed = /npm install (@[\w/@ -]+)/.exec(text)?.[1]?.split(" ") ?? [];
+    const where = mkdtempSync(join(folder, "example-"));
+    cpSync(join(folder, "node_modules"), join(where, "node_modules"), { recursive: true });
+    for (const each of needed) cpSync(join(HERE, "node_modules", each), join(where, "node_modules", each), COPIED);
+    writeFileSync(join(where, "package.json"), JSON.stringify({ type: "module" }));
+    const compiled = ts.transpileModule(text, { compilerOptions: { target: ts.ScriptTarget.ES2022, module: ESNEXT } });
+    writeFileSync(join(where, name.replace(".ts", ".js")), compiled.outputText);
+    const [, command = ""] = /node ([\w-]+\.js .*)/.exec(text) ?? [];
+    const words = command.replace(/ +#.*/, "").match(/"[^"]*"|\S+/g) ?? [];
+    const args = words.map((each) => given[each] ?? each.replaceAll('"', ""));
+    return run(process.execPath, args, { cwd: where, timeout: 60_000 });
+  });
+  expect(names).toEqual(["minimal-session.ts", "tool-calling-agent.ts"]);
+  expect(printed[0]).toContain("22 tokens in the history");
+  expect(printed[1]).toContain("user   What is 30 + 12?");
+});
+
+test("the Electron example compiles in a folder of its own, against the package", () => {
+  const example = join(folder, "examples", "electron");
+  cpSync(join(HERE, "examples", "electron"), example, {
+    recursive: true,
+    filter: (path) => !/node_modules|dist$|\.test\.ts$/.test(path.slice(HERE.length)),
+  });
+  cpSync(join(HERE, "tsconfig.json"), join(folder, "tsconfig.json"));
+  mkdirSync(join(example, "node_modules"));
+  for (const name of ["electron", "@types", "typescript", ".bin"]) {
+    symlinkSync(join(HERE, "node_modules", name), join(example, "node_modules", name));
+  }
+  run("npm", ["run", "--silent", "build"], { cwd: example });
+  expect(readdirSync(join(example, "dist")).sort()).toEqual(
+    ["chat.js", "conversation.js", "main.js", "page.js", "preload.cjs", "protocol.js", "text-stream.js"].sort(),
+  );
+});
+
+test("nothing that is depended on has a name that somebody else could take", () => {
+  const locked = JSON.parse(readFileSync(join(HERE, "package-lock.json"), "utf8")) as {
+    packages: Record<string, { version?: string; integrity?: string }>;
+  };
+  const { dependencies, peerDependencies } = JSON.parse(readFileSync(join(HERE, "package.json"), "utf8")) as Record<
+    string,
+    Record<string, string>
+  >;
+  for (const name of Object.keys({ ...dependencies, ...peerDependencies })) {
+    // A name with a checksum is one that a registry gave us.
+    expect(locked.packages[`node_modules/${name}`]?.integrity, name).toMatch(/^sha512-/);
+  }
+  const electron = JSON.parse(readFileSync(join(HERE, "examples", "electron", "package.json"), "utf8")) as {
+    dependencies: Record<string, string>;
+  };
+  expect(electron.dependencies["@kakeya/runtime"]).toBe("file:../..");
 });
 
 test("publint and attw accept the package", () => {
   const bin = (name: string): string => join(HERE, "node_modules", ".bin", name);
   run(bin("publint"), ["--strict"], { cwd: HERE });
-  run(bin("attw"), ["--pack", ".", "--profile", "esm-only", "--no-emoji"], { cwd: HERE });
+  run(bin("attw"), ["--pack", ".", "--profile", "node16", "--no-emoji"], { cwd: HERE });
 });

@@ -7,9 +7,12 @@ import { known } from "./options.js";
 const FULL_SECONDS = 60;
 const FULL_DELAY_SECONDS = 0.02;
 const LONGEST_FULL_DELAY_SECONDS = 1;
+// How calls end that gRPC, a balancer or a proxy ended, when nobody says why. Each is the same call again by its id.
+const PASSING = new Set(["UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "RESOURCE_EXHAUSTED"]);
 
 /**
- * Waits between attempts of a call, after a lost connection and where the server says when to come again.
+ * Waits between attempts of a call, after a lost connection or a call that something on the way ended, and where the
+ * server says when to come again.
  *
  * The n-th wait is between half and all of `firstDelaySeconds` × 2^(n-1), at most `maxDelaySeconds`, and never less than
  * the server asked for. `attempts: 1` switches retries off. A stream's attempts count from its last token. Each request
@@ -24,7 +27,11 @@ export interface RetryPolicy {
   readonly maxDelaySeconds?: number;
 }
 
-/** The policy with every number filled in. Throws InvalidArgument. */
+/**
+ * The policy with every number filled in. Throws InvalidArgument.
+ *
+ * @internal
+ */
 export function retryPolicyOf(policy: RetryPolicy = {}): Required<RetryPolicy> {
   const filled = { attempts: 4, firstDelaySeconds: 0.2, maxDelaySeconds: 5, ...known(policy, "RetryPolicy") };
   wholeIn(filled.attempts, "attempts", 1, 999);
@@ -36,7 +43,11 @@ export function retryPolicyOf(policy: RetryPolicy = {}): Required<RetryPolicy> {
   return filled;
 }
 
-/** One call's deadline, counted from now, with the policy for its attempts and the caller's signal. */
+/**
+ * One call's deadline, counted from now, with the policy for its attempts and the caller's signal.
+ *
+ * @internal
+ */
 export class Patience {
   readonly signal: AbortSignal | undefined;
   readonly #policy: Required<RetryPolicy>;
@@ -70,7 +81,10 @@ export class Patience {
     if (error.reason !== undefined) this.#lastTold = error;
     if (error instanceof TLSFailed || attempt >= this.#policy.attempts) return undefined;
     const asked = error.retryAfterSeconds;
-    if (error.code !== "UNAVAILABLE" && asked === undefined) return undefined;
+    const isPassing =
+      error.code === "UNAVAILABLE" ||
+      (error.reason === undefined && error.code !== undefined && PASSING.has(error.code));
+    if (!isPassing && asked === undefined) return undefined;
     const longest = Math.min(this.#policy.maxDelaySeconds, this.#policy.firstDelaySeconds * 2 ** (attempt - 1));
     // Clients that were all told the same do not all come at the same time.
     const jitter = Math.random();

@@ -131,7 +131,11 @@ for (const { name, localName, message } of StrategySchema.fields) {
   if (message !== undefined) ARMS.set(name, { localName, message });
 }
 
-/** The strategy as it goes on the wire. Throws InvalidArgument for what protobuf would take wrongly or leave out. */
+/**
+ * The strategy as it goes on the wire. Throws InvalidArgument for what protobuf would take wrongly or leave out.
+ *
+ * @internal
+ */
 export function strategyToWire(strategy: Strategy): WireStrategy {
   const given: unknown = strategy;
   const kind: unknown = typeof given === "object" && given !== null && "kind" in given ? given.kind : given;
@@ -159,7 +163,11 @@ export function strategyToWire(strategy: Strategy): WireStrategy {
   >[1]);
 }
 
-/** The strategy of a reply; undefined if it is of a kind newer than this SDK. */
+/**
+ * The strategy of a reply; undefined if it is of a kind newer than this SDK.
+ *
+ * @internal
+ */
 export function strategyFromWire(message: WireStrategy | undefined): Strategy | undefined {
   const arm = message?.kind;
   if (arm?.case === undefined) return undefined;

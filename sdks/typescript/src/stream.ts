@@ -17,7 +17,11 @@ import { stopReasonOf, type GenerateResult, type Progress, type TokenDetail } fr
 
 type OnProgress = ((progress: Progress) => void) | undefined;
 
-/** Folds frames into tokens and a result. */
+/**
+ * Folds frames into tokens and a result.
+ *
+ * @internal
+ */
 export class Fold {
   readonly tokenIds: number[] = [];
   result: GenerateResult | undefined = undefined;

@@ -24,6 +24,7 @@ import { join } from "node:path";
 import { shown } from "./checks.js";
 import { InvalidMessages, TemplateError, TokenizerError } from "./errors.js";
 import { fromOpenAIMessages, type Message } from "./openai-messages.js";
+import { known } from "./options.js";
 import { Conversation, renamed, Respelled, SpecialTextError, SpecialTokens } from "./special-text.js";
 
 export { fromOpenAIMessages, type Message };
@@ -125,10 +126,11 @@ export async function loadTokenizer(folder: string): Promise<ChatTokenizer> {
         return template.render({ ...special, ...options, messages });
       },
       encode: (text) => tokenizer.encode(text, { add_special_tokens: false }).ids,
-      decode: (ids, options) => {
+      decode: (ids, options = {}) => {
+        known(options, "decode");
         // The package takes no empty list.
         if (ids.length === 0) return "";
-        return tokenizer.decode([...ids], { skip_special_tokens: options?.skipSpecialTokens === true });
+        return tokenizer.decode([...ids], { skip_special_tokens: options.skipSpecialTokens === true });
       },
       addedTokens: [...added].map(([id, token]) => ({ id, text: token.content, isSpecial: token.special })),
       unknownTokenId: tokenizer.token_to_id(special["unk_token"] ?? ""),
@@ -156,7 +158,7 @@ export function tokensForChat(
   options: ChatOptions = {},
 ): number[] {
   requireMessages(messages);
-  const { text, encode } = written(tokenizer, messages, options);
+  const { text, encode } = written(tokenizer, messages, known(options, "tokensForChat"));
   return encode(text);
 }
 
@@ -176,6 +178,7 @@ export function tokensForNextTurn(
   options: NextTurnOptions,
 ): number[] {
   requireNew(messages);
+  known(options, "tokensForNextTurn");
   const start: Message[] = [{ role: "user", content: USER }];
   const longer: Message[] = [...start, { role: "assistant", content: USER }, ...start];
   const [end, turn] = afterAssistant(tokenizer, start, MARKERS[0], messages, options);
@@ -195,6 +198,7 @@ export function tokensForNextTurn(
 
 /** Ids that end an assistant's turn, for a session's `eosTokenIds`: the tokenizer's own and the template's. */
 export function endOfTurnIds(tokenizer: ChatTokenizer, options: ChatOptions = {}): number[] {
+  known(options, "endOfTurnIds");
   const question: Message[] = [{ role: "user", content: USER }];
   const [, [first]] = renderedAfter(tokenizer, question, MARKERS[0], [], { ...options, addGenerationPrompt: false });
   // A turn that ends in plain text has no token of its own for it.

@@ -69,7 +69,11 @@ export interface GenerateResult {
   readonly isDegraded: boolean;
 }
 
-/** What is fixed when a session is made. */
+/**
+ * What is fixed when a session is made.
+ *
+ * @internal
+ */
 export interface SessionFacts {
   readonly id: string;
   readonly historyLength: number;
@@ -162,6 +166,7 @@ export interface ServerInfo {
   readonly historyTokens: number;
 }
 
+/** @internal */
 export function stopReasonOf(reason: WireStopReason): StopReason {
   switch (reason) {
     case WireStopReason.MAX_TOKENS:
@@ -188,10 +193,12 @@ function modeOf(mode: WireMode): Mode {
   }
 }
 
+/** @internal */
 export function createdFacts(reply: CreateSessionResponse): SessionFacts {
   return { ...sharedFacts(reply), historyLength: 0, sharedBytes: 0 };
 }
 
+/** @internal */
 export function forkedFacts(reply: ForkSessionResponse): SessionFacts {
   return {
     ...sharedFacts(reply),
@@ -216,6 +223,7 @@ function sharedFacts(
   };
 }
 
+/** @internal */
 export function sessionInfoOf(reply: GetSessionInfoResponse): SessionInfo {
   return {
     historyLength: exact(reply.historyLength, "history_length"),
@@ -242,6 +250,7 @@ export function sessionInfoOf(reply: GetSessionInfoResponse): SessionInfo {
   };
 }
 
+/** @internal */
 export function serverInfoOf(reply: GetServerInfoResponse): ServerInfo {
   return {
     version: reply.version,

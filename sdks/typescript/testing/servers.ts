@@ -81,6 +81,46 @@ export async function censusOf(control: number, target: string): Promise<Record<
   return (await ask(control, { census: target })) as Record<string, number>;
 }
 
+/** What becomes of a call that passes a middle, and when; as `tests/middle.py` has it. */
+export interface Fate {
+  readonly when: "request" | "answer" | "headers" | "messages" | "done" | "trailers";
+  readonly what: "cut" | "close" | "hold" | "delay" | "reset";
+  readonly messages?: number;
+  readonly seconds?: number;
+  readonly code?: number;
+}
+
+/** In front of a server, and speaks HTTP/2: it cuts, delays and holds the calls that pass it. */
+export class Middle {
+  readonly target: string;
+  readonly #control: number;
+
+  private constructor(control: number, target: string) {
+    this.#control = control;
+    this.target = target;
+  }
+
+  static async before(control: number, target: string): Promise<Middle> {
+    const opened = (await ask(control, { middle: target })) as Opened;
+    return new Middle(control, opened.target);
+  }
+
+  /** The fates of the next calls, in their order. */
+  async expect(...fates: Fate[]): Promise<void> {
+    await ask(this.#control, { fates: [this.target, fates] });
+  }
+
+  /** Nothing passes any more. */
+  async darken(): Promise<void> {
+    await ask(this.#control, { darken: this.target });
+  }
+
+  /** What came to it until now. */
+  async passed(): Promise<{ connections: number; calls: number }> {
+    return (await ask(this.#control, { passed: this.target })) as { connections: number; calls: number };
+  }
+}
+
 /** Every reason the server can give, with the name of its status code. */
 export async function serverReasons(control: number): Promise<Record<string, string>> {
   return ((await ask(control, { reasons: true })) as { reasons: Record<string, string> }).reasons;

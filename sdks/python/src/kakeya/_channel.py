@@ -11,13 +11,18 @@ import grpc
 
 from kakeya._checks import invalid
 
-KEEPALIVE_SECONDS = 30  # servers answer a client that pings more often than every 20 s by hanging up
+# A connection that is dead is found out within a call's default timeout, with time to make another. The server lets
+# clients ping once in 5 s.
+KEEPALIVE_SECONDS = 10
+KEEPALIVE_ANSWER_SECONDS = 10
 # The largest reply is a few kilobytes; appends are cut to what the server says it takes.
 MAX_REPLY_BYTES = 4 * 2**20
 
 OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
-    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_ANSWER_SECONDS * 1000),
+    # gRPC pings to measure the line, too. While one of those has no answer keepalive waits, a minute by default.
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_ANSWER_SECONDS * 1000),
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),  # a long prefill is silent; pings go on
     ("grpc.max_receive_message_length", MAX_REPLY_BYTES),

@@ -13,11 +13,14 @@ from kakeya._errors import DeadlineExceeded, KakeyaError, TLSFailed, TransportEr
 # A call that found its connection full waits for its turn like one that its own side holds back: that is no attempt.
 FULL_SECONDS = 60.0
 _FULL_DELAY_SECONDS, _LONGEST_FULL_DELAY_SECONDS = 0.02, 1.0
+# How calls end that gRPC, a balancer or a proxy ended, when nobody says why. Each is the same call again by its id.
+_PASSING = frozenset({"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "RESOURCE_EXHAUSTED"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:
-    """Waits between attempts of a call, after a lost connection and where the server says when to come again.
+    """Waits between attempts of a call, after a lost connection or a call that something on the way ended, and where
+    the server says when to come again.
 
     The n-th wait is between half and all of `first_delay_seconds` × 2^(n-1), at most `max_delay_seconds`, and never
     less than the server asked for. `attempts=1` switches retries off. A stream's attempts count from its last token.
@@ -72,7 +75,8 @@ class Patience:
         asked = error.retry_after_seconds
         if isinstance(error, TLSFailed):
             return None
-        if (error.code != "UNAVAILABLE" and asked is None) or attempt >= self.policy.attempts:
+        is_passing = error.code == "UNAVAILABLE" or (error.reason is None and error.code in _PASSING)
+        if (not is_passing and asked is None) or attempt >= self.policy.attempts:
             return None
         # Clients that were all told the same do not all come at the same time.
         jitter = self._jitter()

@@ -167,7 +167,9 @@ class StreamBase:
         explained = self._client._explain(error)
         delay = self._patience.wait_seconds(self._attempt, explained)
         if delay is None:
-            self._fail(self._patience.verdict(explained), error)
+            explained.__cause__ = error
+            verdict = self._patience.verdict(explained)
+            self._fail(verdict, verdict.__cause__)
         self._attempt += 1
         return delay
 

@@ -1,0 +1,114 @@
+"""What is built for others: what it asks an index for, and that it works where nothing of this folder is in sight."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILT = ("LICENSE", "README.md", "inference_engine", "kv_cache_proposer", "pyproject.toml", "sdks/python")
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By the name of their distribution, built from a copy: setuptools leaves folders where it builds."""
+    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
+    for name in BUILT:
+        copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        copied(ROOT / name, copy / name)
+    for left in (*copy.rglob("*.egg-info"), *copy.rglob("build")):
+        shutil.rmtree(left)
+    without_network = ("--no-deps", "--no-index", "--no-build-isolation", "--quiet", "--wheel-dir", str(out))
+    subprocess.run((*PIP, "wheel", *without_network, str(copy), str(copy / "sdks/python")), check=True, timeout=240)
+    return {path.name.split("-", 1)[0].replace("_", "-"): path for path in out.iterdir()}
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize("name", ["kakeya", "kakeya-runtime"])
+def test_a_wheel_asks_for_published_packages_only(wheels: dict[str, Path], name: str) -> None:
+    """Those that the pins name: they were installed from an index. Neither of ours is in one."""
+    pinned = {
+        normal(line.split("==")[0].split("[")[0])
+        for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+        if "==" in line and not line.lstrip().startswith("#")
+    }
+    required = metadata(wheels[name]).get_all("Requires-Dist") or []
+    asked = {normal(re.split(r"[^\w.-]", each, maxsplit=1)[0]) for each in required}
+    assert asked
+    assert asked <= pinned
+    assert not asked & {"kakeya", "kakeya-runtime"}
+
+
+@pytest.mark.parametrize("name", ["kakeya", "kakeya-runtime"])
+def test_a_wheel_has_its_licence_its_text_and_its_types(wheels: dict[str, Path], name: str) -> None:
+    with zipfile.ZipFile(wheels[name]) as archive:
+        held = set(archive.namelist())
+    assert any(each.endswith(".dist-info/licenses/LICENSE") for each in held)
+    assert {"kakeya/py.typed", "kakeya/v1/runtime_pb2.pyi"} <= held
+    assert not [each for each in held if each.split("/")[0] in {"tests", "scripts", "sdks"}]
+    text = metadata(wheels[name]).get_payload()
+    assert isinstance(text, str)
+    assert text.startswith("# ")
+
+
+def test_copies_of_the_licence_are_the_licence() -> None:
+    licence = (ROOT / "LICENSE").read_bytes()
+    for sdk in ("python", "typescript"):
+        assert (ROOT / "sdks" / sdk / "LICENSE").read_bytes() == licence
+
+
+def test_the_runtime_asks_for_what_the_sdk_in_it_needs() -> None:
+    def asked(project: Path) -> dict[str, str]:
+        listed = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+        return {re.split(r"[^\w.-]", each, maxsplit=1)[0]: each for each in listed}
+
+    of_runtime = asked(ROOT / "pyproject.toml")
+    for name, requirement in asked(ROOT / "sdks/python/pyproject.toml").items():
+        assert of_runtime[name] == requirement
+
+
+def test_the_runtimes_wheel_alone_gives_the_command_and_the_sdk(wheels: dict[str, Path], tmp_path: Path) -> None:
+    venv.create(tmp_path / "fresh", with_pip=False)
+    scripts = tmp_path / "fresh" / ("Scripts" if os.name == "nt" else "bin")
+    python = scripts / "python"
+    install = ("install", "--no-deps", "--no-index", "--quiet", "--no-compile", str(wheels["kakeya-runtime"]))
+    subprocess.run((*PIP, "--python", str(python), *install), check=True, timeout=120)
+    # What others publish comes from here. Our own does not: it lies elsewhere, and .pth files there are not read.
+    (fresh,) = (tmp_path / "fresh").rglob("site-packages")
+    (fresh / "others.pth").write_text(sysconfig.get_paths()["purelib"], encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KAKEYA_"))}
+
+    def said(*command: str) -> str:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, check=True, timeout=120, capture_output=True, text=True
+        )
+        return done.stdout
+
+    where = said(str(python), "-c", "import inference_engine as one, kakeya; print(one.__file__, kakeya.__file__)")
+    assert [Path(each).parent.parent for each in where.split()] == [fresh, fresh]
+    assert "serve" in said(str(scripts / "kakeya"), "--help")
+    help_of_serve = said(str(scripts / "kakeya"), "serve", "--help")
+    assert "--model" in help_of_serve
