@@ -1,6 +1,6 @@
 /** Where the server is and how to reach it: target, TLS, key, and one HTTP/2 connection. */
 import { readFileSync } from "node:fs";
-import type { SecureClientSessionOptions } from "node:http2";
+import type { ClientHttp2Stream, Http2Session, SecureClientSessionOptions } from "node:http2";
 
 import { createClient, type Client as ConnectClient, type Interceptor } from "@connectrpc/connect";
 import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
@@ -51,7 +51,7 @@ export function openChannel(target: string, apiKey: string | undefined, tls: TLS
     }
   }
   const baseUrl = `${tls === false ? "http" : "https"}://${target}`;
-  const connection = new Http2SessionManager(
+  const connection = new Connections(
     baseUrl,
     { pingIntervalMs: KEEPALIVE_SECONDS * 1000, pingTimeoutMs: KEEPALIVE_ANSWER_SECONDS * 1000 },
     tls === false ? {} : secureOptions(tls === true ? {} : tls),
@@ -70,6 +70,25 @@ export function openChannel(target: string, apiKey: string | undefined, tls: TLS
       connection.abort();
     },
   };
+}
+
+/**
+ * Connect's, but for errors of a connection that it has left already: a call that comes between the destruction of a dead
+ * connection and its error takes Connect's listener away, and an error that nobody listens to ends the process. Calls hear
+ * of it by themselves.
+ */
+class Connections extends Http2SessionManager {
+  readonly #heard = new WeakSet<Http2Session>();
+
+  override async request(...call: Parameters<Http2SessionManager["request"]>): Promise<ClientHttp2Stream> {
+    const stream = await super.request(...call);
+    const { session } = stream;
+    if (session !== undefined && !this.#heard.has(session)) {
+      this.#heard.add(session);
+      session.on("error", () => undefined);
+    }
+    return stream;
+  }
 }
 
 function withKey(apiKey: string): Interceptor {
