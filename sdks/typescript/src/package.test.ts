@@ -159,7 +159,7 @@ test("the examples run where what their text names is installed, and nothing els
   expect(printed[1]).toContain("user   What is 30 + 12?");
 });
 
-test("the Electron example compiles in a folder of its own, against the package", () => {
+test("the Electron example is built in a folder of its own, and its main process's part speaks", async () => {
   const example = join(folder, "examples", "electron");
   cpSync(join(HERE, "examples", "electron"), example, {
     recursive: true,
@@ -167,13 +167,34 @@ test("the Electron example compiles in a folder of its own, against the package"
   });
   cpSync(join(HERE, "tsconfig.json"), join(folder, "tsconfig.json"));
   mkdirSync(join(example, "node_modules"));
-  for (const name of ["electron", "@types", "typescript", ".bin"]) {
+  for (const name of ["electron", "@types", "typescript", "@huggingface", ".bin"]) {
     symlinkSync(join(HERE, "node_modules", name), join(example, "node_modules", name));
   }
   run("npm", ["run", "--silent", "build"], { cwd: example });
-  expect(readdirSync(join(example, "dist")).sort()).toEqual(
-    ["chat.js", "conversation.js", "main.js", "page.js", "preload.cjs", "protocol.js", "text-stream.js"].sort(),
+  const built = ["chat.js", "conversation.js", "main.js", "page.js", "preload.cjs", "protocol.js", "text-stream.js"];
+  expect(readdirSync(join(example, "dist")).sort()).toEqual(built);
+  // All of the main process but windows: what needs Electron is in main.js alone.
+  const { target } = await openServer(inject("control"), { engine: { strategy: "sink_window:sink=4,window=64" } });
+  execFileSync(PYTHON, ["-m", "tests.conformance.save_tokenizers", join(folder, "tokenizers")], { cwd: ROOT });
+  writeFileSync(
+    join(example, "speak.mjs"),
+    `import { once } from "node:events";
+     import { MessageChannel } from "node:worker_threads";
+     import { Client } from "@kakeya/runtime";
+     import { loadTokenizer } from "@kakeya/runtime/tokenization";
+     import { Conversation } from "./dist/conversation.js";
+     const { port1, port2 } = new MessageChannel();
+     const port = { send: (report) => port1.postMessage(report), onMessage: (heard) => port1.on("message", heard) };
+     const session = await new Client("${target}").createSession();
+     const tokenizer = await loadTokenizer("${join(folder, "tokenizers", "ChatML")}");
+     await Conversation.over(port, session, tokenizer, { maxTokens: 8, temperature: 0 });
+     port2.postMessage({ kind: "say", text: "Hello!" });
+     const kinds = new Set();
+     while (!kinds.has("end") && !kinds.has("failed")) kinds.add((await once(port2, "message"))[0].kind);
+     console.log(...kinds);
+     port1.close();`,
   );
+  expect(run(process.execPath, ["speak.mjs"], { cwd: example, timeout: 30_000 }).trim()).toMatch(/^ready .*end$/);
 });
 
 test("nothing that is depended on has a name that somebody else could take", () => {
