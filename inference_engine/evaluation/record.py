@@ -12,6 +12,7 @@ import datetime as dt
 import importlib.metadata
 import io
 import json
+import os
 import platform
 import re
 import shlex
@@ -173,10 +174,11 @@ def running_commit(given: str | None) -> str:
 
 def describe_machine(packages: Sequence[str] = ("torch", "transformers", "grpcio", "protobuf")) -> dict[str, Any]:
     """What the numbers depend on, and nothing that identifies the machine."""
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
     return {
         "cpu": cpu_model(),
-        "cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),
-        "threads": psutil.cpu_count(),
+        "cores": min(threads, psutil.cpu_count(logical=False) or threads),  # those that this process may use
+        "threads": threads,
         "memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),

@@ -1,6 +1,7 @@
 """A record can be made again from what it says, and gives nothing away."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,17 @@ def test_a_number_that_is_no_number_is_refused(tmp_path: Path) -> None:
 )
 def test_a_machine_has_a_speaking_name(cpu: str, name: str) -> None:
     assert record.machine_name({"cpu": cpu, "cores": 2}) == name
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no process to processors")
+def test_a_process_that_is_bound_to_one_core_says_so() -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        machine = record.describe_machine()
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert (machine["cores"], machine["threads"]) == (1, 1)
 
 
 def coloured(path: Path) -> int:
