@@ -121,6 +121,7 @@ class Generates:
                 transcript = known or _new_transcript(session, params, forced)
                 reader = transcript.attach(position=resume_from, is_replayed=known is not None, listener=listener)
                 request = transcript.run(self._clock())
+                session.told_from = transcript.first_position
                 self._follow(request)
                 self._remembered.remember(call, transcript, session_id=session.session_id)
             except BaseException:

@@ -59,6 +59,7 @@ class Session:
     history: History = field(default_factory=History)
     operation: Operation | None = None
     waiters: list[Callable[[], None]] = field(default_factory=list)
+    told_from: int = 0  # position of the newest Generate's first token; 0: there was none
     pins: int = 0  # that keep the rows where they are, though the session may be closed meanwhile
     is_closed: bool = False
     failure_reason: str = ""

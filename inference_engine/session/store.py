@@ -54,7 +54,7 @@ class SessionStore:
         idle_ttl_seconds: float,
         kept_tokens: int = 0,
     ) -> None:
-        """kept_tokens: of a session that ended, these last ones stay for those who are being told of them."""
+        """kept_tokens: of a session that ended, so many of its last Generate stay for those who are being told."""
         self._context = context
         self._journal = journal
         self._metrics = metrics
@@ -151,7 +151,7 @@ class SessionStore:
             session.live_bytes = session.tier_live_bytes = 0
             session.live_kinds = {}
             session.kv.release()
-            session.history.release(self._kept_tokens)
+            session.history.release(self._tokens_told(session))
             self._journal.close(session.session_id)
             self._metrics.sessions_total.labels(outcome="failed").inc()
 
@@ -351,9 +351,13 @@ class SessionStore:
 
     def _release_if_over(self, session: Session) -> None:
         if session.is_closed and session.operation is None:
-            session.history.release(self._kept_tokens)
+            session.history.release(self._tokens_told(session))
             if not session.pins:
                 session.kv.release()
+
+    def _tokens_told(self, session: Session) -> int:
+        """Of its last ones, so many may still be on their way to a client."""
+        return min(self._kept_tokens, len(session.history) - session.told_from) if session.told_from else 0
 
     def _touch(self, session: Session) -> None:
         session.used_at = self._clock()

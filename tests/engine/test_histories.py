@@ -246,6 +246,21 @@ def test_tokens_of_a_generate_can_be_read_when_its_session_was_closed_meanwhile(
         assert isinstance(events[-1], Finished)
 
 
+def test_of_a_closed_session_no_more_is_kept_than_what_its_last_generate_said() -> None:
+    """Until those who were told of it are gone; a reader may be kept by what it reads from for some time."""
+    with scripted_engine() as engine:
+        silent, spoken = (engine._store.find(long(engine, 200_000), "") for _ in range(2))
+        generation = engine.generate(spoken.session_id, GenerateParams(max_tokens=5))
+        is_free = threading.Event()
+        engine.when_free(spoken.session_id, is_free.set)
+        assert is_free.wait(60)
+        for session in (silent, spoken):
+            engine.close_session(session.session_id)
+        assert silent.history.nbytes == 0
+        assert 0 < spoken.history.nbytes <= 2 * LEAF_TOKENS * 6
+        assert len(tokens(drain(generation))) == 5
+
+
 # -- penalties --------------------------------------------------------------------------------------------------------
 
 
