@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 
@@ -48,6 +49,8 @@ METADATA = (("authorization", f"Bearer {KEY}"),)
 MESSAGE_BYTES = 4 * 2**20
 STOP_IDS = 1_000_000  # 4 MiB of them
 UNREAD_STREAMS = 100
+HISTORY_APPENDS = 30  # of 65,536 ids each: a copy of them all is 10 MB, or 20 with its journal
+FORKS = 30  # at the same time
 BATCH = 64  # of frames in one write
 IDLE_CONNECTIONS = 400
 # So that an attack takes no more of a processor it shares with its victim than an attacker elsewhere would.
@@ -340,6 +343,41 @@ def unread_streams(target: str, seconds: float) -> int:
     return len(sessions)
 
 
+def forks_of_a_long_history(target: str, seconds: float) -> int:
+    """As many as there may be, over and over, and Generates that ask for every id of it and are given up."""
+    sent, ends = 0, time.monotonic() + seconds
+    options: dict[str, Any] = {"metadata": METADATA, "timeout": 10.0}
+    with grpc.insecure_channel(target) as channel:
+        stub = runtime_pb2_grpc.RuntimeServiceStub(channel)
+        endless = pb.Strategy(sink_window=pb.SinkWindowStrategy(sink=4, window=32))
+        parent = stub.CreateSession(pb.CreateSessionRequest(strategy=endless), **options).session_id
+        ids = list(range(128)) * 512
+        for _ in range(HISTORY_APPENDS):
+            stub.AppendTokens(pb.AppendTokensRequest(session_id=parent, token_ids=ids), **options)
+        forks: list[str] = []
+        while time.monotonic() < ends:
+            with contextlib.suppress(grpc.RpcError):
+                fork = stub.ForkSession(pb.ForkSessionRequest(session_id=parent), **options)
+                forks.append(fork.session_id)
+                stream = stub.Generate(
+                    pb.GenerateRequest(session_id=parent, max_tokens=1, repetition_penalty=1.5, progress=True),
+                    **options,
+                )
+                next(stream)
+                stream.cancel()
+            sent += 2
+            if len(forks) >= FORKS:
+                _close(stub, forks.pop(0))
+        for session in (parent, *forks):
+            _close(stub, session)
+    return sent
+
+
+def _close(stub: Any, session_id: str) -> None:
+    with contextlib.suppress(grpc.RpcError):
+        stub.CloseSession(pb.CloseSessionRequest(session_id=session_id), metadata=METADATA, timeout=10.0)
+
+
 WITHOUT_KEY: dict[str, Attack] = {
     "messages that do not end": unfinished_messages,
     "messages that do not end, to health": unfinished_checks,
@@ -361,6 +399,7 @@ WITH_KEY: dict[str, Attack] = {
     "4 MiB of stop ids": stop_ids,
     "an owner's calls that are headers alone": half_open_of_owner,
     "streams that are not read": unread_streams,
+    "forks of a long history": forks_of_a_long_history,
 }
 ATTACKS = WITHOUT_KEY | WITH_KEY
 

@@ -31,6 +31,10 @@ def test_an_owner_is_served_beside_messages_that_are_far_too_large(attacked: Att
     attack("4 MiB of stop ids", SHORT_SECONDS, attacked)
 
 
+def test_an_owner_is_served_beside_forks_of_a_long_history_which_take_no_memory_for_it(attacked: Attacked) -> None:
+    attack("forks of a long history", SHORT_SECONDS, attacked)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", WITH_KEY)
 def test_an_owner_is_served_beside_a_long_attack_of_another(name: str, attacked: Attacked) -> None:
