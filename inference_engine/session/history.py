@@ -48,8 +48,10 @@ class Holdings:
 
 
 class Leaves:
-    """Where leaves come from and go to. To free the memory of a long history takes milliseconds, so it is put off:
-    `tidy` frees a little, and each new leaf two old ones, so that never more is held than at the worst before."""
+    """Makes leaves, and frees them later: a long history's memory takes milliseconds to free.
+
+    `tidy` frees a little, and each new leaf two old ones, so that never more is held than at the worst before.
+    """
 
     def __init__(self) -> None:
         self._going: deque[list[_Leaf | None]] = deque()
@@ -107,8 +109,8 @@ class _Branch:
 class History:
     """Of one session, or of its journal.
 
-    holdings: counts what this history and others hold. leaves: where they share their memory's end.
-    keeps_seen: be asked for the ids that occur (`seen`) at little cost.
+    holdings: counts what this history and others hold together. leaves: frees what they let go of.
+    keeps_seen: know which ids occur in full branches, so that `seen` costs little.
     """
 
     def __init__(
