@@ -189,7 +189,7 @@ export class NoCapacity extends RetryableError {}
 /** The server's queue is full. */
 export class Overloaded extends RetryableError {}
 
-/** The caller has as many sessions, bytes or Generates as the server lets one caller have. `quota` says which. */
+/** The caller has as many sessions, bytes, tokens or Generates as the server lets one have. `quota` says which. */
 export class QuotaExceeded extends RetryableError {
   get quota(): string | undefined {
     return this.metadata["quota"];
