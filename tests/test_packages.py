@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from inference_engine.config import child_environment
+
 ROOT = Path(__file__).resolve().parents[1]
 BUILT = ("LICENSE", "README.md", "inference_engine", "kv_cache_proposer", "pyproject.toml", "sdks/python")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
@@ -99,7 +101,9 @@ def test_the_runtimes_wheel_alone_gives_the_command_and_the_sdk(wheels: dict[str
     # What others publish comes from here. Our own does not: it lies elsewhere, and .pth files there are not read.
     (fresh,) = (tmp_path / "fresh").rglob("site-packages")
     (fresh / "others.pth").write_text(sysconfig.get_paths()["purelib"], encoding="utf-8")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KAKEYA_"))}
+    environment = {
+        name: value for name, value in child_environment().items() if not name.startswith(("PYTHON", "KAKEYA_"))
+    }
 
     def said(*command: str) -> str:
         done = subprocess.run(
