@@ -112,7 +112,8 @@ def side_by_side(count: int, seconds: float, server: ServerConfig) -> dict[str, 
     names = ("1_stream", f"{count}_streams", f"{count}_bare_streams")
     alone, together, bare = every = (Streams(), Streams(), Streams())
     tokens = round((seconds / ROUNDS + 1) * WANTED_PER_SECOND)
-    wide = EngineConfig(max_batch=count, max_sessions=2 * count, kv_bytes=2**30)
+    # All begin at once, and none is to be refused.
+    wide = EngineConfig(max_batch=count, max_sessions=2 * count, kv_bytes=2**30, max_first_token_seconds=0.0)
     with (
         scripted_child(wide, server, step_seconds=STREAM_STEP_SECONDS) as child,
         bare_child(step_seconds=1 / WANTED_PER_SECOND) as bare_server,

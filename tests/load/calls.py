@@ -50,7 +50,8 @@ class Calls(RuleBasedStateMachine):
             max_sessions=MAX_SESSIONS,
             session_evictable_seconds=0.0,
             session_idle_ttl_seconds=TTL_SECONDS,
-            stall_seconds=1e8,  # time that is made to jump is no step that hangs
+            stall_seconds=1e8,  # time that is made to jump is no step that hangs,
+            max_first_token_seconds=0.0,  # nor one that takes long
         )
         self._caller = Caller(self._engine, lambda: self._now, self.seen)
         self._answers = Answers()
