@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from inference_engine.cli.serve import ready_target
 from inference_engine.config import child_environment
@@ -47,12 +48,15 @@ def kakeya(
 
 
 @contextmanager
-def kakeya_serve(*arguments: str | Path, variables: Mapping[str, str] | None = None) -> Iterator[Server]:
+def kakeya_serve(
+    *arguments: str | Path, variables: Mapping[str, str] | None = None, stderr: IO[str] | None = None
+) -> Iterator[Server]:
     """A server on a free loopback port. Whatever happens, its process is gone at the end, and if we die, too."""
     process = subprocess.Popen(
         [*COMMAND, "serve", "--bind=127.0.0.1:0", "--until-eof", *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         encoding="utf-8",
         env=_environment(variables),

@@ -6,6 +6,7 @@ Standard output gets one line, once clients can connect; `ready_target` reads it
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from inference_engine.cli.ports import bind_error
 from inference_engine.cli.settings import add_config_file, add_settings, settings
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
 from inference_engine.models import find_model, tokenizer_folder
+from inference_engine.models.mapped import MappedWeights
 from inference_engine.server.address import cannot_bind, resolve_bind
 from inference_engine.server.trace_export import check_exporter, exported
 
@@ -50,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     """Serve until told to stop. Raises ConfigError, ModelError or BackendError for what is refused."""
     model, engine_config = settings(args, ModelConfig), settings(args, EngineConfig)
     server = settings(args, ServerConfig)
+    # A page of a file that is gone (SIGBUS) or a fault in a library ends the process: it says where on standard error.
+    faulthandler.enable()
     with logs.written(server.log_format):
         return _serve(args, model, engine_config, server)
 
@@ -57,11 +61,22 @@ def run(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace, model: ModelConfig, engine_config: EngineConfig, server: ServerConfig) -> int:
     # What can be refused at once is refused before libraries and weights are loaded.
     check_exporter(server.trace_endpoint)
-    find_model(model.model, cache=model.cache_path)
+    found = find_model(model.model, cache=model.cache_path)
     for setting, bind in (("bind", server.bind), ("http_bind", server.http_bind)):
         if bind and bind_error(address := resolve_bind(setting, bind)):
             raise cannot_bind(setting, address)
 
+    with MappedWeights(found.folder) as weights:
+        return _serve_model(args, model, engine_config, server, weights)
+
+
+def _serve_model(
+    args: argparse.Namespace,
+    model: ModelConfig,
+    engine_config: EngineConfig,
+    server: ServerConfig,
+    weights: MappedWeights,
+) -> int:
     with Console(stderr=True).status(f"loading {model.model} on {model.device}"):
         from inference_engine.backends import admit, open_backend
         from inference_engine.engine import Engine
@@ -87,7 +102,7 @@ def _serve(args: argparse.Namespace, model: ModelConfig, engine_config: EngineCo
         exported(server.trace_endpoint) as tracing,
         Engine(forward, engine_config, latent=latent, drafter=drafter, tracing=tracing) as engine,
     ):
-        serve(engine, server, chat=chat, on_ready=ready)
+        serve(engine, server, chat=chat, weights=weights, on_ready=ready)
     return 0
 
 

@@ -24,7 +24,8 @@ from grpc_reflection.v1alpha import reflection
 from inference_engine import __version__
 from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import ConfigError, EngineStalled
+from inference_engine.errors import ConfigError, RequestError
+from inference_engine.models.mapped import MappedWeights
 from inference_engine.server.address import Address, cannot_bind, resolve_bind
 from inference_engine.server.auth import KeyRing
 from inference_engine.server.connections import allowed_connections
@@ -37,7 +38,7 @@ from inference_engine.server.metrics_port import MetricsPort
 from inference_engine.server.service import SERVICE_NAME, RuntimeService
 from inference_engine.server.strangers import GrpcDoor, Strangers
 from inference_engine.server.tls import Certificates
-from inference_engine.server.watchdog import EXIT_STALLED, Watchdog
+from inference_engine.server.watchdog import GaveUp, Watchdog
 
 if TYPE_CHECKING:
     from inference_engine.server.http.chat_text import ChatText
@@ -96,12 +97,12 @@ class ServerHandle:
         if self._metrics_port is not None:
             await asyncio.to_thread(self._metrics_port.stop)
 
-    async def abandon(self) -> None:
-        """End every call with ENGINE_STALLED and close the ports: the engine stands still, and would not drain."""
+    async def abandon(self, error: RequestError) -> None:
+        """End every call with `error` and close the ports, without the engine: it may stand still, and never drain."""
         await self._health.drain()
-        self._calls.end_all(EngineStalled())
+        self._calls.end_all(error)
         if self._http:
-            self._http.give_up(EngineStalled())
+            self._http.give_up(error)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._calls.wait_idle(), FLUSH_SECONDS)
         if self._http:
@@ -193,17 +194,24 @@ def serve(
     config: ServerConfig,
     *,
     chat: ChatText | None = None,
+    weights: MappedWeights | None = None,
     on_ready: Callable[[ServerHandle], None] = lambda _: None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return. A second signal ends the process at once.
 
-    `on_ready` is called once, when clients can connect. Raises ConfigError as `start_server` does.
+    weights: of the engine's model; if somebody writes into them, the process ends with status EXIT_SPOILED, because
+    tokens would be wrong from then on. `on_ready` is called once, when clients can connect. Raises ConfigError as
+    `start_server` does.
     """
-    asyncio.run(_serve(engine, config, chat, on_ready))
+    asyncio.run(_serve(engine, config, chat, weights, on_ready))
 
 
 async def _serve(
-    engine: Engine, config: ServerConfig, chat: ChatText | None, on_ready: Callable[[ServerHandle], None]
+    engine: Engine,
+    config: ServerConfig,
+    chat: ChatText | None,
+    weights: MappedWeights | None,
+    on_ready: Callable[[ServerHandle], None],
 ) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -216,11 +224,11 @@ async def _serve(
     gc.collect()
     gc.freeze()
     on_ready(handle)
-    watchdog = Watchdog(engine, config.stall_exit_seconds, time.monotonic)
+    watchdog = Watchdog(engine, config.stall_exit_seconds, time.monotonic, weights)
     gave_up = asyncio.create_task(watchdog.gave_up(), name="watchdog")
     await asyncio.wait({gave_up, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
-    if not stop.is_set():
-        await _end_process(handle)
+    if gave_up.done():
+        await _end_process(handle, gave_up.result())
     for number in signals:
         loop.remove_signal_handler(number)
         # The system's own handler works even if the loop is stuck.
@@ -229,18 +237,18 @@ async def _serve(
     draining = asyncio.create_task(handle.drain_and_stop())
     await asyncio.wait({gave_up, draining}, return_when=asyncio.FIRST_COMPLETED)
     if not draining.done():
-        await _end_process(handle)
+        await _end_process(handle, gave_up.result())
     gave_up.cancel()
     draining.result()
 
 
-async def _end_process(handle: ServerHandle) -> NoReturn:
-    """Without waiting for the engine, which would never come."""
-    _log.critical("the engine did not come back: ending with status %d", EXIT_STALLED)
-    await handle.abandon()
+async def _end_process(handle: ServerHandle, reason: GaveUp) -> NoReturn:
+    """Without waiting for the engine, which may never come."""
+    _log.critical("%s: ending with status %d", reason.text, reason.status)
+    await handle.abandon(reason.error)
     logging.shutdown()
     sys.stdout.flush()
-    os._exit(EXIT_STALLED)
+    os._exit(reason.status)
 
 
 def _refuse_open_doors(bind: str, config: ServerConfig, keys: KeyRing) -> None:

@@ -1,9 +1,11 @@
-"""Notices an engine that stands still, says where, and gives up on it if it does not come back.
+"""Notices what no call can tell of: an engine that stands still, and weights that somebody writes into.
 
     running ──▶ stalled (health: not serving; calls: ENGINE_STALLED) ──▶ running
-                   └─ for `exit_seconds` ──▶ the process ends with status EXIT_STALLED
+       │           └─ for `exit_seconds` ──▶ the process ends with status EXIT_STALLED
+       └─ weights written to ──▶ the process ends with status EXIT_SPOILED
 
-A thread that hangs in a device's driver cannot be ended from outside, so only a new process helps.
+A thread that hangs in a device's driver cannot be ended from outside, so only a new process helps. One that goes on
+with other weights would give wrong tokens, and nobody would know.
 """
 
 from __future__ import annotations
@@ -14,30 +16,53 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from inference_engine.engine import Engine
+from inference_engine.errors import Draining, EngineStalled, RequestError
+from inference_engine.models.mapped import MappedWeights
 
 EXIT_STALLED = 70  # EX_SOFTWARE of sysexits.h
+EXIT_SPOILED = 74  # EX_IOERR
 LOOK_SECONDS = 0.5
 
 _log = logging.getLogger(__name__)
 
 
-class Watchdog:
-    """Looks at an engine now and then. `clock` gives monotonic seconds."""
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """Why the process has to end, with which status, and what calls that run are told."""
 
-    def __init__(self, engine: Engine, exit_seconds: float, clock: Callable[[], float]) -> None:
+    text: str
+    status: int
+    error: RequestError
+
+
+class Watchdog:
+    """Looks at an engine and its weights now and then. `clock` gives monotonic seconds."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        exit_seconds: float,
+        clock: Callable[[], float],
+        weights: MappedWeights | None = None,
+    ) -> None:
         """exit_seconds: 0 for patience without end."""
+        self._weights = weights
         self._engine = engine
         self._exit_seconds = exit_seconds
         self._clock = clock
         self._stalled_at: float | None = None
 
-    async def gave_up(self) -> None:
-        """Returns when the engine has stood still for too long."""
+    async def gave_up(self) -> GaveUp:
+        """Returns when the engine has stood still for too long, or is not the one that was loaded any more."""
         while True:
+            if self._weights is not None and (what := self._weights.spoiled()) is not None:
+                text = f"{what} while the model is served: its tokens would be wrong; start again with whole files"
+                return GaveUp(text, EXIT_SPOILED, Draining())
             if self.look():
-                return
+                return GaveUp("the engine did not come back", EXIT_STALLED, EngineStalled())
             await asyncio.sleep(LOOK_SECONDS)
 
     def look(self) -> bool:

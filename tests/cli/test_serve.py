@@ -15,6 +15,7 @@ import pytest
 
 import kakeya as sdk
 from inference_engine.cli.main import main
+from inference_engine.server.watchdog import EXIT_SPOILED
 from tests.models.hub_entry import write_entry
 from tests.processes import Server, kakeya, kakeya_serve
 
@@ -178,3 +179,32 @@ def test_a_server_that_was_tied_to_its_parent_ends_when_the_parent_is_gone(tiny_
         assert server.process.stdin is not None
         server.process.stdin.close()
         assert server.wait() == 0
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("how", ["overwritten", "cut"])
+def test_a_server_whose_weights_are_written_into_ends_and_says_so(how: str, tiny_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "tiny"))
+    weights, log = folder / "model.safetensors", tmp_path / "log"
+    with (
+        log.open("w", encoding="utf-8") as stderr,
+        kakeya_serve("--model", folder, "--kv-bytes=64MiB", stderr=stderr) as server,
+        sdk.Client(server.target, retry=sdk.RetryPolicy(attempts=1)) as client,
+    ):
+        session = client.create_session()
+        session.append([1, 2, 3])
+        if how == "cut":
+            with weights.open("r+b") as file:
+                file.truncate(4096)
+        else:
+            size = weights.stat().st_size
+            with weights.open("r+b") as file:
+                file.seek(size // 2)
+                file.write(b"\xff" * 64)
+        # The page may be missed (SIGBUS) before the file is looked at.
+        with pytest.raises(sdk.KakeyaError):
+            generate_until_refused(session)
+        status = server.wait()
+    said = log.read_text(encoding="utf-8")
+    noticed = status == EXIT_SPOILED and "model.safetensors was written to" in said and "whole files" in said
+    assert noticed or (how == "cut" and status == -signal.SIGBUS and "Bus error" in said), (status, said)

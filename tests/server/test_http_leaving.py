@@ -101,7 +101,7 @@ async def test_who_waits_when_the_server_gives_up_on_its_engine_hears_why(
             is_queued = called(engine, "generate")
             answering = asyncio.create_task(client.post(COMPLETIONS, json=asking()))
             await is_queued.wait()
-            await server.abandon()
+            await server.abandon(EngineStalled())
             answer = await answering
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stalled")
     assert int(answer.headers["retry-after"]) > 0

@@ -303,7 +303,7 @@ async def test_calls_that_run_when_the_server_gives_up_hear_why(engine: Engine, 
         connected(handle) as client,
         stalled(engine, client, script, clock) as stream,
     ):
-        await handle.abandon()
+        await handle.abandon(EngineStalled())
         details = await refused(read_rest(stream))
     assert details.reason == "UNAVAILABLE ENGINE_STALLED"
     assert details.retry_info is not None

@@ -1,0 +1,81 @@
+"""Weights that are pages of their files: has somebody written into them since they were loaded?
+
+A page that is read again has what the file has then. So a file that is written in place changes the model while it
+runs, and one that is cut short ends the process (SIGBUS). A file that is replaced by another one of its name does
+neither: the pages are those of the first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from types import TracebackType
+
+from inference_engine.models.folder import weight_files
+
+_MAPS = Path("/proc/self/maps")
+
+_log = logging.getLogger(__name__)
+
+
+class MappedWeights:
+    """The weight files of a folder, kept open: to be made before the model is loaded, and asked now and then."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelError or OSError if there are no weights that can be read."""
+        self._files: dict[str, int] = {}
+        self._states: dict[str, tuple[int, int]] = {}
+        try:
+            for name in weight_files(folder):
+                self._files[name] = os.open(folder / name, os.O_RDONLY)
+                self._states[name] = _state(self._files[name])
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> MappedWeights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def spoiled(self) -> str | None:
+        """What happened to a file whose pages this process uses, in words; None if nothing did.
+
+        A file that was copied into memory may change: that is logged, once a change.
+        """
+        for name, file in self._files.items():
+            before, now = self._states[name], _state(file)
+            if now == before:
+                continue
+            self._states[name] = now
+            sizes = f" ({before[0]} bytes before, {now[0]} now)" if now[0] != before[0] else ""
+            what = f"{name} was written to{sizes}"
+            if _is_mapped(file):
+                return what
+            _log.warning("%s while its model is served from a copy in memory; the next start reads it anew", what)
+        return None
+
+
+def _state(file: int) -> tuple[int, int]:
+    facts = os.fstat(file)
+    return facts.st_size, facts.st_mtime_ns
+
+
+def _is_mapped(file: int) -> bool:
+    """Are pages of it among this process's memory? Where the system does not say: yes."""
+    try:
+        name = str(Path(f"/proc/self/fd/{file}").readlink())
+        with _MAPS.open(encoding="utf-8", errors="surrogateescape") as maps:
+            # The name is the sixth column, and the system writes a newline in it as \012.
+            return any(line.rstrip("\n").endswith(f" {name}") for line in maps)
+    except OSError:
+        return True

@@ -1,0 +1,74 @@
+"""Weights that somebody writes into while they are in use are noticed; copies of them are not harmed."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from inference_engine.models.mapped import MappedWeights
+
+pytestmark = pytest.mark.hostile
+
+WEIGHTS = "model.safetensors"
+
+
+@contextmanager
+def mapped(path: Path) -> Iterator[None]:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        yield
+
+
+def overwrite(path: Path) -> None:
+    """A byte in place, at a time of its own."""
+    with path.open("r+b") as file:
+        file.write(b"\x01")
+    later = path.stat().st_mtime_ns + 1_000_000
+    os.utime(path, ns=(later, later))
+
+
+def test_a_file_whose_pages_are_in_use_is_noticed_when_it_is_written_to(folder: Path) -> None:
+    with MappedWeights(folder) as weights, mapped(folder / WEIGHTS):
+        assert weights.spoiled() is None
+        overwrite(folder / WEIGHTS)
+        assert weights.spoiled() == "model.safetensors was written to"
+
+
+def test_a_file_whose_pages_are_in_use_is_noticed_when_it_is_cut(folder: Path) -> None:
+    size = (folder / WEIGHTS).stat().st_size
+    with MappedWeights(folder) as weights, mapped(folder / WEIGHTS):
+        os.truncate(folder / WEIGHTS, size // 2)
+        assert weights.spoiled() == f"model.safetensors was written to ({size} bytes before, {size // 2} now)"
+
+
+def test_a_file_that_takes_the_place_of_the_one_in_use_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    with MappedWeights(folder) as weights, mapped(folder / WEIGHTS):
+        other = Path(shutil.copy(folder / WEIGHTS, tmp_path / "other"))
+        overwrite(other)
+        other.replace(folder / WEIGHTS)
+        assert weights.spoiled() is None
+
+
+def test_a_file_that_was_copied_into_memory_may_change_which_is_logged_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with MappedWeights(folder) as weights, caplog.at_level(logging.WARNING):
+        overwrite(folder / WEIGHTS)
+        assert weights.spoiled() is None
+        assert weights.spoiled() is None
+    assert [record.getMessage().partition(" while")[0] for record in caplog.records] == [
+        "model.safetensors was written to"
+    ]
+
+
+def test_a_name_with_spaces_is_found_among_the_mapped(folder: Path, tmp_path: Path) -> None:
+    spaced = folder.rename(tmp_path / "a model (deleted) of mine")
+    with MappedWeights(spaced) as weights, mapped(spaced / WEIGHTS):
+        overwrite(spaced / WEIGHTS)
+        assert weights.spoiled() is not None
