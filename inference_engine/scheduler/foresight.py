@@ -21,14 +21,22 @@ from math import ceil
 from inference_engine.scheduler.pace import StepPace
 from inference_engine.scheduler.request import Prediction, Request
 
-_MEMORY = 0.98  # what an ended Generate counts when the next one has ended
+_MEMORY = 0.98  # what an ended Generate counts when the next one of its kind has ended
+_MOST_OVER_MEAN = 4.0  # what a Generate of another size than any before says, over what they said on average
 _LEAST_SHARE = 0.01
 _MOST_ENDS = 256  # of Generates that are played, so that it takes milliseconds at most; the wait is at least that long
-# A wait is told by its size: those that were predicted to be shorter than this part of the limit say nothing about it.
+# A wait is told by its size: what was predicted to be shorter than this part of the limit counts as if it were as long.
 _TELLING = 1 / 8
-_REMEMBERED = 64  # waits that are over, and how far their predictions were off
+# Waits that are over, and how far their predictions were off: so many, and for so long, or one pause would keep others
+# out for ever.
+_REMEMBERED, _REMEMBERED_SECONDS = 64, 30.0
 _UNKNOWN_LATENESS = 1.25  # until so many are known
 _MOST_LATENESS = 4.0
+# Steps that were measured first are those that loaded and compiled; of later ones, a pause is none.
+_COLD_STEPS = 2
+_MOST_OVER_LINE = 4.0
+# Nobody is refused for a step under way and the next one, however long they take: that is no queue.
+_FREE_STEPS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +169,28 @@ class _Play:
 
 
 @dataclass(slots=True)
+class Lengths:
+    """How many tokens Generates say of those they are asked for, by how many that are: in powers of two."""
+
+    _by_size: dict[int, tuple[float, float]] = field(default_factory=dict)  # asked, said
+    _count: float = 0.0
+    _said: float = 0.0
+
+    def saw(self, asked: int, said: int) -> None:
+        before = self._by_size.get(asked.bit_length(), (0.0, 0.0))
+        self._by_size[asked.bit_length()] = (_MEMORY * before[0] + asked, _MEMORY * before[1] + said)
+        self._count, self._said = _MEMORY * self._count + 1, _MEMORY * self._said + said
+
+    def share(self, asked: int) -> float:
+        """Of so many tokens, in (0, 1]: many Generates stop before."""
+        if (seen := self._by_size.get(asked.bit_length())) is not None:
+            return max(_LEAST_SHARE, seen[1] / seen[0])
+        if not self._count:
+            return 1.0
+        return min(1.0, _MOST_OVER_MEAN * max(1.0, self._said / self._count) / asked)
+
+
+@dataclass(slots=True)
 class Foresight:
     """Predicts waits from what steps took, what Generates said of what they were asked for, and how right it was.
 
@@ -170,36 +200,37 @@ class Foresight:
     room: Room
     limit_seconds: float
     _pace: StepPace = field(default_factory=StepPace)
-    _asked: float = 0.0
-    _said: float = 0.0
-    _lateness: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    _steps: int = 0
+    _lengths: Lengths = field(default_factory=Lengths)
+    _lateness: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # when, ratio
 
     def stepped(self, rows: int, seconds: float) -> None:
         """A step of so many rows began so long before the next one."""
-        self._pace.saw(rows, seconds)
+        self._steps += 1
+        if self._steps <= _COLD_STEPS:
+            return
+        expected = self._pace.seconds(rows)
+        self._pace.saw(rows, min(seconds, _MOST_OVER_LINE * expected) if expected else seconds)
 
     def ended(self, request: Request) -> None:
         """It gave its place back."""
         if request.forced is None:
-            self._asked = _MEMORY * self._asked + request.params.max_tokens
-            self._said = _MEMORY * self._said + request.generated
+            self._lengths.saw(request.params.max_tokens, request.generated)
 
     def answered(self, request: Request, now: float) -> None:
         """It has its first token now."""
-        predicted = request.predicted
-        if predicted is not None and predicted.wait > _TELLING * self.limit_seconds:
-            self._lateness.append((now - request.accepted_at - predicted.own) / predicted.wait)
+        if (predicted := request.predicted) is not None:
+            waited = now - request.accepted_at - predicted.own
+            self._lateness.append((now, waited / max(predicted.wait, _TELLING * self.limit_seconds)))
 
     def predict(self, new: Request, running: Iterable[Request], waiting: Iterable[Request]) -> Prediction | None:
         """What `new` would wait if it came now and nobody after it; None until a few steps were measured."""
-        share = self.share_said
-        load = _load(new, share)
-        ours = [_load(request, share) for request in running]
-        found = ahead_of(load, ours, [_load(request, share) for request in waiting], self.room)
-        beside = min(len(ours), self.room.max_batch)
-        step_seconds = self._pace.seconds(beside) or self._pace.mean_seconds
-        if step_seconds is None:
+        if self._pace.mean_seconds is None:
             return None
+        load = self._load(new)
+        ours = [self._load(request) for request in running]
+        found = ahead_of(load, ours, [self._load(request) for request in waiting], self.room)
+        step_seconds = self._step_seconds(min(len(ours), self.room.max_batch))
         row_seconds = self._pace.row_seconds
         own_steps = ceil(load.prefill_rows / self.room.segment_rows)
         return Prediction(
@@ -207,19 +238,26 @@ class Foresight:
             own=own_steps * step_seconds + load.prefill_rows * row_seconds,
         )
 
-    @property
-    def share_said(self) -> float:
-        """Tokens that Generates gave, of those that they were asked for: many stop before."""
-        return max(_LEAST_SHARE, self._said / self._asked) if self._asked else 1.0
+    def longest_seconds(self, running: int) -> float:
+        """What one may wait beside so many: the limit, or two steps where that is more."""
+        return max(self.limit_seconds, _FREE_STEPS * self._step_seconds(min(running, self.room.max_batch)))
 
-    @property
-    def lateness(self) -> float:
+    def lateness(self, now: float) -> float:
         """The longest of the last waits over its prediction, at least 1: others came who had an earlier turn.
 
         It is what keeps all but one in a hundred in time; a place stays filled, as a shorter queue fills it too.
         """
+        while self._lateness and now - self._lateness[0][0] > _REMEMBERED_SECONDS:
+            self._lateness.popleft()
         least = 1.0 if len(self._lateness) == _REMEMBERED else _UNKNOWN_LATENESS
-        return min(max((least, *self._lateness)), _MOST_LATENESS)
+        return min(max((least, *(ratio for _, ratio in self._lateness))), _MOST_LATENESS)
+
+    def _step_seconds(self, rows: int) -> float:
+        found = self._pace.seconds(rows)
+        return found if found is not None else self._pace.mean_seconds or 0.0
+
+    def _load(self, request: Request) -> Load:
+        return _load(request, self._lengths.share(request.params.max_tokens))
 
 
 def _load(request: Request, share_said: float) -> Load:

@@ -152,12 +152,15 @@ class Scheduler:
     def _foresee(self, request: Request, *, is_alone: bool, refuse_late: bool) -> None:
         """Predict its wait. Raises Overloaded if that is too long; who has no other Generate is never refused so."""
         request.prefill_tokens = request.pending_tokens
+        if not self._config.max_first_token_seconds:
+            return
         request.predicted = self._foresight.predict(request, self._running, self._queued)
         if request.predicted is None:
             return
-        wait, limit = request.predicted.wait * self._foresight.lateness, self._config.max_first_token_seconds
+        wait = request.predicted.wait * self._foresight.lateness(self._clock())
+        limit = self._foresight.longest_seconds(len(self._running))
         self._metrics.predicted_wait_seconds.observe(wait)
-        if refuse_late and limit and wait > limit and not is_alone:
+        if refuse_late and wait > limit and not is_alone:
             self._metrics.refused.labels("first_token").inc()
             raise Overloaded(
                 f"others are served for another {wait:.1f} s before this Generate would have its first token, and the "

@@ -129,3 +129,70 @@ def test_an_engine_without_other_work_takes_a_prompt_however_long_it_is() -> Non
     assert not seen.is_refused
     assert seen.first_token is not None
     assert seen.first_token > 4 * LIMIT
+
+
+class Paused(Simulation):
+    """Stands still for eight seconds, once, at about this time."""
+
+    pause_at = 4.0
+    has_paused = False
+
+    def step(self, rows: int) -> None:
+        super().step(rows)
+        if not self.has_paused and self.now >= self.pause_at:
+            self.has_paused = True
+            self.now += 8.0
+
+
+def bursts(since: float, *, count: int = 8, of: int = 8) -> list[Arrival]:
+    """Of Generates that have time enough for all of them."""
+    return [Arrival(at=since + 10 * burst + 0.001 * one, max_tokens=8) for burst in range(count) for one in range(of)]
+
+
+def test_a_pause_keeps_nobody_out_when_it_is_long_over() -> None:
+    simulation = Paused(SETTINGS, step_seconds=STEP_SECONDS)
+    calm = [Arrival(at=60.0 + 3 * turn, max_tokens=8) for turn in range(10)]
+    seen = simulation.play([*generates(1.5, 8, seed=1), *calm, *bursts(120.0)])
+    assert simulation.has_paused
+    assert not [one for one in seen if one.is_refused and one.arrival.at >= 60.0]
+
+
+@pytest.mark.parametrize("step_seconds", [0.55, 1.7])
+def test_where_steps_are_long_nobody_is_refused_for_the_one_under_way(step_seconds: float) -> None:
+    """A large model on a CPU: two of an owner at a time, and places for all."""
+    simulation = Paused({**SETTINGS, "max_running": 128, "max_batch": 64}, step_seconds=step_seconds)
+    pairs = [
+        Arrival(at=1000.0 + 60 * turn + one * step_seconds / 2, max_tokens=8) for turn in range(20) for one in (0, 1)
+    ]
+    seen = simulation.play([*generates(1, 8, seed=1), *pairs])
+    assert not [one for one in seen if one.is_refused and one.arrival.at >= 1000.0]
+
+
+class Cold(Simulation):
+    """The first step takes half a minute: weights are read, kernels are compiled."""
+
+    is_warm = False
+
+    def step(self, rows: int) -> None:
+        super().step(rows)
+        if not self.is_warm:
+            self.is_warm = True
+            self.now += 30.0
+
+
+def test_a_first_step_that_loads_and_compiles_says_nothing_of_later_ones() -> None:
+    simulation = Cold({**SETTINGS, "max_running": 128, "max_batch": 64}, step_seconds=0.05)
+    warm = [Arrival(at=40.0 + turn, max_tokens=8, prompt_tokens=20) for turn in range(20)]
+    assert not [one for one in simulation.play([Arrival(at=0.0), *warm, *bursts(100.0, of=4)]) if one.is_refused]
+
+
+def test_a_few_who_ask_for_much_and_say_little_make_nobody_else_late() -> None:
+    seconds = 25.0
+    honest, rng = generates(1.9, seconds, seed=1), random.Random(2)
+    at, others = 0.0, []
+    while (at := at + rng.expovariate(0.5)) < seconds:
+        others.append(Arrival(at=at, max_tokens=1900, says_tokens=8))
+    simulation = played([*honest, *others])
+    late = first_tokens(simulation, since=6.0)
+    assert percentile(late, 99) <= 1.25 * LIMIT
+    assert simulation.tokens_per_second(6.0, seconds) >= 0.95 * CAPACITY
