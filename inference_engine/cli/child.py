@@ -76,9 +76,12 @@ class ChildServer:
 
 
 def start_child(module: str, *arguments: str) -> subprocess.Popen[str]:
-    """`python -m module` with these arguments and none of our settings, its three streams ours."""
+    """`python -P -m module` with these arguments and none of our settings, its three streams ours.
+
+    -P: without it, files of the current folder are imported in the place of libraries.
+    """
     return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, "-P", "-m", module, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

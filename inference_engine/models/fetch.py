@@ -130,7 +130,7 @@ def _build(known: KnownModel, folder: Path, work: Path, cache: Path, progress: P
 
 
 def _convert_in_child(known: KnownModel, gguf: Path, built: Path) -> None:
-    command = [sys.executable, "-m", "inference_engine.models.convert", str(gguf), str(built)]
+    command = [sys.executable, "-P", "-m", "inference_engine.models.convert", str(gguf), str(built)]
     command += [f"--parameters={known.parameters}"]
     command += ["--chat-template"] * known.has_chat_template + ["--split-digits"] * known.splits_digits
     log = built.with_name("convert.log")

@@ -50,6 +50,9 @@ _OURS = ("manifest.json",)
 MAX_JSON_BYTES = 2**26
 # The deepest that are published have 126. To try a configuration out, a small model as deep is built.
 MAX_LAYERS = 1024
+# The largest that are published have a few hundred.
+MAX_SHARDS = 4096
+_SHARD = re.compile(r"[A-Za-z0-9_][\w.+ -]{0,200}\.safetensors", re.ASCII)
 
 _CODE = (".py", ".pyc", ".pyd", ".so", ".dll", ".dylib")
 _OTHER_WEIGHTS = (
@@ -199,9 +202,12 @@ def shards_listed(index: Path) -> tuple[str, ...]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index}: no weight_map")
     for shard in weight_map.values():
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+        if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
             raise ModelError(f"{index}: {shard!r} is not the name of a safetensors file beside it")
-    return tuple(sorted(set(weight_map.values())))
+    shards = tuple(sorted(set(weight_map.values())))
+    if len(shards) > MAX_SHARDS:
+        raise ModelError(f"{index}: {len(shards)} shards, more than the {MAX_SHARDS} that are read")
+    return shards
 
 
 def weights_read(folder: Path) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ A process of its own downloads (`hub_download.py`). It is given up when nothing 
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -23,7 +24,14 @@ from rich.console import Console
 from inference_engine.config import child_environment, hub_cache
 from inference_engine.errors import ModelError
 from inference_engine.models.checksums import sha256_of
-from inference_engine.models.folder import CONFIGURATION_FILES, INDEX, TOKENIZER_FILES, WEIGHTS, shards_listed
+from inference_engine.models.folder import (
+    CONFIGURATION_FILES,
+    INDEX,
+    TOKENIZER_FILES,
+    WEIGHTS,
+    shards_listed,
+    weight_files,
+)
 from inference_engine.models.hub import HubModel, snapshot
 from inference_engine.models.loader import check_model, find_model
 from inference_engine.models.verified import look_of, remember_sha256, remembered_sha256
@@ -51,7 +59,13 @@ def fetch_from_hub(
 
     Raises ModelError if the hub cannot be asked, does not give the model, or gives damaged files; and as `check_model`.
     """
-    shows = (console or Console(stderr=True)).is_terminal
+    try:
+        return _fetch(model, cache, admit, (console or Console(stderr=True)).is_terminal, stall_seconds)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{model} cannot be fetched: {error}") from error
+
+
+def _fetch(model: HubModel, cache: Path, admit: Callable[[Path], object], shows: bool, stall_seconds: float) -> Path:
     here = hub_cache()
     _run(model, here, (*CONFIGURATION_FILES, *TOKENIZER_FILES, INDEX), shows=shows, stall_seconds=stall_seconds)
     folder = snapshot(model, here)
@@ -60,7 +74,8 @@ def fetch_from_hub(
     weights = shards_listed(folder / INDEX) if (folder / INDEX).is_file() else (WEIGHTS,)
     pinned = HubModel(model.name, folder.name)
     _run(pinned, here, weights, shows=shows, stall_seconds=stall_seconds)
-    for name in weights:
+    # What is loaded may be more than what was asked for: another tool may have fetched the model in one file.
+    for name in sorted({*weights, *weight_files(folder)}):
         if (folder / name).exists():
             _check_digest(folder / name, model, cache)
     return check_model(str(folder), cache=cache).folder
@@ -69,7 +84,7 @@ def fetch_from_hub(
 def _run(model: HubModel, here: Path, files: Sequence[str], *, shows: bool, stall_seconds: float) -> None:
     entry = model.entry(here)
     before = set(entry.glob(_INCOMPLETE))
-    command = [sys.executable, "-m", "inference_engine.models.hub_download", model.name]
+    command = [sys.executable, "-P", "-m", "inference_engine.models.hub_download", model.name]
     command += [f"--revision={model.revision}", f"--cache={here}", "--", *files]
     process = subprocess.Popen(
         command,
@@ -80,7 +95,7 @@ def _run(model: HubModel, here: Path, files: Sequence[str], *, shows: bool, stal
         env=child_environment(
             HF_HUB_OFFLINE="0",
             HF_HUB_VERBOSITY="error",
-            # Links in snapshots would lead out of the model's entry in the cache.
+            # So that a damaged file can be removed without harm to another model.
             HF_HUB_DISABLE_SHARED_BLOBS="1",
             **({} if shows else {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}),
         ),
@@ -122,18 +137,23 @@ def _wait(process: subprocess.Popen[str], model: HubModel, entry: Path, stall_se
 
 
 def _check_digest(path: Path, model: HubModel, cache: Path) -> None:
-    """The cache names large files by the SHA-256 that the hub gave; the library compares sizes alone."""
-    blob = path.resolve()
+    """The cache names large files by the SHA-256 that the hub gave; the library compares sizes alone.
+
+    That name is the first link's: what it leads to may lie in the store that entries share, named by another hash.
+    """
+    if not path.is_symlink():
+        return
+    blob = Path(os.path.normpath(path.parent / path.readlink()))
     if not _SHA256.fullmatch(blob.name) or remembered_sha256(path, cache) == blob.name:
         return
     look = look_of(path)
     sha256 = sha256_of(path)
     if sha256 != blob.name:
+        what = f"{path.name} of {model} is damaged: its SHA-256 should be {blob.name}, it is {sha256}."
+        if blob.is_symlink():
+            raise ModelError(f"{what} Other models may use the same file: {path.resolve()}; remove it, and fetch again")
         path.unlink()
         blob.unlink(missing_ok=True)
-        raise ModelError(
-            f"{path.name} of {model} is damaged: its SHA-256 should be {blob.name}, it is {sha256}. It was removed; "
-            f"get it again with: kakeya models fetch {model}"
-        )
+        raise ModelError(f"{what} It was removed; get it again with: kakeya models fetch {model}")
     with suppress(OSError):  # the next fetch hashes it again
         remember_sha256(path, sha256, look, cache)

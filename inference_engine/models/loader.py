@@ -218,7 +218,10 @@ def _locate(name_or_path: str, cache: Path) -> Path:
         if not folder.is_dir():
             raise ModelError(f"{name_or_path} is not fetched yet; get it with: kakeya models fetch {name_or_path}")
         return folder
-    folder = Path(name_or_path).expanduser()
+    try:
+        folder = Path(name_or_path).expanduser()
+    except RuntimeError as error:
+        raise ModelError(f"{name_or_path}: {error}") from error
     if folder.exists():
         return folder
     if (named := hub_model(name_or_path)) is not None:

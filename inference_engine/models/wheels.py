@@ -26,7 +26,7 @@ def download_wheels(wheels: Sequence[Wheel], into: Path, advance: Advance | None
     """
     into.mkdir()
     errors = into / "pip-errors.txt"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", "--only-binary=:all:", f"--dest={into}", *(wheel.requirement for wheel in wheels)]
     with errors.open("wb") as stderr:
         pip = subprocess.Popen(

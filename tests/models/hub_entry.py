@@ -27,3 +27,15 @@ def write_entry(cache: Path, name: str, folder: Path, *, commit: str = COMMIT, r
         ref.parent.mkdir(parents=True, exist_ok=True)
         ref.write_text(commit)
     return snapshot
+
+
+def share(hub: Path, found: Path) -> Path:
+    """Move the weights into the store that entries share, as huggingface_hub does. Returns where they are."""
+    blob = (found / "model.safetensors").resolve()
+    name = "ab" * 32
+    shared = hub / "blobs" / name[:2] / name
+    shared.parent.mkdir(parents=True)
+    (hub / "blobs" / ".huggingface-shared-blobs").write_text("1")
+    blob.rename(shared)
+    blob.symlink_to(f"../../blobs/{name[:2]}/{name}")
+    return shared

@@ -15,7 +15,7 @@ from inference_engine.config import hub_cache
 from inference_engine.errors import ModelError
 from inference_engine.models import check_model, find_model, load_model
 from inference_engine.models.hub import HubModel, hub_model, snapshot
-from tests.models.hub_entry import COMMIT, write_entry
+from tests.models.hub_entry import COMMIT, share, write_entry
 from tests.models.tiny_folder import logits, tiny_llama
 
 OTHER_COMMIT = "f" * 40
@@ -98,18 +98,6 @@ def test_the_blobs_of_another_model_are_refused(hub: Path, folder: Path, cache: 
     found, other = write_entry(hub, "org/tiny", folder), write_entry(hub, "org/other", folder)
     (found / "tokenizer.json").symlink_to((other / "config.json").resolve())
     assert "leads out of the folder" in refusal(found, cache)
-
-
-def share(hub: Path, found: Path) -> Path:
-    """Move the weights into the store that entries share, as huggingface_hub does. Returns where they are."""
-    blob = (found / "model.safetensors").resolve()
-    name = "ab" * 32
-    shared = hub / "blobs" / name[:2] / name
-    shared.parent.mkdir(parents=True)
-    (hub / "blobs" / ".huggingface-shared-blobs").write_text("1")
-    blob.rename(shared)
-    blob.symlink_to(f"../../blobs/{name[:2]}/{name}")
-    return shared
 
 
 def test_blobs_in_the_store_that_entries_share_are_read(hub: Path, folder: Path, cache: Path) -> None:

@@ -6,6 +6,7 @@ The hub is one on loopback (`hub_server.py`).
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from huggingface_hub import constants
 from inference_engine.cli import models as command
 from inference_engine.errors import ModelError
 from inference_engine.models import HubModel, fetch_from_hub, find_model, load_model
+from inference_engine.models.hub import snapshot
+from tests.models.hub_entry import share
 from tests.models.hub_server import Hub, served
 from tests.models.tiny_folder import logits, tiny_llama
 from tests.tiny_folder import tiny_tokenizer
@@ -200,6 +203,45 @@ def test_a_hub_that_fails_says_with_which_status(
 
 
 @pytest.mark.hostile
+def test_weights_in_the_store_that_entries_share_are_compared_by_their_own_name(
+    hub: Hub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are named by another hash there. What is damaged is told and left: other models may use it."""
+    with served(hub):
+        assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
+        shared = share(tmp_path / "hub", snapshot(HubModel(NAME, "main"), tmp_path / "hub"))
+        assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
+        capsys.readouterr()
+        content = bytearray(shared.read_bytes())
+        content[-1] ^= 1
+        shared.write_bytes(content)
+        assert "remove it, and fetch again" in refused(hub, monkeypatch, cache, capsys)
+    assert shared.read_bytes() == content
+
+
+@pytest.mark.hostile
+def test_code_in_the_current_folder_is_not_run(
+    hub: Hub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    for name in ("argparse", "json", "huggingface_hub", "inference_engine"):
+        (tmp_path / "here" / f"{name}.py").write_text("raise SystemExit('run')")
+    monkeypatch.chdir(tmp_path / "here")
+    with served(hub):
+        assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("shard", ["a\0.safetensors", "\ud800.safetensors", "../x.safetensors", "-x.safetensors"])
+def test_shards_with_impossible_names_are_refused_in_a_line(
+    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shard: str
+) -> None:
+    del hub.files["model.safetensors"]
+    hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": shard}}).encode()
+    with served(hub):
+        assert "is not the name of a safetensors file" in refused(hub, monkeypatch, cache, capsys)
+
+
 def test_weights_with_another_digest_than_the_hubs_are_removed(
     hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
