@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
+_STANDARD_ERROR = 2  # the file itself: whatever stands for it in Python cannot be used in a fault
 _READY = re.compile(r"ready at (\S+): ")
 
 
@@ -52,8 +53,6 @@ def run(args: argparse.Namespace) -> int:
     """Serve until told to stop. Raises ConfigError, ModelError or BackendError for what is refused."""
     model, engine_config = settings(args, ModelConfig), settings(args, EngineConfig)
     server = settings(args, ServerConfig)
-    # A page of a file that is gone (SIGBUS) or a fault in a library ends the process: it says where on standard error.
-    faulthandler.enable()
     with logs.written(server.log_format):
         return _serve(args, model, engine_config, server)
 
@@ -66,6 +65,8 @@ def _serve(args: argparse.Namespace, model: ModelConfig, engine_config: EngineCo
         if bind and bind_error(address := resolve_bind(setting, bind)):
             raise cannot_bind(setting, address)
 
+    # A page of a file that is gone (SIGBUS) or a fault in a library ends the process: it says where on standard error.
+    faulthandler.enable(_STANDARD_ERROR)
     with MappedWeights(found.folder) as weights:
         return _serve_model(args, model, engine_config, server, weights)
 
