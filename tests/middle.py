@@ -89,6 +89,7 @@ class Middle:
         self.fates: deque[Fate | None] = deque()
         self.connections = 0
         self.calls = 0
+        self.acted = 0  # how many calls met their fate
         self.is_dark = False  # of connections that are made from now on no byte passes
         self._open: set[_Connection] = set()
         self._running: set[asyncio.Task[None] | None] = set()
@@ -222,6 +223,7 @@ class _Connection:
 
     async def _act(self, stream: int, fate: Fate) -> bool:
         """False if the connection is over."""
+        self._middle.acted += 1
         match fate.what:
             case "cut":
                 self.cut()

@@ -10,7 +10,7 @@ and is answered with one:
     {"middle": "<target>"}                                       {"target": …}, of a middle in front of it
     {"fates": ["<middle>", [{"when": …, "what": …}, null, …]]}   {}: what becomes of its next calls, null for nothing
     {"darken": "<middle>"}                                       {}: nothing passes it any more
-    {"passed": "<middle>"}                                       {"connections": …, "calls": …}, until now
+    {"passed": "<middle>"}                                       {"connections": …, "calls": …, "acted": …}, until now
     {"census": "<target>"}                                       {metric: value, …}, as Prometheus would see them
     {"reasons": true}                                            {"reasons": {reason: code, …}}
 
@@ -73,7 +73,7 @@ class Servers:
                 reply = {}
             case {"passed": target}:
                 middle = self._middles[target]
-                reply = {"connections": middle.connections, "calls": middle.calls}
+                reply = {"connections": middle.connections, "calls": middle.calls, "acted": middle.acted}
             case {"census": target}:
                 reply = self._census(target)
             case {"reasons": True}:

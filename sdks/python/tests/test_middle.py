@@ -76,6 +76,7 @@ async def test_whatever_becomes_of_its_calls_a_conversation_is_the_calm_one(
     expected = await conversation(calm, do, lambda: None)
     given = await conversation(shaky, do, lambda: middle.fates.append(fate))
     assert given == expected
+    assert middle.acted > 0
     for client in (calm, shaky):
         await do(client.close)
 

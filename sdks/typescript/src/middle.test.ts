@@ -61,6 +61,7 @@ async function conversation(on: kakeya.Client, each: () => Promise<void>): Promi
 test.each(FATES)("whatever becomes of its calls, a conversation is the calm one: %j", async (fate) => {
   const expected = await conversation(calm, () => Promise.resolve());
   expect(await conversation(client, () => middle.expect(fate))).toEqual(expected);
+  expect((await middle.passed()).acted).toBeGreaterThan(0);
 });
 
 test.each<Fate>([

@@ -115,9 +115,9 @@ export class Middle {
     await ask(this.#control, { darken: this.target });
   }
 
-  /** What came to it until now. */
-  async passed(): Promise<{ connections: number; calls: number }> {
-    return (await ask(this.#control, { passed: this.target })) as { connections: number; calls: number };
+  /** What came to it until now, and how many calls met their fate. */
+  async passed(): Promise<{ connections: number; calls: number; acted: number }> {
+    return (await ask(this.#control, { passed: this.target })) as { connections: number; calls: number; acted: number };
   }
 }
 
