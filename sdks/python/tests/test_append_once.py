@@ -30,7 +30,8 @@ class Server:
     """A history and a list of what goes wrong next.
 
     Faults, one for each call: "ok", "lost" (never arrives), "unanswered" (arrives, its answer is lost), "late" (arrives
-    after the next call), "timeout", "busy", "draining", "refused" (no connection is made), "gone".
+    after the next call), "timeout", "busy", "draining", "refused" (no connection is made), "full" (the connection has
+    too many calls), "gone".
     """
 
     def __init__(
@@ -72,7 +73,9 @@ class Server:
             "refused": lambda: refused,
             "gone": lambda: SessionNotFound("no such session", code="NOT_FOUND", reason="SESSION_NOT_FOUND"),
         }
-        if fault == "refused":
+        if fault == "full":
+            refused._was_full = True
+        if fault in {"refused", "full"}:
             raise refused
         is_known = isinstance(step.request, pb.AppendTokensRequest) and step.request.request_id in (self._replies or {})
         if fault in refusals and not is_known:
@@ -131,14 +134,14 @@ def drive(flow: Flow[int], server: Server) -> int:
         return int(end.value)
 
 
-def append(server: Server, ids: list[int], tail: Tail, *, expected: int | None = None) -> int:
+def append(server: Server, ids: list[int], tail: Tail, *, expected: int | None = None, attempts: int = 3) -> int:
     flow = Append(
         "id",
         ids,
         tail=tail,
         expected_history_length=expected,
         limit=AppendLimit(),
-        patience=Patience(RetryPolicy(attempts=3), None, clock=lambda: 0.0, jitter=lambda: 0.5),
+        patience=Patience(RetryPolicy(attempts=attempts), None, clock=lambda: 0.0, jitter=lambda: 0.5),
     )
     return drive(flow.run(), server)
 
@@ -334,3 +337,11 @@ def test_a_small_message_limit_makes_smaller_requests() -> None:
     step = flow.send(pb.GetServerInfoResponse(max_append_tokens=65_536, max_message_bytes=1024))
     assert isinstance(step, Call)
     assert 0 < step.request.ByteSize() <= 1024
+
+
+def test_what_one_request_of_an_append_waited_for_its_turn_is_no_attempt_of_the_next() -> None:
+    server = Server(["full"] * 6 + ["ok", "refused"])
+    with pytest.raises(ConnectionFailed) as caught:
+        append(server, [1, 2, 3, 4], Tail(), attempts=1)
+    assert caught.value.appended_tokens == 3
+    assert server.history == [1, 2, 3]

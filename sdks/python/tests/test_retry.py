@@ -78,6 +78,34 @@ def test_a_connection_that_stays_full_is_given_up() -> None:
     assert brief.wait_seconds(1, full()) is None
 
 
+def test_what_one_request_waited_for_its_turn_is_no_attempt_of_the_next() -> None:
+    single = patience(attempts=1)
+    flow = repeatable("GetSessionInfo", INFO, single)
+    next(flow)
+    for _ in range(6):
+        flow.throw(full())
+        flow.send(None)
+    with pytest.raises(StopIteration):
+        flow.send("reply")
+    flow = repeatable("GetSessionInfo", INFO, single)
+    next(flow)
+    with pytest.raises(ConnectionFailed, match="lost"):
+        flow.throw(LOST)
+
+
+def test_a_connection_that_is_full_now_and_then_is_not_one_that_stays_full() -> None:
+    now = 0.0
+    asking = Patience(RetryPolicy(), None, clock=lambda: now, jitter=lambda: 0.0)
+    for _ in range(2):
+        flow = repeatable("GetSessionInfo", INFO, asking)
+        next(flow)
+        assert isinstance(flow.throw(full()), Sleep)
+        flow.send(None)
+        with pytest.raises(StopIteration):
+            flow.send("reply")
+        now += FULL_SECONDS + 1.0
+
+
 def test_closing_a_session_that_never_was_is_an_error_though_the_connection_was_full() -> None:
     flow = close_session("id", patience())
     next(flow)

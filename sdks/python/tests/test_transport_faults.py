@@ -266,3 +266,69 @@ async def test_a_strategy_newer_than_the_sdk_is_none(scripted: Any, client: Any,
     strategy = pb.Strategy.FromString(b"\xa2\x06\x00")  # an arm numbered 100
     scripted.on("CreateSession", reply(pb.CreateSessionResponse(session_id="s", strategy=strategy)))
     assert (await do(client.create_session)).strategy is None
+
+
+async def test_closing_a_client_ends_the_wait_between_attempts(
+    scripted: Any, flavour: str, do: Do, unexplained: Failure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = threading.Event()
+
+    def long(*_: Any) -> float:
+        waiting.set()
+        return 600.0
+
+    monkeypatch.setattr(kakeya.RetryPolicy, "delay_seconds", long)
+    client: Any = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(scripted.target)
+    scripted.on("GetServerInfo", unexplained(UNAVAILABLE))
+    asking = asyncio.ensure_future(do(client.server_info, timeout=None))
+    await asyncio.to_thread(waiting.wait)
+    await do(client.close)
+    with pytest.raises(kakeya.StateError, match="closed"):
+        await asyncio.wait_for(asking, 60)
+    assert len(scripted.calls("GetServerInfo")) == 1
+
+
+def test_a_channel_closed_in_the_moment_of_a_call_is_told_as_the_client_closed(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: dict[str, Callable[[kakeya.Client, kakeya.Session], Any]] = {
+        "unary": lambda client, _: client.server_info(),
+        "stream": lambda _, session: session.generate(1),
+    }
+    for call in calls.values():
+        client = kakeya.Client(scripted.target)
+        scripted.on("CreateSession", reply(pb.CreateSessionResponse(session_id="s1")))
+        session = client.create_session()
+
+        def metadata(client: kakeya.Client = client) -> tuple[()]:
+            client.close()  # from another thread, between the look whether it is open and the call
+            return ()
+
+        monkeypatch.setattr(client, "_metadata", metadata)
+        with pytest.raises(kakeya.StateError, match="closed while the call was running"):
+            call(client, session)
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "kind"),
+    [
+        ("RESOURCE_EXHAUSTED", "SERVER: Received message larger than max (5 vs. 4)", kakeya.CallerError),
+        ("RESOURCE_EXHAUSTED", "gRPC message exceeds maximum size 4: 5", kakeya.CallerError),
+        ("INTERNAL", "Exception deserializing request!", kakeya.CallerError),
+        ("INTERNAL", "Exception serializing response!", kakeya.ServerError),
+    ],
+)
+async def test_what_fails_the_same_way_each_time_is_sent_once(
+    scripted: Any, session: Any, do: Do, unexplained: Failure, code: str, message: str, kind: type[kakeya.KakeyaError]
+) -> None:
+    scripted.on("GetSessionInfo", *[unexplained(grpc.StatusCode[code], message)] * QUICK.attempts)
+    with pytest.raises(kind) as caught:
+        await do(session.info)
+    assert caught.value.code == code
+    assert message in str(caught.value)
+    assert len(scripted.calls("GetSessionInfo")) == 1
+
+
+async def test_a_message_that_is_larger_than_the_server_takes_is_the_callers(client: Any, do: Do) -> None:
+    with pytest.raises(kakeya.CallerError, match="too large"):
+        await do(client.create_session, label="x" * (5 * 2**20))

@@ -112,7 +112,10 @@ export class Append {
         this.#isOpen = false;
       }
     } catch (error) {
-      if (error instanceof KakeyaError) error.appendedTokens = this.#isFateKnown ? appended : null;
+      // The signal's reason is not ours to write on: it may be an error of another session's.
+      if (error instanceof KakeyaError && !this.#patience.isReason(error)) {
+        error.appendedTokens = this.#isFateKnown ? appended : null;
+      }
       throw error;
     }
     return this.#length;
@@ -142,6 +145,11 @@ export class Append {
           `after an append at ${this.#length} the history should have ${end} tokens, the server says ${length}`,
         );
       } catch (error) {
+        if (patience.isAborted) {
+          // Whatever its reason is, it is no answer to this request, which may have arrived.
+          this.#isFateKnown = false;
+          throw error;
+        }
         if (!(error instanceof KakeyaError) || error instanceof ProtocolError) throw error;
         if (error instanceof HistoryLengthMismatch) {
           if (error.actual === undefined) {

@@ -1,6 +1,7 @@
 /** How calls end whose server goes away: what is told, how often it was tried, and what is complete all the same. */
 import { setTimeout as sleep } from "node:timers/promises";
 
+import { Code, ConnectError } from "@connectrpc/connect";
 import { afterEach, expect, test } from "vitest";
 
 import { failure } from "../testing/moves.js";
@@ -232,4 +233,78 @@ test("an append whose time is up is resolved by its id where others have appende
   ).createSession();
   expect(await session.append([7, 8], { timeoutSeconds: 0.1 })).toBe(2);
   expect(calls).toBe(2);
+});
+
+/** Of another session's, and fails if it is asked again and again. */
+class OtherMismatch extends kakeya.HistoryLengthMismatch {
+  #asked = 0;
+
+  override get actual(): number | undefined {
+    this.#asked += 1;
+    if (this.#asked > 100) throw new Error("taken for an answer over and over");
+    return 7;
+  }
+}
+
+test.each<[string, kakeya.KakeyaError]>([
+  ["HISTORY_LENGTH_MISMATCH", new OtherMismatch("of another session", { code: "ABORTED" })],
+  ["OVERLOADED", new kakeya.Overloaded("of another session", { code: "RESOURCE_EXHAUSTED", reason: "OVERLOADED" })],
+])("an append aborted with another session's %s throws it, and its fate stays open", async (_, reason) => {
+  const abort = new AbortController();
+  let length = 0n;
+  const session = await (
+    await serve({
+      appendTokens: ({ tokenIds, expectedHistoryLength }) => {
+        if (expectedHistoryLength !== length) throw mismatch(length);
+        length += BigInt(tokenIds.length);
+        if (abort.signal.aborted) return { historyLength: length };
+        abort.abort(reason);
+        return new Promise<never>(() => undefined);
+      },
+    })
+  ).createSession();
+  expect(await failure(kakeya.KakeyaError, session.append([7, 8], { signal: abort.signal }))).toBe(reason);
+  expect(reason.appendedTokens).toBeUndefined();
+  // The ids have arrived, which this side cannot know: the next append insists on the length known before.
+  expect((await failure(kakeya.HistoryLengthMismatch, session.append([9]))).actual).toBe(2);
+  expect(length).toBe(2n);
+});
+
+test("a close aborted with another session's SESSION_NOT_FOUND has not closed this one", async () => {
+  const reason = new kakeya.SessionNotFound("another", { code: "NOT_FOUND", reason: "SESSION_NOT_FOUND" });
+  const abort = new AbortController();
+  let calls = 0;
+  const session = await (
+    await serve({
+      closeSession: () => {
+        calls += 1;
+        if (calls === 1) server.cut();
+        else abort.abort(reason);
+        return new Promise<never>(() => undefined);
+      },
+    })
+  ).createSession();
+  expect(await failure(kakeya.SessionNotFound, session.close({ signal: abort.signal }))).toBe(reason);
+  expect([calls, session.isClosed]).toEqual([2, false]);
+});
+
+test.each([
+  [Code.ResourceExhausted, "SERVER: Received message larger than max (5 vs. 4)", kakeya.CallerError],
+  [Code.ResourceExhausted, "message size 5 is larger than configured readMaxBytes 4", kakeya.CallerError],
+  [Code.ResourceExhausted, "gRPC message exceeds maximum size 4: 5", kakeya.CallerError],
+  [Code.Internal, "Exception deserializing request!", kakeya.CallerError],
+  [Code.Internal, "Exception serializing response!", kakeya.ServerError],
+])("what fails the same way each time is sent once: %i %s", async (code, message, kind) => {
+  let calls = 0;
+  const session = await (
+    await serve({
+      getSessionInfo: () => {
+        calls += 1;
+        throw new ConnectError(message, code);
+      },
+    })
+  ).createSession();
+  const error = await failure(kind, session.info());
+  expect(error.message).toContain(message);
+  expect(calls).toBe(1);
 });

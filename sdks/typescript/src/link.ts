@@ -72,9 +72,11 @@ export class Link {
     try {
       const reply = await attempt(this.rpc, { signal: leash.signal, ...timeoutOf(patience) });
       this.#isMet = true;
+      patience.answered();
       return reply;
     } catch (error) {
-      throw await this.#probed(this.explain(error, patience));
+      const explained = this.explain(error, patience);
+      throw patience.isAborted ? explained : await this.#probed(explained);
     } finally {
       leash.release();
     }
@@ -143,7 +145,7 @@ export class Link {
     if (this.#isClosed) {
       return new StateError(`this client of ${this.target} was closed while the call was running`, { cause: error });
     }
-    if (patience.signal?.aborted === true) return patience.signal.reason;
+    if (patience.isAborted) return patience.signal?.reason;
     return error instanceof ConnectError ? fromConnectError(error, this.target, patience.isOver) : error;
   }
 

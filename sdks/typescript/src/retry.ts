@@ -73,9 +73,19 @@ export class Patience {
     return this.remainingMs() === 0;
   }
 
+  /** The caller's signal has spoken. */
+  get isAborted(): boolean {
+    return this.signal?.aborted === true;
+  }
+
+  /** Is `error` what the caller's signal was aborted with? Then nobody said it of this call, whatever its class. */
+  isReason(error: unknown): boolean {
+    return this.isAborted && this.signal?.reason === error;
+  }
+
   /** How long to wait before the next attempt, after attempt number `attempt` (from 1); undefined to give up. */
   waitSeconds(attempt: number, error: unknown): number | undefined {
-    if (!(error instanceof KakeyaError)) return undefined;
+    if (this.isAborted || !(error instanceof KakeyaError)) return undefined;
     if (error.isFull) return this.#fullWaitSeconds();
     attempt -= this.#timesFull;
     if (error.reason !== undefined) this.#lastTold = error;
@@ -83,7 +93,10 @@ export class Patience {
     const asked = error.retryAfterSeconds;
     const isPassing =
       error.code === "UNAVAILABLE" ||
-      (error.reason === undefined && error.code !== undefined && PASSING.has(error.code));
+      (error instanceof TransportError &&
+        error.reason === undefined &&
+        error.code !== undefined &&
+        PASSING.has(error.code));
     if (!isPassing && asked === undefined) return undefined;
     const longest = Math.min(this.#policy.maxDelaySeconds, this.#policy.firstDelaySeconds * 2 ** (attempt - 1));
     // Clients that were all told the same do not all come at the same time.
@@ -113,7 +126,7 @@ export class Patience {
    */
   verdict(error: unknown): unknown {
     const told = this.#lastTold;
-    if (told === undefined || told === error || !isUnexplained(error)) return error;
+    if (told === undefined || told === error || this.isAborted || !isUnexplained(error)) return error;
     told.cause = error;
     return told;
   }

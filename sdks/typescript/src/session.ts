@@ -1,7 +1,7 @@
 /** A history on the server, with its K/V. */
 import { Append, Tail } from "./append.js";
 import { exact, tokenIdsOf, uint64Of, type TokenIds } from "./checks.js";
-import { SessionClosed, SessionNotFound, StateError } from "./errors.js";
+import { KakeyaError, SessionClosed, SessionNotFound, StateError } from "./errors.js";
 import type { Link } from "./link.js";
 import { known, type AppendOptions, type CallOptions, type ForkOptions, type GenerateOptions } from "./options.js";
 import { closeRequest, forkRequest, generateRequest } from "./requests.js";
@@ -160,14 +160,17 @@ export class Session implements AsyncDisposable {
     if (this.#isClosed) return this.historyLength;
     const request = closeRequest(this.id);
     const patience = this.#link.patience(known(options, "this call"));
+    let wasSent = false;
     for (let attempts = 1; ; attempts++) {
       try {
         const reply = await this.#link.once((rpc, each) => rpc.closeSession(request, each), patience);
         this.#tail.settle(exact(reply.finalHistoryLength, "final_history_length"));
         break;
       } catch (error) {
+        if (patience.isAborted) throw error;
         // An earlier attempt closed it, and its answer was lost.
-        if (error instanceof SessionNotFound && attempts > 1) break;
+        if (error instanceof SessionNotFound && wasSent) break;
+        wasSent ||= error instanceof KakeyaError && error.wasSent;
         await this.#link.waitOrGiveUp(error, attempts, patience);
       }
     }

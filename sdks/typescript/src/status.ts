@@ -67,6 +67,28 @@ const CODES_OF_A_LOST_CONNECTION = new Set([
 // HTTP/2's word for it (RFC 9113, section 8.7): nobody looked at the call, it may come again.
 const REFUSED_STREAM = "REFUSED_STREAM";
 
+// What fails the same way each time, in the words of gRPC's cores, its Go and Java, and Connect.
+const FINAL: readonly [Code, RegExp, ErrorClass, string][] = [
+  [
+    Code.ResourceExhausted,
+    /larger than (?:max|configured)|exceeds maximum size/,
+    errors.CallerError,
+    "the message is too large for",
+  ],
+  [
+    Code.Internal,
+    /^Exception (?:de)?serializing request|^serialize binary/,
+    errors.CallerError,
+    "the request is no message for",
+  ],
+  [
+    Code.Internal,
+    /^Exception (?:de)?serializing response|^parse binary/,
+    errors.ServerError,
+    "the answer cannot be read, from",
+  ],
+];
+
 /** The typed error for a failed call. `isLate`: its deadline has passed. Never throws. */
 export function fromConnectError(error: ConnectError, target: string, isLate: boolean): errors.KakeyaError {
   const explanation = explained(error);
@@ -89,6 +111,11 @@ export function fromConnectError(error: ConnectError, target: string, isLate: bo
     failure.isFull = true;
     failure.wasSent = false;
     return failure;
+  }
+  const final = FINAL.find(([code, sign]) => !isLate && error.code === code && sign.test(error.rawMessage));
+  if (final !== undefined) {
+    const [code, , kind, situation] = final;
+    return new kind(`${situation} ${target}: ${error.rawMessage}`, { code: nameOf(code), cause: error });
   }
   const [kind, code, situation] = unexplained(error, target, isLate);
   const failure = new kind(`${situation}: ${error.rawMessage}`, { code, cause: error });

@@ -145,6 +145,7 @@ class Append:
             except KakeyaError as error:  # refused: this attempt changed nothing
                 failure = error
             else:
+                patience.answered()
                 if reply.history_length != end:
                     self._is_fate_known = False
                     raise ProtocolError(

@@ -52,6 +52,7 @@ class AsyncClient(ClientBase):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._channel: grpc.aio.Channel | None = None
         self._opened_stub: Any = None
+        self._ended = asyncio.Event()  # by close()
 
     async def create_session(
         self,
@@ -75,6 +76,7 @@ class AsyncClient(ClientBase):
     async def close(self) -> None:
         """As `Client.close`."""
         self._is_closed = True
+        self._ended.set()
         if self._channel is not None:
             await self._channel.close()
 
@@ -123,7 +125,8 @@ class AsyncClient(ClientBase):
 
     async def _perform(self, step: Step) -> Any:
         if not isinstance(step, Call):
-            await asyncio.sleep(step.seconds)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), step.seconds)
             return None
         try:
             method = getattr(self._stub(), step.method)

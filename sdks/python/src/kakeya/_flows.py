@@ -44,9 +44,12 @@ def repeatable(method: str, request: Message, patience: Patience) -> Flow[Any]:
     while True:
         attempt += 1
         try:
-            return (yield Call(method, request, patience.remaining_seconds()))
+            reply = yield Call(method, request, patience.remaining_seconds())
         except KakeyaError as error:
             yield from wait_or_give_up(error, attempt, patience)
+        else:
+            patience.answered()
+            return reply
 
 
 def close_session(session_id: str, patience: Patience) -> Flow[int | None]:

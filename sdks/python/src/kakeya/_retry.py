@@ -75,7 +75,9 @@ class Patience:
         asked = error.retry_after_seconds
         if isinstance(error, TLSFailed):
             return None
-        is_passing = error.code == "UNAVAILABLE" or (error.reason is None and error.code in _PASSING)
+        is_passing = error.code == "UNAVAILABLE" or (
+            isinstance(error, TransportError) and error.reason is None and error.code in _PASSING
+        )
         if (not is_passing and asked is None) or attempt >= self.policy.attempts:
             return None
         # Clients that were all told the same do not all come at the same time.

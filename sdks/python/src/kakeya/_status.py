@@ -74,6 +74,29 @@ _UNEXPLAINED: dict[grpc.StatusCode, tuple[type[errors.KakeyaError], str]] = {
 }
 
 
+# What fails the same way each time, in the words of gRPC's cores, its Go and Java.
+_FINAL: tuple[tuple[grpc.StatusCode, re.Pattern[str], type[errors.KakeyaError], str], ...] = (
+    (
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        re.compile("larger than (?:max|configured)|exceeds maximum size"),
+        errors.CallerError,
+        "the message is too large for {target}",
+    ),
+    (
+        grpc.StatusCode.INTERNAL,
+        re.compile("^Exception (?:de)?serializing request|^serialize binary"),
+        errors.CallerError,
+        "the request is no message for {target}",
+    ),
+    (
+        grpc.StatusCode.INTERNAL,
+        re.compile("^Exception (?:de)?serializing response|^parse binary"),
+        errors.ServerError,
+        "the answer cannot be read, from {target}",
+    ),
+)
+
+
 def from_rpc_error(error: grpc.RpcError, target: str) -> errors.KakeyaError:
     """The typed error for a failed RPC, sync or asyncio. Never raises: details it cannot read count as none."""
     call = cast("grpc.Call", error)  # whatever grpc raises also answers code(), details(), trailing_metadata()
@@ -100,6 +123,9 @@ def _unexplained(code: grpc.StatusCode, message: str, target: str) -> errors.Kak
         )
         failure._was_full, failure._was_sent = True, False
         return failure
+    for final, sign, final_kind, situation in _FINAL:
+        if code is final and sign.search(message) is not None:
+            return final_kind(f"{situation.format(target=target)}: {message}", code=code.name)
     if code is grpc.StatusCode.UNAVAILABLE and (problem := _tls_problem(message)) is not None:
         failure = errors.TLSFailed(f"no connection to {target}: {problem}", code=code.name)
     else:

@@ -7,7 +7,6 @@ A client may be shared by threads; a session is one conversation and belongs to 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -60,6 +59,7 @@ class Client(ClientBase):
             else grpc.secure_channel(target, credentials, options=OPTIONS)
         )
         self._stub = RuntimeServiceStub(self._channel)
+        self._ended = threading.Event()  # by close()
 
     def create_session(
         self,
@@ -89,6 +89,7 @@ class Client(ClientBase):
     def close(self) -> None:
         """End the connection. Sessions stay on the server until they are closed or have been idle for long."""
         self._is_closed = True
+        self._ended.set()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -115,8 +116,9 @@ class Client(ClientBase):
 
     def _perform(self, step: Step) -> Any:
         if not isinstance(step, Call):
-            time.sleep(step.seconds)
+            self._ended.wait(step.seconds)
             return None
+        self._require_open()
         try:
             method = getattr(self._stub, step.method)
             reply = method(step.request, timeout=step.timeout, metadata=self._metadata())
@@ -125,12 +127,23 @@ class Client(ClientBase):
             if self._wants_probe(explained):
                 explained = self._probed(explained)
             raise explained from error
+        except ValueError as error:  # as grpc has it where the channel was closed in this very moment
+            self._raise_if_closed(error)
+            raise
         self._is_met = True
         return reply
 
     def _generate(self, request: pb.GenerateRequest, patience: Patience) -> Any:
         self._require_open()
-        return self._stub.Generate(request, timeout=patience.remaining_seconds(), metadata=self._metadata())
+        try:
+            return self._stub.Generate(request, timeout=patience.remaining_seconds(), metadata=self._metadata())
+        except ValueError as error:
+            self._raise_if_closed(error)
+            raise
+
+    def _raise_if_closed(self, error: ValueError) -> None:
+        if self._is_closed:
+            raise self._closed_meanwhile() from error
 
 
 class Session(SessionBase):
