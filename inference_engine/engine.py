@@ -94,7 +94,7 @@ class Engine:
             self._geometry,
             self.config,
             self.metrics,
-            longest=self._default_strategy.bound(self._geometry, limit),
+            default_strategy=self._default_strategy,
             latent=latent,
             drafter=drafter,
         )

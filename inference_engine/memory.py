@@ -12,11 +12,11 @@ from inference_engine.kv.address_space import MOST_BYTES
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.session_kv import bound_of, grows_with_history
+from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.kv.tier import open_tier
 from inference_engine.kv.token_codec import TokenCodec
 from inference_engine.metrics import EngineMetrics
-from inference_engine.types import Bound
 
 _SHARE = 4  # of what is free, one part in this many is taken unless the settings say
 
@@ -27,20 +27,20 @@ def open_memory(
     config: EngineConfig,
     metrics: EngineMetrics,
     *,
-    longest: Bound,
+    default_strategy: KVStrategy,
     latent: TokenCodec | None,
     drafter: Drafter | None,
 ) -> KVContext:
     """Allocate it, and let the drafter know. Raises ConfigError or BackendError for what cannot be had.
 
-    longest: what the longest session of the default strategy may hold; where sessions grow, there is address space for
-    as many of it as there may be sessions.
+    Where sessions grow, there is address space for as many of the longest as there may be sessions: a grant bounds the
+    memory of one, and nothing but its limit the addresses that it takes.
     """
     tap_layers = () if drafter is None else drafter.tap_layers
     capacity = config.kv_bytes or forward.free_bytes() // _SHARE
     address_bytes = 0
     if grows(config, forward):
-        address_bytes = min(2 * MOST_BYTES, 2 * capacity + config.max_sessions * longest.peak_bytes)
+        address_bytes = min(2 * MOST_BYTES, 2 * capacity + config.max_sessions * _longest_bytes(default_strategy, geometry))
     opened = forward.open(geometry, capacity, address_bytes=address_bytes, tap_layers=tap_layers)
     tier = open_tier(
         forward.device,
@@ -53,6 +53,18 @@ def open_memory(
     if drafter is not None:
         drafter.prepare(context)
     return context
+
+
+def _longest_bytes(default_strategy: KVStrategy, geometry: Geometry) -> int:
+    """Of K/V, of a session that grows, whichever strategy a client asks for.
+
+    No strategy keeps more of a history than every row, and bounds of blocks, which are whole pages. What others take
+    beside that, however long a history is, is granted from the start, so that `kv_bytes` bounds it.
+    """
+    rows = Full().bound(geometry, geometry.trained_positions).peak_bytes
+    bounds = -(-rows // geometry.page_tokens)
+    default = default_strategy.bound(geometry, default_strategy.length_limit(geometry)).peak_bytes
+    return max(default, rows + bounds)
 
 
 def grows(config: EngineConfig, forward: Forward) -> bool:

@@ -106,10 +106,22 @@ class SessionKV:
             raise
         if not is_reserved:
             self._give_up(is_granted)
-            raise no_capacity(self.context, needed)
+            raise self._refusal(needed)
         if self.grows:
             self._note_grants()
         self._is_reserved, self.is_dropped = True, False
+
+    def _refusal(self, needed: Bound) -> NoCapacity:
+        """Nothing is taken, and there was no room."""
+        pool = self.context.pool
+        if needed.sustained_bytes > pool.capacity_bytes - pool.reserved_bytes:
+            return no_capacity(self.context, needed)
+        return NoCapacity(
+            f"memory is free, but no address space is left for a session of up to {self.bound.sustained_bytes} bytes "
+            "of K/V: each of its layers needs one stretch of it. Close sessions, or ask for a smaller limit_tokens",
+            retry_after_seconds=1.0,
+            needed_bytes=self.bound.sustained_bytes,
+        )
 
     def _give_up(self, is_granted: bool) -> None:
         self.release()

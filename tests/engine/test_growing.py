@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from inference_engine import memory
 from inference_engine.backends.scripted import ScriptedForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import ConfigError, InvalidArgument, NoCapacity
+from inference_engine.errors import ConfigError, InvalidArgument, NoCapacity, QuotaExceeded
+from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Finished, GenerateParams, Mode, TokenCommitted
@@ -202,6 +206,38 @@ def test_what_is_held_never_exceeds_what_is_granted(strategy: KVStrategy) -> Non
         assert engine.info().kv_reserved_bytes == 0
 
 
+def test_an_owner_within_its_share_of_memory_leaves_addresses_for_all_others() -> None:
+    """Though its sessions may become long, and those of the default strategy are short."""
+    whole = bytes_for()
+    with tiny_engine(
+        kv_bytes=2 * whole, kv_bytes_per_owner=whole, max_sessions=64, strategy="sink_window:sink=4,window=32"
+    ) as engine:
+        longest = [Full(), Gather(block=4, sink=4, window=16, budget=64)]
+        with pytest.raises(QuotaExceeded, match="one owner may have"):
+            for strategy in itertools.cycle(longest):
+                engine.create_session(strategy=strategy, owner="many")
+        info = engine.info()
+        assert info.kv_reserved_bytes <= info.kv_capacity_bytes // 2
+        for strategy in (None, *longest):
+            session = engine.create_session(strategy=strategy, owner="other").session_id
+            engine.append(session, text(60), owner="other")
+            assert len(drain(engine.generate(session, GenerateParams(max_tokens=2), owner="other"))) > 2
+
+
+def test_want_of_addresses_is_told_apart_from_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = bytes_for()
+    monkeypatch.setattr(memory, "MOST_BYTES", whole)  # of each arena, so that both hold two of the longest sessions
+    with tiny_engine(kv_bytes=whole, max_sessions=64) as engine:
+        opened = [engine.create_session().session_id for _ in range(2)]
+        with pytest.raises(NoCapacity, match="no address space is left.*limit_tokens") as refused:
+            engine.create_session()
+        assert refused.value.retry_after_seconds
+        assert engine.info().kv_reserved_bytes < engine.info().kv_capacity_bytes // 2
+        engine.close_session(opened[0])
+        assert engine.create_session(limit_tokens=TRAINED_POSITIONS // 2).session_id
+        assert engine.create_session(limit_tokens=TRAINED_POSITIONS // 4).session_id
+
+
 def test_sessions_that_come_and_go_leave_no_memory_behind() -> None:
     """What the system has given the process stays near the grants, though address space is used all over."""
 
@@ -219,7 +255,7 @@ def test_sessions_that_come_and_go_leave_no_memory_behind() -> None:
         for _ in range(3):
             turn(engine, 400)
         before = resident()
-        for _ in range(40):
+        for _ in range(12):
             held = [engine.create_session().session_id for _ in range(3)]
             for session in held:
                 engine.append(session, text(400))
