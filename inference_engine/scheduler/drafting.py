@@ -107,6 +107,12 @@ class Drafting:
     def wants_taps(self, request: Request) -> bool:
         return bool(self._drafter.tap_layers) and self._is_served(request)
 
+    def most_guesses(self, request: Request) -> int:
+        """In its next step, memory apart."""
+        if request.is_prefilling or not self._is_served(request):
+            return 0
+        return max(0, request.params.max_tokens - request.generated - 1)
+
     def _paces_of(self, request: Request) -> dict[Way, _Pace]:
         return self._paces.setdefault(request.session, {})
 

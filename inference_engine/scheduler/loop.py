@@ -43,7 +43,7 @@ from inference_engine.types import Accepted, Failed
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_SECONDS = 1.0
-_DRAFT_TOKENS = 16  # that a session's memory is to have room for behind its history, if there is any left
+_DRAFT_TOKENS = 16  # guesses that a session is granted memory for at most, if any is free
 _CLEAN_BYTES = 32 * 2**20  # of memory given back, zeroed before a step: a few milliseconds on a CPU
 _LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 0.05, 60.0
 _STUCK_SECONDS = 30.0  # a step that takes longer keeps nobody from shutting down
@@ -351,9 +351,9 @@ class Scheduler:
         self._timer.end()
 
     def _is_secured(self, request: Request) -> bool:
-        """Is there a place for its next token, and memory for those before it, and for a draft if any is left?
+        """Is there a place for its next token, and memory for those before it? If not, it ends.
 
-        If not, it ends.
+        Guesses behind them have memory only where some is free: nobody's K/V is dropped for them.
         """
         session = request.session
         if request.forced is None:
@@ -362,19 +362,19 @@ class Scheduler:
             except QuotaExceeded as error:
                 self._endings.end(request, Failed(error))
                 return False
-        tokens = len(session.history)
-        if session.kv.covers(tokens + _DRAFT_TOKENS):
-            return True
-        for wanted in (tokens + _DRAFT_TOKENS, tokens):
+        tokens, kv = len(session.history), session.kv
+        if not kv.covers(tokens):
             try:
-                self._store.secure(session, wanted)
+                self._store.secure(session, tokens)
             except RequestError as error:
-                if wanted == tokens:
-                    self._endings.end(request, Failed(error))
-                    return False
-            else:
-                return True
-        raise AssertionError("the loop returns")
+                self._endings.end(request, Failed(error))
+                return False
+        guesses = 0 if self._drafting is None else min(_DRAFT_TOKENS, self._drafting.most_guesses(request))
+        # What was refused once is not asked for again at each step, but when the next segment is granted.
+        if guesses > 0 and not kv.covers(tokens + guesses) and request.refused_behind != kv.granted_tokens:
+            if not self._store.secure_if_free(session, tokens + guesses):
+                request.refused_behind = kv.granted_tokens
+        return True
 
     def _move_back(self, batch: Sequence[Request], last: tuple[int, float] | None) -> None:
         """Served: to the back of the line, in this order. At once, or a drain would see nobody running.

@@ -99,15 +99,29 @@ class Admission:
         kv = session.kv
         if kv.covers(tokens):
             return
-        now, then = kv.reserved, kv.bound_at(tokens)
-        more = then.sustained_bytes - now.sustained_bytes
-        waking = then.peak_bytes - then.sustained_bytes
+        then = kv.bound_at(tokens)
 
         def take() -> None:
             if not kv.grow(tokens):
                 raise no_capacity(self._context, then)
 
-        self._make_room(sessions, Bound(sustained_bytes=more, peak_bytes=more + waking), session.owner, take)
+        self._make_room(sessions, _more(kv, then), session.owner, take)
+
+    def grow_if_free(self, sessions: Collection[Session], session: Session, tokens: int) -> bool:
+        """As `grow`, but nothing makes room for it. False, and the session stays as it is, if there is none."""
+        kv, pool = session.kv, self._context.pool
+        if kv.covers(tokens):
+            return True
+        needed = _more(kv, kv.bound_at(tokens))
+        # First: the others look at every session.
+        if needed.sustained_bytes > pool.capacity_bytes - pool.reserved_bytes:
+            return False
+        try:
+            self._check_quota(sessions, needed, session.owner)
+            self._keep_room_to_wake(sessions, needed)
+        except (NoCapacity, QuotaExceeded):
+            return False
+        return kv.grow(tokens)
 
     # -- places -----------------------------------------------------------------------------------------------------
 
@@ -228,6 +242,12 @@ class Admission:
             for session in sessions
             if session.owner == owner and session.operation is None and not session.pins and session.used_at <= horizon
         ]
+
+
+def _more(kv: SessionKV, then: Bound) -> Bound:
+    """Bytes that a session has to be granted beside those it has, so that it may hold what `then` says."""
+    more = then.sustained_bytes - kv.reserved.sustained_bytes
+    return Bound(sustained_bytes=more, peak_bytes=more + then.peak_bytes - then.sustained_bytes)
 
 
 def orphaned_bytes(sessions: Collection[Session]) -> int:

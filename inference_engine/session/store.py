@@ -199,6 +199,13 @@ class SessionStore:
             if not session.kv.is_dropped and not session.is_closed:
                 self._admission.grow(self._sessions.values(), session, tokens)
 
+    def secure_if_free(self, session: Session, tokens: int) -> bool:
+        """As `secure`, but only of memory that is free: nothing is dropped, and False says that there is none."""
+        with self._lock:
+            if session.kv.is_dropped or session.is_closed:
+                return False
+            return self._admission.grow_if_free(self._sessions.values(), session, tokens)
+
     def check_history(self, session: Session, adding: int) -> None:
         """Raise HistoryLimit or QuotaExceeded if so many more tokens have no place. Called with the lock held."""
         session.check_room(adding)

@@ -18,7 +18,9 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.session.admission import Admission
 from inference_engine.types import Finished, GenerateParams, Mode, TokenCommitted
+from tests.laws.drafters import Knowing
 from tests.laws.variants import LENGTH, drain, each_strategy, generate, same, text
 from tests.tiny import TRAINED_POSITIONS, tiny_engine, tiny_forward
 
@@ -236,6 +238,62 @@ def test_want_of_addresses_is_told_apart_from_want_of_memory(monkeypatch: pytest
         engine.close_session(opened[0])
         assert engine.create_session(limit_tokens=TRAINED_POSITIONS // 2).session_id
         assert engine.create_session(limit_tokens=TRAINED_POSITIONS // 4).session_id
+
+
+@pytest.mark.parametrize("has_drafter", [False, True])
+def test_room_for_guesses_drops_nobodys_entries(has_drafter: bool) -> None:
+    """Also of a Generate that ends before it needs the room."""
+    with tiny_engine() as roomy:
+        expected = [token for token, _ in generate(roomy, opened(roomy, 20), 40)]
+    now = 0.0
+    drafter = {"drafter": Knowing(text=[*text(20), *expected])} if has_drafter else {}
+    patient: dict[str, Any] = {"clock": lambda: now, "stall_seconds": 1e6, "session_evictable_seconds": 1}
+    with tiny_engine(kv_bytes=bytes_for(16) + bytes_for(32), **patient, **drafter) as engine:
+        idle = opened(engine, 10)
+        generate(engine, idle, 1)
+        session = opened(engine, 20)
+        now = 10.0
+        params = GenerateParams(max_tokens=40, stop_token_ids=(expected[6],))
+        drain(engine.generate(session, params))
+        assert 20 < engine.session_info(session).history_length <= 27
+        assert engine.session_info(idle).cached_tokens == 10
+        drain(engine.generate(session, GenerateParams(max_tokens=20)))  # what is needed is granted for theirs
+        assert engine.session_info(idle).cached_tokens == 0
+
+
+def test_guesses_have_memory_where_it_is_free() -> None:
+    with tiny_engine() as alone:
+        expected = [token for token, _ in generate(alone, opened(alone, 20), 80)]
+    accepted = []
+    for guaranteed in (False, True):
+        with tiny_engine(drafter=Knowing(text=[*text(20), *expected]), draft_tokens=5) as engine:
+            session = engine.create_session(guaranteed=guaranteed).session_id
+            engine.append(session, text(20))
+            assert [token for token, _ in generate(engine, session, 80)] == expected
+            accepted.append(engine.session_info(session).accepted_tokens)
+    assert accepted[0] == accepted[1] > 40
+
+
+def test_a_full_pool_is_not_searched_for_room_for_guesses_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = 0
+    check_quota = Admission._check_quota
+
+    def counted(*args: Any, **options: Any) -> None:
+        nonlocal searches
+        searches += 1
+        check_quota(*args, **options)
+
+    with tiny_engine() as alone:
+        expected = [token for token, _ in generate(alone, opened(alone, 20), 12)]
+    drafter = Knowing(text=[*text(20), *expected, *text(80)])
+    for options in ({"kv_bytes": bytes_for(32)}, {"kv_bytes_per_owner": bytes_for(32)}):
+        with tiny_engine(drafter=drafter, draft_tokens=1, **options) as engine:
+            session = opened(engine, 20)
+            monkeypatch.setattr(Admission, "_check_quota", counted)
+            searches = 0
+            assert len(generate(engine, session, 12)) == 12
+            assert searches <= 1, options
+            monkeypatch.setattr(Admission, "_check_quota", check_quota)
 
 
 def test_sessions_that_come_and_go_leave_no_memory_behind() -> None:
