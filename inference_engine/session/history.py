@@ -276,13 +276,13 @@ class History:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds, what it shares with forks included."""
+        """Bytes that it holds, what it shares with forks included; of one that was released, what it kept."""
         total = 0
         for index, branch in enumerate(self._branches):
             if branch is None:
                 continue
             total += _BRANCH_BYTES + (0 if branch.seen is None else branch.seen.nbytes)
-            if (index + 1) * BRANCH_TOKENS <= self._length:
+            if not self._is_released and (index + 1) * BRANCH_TOKENS <= self._length:  # so all its leaves are full
                 total += BRANCH_TOKENS * _TOKEN_BYTES + BRANCH_LEAVES * _LEAF_BYTES
             else:
                 total += sum(leaf.nbytes for leaf in branch.leaves if leaf is not None)

@@ -175,9 +175,11 @@ def test_many_generates_of_an_owner_never_pass_the_quota_together() -> None:
 def test_a_session_that_fails_or_is_evicted_gives_its_tokens_back() -> None:
     now = 0.0
     with scripted_engine(clock=lambda: now, session_idle_ttl_seconds=10.0, stall_seconds=1e6) as engine:
-        session = engine._store.find(opened(engine, 50), "")
+        session = engine._store.find(long(engine, BRANCH_TOKENS + 50), "")
+        session.told_from = BRANCH_TOKENS - 100  # as if its last Generate had begun there
         opened(engine, 60)
         engine._store.fail(session, "INV1")
+        assert 0 < engine.session_info(session.session_id).history_bytes < 3 * LEAF_TOKENS * 6
         assert engine.history_tokens_of("") == 60
         now = 11.0
         engine._store.expire()
@@ -248,8 +250,8 @@ def test_tokens_of_a_generate_can_be_read_when_its_session_was_closed_meanwhile(
 
 def test_of_a_closed_session_no_more_is_kept_than_what_its_last_generate_said() -> None:
     """Until those who were told of it are gone; a reader may be kept by what it reads from for some time."""
-    with scripted_engine() as engine:
-        silent, spoken = (engine._store.find(long(engine, 200_000), "") for _ in range(2))
+    with scripted_engine(step_tokens=4096) as engine:
+        silent, spoken = (engine._store.find(long(engine, 3 * LEAF_TOKENS), "") for _ in range(2))
         generation = engine.generate(spoken.session_id, GenerateParams(max_tokens=5))
         is_free = threading.Event()
         engine.when_free(spoken.session_id, is_free.set)
@@ -257,7 +259,7 @@ def test_of_a_closed_session_no_more_is_kept_than_what_its_last_generate_said() 
         for session in (silent, spoken):
             engine.close_session(session.session_id)
         assert silent.history.nbytes == 0
-        assert 0 < spoken.history.nbytes <= 2 * LEAF_TOKENS * 6
+        assert 0 < spoken.history.nbytes <= 2 * LEAF_TOKENS * 6  # of three leaves and a begun one
         assert len(tokens(drain(generation))) == 5
 
 

@@ -209,6 +209,19 @@ def test_of_a_history_that_ended_the_last_tokens_can_be_read_and_others_say_that
         history.ids(0, 1)
 
 
+@pytest.mark.parametrize("keep", [1, 100, LEAF_TOKENS, BRANCH_TOKENS])
+def test_what_a_history_that_ended_says_it_holds_is_what_it_kept(keep: int) -> None:
+    """Also where that lies in a branch that was full, and in several of them."""
+    history = History()
+    ids = some(BRANCH_TOKENS)
+    history.extend(ids, Mark.APPENDED)
+    history.extend(ids[:50], Mark.APPENDED)
+    history.release(keep)
+    leaves = [leaf for branch in history._branches if branch for leaf in branch.leaves if leaf]
+    assert history.nbytes == counted([history])
+    assert keep <= sum(len(leaf.ids) for leaf in leaves) <= keep + 2 * LEAF_TOKENS
+
+
 def test_want_of_memory_changes_nothing() -> None:
     history = History()
     history.extend(some(LEAF_TOKENS + 100), Mark.APPENDED)
