@@ -40,7 +40,8 @@ def open_memory(
     capacity = config.kv_bytes or forward.free_bytes() // _SHARE
     address_bytes = 0
     if grows(config, forward):
-        address_bytes = min(2 * MOST_BYTES, 2 * capacity + config.max_sessions * _longest_bytes(default_strategy, geometry))
+        longest = _longest_bytes(default_strategy, geometry)
+        address_bytes = min(2 * MOST_BYTES, 2 * capacity + config.max_sessions * longest)
     opened = forward.open(geometry, capacity, address_bytes=address_bytes, tap_layers=tap_layers)
     tier = open_tier(
         forward.device,

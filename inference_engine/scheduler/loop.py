@@ -371,9 +371,9 @@ class Scheduler:
                 return False
         guesses = 0 if self._drafting is None else min(_DRAFT_TOKENS, self._drafting.most_guesses(request))
         # What was refused once is not asked for again at each step, but when the next segment is granted.
-        if guesses > 0 and not kv.covers(tokens + guesses) and request.refused_behind != kv.granted_tokens:
-            if not self._store.secure_if_free(session, tokens + guesses):
-                request.refused_behind = kv.granted_tokens
+        wants = guesses > 0 and not kv.covers(tokens + guesses) and request.refused_behind != kv.granted_tokens
+        if wants and not self._store.secure_if_free(session, tokens + guesses):
+            request.refused_behind = kv.granted_tokens
         return True
 
     def _move_back(self, batch: Sequence[Request], last: tuple[int, float] | None) -> None:
