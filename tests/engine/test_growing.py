@@ -221,8 +221,8 @@ def test_an_owner_within_its_share_of_memory_leaves_addresses_for_all_others() -
                 engine.create_session(strategy=strategy, owner="many")
         info = engine.info()
         assert info.kv_reserved_bytes <= info.kv_capacity_bytes // 2
-        for strategy in (None, *longest):
-            session = engine.create_session(strategy=strategy, owner="other").session_id
+        for asked in (None, *longest):
+            session = engine.create_session(strategy=asked, owner="other").session_id
             engine.append(session, text(60), owner="other")
             assert len(drain(engine.generate(session, GenerateParams(max_tokens=2), owner="other"))) > 2
 
@@ -247,7 +247,7 @@ def test_room_for_guesses_drops_nobodys_entries(has_drafter: bool) -> None:
     with tiny_engine() as roomy:
         expected = [token for token, _ in generate(roomy, opened(roomy, 20), 40)]
     now = 0.0
-    drafter = {"drafter": Knowing(text=[*text(20), *expected])} if has_drafter else {}
+    drafter: dict[str, Any] = {"drafter": Knowing(text=[*text(20), *expected])} if has_drafter else {}
     patient: dict[str, Any] = {"clock": lambda: now, "stall_seconds": 1e6, "session_evictable_seconds": 1}
     with tiny_engine(kv_bytes=bytes_for(16) + bytes_for(32), **patient, **drafter) as engine:
         idle = opened(engine, 10)
@@ -287,7 +287,8 @@ def test_a_full_pool_is_not_searched_for_room_for_guesses_at_every_step(monkeypa
     with tiny_engine() as alone:
         expected = [token for token, _ in generate(alone, opened(alone, 20), 12)]
     drafter = Knowing(text=[*text(20), *expected, *text(80)])
-    for options in ({"kv_bytes": bytes_for(32)}, {"kv_bytes_per_owner": bytes_for(32)}):
+    each: list[dict[str, Any]] = [{"kv_bytes": bytes_for(32)}, {"kv_bytes_per_owner": bytes_for(32)}]
+    for options in each:
         with tiny_engine(drafter=drafter, draft_tokens=1, **options) as engine:
             session = opened(engine, 20)
             monkeypatch.setattr(Admission, "_check_quota", counted)
