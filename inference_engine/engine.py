@@ -202,7 +202,9 @@ class Engine:
         wait_seconds: float = 0.0,
         request_id: bytes = b"",
     ) -> SessionForked:
-        """A new session that goes on from where this one is; its memory is reserved for good, rows follow at once.
+        """A new session that goes on from where this one is; it has memory for that history, and rows follow at once.
+
+        Memory for more is reserved, or granted as it grows, as for the session it is made from.
 
         limit_tokens: None for that of the session it is made from. request_id: of a call that may come again; it is
         answered as it was. Raises what `create_session` and `append` raise.

@@ -187,7 +187,7 @@ class Overloaded(RequestError):
 class QuotaExceeded(RequestError):
     """The owner has as much as the operator lets one owner have; what others have does not matter.
 
-    quota: the setting that says so.
+    quota: the setting that says so. Waiting helps where `retry_after_seconds` is there; else closing sessions.
     """
 
     reason = "QUOTA"

@@ -1,8 +1,8 @@
 """The session store: issues ids, admits, expires the idle, and lets one operation at a time hold a session.
 
-Admission (`session/admission.py`) comes before allocation: a session's whole slab is reserved when it is created, and
-nothing it does later needs more. All methods are safe from any thread; the lock is held for microseconds and never
-during a forward.
+Admission (`session/admission.py`) comes before allocation. A session with a guarantee is granted all memory that it may
+need when it is created; one that grows is granted more before its history becomes longer (`secure`), or is refused and
+stays as it is. All methods are safe from any thread; the lock is held for microseconds and never during a forward.
 
 Histories count, too: of one owner's sessions together, what forks share once, and of each session.
 """

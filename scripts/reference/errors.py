@@ -18,6 +18,7 @@ INTRODUCTION = f"""
 TURNS = {
     kakeya.CallerError: "the caller's: change the call",
     kakeya.RetryableError: "wait, try again",
+    kakeya.QuotaExceeded: "wait where RetryInfo is sent, else close sessions",
     kakeya.ServerError: "ours: tell the operator",
     kakeya.DeadlineExceeded: "the caller's: more time, or fewer tokens",
 }
@@ -37,5 +38,6 @@ def _rows() -> Iterator[tuple[str, str, str, str, str]]:
     for base, turn in TURNS.items():
         for reason, status in CODES.items():
             kind = _BY_REASON[reason]
-            if issubclass(kind, base):
+            # The nearest of its turns: a quota's errors can be tried again, too, but not all of them by waiting.
+            if next(one for one in kind.__mro__ if one in TURNS) is base:
                 yield code(reason), code(status.name), turn, code(kind.__name__), one_line(kind.__doc__ or "")
