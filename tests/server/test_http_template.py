@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any
 
 import pytest
 
-from inference_engine.errors import InvalidArgument, ModelError
+from inference_engine.errors import Draining, InvalidArgument, ModelError
+from inference_engine.server.http import template as template_module
 from inference_engine.server.http.errors import RenderLimit
 from inference_engine.server.http.template import ChatTemplate
 from tests.tiny_folder import TEMPLATE, tiny_tokenizer
@@ -116,9 +120,71 @@ def test_a_template_with_wrong_syntax_is_the_models_fault(make: Callable[..., Ch
         make("{% for m in messages %}").render(MESSAGES)
 
 
-def test_a_template_that_was_closed_starts_again(make: Callable[..., ChatTemplate]) -> None:
+def test_a_template_that_was_closed_starts_when_it_is_told_to(make: Callable[..., ChatTemplate]) -> None:
     template = make("fine")
-    template.close()
     assert template.render(MESSAGES) == "fine"
-    template.close()
+    for _ in range(2):
+        template.close()
+        with pytest.raises(Draining):
+            template.render(MESSAGES)
+    template.start()
     assert template.render(MESSAGES) == "fine"
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Those that were started."""
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(template_module.subprocess, "Popen", start)
+    return started
+
+
+def test_closing_ends_what_is_being_rendered_and_no_process_starts_again(
+    make: Callable[..., ChatTemplate], processes: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = make(ENDLESS, max_seconds=60.0)
+    template.start()
+    is_asked = threading.Event()
+    write = template_module.write_frame
+
+    def written(stream: IO[bytes], body: bytes) -> None:
+        write(stream, body)
+        is_asked.set()
+
+    monkeypatch.setattr(template_module, "write_frame", written)
+    with ThreadPoolExecutor(1) as threads:
+        rendering = threads.submit(template.render, MESSAGES)
+        assert is_asked.wait(60.0)
+        template.close()
+        # Not RenderLimit: its time was not over.
+        assert isinstance(rendering.exception(60.0), Draining)
+    (process,) = processes
+    assert process.returncode is not None
+
+
+def test_closing_while_the_process_loads_ends_it(
+    make: Callable[..., ChatTemplate], processes: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = make("fine")
+    write = template_module.write_frame
+    closing: list[threading.Thread] = []
+
+    def close_after(stream: IO[bytes], body: bytes) -> None:
+        write(stream, body)
+        closing.append(threading.Thread(target=template.close))
+        closing[-1].start()
+        processes[-1].wait(60.0)
+
+    monkeypatch.setattr(template_module, "write_frame", close_after)
+    with pytest.raises(Draining):
+        template.render(MESSAGES)
+    for thread in closing:
+        thread.join(60.0)
+    (process,) = processes
+    assert process.returncode is not None

@@ -101,7 +101,7 @@ class ChatText:
         return text, list(text.encode())
 
     def close(self) -> None:
-        """End the processes; they start again if they are needed."""
+        """End the processes, for good unless `start` is called."""
         for template in self._templates:
             template.close()
 

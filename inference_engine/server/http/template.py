@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from inference_engine.errors import InvalidArgument, ModelError
+from inference_engine.errors import Draining, InvalidArgument, ModelError
 from inference_engine.server.http import render_process
 from inference_engine.server.http.errors import RenderLimit
 from inference_engine.server.http.render_process import read_frame, write_frame
@@ -41,7 +41,7 @@ class PromptTooLong(Exception):
 
 
 class ChatTemplate:
-    """Not thread-safe. The process starts when it is needed, and again after it was ended."""
+    """One call at a time, `close` from any thread. The process starts when it is needed, and again after it ended."""
 
     def __init__(
         self,
@@ -72,13 +72,16 @@ class ChatTemplate:
             "tokenizer": tokenizer,
         }
         self._max_seconds = max_seconds
+        self._talking = threading.RLock()  # to the process, through its pipes
+        self._changing = threading.Lock()  # what follows; never held while something is waited for
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The conversation as the model's text.
 
-        Raises InvalidArgument if the template refuses it, RenderLimit if it takes too long. Blocks, for at most
-        `max_seconds` and the start of a process.
+        Raises InvalidArgument if the template refuses it, RenderLimit if it takes too long, Draining once this is
+        closed. Blocks, for at most `max_seconds` and the start of a process.
         """
         asked = _asked(messages, add_generation_prompt=add_generation_prompt, encode="no")
         return str(self._answer(asked)["text"])
@@ -104,50 +107,66 @@ class ChatTemplate:
         return ids
 
     def start(self) -> None:
-        """Have the process ready. Raises ModelError for what cannot be loaded within the limits."""
-        self._started()
+        """Have the process ready, also after `close`. Raises ModelError for what cannot be loaded within the limits."""
+        with self._talking:
+            with self._changing:
+                self._is_closed = False
+            self._started()
 
     def _answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        answer = self._ask(self._started(), asked, self._max_seconds)
-        if answer is None:
-            # So that the next one need not wait for it. What fails now fails then, and is told then.
-            with contextlib.suppress(ModelError):
-                self._started()
-            raise RenderLimit(self._max_seconds)
+        with self._talking:
+            answer = self._ask(self._started(), asked, self._max_seconds)
+            if answer is None:
+                # So that the next one need not wait for it. What fails now fails then, and is told then.
+                with contextlib.suppress(ModelError):
+                    self._started()
+                raise RenderLimit(self._max_seconds)
+            if "failed" in answer:
+                self._end_process()
         if "failed" in answer:
-            self.close()
             raise RuntimeError(f"the model's tokenizer failed: {answer['failed']}")
         if "refused" in answer:
             raise InvalidArgument("messages", f"the model's chat template refuses them: {answer['refused']}")
         return answer
 
     def close(self) -> None:
-        """End the process. Idempotent."""
-        process, self._process = self._process, None
+        """End the process, for good unless `start` is called. A call that waits for it raises Draining. Idempotent."""
+        with self._changing:
+            self._is_closed = True
+            if self._process is not None:
+                self._process.kill()
+        with self._talking:
+            self._end_process()
+
+    def _end_process(self) -> None:
+        with self._changing:
+            process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.communicate()
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """Raises ModelError for a template that does not compile."""
+        """Raises ModelError for a template that does not compile, Draining once this is closed."""
         if self._process is not None and self._process.poll() is None:
             return self._process
-        self.close()
-        # Isolated: neither the caller's folder nor PYTHON… variables decide what it imports, and Ctrl-C is not for it.
-        self._process = subprocess.Popen(
-            (sys.executable, "-I", str(Path(render_process.__file__))),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # A panic of the tokenizers' library would write what it was reading.
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        process = self._process
+        self._end_process()
+        with self._changing:
+            if self._is_closed:
+                raise Draining
+            # Isolated: neither the caller's folder nor PYTHON… variables decide what it imports; Ctrl-C is not for it.
+            process = self._process = subprocess.Popen(
+                (sys.executable, "-I", str(Path(render_process.__file__))),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                # A panic of the tokenizers' library would write what it was reading.
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         if self._ask(process, self._start, MAX_START_SECONDS) is None:
             raise ModelError(f"the process that renders chat templates did not start within {MAX_START_SECONDS:g} s")
         answer = self._ask(process, self._load, MAX_LOAD_SECONDS)
         if answer is None or "refused" in answer:
-            self.close()
+            self._end_process()
             limits = f"loading them took more than {MAX_LOAD_SECONDS:g} s or {MAX_LOAD_BYTES} bytes of memory"
             why = limits if answer is None else answer["refused"]
             raise ModelError(f"the model's chat template or tokenizer cannot be used: {why}")
@@ -156,7 +175,7 @@ class ChatTemplate:
     def _ask(
         self, process: subprocess.Popen[bytes], message: Mapping[str, Any], max_seconds: float
     ) -> dict[str, Any] | None:
-        """The answer; None if none came in time, and then the process is gone."""
+        """The answer; None if none came in time, and then the process is gone. Raises Draining once this is closed."""
         assert process.stdin is not None
         assert process.stdout is not None
         expiry = threading.Timer(max_seconds, process.kill)
@@ -169,7 +188,10 @@ class ChatTemplate:
         finally:
             expiry.cancel()
         if frame is None:
-            self.close()
+            self._end_process()
+            with self._changing:
+                if self._is_closed:  # which has ended the process, not the time
+                    raise Draining
             return None
         answer: dict[str, Any] = json.loads(frame)
         return answer
