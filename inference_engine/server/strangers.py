@@ -9,7 +9,8 @@ What is dropped is always a stranger, and the oldest first: a client with a key 
                     └──▶ waits for each further refusal    refused too often; dropped if too many wait, or if one
                                                            cancels its call to make another at once
 
-An address is the peer's as the system knows it: behind a proxy, the proxy's.
+An address is the peer's as the system knows it: behind a proxy, the proxy's. In IPv6 it is a network of 64 bits: there
+one host has as many addresses as it likes.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Strangers:
         self._most = max(1, most // 2)
         self._most_of_address = most_of_address
         self._clock = clock
-        self._strangers: dict[str, dict[Peer, float]] = {}  # by address, since when, the oldest first
+        # By address, as `address_of` has it; since when, the oldest first.
+        self._strangers: dict[str, dict[Peer, float]] = {}
         self._known: dict[str, dict[Peer, float]] = {}
         self._refused: Counter[Peer] = Counter()
         self._allowances: dict[str, _Allowance] = {}
@@ -80,23 +82,23 @@ class Strangers:
 
     def opened(self, peer: Peer) -> None:
         """Idempotent."""
-        address = peer[0]
+        address = address_of(peer[0])
         if peer not in self._known.get(address, ()):
             self._strangers.setdefault(address, {}).setdefault(peer, self._clock())
 
     def closed(self, peer: Peer) -> None:
+        address = address_of(peer[0])
         self._refused.pop(peer, None)
         for connections in (self._strangers, self._known):
-            of_address = connections.get(peer[0], {})
+            of_address = connections.get(address, {})
             of_address.pop(peer, None)
             if not of_address:
-                connections.pop(peer[0], None)
+                connections.pop(address, None)
 
     def accepted(self, peer: Peer) -> None:
         """A call on this connection was."""
-        address = peer[0]
-        known = self._known.setdefault(address, {})
-        if peer in known:
+        address = address_of(peer[0])
+        if peer in self._known.get(address, ()):
             return
         since = self._strangers.get(address, {}).get(peer)
         self.closed(peer)
@@ -104,12 +106,13 @@ class Strangers:
 
     def refused(self, peer: Peer) -> bool:
         """A call on this connection was. Was that too often?"""
-        if peer in self._known.get(peer[0], ()):
+        address = address_of(peer[0])
+        if peer in self._known.get(address, ()):
             return False  # a proxy's, perhaps, with others' calls on it
         self.opened(peer)
         self._refused[peer] += 1
         now = self._clock()
-        allowance = self._allowances.setdefault(peer[0], _Allowance(ADDRESS_REFUSALS, now))
+        allowance = self._allowances.setdefault(address, _Allowance(ADDRESS_REFUSALS, now))
         more = (now - allowance.filled_at) * ADDRESS_REFUSALS_PER_SECOND
         allowance.refusals = min(float(ADDRESS_REFUSALS), allowance.refusals + more)
         allowance.filled_at = now
@@ -189,6 +192,17 @@ def _peer(host: str, port: int) -> Peer:
         address = ipaddress.IPv6Address(host.partition("%")[0])
         host = str(address.ipv4_mapped or address)
     return host, port
+
+
+@functools.lru_cache(4096)
+def address_of(host: str) -> str:
+    """What limits of an address are kept by: an IPv4 address, or the /64 of an IPv6 one."""
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host.partition("%")[0])
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((address, 64), strict=False))
 
 
 class GrpcDoor:

@@ -95,6 +95,38 @@ def test_a_stranger_is_refused_so_often_and_an_owner_without_end() -> None:
     assert not any(door.refused(owner) for _ in range(10 * MOST_REFUSALS))
 
 
+@pytest.mark.parametrize("hosts", ["2001:db8:1:2::{:x}", "2001:db8:1:2:{:x}::", "fe80::{:x}%eth0"])
+def test_all_addresses_in_a_network_of_64_bits_are_one(hosts: str) -> None:
+    clock = Clock()
+    door = strangers(clock, most_of_address=KEPT)
+    peers = [(hosts.format(number), 5_000) for number in range(1, KEPT + 4)]
+    for peer in peers:
+        door.opened(peer)
+    door.opened(("2001:db8:1:3::1", 5_000))
+    assert door.to_drop() == peers[:3]
+    assert peers[0] in door.here_before(clock())  # a connection is called by its whole name
+    for peer in peers[:3]:
+        door.closed(peer)
+    for peer in peers[3:]:
+        door.accepted(peer)
+    assert len(door) == 1
+    late = (hosts.format(0xFFFF), 5_000)
+    door.accepted(late)
+    assert door.to_drop() == [late]
+    for number in range(ADDRESS_REFUSALS + 50):
+        door.refused((hosts.format(0x1000 + number), 1))
+    assert door.refused((hosts.format(0x2000), 1))
+    assert not door.refused(("2001:db8:1:3::2", 1))
+
+
+def test_an_ipv4_address_is_one_however_it_is_written() -> None:
+    door = strangers(Clock())
+    for port in range(ADDRESS_REFUSALS + 50):
+        door.refused(("10.0.0.1", port))
+    assert door.refused(("::ffff:10.0.0.1", 60_000))
+    assert not door.refused(("::ffff:10.0.0.2", 60_000))
+
+
 def test_a_stranger_who_comes_back_again_and_again_is_dropped_at_once_and_others_are_not() -> None:
     clock = Clock()
     door = strangers(clock)
