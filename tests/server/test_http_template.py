@@ -13,6 +13,7 @@ import pytest
 from inference_engine.errors import Draining, InvalidArgument, ModelError
 from inference_engine.server.http import template as template_module
 from inference_engine.server.http.errors import RenderLimit
+from inference_engine.server.http.render_process import write_frame
 from inference_engine.server.http.template import ChatTemplate
 from tests.tiny_folder import TEMPLATE, tiny_tokenizer
 
@@ -141,7 +142,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
         started.append(popen(*arguments, **options))
         return started[-1]
 
-    monkeypatch.setattr(template_module.subprocess, "Popen", start)
+    monkeypatch.setattr(subprocess, "Popen", start)
     return started
 
 
@@ -151,7 +152,7 @@ def test_closing_ends_what_is_being_rendered_and_no_process_starts_again(
     template = make(ENDLESS, max_seconds=60.0)
     template.start()
     is_asked = threading.Event()
-    write = template_module.write_frame
+    write = write_frame
 
     def written(stream: IO[bytes], body: bytes) -> None:
         write(stream, body)
@@ -172,7 +173,7 @@ def test_closing_while_the_process_loads_ends_it(
     make: Callable[..., ChatTemplate], processes: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = make("fine")
-    write = template_module.write_frame
+    write = write_frame
     closing: list[threading.Thread] = []
 
     def close_after(stream: IO[bytes], body: bytes) -> None:
