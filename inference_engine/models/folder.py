@@ -2,7 +2,7 @@
 
     read       config.json, model.safetensors or the shards of its index; a tokenizer's files, by clients that have text
     ignored    the rest, never opened: code, pickles, other formats of the same weights, pictures, what git and the hub
-               keep beside them. It is listed, so that nobody wonders
+               keep beside them. It is listed in the log and by doctor
     refused    what would be another model if it were left out (adapters, quantised weights), links out, pipes
 
 transformers is never given a folder from somewhere else: it loads from one that holds what is read alone (`loader.py`),
@@ -123,7 +123,7 @@ def check_names(folder: Path) -> tuple[str, ...]:
 
 
 def tell_ignored(names: Sequence[str]) -> str:
-    """`names` of `check_names` in a line, for a log; "" if nobody would miss them."""
+    """`names` of `check_names` in a line, for a log; "" if none of them could be missed."""
     missed = [name for name in names if _may_be_missed(name)]
     if not missed:
         return ""
@@ -138,7 +138,7 @@ def check_configuration(folder: Path) -> None:
     """
     for path in sorted(folder.glob("*config.json")):
         content = read_json(path)
-        # At the top it names code for classes that may as well be built in; nobody runs it.
+        # At the top it names code for classes that may as well be built in; it is never run.
         nested = [value for key, value in content.items() if key != _CODE_KEY]
         for key, value in (*content.items(), *_walk(nested)):
             if key in _REFUSED_KEYS and value is not None:

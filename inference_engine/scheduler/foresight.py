@@ -25,7 +25,7 @@ _MEMORY = 0.98  # what an ended Generate counts when the next one of its kind ha
 _MOST_OVER_MEAN = 4.0  # what a Generate of another size than any before says, over what they said on average
 _LEAST_SHARE = 0.01
 _MOST_ENDS = 256  # of Generates that are played, so that it takes milliseconds at most; the wait is at least that long
-# A wait is told by its size: what was predicted to be shorter than this part of the limit counts as if it were as long.
+# Predictions of short waits say little: one below this part of the limit is compared as if it were that long.
 _TELLING = 1 / 8
 # Waits that are over, and how far their predictions were off: so many, and for so long, or one pause would keep others
 # out for ever.
@@ -35,7 +35,7 @@ _MOST_LATENESS = 4.0
 # Steps that were measured first are those that loaded and compiled; of later ones, a pause is none.
 _COLD_STEPS = 2
 _MOST_OVER_LINE = 4.0
-# Nobody is refused for a step under way and the next one, however long they take: that is no queue.
+# A wait for the step under way and the next one is never refused, however long steps take: that is no queue.
 _FREE_STEPS = 2.0
 
 

@@ -5,7 +5,7 @@
        └─ weights written to ──▶ the process ends with status EXIT_SPOILED
 
 A thread that hangs in a device's driver cannot be ended from outside, so only a new process helps. One that goes on
-with other weights would give wrong tokens, and nobody would know.
+with other weights would give wrong tokens without an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """Why the process has to end, with which status, and what calls that run are told."""
+    """Why the process has to end, with which status, and the error that running calls end with."""
 
     text: str
     status: int

@@ -43,7 +43,7 @@ export class KakeyaError extends Error {
   /** Set by a failed `append`: how many of its ids are in the history; null if that cannot be known. */
   appendedTokens: number | null | undefined = undefined;
   /**
-   * False: the call never left this side, or nobody over there looked at it.
+   * False: the call never left this side, or the server did not process it.
    *
    * @internal
    */

@@ -7,7 +7,7 @@ import { known } from "./options.js";
 const FULL_SECONDS = 60;
 const FULL_DELAY_SECONDS = 0.02;
 const LONGEST_FULL_DELAY_SECONDS = 1;
-// How calls end that gRPC, a balancer or a proxy ended, when nobody says why. Each is the same call again by its id.
+// How calls end that gRPC, a balancer or a proxy ended, without an explanation. Each is the same call again by its id.
 const PASSING = new Set(["UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "RESOURCE_EXHAUSTED"]);
 
 /**

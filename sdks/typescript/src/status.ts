@@ -64,7 +64,7 @@ const CODES_OF_A_LOST_CONNECTION = new Set([
   Code.Unknown,
 ]);
 
-// HTTP/2's word for it (RFC 9113, section 8.7): nobody looked at the call, it may come again.
+// HTTP/2's word for it (RFC 9113, section 8.7): the server did not process the call, it may be retried.
 const REFUSED_STREAM = "REFUSED_STREAM";
 
 // What fails the same way each time, in the words of gRPC's cores, its Go and Java, and Connect.

@@ -52,7 +52,7 @@ class KakeyaError(Exception):
         self.metadata = dict(metadata)
         self.retry_after_seconds = retry_after_seconds
         self.appended_tokens: int | None = None
-        self._was_sent = True  # False: the call never left this side, or nobody over there looked at it
+        self._was_sent = True  # False: the call never left this side, or the server did not process it
         self._was_full = False  # the connection had as many calls as the server takes on one
 
     def __str__(self) -> str:

@@ -13,7 +13,7 @@ from kakeya._errors import DeadlineExceeded, KakeyaError, TLSFailed, TransportEr
 # A call that found its connection full waits for its turn like one that its own side holds back: that is no attempt.
 FULL_SECONDS = 60.0
 _FULL_DELAY_SECONDS, _LONGEST_FULL_DELAY_SECONDS = 0.02, 1.0
-# How calls end that gRPC, a balancer or a proxy ended, when nobody says why. Each is the same call again by its id.
+# How calls end that gRPC, a balancer or a proxy ended, without an explanation. Each is the same call again by its id.
 _PASSING = frozenset({"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "RESOURCE_EXHAUSTED"})
 
 

@@ -16,7 +16,7 @@ DOMAIN = "kakeya.v1"
 
 # How gRPC begins what it says of a call for which it found no connection, so that it never left.
 _NOT_CONNECTED = ("failed to connect to all addresses", "DNS resolution failed")
-# HTTP/2 calls it REFUSED_STREAM (RFC 9113, section 8.7): nobody looked at the call, it may come again.
+# HTTP/2 calls it REFUSED_STREAM (RFC 9113, section 8.7): the server did not process the call, it may be retried.
 _REFUSED_STREAM = "Received RST_STREAM with error code 7"
 _CERTIFICATE = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
 _TLS_SIGNS = {
