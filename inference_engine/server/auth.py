@@ -67,6 +67,9 @@ class Key:
         return f"sha256:{self.digest.hex()} {self.owner}"
 
 
+NO_KEY = Key(b"", "")  # of everybody, where none is needed
+
+
 def parse_line(line: str) -> Key | None:
     """The key of a line; None if it is blank or a comment. Raises ValueError, which never shows the line."""
     text = line.strip()
@@ -97,7 +100,8 @@ class KeyRing:
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         """keys: as their owners know them."""
-        self._owners = _by_digest(Key.of(key) for key in keys)
+        self._keys = _by_digest(Key.of(key) for key in keys)
+        self._changes = 0
         self._path: Path | None = None
         self._seen: object = None  # what the file looked like when it was last read
         self._unreadable: object = ()  # and when it could not be
@@ -127,17 +131,29 @@ class KeyRing:
         return ring
 
     def __len__(self) -> int:
-        return len(self._owners)
+        return len(self._keys)
 
     @property
     def is_open(self) -> bool:
         """Is everybody let in?"""
-        return self._path is None and not self._owners
+        return self._path is None and not self._keys
 
-    def owner_of(self, metadata: Metadata) -> str:
-        """The owner these call headers belong to. Raises Unauthenticated without saying which part was wrong."""
+    def changes(self) -> int:
+        """How often keys were added or taken back until now."""
+        self._refresh()
+        return self._changes
+
+    def opens(self, digest: bytes) -> bool:
+        """Does the key with that digest open this server, as far as the file has been read?"""
+        return self.is_open or digest in self._keys
+
+    def key_of(self, metadata: Metadata) -> Key:
+        """The key in these call headers, which says whose they are; NO_KEY where none is needed.
+
+        Raises Unauthenticated without saying which part was wrong.
+        """
         if self.is_open:
-            return ""
+            return NO_KEY
         self._refresh()
         values = [value for name, value in metadata if name == _HEADER]
         if len(values) != 1:
@@ -147,10 +163,10 @@ class KeyRing:
             raise Unauthenticated
         given = hashlib.sha256(value[len(_SCHEME) :]).digest()
         # Looked up by digest: what the time of it tells is of a digest, and nobody gets from there to 256 random bits.
-        owner = self._owners.get(given)
-        if owner is None:
+        key = self._keys.get(given)
+        if key is None:
             raise Unauthenticated
-        return owner
+        return key
 
     def _refresh(self) -> None:
         """Read the file if it is another one than before. To look is one call of the system's, so every call does."""
@@ -173,7 +189,8 @@ class KeyRing:
         _log.info("%s changed: %d keys open this server now", self._path, len(keys))
 
     def _take(self, keys: Sequence[Key]) -> None:
-        self._owners = _by_digest(keys)
+        self._keys = _by_digest(keys)
+        self._changes += 1
         if plain := sum(key.is_plain for key in keys):
             _log.warning(
                 "%s holds %d keys as they are, for whoever can read it; `kakeya keys hash --api-key-file %s` leaves "
@@ -191,12 +208,12 @@ def _warn_of_writers(path: Path) -> None:
             _log.warning("the key file %s can be written by others than its owner; chmod go-w %s", path, path)
 
 
-def _by_digest(keys: Iterable[Key]) -> dict[bytes, str]:
-    """The owners of keys. A key that is there twice belongs to the first."""
-    owners: dict[bytes, str] = {}
+def _by_digest(keys: Iterable[Key]) -> dict[bytes, Key]:
+    """A key that is there twice belongs to the first."""
+    found: dict[bytes, Key] = {}
     for key in keys:
-        owners.setdefault(key.digest, key.owner)
-    return owners
+        found.setdefault(key.digest, key)
+    return found
 
 
 def _read(path: Path) -> tuple[list[Key], dict[int, str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -19,7 +20,7 @@ from inference_engine.errors import RequestError, Unauthenticated
 from inference_engine.logs import about_request
 from inference_engine.metrics import EngineMetrics
 from inference_engine.server import incoming
-from inference_engine.server.auth import KeyRing, owner_of_certificate
+from inference_engine.server.auth import NO_KEY, Key, KeyRing, owner_of_certificate
 from inference_engine.server.incoming import MessageLimits, OpenReaders, OwnerReaders, TransportError, read_message
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.status import CODES, as_request_error, code_of, reason_of, to_trailers
@@ -33,12 +34,12 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
-_caller: ContextVar[str] = ContextVar("caller", default="")
+_key: ContextVar[Key] = ContextVar("key", default=NO_KEY)
 
 
 def caller() -> str:
     """The owner on whose behalf the current call runs."""
-    return _caller.get()
+    return _key.get().owner
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -81,7 +82,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler = await self._handler(continuation, details)
         if details.method not in OPEN_METHODS:
             try:
-                _caller.set(self._keys.owner_of(details.invocation_metadata))
+                _key.set(self._keys.key_of(details.invocation_metadata))
             except Unauthenticated:
                 return self._refusal(details.method if handler else "unknown")
         return handler
@@ -179,9 +180,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         async def admitted(request: Any, context: Context) -> Any:
             if self._is_by_certificate:
-                _caller.set(owner_of_certificate(context.auth_context()))
+                _key.set(replace(NO_KEY, owner=owner_of_certificate(context.auth_context())))
             with self._limits.call(caller()):
-                self._door.accepted(context.peer())
+                self._door.accepted(context.peer(), _key.get().digest)
                 return await behaviour(request, context)
 
         return admitted

@@ -133,7 +133,7 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
             max_append_tokens=engine.info().config.max_append_tokens, max_message_bytes=config.max_message_bytes
         )
         door = GrpcDoor(
-            _strangers(config, connections, address),
+            _strangers(keys, config, connections, address),
             engine.metrics.connections_dropped.labels("grpc").inc,
             time.monotonic,
         )
@@ -167,7 +167,7 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
                 certificates=certificates,
                 chat=chat,
                 connections=connections,
-                strangers=_strangers(config, connections, http_address),
+                strangers=_strangers(keys, config, connections, http_address),
             )
         await health.follow()
         await server.start()
@@ -273,9 +273,10 @@ def _limits(config: ServerConfig, *, is_reachable: bool) -> OwnerLimits:
     )
 
 
-def _strangers(config: ServerConfig, connections: int, address: Address) -> Strangers:
+def _strangers(keys: KeyRing, config: ServerConfig, connections: int, address: Address) -> Strangers:
     default = 0 if address.is_loopback else max(1, connections // 2)
     return Strangers(
+        keys,
         most=connections,
         most_of_address=config.max_connections_per_address or default,
         clock=time.monotonic,

@@ -1,9 +1,12 @@
 """Connections on which nobody has shown a key yet: how many there may be, for how long, and what they may cost.
 
-A connection is a stranger's until a call on it is accepted; from then on it is known, and stays as long as it likes.
+A connection is a stranger's until a call on it is accepted; from then on it is known, and stays as long as it likes, or
+until the last of the keys that were accepted on it is taken back: then it is a stranger's again, which has just come.
 What is dropped is always a stranger, and the oldest first: a client with a key is known milliseconds after it connects.
 
     connects ──▶ stranger ──▶ known                        a call was accepted
+                    │  ▲        │
+                    │  └────────┘                          its keys were taken back
                     ├──▶ dropped                           one of more than KEPT of its address, after PATIENCE_SECONDS
                     ├──▶ dropped                           too many of its address, or in all, the oldest first
                     └──▶ waits for each further refusal    refused too often; dropped if too many wait, or if one
@@ -27,8 +30,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 from urllib.parse import unquote
+
+from inference_engine.server.auth import KeyRing
 
 Peer: TypeAlias = tuple[str, int]  # address and port of the other side
 
@@ -58,17 +63,25 @@ class _Allowance:
     filled_at: float
 
 
+@dataclass(slots=True)
+class _Known:
+    since: float
+    keys: set[bytes]  # digests of those accepted on it: several where a proxy shares it among owners
+
+
 class Strangers:
     """The connections of one port. Event loop only. `clock` gives monotonic seconds."""
 
-    def __init__(self, *, most: int, most_of_address: int, clock: Callable[[], float]) -> None:
+    def __init__(self, keys: KeyRing, *, most: int, most_of_address: int, clock: Callable[[], float]) -> None:
         """most: connections to the port. most_of_address: known ones included; 0: no limit."""
+        self._keys = keys
+        self._key_changes = keys.changes()
         self._most = max(1, most // 2)
         self._most_of_address = most_of_address
         self._clock = clock
-        # By address, as `address_of` has it; since when, the oldest first.
+        # By address, as `address_of` has it, the oldest first; of strangers, since when.
         self._strangers: dict[str, dict[Peer, float]] = {}
-        self._known: dict[str, dict[Peer, float]] = {}
+        self._known: dict[str, dict[Peer, _Known]] = {}
         self._refused: Counter[Peer] = Counter()
         self._allowances: dict[str, _Allowance] = {}
 
@@ -89,23 +102,25 @@ class Strangers:
     def closed(self, peer: Peer) -> None:
         address = address_of(peer[0])
         self._refused.pop(peer, None)
-        for connections in (self._strangers, self._known):
-            of_address = connections.get(address, {})
-            of_address.pop(peer, None)
-            if not of_address:
-                connections.pop(address, None)
+        _remove(self._strangers, address, peer)
+        _remove(self._known, address, peer)
 
-    def accepted(self, peer: Peer) -> None:
-        """A call on this connection was."""
+    def accepted(self, peer: Peer, key: bytes) -> None:
+        """A call on this connection was, with the key of that digest."""
+        if not self._keys.opens(key):  # taken back since the call was let in
+            return
         address = address_of(peer[0])
-        if peer in self._known.get(address, ()):
+        known = self._known.get(address, {}).get(peer)
+        if known is not None:
+            known.keys.add(key)
             return
         since = self._strangers.get(address, {}).get(peer)
         self.closed(peer)
-        self._known.setdefault(address, {})[peer] = self._clock() if since is None else since
+        self._known.setdefault(address, {})[peer] = _Known(self._clock() if since is None else since, {key})
 
     def refused(self, peer: Peer) -> bool:
         """A call on this connection was. Was that too often?"""
+        self._forget_keys()
         address = address_of(peer[0])
         if peer in self._known.get(address, ()):
             return False  # a proxy's, perhaps, with others' calls on it
@@ -122,16 +137,17 @@ class Strangers:
 
     def here_before(self, began: float) -> list[Peer]:
         """Those that are here and came before that time, known ones among them."""
-        return [
-            peer
-            for connections in (self._strangers, self._known)
-            for of_address in connections.values()
-            for peer, since in of_address.items()
-            if since < began
+        strangers = [
+            peer for of_address in self._strangers.values() for peer, since in of_address.items() if since < began
         ]
+        known = [
+            peer for of_address in self._known.values() for peer, known in of_address.items() if known.since < began
+        ]
+        return strangers + known
 
     def to_drop(self) -> list[Peer]:
         """The connections that are too many, or too old for strangers'. They are still to be `closed`."""
+        self._forget_keys()
         now = self._clock()
         self._forget_allowances(now)
         dropped: dict[Peer, None] = {}
@@ -169,14 +185,37 @@ class Strangers:
         excess = len(strangers) + len(known) - self._most_of_address
         if excess <= 0:
             return []
-        newest = sorted(known, key=known.__getitem__, reverse=True)
+        newest = sorted(known, key=lambda peer: known[peer].since, reverse=True)
         return (strangers + newest)[:excess]
+
+    def _forget_keys(self) -> None:
+        """Those that were taken back. Whose connection no other key has been accepted on is a stranger again."""
+        changes = self._keys.changes()
+        if changes == self._key_changes:
+            return
+        self._key_changes = changes
+        for of_address in tuple(self._known.values()):
+            for peer, known in tuple(of_address.items()):
+                known.keys = set(filter(self._keys.opens, known.keys))
+                if not known.keys:
+                    self.closed(peer)
+                    self.opened(peer)
 
     def _forget_allowances(self, now: float) -> None:
         """Those that are full again: addresses are as many as there are in the world."""
         whole = ADDRESS_REFUSALS / ADDRESS_REFUSALS_PER_SECOND
         for address in [each for each, old in self._allowances.items() if now - old.filled_at >= whole]:
             del self._allowances[address]
+
+
+_Entry = TypeVar("_Entry")
+
+
+def _remove(connections: dict[str, dict[Peer, _Entry]], address: str, peer: Peer) -> None:
+    of_address = connections.get(address, {})
+    of_address.pop(peer, None)
+    if not of_address:
+        connections.pop(address, None)
 
 
 @functools.lru_cache(4096)
@@ -236,11 +275,11 @@ class GrpcDoor:
         if self._looking is not None:
             self._looking.cancel()
 
-    def accepted(self, peer: str) -> None:
-        """A call was, of the peer as gRPC calls it."""
+    def accepted(self, peer: str, key: bytes) -> None:
+        """A call was, of the peer as gRPC calls it, with the key of that digest."""
         found = peer_of(peer)
         if found is not None:
-            self._strangers.accepted(found)
+            self._strangers.accepted(found, key)
 
     async def refused(self, peer: str) -> None:
         """Returns when the call may be told."""

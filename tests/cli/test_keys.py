@@ -26,7 +26,7 @@ def made(path: Path, owner: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def owner_of(path: Path, key: str) -> str:
-    return KeyRing.from_file(str(path)).owner_of([("authorization", f"Bearer {key}")])
+    return KeyRing.from_file(str(path)).key_of([("authorization", f"Bearer {key}")]).owner
 
 
 @pytest.fixture
@@ -69,10 +69,10 @@ def test_a_server_that_runs_takes_changes_at_once(path: Path, capsys: pytest.Cap
     first = made(path, "alice", capsys)
     ring = KeyRing.from_file(str(path))
     second = made(path, "bob", capsys)
-    assert ring.owner_of([("authorization", f"Bearer {second}")]) == "bob"
+    assert ring.key_of([("authorization", f"Bearer {second}")]).owner == "bob"
     assert keys(path, "remove", "alice") == 0
     assert len(ring) == 2, "nobody has called since"
-    assert ring.owner_of([("authorization", f"Bearer {second}")]) == "bob"
+    assert ring.key_of([("authorization", f"Bearer {second}")]).owner == "bob"
     assert len(ring) == 1
     assert first not in repr(vars(ring))
 

@@ -14,8 +14,10 @@ import pytest
 from inference_engine.metrics import EngineMetrics
 from inference_engine.server.auth import Key
 from inference_engine.server.metrics_port import MetricsPort
+from inference_engine.server.strangers import MOST_REFUSALS
+from tests.hostile.attacks import KEY
 from tests.hostile.conftest import VICTIM
-from tests.server.http_client import openai_client, serving_http, tiny_chat
+from tests.server.http_client import http_client, openai_client, serving_http, tiny_chat
 from tests.tiny import tiny_engine
 
 pytestmark = pytest.mark.hostile
@@ -24,6 +26,23 @@ HEALTH = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 MAX_CONNECTIONS = 40
 HALF_REQUESTS = 200
 MOST_THREADS = 80  # of 64 readers, and what else there is
+
+
+async def test_an_http_connection_of_a_key_that_was_taken_back_is_closed_when_it_is_refused_too_often(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"{Key.of(VICTIM).line}\n{Key.of(KEY).line}\n", encoding="utf-8")
+    chat = tiny_chat()
+    with tiny_engine() as engine:
+        async with serving_http(engine, chat, api_key_file=str(path)) as server, http_client(server) as client:
+            client.headers["authorization"] = f"Bearer {KEY}"
+            assert (await client.get("/models")).status_code == 200
+            path.write_text(f"{Key.of(VICTIM).line}\n", encoding="utf-8")
+            answers = [await client.get("/models") for _ in range(MOST_REFUSALS)]
+            assert {answer.status_code for answer in answers} == {401}
+            assert [answer.headers.get("connection") for answer in answers] == [None] * (MOST_REFUSALS - 1) + ["close"]
+    chat.close()
 
 
 @pytest.mark.parametrize("said", [b"", HEALTH[:-2], HEALTH], ids=["nothing", "half a request", "health"])

@@ -6,18 +6,43 @@ import contextlib
 import itertools
 import struct
 import time
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from inference_engine.cli.scripted_server import scripted_child
+from inference_engine.config import EngineConfig, ServerConfig
+from inference_engine.server.auth import Key
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1 import runtime_pb2_grpc
 from tests.hostile import attacks
-from tests.hostile.attacks import CHECK, INFO, WITHOUT_KEY
-from tests.hostile.conftest import MAX_CONNECTIONS, MEMORY_BYTES, VICTIM, Attacked, Victim, attack, bearer
-from tests.hostile.http2 import CANCEL, END_HEADERS, END_STREAM, HEADERS, RST_STREAM, Connection, call_headers, frame
+from tests.hostile.attacks import CHECK, INFO, KEY, WITHOUT_KEY
+from tests.hostile.conftest import (
+    MAX_CONNECTIONS,
+    MEMORY_BYTES,
+    VICTIM,
+    Attacked,
+    Victim,
+    attack,
+    bearer,
+    beside,
+    write_keys,
+)
+from tests.hostile.http2 import (
+    CANCEL,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    RST_STREAM,
+    Connection,
+    call_headers,
+    frame,
+    message,
+)
 
 pytestmark = pytest.mark.hostile
 
@@ -61,15 +86,35 @@ def test_who_is_refused_too_often_waits_for_it_and_is_dropped_when_too_many_wait
 
 
 def test_who_cancels_refused_calls_instead_of_waiting_is_dropped(attacked: Attacked, victim: Victim) -> None:
+    with Connection(attacked.target) as connection:
+        cancel_until_dropped(connection)
+    victim.goes_on()
+
+
+def test_who_has_had_a_key_and_cancels_refused_calls_is_dropped_as_well(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path)
+    config = ServerConfig(bind="127.0.0.1:0", api_key_file=keys)
+    with scripted_child(EngineConfig(kv_bytes=2**26), config, step_seconds=0.001) as child:
+        server = Attacked(child.wait_ready(), child.pid)
+        with beside(server) as victim, Connection(server.target) as connection:
+            first = connection.begin(INFO, [(b"authorization", f"Bearer {KEY}".encode())])
+            connection.send(frame(DATA, END_STREAM, first, message(b"")))
+            answered = (each.kind for each in connection.frames() if each.stream == first)
+            assert DATA in answered
+            Path(keys).write_text(f"{Key.of(VICTIM, 'victim').line}\n", encoding="utf-8")
+            cancel_until_dropped(connection, first + 2)
+            victim.goes_on()
+
+
+def cancel_until_dropped(connection: Connection, first_stream: int = 1) -> None:
+    """Calls without a key, each cancelled as soon as it is made."""
     reset = struct.pack(">I", CANCEL)
     ends = time.monotonic() + 60.0
-    with Connection(attacked.target) as connection:
-        for stream in itertools.count(1, 2):
-            call = frame(HEADERS, END_HEADERS, stream, call_headers(INFO)) + frame(RST_STREAM, 0, stream, reset)
-            if not connection.try_send(call) or connection.is_closed(0.005):
-                break
-            assert time.monotonic() < ends, "it goes on"
-    victim.goes_on()
+    for stream in itertools.count(first_stream, 2):
+        call = frame(HEADERS, END_HEADERS, stream, call_headers(INFO)) + frame(RST_STREAM, 0, stream, reset)
+        if not connection.try_send(call) or connection.is_closed(0.005):
+            break
+        assert time.monotonic() < ends, "it goes on"
 
 
 def test_who_has_a_key_may_be_wrong_as_often_as_they_like(attacked: Attacked) -> None:

@@ -170,8 +170,8 @@ async def test_without_keys_a_loopback_server_is_open(client: Client) -> None:
 
 
 def test_an_owner_without_a_name_is_named_by_a_digest_and_the_same_on_every_start() -> None:
-    owners = [KeyRing((ALICE, BOB)).owner_of(bearer(key)) for key in (ALICE, BOB)]
-    assert owners == [KeyRing((BOB, ALICE)).owner_of(bearer(key)) for key in (ALICE, BOB)]
+    owners = [KeyRing((ALICE, BOB)).key_of(bearer(key)).owner for key in (ALICE, BOB)]
+    assert owners == [KeyRing((BOB, ALICE)).key_of(bearer(key)).owner for key in (ALICE, BOB)]
     assert len({*owners, ""}) == 3
     assert all(owner not in ALICE + BOB for owner in owners)
 
@@ -179,7 +179,7 @@ def test_an_owner_without_a_name_is_named_by_a_digest_and_the_same_on_every_star
 @pytest.mark.parametrize("value", ["Bearer \u00e4\u00f6\u00fc", b"Bearer \xff\xfe", "Bearer \udcff"], ids=repr)
 def test_a_key_outside_ascii_is_wrong_and_nothing_worse(value: str | bytes) -> None:
     with pytest.raises(Unauthenticated):
-        KeyRing((ALICE,)).owner_of([("authorization", value)])
+        KeyRing((ALICE,)).key_of([("authorization", value)])
 
 
 @pytest.mark.parametrize(

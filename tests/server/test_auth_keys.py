@@ -27,7 +27,7 @@ def bearer(key: str) -> list[tuple[str, str | bytes]]:
 
 def opens(ring: KeyRing, key: str) -> bool:
     try:
-        ring.owner_of(bearer(key))
+        ring.key_of(bearer(key))
     except Unauthenticated:
         return False
     return True
@@ -59,7 +59,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[list[logging.LogRecord]
 
 def test_a_hashed_key_opens_for_its_owner(file: Path) -> None:
     ring = KeyRing.from_file(str(file))
-    assert [ring.owner_of(bearer(key)) for key in (ALICE, BOB)] == ["alice", "bob"]
+    assert [ring.key_of(bearer(key)).owner for key in (ALICE, BOB)] == ["alice", "bob"]
     assert not opens(ring, CAROL)
 
 
@@ -71,7 +71,7 @@ def test_no_key_is_in_its_line() -> None:
 def test_several_keys_may_have_one_owner(file: Path) -> None:
     write(file, Key.of(ALICE, "team").line, Key.of(BOB, "team").line)
     ring = KeyRing.from_file(str(file))
-    assert {ring.owner_of(bearer(key)) for key in (ALICE, BOB)} == {"team"}
+    assert {ring.key_of(bearer(key)).owner for key in (ALICE, BOB)} == {"team"}
 
 
 def test_comments_and_blank_lines_open_nothing(file: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_key_without_an_owner_has_the_same_one_hashed_and_as_it_is(file: Path)
     owners = set()
     for line in (ALICE, f"sha256:{Key.of(ALICE).digest.hex()}", Key.of(ALICE).line):
         write(file, line)
-        owners.add(KeyRing.from_file(str(file)).owner_of(bearer(ALICE)))
+        owners.add(KeyRing.from_file(str(file)).key_of(bearer(ALICE)).owner)
     assert owners == {Key.of(ALICE).key_id}
 
 
@@ -134,7 +134,7 @@ def test_the_last_key_taken_back_leaves_nobody_in(file: Path) -> None:
     assert not opens(ring, ALICE)
     assert not ring.is_open
     with pytest.raises(Unauthenticated):
-        ring.owner_of([])
+        ring.key_of([])
     write(file, Key.of(ALICE, "alice").line)
     assert opens(ring, ALICE)
 

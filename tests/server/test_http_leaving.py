@@ -186,7 +186,7 @@ async def test_who_waits_for_an_answer_is_not_hung_up_on(
     assert answer.usage.completion_tokens == 400
 
 
-NOBODY = Strangers(most=10, most_of_address=0, clock=lambda: 0.0)
+NOBODY = Strangers(KeyRing(), most=10, most_of_address=0, clock=lambda: 0.0)
 MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: %s\r\n\r\n"
 
 

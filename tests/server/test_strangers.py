@@ -1,7 +1,10 @@
 """Which connections are dropped: those on which no call was accepted, the oldest first, and never an owner's."""
 
+from pathlib import Path
+
 import pytest
 
+from inference_engine.server.auth import Key, KeyRing
 from inference_engine.server.strangers import (
     ADDRESS_REFUSALS,
     KEPT,
@@ -16,6 +19,7 @@ from inference_engine.server.strangers import (
 pytestmark = pytest.mark.hostile
 
 HERE, THERE = "10.0.0.1", "10.0.0.2"
+ALICE, BOB = ("alice-" + "a" * 32, "bob-" + "b" * 32)
 
 
 class Clock:
@@ -26,8 +30,16 @@ class Clock:
         return self.now
 
 
-def strangers(clock: Clock, *, most: int = 10_000, most_of_address: int = 0) -> Strangers:
-    return Strangers(most=most, most_of_address=most_of_address, clock=clock)
+def strangers(clock: Clock, *, most: int = 10_000, most_of_address: int = 0, keys: KeyRing | None = None) -> Strangers:
+    return Strangers(keys or KeyRing((ALICE,)), most=most, most_of_address=most_of_address, clock=clock)
+
+
+def digest(key: str) -> bytes:
+    return Key.of(key).digest
+
+
+def write(path: Path, *keys: str) -> None:
+    path.write_text("".join(f"{Key.of(key).line}\n" for key in keys), encoding="utf-8")
 
 
 def opened(door: Strangers, count: int, address: str = HERE, first_port: int = 1) -> list[Peer]:
@@ -50,7 +62,7 @@ def test_an_owners_connection_is_kept_however_old() -> None:
     clock = Clock()
     door = strangers(clock)
     for peer in opened(door, 1_000):
-        door.accepted(peer)
+        door.accepted(peer, digest(ALICE))
     clock.now += 1_000 * PATIENCE_SECONDS
     assert door.to_drop() == []
 
@@ -76,23 +88,74 @@ def test_beyond_what_an_address_may_have_strangers_go_first_and_then_who_came_la
     door = strangers(Clock(), most_of_address=10)
     known = opened(door, 8)
     for peer in known:
-        door.accepted(peer)
+        door.accepted(peer, digest(ALICE))
     unknown = opened(door, 4, first_port=100)
     assert door.to_drop() == unknown[:2]
     for peer in unknown:
         door.closed(peer)
     late = opened(door, 3, first_port=200)
     for peer in late:
-        door.accepted(peer)
+        door.accepted(peer, digest(ALICE))
     assert door.to_drop() == [late[-1]]
 
 
 def test_a_stranger_is_refused_so_often_and_an_owner_without_end() -> None:
     door = strangers(Clock())
     stranger, owner = opened(door, 2)
-    door.accepted(owner)
+    door.accepted(owner, digest(ALICE))
     assert [door.refused(stranger) for _ in range(MOST_REFUSALS)] == [False] * (MOST_REFUSALS - 1) + [True]
     assert not any(door.refused(owner) for _ in range(10 * MOST_REFUSALS))
+
+
+def test_whose_key_was_taken_back_is_a_stranger_again(tmp_path: Path) -> None:
+    write(tmp_path / "keys", ALICE, BOB)
+    door = strangers(Clock(), keys=KeyRing.from_file(str(tmp_path / "keys")))
+    first, second = opened(door, 2)
+    door.accepted(first, digest(ALICE))
+    door.accepted(second, digest(BOB))
+    write(tmp_path / "keys", BOB)
+    assert [door.refused(first) for _ in range(MOST_REFUSALS)] == [False] * (MOST_REFUSALS - 1) + [True]
+    assert not any(door.refused(second) for _ in range(2 * MOST_REFUSALS))
+
+
+def test_a_connection_of_several_owners_is_known_until_the_last_of_their_keys_is_taken_back(tmp_path: Path) -> None:
+    write(tmp_path / "keys", ALICE, BOB)
+    door = strangers(Clock(), keys=KeyRing.from_file(str(tmp_path / "keys")))
+    (proxy,) = opened(door, 1)
+    for key in (ALICE, BOB):
+        door.accepted(proxy, digest(key))
+    write(tmp_path / "keys", BOB)
+    assert not any(door.refused(proxy) for _ in range(2 * MOST_REFUSALS))
+    write(tmp_path / "keys", ALICE)  # put back; nobody has shown it since
+    assert len(door) == 0
+    door.to_drop()
+    assert len(door) == 1
+    door.accepted(proxy, digest(ALICE))
+    assert len(door) == 0
+
+
+def test_connections_of_a_key_that_was_taken_back_give_way_like_new_ones_though_nobody_calls(tmp_path: Path) -> None:
+    write(tmp_path / "keys", ALICE, BOB)
+    clock = Clock()
+    door = strangers(clock, keys=KeyRing.from_file(str(tmp_path / "keys")))
+    peers = opened(door, KEPT + 5)
+    for peer in peers:
+        door.accepted(peer, digest(ALICE))
+    clock.now += 10 * PATIENCE_SECONDS
+    write(tmp_path / "keys", BOB)
+    assert door.to_drop() == []
+    clock.now += PATIENCE_SECONDS
+    assert door.to_drop() == peers[:5]
+
+
+def test_a_call_that_came_in_with_a_key_that_is_taken_back_makes_no_connection_known(tmp_path: Path) -> None:
+    write(tmp_path / "keys", ALICE, BOB)
+    door = strangers(Clock(), keys=KeyRing.from_file(str(tmp_path / "keys")))
+    (peer,) = opened(door, 1)
+    write(tmp_path / "keys", BOB)
+    door.to_drop()
+    door.accepted(peer, digest(ALICE))
+    assert len(door) == 1
 
 
 @pytest.mark.parametrize("hosts", ["2001:db8:1:2::{:x}", "2001:db8:1:2:{:x}::", "fe80::{:x}%eth0"])
@@ -108,10 +171,10 @@ def test_all_addresses_in_a_network_of_64_bits_are_one(hosts: str) -> None:
     for peer in peers[:3]:
         door.closed(peer)
     for peer in peers[3:]:
-        door.accepted(peer)
+        door.accepted(peer, digest(ALICE))
     assert len(door) == 1
     late = (hosts.format(0xFFFF), 5_000)
-    door.accepted(late)
+    door.accepted(late, digest(ALICE))
     assert door.to_drop() == [late]
     for number in range(ADDRESS_REFUSALS + 50):
         door.refused((hosts.format(0x1000 + number), 1))

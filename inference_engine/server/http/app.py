@@ -68,12 +68,13 @@ def _guarded_routes(desk: Desk, keys: KeyRing, state: State, strangers: Stranger
         headers = [(name.decode("latin-1"), value) for name, value in request.headers.raw]
         peer = request.client
         try:
-            request.state.owner = keys.owner_of(headers)
+            key = keys.key_of(headers)
         except Unauthenticated:
             request.state.is_last = peer is not None and strangers.refused((peer.host, peer.port))
             raise
+        request.state.owner = key.owner
         if peer is not None:
-            strangers.accepted((peer.host, peer.port))
+            strangers.accepted((peer.host, peer.port), key.digest)
 
     router = APIRouter(dependencies=[Depends(authenticate)])
     created = int(desk.now())
