@@ -260,7 +260,7 @@ class Engine:
     def append(
         self,
         session_id: str,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | TokenIds,
         *,
         expected_history_length: int | None = None,
         owner: str = "",

@@ -27,6 +27,7 @@ from inference_engine.server.http.turns import Turns
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.run import ServerHandle
 from inference_engine.server.strangers import Strangers
+from inference_engine.session.history import TokenIds
 from tests.server.http_client import (
     COMPLETIONS,
     MESSAGES,
@@ -268,7 +269,7 @@ async def test_a_client_that_leaves_while_its_messages_are_rendered_gets_no_sess
     loop, is_rendering = asyncio.get_running_loop(), asyncio.Event()
     render = chat.prompt_ids
 
-    def rendering(messages: Any, *limits: Any, **options: Any) -> list[int]:
+    def rendering(messages: Any, *limits: Any, **options: Any) -> TokenIds:
         loop.call_soon_threadsafe(is_rendering.set)
         return render(messages, *limits, **options)
 

@@ -15,6 +15,7 @@ from typing import Any
 from inference_engine.errors import ModelError, RequestError
 from inference_engine.server.http.template import MAX_SECONDS, MAX_TEMPLATE_CHARACTERS, ChatTemplate, Message
 from inference_engine.server.http.text import TextStream
+from inference_engine.session.history import TokenIds
 
 # Words that no template trims, escapes or takes for markup.
 _QUESTION, _ANSWER = "The quick brown fox", "Kqzwxjvbm"
@@ -76,7 +77,7 @@ class ChatText:
         *,
         allow_special_tokens: bool = False,
         process: int = 0,
-    ) -> list[int]:
+    ) -> TokenIds:
         """The conversation up to where the assistant is to speak. Raises what `ChatTemplate.encode` does."""
         return self._templates[process].encode(messages, most_ids, allow_special_tokens=allow_special_tokens)
 
@@ -118,7 +119,7 @@ class ChatText:
             begun, whole = (self._templates[0].encode_text(each) for each in (head + found, text))
         except RequestError as error:
             raise ModelError(f"the model's chat template renders no plain conversation: {error.message}") from None
-        after = whole[len(begun) : len(begun) + 1]
+        after = whole[len(begun) : len(begun) + 1].tolist()
         # A turn that ends in plain text has no token of its own for that.
         ids += [token_id for token_id in after if token_id in self._added.values()]
         return tuple(dict.fromkeys(ids))

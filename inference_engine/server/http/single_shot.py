@@ -15,6 +15,7 @@ from inference_engine.server.http.errors import ContextLengthExceeded
 from inference_engine.server.http.request import ChatRequest
 from inference_engine.server.http.template import PromptTooLong
 from inference_engine.server.stream import EventQueue
+from inference_engine.session.history import TokenIds
 from inference_engine.types import GenerateParams
 
 _IDS_AT_ONCE = 16_384  # of a prompt: between two pieces the event loop does something else
@@ -25,7 +26,7 @@ class Prompt:
     """A request that is ready to run. limit_tokens: what its session reserves; None: a session without an end."""
 
     asked: ChatRequest
-    token_ids: Sequence[int]
+    token_ids: TokenIds
     params: GenerateParams
     limit_tokens: int | None
 
@@ -102,5 +103,5 @@ async def single_shot(
             engine.close_session(opened.session_id, owner=owner)
 
 
-def _pieces(token_ids: Sequence[int], most: int) -> Iterator[Sequence[int]]:
+def _pieces(token_ids: TokenIds, most: int) -> Iterator[TokenIds]:
     return (token_ids[start : start + most] for start in range(0, len(token_ids), most))

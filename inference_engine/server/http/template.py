@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from inference_engine.errors import Draining, InvalidArgument, ModelError
 from inference_engine.server.http import render_process
 from inference_engine.server.http.errors import RenderLimit
 from inference_engine.server.http.render_process import read_frame, write_frame
+from inference_engine.session.history import TokenIds
 from kakeya import _special_text
 
 # Rendering takes about a millisecond, starting the process a tenth of a second, or longer on a busy machine.
@@ -88,7 +91,7 @@ class ChatTemplate:
 
     def encode(
         self, messages: Sequence[Message], most_ids: int | None, *, allow_special_tokens: bool = False
-    ) -> list[int]:
+    ) -> TokenIds:
         """The ids of the conversation up to where the assistant is to speak.
 
         Special ones come from the template alone, or with `allow_special_tokens` from the messages, too. Raises as
@@ -98,12 +101,12 @@ class ChatTemplate:
         answer = self._answer(_asked(messages, add_generation_prompt=True, encode=encode, most_ids=most_ids))
         if "too_long" in answer:
             raise PromptTooLong(answer["too_long"])
-        ids: list[int] = answer["ids"]
+        ids: TokenIds = answer["ids"]
         return ids
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str) -> TokenIds:
         """The ids of a text that the template made; raises as `encode`."""
-        ids: list[int] = self._answer({"text": text})["ids"]
+        ids: TokenIds = self._answer({"text": text})["ids"]
         return ids
 
     def start(self) -> None:
@@ -175,14 +178,22 @@ class ChatTemplate:
     def _ask(
         self, process: subprocess.Popen[bytes], message: Mapping[str, Any], max_seconds: float
     ) -> dict[str, Any] | None:
-        """The answer; None if none came in time, and then the process is gone. Raises Draining once this is closed."""
+        """The answer, ids as TokenIds; None if none came in time, and then the process is gone.
+
+        Raises Draining once this is closed.
+        """
         assert process.stdin is not None
         assert process.stdout is not None
         expiry = threading.Timer(max_seconds, process.kill)
         expiry.start()
+        answer: dict[str, Any] = {}
         try:
             write_frame(process.stdin, json.dumps(message).encode())
             frame = read_frame(process.stdout)
+            if frame is not None:
+                answer = json.loads(frame)
+            if "ids" in answer and (frame := read_frame(process.stdout)) is not None:
+                answer["ids"] = np.frombuffer(frame, dtype=np.uint32)
         except BrokenPipeError:
             frame = None
         finally:
@@ -193,7 +204,6 @@ class ChatTemplate:
                 if self._is_closed:  # which has ended the process, not the time
                     raise Draining
             return None
-        answer: dict[str, Any] = json.loads(frame)
         return answer
 
 
