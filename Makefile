@@ -13,8 +13,8 @@ export OMP_WAIT_POLICY := PASSIVE
 # A stray setting of the caller's shell must not lead imports out of the virtual environment.
 unexport PYTHONPATH PYTHONHOME
 
-SOURCES := inference_engine kv_cache_proposer scripts tests
-TYPED := inference_engine kv_cache_proposer sdks/python/src $(sort $(dir $(wildcard sdks/python/*/*.py))) scripts tests
+SOURCES := inference_engine kv_cache_proposer laboratory scripts tests
+TYPED := inference_engine kv_cache_proposer laboratory sdks/python/src $(sort $(dir $(wildcard sdks/python/*/*.py))) scripts tests
 LINTED := $(SOURCES) sdks/python
 
 # The theme tells of its successor at each start; the pins decide. --quiet would make --strict see nothing.

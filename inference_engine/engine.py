@@ -20,6 +20,7 @@ from inference_engine.errors import Draining, EngineStalled, InvalidArgument, Se
 from inference_engine.forks import open_fork
 from inference_engine.generates import Generates
 from inference_engine.generation import Generation
+from inference_engine.kv.context import OnChoice
 from inference_engine.kv.query_rings import MatchTotals
 from inference_engine.kv.strategies import check_registry, parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, check_strategy
@@ -63,11 +64,13 @@ class Engine:
         tracing: Tracing | None = None,
         latent: TokenCodec | None = None,
         drafter: Drafter | None = None,
+        on_choice: OnChoice | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Allocate the pool and start the engine's thread.
 
         latent: serves sessions that restore rows from a latent. drafter: guesses ahead for Generates that allow it.
+        on_choice: is told, on the engine's thread, which blocks generated rows read (see `kv/context.py`).
         Raises ConfigError or BackendError for what cannot be had.
         """
         config = config or EngineConfig()
@@ -97,6 +100,7 @@ class Engine:
             default_strategy=self._default_strategy,
             latent=latent,
             drafter=drafter,
+            on_choice=on_choice,
         )
         self._check_ready(self._default_strategy)
         refuse_if_too_small(self._default_strategy, self._context, limit, is_growing=self._is_growing)

@@ -9,7 +9,7 @@ from inference_engine.config import EngineConfig
 from inference_engine.decode.drafting import Drafter
 from inference_engine.errors import ConfigError
 from inference_engine.kv.address_space import MOST_BYTES
-from inference_engine.kv.context import KVContext
+from inference_engine.kv.context import KVContext, OnChoice
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.session_kv import bound_of, grows_with_history
 from inference_engine.kv.strategies.full import Full
@@ -30,6 +30,7 @@ def open_memory(
     default_strategy: KVStrategy,
     latent: TokenCodec | None,
     drafter: Drafter | None,
+    on_choice: OnChoice | None,
 ) -> KVContext:
     """Allocate it, and let the drafter know. Raises ConfigError or BackendError for what cannot be had.
 
@@ -50,7 +51,7 @@ def open_memory(
         folder=config.tier_dir,
         count=metrics.count_transfer,
     )
-    context = replace(opened, latent=latent, draft_memories=drafter, tier=tier)
+    context = replace(opened, latent=latent, draft_memories=drafter, tier=tier, on_choice=on_choice)
     if drafter is not None:
         drafter.prepare(context)
     return context

@@ -26,9 +26,9 @@ from inference_engine.backends import open_backend
 from inference_engine.backends.base import Forward, Result, Step
 from inference_engine.config import EngineConfig, resolve
 from inference_engine.engine import Engine
-from inference_engine.evaluation import record
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.types import Finished, GenerateParams, TokenCommitted
+from laboratory.evaluation import record
 
 SEED = 1
 MOST_ALONE = 8  # sessions that also run one after another; more would say the same

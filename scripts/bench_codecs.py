@@ -33,10 +33,10 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from inference_engine.config import resolve
 from inference_engine.errors import InvalidArgument, ModelError
-from inference_engine.evaluation import record
 from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.compressors import compressor_names, make_compressor
 from inference_engine.models import load_model, tokenizer_folder
+from laboratory.evaluation import record
 
 SEED = 1
 SINK, FIRST = 4, 256  # the session's mean is over positions from SINK to FIRST

@@ -34,11 +34,11 @@ from inference_engine.decode.sampling import Sampler
 from inference_engine.decode.verifier import Block, Verifier
 from inference_engine.engine import Engine
 from inference_engine.errors import BackendError
-from inference_engine.evaluation import record
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
 from inference_engine.models import load_model
 from inference_engine.types import GenerateParams, Mode, Sampling, TokenCommitted
+from laboratory.evaluation import record
 
 SEED = 1
 _LINEAR = ("aten::mm", "aten::addmm", "linear", "gemm", "gemv", "cublas", "cutlass", "nvjet")

@@ -24,11 +24,11 @@ from transformers import LogitsProcessorList
 from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from inference_engine.decode.sampling import draw
-from inference_engine.evaluation import record
-from inference_engine.evaluation.sessions import turned
 from inference_engine.kernels.choice import open_noise
 from inference_engine.kernels.noise import NoiseOfAll, key
 from inference_engine.types import Sampling
+from laboratory.evaluation import record
+from laboratory.evaluation.sessions import turned
 
 SEED = 1
 SPREAD = 4.0  # standard deviation of the logits, about that of a small model's

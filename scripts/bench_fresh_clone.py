@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from inference_engine.config import child_environment
-from inference_engine.evaluation import record
+from laboratory.evaluation import record
 
 _DOWNLOAD = re.compile(r"Downloading \S+ \(([\d.]+) (kB|MB|GB)\)")
 _BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9}

@@ -28,8 +28,8 @@ from inference_engine.backends.base import Forward
 from inference_engine.config import EngineConfig, resolve
 from inference_engine.engine import Engine
 from inference_engine.errors import NoCapacity
-from inference_engine.evaluation import record
 from inference_engine.types import GenerateParams, TokenCommitted
+from laboratory.evaluation import record
 
 SEED = 1
 GROWTHS = ("guaranteed", "best_effort")

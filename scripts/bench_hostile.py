@@ -29,12 +29,12 @@ from typing import Any
 import grpc
 import psutil
 
-from inference_engine.cli.scripted_server import scripted_child
 from inference_engine.config import EngineConfig, ServerConfig
-from inference_engine.evaluation import record
 from inference_engine.server.auth import Key
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1 import runtime_pb2_grpc
+from laboratory.commands.scripted_server import scripted_child
+from laboratory.evaluation import record
 
 sys.path.insert(0, str(record.ROOT))
 

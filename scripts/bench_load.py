@@ -29,15 +29,15 @@ from typing import Any
 
 import psutil
 
-from inference_engine.cli.load import report
-from inference_engine.cli.load.driver import NO_RETRIES
-from inference_engine.cli.load.phases import Plan, Played, play
-from inference_engine.cli.load.samples import percentile
-from inference_engine.cli.load.schedule import Shape
-from inference_engine.cli.scripted_server import VOCABULARY, scripted_child
 from inference_engine.config import EngineConfig, ServerConfig
-from inference_engine.evaluation import record
 from kakeya import AsyncClient
+from laboratory.commands.scripted_server import VOCABULARY, scripted_child
+from laboratory.evaluation import record
+from laboratory.load import report
+from laboratory.load.driver import NO_RETRIES
+from laboratory.load.phases import Plan, Played, play
+from laboratory.load.samples import percentile
+from laboratory.load.schedule import Shape
 
 sys.path.insert(0, str(record.ROOT))
 

@@ -25,9 +25,9 @@ import grpc
 import psutil
 
 from inference_engine.config import ServerConfig
-from inference_engine.evaluation import record
 from inference_engine.server.run import serve
 from kakeya.v1 import runtime_pb2 as pb
+from laboratory.evaluation import record
 
 sys.path.insert(0, str(record.ROOT))
 

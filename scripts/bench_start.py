@@ -14,8 +14,8 @@ import sys
 import time
 
 from inference_engine.config import ModelConfig, child_environment, resolve
-from inference_engine.evaluation import record
 from inference_engine.models import check_model
+from laboratory.evaluation import record
 
 _BARE = """
 import sys, torch

@@ -4,9 +4,9 @@
 
 With --calibrated-on, the default variant is made of that many tokens, too, fewer than all: what more of them gain.
 Every variant is measured as KL to the model's own predictions with all rows beyond sink and window restored at once
-(`training/divergence.py`), on texts that nothing was calibrated on. With it, of the default variant: what an entropy
-coder would save, and what refining by gradient gains. Through the engine, with rows leaving one after another, `kakeya
-evaluate fidelity` and `kakeya evaluate restoration` measure the same codecs.
+(`laboratory/training/divergence.py`), on texts that nothing was calibrated on. With it, of the default variant: what an
+entropy coder would save, and what refining by gradient gains. Through the engine, with rows leaving one after another,
+`kakeya evaluate fidelity` and `kakeya evaluate restoration` measure the same codecs.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference_engine.cli.calibration_text import gather
 from inference_engine.config import resolve
 from inference_engine.errors import InvalidArgument, KakeyaError
-from inference_engine.evaluation import record
-from inference_engine.evaluation.haystack import KINDS
-from inference_engine.evaluation.models import open_target
 from inference_engine.kv.latent_rows import default_bytes_per_token, latent_layers
 from inference_engine.models import load_model
 from kv_cache_proposer.f_theta.codec import LatentCodec
 from kv_cache_proposer.f_theta.fit import fit
 from kv_cache_proposer.f_theta.importance import from_projections, unweighted
-from kv_cache_proposer.training.capture import output_projections
-from kv_cache_proposer.training.divergence import (
+from laboratory.evaluation import record
+from laboratory.evaluation.haystack import KINDS
+from laboratory.evaluation.models import open_target
+from laboratory.training.calibration_text import gather
+from laboratory.training.capture import output_projections
+from laboratory.training.divergence import (
     Divergence,
     Restore,
     measure_divergence,
     nothing,
     through,
 )
-from kv_cache_proposer.training.entropy import code_length
-from kv_cache_proposer.training.latent import collect
-from kv_cache_proposer.training.refine import STEP_SIZE, Refinement, refine
-from kv_cache_proposer.training.sensitivity import measure_sensitivity
-from kv_cache_proposer.training.taps import fit_tap_codec, fit_taps
+from laboratory.training.entropy import code_length
+from laboratory.training.latent import collect
+from laboratory.training.refine import STEP_SIZE, Refinement, refine
+from laboratory.training.sensitivity import measure_sensitivity
+from laboratory.training.taps import fit_tap_codec, fit_taps
 
 logger = logging.getLogger(__name__)
 

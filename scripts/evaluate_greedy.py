@@ -24,9 +24,9 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from inference_engine.backends import open_backend
 from inference_engine.config import EngineConfig, resolve
 from inference_engine.engine import Engine
-from inference_engine.evaluation import record
 from inference_engine.models import load_model, tokenizer_folder
 from inference_engine.types import GenerateParams, Mode, TokenCommitted
+from laboratory.evaluation import record
 
 NEAR_TIE = 1e-3
 LENGTHS = (20, 60, 150, 300, 600)

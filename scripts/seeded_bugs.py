@@ -20,18 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inference_engine.config import child_environment
-from inference_engine.evaluation import record
+from laboratory.evaluation import record
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("inference_engine", "kv_cache_proposer", "tests", "scripts", "pyproject.toml")
+COPIED = ("inference_engine", "kv_cache_proposer", "laboratory", "tests", "scripts", "pyproject.toml")
 LIMIT_SECONDS = 600
 
 ISOLATION = "tests/load/test_isolation.py::test_interleaved_operations_of_many_owners_leave_every_stream_its_own[0]"
 CANCELS = "tests/load/test_cancels.py::test_cancels_at_random_instants_stop_within_a_step_and_leave_no_trace[0]"
 SEQUENCES = "tests/load/test_call_sequences.py"
 FUZZ = "tests/load/test_fuzz.py::test_whatever_bytes_come_are_answered_or_refused_with_a_typed_error[0]"
-CLOSED_FORM = "tests/backends/test_scripted.py::test_the_engine_gives_the_tokens_of_the_closed_form"
-LEFT_OVERS = "tests/backends/test_scripted.py::test_what_others_left_in_memory_reaches_nobody"
+CLOSED_FORM = "tests/laboratory/test_scripted.py::test_the_engine_gives_the_tokens_of_the_closed_form"
+LEFT_OVERS = "tests/laboratory/test_scripted.py::test_what_others_left_in_memory_reaches_nobody"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ BUGS = (
         "inference_engine/decode/verifier.py",
         "            is_finite = math.isfinite(largest) and math.isfinite(smallest)\n",
         "            is_finite = True\n",
-        ("tests/backends/test_scripted.py",),
+        ("tests/laboratory/test_scripted.py",),
     ),
     Bug(
         "randomness depends on the place in the batch",

@@ -40,7 +40,7 @@ from inference_engine.config import child_environment, configure_threads_environ
 configure_threads_environment()
 forbid_model_hub()
 
-from inference_engine.evaluation import record
+from laboratory.evaluation import record
 from tests.load.mass import PARTS, Tally
 
 TALKERS = 24

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = ("inference_engine", "kv_cache_proposer", "sdks/python/src")
+SHIPPED = ("inference_engine", "kv_cache_proposer", "laboratory", "sdks/python/src")
 OURS = (*SHIPPED, "scripts", "tests", "sdks/python/examples", "sdks/python/tests")
 GENERATED = ROOT / "sdks/python/src/kakeya/v1"
 ENVIRONMENT_READER = ROOT / "inference_engine/config.py"

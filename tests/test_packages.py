@@ -20,7 +20,7 @@ import pytest
 from inference_engine.config import child_environment
 
 ROOT = Path(__file__).resolve().parents[1]
-BUILT = ("LICENSE", "README.md", "inference_engine", "kv_cache_proposer", "pyproject.toml", "sdks/python")
+BUILT = ("LICENSE", "README.md", "inference_engine", "kv_cache_proposer", "laboratory", "pyproject.toml", "sdks/python")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 

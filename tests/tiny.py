@@ -19,12 +19,12 @@ from inference_engine.kv.latent_rows import latent_layers
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import Mode, ModelFacts
 from kv_cache_proposer.f_theta.codec import LatentCodec
-from kv_cache_proposer.training.latent import calibrate
+from laboratory.training.latent import calibrate
 
 VOCABULARY = 128
 TRAINED_POSITIONS = 512
 NATIVE_WINDOW = 24
-EXTRAS = ("clock", "journal", "latent", "drafter", "tracing")
+EXTRAS = ("clock", "journal", "latent", "drafter", "tracing", "on_choice")
 LATENT_BYTES = 160  # of at most 192: 128 numbers in 12 bits each
 PAGES = {"page_tokens": 4, "segment_tokens": 16}
 # Small units, so that windows wrap and segments end within a short test.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import kakeya
 from inference_engine import __version__
-from inference_engine.cli import audit, bench, chat, demo, doctor, evaluate, keys, models, serve, train
+from inference_engine.cli import audit, chat, demo, doctor, keys, late, models, serve
 from inference_engine.config import configure_threads_environment, forbid_model_hub, quiet_grpc
 from inference_engine.errors import KakeyaError
 
@@ -19,11 +19,16 @@ INTERRUPTED = 130
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="kakeya", description="Sessions with one model, over gRPC, in raw token ids.")
+    top = argparse.ArgumentParser(
+        prog="kakeya",
+        description="Sessions with one model, over gRPC, in raw token ids.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     top.add_argument("--version", action="version", version=f"kakeya {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, chat, demo, doctor, audit, models, keys, evaluate, bench, train):
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=late.LateParser)
+    for command in (serve, chat, demo, doctor, audit, models, keys):
         command.add_parser(commands)
+    late.add_parsers(top, commands)
     return top
 
 

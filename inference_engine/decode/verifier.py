@@ -147,6 +147,7 @@ class Verifier:
             context.pool,
             mask_dtype=self._forward.compute_dtype,
             lane_attention=context.lane_attention,
+            on_choice=context.on_choice,
         )
         token_ids = np.zeros(plan.row_count, dtype=np.int64)
         wanted: list[int] = []  # packed rows whose logits are computed

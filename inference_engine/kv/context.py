@@ -26,6 +26,9 @@ OfRows = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 # shapes but for n; it neither waits for the device nor looks at values.
 Compute = Callable[[Hashable, OfRows, Sequence[Tensor]], Sequence[Tensor]]
 
+# on_choice(layer, scores [T, Hkv, B], candidates [T, B], chosen [T, Hkv, K]): told of every keep-set, as it is chosen.
+OnChoice = Callable[[int, Tensor, Tensor, Tensor], None]
+
 
 def compute_plainly(_name: Hashable, of_rows: OfRows, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """As any `Compute`, with nothing remembered."""
@@ -41,6 +44,7 @@ class KVContext:
     compute: the device's way to do the same to other rows again and again.
     most_rows_at_once: rows of the longest step that runs at its best here, if it is nothing but lanes: longer ones are
     sooner done in pieces. None: it does not matter.
+    on_choice: who is told which blocks generated rows read, where they are chosen by plain operations.
     Beside the model there may be a latent codec, a drafter that remembers sessions, and a second tier for rows.
     """
 
@@ -52,6 +56,7 @@ class KVContext:
     noise_of_all: NoiseOfAll = noise_of_all
     compute: Compute = compute_plainly
     most_rows_at_once: int | None = None
+    on_choice: OnChoice | None = None
     latent: TokenCodec | None = None
     draft_memories: DraftMemories | None = None
     tier: Tier | None = None

@@ -27,6 +27,7 @@ from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.gather import always_read, distant_blocks
 from inference_engine.kernels.lane_attention import LaneAttention
 from inference_engine.kv.chunk_view import ChunkView, Portion
+from inference_engine.kv.context import OnChoice
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.lane_rows import lane_numbers
 from inference_engine.kv.lane_tables import LaneTables, StepNumbers, most_blocks
@@ -77,10 +78,12 @@ class StepPlan:
         *,
         mask_dtype: torch.dtype,
         lane_attention: LaneAttention | None = None,
+        on_choice: OnChoice | None = None,
     ) -> None:
         self._geometry = geometry
         self.pool = pool
         self._lane_attention = lane_attention if geometry.row_quantum == 1 else None
+        self._on_choice = on_choice
         self._device = next(iter(pool.arenas.values())).keys.device
         self._mask_dtype = mask_dtype
         quantum = geometry.row_quantum
@@ -232,6 +235,7 @@ class StepPlan:
             candidates=distant_blocks(always, block=selector.block, count=layout.blocks),
             row_by_row=is_fixed,
             dense=self._dense_view(group, lane, session, positions, count) if has_appended else None,
+            on_choice=self._on_choice,
         )
         if group.tier is None:
             return view

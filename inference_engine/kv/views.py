@@ -16,6 +16,7 @@ from inference_engine.kernels.attention import attend, attend_causal
 from inference_engine.kernels.bounds import bounds_scores, mean_scores
 from inference_engine.kernels.gather import Always, gather_attend, select
 from inference_engine.kernels.mac import mac_attend
+from inference_engine.kv.context import OnChoice
 from inference_engine.kv.layout import BlockSelector
 from inference_engine.kv.pool import Arena
 from inference_engine.kv.query_rings import QueryRings
@@ -102,6 +103,7 @@ class GatherView:
     candidates: Tensor  # [G, B]
     row_by_row: bool  # shapes that do not depend on which rows share a step
     dense: View | None  # None: every row is generated
+    on_choice: OnChoice | None = None
 
     def read(self, layer: int, queries: Tensor, arena: Arena, scoring: Scoring) -> Tensor:
         out = torch.zeros_like(queries) if self.dense is None else self.dense.read(layer, queries, arena, scoring)
@@ -135,7 +137,11 @@ class GatherView:
         else:
             high = self.lane.slots(arena.values, layer, self.summaries_from, blocks)
             scores = bounds_scores(queries, low, high, scoring.scaling)
-        return select(scores, self.candidates[rows], self.selector.count, searched=False).blocks
+        candidates = self.candidates[rows]
+        chosen = select(scores, candidates, self.selector.count, searched=False).blocks
+        if self.on_choice is not None:
+            self.on_choice(layer, scores, candidates, chosen)
+        return chosen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

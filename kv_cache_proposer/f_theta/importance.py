@@ -1,9 +1,9 @@
 """How much an error in K or V matters: per layer, for K and V of each KV head, a matrix M; an error δ costs δᵀ M δ.
 
-Two ways to get them. `training/sensitivity.py` measures them: the curvature of KL(exact ‖ restored) in each head's
-rows, all layers in one unit. `from_projections` needs no gradient: for K the squared error of the scores, E[(q·δk)²];
-for V that of what leaves the layer, |Wo δv|². Those of different layers cannot be compared, so each is scaled to its
-rows' variance: no head is given up for a louder one. On SmolLM2 the measured ones lose a third less.
+Two ways to get them. `laboratory/training/sensitivity.py` measures them: the curvature of KL(exact ‖ restored) in each
+head's rows, all layers in one unit. `from_projections` needs no gradient: for K the squared error of the scores,
+E[(q·δk)²]; for V that of what leaves the layer, |Wo δv|². Those of different layers cannot be compared, so each is
+scaled to its rows' variance: no head is given up for a louder one. On SmolLM2 the measured ones lose a third less.
 """
 
 from __future__ import annotations

@@ -31,13 +31,13 @@ from inference_engine.cli.conversation import sdk_strategy
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
 from inference_engine.config import EngineConfig, ModelConfig, forbid_model_hub
 from inference_engine.errors import KakeyaError
-from inference_engine.evaluation import record
-from inference_engine.evaluation.long_session import TurnSample, buckets, perplexity, values
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.models import tokenizer_folder
 from kakeya import Client, GenerateResult, ServerInfo, Session, SinkWindow, Strategy
 from kakeya import KakeyaError as ClientError
 from kakeya.tokenization import load_tokenizer
+from laboratory.evaluation import record
+from laboratory.evaluation.long_session import TurnSample, buckets, perplexity, values
 
 EXPERIMENT = "long_session"
 CONTEXT_TOKENS = 64  # what the scored passage begins with, unscored

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from inference_engine.cli.evaluate import EXPERIMENTS, module_of
+from inference_engine.cli.late import LateParser
 from inference_engine.cli.main import parser
 from inference_engine.cli.settings import TITLES
 from scripts.reference.markdown import code, page, table
@@ -27,15 +27,13 @@ def commands() -> Iterator[tuple[str, argparse.ArgumentParser]]:
 
 
 def _below(words: str, one: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    if isinstance(one, LateParser):
+        one.complete()
     nested = [action for action in one._actions if isinstance(action, argparse._SubParsersAction)]
     if not nested:
         yield words, one
     for action in nested:
         for name, below in action.choices.items():
-            if words == "kakeya evaluate" and name in EXPERIMENTS:
-                # Its parser would learn this when it is used, and by then have exited for what is not given.
-                below.experiment = None
-                module_of(EXPERIMENTS[name]).add_arguments(below)
             yield from _below(f"{words} {name}", below)
 
 

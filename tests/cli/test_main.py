@@ -11,10 +11,10 @@ from typing import NoReturn
 import pytest
 
 from inference_engine import __version__
-from inference_engine.cli import doctor
+from inference_engine.cli import doctor, late
 from inference_engine.cli.main import main
 
-COMMANDS = ("serve", "chat", "demo", "doctor", "models", "evaluate", "train")
+COMMANDS = ("serve", "chat", "demo", "doctor", "models", "evaluate", "bench", "train")
 
 
 def status_of(*arguments: str) -> int | str | None:
@@ -94,3 +94,47 @@ def test_an_interrupt_is_status_130_and_says_nothing(
     monkeypatch.setattr(doctor, "run", interrupted)
     assert main(("doctor",)) == 130
     assert capsys.readouterr() == ("", "")
+
+
+def in_a_process_of_its_own(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout
+
+
+def test_everything_that_serves_is_imported_without_the_laboratory() -> None:
+    program = """
+import pkgutil, sys
+from importlib import import_module
+import inference_engine, kv_cache_proposer
+for package in (inference_engine, kv_cache_proposer):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if ".triton" not in module.name:
+            import_module(module.name)
+print({"inference_engine.cli.serve", "kv_cache_proposer.drafters"} <= set(sys.modules))
+print([name for name in sys.modules if name.startswith("laboratory")])
+"""
+    assert in_a_process_of_its_own(program) == "True\n[]\n"
+
+
+def test_other_commands_do_not_load_the_laboratory() -> None:
+    program = """
+import sys
+from inference_engine.cli.main import main
+for words in (["--help"], ["serve", "--help"], ["models", "list"]):
+    try:
+        main(words)
+    except SystemExit:
+        pass
+print([name for name in sys.modules if name.startswith("laboratory")])
+"""
+    assert in_a_process_of_its_own(program).endswith("\n[]\n")
+
+
+@pytest.mark.parametrize("command", late.COMMANDS)
+def test_without_the_laboratory_its_commands_say_so_in_one_sentence(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(late, "find_spec", lambda _: None)
+    assert status_of(command) == 1
+    said = f"kakeya {command}: the laboratory, which this command is part of, is not installed\n"
+    assert capsys.readouterr().err == said

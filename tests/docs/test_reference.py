@@ -13,13 +13,13 @@ from prometheus_client import generate_latest
 
 import kakeya
 import kakeya.tokenization
-from inference_engine.cli import evaluate
 from inference_engine.cli.main import parser
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
 from inference_engine.metrics import EngineMetrics
 from inference_engine.server.status import CODES
 from kakeya._status import _BY_REASON
 from kakeya.v1 import runtime_pb2
+from laboratory.commands import evaluate
 from scripts import generate_reference
 from scripts.reference import command_line, errors, metrics, python_sdk, settings, wire
 

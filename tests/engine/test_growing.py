@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from inference_engine import memory
-from inference_engine.backends.scripted import ScriptedForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import ConfigError, InvalidArgument, NoCapacity, QuotaExceeded
@@ -21,6 +20,7 @@ from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.admission import Admission
 from inference_engine.types import Finished, GenerateParams, Mode, TokenCommitted
+from laboratory.scripted import ScriptedForward
 from tests.laws.drafters import Knowing
 from tests.laws.variants import LENGTH, drain, each_strategy, generate, same, text
 from tests.tiny import TRAINED_POSITIONS, tiny_engine, tiny_forward

@@ -13,11 +13,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from inference_engine.cli.scripted_server import scripted_child
 from inference_engine.config import EngineConfig, ServerConfig
 from inference_engine.server.auth import Key
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1 import runtime_pb2_grpc
+from laboratory.commands.scripted_server import scripted_child
 from tests.hostile import attacks
 from tests.hostile.attacks import CHECK, INFO, KEY, WITHOUT_KEY
 from tests.hostile.conftest import (

@@ -21,7 +21,7 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import Mode, ModelFacts
-from kv_cache_proposer.training.capture import capture
+from laboratory.training.capture import capture
 from tests.kv_cache_proposer.small_models import HEADS, SIZES, gemma3
 from tests.laws.variants import generate, same
 from tests.tiny import SMALL

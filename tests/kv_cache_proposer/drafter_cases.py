@@ -9,8 +9,8 @@ import torch
 
 from kv_cache_proposer.dflash.config import DFlashConfig
 from kv_cache_proposer.dflash.network import DFlashNetwork
-from kv_cache_proposer.training.corpus_store import Text
-from kv_cache_proposer.training.drafter_init import config_for, new_network
+from laboratory.training.corpus_store import Text
+from laboratory.training.drafter_init import config_for, new_network
 from tests.tiny import tiny_model
 
 MASK = 127

@@ -23,9 +23,9 @@ from kv_cache_proposer.dflash.guessing import Draws, guess
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import words_of
 from kv_cache_proposer.errors import DrafterError
-from kv_cache_proposer.training.drafter_blocks import Texts, blocks_at
-from kv_cache_proposer.training.drafter_measure import draft_states
-from kv_cache_proposer.training.drafter_taps import read_taps
+from laboratory.training.drafter_blocks import Texts, blocks_at
+from laboratory.training.drafter_measure import draft_states
+from laboratory.training.drafter_taps import read_taps
 from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
 from tests.tiny import PAGES, VOCABULARY, tiny_forward, tiny_model
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from inference_engine.backends.scripted import Script, ScriptedForward
 from inference_engine.engine import Engine
 from inference_engine.generation import Generation
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason, TokenCommitted
+from laboratory.scripted import Script, ScriptedForward
 from tests.load.alone import Alone
 from tests.load.counted import CountedForward
 from tests.load.scripted import solo_of

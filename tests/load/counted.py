@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from inference_engine.backends.base import Forward, Result, Step
-from inference_engine.backends.scripted import Script
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.types import Mode, ModelFacts
+from laboratory.scripted import Script
 
 
 class CountedForward:

@@ -23,9 +23,9 @@ from hypothesis import HealthCheck, Phase
 from hypothesis.errors import FlakyFailure
 from hypothesis.stateful import get_state_machine_test
 
-from inference_engine.backends.scripted import Script
 from inference_engine.errors import KakeyaError
 from inference_engine.session.journal import MemoryJournal
+from laboratory.scripted import Script
 from tests.load.calls import Calls
 from tests.load.cancels import Cancels
 from tests.load.fuzzing import Fuzzing, fuzzed_engine

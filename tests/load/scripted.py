@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from inference_engine.backends.scripted import Script, ScriptedForward, ScriptedModel
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.kv.strategies.layer_window import LayerWindow
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
+from laboratory.scripted import Script, ScriptedForward, ScriptedModel
 from tests.load.solo import Sight, Solo
 
 LAYERS = 2

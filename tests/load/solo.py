@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference_engine.backends.scripted import CELL, ScriptedModel
+from laboratory.scripted import CELL, ScriptedModel
 from tests.kernels.plain_noise import plain_key, plain_noise
 
 FLOAT32_ERROR = 1e-6  # of an average of numbers below 1

@@ -10,8 +10,8 @@ import random
 import time
 from dataclasses import dataclass
 
-from inference_engine.backends.scripted import ScriptedModel
 from kakeya import AsyncClient, AsyncSession, Full, RetryableError, SinkWindow, Strategy
+from laboratory.scripted import ScriptedModel
 from tests.load.solo import Sight, Solo
 
 LIMIT_TOKENS = 400

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from inference_engine.backends.scripted import Script
+from laboratory.scripted import Script
 from tests.load.cancels import Cancels
 from tests.load.scripted import scripted_engine
 

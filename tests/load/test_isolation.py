@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from inference_engine.backends.scripted import Script
 from inference_engine.engine import Engine
 from inference_engine.kv.strategies.full import Full
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import GenerateParams, Mode, Sampling, TokenCommitted
+from laboratory.scripted import Script
 from tests.load.population import Population
 from tests.load.scripted import scripted_engine, solo_of
 

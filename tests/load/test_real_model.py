@@ -14,13 +14,13 @@ from hypothesis.stateful import get_state_machine_test
 
 from inference_engine.backends import open_backend
 from inference_engine.backends.base import Forward
-from inference_engine.backends.scripted import Script
 from inference_engine.config import EngineConfig, ModelConfig, resolve
 from inference_engine.engine import Engine
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import Mode
+from laboratory.scripted import Script
 from tests.load.alone import Alone, AloneSolo
 from tests.load.calls import Calls
 from tests.load.cancels import Cancels

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference_engine.backends.scripted import ScriptedForward, ScriptedModel
 from inference_engine.config import EngineConfig, child_environment
 from inference_engine.engine import Engine
+from laboratory.scripted import ScriptedForward, ScriptedModel
 from tests.load.mass import PARTS, Tally
 from tests.load.population import Population, Wrong
 from tests.load.talkers import Counts, talk

@@ -19,11 +19,11 @@ from typing import Any
 
 import psutil
 
-from inference_engine.backends.scripted import ScriptedForward, ScriptedModel
 from inference_engine.config import EngineConfig, ServerConfig
 from inference_engine.engine import Engine
-from inference_engine.evaluation import record
 from inference_engine.server.run import start_server
+from laboratory.evaluation import record
+from laboratory.scripted import ScriptedForward, ScriptedModel
 from tests.load.talkers import Counts, talk
 
 SEGMENT = 64

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from inference_engine.backends.base import Result, Step
-from inference_engine.backends.scripted import ScriptedForward, ScriptedModel
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import Overloaded
 from inference_engine.types import Event, Failed, Finished, GenerateParams, TokenCommitted
+from laboratory.scripted import ScriptedForward, ScriptedModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

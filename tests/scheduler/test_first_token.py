@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from inference_engine.cli.load.samples import percentile
 from inference_engine.config import EngineConfig
+from laboratory.load.samples import percentile
 from tests.scheduler.simulated import Arrival, Seen, Simulation
 
 PLACES, STEP_SECONDS = 4, 0.1

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-from inference_engine.backends.scripted import Script, ScriptedForward, ScriptedModel
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.scheduler.news import News
 from inference_engine.types import GenerateParams
+from laboratory.scripted import Script, ScriptedForward, ScriptedModel
 from tests.laws.variants import text
 from tests.scheduler.test_fairness import SMALL
 

@@ -5,9 +5,9 @@ usage: serve_scripted.py <token> <seconds for running Generates after SIGTERM>
 
 import sys
 
-from inference_engine.backends.scripted import Fault, Script
 from inference_engine.config import ServerConfig
 from inference_engine.server.run import serve
+from laboratory.scripted import Fault, Script
 from tests.load.scripted import scripted_engine
 
 token, drain_seconds = int(sys.argv[1]), float(sys.argv[2])

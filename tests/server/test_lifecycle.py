@@ -16,7 +16,6 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2
 
-from inference_engine.backends.scripted import Fault, Script
 from inference_engine.config import child_environment
 from inference_engine.engine import Engine
 from inference_engine.errors import EngineStalled
@@ -24,6 +23,7 @@ from inference_engine.kv.lanes import LaneGroup
 from inference_engine.scheduler.out_of_memory import is_out_of_memory
 from inference_engine.server.watchdog import EXIT_STALLED, Watchdog
 from kakeya.v1 import runtime_pb2 as pb
+from laboratory.scripted import Fault, Script
 from tests.load.scripted import scripted_engine
 from tests.server.wire import TIMEOUT_SECONDS, Client, connected, read_rest, refused, serving
 

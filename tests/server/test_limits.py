@@ -10,7 +10,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from inference_engine.cli.scripted_server import scripted_child
 from inference_engine.config import EngineConfig, ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import Overloaded
@@ -20,6 +19,7 @@ from inference_engine.server.incoming import MESSAGE_BYTES
 from inference_engine.server.limits import OwnerLimits
 from kakeya import AsyncClient, RetryPolicy
 from kakeya.v1 import runtime_pb2 as pb
+from laboratory.commands.scripted_server import scripted_child
 from tests.server.wire import HISTORY, Client, connected, held, read_rest, refused, serving
 
 pytestmark = pytest.mark.hostile

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from inference_engine import logs
-from inference_engine.backends.scripted import Fault, Script
 from inference_engine.config import ServerConfig
 from inference_engine.errors import ConfigError
 from inference_engine.logs import FIELDS, about_request, about_session, lost_lines, name_request, tag, written
 from inference_engine.metrics import EngineMetrics
 from inference_engine.tracing import Tracing
+from laboratory.scripted import Fault, Script
 from tests.load.scripted import scripted_engine
 from tests.server.test_tracing import Recorded
 from tests.server.wire import connected, refused, serving

@@ -17,7 +17,6 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
-from inference_engine.backends.scripted import Fault, Script
 from inference_engine.engine import Engine
 from inference_engine.errors import QuotaExceeded
 from inference_engine.kv.strategies import parse_strategy, strategy_names
@@ -29,6 +28,7 @@ from inference_engine.server.status import CODES
 from inference_engine.server.watchdog import Watchdog
 from inference_engine.types import GenerateParams, TokenCommitted
 from kakeya.v1 import runtime_pb2 as pb
+from laboratory.scripted import Fault, Script
 from tests.laws.drafters import Failing, Knowing, Wrong
 from tests.load.scripted import scripted_engine
 from tests.server.http_client import asking, http_client, serving_http, tiny_chat

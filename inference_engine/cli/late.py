@@ -1,0 +1,58 @@
+"""Commands that are loaded when they are typed: those of the laboratory, which serving does without.
+
+The laboratory (measuring, training) lies above the runtime. It is known here by name only, so that nothing of it is
+imported before somebody asks for one of its commands, and nothing at all where it is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction["LateParser"]
+
+LABORATORY = "laboratory"
+# Each is a module of `laboratory.commands` with an `add_arguments(parser)`.
+COMMANDS = {
+    "evaluate": "measure strategies against full, and keep the records",
+    "bench": "measure a server under load",
+    "train": "calibrate what restores evicted rows; train a drafter",
+}
+_WIDTH = max(map(len, COMMANDS)) + 2
+
+
+class LateParser(argparse.ArgumentParser):
+    """A parser that learns what it takes, and so imports what it runs, only when it is used."""
+
+    learn: Callable[[Any], None] | None = None
+
+    def complete(self) -> None:
+        """Learn it now, if that has not happened yet."""
+        learn, self.learn = self.learn, None
+        if learn is not None:
+            learn(self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.complete()
+        return super().parse_known_args(args, namespace)
+
+
+def add_parsers(top: argparse.ArgumentParser, subparsers: Subparsers) -> None:
+    """The laboratory's commands, listed under a heading of their own."""
+    lines = (f"  {name:<{_WIDTH}}{says}" for name, says in COMMANDS.items())
+    top.add_argument_group(LABORATORY, "\n".join(lines))
+    for name in COMMANDS:
+        subparsers.add_parser(name).learn = _learn(name)
+
+
+def _learn(name: str) -> Callable[[LateParser], None]:
+    def learn(parser: LateParser) -> None:
+        if find_spec(LABORATORY) is None:
+            parser.exit(1, f"{parser.prog}: the laboratory, which this command is part of, is not installed\n")
+        import_module(f"{LABORATORY}.commands.{name}").add_arguments(parser)
+
+    return learn

@@ -1,0 +1,215 @@
+"""`kakeya evaluate`: what a strategy costs and what it forgets, measured on this machine; a record for each run.
+
+    kakeya evaluate needle --strategies sink_window:window=256 --lengths 512 1024
+    kakeya evaluate report
+
+Every experiment is a module of `laboratory/evaluation` that offers `add_arguments(parser)`, `main(arguments,
+target)`, which returns the payload of a record, and perhaps `draw(payload, folder)`. A new one is a line in the table.
+One that takes hours may save what it has as it goes: its `main` gets a third argument, to call with a payload.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import logging
+import shlex
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inference_engine.cli.late import LateParser
+from inference_engine.cli.settings import add_config_file, add_settings, settings
+from inference_engine.config import EngineConfig, ModelConfig, configure_threads_environment, forbid_model_hub
+from inference_engine.errors import ConfigError
+from inference_engine.models import find_model
+
+logger = logging.getLogger(__name__)
+
+# Of the engine's settings, those that answers, speed or memory may depend on.
+ENGINE = (
+    "mode", "kv_bytes", "tier_bytes", "tier_dir", "max_sessions", "max_batch", "step_tokens", "segment_tokens",
+    "page_tokens",
+)  # fmt: skip
+# What says where things are on this machine is no part of the command that makes a record again.
+_PLACES = ("--results", "--config", "--cache-dir", "--tier-dir", "--disk")
+# What says which code runs stands in the record by itself.
+_NOT_SHOWN = (*_PLACES, "--commit")
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """needs_model: whether `main` gets a running target, or None. saves_parts: whether it gets what saves a payload."""
+
+    module: str
+    help: str
+    needs_model: bool = True
+    saves_parts: bool = False
+
+
+EXPERIMENTS = {
+    "needle": Experiment("laboratory.evaluation.needle", "planted facts found, against full, with a control"),
+    "fidelity": Experiment("laboratory.evaluation.fidelity", "perplexity, KL and agreement, against full"),
+    "free-running": Experiment(
+        "laboratory.evaluation.free_running", "what strategies write when left alone, beside full"
+    ),
+    "cost": Experiment("laboratory.evaluation.cost", "time to first token, tokens/s and bytes"),
+    "mac-statistics": Experiment(
+        "laboratory.evaluation.mac_statistics", "how often mac matches, what it skips, what that costs"
+    ),
+    "backstop": Experiment("laboratory.evaluation.backstop", "the fewest layers that must be kept full"),
+    "hints": Experiment("laboratory.evaluation.hints", "how far gather's choice is known from the token before"),
+    "waking": Experiment("laboratory.evaluation.waking", "what idle sessions hold, and how soon they go on"),
+    "forks": Experiment("laboratory.evaluation.forks", "what forks hold and take, against prefilling anew"),
+    "restoration": Experiment(
+        "laboratory.evaluation.restoration",
+        "the latent beside everything else that holds as many bytes",
+        saves_parts=True,
+    ),
+    "drafting": Experiment(
+        "laboratory.evaluation.drafting", "what drafters get right, what that gains, and that it changes no token"
+    ),
+    "pareto": Experiment(
+        "laboratory.evaluation.pareto", "bytes a token against error, KL, facts and calls", needs_model=False
+    ),
+    "families": Experiment(
+        "laboratory.evaluation.families",
+        "which model families are served, with which strategies, and how exactly",
+        needs_model=False,
+    ),
+    "regime-map": Experiment("laboratory.evaluation.regime_map", "which strategy pays where", needs_model=False),
+}
+
+
+class _ExperimentParser(LateParser):
+    """What an experiment takes, learned from it; tells what was typed, too."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, rest = super().parse_known_args(args, namespace)
+        parsed.typed = tuple(args or ())
+        return parsed, rest
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(
+        dest="experiment", required=True, metavar="EXPERIMENT", parser_class=_ExperimentParser
+    )
+    for name, experiment in EXPERIMENTS.items():
+        one = commands.add_parser(name, help=experiment.help, description=experiment.help, allow_abbrev=False)
+        one.learn = _learn(experiment)
+        _add_results(one)
+        one.add_argument("--name", metavar="NAME", help="the record's folder (default: experiment and model)")
+        one.add_argument("--commit", metavar="HASH", help="the commit that runs, where there is no repository to ask")
+        one.add_argument("--quick", action="store_true", help="few trials: does it work, and roughly what comes out")
+        add_config_file(one)
+        if experiment.needs_model:
+            add_settings(one, ModelConfig)
+            add_settings(one, EngineConfig, only=ENGINE)
+        one.set_defaults(run=run)
+    report = commands.add_parser("report", help="make the index page of all records again", allow_abbrev=False)
+    _add_results(report)
+    report.set_defaults(run=run_report)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one experiment and write its record. Raises KakeyaError for what is refused or void; nothing is written."""
+    experiment = EXPERIMENTS[args.experiment]
+    _check_name(args.name)
+
+    from laboratory.evaluation.record import running_commit, write_record
+
+    commit = running_commit(args.commit)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    module = module_of(experiment)
+
+    def save(payload: dict[str, Any]) -> Path:
+        model_id = payload["config"].get("model", "").replace("/", "--")
+        name = args.name or "_".join(filter(None, (args.experiment.replace("-", "_"), model_id)))
+        payload = {"command": command(args.experiment, args.typed), "commit": commit, **payload}
+        return write_record(name, payload, **({"results_dir": args.results} if args.results else {}))
+
+    if experiment.needs_model:
+        model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
+        find_model(model.model, cache=model.cache_path)
+
+        from kv_cache_proposer.drafters import drafter_identity, find_drafter
+        from kv_cache_proposer.latents import find_latent, latent_identity
+        from laboratory.evaluation.models import open_target
+
+        with (
+            open_target(
+                model,
+                engine,
+                latent=find_latent(model),
+                latent_identity=latent_identity(model),
+                find_drafter=find_drafter,
+                identify_drafter=drafter_identity,
+            ) as target,
+            ended_as_interrupted(),
+        ):
+            payload = module.main(args, target, *([save] if experiment.saves_parts else []))
+    else:
+        payload = module.main(args, None)
+    path = save(payload)
+    if draw := getattr(module, "draw", None):
+        if importlib.util.find_spec("matplotlib"):
+            draw(payload, path.parent)
+        else:
+            logger.warning("no images: matplotlib is not installed")
+    for value_name, value in payload["values"].items():
+        print(f"{value_name}: {value['median']:g} {value['unit']}")
+    print(path)
+    return 0
+
+
+@contextmanager
+def ended_as_interrupted() -> Iterator[None]:
+    """Within, SIGTERM is a KeyboardInterrupt: a job that is out of time may keep what it has."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """Write the index page. Raises KakeyaError for a record that cannot be read."""
+    from laboratory.evaluation.report import rebuild
+
+    print(rebuild(args.results) if args.results else rebuild())
+    return 0
+
+
+def command(name: str, typed: Sequence[str]) -> str:
+    """The command as typed, but for this machine's folders: files of the repository are named from its root."""
+    from laboratory.evaluation.record import shown
+
+    return shlex.join(("kakeya", "evaluate", name, *shown(typed, without=_NOT_SHOWN, without_absolute=("--latent",))))
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--results", type=Path, metavar="DIR", help="where records are kept (default: results)")
+
+
+def _check_name(name: str | None) -> None:
+    if name is not None and (Path(name).name != name or name in ("", ".", "..")):
+        raise ConfigError(f"--name must be the name of a folder, not a path, got {name!r}")
+
+
+def _learn(experiment: Experiment) -> Callable[[LateParser], None]:
+    return lambda parser: module_of(experiment).add_arguments(parser)
+
+
+def module_of(experiment: Experiment) -> Any:
+    # Both before anything imports torch or transformers.
+    configure_threads_environment()
+    forbid_model_hub()
+    return importlib.import_module(experiment.module)

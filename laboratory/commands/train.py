@@ -1,0 +1,227 @@
+"""`kakeya train`: calibrate what restores evicted rows, from text on disk and from the model's own conversations.
+
+kakeya train latent                          for the default model, into the cache, where `kakeya serve` finds it
+kakeya train latent --text notes/*.md        with text like that of the sessions to come
+
+Drafters: `train_corpus.py` and `train_drafter.py` beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import Progress
+
+from inference_engine.cli.settings import add_config_file, add_settings, settings
+from inference_engine.config import EngineConfig, ModelConfig
+from inference_engine.errors import ConfigError
+from laboratory.commands import train_corpus, train_drafter
+from laboratory.training.calibration_text import gather
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kv_cache_proposer.f_theta.codec import LatentCodec
+
+_SEQUENCE = 1024
+# Rows further back than this count as restored when it is measured where their errors are felt.
+_SENSITIVITY_TOKENS, _SINK, _WINDOW = 512, 4, 64
+_BATCH_SEQUENCES = 4
+_HELD_OUT_SEQUENCES = 8  # that refinement looks at, again and again
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="stage", required=True, metavar="STAGE")
+    for stage in (train_corpus, train_drafter):
+        stage.add_parser(commands)
+    latent = commands.add_parser(
+        "latent",
+        help="the code that keeps one thin latent per evicted token",
+        description="Runs the model over text, measures where errors are felt, and works out a code for its K and V.",
+    )
+    add_config_file(latent)
+    latent.add_argument("--tokens", type=int, default=75_000, metavar="N", help="of calibration text (default: 75000)")
+    latent.add_argument(
+        "--bytes-per-token",
+        type=int,
+        metavar="N",
+        help="the most that sessions can ask for; they may ask for less (default: a tenth of the rows in bfloat16)",
+    )
+    latent.add_argument("--group-layers", type=int, default=15, metavar="N", help="layers that share a basis")
+    latent.add_argument(
+        "--sensitivity-sequences",
+        type=int,
+        default=16,
+        metavar="N",
+        help=f"of {_SENSITIVITY_TOKENS} tokens, to measure by gradient where errors are felt (default: 16)",
+    )
+    latent.add_argument(
+        "--importance",
+        choices=("sensitivity", "projections", "none"),
+        default="sensitivity",
+        help="where errors count: measured by gradient (default), guessed from weights, or everywhere alike",
+    )
+    latent.add_argument(
+        "--basis",
+        choices=("fitted", "random", "first-layer"),
+        default="fitted",
+        help="controls that must do worse than the default, fitted: drawn blindly, or seeing no context",
+    )
+    latent.add_argument(
+        "--bits",
+        choices=("variance", "uniform"),
+        default="variance",
+        help="how a token's bits are shared out: where they help most (default), or alike",
+    )
+    latent.add_argument(
+        "--quantiser",
+        choices=("trellis", "alone"),
+        default="trellis",
+        help="how codes are chosen: of all components together (default), or for each by itself",
+    )
+    latent.add_argument(
+        "--refine-steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of gradient on the model's own predictions, after the closed form; kept only where it gains (default: 0)",
+    )
+    latent.add_argument("--text", nargs="+", type=Path, default=[], metavar="FILE", help="calibration text of your own")
+    latent.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the order of text and of the conversations"
+    )
+    latent.add_argument("--out", type=Path, metavar="FOLDER", help="default: the cache, where servers look")
+    latent.add_argument("--commit", metavar="HASH", help="where there is no repository to ask")
+    add_settings(latent, ModelConfig)
+    latent.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Calibrate, measure on other text, save. Raises KakeyaError; nothing is written then."""
+    if args.tokens < _SEQUENCE:
+        raise ConfigError(f"--tokens must be at least {_SEQUENCE}, got {args.tokens}")
+    for name, floor in (("sensitivity_sequences", 1), ("bytes_per_token", 1), ("group_layers", 1), ("refine_steps", 0)):
+        if (given := getattr(args, name)) is not None and given < floor:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {floor}, got {given}")
+    model = settings(args, ModelConfig)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    console = Console(stderr=True)
+
+    import torch
+
+    from inference_engine.kv.latent_rows import default_bytes_per_token, latent_layers
+    from inference_engine.models import check_model, load_model, weights_digest
+    from kv_cache_proposer.f_theta.store import LatentManifest, save_codec
+    from kv_cache_proposer.latents import latent_folder
+    from laboratory.evaluation.models import open_target
+    from laboratory.evaluation.record import running_commit
+    from laboratory.training.capture import require_stored_keys
+    from laboratory.training.latent import calibrate, measure
+    from laboratory.training.refine import refine
+    from laboratory.training.sensitivity import measure_sensitivity
+
+    commit = running_commit(args.commit)
+    with open_target(model, EngineConfig()) as target:
+        geometry = target.forward.geometry(mode=EngineConfig().mode, page_tokens=16, segment_tokens=256)
+        layers = latent_layers(geometry)
+        sequence = min(_SEQUENCE, geometry.trained_positions)
+        bytes_per_token = args.bytes_per_token or 2 * default_bytes_per_token(geometry)
+        with console.status("letting the model talk with itself"):
+            text = gather(target, tokens=args.tokens, length=sequence, files=args.text, seed=args.seed)
+    sequences = text.sequences(args.tokens, sequence)
+    held_out = max(1, len(sequences) // 20)
+    order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(args.seed))
+    test, calibration = sequences[order[:held_out]], sequences[order[held_out:]]
+    checked = check_model(model.model, cache=model.cache_path)
+    loaded = load_model(model.model, cache=model.cache_path, device=model.device, dtype=model.dtype, attention="sdpa")
+    require_stored_keys(loaded.model, layers=layers)
+    with Progress(console=console) as progress:
+        importances = args.importance
+        if args.importance == "sensitivity":
+            some = calibration[: args.sensitivity_sequences, :_SENSITIVITY_TOKENS]
+            task = progress.add_task("measuring where errors are felt", total=some.numel())
+            importances = measure_sensitivity(
+                loaded.model,
+                [some],
+                layers=layers,
+                sink=_SINK,
+                window=_WINDOW,
+                seed=args.seed,
+                advance=partial(progress.advance, task),
+            )
+        task = progress.add_task("reading", total=calibration.numel())
+        codec = calibrate(
+            loaded.model,
+            torch.split(calibration, _BATCH_SEQUENCES),
+            layers=layers,
+            bytes_per_token=bytes_per_token,
+            group_layers=args.group_layers,
+            importances=importances,
+            basis=args.basis,
+            bits=args.bits,
+            quantiser=args.quantiser,
+            kernels=model.kernels,
+            advance=partial(progress.advance, task),
+        )
+        refinement = None
+        if args.refine_steps:
+            task = progress.add_task("refining", total=args.refine_steps)
+            codec, refinement = refine(
+                loaded.model,
+                codec,
+                _halves(calibration),
+                _halves(test)[:_HELD_OUT_SEQUENCES],
+                rates=_rates(codec),
+                steps=args.refine_steps,
+                sink=_SINK,
+                window=_WINDOW,
+                seed=args.seed,
+                advance=partial(progress.advance, task),
+            )
+    loss = measure(loaded.model, torch.split(test, _BATCH_SEQUENCES), codec)
+    folder = args.out or latent_folder(checked.model_id, model.cache_path)
+    manifest = LatentManifest(
+        target_digest=weights_digest(checked),
+        calibration_tokens=calibration.numel(),
+        recipe={
+            "group_layers": args.group_layers,
+            "tokens": text.tokens(),
+            "own_text": bool(args.text),
+            "importance": args.importance,
+            "sensitivity_sequences": args.sensitivity_sequences if args.importance == "sensitivity" else 0,
+            "basis": args.basis,
+            "bits": args.bits,
+            "quantiser": args.quantiser,
+            "refine_steps": refinement.steps if refinement else 0,
+        },
+        seeds={"text": args.seed},
+        commit=commit,
+        metrics={"weighted_error": loss.overall, **({"refinement_gain": refinement.gain} if refinement else {})},
+    )
+    save_codec(codec, folder, manifest)
+    print(
+        f"{folder}: {codec.bytes_per_token} bytes a token for {len(layers)} layers, weighted error {loss.overall:.4f} "
+        f"on {test.numel()} tokens held out; {decimal(codec.shared_bytes)} shared by all sessions"
+    )
+    if refinement:
+        for rate, before in refinement.start.items():
+            print(f"refined: KL {before:.4g} → {refinement.best[rate]:.4g} at {rate} bytes, on text held out")
+    return 0
+
+
+def _halves(sequences: Tensor) -> Tensor:
+    """Each sequence as two: every layer's scores are held for the gradient."""
+    length = sequences.shape[1] // 2
+    return sequences[:, : 2 * length].reshape(-1, length)
+
+
+def _rates(codec: LatentCodec) -> tuple[int, ...]:
+    """What sessions are likely to ask for: the most, half of it, which is the default, and a quarter."""
+    rates = (codec.bytes_per_token, codec.bytes_per_token // 2, codec.bytes_per_token // 4)
+    return tuple(rate for rate in rates if rate >= codec.least_bytes_per_token)

@@ -1,0 +1,157 @@
+"""A target to evaluate: the engine that the server uses, on one model, with the tokenizer that a client would have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inference_engine.config import EngineConfig, ModelConfig, configure_threads_environment, forbid_model_hub
+from inference_engine.errors import ModelError
+from inference_engine.models import check_model, tokenizer_folder, weights_digest
+from inference_engine.models.folder import read_json
+from laboratory.evaluation.haystack import Texts
+from laboratory.evaluation.self_talk import SelfTalk
+
+if TYPE_CHECKING:
+    from inference_engine.backends.base import Forward
+    from inference_engine.decode.drafting import Drafter
+    from inference_engine.engine import Engine
+    from inference_engine.kv.token_codec import TokenCodec
+
+    FindDrafter = Callable[[ModelConfig, Forward], Drafter | None]
+    IdentifyDrafter = Callable[[ModelConfig, Forward], Mapping[str, Any]]
+
+
+def _no_drafter(model: ModelConfig, forward: Forward) -> None:
+    pass
+
+
+def _nothing_said(_model: ModelConfig, _forward: Forward) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Target:
+    """stop_ids: every id that ends a turn or a text of this model. weights_sha256: of the weights, to tell records of
+    the same ones, whatever their folder is called.
+
+    `forward` and `latent` are for evaluations that need further engines on the same weights, one after another.
+    `texts` are what this target is evaluated on, in its own ids. Latents and drafters lie above the engine, so whoever
+    opens a target says where they come from, and tells one from another: latent_identity, identify_drafter.
+    """
+
+    engine: Engine
+    forward: Forward
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    model: ModelConfig
+    weights_sha256: str
+    latent: TokenCodec | None = None
+    latent_identity: Mapping[str, Any] = field(default_factory=dict)
+    find_drafter: FindDrafter = _no_drafter
+    identify_drafter: IdentifyDrafter = _nothing_said
+    texts: Texts = field(init=False)
+
+    def __post_init__(self) -> None:
+        talk = SelfTalk(self.engine, self.tokenizer, self.stop_ids)
+        object.__setattr__(self, "texts", Texts(self.tokenizer, talk))
+
+    @property
+    def model_id(self) -> str:
+        return self.engine.info().facts.model_id
+
+    @property
+    def can_chat(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+    def drafter(self, name: str) -> Drafter | None:
+        """A drafter for `forward`, called as in the settings. Raises ModelError for one that cannot be had."""
+        return self.find_drafter(replace(self.model, drafter=name), self.forward)
+
+    def drafter_identity(self, name: str) -> Mapping[str, Any]:
+        """What tells the drafter that `drafter` gives from others of its kind."""
+        return self.identify_drafter(replace(self.model, drafter=name), self.forward)
+
+    def describe(self) -> dict[str, Any]:
+        """What a record's config says of the target: what ran where, and the settings that numbers depend on."""
+        import torch
+
+        facts, config = self.engine.info().facts, self.engine.config
+        return {
+            "model": facts.model_id,
+            "weights_sha256": self.weights_sha256,
+            "device": torch.cuda.get_device_name(facts.device) if facts.device.startswith("cuda") else facts.device,
+            "dtype": facts.dtype,
+            "linear": self.model.linear,
+            **({} if self.latent is None else {"latent": dict(self.latent_identity)}),
+            "mode": config.mode.value,
+            "segment_tokens": config.segment_tokens,
+            "page_tokens": config.page_tokens,
+            "step_tokens": config.step_tokens,
+            "max_batch": config.max_batch,
+        }
+
+
+@contextmanager
+def open_target(
+    model: ModelConfig,
+    engine: EngineConfig,
+    *,
+    latent: TokenCodec | None = None,
+    latent_identity: Mapping[str, Any] | None = None,
+    find_drafter: FindDrafter = _no_drafter,
+    identify_drafter: IdentifyDrafter = _nothing_said,
+) -> Iterator[Target]:
+    """Load the model and its tokenizer and start an engine, with `latent` if sessions are to be restored from it.
+
+    The engine drafts nothing; evaluations that want drafts ask the target for a drafter.
+
+    Raises ModelError, BackendError or ConfigError for what cannot be had.
+    """
+    configure_threads_environment()
+    forbid_model_hub()
+    folder = tokenizer_folder(model.model, model.cache_path)
+    checked = check_model(model.model, cache=model.cache_path)
+    tokenizer = load_tokenizer(folder)
+
+    from inference_engine.backends import open_backend
+    from inference_engine.engine import Engine
+
+    forward = open_backend(model)
+    with Engine(forward, engine, latent=latent) as running:
+        yield Target(
+            engine=running,
+            forward=forward,
+            tokenizer=tokenizer,
+            stop_ids=stop_ids(folder, tokenizer),
+            model=model,
+            weights_sha256=weights_digest(checked),
+            latent=latent,
+            latent_identity=latent_identity or {},
+            find_drafter=find_drafter,
+            identify_drafter=identify_drafter,
+        )
+
+
+def load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        # Whatever a folder from somewhere else makes the library raise, it is the folder's fault.
+        raise ModelError(f"{folder}: transformers cannot load its tokenizer: {error}") from error
+
+
+def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """The tokenizer's own end, and those that the model's generation settings name."""
+    found = {tokenizer.eos_token_id} - {None}
+    if (settings := folder / "generation_config.json").is_file():
+        named = read_json(settings).get("eos_token_id")
+        found |= set(named if isinstance(named, list) else [named]) - {None}
+    if not found:
+        raise ModelError(f"{folder}: neither the tokenizer nor generation_config.json names an end-of-text token")
+    return tuple(sorted(found))

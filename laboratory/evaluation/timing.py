@@ -1,0 +1,169 @@
+"""One timed run: equal sessions are prefilled one by one, then decode together.
+
+Every session is prefilled first, by a Generate of one token; decoding is timed in a second Generate, of all sessions of
+the batch at once, from the moment each of them has its first token until the first of them has its last.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from inference_engine.engine import Engine
+from inference_engine.errors import BackendError
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.types import Bound, Event, Failed, Finished, GenerateParams, TokenCommitted
+from laboratory.evaluation.sessions import append_all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One session, or `batch` equal ones at once.
+
+    first_token_seconds: of a session's first Generate, prefill included, the others being idle. resume_seconds: to the
+    first token of a later Generate, the slowest of the batch. token_seconds: of one step that gives every session its
+    next token. kv_bytes: of one session, between Generates; tier_bytes: beside those, off the device. kv_peak_bytes: of
+    one session, the most that was seen at any token. transient_bytes: the most the device's allocator held beyond what
+    it held before, in the decoding Generate (None: this device has no such count); arenas are allocated before and are
+    no part of it.
+    """
+
+    prefill_seconds: float
+    first_token_seconds: float
+    resume_seconds: float
+    token_seconds: float
+    kv_bytes: int
+    tier_bytes: int
+    kv_peak_bytes: int
+    transient_bytes: int | None
+    bound: Bound
+    attended_positions: int
+    evicted_positions: int
+
+
+def run(engine: Engine, strategy: KVStrategy, prompts: Sequence[Sequence[int]], tokens: int) -> Run:
+    """Prefill a session for each prompt, then let all of them decode `tokens` tokens at once.
+
+    Raises InvalidArgument or NoCapacity if the engine cannot hold such sessions, with none left open.
+    """
+    if tokens < 2:
+        raise ValueError(f"speed is measured between tokens: at least 2 are needed, got {tokens}")
+    sessions: list[str] = []
+    try:
+        for prompt in prompts:
+            limit = len(prompt) + 1 + tokens
+            sessions.append(engine.create_session(strategy=strategy, limit_tokens=limit, guaranteed=True).session_id)
+        return _run(engine, sessions, prompts, tokens)
+    finally:
+        for session in sessions:
+            engine.close_session(session)
+
+
+def _run(engine: Engine, sessions: Sequence[str], prompts: Sequence[Sequence[int]], tokens: int) -> Run:
+    prefill_seconds, first_token_seconds = [], []
+    peak = 0
+    for session, prompt in zip(sessions, prompts, strict=True):
+        append_all(engine, session, prompt)
+        began = time.perf_counter()
+        (watch,) = start(engine, [session], tokens=1)
+        prefill_seconds.append(watch.wait().prefill_seconds)
+        first_token_seconds.append(watch.token_times[0] - began)
+        peak = max(peak, watch.kv_peak_bytes)
+
+    allocator = Allocator(engine)
+    began = time.perf_counter()
+    watches = start(engine, sessions, tokens=tokens)
+    endings = [watch.wait() for watch in watches]
+    infos = [engine.session_info(session) for session in sessions]
+    return Run(
+        prefill_seconds=sum(prefill_seconds) / len(sessions),
+        first_token_seconds=sum(first_token_seconds) / len(sessions),
+        resume_seconds=max(watch.token_times[0] for watch in watches) - began,
+        token_seconds=step_seconds([watch.token_times for watch in watches]),
+        kv_bytes=max(info.kv_live_bytes for info in infos),
+        tier_bytes=max(info.tier_live_bytes for info in infos),
+        kv_peak_bytes=max(peak, *(watch.kv_peak_bytes for watch in watches)),
+        transient_bytes=allocator.grown_bytes(),
+        bound=infos[0].bound,
+        attended_positions=endings[0].attended_positions,
+        evicted_positions=endings[0].evicted_positions,
+    )
+
+
+def start(engine: Engine, sessions: Sequence[str], *, tokens: int) -> list[Watch]:
+    """Start a Generate on each session."""
+    all_asked = threading.Event()
+    try:
+        watches = [Watch(engine, session, all_asked) for session in sessions]
+        for session, watch in zip(sessions, watches, strict=True):
+            engine.generate(session, GenerateParams(max_tokens=tokens), listener=watch)
+    finally:
+        all_asked.set()
+    return watches
+
+
+def step_seconds(times: Sequence[Sequence[float]]) -> float:
+    """Seconds that each session waits for a token while all of them decode."""
+    began, ended = max(stamps[0] for stamps in times), min(stamps[-1] for stamps in times)
+    steps = [sum(began < stamp <= ended for stamp in stamps) for stamps in times]
+    if not min(steps):
+        raise BackendError(f"{len(times)} sessions never decoded together: more tokens than {len(times[0])} are needed")
+    return (ended - began) * len(times) / sum(steps)
+
+
+class Allocator:
+    """How far the device's allocator went beyond where it stood when this was made."""
+
+    def __init__(self, engine: Engine) -> None:
+        device = torch.device(engine.info().facts.device)
+        self._device = device if device.type == "cuda" else None
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+
+    def grown_bytes(self) -> int | None:
+        if self._device is None:
+            return None
+        return int(torch.cuda.max_memory_allocated(self._device)) - self._before
+
+
+class Watch:
+    """A Generate's listener: its tokens, when they came, and the most K/V bytes its session held at any event.
+
+    At its first token it holds the engine up until `all_asked` is set: a batch decodes together from the beginning.
+    """
+
+    def __init__(self, engine: Engine, session_id: str, all_asked: threading.Event) -> None:
+        self._engine = engine
+        self._session_id = session_id
+        self._all_asked = all_asked
+        self._ended = threading.Event()
+        self.token_ids: list[int] = []
+        self.token_times: list[float] = []
+        self.kv_peak_bytes = 0
+        self.ending: Finished | Failed | None = None
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, TokenCommitted):
+            self.token_times.append(time.perf_counter())
+            self.token_ids.append(event.token_id)
+            self._all_asked.wait()
+        if isinstance(event, Finished | Failed):
+            self.ending = event
+            self._ended.set()
+        else:
+            live = self._engine.session_info(self._session_id).kv_live_bytes
+            self.kv_peak_bytes = max(self.kv_peak_bytes, live)
+
+    def wait(self) -> Finished:
+        """Until the Generate has ended; raises what it failed with."""
+        self._ended.wait()
+        if isinstance(self.ending, Failed):
+            raise self.ending.error
+        assert self.ending is not None
+        return self.ending

@@ -1,0 +1,101 @@
+"""Calibration text: what the model says to itself, calls of tools, several languages, and files or installed text.
+
+Of every kind a share, for what calibration never saw is restored worst. Nothing that is evaluated on is among it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inference_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from laboratory.evaluation.models import Target
+
+# Of the tokens; prose and code, or the user's own files, are the rest.
+_CONVERSATION, _TOOL_CALLS, _LANGUAGES = 0.25, 0.1, 0.1
+_TURNS = 6
+_LONGEST = 2048  # tokens taken of one text, from its middle
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationText:
+    """Token ids of texts by kind."""
+
+    kinds: dict[str, list[list[int]]]
+
+    def tokens(self) -> dict[str, int]:
+        return {kind: sum(map(len, texts)) for kind, texts in self.kinds.items()}
+
+    def sequences(self, tokens: int, length: int) -> Tensor:
+        """[n, length]: the texts one after another. Raises ConfigError if they do not fill two sequences."""
+        import torch
+
+        ids = [token for texts in self.kinds.values() for text in texts for token in text][:tokens]
+        count = len(ids) // length
+        if count < 2:
+            raise ConfigError(f"the text has {len(ids)} tokens, at least {2 * length} are needed")
+        return torch.tensor(ids[: count * length]).view(count, length)
+
+
+def gather(target: Target, *, tokens: int, length: int, files: Sequence[Path], seed: int) -> CalibrationText:
+    """About `tokens` of it; conversations of `length` each. Raises ConfigError for files that cannot be read."""
+    from laboratory.evaluation.haystack import calibration_texts
+    from laboratory.training.languages import paragraphs
+    from laboratory.training.openings import converse
+    from laboratory.training.tool_calls import tool_calls
+
+    tokenizer = target.tokenizer
+    found: dict[str, list[list[int]]] = {}
+    if target.can_chat:
+        found["conversation"] = converse(
+            target.engine,
+            tokenizer,
+            stop_ids=target.stop_ids,
+            count=max(1, int(tokens * _CONVERSATION) // length),
+            turns=_TURNS,
+            tokens=length,
+            seed=seed,
+        )
+    found["tool calls"] = _take(tokenizer, tool_calls(seed), int(tokens * _TOOL_CALLS))
+    found["languages"] = _take(tokenizer, paragraphs(seed), int(tokens * _LANGUAGES))
+    rest = tokens - sum(len(ids) for part in found.values() for ids in part)
+    if files:
+        found["files"] = _take(tokenizer, _read(files), rest)
+    else:
+        for kind in ("prose", "code"):
+            found[kind] = _take(tokenizer, iter(_mixed(calibration_texts(kind), seed)), rest // 2)
+    return CalibrationText(found)
+
+
+def _mixed(texts: Sequence[str], seed: int) -> list[str]:
+    mixed = list(texts)
+    random.Random(seed).shuffle(mixed)
+    return mixed
+
+
+def _read(files: Sequence[Path]) -> Iterator[str]:
+    for file in files:
+        try:
+            yield file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--text {file}: cannot be read as UTF-8 text: {error}") from error
+
+
+def _take(tokenizer: Any, texts: Iterator[str], count: int) -> list[list[int]]:
+    """Token ids of the texts until there are `count`, or no more texts. Long texts give a stretch of their middle."""
+    found: list[list[int]] = []
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        start = max(0, (len(ids) - _LONGEST) // 2)
+        found.append(ids[start : start + _LONGEST])
+        count -= len(found[-1])
+        if count <= 0:
+            break
+    return found

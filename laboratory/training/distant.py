@@ -1,0 +1,152 @@
+"""Runs a transformers model whose distant rows are others than its own: restored ones, or ones that carry a gradient.
+
+    query at i reads   ■ ■ ■ ■ | □ □ □ □ □ □ | ■ ■ ■ ■ ■        ■ exactly   □ as `far` gives them
+                        sink                    window
+
+In the engine a row is replaced when it leaves the window, and later rows are computed from it; here all of a sequence
+runs at once and `far` is known beforehand. The two agree closely, for restoration hardly moves later rows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from inference_engine.backends.admission import admit_config
+from inference_engine.errors import ModelError
+from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
+from laboratory.training.capture import attention_modules
+
+ATTENTION = "kakeya_distant"
+
+# Of each model that was run this way, what its layers do to their keys: found out once.
+_ROTARIES: WeakKeyDictionary[PreTrainedModel, tuple[str, ...]] = WeakKeyDictionary()
+
+Rotate = Callable[[Tensor], Tensor]
+# Of a layer, its keys (rotated) and values [B, Hkv, T, D], and what rotates [B, Hkv, T, D]: the rows seen from afar.
+Far = Callable[[int, Tensor, Tensor, Rotate], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Distant:
+    """One forward: what queries see exactly, and where rows of `layers` come from otherwise.
+
+    unrotated: those of them that do not rotate their keys; filled in when the forward runs.
+    """
+
+    sink: int
+    window: int
+    layers: frozenset[int]
+    far: Far
+    unrotated: frozenset[int] = frozenset()
+    angles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+@contextmanager
+def seeing(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[Callable[[Tensor, Distant], Tensor]]:
+    """Gives `forward(tokens [B, T], distant) -> logits [B, T, V]`. The model comes back as it was."""
+    attentions = attention_modules(model)
+    if missing := [layer for layer in layers if layer not in attentions]:
+        raise ModelError(f"{type(model).__name__} has no attention with q_proj, k_proj and v_proj in layers {missing}")
+    if model not in _ROTARIES:
+        _ROTARIES[model] = tuple(trait.rotary for trait in admit_config(model.config, type(model)).traits)
+    rotaries = _ROTARIES[model]
+    if fixed := [layer for layer in layers if rotaries[layer] == IMMOVABLE]:
+        raise ModelError(
+            f"{type(model).__name__} changes its keys after rotation in layers {fixed}: rows cannot be put there"
+        )
+    unrotated = frozenset(layer for layer in layers if rotaries[layer] == UNROTATED)
+    before = model.config.get_text_config()._attn_implementation
+    handles = [attention.register_forward_pre_hook(_note_angles, with_kwargs=True) for attention in attentions.values()]
+
+    def forward(tokens: Tensor, distant: Distant) -> Tensor:
+        distant = replace(distant, unrotated=unrotated, angles={})
+        logits: Tensor = model(input_ids=tokens, use_cache=False, distant=distant).logits
+        return logits
+
+    try:
+        model.set_attn_implementation(ATTENTION)
+        yield forward
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.set_attn_implementation(before)
+
+
+def _note_angles(module: nn.Module, _inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """The angles the layer rotates with come to the module, but not to its attention function."""
+    distant: Distant = keywords["distant"]
+    layer: Any = module.layer_idx
+    if keywords.get("position_embeddings") is None:
+        raise ModelError(f"layer {layer}: {type(module).__name__} is not given its rotation angles by keyword")
+    distant.angles[layer] = keywords["position_embeddings"]
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    distant: Distant,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query [B, Hq, T, D], key and value [B, Hkv, T, D], rotated; returns ([B, T, Hq, D], None)."""
+    if attention_mask is not None or dropout or softcap is not None or others.get("s_aux") is not None:
+        raise ModelError(
+            f"{type(module).__name__} gives attention a mask, dropout, soft-capping or sinks; none can be honoured here"
+        )
+    layer: Any = module.layer_idx
+    heads_per_row = query.shape[1] // key.shape[1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    position = torch.arange(query.shape[2], device=query.device)
+    distance = position[:, None] - position[None, :]
+    visible = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
+
+    def spread(rows: Tensor) -> Tensor:
+        return rows.float().repeat_interleave(heads_per_row, dim=1)
+
+    queries = query.float() * scale
+    scores = queries @ spread(key).transpose(-1, -2)
+    if layer not in distant.layers:
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        return (weights @ spread(value)).to(query.dtype).transpose(1, 2), None
+    exact = (position[None, :] < distant.sink) | (distance < distant.window)
+
+    def rotate(rows: Tensor) -> Tensor:
+        return rows if layer in distant.unrotated else _rotate(module, rows, distant.angles[layer])
+
+    far_keys, far_values = distant.far(layer, key, value, rotate)
+    far_scores = queries @ spread(far_keys).transpose(-1, -2)
+    weights = torch.where(exact, scores, far_scores).masked_fill(~visible, -torch.inf).softmax(-1)
+    out = (weights * exact) @ spread(value) + (weights * ~exact) @ spread(far_values)
+    return out.to(query.dtype).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, _attend)
+
+
+def _rotate(module: nn.Module, rows: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    function = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    if function is None:
+        raise ModelError(f"{type(module).__name__} does not rotate queries and keys in a way we know")
+    try:
+        rotated: Tensor = function(rows, rows, *angles)[1]
+    except RuntimeError:  # sizes that do not fit: the model cuts heads apart before it calls its function
+        turned = angles[0].shape[-1]
+        part = function(rows[..., :turned], rows[..., :turned], *angles)[1]
+        return torch.cat((part, rows[..., turned:]), dim=-1)
+    return rotated

@@ -1,0 +1,113 @@
+"""How far predictions move when distant rows are restored ones: KL to the model's own, without an engine.
+
+All of a sequence runs at once (`distant.py`), so many ways of restoring are compared in minutes. What the engine makes
+of them, with rows leaving and later rows computed from restored ones, is `kakeya evaluate fidelity`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from inference_engine.kv.token_codec import TokenCodec
+from kv_cache_proposer.f_theta.errors import LatentError
+from laboratory.training.capture import LayerRows, capture
+from laboratory.training.distant import Distant, Rotate, seeing
+
+# Tokens [T] and their rows, to what stands in for the rows when seen from afar: keys and values [T, Hkv, D] by layer.
+Restore = Callable[[Tensor, Sequence[LayerRows]], tuple[Sequence[Tensor], Sequence[Tensor]]]
+Advance = Callable[[int], None]  # called with the tokens done since the last call
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Divergence:
+    """KL(exact ‖ restored) in nats over `tokens` positions, and how often both have the same likeliest token."""
+
+    mean: float
+    p99: float
+    agreement: float
+    tokens: int
+
+
+def through(codec: TokenCodec) -> Restore:
+    """Rows as the codec gives them back."""
+    return lambda _tokens, rows: codec.decode(codec.encode([one.keys for one in rows], [one.values for one in rows]))
+
+
+def nothing(_tokens: Tensor, rows: Sequence[LayerRows]) -> tuple[list[Tensor], list[Tensor]]:
+    """Rows that are their own mean over the sequence: what is left when nothing of a token is kept."""
+
+    def mean(part: Tensor) -> Tensor:
+        return part.mean(0).expand_as(part)
+
+    return [mean(one.keys) for one in rows], [mean(one.values) for one in rows]
+
+
+@torch.no_grad()
+def measure_divergence(
+    model: PreTrainedModel,
+    sequences: Iterable[Tensor],
+    ways: Mapping[str, Restore],
+    *,
+    layers: Sequence[int],
+    sink: int,
+    window: int,
+    advance: Advance | None = None,
+) -> dict[str, Divergence]:
+    """By name of each way to restore, over token ids [T] with T > sink + window. Earlier positions do not count."""
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in ways}
+    for tokens in sequences:
+        if len(tokens) <= sink + window:
+            raise LatentError(f"a sequence of {len(tokens)} tokens has no row outside sink {sink}, window {window}")
+        ids = tokens[None].to(model.device)
+        exact = log_probabilities(model(input_ids=ids, use_cache=False).logits, sink + window)
+        (rows,) = capture(model, [ids], layers=layers)
+        for name, restore in ways.items():
+            keys, values = restore(ids[0], rows)
+            with seeing(model, layers) as forward:
+                ours = log_probabilities(
+                    forward(ids, restored(layers, keys, values, sink=sink, window=window)), sink + window
+                )
+            found[name].append((divergences(exact, ours), exact.argmax(-1) == ours.argmax(-1)))
+        if advance is not None:
+            advance(len(tokens))
+    if not any(found.values()):
+        raise LatentError("there is no text to measure on; give at least one sequence of token ids")
+    return {name: _pooled(parts) for name, parts in found.items()}
+
+
+def restored(
+    layers: Sequence[int], keys: Sequence[Tensor], values: Sequence[Tensor], *, sink: int, window: int
+) -> Distant:
+    """Unrotated rows [T, Hkv, D] of each of `layers`, to be seen from afar by a forward of that sequence alone."""
+    rows = dict(zip(layers, zip(keys, values, strict=True), strict=True))
+
+    def far(layer: int, _keys: Tensor, _values: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:
+        own_keys, own_values = (part.transpose(0, 1)[None] for part in rows[layer])
+        return rotate(own_keys.float()), own_values
+
+    return Distant(sink, window, frozenset(layers), far)
+
+
+def log_probabilities(logits: Tensor, first: int) -> Tensor:
+    """float32 [T − first, V] of the only sequence, from position `first` on."""
+    return logits[0, first:].float().log_softmax(-1)
+
+
+def divergences(exact: Tensor, ours: Tensor) -> Tensor:
+    """KL of each position, from log-probabilities [n, V]."""
+    return (exact.exp() * (exact - ours)).sum(-1)
+
+
+def _pooled(parts: Sequence[tuple[Tensor, Tensor]]) -> Divergence:
+    all_divergences = torch.cat([part for part, _ in parts]).double()
+    return Divergence(
+        mean=float(all_divergences.mean()),
+        p99=float(all_divergences.quantile(0.99)),
+        agreement=float(torch.cat([part for _, part in parts]).double().mean()),
+        tokens=len(all_divergences),
+    )

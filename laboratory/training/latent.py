@@ -1,0 +1,129 @@
+"""Calibration: a model and token ids in, a latent codec and what it loses out.
+
+One forward over the text, one eigen-decomposition per group of layers. The text decides what the latent resolves: use
+text like that of the sessions to come, several languages and formats of it, and measure on other text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from kv_cache_proposer.f_theta.codec import LatentCodec
+from kv_cache_proposer.f_theta.errors import LatentError
+from kv_cache_proposer.f_theta.fit import fit
+from kv_cache_proposer.f_theta.importance import Importances, from_projections, unweighted
+from kv_cache_proposer.f_theta.rows import LayerShape, join
+from kv_cache_proposer.f_theta.statistics import Statistics
+from laboratory.training.capture import LayerRows, capture, output_projections
+
+Advance = Callable[[int], None]  # called with the tokens done since the last call
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """Squared error of restored rows over the squared distance of the rows from their mean, both weighed by importance.
+
+    0 is perfect, 1 is what the mean alone would give. by_layer: the same for each layer.
+    """
+
+    overall: float
+    by_layer: Mapping[int, float]
+
+
+def collect(
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    *,
+    layers: Sequence[int],
+    group_layers: int,
+    device: torch.device | str | None = None,
+    advance: Advance | None = None,
+) -> Statistics:
+    """Statistics of the model's rows over token ids, each batch [sequences, T].
+
+    layers: those the latent will cover; leave out layers with a window of their own. device: where sums are kept, by
+    default the model's. A group of W numbers a token takes 8 W² bytes.
+    """
+    statistics: Statistics | None = None
+    for rows in capture(model, batches, layers=layers):
+        if statistics is None:
+            place = rows[0].keys.device if device is None else device
+            statistics = Statistics([_shape(layer) for layer in rows], group_layers=group_layers, device=place)
+        statistics.add([r.keys for r in rows], [r.values for r in rows], [r.queries for r in rows])
+        if advance is not None:
+            advance(len(rows[0].keys))
+    if statistics is None:
+        raise LatentError("there is no calibration text; give at least one batch of token ids")
+    return statistics
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    *,
+    layers: Sequence[int],
+    bytes_per_token: int,
+    group_layers: int = 15,
+    importances: Importances | Literal["projections", "none"] = "projections",
+    precision: str = "float16",
+    basis: str = "fitted",
+    bits: str = "variance",
+    quantiser: str = "trellis",
+    kernels: str = "auto",
+    advance: Advance | None = None,
+) -> LatentCodec:
+    """A codec for the model, on the model's device. The arguments are those of `collect` and `fit`.
+
+    importances: from `measure_sensitivity`, which loses a third less; `projections` takes them from the text's queries
+    and the model's output projections, and needs no gradient; `none` counts all errors alike.
+    """
+    statistics = collect(model, batches, layers=layers, group_layers=group_layers, advance=advance)
+    if importances == "projections":
+        importances = from_projections(statistics, output_projections(model, layers=layers))
+    elif importances == "none":
+        importances = unweighted(statistics)
+    return fit(
+        statistics,
+        importances,
+        bytes_per_token=bytes_per_token,
+        precision=precision,
+        basis=basis,
+        bits=bits,
+        quantiser=quantiser,
+        kernels=kernels,
+    )
+
+
+def measure(model: nn.Module, batches: Iterable[Tensor], codec: LatentCodec) -> Loss:
+    """What the codec loses on rows of a text; give it text that it was not calibrated on."""
+    errors = dict.fromkeys(codec.layers, 0.0)
+    energies = dict.fromkeys(codec.layers, 0.0)
+    for rows in capture(model, batches, layers=codec.layers):
+        keys, values = [r.keys for r in rows], [r.values for r in rows]
+        restored_keys, restored_values = codec.decode(codec.encode(keys, values))
+        first = 0
+        for part in codec.coders:
+            own = slice(first, first + len(part.basis.group.shapes))
+            first = own.stop
+            exact = join(part.basis.group, keys[own], values[own])
+            restored = join(part.basis.group, restored_keys[own], restored_values[own])
+            lost = part.basis.weigh(exact - restored).double().square().sum(0)
+            given = part.basis.weigh(exact - part.basis.mean).double().square().sum(0)
+            for shape, start in zip(part.basis.group.shapes, part.basis.group.offsets, strict=True):
+                errors[shape.layer] += float(lost[start : start + shape.width].sum())
+                energies[shape.layer] += float(given[start : start + shape.width].sum())
+    if not any(energies.values()):
+        raise LatentError("there is no text to measure on; give at least one batch of token ids")
+    return Loss(
+        overall=sum(errors.values()) / sum(energies.values()),
+        by_layer={layer: errors[layer] / energies[layer] for layer in codec.layers},
+    )
+
+
+def _shape(rows: LayerRows) -> LayerShape:
+    return LayerShape(layer=rows.layer, kv_heads=rows.keys.shape[1], head_dim=rows.keys.shape[2])

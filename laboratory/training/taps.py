@@ -1,0 +1,111 @@
+"""Rows restored from hidden states of a few layers, as a drafter reads them: measured beside the latent, not served.
+
+    taps [n, taps · hidden], each scaled to length 1 a number → ridge → K and V of all layers → coded as the latent is
+
+Coding the rows that the taps foretell, and not the taps themselves, is the kindest code for them: bits go where
+attention feels an error, and what the taps know of nothing else costs none. `foretold` alone is what no code of these
+taps can pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kv_cache_proposer.f_theta.codec import LatentCodec
+from kv_cache_proposer.f_theta.errors import LatentError
+from kv_cache_proposer.f_theta.fit import fit
+from kv_cache_proposer.f_theta.importance import Importances
+from kv_cache_proposer.f_theta.rows import LayerShape
+from kv_cache_proposer.f_theta.statistics import Statistics
+from laboratory.training.capture import LayerRows, capture
+from laboratory.training.divergence import Restore
+from laboratory.training.drafter_taps import read_taps
+
+# Of the mean variance of the taps: what is added to each before it is divided by.
+_RIDGE = 1e-4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TapMap:
+    """Taps to rows. weights [taps · hidden + 1, W], the last row a constant; widths of each layer's K and V in W."""
+
+    tap_layers: tuple[int, ...]
+    shapes: tuple[LayerShape, ...]
+    weights: Tensor
+
+    def foretold(self, model: PreTrainedModel, tokens: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """K and V of every covered layer [n, Hkv, D] of token ids [sequences, T]."""
+        rows = _read(model, tokens, self.tap_layers) @ self.weights
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for shape, part in zip(self.shapes, torch.split(rows, [s.width for s in self.shapes], dim=1), strict=True):
+            own = part.view(-1, 2, shape.kv_heads, shape.head_dim)
+            keys.append(own[:, 0])
+            values.append(own[:, 1])
+        return keys, values
+
+    def uncoded(self, model: PreTrainedModel) -> Restore:
+        return lambda tokens, _rows: self.foretold(model, tokens[None])
+
+    def through(self, model: PreTrainedModel, codec: LatentCodec) -> Restore:
+        return lambda tokens, _rows: codec.decode(codec.encode(*self.foretold(model, tokens[None])))
+
+
+def fit_taps(
+    model: PreTrainedModel, batches: Iterable[Tensor], *, tap_layers: Sequence[int], layers: Sequence[int]
+) -> TapMap:
+    """Ridge regression of the rows of `layers` on the outputs of `tap_layers`, over token ids [sequences, T]."""
+    squares: Tensor | None = None
+    products: Tensor | None = None
+    shapes: tuple[LayerShape, ...] = ()
+    for tokens, rows in _with_rows(model, batches, layers):
+        taps = _read(model, tokens, tap_layers)
+        vectors = torch.cat([part.float().flatten(1) for row in rows for part in (row.keys, row.values)], dim=1)
+        if squares is None or products is None:
+            squares = taps.new_zeros((taps.shape[1], taps.shape[1]), dtype=torch.float64)
+            products = taps.new_zeros((taps.shape[1], vectors.shape[1]), dtype=torch.float64)
+            shapes = tuple(LayerShape(layer=r.layer, kv_heads=r.keys.shape[1], head_dim=r.keys.shape[2]) for r in rows)
+        squares += taps.T @ taps
+        products += taps.T @ vectors
+    if squares is None or products is None:
+        raise LatentError("there is no calibration text; give at least one batch of token ids")
+    ridge = _RIDGE * squares.diagonal().mean() * torch.eye(len(squares), dtype=torch.float64, device=squares.device)
+    return TapMap(tuple(tap_layers), shapes, torch.linalg.solve(squares + ridge, products).float())
+
+
+def fit_tap_codec(
+    model: PreTrainedModel,
+    batches: Iterable[Tensor],
+    taps: TapMap,
+    importances: Importances,
+    *,
+    bytes_per_token: int,
+    group_layers: int = 15,
+) -> LatentCodec:
+    """The codec of the rows that the taps foretell."""
+    statistics = Statistics(taps.shapes, group_layers=group_layers, device=model.device)
+    for tokens in batches:
+        keys, values = taps.foretold(model, tokens)
+        statistics.add(keys, values, keys)  # no queries are known here, and none are needed: importances are given
+    return fit(statistics, importances, bytes_per_token=bytes_per_token)
+
+
+def _with_rows(
+    model: PreTrainedModel, batches: Iterable[Tensor], layers: Sequence[int]
+) -> Iterator[tuple[Tensor, list[LayerRows]]]:
+    for tokens in batches:
+        (rows,) = capture(model, [tokens], layers=layers)
+        yield tokens, rows
+
+
+def _read(model: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> Tensor:
+    """float32 [n, taps · hidden + 1], the last of them 1."""
+    taps, _ = read_taps(model, tokens.to(model.device), layers)
+    scaled = taps.float() * taps.float().square().mean(-1, keepdim=True).clamp_min(1e-12).rsqrt()
+    flat = scaled.flatten(0, 1).flatten(1)
+    return torch.cat((flat, torch.ones_like(flat[:, :1])), dim=1)

@@ -1,0 +1,155 @@
+"""`kakeya bench serve`: a load that does not wait for the server, and what is said of the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inference_engine.cli.main import main
+from inference_engine.errors import ConfigError
+from kakeya import AsyncClient
+from laboratory.load.driver import NO_RETRIES, Driver, Phase
+from laboratory.load.samples import Samples, percentile
+from laboratory.load.schedule import Agent, Shape, Turn, schedule
+from laboratory.scripted import Script
+from tests.load.scripted import scripted_engine
+from tests.server_thread import server_thread
+
+SHAPE = Shape(turns=6, prompt_tokens=30, append_tokens=8, generate_tokens=4, interval_seconds=2.0)
+
+
+def agents(seconds: float, *, seed: int = 0, count: int = 20) -> list[Agent]:
+    return list(schedule(SHAPE, agents=count, seconds=seconds, seed=seed))
+
+
+def test_a_schedule_is_the_same_every_time_and_another_for_another_seed() -> None:
+    assert agents(30.0) == agents(30.0)
+    assert agents(30.0) != agents(30.0, seed=1)
+
+
+def test_turns_come_at_the_rate_that_was_asked_for() -> None:
+    turns = sum(len(agent.turns) for agent in agents(200.0, count=50))
+    assert turns == pytest.approx(50 * 200 / SHAPE.interval_seconds, rel=0.05)
+
+
+def test_an_agent_has_its_turns_in_order_and_no_more_than_it_may() -> None:
+    for agent in agents(60.0):
+        due = [turn.due_seconds for turn in agent.turns]
+        assert due == sorted(due)
+        assert 1 <= len(due) <= SHAPE.turns
+
+
+def test_more_agents_are_the_same_agents_and_some_more() -> None:
+    """So that phases of several loads differ in the load alone."""
+    few, many = agents(3.0, count=4), agents(3.0, count=8)
+    assert {agent.turns for agent in few} <= {agent.turns for agent in many}
+
+
+@pytest.mark.parametrize("wrong", [{"turns": 0}, {"append_tokens": 0}, {"interval_seconds": 0.0}], ids=str)
+def test_a_shape_that_is_none_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Shape(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("percent", "value"), [(50, 5.0), (90, 9.0), (99, 10.0), (1, 1.0)])
+def test_a_percentile_is_a_value_that_was_there(percent: float, value: float) -> None:
+    assert percentile([float(number) for number in range(10, 0, -1)], percent) == value
+
+
+def test_goodput_counts_tokens_in_the_seconds_they_came_and_none_before_or_after_the_phase() -> None:
+    samples = Samples()
+    samples.tokens_by_second.update({-1: 2, 0: 3, 1: 5, 7: 11})
+    assert samples.goodput(3.0) == [3.0, 5.0, 0.0]
+
+
+@pytest.fixture
+def target() -> Iterator[str]:
+    with (
+        scripted_engine(max_sessions=4, script=Script(step_seconds=0.001)) as engine,
+        server_thread(engine) as target,
+    ):
+        yield target
+
+
+def play(target: str, agents: list[Agent], *, warm_seconds: float = 0.0) -> Samples:
+    phase = Phase(seconds=60.0, warm_seconds=warm_seconds, strategy=None, limit_tokens=300, vocab_size=256)
+
+    async def drive() -> Samples:
+        async with AsyncClient(target, retry=NO_RETRIES) as client:
+            return await Driver(client, phase).run(agents)
+
+    return asyncio.run(drive())
+
+
+def turn(due_seconds: float, *, tokens: int = 5) -> Turn:
+    return Turn(due_seconds=due_seconds, append_tokens=6, generate_tokens=tokens)
+
+
+def test_a_turn_is_timed_from_when_it_was_due_not_from_when_it_could_begin(target: str) -> None:
+    """Two turns of one agent at the same time: the second waits for the first, and its wait counts."""
+    samples = play(target, [Agent(number=0, turns=(turn(0.0, tokens=40), turn(0.0)))])
+    assert samples.finished == 2
+    assert len(samples.first_token) == 2
+    assert samples.first_token[1] > samples.turn[0]
+    # Most of that is the turn before, and told as such.
+    assert samples.first_token[1] == pytest.approx(samples.behind[1] + samples.first_token_asked[1], abs=0.2)
+
+
+def test_turns_of_the_warm_up_are_played_and_not_counted(target: str) -> None:
+    samples = play(target, [Agent(number=0, turns=(turn(0.0), turn(0.3)))], warm_seconds=0.2)
+    assert (samples.due, samples.finished, len(samples.turn)) == (1, 1, 1)
+
+
+def test_tokens_that_come_after_the_warm_up_are_goodput_whenever_their_turn_was_due(target: str) -> None:
+    samples = play(target, [Agent(number=0, turns=(turn(0.0, tokens=250),))], warm_seconds=0.01)
+    assert samples.due == 0
+    assert samples.tokens_by_second.total() == 250
+    assert sum(samples.goodput(60.0)) == 250 - samples.tokens_by_second[-1] > 0
+
+
+def test_a_turn_may_be_tried_on_a_fork_that_changes_nothing_of_what_comes(target: str) -> None:
+    forked = Turn(due_seconds=0.0, append_tokens=6, generate_tokens=5, is_forked=True)
+    samples = play(target, [Agent(number=0, turns=(forked, turn(0.0)))])
+    assert (samples.finished, len(samples.fork), len(samples.turn)) == (2, 1, 2)
+    # The tokens of the fork are nobody's goodput.
+    assert sum(samples.tokens_by_second.values()) == 10
+
+
+def test_refusals_are_counted_by_reason_and_end_their_turn_alone(target: str) -> None:
+    """There is room for four sessions: turns of the other agents are refused, each anew."""
+    many = [Agent(number=number, turns=(turn(0.0, tokens=40), turn(0.0, tokens=40))) for number in range(12)]
+    samples = play(target, many)
+    assert samples.due == 24 == samples.finished + samples.refused.total()
+    assert samples.refused.total() > 0
+    assert set(samples.refused) <= {"NO_CAPACITY", "QUOTA_EXCEEDED"}
+    assert not samples.failed
+    assert len(samples.refusal) == samples.refused.total()
+
+
+def test_the_command_plays_each_load_and_writes_a_record_with_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    status = main(
+        [
+            *("bench", "serve", "--target", target, "--agents", "2", "--loads", "1", "2", "--seconds", "1.5"),
+            *("--warm-seconds", "0.2", "--interval-seconds", "0.4", "--prompt-tokens", "10", "--append-tokens", "4"),
+            *("--generate-tokens", "3", "--limit-tokens", "300", "--results", str(tmp_path)),
+        ]
+    )
+    assert status == 0
+    (path,) = tmp_path.glob("serve_load/*/record.json")
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert [phase["agents"] for phase in record["tables"]["phases"]] == [2, 4]
+    assert {"goodput_1x", "first_token_p99_2x", "goodput_over_peak_2x"} <= set(record["values"])
+    assert target not in path.read_text(encoding="utf-8")
+    assert {image.name for image in path.parent.glob("*.png")} >= {"goodput.png", "turn.png"}
+    assert "goodput" in capsys.readouterr().out
+
+
+def test_a_load_that_is_none_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--scripted", "--loads", "0"]) == 1
+    assert "loads" in capsys.readouterr().err

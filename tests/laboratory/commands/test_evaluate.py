@@ -1,0 +1,246 @@
+"""`kakeya evaluate` leaves a record that its own command makes again, and nothing where a run is refused or void."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference_engine.cli.main import main
+from inference_engine.models import check_model, weights_digest
+from inference_engine.models.checksums import sha256_of
+from kv_cache_proposer.f_theta.store import TENSORS, LatentManifest, save_codec
+from laboratory.commands import evaluate
+from laboratory.commands.evaluate import EXPERIMENTS, command
+from laboratory.evaluation import record, restoration
+from laboratory.evaluation.record import ROOT
+from tests.tiny import LATENT_BYTES, tiny_latent
+
+SMALL = ("--segment-tokens=16", "--page-tokens=4", "--kv-bytes=64MiB", "--threads=1")
+NEEDLE = ("--kinds", "looped", "--trials=2", "--control=sink_window:sink=4,window=16")
+
+
+def needle(folder: Path, results: Path, *typed: str) -> int:
+    common = ("--model", str(folder), "--results", str(results), *SMALL, *NEEDLE)
+    return main(("evaluate", "needle", *common, *typed))
+
+
+def only_record(results: Path) -> dict[str, Any]:
+    (path,) = results.glob("*/*/record.json")
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def test_a_run_leaves_a_record_and_a_plot(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert needle(tiny_folder, tmp_path, "--strategies", "sink_window:window=64", "--lengths", "337") == 0
+    found = only_record(tmp_path)
+    assert found["experiment"] == "needle_tiny"
+    assert "sink_window:sink=4,window=64: single, looped at 337" in found["values"]
+    assert found["config"]["segment_tokens"] == 16
+    assert list(tmp_path.glob("needle_tiny/*/recall_single_looped.png"))
+    printed = capsys.readouterr().out.splitlines()
+    assert "full: single, looped at 337: 0 of 2" in printed
+    assert printed[-1].endswith("record.json")
+
+
+def test_the_recorded_command_runs_and_gives_the_same_values(tiny_folder: Path, tmp_path: Path) -> None:
+    assert needle(tiny_folder, tmp_path / "first", "--lengths", "337", "--seed=5", "--name=again") == 0
+    first = only_record(tmp_path / "first")
+    words = first["command"].split()
+    assert words[:5] == ["kakeya", "evaluate", "needle", "--model", "tiny"]
+    assert str(tmp_path) not in first["command"]
+    typed = [str(tiny_folder) if word == "tiny" else word for word in words[1:]]
+    assert main((*typed, "--results", str(tmp_path / "second"))) == 0
+    second = only_record(tmp_path / "second")
+    assert second["experiment"] == "again"
+    assert second["values"] == first["values"]
+    assert second["config"] == first["config"]
+
+
+def test_a_commit_can_be_given_where_there_is_no_repository_and_only_there(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = ("--lengths", "337", "--commit", "0123abc")
+    monkeypatch.setattr(record, "commit", lambda: "none")
+    assert needle(tiny_folder, tmp_path, *typed) == 0
+    found = only_record(tmp_path)
+    assert found["commit"] == "0123abc"
+    assert "--commit" not in found["command"]
+    monkeypatch.setattr(record, "commit", lambda: "0123abcdef+changes")
+    assert needle(tiny_folder, tmp_path, *typed) == 0
+    assert only_record(tmp_path)["commit"] == "0123abcdef+changes"
+
+
+def test_a_command_shows_no_place_of_this_machine() -> None:
+    typed = ("--model=/some/folder", "--results", "/there", "--cache-dir=/here", "--config", "a.toml", "--trials", "3")
+    assert command("needle", typed) == "kakeya evaluate needle --model=folder --trials 3"
+    assert command("cost", ("--strategies", "a b", "--model", "/some/folder")) == (
+        "kakeya evaluate cost --strategies 'a b' --model folder"
+    )
+
+
+def test_a_latent_is_shown_unless_it_is_a_place_of_this_machine() -> None:
+    assert command("needle", ("--latent", "none", "--tier-dir", "/there")) == "kakeya evaluate needle --latent none"
+    assert command("needle", ("--latent=own/latent",)) == "kakeya evaluate needle --latent=own/latent"
+    for typed in (("--latent", "/some/latent"), ("--latent=/some/latent",), ("--latent=~/latent",)):
+        assert command("needle", (*typed, "--trials", "3")) == "kakeya evaluate needle --trials 3"
+
+
+def save_tiny_latent(model: Path, folder: Path) -> Path:
+    kept = folder / "latent"
+    manifest = LatentManifest(
+        target_digest=weights_digest(check_model(str(model), cache=folder)),
+        calibration_tokens=2048,
+        recipe={"basis": "fitted", "tokens": {"files": 2048}},
+    )
+    save_codec(tiny_latent(), kept, manifest)
+    return kept
+
+
+def test_a_record_says_which_latent_it_measured(tiny_folder: Path, tmp_path: Path) -> None:
+    kept = save_tiny_latent(tiny_folder, tmp_path)
+    assert needle(tiny_folder, tmp_path / "with", "--lengths=337", "--latent", str(kept)) == 0
+    found = only_record(tmp_path / "with")["config"]["latent"]
+    assert found == {
+        "tensors_sha256": sha256_of(kept / TENSORS),
+        "bytes_per_token": LATENT_BYTES,
+        "calibration_tokens": 2048,
+        "seeds": {},
+        "recipe": {"basis": "fitted"},
+    }
+    assert needle(tiny_folder, tmp_path / "without", "--lengths=337", "--latent=none") == 0
+    assert "latent" not in only_record(tmp_path / "without")["config"]
+
+
+def test_a_length_that_is_done_is_on_disk_whatever_becomes_of_the_next(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is taken away asks nobody."""
+    measure = restoration._measure
+
+    def measured(target: Any, matches: Any, passages: Any, **options: Any) -> Any:
+        if len(passages[0].prefix) == 150:
+            raise SystemExit("the machine is gone")
+        return measure(target, matches, passages, **options)
+
+    monkeypatch.setattr(restoration, "_measure", measured)
+    kept = save_tiny_latent(tiny_folder, tmp_path)
+    words = ("--lengths", "130", "150", "--kinds=code", "--rates=120", "--window=16", "--count=5", "--texts=1")
+    few = ("--trials=0", "--families=window", "--latent", str(kept), "--results", str(tmp_path / "results"))
+    with pytest.raises(SystemExit, match="the machine is gone"):
+        main(("evaluate", "restoration", "--model", str(tiny_folder), *SMALL, *words, *few))
+    found = only_record(tmp_path / "results")
+    assert found["config"]["lengths"] == [130]
+    assert [(line["length"], line["reason"]) for line in found["tables"]["left out"]] == [
+        (150, "ended before they were done")
+    ]
+
+
+def test_a_record_is_whole_where_images_cannot_be_drawn(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert needle(tiny_folder, tmp_path, "--lengths", "337") == 0
+    assert only_record(tmp_path)["values"]
+    assert not list(tmp_path.glob("*/*/*.png"))
+    assert capsys.readouterr().out.splitlines()[-1].endswith("record.json")
+
+
+def test_a_second_tier_can_be_given(tiny_folder: Path, tmp_path: Path) -> None:
+    tier = ("--tier-bytes=1MiB", "--tier-dir", str(tmp_path))
+    tiered = "tiered:budget=48,block=8,sink=8,window=16,resident_tokens=16"
+    assert needle(tiny_folder, tmp_path / "results", "--lengths=337", "--strategies", tiered, *tier) == 0
+    found = only_record(tmp_path / "results")
+    assert "--tier-bytes=1MiB" in found["command"] and "--tier-dir" not in found["command"]
+    sizes = {row["strategy"]: row["tier bytes per token"] for row in found["tables"]["bytes"]}
+    assert sizes["full"] == 0 < sizes[tiered]
+
+
+def test_repeated_questions_are_told(tiny_folder: Path, tmp_path: Path) -> None:
+    assert needle(tiny_folder, tmp_path, "--lengths=337", "--task=counterfactual", "--trials=25") == 0
+    (note,) = only_record(tmp_path)["tables"]["notes"]
+    assert note["note"].startswith("there are 24 questions; of 25 trials")
+
+
+def test_a_file_of_the_repository_is_named_from_its_root() -> None:
+    assert command("regime-map", ("--cost", str(ROOT / "results/x/record.json"))) == (
+        "kakeya evaluate regime-map --cost results/x/record.json"
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (("--control=full",), "control: must be a sink_window, got full"),
+        (("--control=sink_window:window=330", "--lengths=337"), "nothing must miss"),
+        (("--lengths=600",), "limit_tokens: must be at least 1 and at most 512 with full"),
+        (("--model=no-such-model",), "neither a known model"),
+        (("--commit=later",), "--commit must be a commit's hash"),
+        (("--name=a/b",), "--name must be the name of a folder"),
+    ],
+)
+def test_what_is_refused_or_void_is_one_line_and_leaves_no_record(
+    tiny_folder: Path, tmp_path: Path, typed: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert needle(tiny_folder, tmp_path, *typed) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("kakeya evaluate: ")
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_commit_than_is_checked_out_is_refused(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(record, "commit", lambda: "f" * 40)
+    assert needle(tiny_folder, tmp_path, "--commit=0123abc") == 1
+    assert "is checked out" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [(), ("no-such-experiment",), ("needle", "--strategies", "nothing"), ("needle", "--kinds", "poems")],
+    ids=lambda typed: " ".join(typed) or "nothing",
+)
+def test_wrong_usage_is_status_2(typed: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(("evaluate", *typed))
+    assert caught.value.code == 2
+    assert "usage: kakeya evaluate" in capsys.readouterr().err
+
+
+def test_an_unknown_strategy_is_told_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(("evaluate", "needle", "--strategies", "nothing"))
+    assert "there is no strategy 'nothing'; there are full, sink_window" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_has_help_and_a_main(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(("evaluate", name, "--help"))
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"usage: kakeya evaluate {name}" in shown
+    assert "--results DIR" in shown
+    assert callable(evaluate.module_of(EXPERIMENTS[name]).main)
+
+
+def test_report_makes_the_index(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert needle(tiny_folder, tmp_path, "--lengths", "337") == 0
+    assert main(("evaluate", "report", "--results", str(tmp_path))) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "README.md")
+    assert "needle_tiny/" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+def test_report_refuses_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("evaluate", "report", "--results", str(tmp_path / "nowhere"))) == 1
+    assert "no such folder" in capsys.readouterr().err

@@ -1,0 +1,123 @@
+"""Times and bytes come from the engine the server uses; a cell that cannot be had says why."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+import pytest
+
+from inference_engine.errors import InvalidArgument, NoCapacity
+from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from laboratory.evaluation.cost import Cell, add_arguments, draw, main, measure, rows, values
+from laboratory.evaluation.models import Target
+from laboratory.evaluation.record import VALUE_KEYS, write_record
+from laboratory.evaluation.timing import run
+from tests.tiny import NATIVE_WINDOW, TRAINED_POSITIONS, VOCABULARY, tiny_engine
+
+TEXT = [(7 * place) % VOCABULARY for place in range(301)]
+WINDOW = SinkWindow(sink=2, window=16)
+
+
+def test_a_run_tells_what_a_session_holds_and_reads() -> None:
+    with tiny_engine() as engine:
+        full = run(engine, Full(), [TEXT[:100]], 5)
+        window = run(engine, WINDOW, [TEXT[:100]], 5)
+        assert engine.info().kv_reserved_bytes == 0
+    for one in (full, window):
+        assert all(
+            seconds > 0
+            for seconds in (one.prefill_seconds, one.first_token_seconds, one.resume_seconds, one.token_seconds)
+        )
+        assert 0 < one.kv_bytes <= one.bound.sustained_bytes
+        assert one.kv_bytes <= one.kv_peak_bytes <= one.bound.peak_bytes
+        assert one.transient_bytes is None
+    assert window.kv_bytes < full.kv_bytes
+    assert window.attended_positions < full.attended_positions
+    assert window.evicted_positions > full.evicted_positions == 0
+
+
+def test_a_batch_decodes_together() -> None:
+    with tiny_engine() as engine:
+        alone = run(engine, Full(), [TEXT[:50]], 9)
+        together = run(engine, Full(), [TEXT[start : start + 50] for start in range(3)], 9)
+    assert together.token_seconds > 0
+    assert together.kv_bytes == alone.kv_bytes
+
+
+def test_sessions_that_do_not_fit_leave_nothing_open() -> None:
+    with tiny_engine(kv_bytes=300_000) as engine:
+        with pytest.raises(NoCapacity):
+            run(engine, Full(), [TEXT[:100]] * 9, 4)
+        with pytest.raises(InvalidArgument):
+            run(engine, Full(), [TEXT[: TRAINED_POSITIONS - 2]], TRAINED_POSITIONS)
+        assert engine.info().kv_reserved_bytes == 0
+
+
+def test_speed_cannot_be_told_from_one_token() -> None:
+    with tiny_engine() as engine, pytest.raises(ValueError, match="at least 2"):
+        run(engine, Full(), [TEXT[:10]], 1)
+
+
+def test_every_strategy_is_measured_beside_full_in_every_round() -> None:
+    with tiny_engine() as engine:
+        found, left_out = measure(
+            engine, [WINDOW], TEXT, lengths=(40, TRAINED_POSITIONS), batches=(1, 2), rounds=3, tokens=4
+        )
+    assert {str(cell) for cell in found} == {
+        f"{name}, at {place}"
+        for name in ("full", str(WINDOW))
+        for place in ("40", "40, batch 2", "512", "512, batch 2")
+    } - set(left_out)
+    assert set(left_out) == {"full, at 512", "full, at 512, batch 2"}
+    assert all("limit_tokens" in reason for reason in left_out.values())
+    assert all(len(runs) == 3 for runs in found.values())
+
+
+def test_a_record_holds_ratios_only_where_full_was_measured() -> None:
+    with tiny_engine() as engine:
+        found, _ = measure(engine, [WINDOW], TEXT, lengths=(40, TRAINED_POSITIONS), rounds=2, tokens=4)
+    told = values(found)
+    assert all(set(VALUE_KEYS) <= value.keys() and value["low"] <= value["median"] for value in told.values())
+    assert f"decode speed ÷ full, {WINDOW}, at 40" in told
+    assert not [name for name in told if "÷ full" in name and "at 512" in name]
+    assert told[f"K/V between Generates ÷ full, {WINDOW}, at 40"]["median"] < 1
+    (line,) = (line for line in rows(found) if line["strategy"] == "full")
+    assert (line["length"], line["batch"], line["transient_bytes"]) == (40, 1, None)
+    assert line["token_seconds"] == pytest.approx(1 / told["decode, full, at 40"]["median"], rel=math.inf)
+    assert line["bound_sustained_bytes"] <= line["bound_peak_bytes"]
+
+
+def test_cells_are_named_for_people() -> None:
+    assert str(Cell(strategy="full", length=9, batch=1)) == "full, at 9"
+    assert str(Cell(strategy="full", length=9, batch=4)) == "full, at 9, batch 4"
+
+
+def arguments(*typed: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    parser.add_argument("--quick", action="store_true")
+    return parser.parse_args(typed)
+
+
+def test_a_run_leaves_a_record_that_a_regime_map_can_be_made_of(tiny_target: Target, tmp_path: Path) -> None:
+    typed = ("--strategies", str(WINDOW), "--lengths", "40", "200", "--rounds=1", "--tokens=5", "--kind=looped")
+    payload = main(arguments(*typed), tiny_target)
+    path = write_record("cost", {"command": "kakeya evaluate cost", **payload}, results_dir=tmp_path)
+    draw(payload, path.parent)
+    assert {image.name for image in path.parent.glob("*.png")} == {"decode.png", "kv_bytes.png"}
+    lines = {(line["strategy"], line["length"]): line for line in payload["tables"]["cost"]}
+    # Of 200 and one tokens, four more were timed; the layer that slides by itself reads its window.
+    row_bytes = 2 * 2 * 16 * 4
+    assert lines["full", 200]["bytes_read"] == (2 * (202 + 205) / 2 + NATIVE_WINDOW) * row_bytes
+    assert lines[str(WINDOW), 200]["bytes_read"] < lines["full", 200]["bytes_read"]
+    assert not lines["full", 200]["finds"]
+    assert payload["config"]["weight_bytes"] > 0
+
+
+def test_numbers_that_are_too_small_are_refused(tiny_target: Target) -> None:
+    for typed, floor in (("--rounds=0", 1), ("--tokens=1", 2), ("--batches=0", 1), ("--lengths=0", 1)):
+        with pytest.raises(InvalidArgument, match=f"at least {floor}"):
+            main(arguments(typed), tiny_target)

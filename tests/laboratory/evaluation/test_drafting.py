@@ -1,0 +1,335 @@
+"""Steps are counted as they were, who knows the text is told from who does not, and no token changes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from inference_engine.backends.base import Forward
+from inference_engine.cli.main import main as kakeya
+from inference_engine.config import EngineConfig, ModelConfig
+from inference_engine.decode.drafting import Drafter, Wanted
+from inference_engine.errors import InvalidArgument
+from inference_engine.kv.strategies.full import Full
+from inference_engine.types import Mode, Sampling
+from laboratory.evaluation import draft_identity, draft_speed, drafting
+from laboratory.evaluation.answers import Asked
+from laboratory.evaluation.draft_identity import AGAIN, margin, margin_at
+from laboratory.evaluation.draft_trials import PLAIN, Cell, prompts, short_prompts
+from laboratory.evaluation.drafting import accept, acceptance_length, find, right_by_place
+from laboratory.evaluation.models import Target, open_target
+from laboratory.evaluation.record import VALUE_KEYS, write_record
+from laboratory.evaluation.trials import EvaluationVoid
+from laboratory.evaluation.writing import SIDE_BY_SIDE, Step, Text, write, write_all
+from tests.kernels.plain_noise import plain_key, plain_noise
+from tests.laws.drafters import Failing, Plain, Wrong
+from tests.tiny import SMALL, VOCABULARY, tiny_engine
+from tests.tiny_folder import save_tiny_chat_model
+
+SAMPLED = Sampling(temperature=0.7, seed=3)
+LONG = 41
+
+
+def random_ids(count: int, seed: int) -> tuple[int, ...]:
+    return tuple(int(one) for one in np.random.default_rng(seed).integers(VOCABULARY, size=count))
+
+
+ASKED = [
+    Asked(
+        strategy=Full(), token_ids=random_ids(50 + 7 * number, number), sampling=SAMPLED if number % 2 else Sampling()
+    )
+    for number in range(5)
+]
+
+
+@dataclass
+class Told(Plain):
+    """Was told what is written after each prompt, and errs in every `errs`-th place of the history."""
+
+    texts: Sequence[tuple[int, ...]] = ()
+    errs: int = 10**9
+
+    def guess(self, one: Wanted) -> list[int]:
+        history = tuple(one.history[:].tolist())
+        (text,) = {text for text in self.texts if text[: len(history)] == history}
+        return [
+            (token + (place % self.errs == 0)) % VOCABULARY
+            for place, token in enumerate(text[len(history) : len(history) + one.limit], start=len(history))
+        ]
+
+
+def told(texts: Sequence[Text], asked: Sequence[Asked] = ASKED, *, errs: int = 10**9) -> Told:
+    return Told(texts=[(*one.token_ids, *text.token_ids) for one, text in zip(asked, texts, strict=True)], errs=errs)
+
+
+def drafter_for(model: ModelConfig, forward: Forward) -> Drafter | None:
+    by_name: dict[str, Drafter | None] = {"wrong": Wrong(name="wrong"), "failing": Failing(fails=2), "none": None}
+    return by_name[Path(model.drafter).name]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    settings: dict[str, Any] = SMALL
+    model = ModelConfig(model=str(save_tiny_chat_model(tmp_path_factory.mktemp("tiny"))), threads=1)
+    with open_target(model, EngineConfig(**settings), find_drafter=drafter_for) as target:
+        yield target
+
+
+@pytest.fixture(scope="module")
+def written() -> list[Text]:
+    with tiny_engine() as engine:
+        return write_all(engine, ASKED, tokens=LONG)
+
+
+def arguments(*typed: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    drafting.add_arguments(parser)
+    parser.add_argument("--quick", action="store_true")
+    return parser.parse_args(["--drafters", "wrong", "--length=40", *typed])
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_drafts_every_step_gives_one_token(written: list[Text]) -> None:
+    for text in written:
+        assert len(text.token_ids) == LONG
+        assert {(step.drafted, step.accepted, step.tokens) for step in text.steps} == {(0, 0, 1)}
+        assert (text.drafted, text.accepted) == (0, 0)
+
+
+@pytest.mark.parametrize("errs", [10**9, 3])
+def test_the_steps_of_a_lone_session_give_all_its_tokens_but_the_first(written: list[Text], errs: int) -> None:
+    with tiny_engine(drafter=told(written, errs=errs), draft_tokens=4) as engine:
+        for one, plain in zip(ASKED, written, strict=True):
+            (text,) = write(engine, [one], tokens=LONG).texts
+            assert text.token_ids == plain.token_ids
+            assert sum(step.tokens for step in text.steps) == LONG - 1
+            assert all(step.tokens == step.accepted + 1 for step in text.steps)
+            assert sum(step.drafted for step in text.steps) == text.drafted > 0
+            assert sum(step.accepted for step in text.steps) == text.accepted
+            assert (text.accepted == text.drafted) == (errs > LONG * LONG)
+
+
+def test_steps_before_everybody_has_begun_do_not_count(written: list[Text]) -> None:
+    with tiny_engine(drafter=told(written), draft_tokens=2) as engine:
+        group = write(engine, ASKED, tokens=LONG)
+        assert engine.info().kv_reserved_bytes == 0
+    assert [text.token_ids for text in group.texts] == [text.token_ids for text in written]
+    assert all(sum(step.tokens for step in text.steps) < LONG - 1 for text in group.texts[:-1])
+    assert sum(step.drafted > 0 for text in group.texts for step in text.steps) > 0.8 * sum(
+        len(text.steps) for text in group.texts
+    )
+    assert 0 < group.decode_seconds < group.seconds
+    assert group.decode_tokens < group.tokens == LONG * len(ASKED)
+
+
+def test_a_stop_id_within_a_draft_ends_the_step_there(written: list[Text]) -> None:
+    stop = next(
+        one for place, one in enumerate(written[0].token_ids) if place > 9 and one not in written[0].token_ids[:place]
+    )
+    with tiny_engine(drafter=told(written), draft_tokens=5) as engine:
+        (text,) = write(engine, ASKED[:1], tokens=LONG, stop_ids=[stop]).texts
+    assert text.token_ids[-1] == stop
+    assert sum(step.tokens for step in text.steps) == len(text.token_ids) - 1
+    assert all(step.right <= step.tokens <= step.accepted + 1 for step in text.steps)
+
+
+def test_a_drafter_that_fails_makes_the_run_void(target: Target) -> None:
+    with pytest.raises(EvaluationVoid, match="drafter failed"):
+        drafting.main(arguments("--drafters", "failing", "--kinds=looped", "--parts=acceptance"), target)
+    assert target.engine.info().kv_reserved_bytes == 0
+
+
+# -- counting ---------------------------------------------------------------------------------------------------------
+
+
+def test_places_after_a_stop_id_are_no_misses() -> None:
+    cut = Step(drafted=5, accepted=4, tokens=2)
+    assert (cut.right, cut.judged) == (2, 2)
+    assert right_by_place([cut]) == [1.0, 1.0]
+    refused = Step(drafted=5, accepted=2, tokens=3)
+    assert refused.judged == 5
+    assert right_by_place([cut, refused]) == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_a_place_is_right_only_if_those_before_it_are() -> None:
+    steps = [Step(3, 3, 4), Step(3, 1, 2), Step(3, 0, 1), Step(1, 1, 2), Step(0, 0, 1)]
+    assert acceptance_length(steps) == 2.0
+    assert right_by_place(steps) == [3 / 4, 1 / 3, 1 / 3]
+    assert acceptance_length([]) == 1.0
+    assert right_by_place([Step(0, 0, 1)]) == []
+
+
+def test_who_knows_the_text_is_told_from_who_does_not(target: Target) -> None:
+    asked = {("noise", "greedy"): ASKED}
+    plain = write_all(target.engine, ASKED, tokens=LONG, stop_ids=target.stop_ids)
+    drafters: dict[str, Drafter] = {"knows": told(plain), "errs": told(plain, errs=3), "wrong": Wrong()}
+    found = accept(target, drafters, asked, tokens=LONG, draft_tokens=4)
+    knows, errs, wrong = drafting.acceptance_rows(found)
+    assert knows["acceptance length"] > errs["acceptance length"] > 1.5 > wrong["acceptance length"] >= 1
+    assert knows["guesses that are right"] == 1
+    assert {line["right"] for line in drafting.place_rows(found) if line["drafter"] == "knows"} == {1.0}
+    assert [text.token_ids for text in found[Cell(drafter="errs", kind="noise", way="greedy")]] == [
+        text.token_ids for text in plain
+    ]
+
+
+def test_a_ratio_is_of_one_round() -> None:
+    here: dict[str, Any] = {"kind": "prose", "way": "greedy"}
+
+    def pace(seconds: float) -> draft_speed.Pace:
+        return draft_speed.Pace(
+            tokens=10, seconds=seconds, decode_tokens=9, decode_seconds=seconds / 2, drafted=4, accepted=1
+        )
+
+    found = {
+        Cell(drafter=PLAIN, **here): [pace(1.0), pace(3.0), pace(10.0)],
+        Cell(drafter="other", **here): [pace(0.5), pace(1.5), pace(5.0)],
+    }
+    values = draft_speed.values(found)
+    assert values["speed ÷ plain, other, prose, greedy"]["median"] == 2.0
+    assert values["decode time ÷ plain, other, prose, greedy"]["low"] == 0.5
+    plain, other = draft_speed.rows(found)
+    assert plain["speed ÷ plain"] is None
+    assert (other["speed ÷ plain"], other["time ÷ plain"]) == (2.0, 0.5)
+    assert (other["guesses a token"], other["guesses that are right"]) == (0.4, 0.25)
+
+
+# -- identity ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_the_margin_says_how_close_the_other_token_was(sampling: Sampling) -> None:
+    logits = torch.tensor([0.0, 1.0, 0.5, -math.inf])
+    scores = logits.double().numpy()
+    if not sampling.is_greedy:
+        scores = scores / 0.7 + plain_noise(plain_key(3, 17), 4)
+    own = int(scores.argmax())
+    for other in range(3):
+        assert margin(logits, sampling, 17, own=own, other=other) == pytest.approx(scores[own] - scores[other])
+
+
+def test_where_texts_part_is_found_with_its_margin(written: list[Text]) -> None:
+    """Two texts that really differ, as if rounding had done it."""
+    one = ASKED[0]
+    changed = list(written[0].token_ids)
+    changed[7] = (changed[7] + 1) % VOCABULARY
+    other = Text(tuple(changed), (), 0, 0)
+    with tiny_engine() as engine:
+        compared = draft_identity.compare_texts(engine, [one, ASKED[1]], written[:2], [other, written[1]])
+        again = margin_at(engine, one, written[0].token_ids[:8], changed[7])
+    (difference,) = compared.differences
+    assert (difference.prompt, difference.place) == (0, 7)
+    assert difference.margin == pytest.approx(again, rel=1e-3)
+    assert difference.margin > draft_identity.NEAR_TIE
+    assert compared.near_ties == 0
+
+
+def test_no_token_changes_where_shapes_are_fixed(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {**SMALL, "mode": Mode.FIXED_SHAPE}
+    model = ModelConfig(model=str(save_tiny_chat_model(tmp_path)), threads=1)
+    with open_target(model, EngineConfig(**settings), find_drafter=drafter_for) as target:
+        short = short_prompts(target, arguments("--kinds", "looped", "tool_json", "--identity-prompts=5"))
+        found = draft_identity.compare(target, find(target, ["wrong"]), short, draft_tokens=3)
+    assert set(found) == {(name, way) for name in (AGAIN, "wrong") for way in ("greedy", "at 0.7")}
+    for (name, _), one in found.items():
+        assert (one.prompts, one.differences) == (5, ())
+        assert (one.drafted > 0) == (name == "wrong")
+
+
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_question_is_asked_twice_and_texts_have_many_lengths(target: Target) -> None:
+    typed = arguments("--kinds", "chat", "--texts=256")
+    asked = prompts(target, typed)
+    assert len({one.token_ids for one in asked["chat", "greedy"]}) == 256
+    with pytest.raises(InvalidArgument, match="256 questions"):
+        prompts(target, arguments("--kinds", "chat", "--texts=257"))
+    short = short_prompts(target, arguments("--kinds", "chat", "tool_json", "--identity-prompts=20"))["at 0.7"]
+    assert len({one.token_ids for one in short}) == 20
+    assert len({len(one.token_ids) for one in short[1::2]}) > 5
+    assert len({one.sampling.seed for one in short}) == 20
+    assert SIDE_BY_SIDE < 20
+
+
+# -- a whole run ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_a_record_with_every_part_and_its_plots(target: Target, tmp_path: Path) -> None:
+    typed = arguments(
+        "--kinds", "chat", "looped", "--texts=3", "--tokens=12", "--timed-texts=1", "--rounds=2", "--batches", "1", "3",
+        "--identity-prompts=3",
+    )  # fmt: skip
+    payload = drafting.main(typed, target)
+    path = write_record("drafting", {"command": "kakeya evaluate drafting", **payload}, results_dir=tmp_path)
+    drafting.draw(payload, path.parent)
+    assert {image.name for image in path.parent.glob("*.png")} == {
+        "acceptance_length.png",
+        "by_place.png",
+        "speed.png",
+    }
+    values, tables = payload["values"], payload["tables"]
+    assert all(set(VALUE_KEYS) <= value.keys() for value in values.values())
+    assert 1 <= values["acceptance length, wrong, looped, greedy"]["median"] < 1.5
+    assert values["time ÷ plain, wrong, chat, at 0.7, batch 3"]["count"] == 2
+    assert values["same ids as plain, wrong, greedy"]["median"] == 1
+    assert len(tables["speed"]) == 2 * 2 * 2 * 2
+    assert payload["config"]["drafters"] == {"wrong": {"kind": "wrong", "longest": 5}}
+    assert target.engine.info().kv_reserved_bytes == 0
+
+
+def test_parts_can_be_asked_for_alone(target: Target, tmp_path: Path) -> None:
+    payload = drafting.main(arguments("--parts=identity", "--kinds=looped", "--identity-prompts=2", "--quick"), target)
+    drafting.draw(payload, tmp_path)
+    assert payload["tables"].keys() == {"how to read it", "identity", "differences"}
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("typed", "field"),
+    [
+        (("--texts=0",), "texts"),
+        (("--draft-tokens=0",), "draft_tokens"),
+        (("--tokens=1",), "tokens"),
+        (("--tokens=5000",), "limit_tokens"),
+        (("--drafters", "none"), "drafters"),
+        (("--drafters", "wrong", "wrong"), "drafters"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_name(target: Target, typed: tuple[str, ...], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        drafting.main(arguments("--kinds=looped", *typed), target)
+    assert caught.value.field == field
+    assert target.engine.info().kv_reserved_bytes == 0
+
+
+def test_the_command_line_knows_the_drafters(tmp_path: Path) -> None:
+    folder = save_tiny_chat_model(tmp_path / "tiny")
+    typed = (
+        "--model",
+        str(folder),
+        "--results",
+        str(tmp_path / "results"),
+        "--kinds",
+        "looped",
+        "--length=40",
+        "--quick",
+    )
+    small = ("--segment-tokens=16", "--page-tokens=4", "--kv-bytes=16MiB", "--threads=1")
+    assert kakeya(("evaluate", "drafting", "--drafters", "ngram", "--parts=acceptance", *typed, *small)) == 0
+    (path,) = (tmp_path / "results").glob("*/*/record.json")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["config"]["drafters"] == {
+        "ngram": {"kind": "ngram", "longest": 16, "max_ngram": 8, "min_ngram": 2, "horizon": 16_384}
+    }

@@ -1,0 +1,39 @@
+"""Families of models: what is admitted stays so at other sizes, and what a family cannot have is told."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from inference_engine.kv.strategies import strategy_names
+from laboratory.evaluation.families import add_arguments, main
+
+
+def run(*options: str) -> dict[str, list[dict[str, object]]]:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    arguments = parser.parse_args(options)
+    arguments.quick = False
+    payload = main(arguments, None)
+    tables: dict[str, list[dict[str, object]]] = payload["tables"]
+    return tables
+
+
+def test_a_family_has_a_row_with_the_strategies_it_can_have() -> None:
+    tables = run("--only", "HunYuanDense", "SmolLM3", "GPTJ", "--sizes", "1")
+    rows = {row["family"]: row for row in tables["admitted"]}
+    assert rows["SmolLM3ForCausalLM"]["strategies"] == ", ".join(strategy_names())
+    assert rows["SmolLM3ForCausalLM"]["unrotated_layers"] == 9
+    assert rows["HunYuanDenseV1ForCausalLM"]["not_had"] == "sink_window, layer_window, mac"
+    assert [row["family"] for row in tables["refused"]] == ["GPTJForCausalLM"]
+    assert tables["faults"] == []
+
+
+@pytest.mark.long
+def test_every_decoder_that_is_admitted_is_served_rightly_at_random_sizes() -> None:
+    tables = run()
+    assert tables["faults"] == []
+    assert len(tables["admitted"]) > 60
+    for row in tables["refused"]:
+        assert "Error" not in str(row["refusal"]), row

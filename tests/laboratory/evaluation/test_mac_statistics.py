@@ -1,0 +1,53 @@
+"""What matching saves is counted over texts, in shares; without a match nothing is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.mac import Mac
+from laboratory.evaluation.mac_statistics import draw, layer_lines, overall
+from laboratory.evaluation.passages import Passage, cut
+from laboratory.evaluation.record import VALUE_KEYS
+from tests.tiny import VOCABULARY, tiny_engine
+
+TEXT = [int(one) for one in np.random.default_rng(3).integers(VOCABULARY, size=400)]
+OFTEN = Mac(ring=24, band=6, threshold=1.0)
+NEVER = Mac(ring=24, band=6, threshold=0.0)
+
+
+def passages() -> list[Passage]:
+    return [cut("noise", TEXT[start:], 83, 37) for start in (0, 50)]
+
+
+def test_shares_stand_for_every_forced_token_of_every_text() -> None:
+    with tiny_engine() as engine:
+        both = layer_lines(engine, OFTEN, passages())
+        alone = [layer_lines(engine, OFTEN, [one]) for one in passages()]
+    assert [line["layer"] for line in both] == [1, 2], "the first has a window of its own"
+    for line, first, second in zip(both, *alone, strict=True):
+        assert 0 < line["hit rate, least head"] <= line["hit rate"] <= line["hit rate, most head"] < 1
+        assert 0 < line["skipped by groups"] <= line["skipped by heads"] < line["hit rate"]
+        for share in ("hit rate", "skipped by heads", "skipped by groups", "band mass"):
+            assert line[share] == pytest.approx((first[share] + second[share]) / 2)
+
+
+def test_without_a_match_nothing_is_skipped_and_without_mac_there_is_nothing_to_tell() -> None:
+    with tiny_engine() as engine:
+        assert layer_lines(engine, Full(), passages()) == []
+        for line in layer_lines(engine, NEVER, passages()):
+            assert (line["hit rate"], line["skipped by heads"], line["reused mass"]) == (0.0, 0.0, 0.0)
+
+
+def test_a_record_holds_the_means_over_layers_and_an_image(tmp_path: Path) -> None:
+    with tiny_engine() as engine:
+        lines = layer_lines(engine, OFTEN, passages())
+    told = overall(lines)
+    assert all(set(VALUE_KEYS) <= value.keys() for value in told.values())
+    mean = sum(line["hit rate"] for line in lines) / len(lines)
+    assert told[f"hit rate, {OFTEN}, noise"]["median"] == pytest.approx(mean)
+    draw({"tables": {"layers": lines}}, tmp_path)
+    assert (tmp_path / "matches_noise.png").stat().st_size > 0

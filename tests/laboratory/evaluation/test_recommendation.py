@@ -1,0 +1,131 @@
+"""Only what was measured, and shown to serve, is recommended."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from laboratory.evaluation.recommendation import (
+    FACTS,
+    FLUENT,
+    MEMORIES,
+    NOBODY,
+    Candidate,
+    candidates,
+    recommend,
+)
+
+ROWS = [
+    {
+        "strategy": name,
+        "length": length,
+        "batch": batch,
+        "token_seconds": 0.01,
+        "resume_seconds": 0.01,
+        "kv_bytes": 1000,
+    }
+    for length in (100, 1000, 5000)
+    for batch in (1, 4)
+    for name in ("full", "sink_window", "gather")
+]
+FULL = Candidate(strategy="full", length=1000, tokens_per_second=100.0, kv_bytes=1000)
+WINDOW = replace(FULL, strategy="sink_window", tokens_per_second=150.0, kv_bytes=90, perplexity=1.01)
+LAYERS = replace(FULL, strategy="layer_window", tokens_per_second=120.0, kv_bytes=400, perplexity=1.005)
+GATHER = replace(FULL, strategy="gather", tokens_per_second=140.0, perplexity=1.001)
+
+
+def table(*candidates: Candidate) -> dict[tuple[str, str], str]:
+    return {(row["memory"], row["task"]): row["strategy"] for row in recommend(candidates)}
+
+
+def test_the_fastest_that_serves_the_task_within_the_memory_is_recommended() -> None:
+    told = table(
+        FULL,
+        replace(WINDOW, differing=38, trials=40),
+        replace(LAYERS, differing=1, trials=40),
+        replace(GATHER, differing=1, trials=40),
+    )
+    (all_words, _), (half_words, _), (tenth_words, _) = MEMORIES
+    assert told[all_words, FACTS] == "gather"
+    assert told[all_words, FLUENT] == "sink_window"
+    assert told[half_words, FACTS] == "layer_window"
+    assert told[tenth_words, FLUENT] == "sink_window"
+    assert told[tenth_words, FACTS] == NOBODY
+
+
+def test_what_was_not_measured_is_not_recommended() -> None:
+    told = table(FULL, WINDOW, replace(GATHER, perplexity=None, differing=0, trials=40))
+    assert told[MEMORIES[0][0], FACTS] == "full"
+    assert told[MEMORIES[0][0], FLUENT] == "sink_window"
+    said = {(row["memory"], row["task"]): row["because"] for row in recommend([FULL, WINDOW])}
+    assert said[MEMORIES[0][0], FACTS] == "what was faster was not shown to serve the task"
+    assert said[MEMORIES[1][0], FACTS] == "what is that small was not shown to serve the task"
+
+
+def test_memory_that_nothing_measured_fits_into_has_no_line() -> None:
+    assert {memory for memory, _ in table(FULL, LAYERS)} == {MEMORIES[0][0], MEMORIES[1][0]}
+
+
+def test_what_makes_later_calls_wait_is_recommended_with_that_warning() -> None:
+    recompute = replace(WINDOW, strategy="restored", differing=0, trials=40, resume_seconds=6.0)
+    rows = recommend([replace(FULL, resume_seconds=0.06), recompute])
+    assert all(row["because"].endswith("but a later Generate begins after 6 s, not 0.06") for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("differing", "trials", "serves"), [(1, 40, True), (2, 40, False), (3, 100, True), (1, 10, False)]
+)
+def test_recall_holds_with_one_answer_in_forty_or_three_in_a_hundred_unlike_fulls(
+    differing: int, trials: int, serves: bool
+) -> None:
+    assert replace(GATHER, differing=differing, trials=trials).serves(FACTS) is serves
+
+
+def test_a_strategy_that_spoils_the_text_serves_no_task() -> None:
+    spoilt = replace(GATHER, differing=0, trials=40, perplexity=1.2)
+    assert not spoilt.serves(FACTS)
+    assert not spoilt.serves(FLUENT)
+
+
+def test_equally_fast_strategies_are_told_apart_by_their_bytes() -> None:
+    same = replace(LAYERS, tokens_per_second=146.0, differing=0, trials=40)
+    assert table(FULL, WINDOW, same)[MEMORIES[0][0], FLUENT] == "sink_window"
+    assert table(FULL, replace(WINDOW, kv_bytes=500), same)[MEMORIES[0][0], FLUENT] == "layer_window"
+
+
+def test_sessions_alone_and_together_are_recommended_for_apart() -> None:
+    batched = [replace(FULL, batch=4), replace(WINDOW, batch=4, tokens_per_second=90.0)]
+    rows = recommend([FULL, WINDOW, *batched])
+    told = {
+        row["sessions at once"]: row["strategy"]
+        for row in rows
+        if row["task"] == FLUENT and row["memory"] == MEMORIES[0][0]
+    }
+    assert told == {1: "sink_window", 4: "full"}
+
+
+def test_the_worst_cell_of_a_strategy_speaks_for_it() -> None:
+    def pairs(kind: str, length: int, discordant: int) -> dict[str, Any]:
+        both = {"both": 40 - discordant, "only full": discordant, "only it": 0, "neither": 0}
+        return {"strategy": "gather", "kind": kind, "length": length, "discordant": discordant, **both}
+
+    needle = {"tables": {"against full": [pairs("prose", 1000, 0), pairs("code", 1000, 7), pairs("prose", 5000, 1)]}}
+    ratios = [("gather", 1000, 1.004), ("gather", 1000, 1.003), ("full", 1000, 1.0)]
+    fidelity = {
+        "tables": {
+            "fidelity": [
+                {"strategy": name, "length": length, "perplexity ÷ full": ratio} for name, length, ratio in ratios
+            ]
+        }
+    }
+    found = {(one.strategy, one.length, one.batch): one for one in candidates(ROWS, [needle], [fidelity])}
+    assert (found["gather", 1000, 4].differing, found["gather", 1000, 4].trials) == (7, 40)
+    assert found["gather", 1000, 1].perplexity == 1.004
+    assert (found["gather", 5000, 1].differing, found["gather", 5000, 1].perplexity) == (1, None)
+    assert (found["gather", 100, 1].differing, found["sink_window", 1000, 1].perplexity) == (None, None)
+
+
+def test_a_length_where_full_was_not_measured_is_left_out() -> None:
+    assert recommend([replace(WINDOW, length=2000)]) == []

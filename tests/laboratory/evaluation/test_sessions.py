@@ -1,0 +1,40 @@
+"""Contestants take turns, so that neither side of a comparison always comes first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from inference_engine.engine import Engine
+from inference_engine.kv.strategies import parse_strategy
+from inference_engine.kv.strategy import KVStrategy
+from laboratory.evaluation import cost, timing
+from laboratory.evaluation.sessions import turned
+from tests.tiny import VOCABULARY, tiny_engine
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_in_as_many_rounds_as_names_each_is_once_at_every_place(count: int) -> None:
+    names = [str(number) for number in range(count)]
+    rounds = [turned(names, number) for number in range(3, 3 + count)]
+    assert all(sorted(one) == names for one in rounds)
+    assert all(len({one[place] for one in rounds}) == count for place in range(count))
+
+
+def test_strategies_are_run_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def noted(engine: Engine, strategy: KVStrategy, *rest: Any) -> Any:
+        ran.append(str(strategy))
+        return timing.run(engine, strategy, *rest)
+
+    monkeypatch.setattr(cost, "run", noted)
+    others = [parse_strategy("sink_window:window=16"), parse_strategy("sink_window:window=32")]
+    ids = [(7 * place) % VOCABULARY for place in range(60)]
+    with tiny_engine() as engine:
+        cost.measure(engine, others, ids, lengths=[30], rounds=2, tokens=3)
+    assert [ran.index(name) for name in ran[:3]] == [0, 1, 2]
+    first, second, third = (ran[start : start + 3] for start in (0, 3, 6))
+    assert second == [*first[1:], first[0]]
+    assert third == [*second[1:], second[0]]

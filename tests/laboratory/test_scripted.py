@@ -1,0 +1,184 @@
+"""The scripted model says the same of a history however it was read, and another thing of any other one."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from inference_engine.engine import Engine
+from inference_engine.errors import InternalError, InvariantViolated, NonFiniteLogits
+from inference_engine.kv.lanes import LaneGroup
+from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.types import Finished, GenerateParams, Mode, Sampling, StopReason, TokenCommitted
+from laboratory.scripted import Fault, Script, ScriptedForward, ScriptedModel
+from tests.load.scripted import LAYERS, scripted_engine, solo_of
+
+PROMPT = [int(token) for token in np.random.default_rng(3).integers(0, 250, 70)]
+TOKENS = 24
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with scripted_engine() as engine:
+        yield engine
+
+
+def opened(engine: Engine, strategy: KVStrategy | None = None, history: list[int] | None = None) -> str:
+    session_id = engine.create_session(strategy=strategy).session_id
+    engine.append(session_id, PROMPT if history is None else history)
+    return session_id
+
+
+def generated(engine: Engine, session_id: str, count: int = TOKENS, *, sampling: Sampling | None = None) -> list[int]:
+    params = GenerateParams(max_tokens=count, sampling=sampling or Sampling())
+    return [event.token_id for event in engine.generate(session_id, params) if isinstance(event, TokenCommitted)]
+
+
+def lanes_of(engine: Engine, session_id: str) -> LaneGroup:
+    kv: SessionKV = engine._store.find(session_id, "").kv
+    return kv.groups[0]
+
+
+STRATEGIES = [Full(), SinkWindow(sink=2, window=20)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
+def test_the_engine_gives_the_tokens_of_the_closed_form(strategy: KVStrategy, mode: Mode) -> None:
+    with scripted_engine(mode=mode) as engine:
+        solo = solo_of(strategy)
+        assert generated(engine, opened(engine, strategy)) == solo.continued(PROMPT, TOKENS)
+        sampled = generated(engine, opened(engine, strategy), sampling=Sampling(temperature=1.0, seed=5))
+    assert sampled == solo.continued(PROMPT, TOKENS, seed=5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
+def test_what_others_left_in_memory_reaches_nobody(strategy: KVStrategy, mode: Mode) -> None:
+    """Not even as NaN, which a mask does not hide: rows are wiped before they are read."""
+    with scripted_engine(mode=mode) as engine:
+        for arena in engine._context.pool.arenas.values():
+            arena.keys.fill_(torch.nan)
+            arena.values.fill_(torch.nan)
+        assert generated(engine, opened(engine, strategy)) == solo_of(strategy).continued(PROMPT, TOKENS)
+
+
+def test_tokens_of_a_stream_hardly_repeat_so_that_a_wrong_one_shows(engine: Engine) -> None:
+    tokens = generated(engine, opened(engine), 200)
+    assert len(set(tokens)) > 100
+
+
+@pytest.mark.parametrize("at", [0, 1, 35, len(PROMPT) - 1])
+def test_another_token_anywhere_in_the_history_changes_what_follows(engine: Engine, at: int) -> None:
+    other = [*PROMPT[:at], (PROMPT[at] + 1) % 250, *PROMPT[at + 1 :]]
+    assert _agreement(generated(engine, opened(engine)), generated(engine, opened(engine, None, other))) < 0.2
+
+
+def test_another_key_is_another_model() -> None:
+    one, other = (ScriptedModel(key=key, layers=LAYERS) for key in (1, 2))
+    assert solo_of(Full(), one).continued(PROMPT, TOKENS) != solo_of(Full(), other).continued(PROMPT, TOKENS)
+
+
+def lose(engine: Engine, session_id: str) -> None:
+    """A row's keys and values are wiped."""
+    lanes_of(engine, session_id).wipe(np.array([20]))
+
+
+def lose_keys(engine: Engine, session_id: str) -> None:
+    """Only the keys of a row are wiped."""
+    group = lanes_of(engine, session_id)
+    group.arena.keys[(group.starts[:, None] + group.lane_rows(np.array([20]))).reshape(-1)] = 0
+
+
+def forget(engine: Engine, session_id: str) -> None:
+    """A row is still there, and nobody looks at it."""
+    lanes_of(engine, session_id).held[20] = -1
+
+
+def double(engine: Engine, session_id: str) -> None:
+    """A row lies in its neighbour's place, too."""
+    group = lanes_of(engine, session_id)
+    source, target = ((group.starts[:, None] + group.lane_rows(np.array([slot]))).reshape(-1) for slot in (20, 21))
+    group.arena.keys[target], group.arena.values[target] = group.arena.keys[source], group.arena.values[source]
+
+
+def foreign(engine: Engine, session_id: str) -> None:
+    """A row of another session lies where ours did."""
+    other = opened(engine, None, [7] * len(PROMPT))
+    generated(engine, other, 1)
+    ours, theirs = lanes_of(engine, session_id), lanes_of(engine, other)
+    target, source = ((group.starts[:, None] + group.lane_rows(np.array([20]))).reshape(-1) for group in (ours, theirs))
+    ours.arena.keys[target], ours.arena.values[target] = ours.arena.keys[source], ours.arena.values[source]
+
+
+@pytest.mark.parametrize("fault", [lose, lose_keys, forget, double, foreign], ids=lambda fault: fault.__name__)
+def test_one_row_that_is_not_what_it_should_be_changes_what_follows(
+    engine: Engine, fault: Callable[[Engine, str], None]
+) -> None:
+    healthy, ill = opened(engine), opened(engine)
+    assert generated(engine, healthy, 4) == generated(engine, ill, 4)
+    fault(engine, ill)
+    assert _agreement(_until_it_fails(engine, healthy), _until_it_fails(engine, ill)) < 0.2
+
+
+def test_a_row_with_a_poisoned_token_gives_no_token_and_its_neighbours_theirs(engine: Engine) -> None:
+    script = script_of(engine)
+    script.faults[255] = (Fault.NON_FINITE, None)
+    ill, well = opened(engine, None, [*PROMPT, 255]), opened(engine)
+    running = [engine.generate(session, GenerateParams(max_tokens=8)) for session in (ill, well)]
+    with pytest.raises(NonFiniteLogits):
+        list(running[0])
+    assert [event.token_id for event in running[1] if isinstance(event, TokenCommitted)] == solo_of(Full()).continued(
+        PROMPT, 8
+    )
+
+
+def test_a_fault_comes_as_often_as_the_script_says(engine: Engine) -> None:
+    script_of(engine).faults[255] = (Fault.ERROR, 1)
+    session = opened(engine, None, [*PROMPT, 255])
+    with pytest.raises(InternalError):
+        generated(engine, session)
+    assert generated(engine, session) == solo_of(Full()).continued([*PROMPT, 255], TOKENS)
+
+
+def test_a_step_that_hangs_goes_on_when_it_is_let_go(engine: Engine) -> None:
+    script, hanging = script_of(engine), threading.Event()
+    script.faults[255] = (Fault.HANG, 1)
+    script.on_step = lambda _: hanging.set()
+    session = opened(engine, None, [*PROMPT, 255])
+    generation = engine.generate(session, GenerateParams(max_tokens=3))
+    assert hanging.wait(30)
+    generation.cancel()
+    script.let_go.set()
+    ended = list(generation)[-1]
+    assert isinstance(ended, Finished)
+    assert (ended.stop_reason, ended.generated_tokens) == (StopReason.CANCELLED, 0)
+
+
+def script_of(engine: Engine) -> Script:
+    forward = engine._forward
+    assert isinstance(forward, ScriptedForward)
+    return forward.script
+
+
+def _until_it_fails(engine: Engine, session_id: str) -> list[int]:
+    """The tokens of a Generate. At its end, and not before, a session may find that a row is missing."""
+    tokens: list[int] = []
+    with contextlib.suppress(InvariantViolated):
+        events = engine.generate(session_id, GenerateParams(max_tokens=TOKENS))
+        tokens.extend(event.token_id for event in events if isinstance(event, TokenCommitted))
+    assert len(tokens) == TOKENS
+    return tokens
+
+
+def _agreement(one: list[int], other: list[int]) -> float:
+    """Which part of the tokens are the same at the same place."""
+    return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)

@@ -1,0 +1,104 @@
+"""Refinement lowers what restoration costs on text it was not trained on, or leaves the codec as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kv_cache_proposer.f_theta.codec import LatentCodec
+from kv_cache_proposer.f_theta.errors import LatentError
+from laboratory.training.divergence import measure_divergence, nothing, through
+from laboratory.training.latent import calibrate
+from laboratory.training.refine import refine
+from tests.kv_cache_proposer.small_models import gemma3, llama, qwen3, tokens
+
+Make = Callable[[], PreTrainedModel]
+
+SINK, WINDOW, BYTES = 2, 5, 24
+MODELS = pytest.mark.parametrize("make", [llama, qwen3, gemma3])
+
+
+def calibrated(model: PreTrainedModel, basis: str = "fitted") -> LatentCodec:
+    texts = [tokens(8, 64, seed) for seed in range(2)]
+    return calibrate(model, texts, layers=[1, 2], bytes_per_token=BYTES, group_layers=2, basis=basis)
+
+
+@MODELS
+def test_more_bytes_move_predictions_less_and_nothing_kept_moves_them_most(make: Make) -> None:
+    model = make()
+    codec = calibrated(model)
+    ways = {"all": through(codec), "half": through(codec.at(BYTES // 2)), "nothing": nothing}
+    found = measure_divergence(model, tokens(3, 41, seed=9), ways, layers=[1, 2], sink=SINK, window=WINDOW)
+    assert found["all"].mean < found["half"].mean < found["nothing"].mean
+    assert found["all"].mean < found["all"].p99
+    assert found["all"].tokens == 3 * (41 - SINK - WINDOW)
+
+
+@MODELS
+def test_exact_rows_seen_from_afar_move_nothing(make: Make) -> None:
+    model = make()
+    found = measure_divergence(
+        model,
+        tokens(2, 33),
+        {"exact": lambda _, rows: ([one.keys for one in rows], [one.values for one in rows])},
+        layers=[1, 2],
+        sink=SINK,
+        window=WINDOW,
+    )
+    assert abs(found["exact"].mean) < 1e-6
+    assert found["exact"].agreement == 1.0
+
+
+@MODELS
+def test_refining_mends_what_was_drawn_blindly_at_every_rate(make: Make) -> None:
+    model = make()
+    codec = calibrated(model, basis="random")
+    held_out = tokens(4, 48, seed=7)
+    rates = (BYTES // 2, BYTES // 3)
+    refined, told = refine(
+        model, codec, tokens(32, 48, seed=5), held_out, rates=rates, steps=80, sink=SINK, window=WINDOW
+    )
+    assert told.steps > 0
+    assert told.gain > 0.02
+    for rate in rates:
+        assert told.best[rate] <= told.start[rate]
+        assert refined.at(rate).bytes_per_token == rate
+        for which, expected in ((codec, told.start), (refined, told.best)):
+            found = measure_divergence(
+                model, held_out, {"it": through(which.at(rate))}, layers=[1, 2], sink=SINK, window=WINDOW
+            )
+            assert found["it"].mean == pytest.approx(expected[rate], rel=1e-6)
+
+
+def test_the_model_is_not_trained_and_the_same_seed_refines_alike() -> None:
+    model = llama()
+    before = [parameter.clone() for parameter in model.parameters()]
+    codec = calibrated(model)
+    first, again = (
+        refine(model, codec, tokens(8, 40, 5), tokens(2, 40, 7), rates=[BYTES], steps=20, sink=SINK, window=WINDOW)[0]
+        for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for a, b in zip(first.coders, again.coders, strict=True):
+        assert torch.equal(a.basis.components.entries, b.basis.components.entries)
+
+
+def test_what_never_gains_comes_back_as_it_was() -> None:
+    model = llama()
+    codec = calibrated(model)
+    training, held_out = tokens(8, 40, 5), tokens(2, 40, 7)
+    refined, told = refine(
+        model, codec, training, held_out, rates=[BYTES], steps=80, sink=SINK, window=WINDOW, step_size=1000.0
+    )
+    assert refined is codec
+    assert (told.steps, told.gain, told.best) == (0, 0.0, told.start)
+
+
+def test_rates_beyond_the_codec_are_refused() -> None:
+    model = llama()
+    with pytest.raises(LatentError, match="at most the codec's 24"):
+        refine(model, calibrated(model), tokens(2, 40), tokens(2, 40), rates=[25], steps=1, sink=SINK, window=WINDOW)

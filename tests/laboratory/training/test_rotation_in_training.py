@@ -1,0 +1,49 @@
+"""Calibration rotates keys as the model's layers do: not at all in some, in part in others; or it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from inference_engine.errors import ModelError
+from laboratory.training.capture import capture, require_stored_keys
+from laboratory.training.distant import Distant, Rotate, seeing
+from tests.kv_cache_proposer.small_models import gemma3, hunyuan, llama, phi, qwen3, smollm3, tokens
+
+LAYERS = (0, 1, 2)
+EACH_MODEL = pytest.mark.parametrize("make", [llama, qwen3, gemma3, smollm3, phi])
+
+
+@EACH_MODEL
+def test_rows_put_back_where_they_were_change_nothing(make: Callable[[], PreTrainedModel]) -> None:
+    model, ids = make(), tokens(2, 24)
+    (rows,) = capture(model, [ids], layers=LAYERS)
+
+    def far(layer: int, keys: Tensor, values: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:
+        own = rows[layer].keys.view(*ids.shape, *rows[layer].keys.shape[1:]).transpose(1, 2)
+        return rotate(own), values
+
+    with torch.no_grad(), seeing(model, LAYERS) as forward:
+        expected = model(input_ids=ids, use_cache=False, distant=Distant(2, 5, frozenset(), far)).logits
+        again = forward(ids, Distant(2, 5, frozenset(LAYERS), far))
+    torch.testing.assert_close(again, expected, atol=1e-4, rtol=1e-4)
+
+
+@EACH_MODEL
+def test_keys_that_calibration_sees_are_those_that_sessions_store(make: Callable[[], PreTrainedModel]) -> None:
+    model = make()
+    before = model.config._attn_implementation
+    require_stored_keys(model, layers=LAYERS)
+    assert model.config._attn_implementation == before
+
+
+def test_keys_that_are_changed_after_rotation_are_refused() -> None:
+    model = hunyuan()
+    with pytest.raises(ModelError, match="calibration does not see"):
+        require_stored_keys(model, layers=LAYERS)
+    with pytest.raises(ModelError, match="after rotation"), seeing(model, LAYERS):
+        pass

@@ -1,0 +1,115 @@
+"""Measured importances are those of the model: checked against its own loss, perturbed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from inference_engine.errors import ModelError
+from kv_cache_proposer.f_theta.errors import LatentError
+from laboratory.training.latent import calibrate, measure
+from laboratory.training.sensitivity import measure_sensitivity
+from tests.kv_cache_proposer.small_models import HEADS, gemma3, llama, qwen3, tokens
+
+Make = Callable[[], PreTrainedModel]
+
+SINK, WINDOW = 2, 5
+# 400 draws of a label, and what an error of this size costs beyond its square.
+SAMPLING = 0.3
+MODELS = pytest.mark.parametrize("make", [llama, qwen3, gemma3])
+
+
+def log_probabilities(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        scores: Tensor = model(input_ids=ids, use_cache=False).logits.double().log_softmax(-1)
+    return scores
+
+
+@MODELS
+def test_the_model_comes_back_as_it_was(make: Make) -> None:
+    model = make()
+    ids = tokens(1, 20)
+    before = log_probabilities(model, ids)
+    measure_sensitivity(model, [ids], layers=[1, 2], sink=SINK, window=WINDOW)
+    assert torch.equal(log_probabilities(model, ids), before)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@MODELS
+def test_importances_are_symmetric_not_negative_and_the_same_again(make: Make) -> None:
+    model = make()
+    batches = [tokens(3, 21), tokens(2, 33, seed=1)]
+    first, again, other = (
+        measure_sensitivity(model, batches, layers=[1, 2], sink=SINK, window=WINDOW, seed=seed) for seed in (0, 0, 1)
+    )
+    for layer in (1, 2):
+        assert first[layer].shape == (2, HEADS, 8, 8)
+        assert torch.equal(first[layer], first[layer].transpose(-1, -2))
+        assert float(torch.linalg.eigvalsh(first[layer]).min()) > -1e-6 * float(first[layer].abs().max())
+        assert torch.equal(first[layer], again[layer])
+        assert not torch.equal(first[layer], other[layer])
+
+
+@pytest.mark.parametrize(
+    ("make", "projection", "part"),
+    [(llama, "k_proj", 0), (llama, "v_proj", 1), (qwen3, "v_proj", 1), (gemma3, "v_proj", 1)],
+)
+def test_importances_foretell_what_an_error_costs(make: Make, projection: str, part: int) -> None:
+    """The last position alone sees one row as restored. In the last layer, an error δ in that row can be put into what
+    the projection gives, and KL at the last position is then δᵀ M δ / 2."""
+    model = make()
+    ids = tokens(1, SINK + WINDOW + 1, seed=3)
+    draws = [
+        measure_sensitivity(model, [ids], layers=[2], sink=SINK, window=WINDOW, seed=seed)[2] for seed in range(400)
+    ]
+    importance = torch.stack(draws).mean(0)[part]
+    exact = log_probabilities(model, ids)[0, -1]
+    for head in range(HEADS):
+        error = torch.zeros(HEADS, 8)
+        error[head] = 0.05 * torch.randn(8, generator=torch.Generator().manual_seed(head))
+        handle = getattr(model.model.layers[2].self_attn, projection).register_forward_hook(adding(error))
+        erring = log_probabilities(model, ids)[0, -1]
+        handle.remove()
+        told = float(error[head].double() @ importance[head] @ error[head].double()) / 2
+        assert told == pytest.approx(float((exact.exp() * (exact - erring)).sum()), rel=SAMPLING)
+
+
+def adding(error: Tensor) -> Callable[[nn.Module, object, Tensor], Tensor]:
+    def hook(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+        output = output.clone()
+        output[:, SINK] += error.flatten()
+        return output
+
+    return hook
+
+
+def test_rows_seen_exactly_do_not_count() -> None:
+    model = llama()
+    ids = tokens(1, 40)
+    near = measure_sensitivity(model, [ids], layers=[2], sink=SINK, window=WINDOW)[2] * (40 - SINK - WINDOW)
+    far = measure_sensitivity(model, [ids], layers=[2], sink=SINK, window=37)[2] * (40 - SINK - 37)
+    assert float(far.diagonal(dim1=-2, dim2=-1).sum()) < 0.2 * float(near.diagonal(dim1=-2, dim2=-1).sum())
+
+
+@MODELS
+def test_a_codec_can_be_made_from_them(make: Make) -> None:
+    model = make()
+    texts = [tokens(8, 64, seed) for seed in range(4)]
+    importances = measure_sensitivity(model, texts[:1], layers=[1, 2], sink=SINK, window=WINDOW)
+    codec = calibrate(model, texts, layers=[1, 2], bytes_per_token=40, group_layers=2, importances=importances)
+    assert measure(model, [tokens(4, 33, seed=9)], codec).overall < 0.5
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    model = llama()
+    with pytest.raises(LatentError, match="7 tokens"):
+        measure_sensitivity(model, [tokens(1, 7)], layers=[0], sink=SINK, window=WINDOW)
+    with pytest.raises(LatentError, match="no text"):
+        measure_sensitivity(model, [], layers=[0], sink=SINK, window=WINDOW)
+    with pytest.raises(ModelError, match=r"\[7\]"):
+        measure_sensitivity(model, [tokens(1, 9)], layers=[7], sink=SINK, window=WINDOW)
