@@ -119,7 +119,6 @@ class Engine:
                 share_forks=self.config.share_forks,
             ),
             idle_ttl_seconds=self.config.session_idle_ttl_seconds,
-            kept_tokens=self.config.max_generate_tokens,
         )
         timer = StepTimer(self.metrics, clock)
         self._scheduler = Scheduler(

@@ -75,6 +75,7 @@ class Generates:
             wait_seconds,
             lambda: self._attach_or_begin(session, params, listener, call, resume_from, forced),
         )
+        generation = Generation(transcript, reader, self._scheduler)
         if reader.is_replayed:
             self._metrics.replays.inc()
         if request is not None:
@@ -88,7 +89,7 @@ class Generates:
                         self._remembered.forget(call)
                 self._store.free(session)
                 raise
-        return Generation(transcript, reader, self._scheduler)
+        return generation
 
     def _attach_or_begin(
         self,
@@ -109,6 +110,8 @@ class Generates:
             if known is not None and not known.can_continue:
                 if known.is_stopping:
                     raise SessionBusy(0.0)
+                # It may have failed since it was found, and its tokens went with it.
+                self._store.find_healthy(session.session_id, session.owner)
                 return known, known.attach(position=resume_from, is_replayed=True, listener=listener), None
             self._refuse()
             self._store.acquire(session, Operation.GENERATE)
@@ -121,7 +124,6 @@ class Generates:
                 transcript = known or _new_transcript(session, params, forced)
                 reader = transcript.attach(position=resume_from, is_replayed=known is not None, listener=listener)
                 request = transcript.run(self._clock())
-                session.told_from = transcript.first_position
                 self._follow(request)
                 self._remembered.remember(call, transcript, session_id=session.session_id)
             except BaseException:

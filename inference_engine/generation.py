@@ -49,6 +49,13 @@ class Generation:
 
         self._reader.when_news(tell)
 
+    def leave(self) -> None:
+        """Nobody will read it any more: what a closed session keeps for that goes. It stops nothing; idempotent."""
+        self._reader.leave()
+
+    def __del__(self) -> None:
+        self._reader.leave()
+
     def cancel(self) -> None:
         """Stop at the next step boundary with Finished(CANCELLED). Idempotent, from any thread."""
         self._stop(lambda: StopReason.CANCELLED)

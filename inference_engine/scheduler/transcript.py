@@ -3,8 +3,9 @@
     engine's thread ── hear ──▶ Transcript ◀── read ── Reader         the newest reader is the one whose wishes count
 
 Tokens are read where they are kept, in the session's history, when a reader wants them: nothing queues up for one that
-is slow or gone, and the engine never waits for it. A Generate that was stopped goes on, with what it had left to do, in
-another request; tokens are a function of history, parameters, seed and position, so nobody can tell from them.
+is slow or gone, and the engine never waits for it. When the session ends, each reader keeps what it has still to read.
+A Generate that was stopped goes on, with what it had left to do, in another request; tokens are a function of history,
+parameters, seed and position, so nobody can tell from them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import replace
 
 from inference_engine.errors import InvalidArgument, SessionClosed, StreamTakenOver
 from inference_engine.scheduler.request import Done, Forced, Listener, Request
+from inference_engine.session.history import Stretch, TokenIds
 from inference_engine.session.session import Session
 from inference_engine.types import (
     Accepted,
@@ -85,6 +87,7 @@ class Transcript:
                     "resume_from", f"must be from {self.first_position} to {self.end_position}, got {position}"
                 )
             before, self._reader = self._reader, Reader(self, position, is_replayed=is_replayed, listener=listener)
+            self.session.readers.add(self._reader)
         if before is not None:
             before._lose()
         return self._reader
@@ -165,6 +168,8 @@ class Reader:
         # Reports of a prefill are for those who were there before it gave a token.
         self._begins_with_tokens = position < transcript.end_position
         self._has_greeted = self._has_warned = self._is_over = self._is_lost = False
+        self._has_left = False
+        self._kept: Stretch | None = None  # of a history that ended
         self._reports = 0
 
     def when_news(self, callback: Callable[[], None]) -> None:
@@ -175,10 +180,11 @@ class Reader:
     def read(self) -> list[Event]:
         """The next events in their order, none if there are none yet; the last one is Finished or Failed."""
         transcript = self._transcript
-        if self._is_over:
+        if self._is_over or self._has_left:
             return []
         if self._is_lost:
             self._is_over = True
+            self.leave()
             return [Failed(StreamTakenOver(self.position))]
         with transcript._lock:
             end, ending = transcript.end_position, transcript._ending
@@ -187,18 +193,42 @@ class Reader:
             logprobs = transcript._logprobs
             first = transcript.first_position
             told = None if logprobs is None else logprobs[self.position - first : until - first]
-        try:
-            ids = transcript.session.history.ids(self.position, until).tolist()
-        except SessionClosed as closed:  # long ago, and of so old tokens nothing is kept
-            self._is_over = True
-            return [*events, Failed(closed)]
-        for index, token_id in enumerate(ids):
+        for index, token_id in enumerate(self._ids(until).tolist()):
             events.append(TokenCommitted(token_id, self.position + index, None if told is None else told[index]))
         self.position = until
         if ending is not None and until == end:
             self._is_over = True
+            self.leave()
             events.append(replace(ending, is_replayed=self.is_replayed) if isinstance(ending, Finished) else ending)
         return events
+
+    def keep(self) -> None:
+        """The session ends, with all that this Generate will ever say: keep what was not read yet."""
+        transcript = self._transcript
+        with transcript._lock:
+            start, stop = self.position, transcript.end_position
+        if start < stop and not self._is_lost:
+            self._kept = Stretch(transcript.session.history, start, stop)
+        if self._has_left:  # meanwhile
+            self.leave()
+
+    def leave(self) -> None:
+        """Nobody will read from here any more. From any thread, at any time; idempotent."""
+        self._has_left = True
+        self._transcript.session.readers.discard(self)
+        if self._kept is not None:
+            self._kept.give_up()
+
+    def _ids(self, until: int) -> TokenIds:
+        """Those that come next, from where they are now."""
+        if self._kept is None:
+            try:
+                return self._transcript.session.history.ids(self.position, until)
+            except SessionClosed:
+                # Just now: they were kept before.
+                if self._kept is None:
+                    raise
+        return self._kept.ids(self.position, until)
 
     def _preamble(self, end: int, ending: Finished | Failed | None) -> list[Event]:
         """What comes before the first token, as far as it is there."""
@@ -227,5 +257,8 @@ class Reader:
     def _lose(self) -> None:
         """Another reader has taken over."""
         self._is_lost = True
+        if self._kept is not None:
+            self._kept.give_up()
+        self._transcript.session.readers.discard(self)
         if not self._is_over:
             self._tell(Failed(StreamTakenOver(self.position)))

@@ -241,6 +241,7 @@ class RuntimeService:
                 raise SlowConsumer(STALL_SECONDS, feed.position) from None
             raise
         finally:
+            generation.leave()
             stall.stop()
             if expiry is not None:
                 expiry.cancel()

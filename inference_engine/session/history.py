@@ -54,8 +54,9 @@ class Leaves:
     """
 
     def __init__(self) -> None:
-        self._going: deque[list[_Leaf | None]] = deque()
+        self._going: deque[list[_Leaf]] = deque()
         self._count = 0  # of leaves in them
+        self._given_up: deque[tuple[Holdings, Holdings]] = deque()  # what of which holdings no stretch holds any more
 
     @property
     def going_bytes(self) -> int:
@@ -73,11 +74,18 @@ class Leaves:
                 self._going.popleft()
         return bool(self._going)
 
+    def recount(self) -> None:
+        """Uncount what stretches gave up: that happens in any thread, and holdings belong to those who write."""
+        while self._given_up:
+            holdings, part = self._given_up.popleft()
+            holdings.tokens -= part.tokens
+            holdings.nbytes -= part.nbytes
+
     def _new(self, capacity: int) -> _Leaf:
         self.tidy(2)
         return _Leaf(np.empty(capacity, dtype=np.uint32), np.empty(capacity, dtype=np.uint8))
 
-    def _free(self, leaves: list[_Leaf | None]) -> None:
+    def _free(self, leaves: list[_Leaf]) -> None:
         if leaves:
             self._going.append(leaves)
             self._count += len(leaves)
@@ -99,7 +107,7 @@ class _Leaf:
 class _Branch:
     __slots__ = ("holders", "leaves", "seen", "shared")
 
-    def __init__(self, leaves: list[_Leaf | None]) -> None:
+    def __init__(self, leaves: list[_Leaf]) -> None:
         self.leaves = leaves
         self.holders = 1  # histories
         self.shared = 0  # of the first leaves so many may have other holders
@@ -231,32 +239,23 @@ class History:
             self.holdings.nbytes += _BRANCH_BYTES + tail_bytes
             self.holdings.tokens += self.unshared_tokens
             for leaf in opened.leaves:
-                assert leaf is not None
                 leaf.holders += 1
         return other
 
-    def release(self, keep: int = 0) -> None:
-        """Give back what no other history holds. The last `keep` tokens stay for those who still read; the length, too.
+    def release(self) -> None:
+        """Give back what no other history holds. The length stays; reading raises SessionClosed from now on.
 
-        Reading others raises SessionClosed from now on. Idempotent.
+        Idempotent. Who still reads takes a `Stretch` before.
         """
         if self._is_released:
             return
         self._is_released = True
-        first_kept = max(0, self._length - keep)
         for index, branch in enumerate(self._branches):
             assert branch is not None
-            start = index * BRANCH_TOKENS
-            kept: list[_Leaf | None] = []
-            if min(start + BRANCH_TOKENS, self._length) > first_kept:
-                kept = [
-                    leaf if min(start + (place + 1) * LEAF_TOKENS, self._length) > first_kept else None
-                    for place, leaf in enumerate(branch.leaves)
-                ]
             branch.holders -= 1
             if not branch.holders:
-                self._let_go(branch, min(BRANCH_TOKENS, max(0, self._length - start)))
-            self._branches[index] = _Branch(kept) if kept else None
+                self._let_go(branch, min(BRANCH_TOKENS, max(0, self._length - index * BRANCH_TOKENS)))
+            self._branches[index] = None
 
     def _let_go(self, branch: _Branch, tokens: int) -> None:
         """No history holds the branch any more, with so many tokens: what no other one holds of it goes.
@@ -265,7 +264,7 @@ class History:
         """
         leaves, shared = branch.leaves, branch.shared
         going = [leaf for leaf in leaves[:shared] if _is_unheld(leaf)] + leaves[shared:]
-        small = [leaf for leaf in going[-1:] if leaf is not None and len(leaf.ids) < LEAF_TOKENS]
+        small = [leaf for leaf in going[-1:] if len(leaf.ids) < LEAF_TOKENS]
         held = len(leaves) - len(going)
         holdings = self.holdings
         holdings.nbytes -= _BRANCH_BYTES + (0 if branch.seen is None else branch.seen.nbytes)
@@ -276,16 +275,16 @@ class History:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds, what it shares with forks included; of one that was released, what it kept."""
+        """Bytes that it holds, what it shares with forks included."""
         total = 0
         for index, branch in enumerate(self._branches):
             if branch is None:
                 continue
             total += _BRANCH_BYTES + (0 if branch.seen is None else branch.seen.nbytes)
-            if not self._is_released and (index + 1) * BRANCH_TOKENS <= self._length:  # so all its leaves are full
+            if (index + 1) * BRANCH_TOKENS <= self._length:  # so all its leaves are full
                 total += BRANCH_TOKENS * _TOKEN_BYTES + BRANCH_LEAVES * _LEAF_BYTES
             else:
-                total += sum(leaf.nbytes for leaf in branch.leaves if leaf is not None)
+                total += sum(leaf.nbytes for leaf in branch.leaves)
         return total
 
     # -- reading ----------------------------------------------------------------------------------------------------
@@ -330,7 +329,7 @@ class History:
     def _seen_of(self, branch: _Branch) -> NDArray[np.uint8]:
         """Of a full one."""
         if branch.seen is None:
-            ids = np.concatenate([leaf.ids for leaf in branch.leaves if leaf is not None]).astype(np.intp)
+            ids = np.concatenate([leaf.ids for leaf in branch.leaves]).astype(np.intp)
             table = np.zeros(int(ids.max()) + 1, dtype=np.bool_)
             table[ids] = True
             branch.seen = np.packbits(table)
@@ -352,14 +351,47 @@ class History:
         return branch
 
     def _leaf(self, position: int) -> _Leaf:
-        leaf = self._branch(position // BRANCH_TOKENS).leaves[position % BRANCH_TOKENS // LEAF_TOKENS]
-        if leaf is None:
-            raise SessionClosed
-        return leaf
+        return self._branch(position // BRANCH_TOKENS).leaves[position % BRANCH_TOKENS // LEAF_TOKENS]
 
 
-def _is_unheld(leaf: _Leaf | None) -> bool:
+class Stretch:
+    """The ids of positions [start, stop), for one who still reads them when their history ends.
+
+    Takes no time by the length: whole leaves are the history's own, parts of them are copied. It counts in the
+    history's holdings until it is given up.
+    """
+
+    __slots__ = ("_counted", "_leaves", "_pieces", "_start")
+
+    def __init__(self, history: History, start: int, stop: int) -> None:
+        self._start = start
+        self._leaves = history._leaves
+        self._pieces = [
+            leaf.ids if part.stop - part.start == LEAF_TOKENS else np.array(leaf.ids[part])
+            for leaf, part in history._pieces(start, stop)
+        ]
+        nbytes = sum(piece.nbytes + _LEAF_BYTES for piece in self._pieces)
+        history.holdings.tokens += stop - start
+        history.holdings.nbytes += nbytes
+        self._counted = [(history.holdings, Holdings(stop - start, nbytes))]  # or empty
+
+    def ids(self, start: int, stop: int) -> TokenIds:
+        """As those of the history; all of them in the stretch."""
+        pieces: list[TokenIds] = []
+        while start < stop:
+            leaf = start // LEAF_TOKENS
+            begin = max(self._start, leaf * LEAF_TOKENS)
+            pieces.append(self._pieces[leaf - self._start // LEAF_TOKENS][start - begin : stop - begin])
+            start += len(pieces[-1])
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint32)
+
+    def give_up(self) -> None:
+        """Nobody reads it any more. From any thread, also while a lock is held; idempotent."""
+        with suppress(IndexError):
+            self._leaves._given_up.append(self._counted.pop())
+
+
+def _is_unheld(leaf: _Leaf) -> bool:
     """One branch holds it no more. Does none?"""
-    assert leaf is not None
     leaf.holders -= 1
     return not leaf.holders

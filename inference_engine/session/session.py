@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,13 @@ class Violations:
         setattr(self, name, getattr(self, name) + 1)
 
 
+class Unread(Protocol):
+    """Who reads tokens of a session's history, perhaps long after they came."""
+
+    def keep(self) -> None:
+        """The history ends: keep what was not read yet. Called once, with the store's lock held."""
+
+
 @dataclass(kw_only=True, slots=True, eq=False, weakref_slot=True)
 class Session:
     """Owned by the store. `history` grows only through `record`; `kv` is touched by the engine's thread only.
@@ -59,7 +67,7 @@ class Session:
     history: History = field(default_factory=History)
     operation: Operation | None = None
     waiters: list[Callable[[], None]] = field(default_factory=list)
-    told_from: int = 0  # position of the newest Generate's first token; 0: there was none
+    readers: set[Unread] = field(default_factory=set)  # who may still read what Generates said
     pins: int = 0  # that keep the rows where they are, though the session may be closed meanwhile
     is_closed: bool = False
     failure_reason: str = ""
@@ -101,6 +109,13 @@ class Session:
         start = self.kv.next_position
         generated: NDArray[np.bool_] = self.history.marks(start, start + limit) == _GENERATED
         return generated
+
+    def end_history(self) -> None:
+        """Give the history back, but for what its readers did not read yet. Called with the store's lock held."""
+        for reader in tuple(self.readers):
+            reader.keep()
+        self.readers.clear()
+        self.history.release()
 
     def forget_rows(self) -> None:
         """Engine's thread: drop all K/V. The history stays, and is prefilled again when it is needed."""

@@ -4,7 +4,8 @@ Admission (`session/admission.py`) comes before allocation. A session with a gua
 need when it is created; one that grows is granted more before its history becomes longer (`secure`), or is refused and
 stays as it is. All methods are safe from any thread; the lock is held for microseconds and never during a forward.
 
-Histories count, too: of one owner's sessions together, what forks share once, and of each session.
+Histories count, too: of one owner's sessions together, what forks share once, and of each session. Of a session that
+ended, what its readers have still to read counts until they have.
 """
 
 from __future__ import annotations
@@ -52,15 +53,12 @@ class SessionStore:
         *,
         limits: SessionLimits,
         idle_ttl_seconds: float,
-        kept_tokens: int = 0,
     ) -> None:
-        """kept_tokens: of a session that ended, so many of its last Generate stay for those who are being told."""
         self._context = context
         self._journal = journal
         self._metrics = metrics
         self._clock = clock
         self._idle_ttl_seconds = idle_ttl_seconds
-        self._kept_tokens = kept_tokens
         self._limits = limits
         self._leaves = Leaves()
         self._holdings: WeakValueDictionary[str, Holdings] = WeakValueDictionary()  # of histories, by owner
@@ -151,7 +149,7 @@ class SessionStore:
             session.live_bytes = session.tier_live_bytes = 0
             session.live_kinds = {}
             session.kv.release()
-            session.history.release(self._tokens_told(session))
+            session.end_history()
             self._journal.close(session.session_id)
             self._metrics.sessions_total.labels(outcome="failed").inc()
 
@@ -215,7 +213,9 @@ class SessionStore:
         """For how many more tokens there is a place; None: for any number. Called with the lock held."""
         most = self._limits.history_tokens_per_owner
         rooms = [] if session.longest is None else [session.longest - len(session.history)]
-        rooms += [most - session.history.holdings.tokens] if most else []
+        if most:
+            self._leaves.recount()
+            rooms.append(most - session.history.holdings.tokens)
         return max(0, min(rooms)) if rooms else None
 
     def refuse_without_place(self, session: Session) -> None:
@@ -289,12 +289,15 @@ class SessionStore:
 
     def history_tokens_of(self, owner: str) -> int:
         """Tokens in the histories of the owner's sessions, what forks share once."""
-        holdings = self._holdings.get(owner)
-        return 0 if holdings is None else holdings.tokens
+        with self._lock:
+            self._leaves.recount()
+            holdings = self._holdings.get(owner)
+            return 0 if holdings is None else holdings.tokens
 
     def held_history(self) -> Holdings:
         """What histories of all owners hold, the journal's bytes included."""
         with self._lock:
+            self._leaves.recount()
             held = list(self._holdings.values())
             nbytes = sum(one.nbytes for one in held) + self._leaves.going_bytes + self._journal.held_bytes()
             return Holdings(tokens=sum(one.tokens for one in held), nbytes=nbytes)
@@ -306,14 +309,16 @@ class SessionStore:
     # -- helpers, lock held -----------------------------------------------------------------------------------------
 
     def _check_owner(self, session: Session, adding: int) -> None:
+        self._leaves.recount()
         most, held = self._limits.history_tokens_per_owner, session.history.holdings.tokens
         if most and held + adding > most:
             raise QuotaExceeded(
                 "history_tokens_per_owner",
                 most,
-                f"your sessions hold {held} tokens of history, what forks share counted once; {adding} more would pass "
-                f"the {most} that one owner may have, and nothing was added. Close sessions, fork less, or have the "
-                "operator raise history_tokens_per_owner",
+                f"your sessions hold {held} tokens of history, what forks share counted once, and what streams of "
+                f"closed sessions have still to send; {adding} more would pass the {most} that one owner may have, and "
+                "nothing was added. Close sessions, fork less, read or cancel such streams, or have the operator raise "
+                "history_tokens_per_owner",
             )
 
     def _open(
@@ -358,13 +363,9 @@ class SessionStore:
 
     def _release_if_over(self, session: Session) -> None:
         if session.is_closed and session.operation is None:
-            session.history.release(self._tokens_told(session))
+            session.end_history()
             if not session.pins:
                 session.kv.release()
-
-    def _tokens_told(self, session: Session) -> int:
-        """Of its last ones, so many may still be on their way to a client."""
-        return min(self._kept_tokens, len(session.history) - session.told_from) if session.told_from else 0
 
     def _touch(self, session: Session) -> None:
         session.used_at = self._clock()

@@ -176,10 +176,9 @@ def test_a_session_that_fails_or_is_evicted_gives_its_tokens_back() -> None:
     now = 0.0
     with scripted_engine(clock=lambda: now, session_idle_ttl_seconds=10.0, stall_seconds=1e6) as engine:
         session = engine._store.find(long(engine, BRANCH_TOKENS + 50), "")
-        session.told_from = BRANCH_TOKENS - 100  # as if its last Generate had begun there
         opened(engine, 60)
         engine._store.fail(session, "INV1")
-        assert 0 < engine.session_info(session.session_id).history_bytes < 3 * LEAF_TOKENS * 6
+        assert engine.session_info(session.session_id).history_bytes == 0
         assert engine.history_tokens_of("") == 60
         now = 11.0
         engine._store.expire()
@@ -235,32 +234,85 @@ def test_a_fork_has_no_part_in_what_is_remembered_of_calls_on_its_parent() -> No
         assert len(engine._appended) == MOST_PER_SESSION
 
 
-def test_tokens_of_a_generate_can_be_read_when_its_session_was_closed_meanwhile() -> None:
-    with scripted_engine() as engine:
+def generated(engine: Engine, session: str, count: int, **options: Any) -> Generation:
+    """A Generate that is through, of which nothing was read yet."""
+    generation = engine.generate(session, GenerateParams(max_tokens=count), **options)
+    is_free = threading.Event()
+    engine.when_free(session, is_free.set)
+    assert is_free.wait(60)
+    return generation
+
+
+@pytest.mark.parametrize("end", ["closed", "failed", "evicted"])
+def test_what_generates_said_is_read_after_later_appends_generates_and_the_sessions_end(end: str) -> None:
+    now = 0.0
+    options: dict[str, Any] = {"session_idle_ttl_seconds": 10.0, "stall_seconds": 1e6, "max_generate_tokens": 400}
+    with scripted_engine(clock=lambda: now, **options) as engine:
         session = long(engine, 3 * LEAF_TOKENS - 5)
-        generation = engine.generate(session, GenerateParams(max_tokens=30))
-        is_free = threading.Event()
-        engine.when_free(session, is_free.set)
-        assert is_free.wait(60)
+        generations = []
+        for number in range(3):
+            generations.append(generated(engine, session, 300 + number))
+            engine.append(session, text(LEAF_TOKENS))
+        expected = engine._store.find(session, "").history.ids().tolist()
+        began = generations[1].read()
+        assert 0 < len(tokens(began)) < 301
+        match end:
+            case "closed":
+                engine.close_session(session)
+            case "failed":
+                engine._store.fail(engine._store.find(session, ""), "INV1")
+            case _:
+                now = 11.0
+                engine._store.expire()
+        for number, generation in enumerate(generations):
+            events = [*(began if number == 1 else []), *drain(generation)]
+            assert isinstance(events[-1], Finished)
+            first = generation.position - 300 - number
+            assert [token for token, _ in tokens(events)] == expected[first : generation.position]
+
+
+def test_a_generate_told_again_is_read_after_the_sessions_end() -> None:
+    with scripted_engine() as engine:
+        session, request_id = opened(engine, 20), b"r" * 16
+        first = drain(generated(engine, session, 30, request_id=request_id))
+        engine.append(session, text(100))
+        again = engine.generate(session, GenerateParams(max_tokens=30), request_id=request_id, resume_from=25)
         engine.close_session(session)
-        events = drain(generation)
-        assert len(tokens(events)) == 30
-        assert isinstance(events[-1], Finished)
+        assert tokens(drain(again)) == tokens(first)[5:]
 
 
-def test_of_a_closed_session_no_more_is_kept_than_what_its_last_generate_said() -> None:
-    """Until those who were told of it are gone; a reader may be kept by what it reads from for some time."""
+def test_what_readers_of_a_closed_session_have_still_to_read_counts_until_they_have_or_are_gone() -> None:
+    with scripted_engine(history_tokens_per_owner=100) as engine:
+        session = opened(engine, 30)
+        read, left, gone = (generated(engine, session, count) for count in (10, 20, 5))
+        engine.close_session(session)
+        assert engine.history_tokens_of("") == engine._store.held_history().tokens == 35
+        assert engine._store.held_history().nbytes > 0
+        other = opened(engine, 60)
+        with pytest.raises(QuotaExceeded, match="still to send"):
+            engine.append(other, text(6))
+        assert len(tokens(drain(read))) == 10
+        assert engine.history_tokens_of("") == 85
+        left.leave()
+        assert engine.append(other, text(6)) == 66
+        assert left.read() == []
+        del gone
+        assert engine.history_tokens_of("") == 66
+        engine.close_session(other)
+        assert engine._store.held_history().tokens == 0
+
+
+def test_of_a_session_whose_generates_were_read_nothing_is_kept() -> None:
     with scripted_engine(step_tokens=4096) as engine:
-        silent, spoken = (engine._store.find(long(engine, 3 * LEAF_TOKENS), "") for _ in range(2))
-        generation = engine.generate(spoken.session_id, GenerateParams(max_tokens=5))
-        is_free = threading.Event()
-        engine.when_free(spoken.session_id, is_free.set)
-        assert is_free.wait(60)
-        for session in (silent, spoken):
-            engine.close_session(session.session_id)
-        assert silent.history.nbytes == 0
-        assert 0 < spoken.history.nbytes <= 2 * LEAF_TOKENS * 6  # of three leaves and a begun one
+        session = long(engine, 3 * LEAF_TOKENS)
+        generation = generated(engine, session, 5)
         assert len(tokens(drain(generation))) == 5
+        unread = generated(engine, session, 5)
+        unread.leave()
+        engine.close_session(session)
+        while engine._store.expire():
+            pass
+        assert engine._store.held_history().nbytes == 0
 
 
 # -- penalties --------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from inference_engine.session.history import (
     History,
     Holdings,
     Leaves,
+    Stretch,
     TokenIds,
 )
 from inference_engine.session.journal import MemoryJournal, SessionRecord
@@ -121,7 +122,7 @@ def test_histories_that_fork_and_end_are_each_their_own_and_count_what_they_shar
 def counted(alive: list[History]) -> int:
     """The bytes of each object that these hold, once."""
     branches = {id(branch): branch for one in alive for branch in one._branches if branch is not None}
-    leaves = {id(leaf): leaf for branch in branches.values() for leaf in branch.leaves if leaf is not None}
+    leaves = {id(leaf): leaf for branch in branches.values() for leaf in branch.leaves}
     of_branches = sum(
         histories._BRANCH_BYTES + (0 if branch.seen is None else branch.seen.nbytes) for branch in branches.values()
     )
@@ -198,28 +199,46 @@ def test_memory_of_histories_that_ended_is_never_more_than_it_was_before() -> No
     assert most <= 1.01 * alone.nbytes
 
 
-def test_of_a_history_that_ended_the_last_tokens_can_be_read_and_others_say_that_it_ended() -> None:
+def test_a_history_that_ended_says_so_to_who_reads_and_holds_nothing() -> None:
     history = History()
-    ids = some(3 * LEAF_TOKENS + 10)
-    history.extend(ids, Mark.APPENDED)
-    history.release(keep=LEAF_TOKENS)
-    assert len(history) == len(ids)
-    assert history.ids(len(ids) - LEAF_TOKENS).tolist() == ids[-LEAF_TOKENS:].tolist()
+    history.extend(some(BRANCH_TOKENS + 10), Mark.APPENDED)
+    history.release()
+    assert (len(history), history.nbytes, history.holdings) == (BRANCH_TOKENS + 10, 0, Holdings())
     with pytest.raises(SessionClosed):
         history.ids(0, 1)
 
 
-@pytest.mark.parametrize("keep", [1, 100, LEAF_TOKENS, BRANCH_TOKENS])
-def test_what_a_history_that_ended_says_it_holds_is_what_it_kept(keep: int) -> None:
-    """Also where that lies in a branch that was full, and in several of them."""
+@given(st.integers(0, 1000), st.integers(0, 1000), st.integers(0, 1000), st.data())
+def test_a_stretch_says_what_its_history_said_and_counts_until_it_is_given_up(
+    length: int, one: int, other: int, data: st.DataObject
+) -> None:
+    start, stop = sorted((min(one, length), min(other, length)))
+    with small_leaves():
+        holdings, leaves = Holdings(), Leaves()
+        history, ids = History(holdings, leaves), some(length).tolist()
+        history.extend(array(ids), Mark.APPENDED)
+        stretch = Stretch(history, start, stop)
+        history.extend(array(ids), Mark.APPENDED)  # nobody writes into it
+        history.release()
+        assert holdings.tokens == stop - start
+        first = data.draw(st.integers(start, stop))
+        last = data.draw(st.integers(first, stop))
+        assert stretch.ids(first, last).tolist() == ids[first:last]
+        for _ in range(2):
+            stretch.give_up()
+            leaves.recount()
+            assert holdings == Holdings()
+
+
+def test_a_stretch_takes_no_copy_of_whole_leaves() -> None:
     history = History()
-    ids = some(BRANCH_TOKENS)
-    history.extend(ids, Mark.APPENDED)
-    history.extend(ids[:50], Mark.APPENDED)
-    history.release(keep)
-    leaves = [leaf for branch in history._branches if branch for leaf in branch.leaves if leaf]
-    assert history.nbytes == counted([history])
-    assert keep <= sum(len(leaf.ids) for leaf in leaves) <= keep + 2 * LEAF_TOKENS
+    history.extend(some(BRANCH_TOKENS), Mark.APPENDED)
+    tracemalloc.start()
+    stretch = Stretch(history, LEAF_TOKENS - 10, 40 * LEAF_TOKENS + 10)
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert taken < 16_384
+    assert len(stretch.ids(LEAF_TOKENS - 10, 40 * LEAF_TOKENS + 10)) == 39 * LEAF_TOKENS + 20
 
 
 def test_want_of_memory_changes_nothing() -> None:
