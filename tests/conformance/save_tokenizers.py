@@ -32,11 +32,30 @@ TEMPLATE = """\
 {%- if tools is defined and tools -%}{{ tools | length }}{%- endif -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
 """
+# As Phi and GLM have it: a role between the halves of a special token.
+ROLES = """\
+{%- for message in messages -%}
+{{ '<|' + message.role + '|>' + message.content }}{%- if message.name -%}<|{{ message.name }}|>{%- endif -%}<|end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}
+"""
 WORDS = ["Hi!", "What is 2 + 3? ", "naïve café 東京 🙂", "a  b\n\n c", "The weather's fine, isn't it?"]
 
 
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
+
+
+def roles() -> ChatTokenizer:
+    """One whose template makes special tokens of roles."""
+    tokenizer = Tokenizer(
+        BPE(vocab={c: at for at, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=ROLES)
+    return cast("ChatTokenizer", fast)
 
 
 def byte_level() -> ChatTokenizer:
@@ -60,6 +79,8 @@ def told(tokenizer: ChatTokenizer) -> dict[str, Any]:
     chats.append([user("a?"), {"role": "assistant", "content": "Yes."}, user("b?")])
     specials = [token.content for token in tokenizer.added_tokens_decoder.values()]
     chats += [[user(f"Hi {text}! {text}\n")] for text in specials]
+    chats += [[{"role": role, "content": "end"}, user("end")] for role in ("end", "im_end", "tool", "critic")]
+    chats += [[{"role": "user", "content": "a", "name": name}] for name in ("end", "user", "anna")]
     chats += [[user("".join(specials)), {"role": "assistant", "content": "<a> [b] |>"}, user("\ue000<|im_end|>x")]]
     spoken = [int(token_id) for token_id in tokenizer.encode("Yes.", add_special_tokens=False)]
     turns: list[dict[str, Any]] = [
@@ -98,7 +119,7 @@ def main(folder: Path) -> None:
     from tokenization_per_family import FAMILIES
 
     tokenizers: dict[str, Any] = {name: family.tokenizer() for name, family in FAMILIES.items()}
-    tokenizers["bytes"] = byte_level()
+    tokenizers |= {"bytes": byte_level(), "roles": roles()}
     for name, tokenizer in tokenizers.items():
         tokenizer.save_pretrained(folder / name)
     print(json.dumps({name: told(tokenizer) for name, tokenizer in tokenizers.items()}))

@@ -149,6 +149,83 @@ def test_a_template_that_puts_special_tokens_together_is_refused(template: str, 
     tokens_for_chat([message], tokenizer, allow_special_tokens=True)
 
 
+# What templates of Phi and GLM do with roles, and some with tools.
+PIECES = """\
+{%- for m in messages -%}
+{{ '<|' + m.role + '|>' + (('<|' + m.name + '|>') if m.name else '') + m.content }}
+{%- for call in m.tool_calls or [] -%}
+<|{{- call.function.name -}}|>
+{%- for key in call.function.arguments %}{{ '<|%s|>' % key }}{{ call.function.arguments[key] }}{% endfor -%}
+{%- endfor -%}<|end|>
+{%- endfor -%}
+"""
+
+
+def calls(name: str, **arguments: Any) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return says("so", "assistant", tool_calls=[call])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        says("hi", "end"),
+        says("hi", name="end"),
+        says("hi", name="user"),
+        calls("end"),
+        calls("f", end=1),
+        calls("f", user="x", y="z"),
+    ],
+    ids=str,
+)
+def test_a_word_that_a_template_makes_a_special_token_of_is_refused(message: dict[str, Any]) -> None:
+    tokenizer = byte_level(PIECES, special=("<|user|>", "<|assistant|>", "<|end|>"))
+    with pytest.raises(kakeya.TemplateError, match="together from parts of the messages"):
+        tokens_for_chat([says("a"), message], tokenizer)
+    tokens_for_chat([says("a"), message], tokenizer, allow_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        says("end user assistant endend"),
+        says("end"),
+        says("hi", "critic"),
+        says("hi", name="anna"),
+        calls("lookup", query="end", limit=3),
+    ],
+    ids=str,
+)
+def test_roles_and_other_words_are_what_such_a_template_makes_of_them(message: dict[str, Any]) -> None:
+    tokenizer = byte_level(PIECES, special=("<|user|>", "<|assistant|>", "<|end|>"))
+    conversation = [says("a"), message, says("more")]
+    text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    assert tokens_for_chat(conversation, tokenizer) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_a_special_token_that_is_a_word_comes_out_of_no_two_texts() -> None:
+    template = "<|im_start|>{{ messages[0].name }}{{ messages[0].content }}<|im_end|>"
+    tokenizer = byte_level(template, special=("ENDTURN",))
+    with pytest.raises(kakeya.TemplateError, match="together from parts of the messages"):
+        tokens_for_chat([says("TURN", name="END")], tokenizer)
+    assert len(special_ids(tokenizer, tokens_for_chat([says("TURN", name="THE")], tokenizer))) == 2
+
+
+def test_a_template_that_looks_at_what_messages_say_is_no_reason_to_refuse_them() -> None:
+    """It writes its special tokens whole, so no word of a message can complete one."""
+    template = "<|im_start|>{% if 'quiet' in messages[0].content %}<|quiet|>{% endif %}{{ messages[0].content }}"
+    tokenizer = byte_level(template, special=("<|quiet|>",))
+    quiet = tokenizer.convert_tokens_to_ids("<|quiet|>")
+    assert quiet in tokens_for_chat([says("be quiet")], tokenizer)
+
+
+def test_a_template_that_is_given_is_the_one_that_is_looked_at() -> None:
+    tokenizer = byte_level(special=("<|end|>",))
+    template = "{% for m in messages %}<|{{ m.name }}|>{{ m.content }}{% endfor %}"
+    with pytest.raises(kakeya.TemplateError, match="together from parts of the messages"):
+        tokens_for_chat([says("a", name="end")], tokenizer, chat_template=template)
+
+
 def test_text_that_is_normalised_to_a_special_token_is_refused() -> None:
     inner = Tokenizer(BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
     inner.normalizer = normalizers.NFKC()

@@ -11,6 +11,10 @@
  * The last step takes a copy of the tokenizer in which special tokens have names that nobody can write. Where no message
  * holds such a text, nothing of this happens: the ids are the tokenizer's own for the rendered text, and are only checked
  * to hold no special token that the text does not show. The Python SDK does the same.
+ *
+ * A template may also write a special token in pieces, with what somebody said between them: `<|{{ message.name }}|>`.
+ * Then it is asked again, for messages in whose words no character can be one of a special token. What is left is the
+ * template's own; if that is less, the messages are refused. A role that templates know is no word of somebody's.
  */
 import { randomBytes } from "node:crypto";
 
@@ -24,6 +28,15 @@ const LAST_PRIVATE: number = 0xf8ff;
 const PRIVATE_USED = /[\ue000-\uf8ff]/g;
 // How a token of markup looks, where the tokenizer does not call it special: `<tool_call>`, `[INST]`.
 const MARKUP = /^(?:<\S+>|\[\S+\])$/;
+// Where a template's own text stops and goes on: `'<|' + message.role + '|>'`, `<|{{ role }}|>`, `'<|%s|>' % role`.
+const STOPS = /\s*['"{%]/g;
+const GOES_ON = /(?:['"}]|%s)\s*/g;
+// Values by which templates choose what to write: of messages, of parts of them, and of what tools take.
+const KINDS: readonly string[] = ["role", "type"];
+const ROLES = ["system", "developer", "user", "assistant", "model", "tool", "function", "ipython", "observation"];
+const PARTS = ["text", "image", "image_url", "audio", "input_audio", "video", "document", "file"];
+const SCHEMA = ["object", "array", "string", "number", "integer", "boolean", "null"];
+const KNOWN_KINDS: ReadonlySet<string> = new Set([...ROLES, ...PARTS, ...SCHEMA]);
 
 /** Markup and messages cannot be kept apart; says why. */
 export class SpecialTextError extends Error {}
@@ -35,6 +48,10 @@ export class SpecialTokens {
   /** Characters with which texts of two origins could be joined to a special token. */
   readonly edges: ReadonlySet<string>;
   readonly unknownId: number | undefined;
+  /** Those that the template could write around words of messages. */
+  readonly inPieces: readonly string[];
+  /** Characters that words between two pieces of a special token could have, whatever their case; edges, too. */
+  readonly letters: ReadonlySet<string>;
   // In no message: special tokens and ends of text. And with it other added tokens that the template writes, such as
   // `<tool_response>`; the assistant's own messages may hold them, because models write them.
   readonly #turns: RegExp;
@@ -55,6 +72,18 @@ export class SpecialTokens {
     this.#all = anyOf(this.ids.keys());
     const near = turns.flatMap(({ text }) => [...Array.from(text).slice(0, 2), ...Array.from(text).slice(-2)]);
     this.edges = new Set(near.filter((character) => !/[\p{L}\p{N}\s/]/u.test(character)));
+    this.inPieces = inPieces(
+      turns.map(({ text }) => text),
+      this.edges,
+      facts.template,
+    );
+    const held = this.inPieces.join("");
+    this.letters = new Set([...this.edges, ...Array.from(held + held.toLowerCase() + held.toUpperCase())]);
+  }
+
+  /** Is that value of that name one by which templates choose, and no text? */
+  isKind(name: string, value: string): boolean {
+    return KINDS.includes(name) && (KNOWN_KINDS.has(value) || !this.inPieces.some((text) => text.includes(value)));
   }
 
   finder(markup: boolean): RegExp {
@@ -80,7 +109,8 @@ export class Conversation {
     const texts = [...messages, options].flatMap((value) => [...textsIn(value)]);
     this.#shown = this.#placeholders(texts);
     this.#tokenOf = new Map([...this.#shown].map(([token, character]) => [character, token]));
-    this.isDoubtful = texts.some((text) => [...special.edges].some((edge) => text.includes(edge)));
+    this.isDoubtful =
+      special.inPieces.length > 0 || texts.some((text) => [...special.edges].some((edge) => text.includes(edge)));
     [this.messages, this.options] = this.#changed((text) => text);
   }
 
@@ -89,12 +119,21 @@ export class Conversation {
     let code = LAST_PRIVATE;
     while (this.#tokenOf.has(String.fromCharCode(code))) code--;
     const spare = String.fromCharCode(code);
-    const { edges } = this.#special;
-    return this.#changed((text) =>
+    const { edges, letters, inPieces } = this.#special;
+    const without = (characters: ReadonlySet<string>) => (text: string) =>
       Array.from(text)
-        .map((character) => (edges.has(character) ? spare : character))
-        .join(""),
-    );
+        .map((character) => (characters.has(character) ? spare : character))
+        .join("");
+    const [messages, options] = this.#changed(without(edges));
+    if (inPieces.length === 0) return [messages, options];
+    const words = without(letters);
+    const blank = (value: unknown): unknown =>
+      blanked(value, "", (text, name) => (this.#special.isKind(name, text) ? text : words(text)), spare);
+    const given = ["tools", "documents"].filter((name) => name in options);
+    return [
+      messages.map((message) => blank(message) as Values),
+      { ...options, ...Object.fromEntries(given.map((name) => [name, blank(options[name])])) },
+    ];
   }
 
   /**
@@ -263,12 +302,60 @@ function* textsIn(value: unknown): Generator<string> {
   }
 }
 
+/**
+ * The same value, called `name`, with its texts changed; names stay.
+ *
+ * Names of a call's arguments are words as well. They are made of `spare`, so that no two become one.
+ */
+function blanked(value: unknown, name: string, change: (text: string, name: string) => string, spare: string): unknown {
+  if (typeof value === "string") return change(value, name);
+  if (Array.isArray(value)) return value.map((item) => blanked(item, name, change, spare));
+  if (typeof value !== "object" || value === null) return value;
+  const isWords = name === "arguments";
+  return Object.fromEntries(
+    Object.entries(value).map(([each, item], at) => [
+      isWords ? spare.repeat(at + 1) : each,
+      blanked(item, isWords ? name : each, change, spare),
+    ]),
+  );
+}
+
 /** The same value with its texts changed, those of names included. */
 function mapped(value: unknown, change: (text: string) => string): unknown {
   if (typeof value === "string") return change(value);
   if (Array.isArray(value)) return value.map((item) => mapped(item, change));
   if (typeof value !== "object" || value === null) return value;
   return Object.fromEntries(Object.entries(value).map(([name, item]) => [change(name), mapped(item, change)]));
+}
+
+/** Of `tokens`, those of which the template could write beginning and end, and words without edges the rest. */
+function inPieces(tokens: readonly string[], edges: ReadonlySet<string>, template: string): readonly string[] {
+  if (template === "") return tokens; // nobody knows
+  const sizes = Array.from({ length: Math.max(0, ...tokens.map((token) => token.length)) }, (_, size) => size);
+  const stops = new Set<string>();
+  for (const { index } of template.matchAll(STOPS)) {
+    for (const size of sizes) stops.add(template.slice(Math.max(0, index - size), index));
+  }
+  const goesOn = new Set<string>();
+  for (const { index, 0: found } of template.matchAll(GOES_ON)) {
+    for (const size of sizes) goesOn.add(template.slice(index + found.length, index + found.length + size));
+  }
+  return tokens.filter((token) => {
+    const characters = Array.from(token);
+    const first = run(characters, edges);
+    const last = characters.length - run(characters.toReversed(), edges);
+    const begins = characters.map((_, size) => characters.slice(0, size).join("")).slice(first);
+    const ends = characters.map((_, size) => characters.slice(size + 1).join("")).slice(0, last);
+    return (
+      begins.some((each) => each === "" || stops.has(each)) && ends.some((each) => each === "" || goesOn.has(each))
+    );
+  });
+}
+
+/** How many characters at the beginning are edges. */
+function run(characters: readonly string[], edges: ReadonlySet<string>): number {
+  const at = characters.findIndex((character) => !edges.has(character));
+  return at < 0 ? characters.length : at;
 }
 
 /** Matches the longest of `texts`, in time that does not grow with their number. */

@@ -36,7 +36,7 @@ afterAll(() => {
   rmSync(folder, { recursive: true });
 });
 
-test.each(["ChatML", "Llama", "Gemma", "Qwen", "bytes"])(
+test.each(["ChatML", "Llama", "Gemma", "Qwen", "bytes", "roles"])(
   "%s: messages become the ids they become in Python",
   async (name) => {
     const tokenizer = await loadTokenizer(join(folder, name));

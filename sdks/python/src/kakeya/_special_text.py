@@ -11,6 +11,10 @@ The last step takes a copy of the tokenizer in which special tokens have names t
 holds such a text, nothing of this happens: the ids are the tokenizer's own for the rendered text, and are only checked
 to hold no special token that the text does not show.
 
+A template may also write a special token in pieces, with what somebody said between them: `<|{{ message.name }}|>`.
+Then it is asked again, for messages in whose words no character can be one of a special token. What is left is the
+template's own; if that is less, the messages are refused. A role that templates know is no word of somebody's.
+
 This file imports nothing of ours, so that a process without the SDK can load it.
 """
 
@@ -22,6 +26,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 Encode = Callable[[str], list[int]]
@@ -30,6 +35,14 @@ _PRIVATE = range(0xE000, 0xF900)
 _PRIVATE_USED = re.compile("[\ue000-\uf8ff]")
 # How a token of markup looks, where the tokenizer does not call it special: `<tool_call>`, `[INST]`.
 _MARKUP = re.compile(r"<\S+>|\[\S+\]")
+# Where a template's own text stops and goes on: `'<|' + message.role + '|>'`, `<|{{ role }}|>`, `'<|%s|>' % role`.
+_STOPS, _GOES_ON = re.compile(r"\s*['\"{%]"), re.compile(r"(?:['\"}]|%s)\s*")
+# Values by which templates choose what to write: of messages, of parts of them, and of what tools take.
+_KINDS = ("role", "type")
+_ROLES = frozenset({"system", "developer", "user", "assistant", "model", "tool", "function", "ipython", "observation"})
+_PARTS = frozenset({"text", "image", "image_url", "audio", "input_audio", "video", "document", "file"})
+_SCHEMA = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
+_KNOWN_KINDS = _ROLES | _PARTS | _SCHEMA
 
 
 class SpecialTextError(Exception):
@@ -47,6 +60,8 @@ class SpecialTokens:
     turns: Mapping[str, int]
     markup: Mapping[str, int]
     unknown_id: int | None = None
+    # Of `turns`, those that the template could write around words of messages.
+    in_pieces: frozenset[str] = frozenset()
     _find: tuple[re.Pattern[str], re.Pattern[str]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -67,7 +82,8 @@ class SpecialTokens:
                 turns[text] = token_id
             elif _MARKUP.fullmatch(text) and text in template:
                 markup[text] = token_id
-        return cls(turns=turns, markup=markup, unknown_id=unknown_id)
+        in_pieces = _in_pieces(frozenset(turns), template)
+        return cls(turns=turns, markup=markup, unknown_id=unknown_id, in_pieces=in_pieces)
 
     @property
     def ids(self) -> Mapping[str, int]:
@@ -78,8 +94,16 @@ class SpecialTokens:
 
     def edges(self) -> frozenset[str]:
         """Characters with which texts of two origins could be joined to a special token."""
-        near = "".join(text[:2] + text[-2:] for text in self.turns)
-        return frozenset(character for character in near if not (character.isalnum() or character.isspace())) - {"/"}
+        return _edges(self.turns)
+
+    def letters(self) -> frozenset[str]:
+        """Characters that words between two pieces of a special token could have, whatever their case."""
+        held = "".join(self.in_pieces)
+        return self.edges() | frozenset(held + held.lower() + held.upper())
+
+    def is_kind(self, name: str, value: str) -> bool:
+        """Is that value of that name one by which templates choose, and no text?"""
+        return name in _KINDS and (value in _KNOWN_KINDS or not any(value in text for text in self.in_pieces))
 
 
 class Conversation:
@@ -98,16 +122,22 @@ class Conversation:
         self._shown = self._placeholders(texts)
         self._token_of = {character: token for token, character in self._shown.items()}
         edges = special.edges()
-        self.is_doubtful = (
+        self.is_doubtful = bool(special.in_pieces) or (
             bool(edges) and re.search(f"[{re.escape(''.join(sorted(edges)))}]", "\n".join(texts)) is not None
         )
         self.messages, self.options = self._changed(lambda text: text)
 
     def broken(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The same without any character that could be a part of a special token."""
+        special = self._special
         spare = next(chr(code) for code in reversed(_PRIVATE) if chr(code) not in self._token_of)
-        table = str.maketrans(dict.fromkeys(self._special.edges(), spare))
-        return self._changed(lambda text: text.translate(table))
+        table = str.maketrans(dict.fromkeys(special.edges(), spare))
+        messages, options = self._changed(lambda text: text.translate(table))
+        if special.in_pieces:
+            blank = partial(_blanked, str.maketrans(dict.fromkeys(special.letters(), spare)), spare, special.is_kind)
+            messages = [blank(message) for message in messages]
+            options |= {name: blank(options[name]) for name in ("tools", "documents") if name in options}
+        return messages, options
 
     def check_broken(self, text: str, broken: str) -> None:
         """text, broken: what the template makes of `messages` and of `broken()`.
@@ -238,6 +268,23 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
+def _blanked(table: dict[int, str], spare: str, is_kind: Callable[[str, str], bool], value: Any, name: str = "") -> Any:
+    """The same value, called `name`, with its words changed by `table`; kinds and names stay.
+
+    Names of a call's arguments are words as well. They are made of `spare`, so that no two become one.
+    """
+    blank = partial(_blanked, table, spare, is_kind)
+    if isinstance(value, str):
+        return value if is_kind(name, value) else value.translate(table)
+    if isinstance(value, Mapping):
+        if name == "arguments":
+            return {spare * (at + 1): blank(item, name) for at, item in enumerate(value.values())}
+        return {each: blank(item, each) for each, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(blank(item, name) for item in value) if type(value) in (list, tuple) else value
+    return value
+
+
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     """The same value with its texts changed. A `chat_template` among options stays as it is."""
     if isinstance(value, str):
@@ -250,6 +297,36 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_mapped(item, change) for item in value) if type(value) in (list, tuple) else value
     return value
+
+
+def _edges(texts: Iterable[str]) -> frozenset[str]:
+    near = "".join(text[:2] + text[-2:] for text in texts)
+    return frozenset(character for character in near if not (character.isalnum() or character.isspace())) - {"/"}
+
+
+@lru_cache(16)
+def _in_pieces(tokens: frozenset[str], template: str) -> frozenset[str]:
+    """Of `tokens`, those of which the template could write beginning and end, and words without edges the rest."""
+    if not tokens or not template:
+        return tokens  # nobody knows
+    edges, sizes = _edges(tokens), range(max(map(len, tokens)))
+    stops = {
+        template[max(0, found.start() - size) : found.start()] for found in _STOPS.finditer(template) for size in sizes
+    }
+    goes_on = {template[found.end() : found.end() + size] for found in _GOES_ON.finditer(template) for size in sizes}
+
+    def could_be(token: str) -> bool:
+        first, last = _run(token, edges), len(token) - _run(token[::-1], edges)
+        begins = (token[:size] for size in range(first, len(token)))
+        ends = (token[size:] for size in range(1, last + 1))
+        return any(not each or each in stops for each in begins) and any(not each or each in goes_on for each in ends)
+
+    return frozenset(filter(could_be, tokens))
+
+
+def _run(text: str, edges: frozenset[str]) -> int:
+    """How many characters at the beginning of `text` are edges."""
+    return next((at for at, character in enumerate(text) if character not in edges), len(text))
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

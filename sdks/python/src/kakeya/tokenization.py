@@ -176,7 +176,8 @@ class _Writer:
     def __init__(self, tokenizer: ChatTokenizer, options: Mapping[str, Any], allow_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._options = options
-        self._special = None if allow_special_tokens else _special_tokens(tokenizer)
+        given = options.get("chat_template")
+        self._special = None if allow_special_tokens else _special_tokens(tokenizer, given)
 
     def write(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, Callable[[str], list[int]]]:
         """The text, in which special tokens of messages are not spelled out, and what encodes it or its beginning."""
@@ -206,7 +207,8 @@ def _not_apart(error: SpecialTextError) -> TemplateError:
     return TemplateError(f"{error}; take that out of the messages, or pass allow_special_tokens=True")
 
 
-def _special_tokens(tokenizer: ChatTokenizer) -> SpecialTokens:
+def _special_tokens(tokenizer: ChatTokenizer, given: str | None) -> SpecialTokens:
+    """given: a template instead of the tokenizer's own, or the name of one of them."""
     own = tokenizer.eos_token_id
     template = getattr(tokenizer, "chat_template", None) or ""
     return SpecialTokens.of(
@@ -215,7 +217,7 @@ def _special_tokens(tokenizer: ChatTokenizer) -> SpecialTokens:
             for token_id, token in tokenizer.added_tokens_decoder.items()
         ),
         end_ids=own if isinstance(own, (list, tuple)) else [own],
-        template="".join(template.values()) if isinstance(template, Mapping) else str(template),
+        template="".join([*(template.values() if isinstance(template, Mapping) else [str(template)]), given or ""]),
         unknown_id=getattr(tokenizer, "unk_token_id", None),
     )
 
