@@ -4,9 +4,10 @@ It passes frames on whole and gRPC messages one by one, so it can act behind the
 one with which a Generate is done, or between that and the trailers. Each call takes the next of `fates`.
 
     client ── request ──▶ middle ──▶ server
-           ◀─ headers, message, …, message (done), trailers ─
-             │        │                      │         │
-           headers  messages=n             done     trailers        `answer`: nothing of it has passed
+           ◀─ headers, mess-age, …, message (done), trailers ─
+             │         │  │                  │         │
+             │    inside  messages=n       done     trailers       `answer`: nothing of it has passed
+           headers
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _END_STREAM, _PADDED = 0x1, 0x8
 _PREFACE_BYTES = 24
 _MESSAGE_HEAD = struct.Struct(">BI")
 
-When: TypeAlias = Literal["request", "answer", "headers", "messages", "done", "trailers"]
+When: TypeAlias = Literal["request", "answer", "headers", "inside", "messages", "done", "trailers"]
 What: TypeAlias = Literal["cut", "close", "hold", "delay", "reset"]
 
 
@@ -38,7 +39,8 @@ class Fate:
     """What becomes of a call, and when.
 
     `request`: before the server hears of it · `answer`: the server has answered, and nothing of it has passed ·
-    `headers`, `messages`, `done`, `trailers`: right behind that part of the answer.
+    `headers`, `messages`, `done`, `trailers`: right behind that part of the answer · `inside`: behind the first half of
+    the n-th message's last frame, so that the connection is of no more use: `cut`, `close` or `hold`.
 
     `cut`: the connection is reset · `close`: it is ended in order · `hold`: it stays open, and nothing passes in either
     direction any more · `delay`: nothing comes back for `seconds` · `reset`: this call alone is ended, with `code`.
@@ -46,7 +48,7 @@ class Fate:
 
     when: When
     what: What
-    messages: int = 0  # with when="messages": of this call's answer, at least 1
+    messages: int = 0  # with when="messages" or "inside": of this call's answer, at least 1
     seconds: float = 0.0
     code: int = 8  # of HTTP/2: CANCEL
 
@@ -214,6 +216,10 @@ class _Connection:
                     return False
             if fate.what != "delay":
                 return True
+        if fate is not None and fate.when == "inside" and part.kind == _DATA and _has_passed(call, fate):
+            raw = part.pack()
+            self._to_client.write(raw[: len(raw) // 2])
+            return await self._act(part.stream, fate)
         self._to_client.write(part.pack())
         await self._to_client.drain()
         if call is None or fate is None or not _is_behind(part, call, fate):
@@ -272,12 +278,17 @@ def _is_behind(part: _Frame, call: _Call, fate: Fate) -> bool:
         case "headers":
             return part.kind == _HEADERS
         case "messages":
-            return part.kind == _DATA and call.messages >= fate.messages and not call.held
+            return part.kind == _DATA and _has_passed(call, fate)
         case "done":
             return part.kind == _DATA and call.is_done
         case "trailers":
             return part.ends
     return False
+
+
+def _has_passed(call: _Call | None, fate: Fate) -> bool:
+    """Is the part that is passed on the end of that message?"""
+    return call is not None and call.messages >= fate.messages and not call.held
 
 
 def _is_done(message: bytes) -> bool:

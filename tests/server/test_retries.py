@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,13 +15,21 @@ from inference_engine.engine import Engine
 from inference_engine.server import service
 from inference_engine.server.run import ServerHandle
 from kakeya.v1 import runtime_pb2 as pb
-from tests.breaking_line import BreakingLine, breaking_line
 from tests.laws.variants import ROUNDING
+from tests.middle import Fate, Middle, open_middle
 from tests.server.wire import HISTORY, SERVICE, Client, connected, read_rest, refused, serving, until_free
 
 ONE, OTHER = b"1" * 16, b"2" * 16
 FOREVER = 30_000  # tokens; minutes of work for TinyModel
 TURNS = 3
+# Of each attempt: nothing arrives, or nothing comes back, or less than an answer takes, or some tokens.
+BREAKS = (
+    Fate("request", "cut"),
+    Fate("answer", "cut"),
+    Fate("headers", "cut"),
+    *(Fate(when, "cut", messages=count) for when in ("inside", "messages") for count in (1, 3, 6, 10)),
+)
+ATTEMPTS = 500
 STRATEGIES = {
     "full": pb.Strategy(full=pb.FullStrategy()),
     "sink_window": pb.Strategy(sink_window=pb.SinkWindowStrategy(sink=4, window=16)),
@@ -48,13 +55,13 @@ def asked(session_id: str, max_tokens: int, *, request_id: bytes = ONE, **fields
 
 
 @asynccontextmanager
-async def one_attempt(line: BreakingLine) -> AsyncIterator[Client]:
+async def one_attempt(line: Middle) -> AsyncIterator[Client]:
     """A client on a connection of its own."""
     async with grpc.aio.insecure_channel(line.target, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
         yield Client(channel)
 
 
-async def insist(line: BreakingLine, method: str, request: Any) -> Any:
+async def insist(line: Middle, method: str, request: Any) -> Any:
     """The answer, whatever number of attempts it takes."""
     while True:
         async with one_attempt(line) as client:
@@ -65,7 +72,7 @@ async def insist(line: BreakingLine, method: str, request: Any) -> Any:
                     raise
 
 
-async def insist_on_tokens(line: BreakingLine, request: pb.GenerateRequest) -> tuple[list[Any], Any]:
+async def insist_on_tokens(line: Middle, request: pb.GenerateRequest) -> tuple[list[Any], Any]:
     """The tokens and the last frame of a Generate, asked again behind the last token each time the line breaks."""
     tokens: list[Any] = []
     while True:
@@ -84,7 +91,7 @@ async def insist_on_tokens(line: BreakingLine, request: pb.GenerateRequest) -> t
 
 
 async def conversation(
-    line: BreakingLine, request_id: bytes, strategy: str, sampling: str
+    line: Middle, request_id: bytes, strategy: str, sampling: str
 ) -> tuple[str, list[Any], list[int]]:
     """Some turns, every call with an id and as often as it takes. Session, tokens, and the lengths that were told."""
     create = pb.CreateSessionRequest(strategy=STRATEGIES[strategy], request_id=request_id)
@@ -110,12 +117,11 @@ async def test_over_a_line_that_breaks_a_conversation_is_what_it_is_over_a_calm_
     engine: Engine, server: ServerHandle, strategy: str, sampling: str
 ) -> None:
     rng = np.random.default_rng(5)
-    # Nothing comes back, or less than an answer takes, or some tokens.
-    allowances = (int(rng.choice([0, 100, 300, 600, 1000])) for _ in itertools.count())
-    async with breaking_line(server.target, allowances) as broken, breaking_line(server.target, iter(())) as calm:
+    fates = [BREAKS[which] for which in rng.integers(len(BREAKS), size=ATTEMPTS)]
+    async with open_middle(server.target, fates) as broken, open_middle(server.target) as calm:
         _, expected, lengths = await conversation(calm, ONE, strategy, sampling)
         session_id, tokens, told = await conversation(broken, OTHER, strategy, sampling)
-        assert broken.breaks > 2 * TURNS
+        assert 2 * TURNS < broken.acted < broken.calls < ATTEMPTS, "none was spared for want of fates"
     assert told == lengths
     assert [token.position for token in tokens] == [token.position for token in expected]
     assert [token.token_id for token in tokens] == [token.token_id for token in expected]
@@ -236,7 +242,7 @@ async def test_a_line_that_is_cut_in_the_middle_frees_the_engine_and_the_generat
     engine: Engine, server: ServerHandle, client: Client
 ) -> None:
     session_id = await client.open_endless()
-    async with breaking_line(server.target, iter(())) as line, one_attempt(line) as before:
+    async with open_middle(server.target) as line, one_attempt(line) as before:
         stream, first = await started(before, session_id, 5)
         line.cut()
         await until_free(engine, session_id)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 
 import kakeya
-from tests.breaking_line import BreakingLine, breaking_line
+from tests.middle import Fate, Middle, open_middle
 
 Do = Callable[..., Awaitable[Any]]
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
@@ -18,14 +18,21 @@ SAMPLED = {"temperature": 1.5, "top_p": 0.9, "repetition_penalty": 1.3, "seed": 
 STRATEGIES = [kakeya.Full(), kakeya.SinkWindow(sink=4, window=16)]
 
 
-def allowances() -> Iterator[int]:
-    """Bytes that come back over each connection: none, too few for an answer, enough for some tokens; then all."""
-    return iter([200, 1200, 0, 900, 1500])
+# Of each attempt: nothing comes back, too little for an answer, or some tokens; then all. An answer of one message
+# passes where the break is behind a later one.
+BREAKS = [
+    Fate("headers", "cut"),
+    Fate("messages", "cut", messages=5),
+    Fate("answer", "cut"),
+    Fate("inside", "cut", messages=1),
+    Fate("request", "cut"),
+    *(Fate(when, "cut", messages=count) for count in (4, 9, 6, 12) for when in ("messages", "inside")),
+]
 
 
 @pytest.fixture
-async def line(server_target: str) -> AsyncIterator[BreakingLine]:
-    async with breaking_line(server_target, allowances()) as line:
+async def line(server_target: str) -> AsyncIterator[Middle]:
+    async with open_middle(server_target, BREAKS) as line:
         yield line
 
 
@@ -51,12 +58,12 @@ async def conversation(client: Any, do: Do, strategy: kakeya.Strategy, **samplin
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["full", "sink_window"])
 async def test_a_conversation_over_a_line_that_breaks_is_the_calm_one(
-    server_target: str, line: BreakingLine, flavour: str, do: Do, strategy: kakeya.Strategy, sampling: dict[str, Any]
+    server_target: str, line: Middle, flavour: str, do: Do, strategy: kakeya.Strategy, sampling: dict[str, Any]
 ) -> None:
     calm, shaky = connect(flavour, server_target), connect(flavour, line.target)
     expected = await conversation(calm, do, strategy, **sampling)
     given = await conversation(shaky, do, strategy, **sampling)
-    assert line.breaks > 3
+    assert line.acted > 4
     for one, other in zip(given, expected, strict=True):
         assert one.token_ids == other.token_ids
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
@@ -69,7 +76,7 @@ async def test_a_conversation_over_a_line_that_breaks_is_the_calm_one(
 async def test_tokens_read_one_by_one_come_once_each_while_the_line_is_cut_again_and_again(
     server_target: str, flavour: str, do: Do
 ) -> None:
-    async with breaking_line(server_target, iter(())) as line:
+    async with open_middle(server_target) as line:
         client = connect(flavour, line.target)
         session = await do(client.create_session, kakeya.SinkWindow(sink=4, window=32))
         await do(session.append, PROMPT)
