@@ -197,6 +197,7 @@ class ServerConfig:
     busy_wait_seconds: float = 2.0
     drain_seconds: float = 30.0
     stall_exit_seconds: float = 120.0  # a stalled engine that is not back by then ends the process; 0: it never does
+    watch_weights: bool = True  # files of weights that are written to while their pages are in use end the process
 
     def __post_init__(self) -> None:
         _at_least(

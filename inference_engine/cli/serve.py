@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import threading
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -67,7 +68,7 @@ def _serve(args: argparse.Namespace, model: ModelConfig, engine_config: EngineCo
 
     # A page of a file that is gone (SIGBUS) or a fault in a library ends the process: it says where on standard error.
     faulthandler.enable(_STANDARD_ERROR)
-    with MappedWeights(found.folder) as weights:
+    with MappedWeights(found.folder) if server.watch_weights else nullcontext() as weights:
         return _serve_model(args, model, engine_config, server, weights)
 
 
@@ -76,7 +77,7 @@ def _serve_model(
     model: ModelConfig,
     engine_config: EngineConfig,
     server: ServerConfig,
-    weights: MappedWeights,
+    weights: MappedWeights | None,
 ) -> int:
     with Console(stderr=True).status(f"loading {model.model} on {model.device}"):
         from inference_engine.backends import admit, open_backend

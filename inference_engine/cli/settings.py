@@ -112,6 +112,7 @@ HELP = {
     "busy_wait_seconds": ("S", "how long a call waits for a session that is in use"),
     "drain_seconds": ("S", "how long running Generates may go on after SIGTERM"),
     "stall_exit_seconds": ("S", "an engine that stalled and is not back by then ends the process; 0: never"),
+    "watch_weights": ("BOOL", "files of weights that are written to while their pages are in use end the process"),
 }
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
 import struct
+import time
 import urllib.request
 from pathlib import Path
 from typing import NoReturn
@@ -15,7 +17,7 @@ import pytest
 
 import kakeya as sdk
 from inference_engine.cli.main import main
-from inference_engine.server.watchdog import EXIT_SPOILED
+from inference_engine.server.watchdog import EXIT_SPOILED, LOOK_SECONDS
 from tests.models.hub_entry import write_entry
 from tests.processes import Server, kakeya, kakeya_serve
 
@@ -179,6 +181,28 @@ def test_a_server_that_was_tied_to_its_parent_ends_when_the_parent_is_gone(tiny_
         assert server.process.stdin is not None
         server.process.stdin.close()
         assert server.wait() == 0
+
+
+def test_a_server_that_does_not_watch_its_weights_goes_on_when_they_are_touched(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "tiny"))
+    with (
+        kakeya_serve("--model", folder, "--kv-bytes=64MiB", "--watch-weights=false") as server,
+        sdk.Client(server.target) as client,
+    ):
+        before = answered(client)
+        os.utime(folder / "model.safetensors", ns=(1, 1))
+        ends = time.monotonic() + 4 * LOOK_SECONDS
+        while time.monotonic() < ends:
+            assert answered(client) == before
+        assert server.process.poll() is None
+
+
+def answered(client: sdk.Client) -> tuple[int, ...]:
+    with client.create_session() as session:
+        session.append([1, 2, 3])
+        return session.generate(3).result().token_ids
 
 
 @pytest.mark.hostile
