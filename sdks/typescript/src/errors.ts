@@ -189,7 +189,10 @@ export class NoCapacity extends RetryableError {}
 /** The server's queue is full. */
 export class Overloaded extends RetryableError {}
 
-/** The caller has as many sessions, bytes, tokens or Generates as the server lets one have. `quota` says which. */
+/**
+ * The caller has as many sessions, bytes of K/V, tokens of history or waiting Generates as the server lets one have;
+ * `quota` says which. Waiting helps where `retryAfterSeconds` is there; else close sessions.
+ */
 export class QuotaExceeded extends RetryableError {
   get quota(): string | undefined {
     return this.metadata["quota"];

@@ -198,8 +198,8 @@ class Overloaded(RetryableError):
 
 
 class QuotaExceeded(RetryableError):
-    """The caller has as many sessions, bytes, tokens or Generates as the server lets one have; `quota` says which.
-    Waiting helps where `retry_after_seconds` is there; else close sessions."""
+    """The caller has as many sessions, bytes of K/V, tokens of history or waiting Generates as the server lets one
+    have; `quota` says which. Waiting helps where `retry_after_seconds` is there; else close sessions."""
 
     @property
     def quota(self) -> str | None:
