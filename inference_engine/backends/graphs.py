@@ -147,4 +147,4 @@ def _forward(
     """Logits [n, V] float32 of the rows `kept` [n], and hidden states [N, layers, hidden] if any are wanted."""
     with seam.tapped(tap_layers) as states, seam.attending(tables, np.zeros(1, dtype=np.int64)):
         out = seam.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept)
-        return out.logits[0].float(), torch.stack(states, dim=1) if states else None
+        return out.logits[0].float(), torch.stack(states, dim=2)[0] if states else None

@@ -136,7 +136,7 @@ class TorchForward:
                 logits_to_keep=torch.tensor(step.logit_rows, dtype=torch.long, device=self._device),
             )
             logits: Tensor = out.logits
-            return Result(logits[0].float(), torch.stack(states, dim=1) if states else None)
+            return Result(logits[0].float(), torch.stack(states, dim=2)[0] if states else None)
 
 
 def use_threads(count: int) -> None:

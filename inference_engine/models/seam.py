@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -195,7 +195,7 @@ class Seam:
         attentions = _attention_modules(model, config)
         # Logits that join the softmax of a head, one for each (gpt-oss).
         self.has_head_sinks = any(getattr(attention, "sinks", None) is not None for attention in attentions)
-        self._blocks = _parents(model, attentions)
+        self._blocks = parents_of(model, attentions)
         self.layers: tuple[LayerGeometry, ...] = _read_layers(config, attentions, traits)
         self._now = _Now()
         for attention in attentions:
@@ -215,22 +215,9 @@ class Seam:
         finally:
             self._now.plan = None
 
-    @contextmanager
-    def tapped(self, layers: Sequence[int]) -> Iterator[list[Tensor]]:
-        """Within, a forward leaves here the hidden states [N, hidden] after each of `layers`, which ascend."""
-        states: list[Tensor] = []
-        own_thread = threading.get_ident()
-
-        def keep(_module: nn.Module, _inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-            if threading.get_ident() == own_thread:
-                states.append((output if isinstance(output, Tensor) else output[0])[0])
-
-        handles = [self._blocks[layer].register_forward_hook(keep) for layer in layers]
-        try:
-            yield states
-        finally:
-            for handle in handles:
-                handle.remove()
+    def tapped(self, layers: Sequence[int]) -> AbstractContextManager[list[Tensor]]:
+        """Within, a forward leaves here the hidden states [1, N, hidden] after each of `layers`, which ascend."""
+        return tapped([self._blocks[layer] for layer in layers])
 
     @property
     def can_rotate(self) -> bool:
@@ -319,7 +306,25 @@ def _attention_modules(model: PreTrainedModel, config: PretrainedConfig) -> list
     return [found[index] for index in range(config.num_hidden_layers)]
 
 
-def _parents(model: PreTrainedModel, modules: Sequence[nn.Module]) -> list[nn.Module]:
+@contextmanager
+def tapped(blocks: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Within, a forward of this thread leaves here what each of these layers gives, [B, N, hidden], as they run."""
+    states: list[Tensor] = []
+    own_thread = threading.get_ident()
+
+    def keep(_module: nn.Module, _inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+        if threading.get_ident() == own_thread:
+            states.append(output if isinstance(output, Tensor) else output[0])
+
+    handles = [block.register_forward_hook(keep) for block in blocks]
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def parents_of(model: PreTrainedModel, modules: Sequence[nn.Module]) -> list[nn.Module]:
     """The module that each of `modules` is a part of: a layer, where these are its attention."""
     found = {child: parent for parent in model.modules() for child in parent.children()}
     return [found[module] for module in modules]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from inference_engine.models.seam import parents_of
 from kv_cache_proposer.dflash.config import DFlashConfig, spread_layers
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import embedding_scale_of
@@ -93,10 +94,10 @@ def take_target_layers(network: DFlashNetwork, model: PreTrainedModel) -> int:
     Returns how many matrices were copied.
     """
     attentions = attention_modules(model)
-    parents = {child: parent for parent in model.modules() for child in parent.children()}
+    blocks = parents_of(model, [attentions[layer] for layer in sorted(attentions)])
     copied = 0
     for place, layer in enumerate(network.layers):
-        source = parents[attentions[((place + 1) * len(attentions)) // len(network.layers) - 1]]
+        source = blocks[((place + 1) * len(blocks)) // len(network.layers) - 1]
         given = dict(source.named_parameters())
         for name, parameter in layer.named_parameters():
             matrix = given.get(name)

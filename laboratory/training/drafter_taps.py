@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from inference_engine.models.seam import parents_of, tapped
 from kv_cache_proposer.errors import DrafterError
 from laboratory.training.capture import attention_modules
 
@@ -19,28 +18,12 @@ def read_taps(model: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> 
 
     No mask: what stands behind a text's end is seen by nothing before it.
     """
-    with torch.no_grad(), _tapped(model, layers) as taps:
-        last: Tensor = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    return torch.stack([taps[layer] for layer in layers], dim=2), last
-
-
-@contextmanager
-def _tapped(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     attentions = attention_modules(model)
     if missing := [layer for layer in layers if layer not in attentions]:
         raise DrafterError(f"{type(model).__name__} has {len(attentions)} layers; layers {missing} cannot be tapped")
-    parents = {child: parent for parent in model.modules() for child in parent.children()}
-    taps: dict[int, Tensor] = {}
-
-    def keep(layer: int) -> Any:
-        def hook(_module: nn.Module, _inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-            taps[layer] = output if isinstance(output, Tensor) else output[0]
-
-        return hook
-
-    handles = [parents[attentions[layer]].register_forward_hook(keep(layer)) for layer in layers]
-    try:
-        yield taps
-    finally:
-        for handle in handles:
-            handle.remove()
+    in_order = sorted(set(layers))
+    blocks = parents_of(model, [attentions[layer] for layer in in_order])
+    with torch.no_grad(), tapped(blocks) as states:
+        last: Tensor = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    taps = dict(zip(in_order, states, strict=True))
+    return torch.stack([taps[layer] for layer in layers], dim=2), last
