@@ -1,6 +1,6 @@
 """The log: lines of text or of JSON, each with short hashes that say which session and which call it is about.
 
-    2026-11-21 14:02:11,120 INFO inference_engine.scheduler.endings: a Generate ended session=5f0c… request=91ab… …
+    2026-11-21 14:02:11,120 INFO inference_engine.scheduler.lifecycle: a Generate ended session=5f0c… request=91ab… …
     {"time": "2026-11-21T14:02:11.120Z", "level": "INFO", "logger": "…", "message": "a Generate ended", "session": …}
 
 Of what code hands over beside the message, a line shows what `FIELDS` names and nothing else: no token ids, keys, ids

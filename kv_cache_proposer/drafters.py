@@ -26,7 +26,7 @@ from kv_cache_proposer.ngram import NgramDrafter
 if TYPE_CHECKING:
     from inference_engine.backends.base import Forward
     from inference_engine.backends.torch_forward import TorchForward
-    from inference_engine.decode.drafting import Drafter
+    from inference_engine.decode.draft import Drafter
     from kv_cache_proposer.dflash.network import DFlashNetwork
 
 # Drafters that come with the package, one folder each.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inference_engine.decode.drafting import Drafter, DraftMemory, Seen, TokenIds, Tokens, Wanted, Way
+from inference_engine.decode.draft import Drafter, DraftMemory, Seen, TokenIds, Tokens, Wanted, Way
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.pool import Demand

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from inference_engine.decode.drafting import DraftMemory, Seen, TokenIds, Tokens, Wanted, Way
+from inference_engine.decode.draft import DraftMemory, Seen, TokenIds, Tokens, Wanted, Way
 from inference_engine.errors import ConfigError
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from inference_engine.engine import Engine
+from inference_engine.engine.generation import Generation
 from inference_engine.errors import ModelError
-from inference_engine.generation import Generation
 from inference_engine.kv.strategies.full import Full
 from inference_engine.types import GenerateParams, Sampling, TokenCommitted
 

@@ -39,9 +39,9 @@ VOCABULARY = 256
 WATCHED = [
     "inference_engine.server",
     "inference_engine.engine",
-    "inference_engine.forks",
-    "inference_engine.generates",
-    "inference_engine.arguments",
+    "inference_engine.engine.fork",
+    "inference_engine.engine.generation",
+    "inference_engine.engine.arguments",
     "inference_engine.session",
 ]
 NEW_UNITS = re.compile(r"stat::new_units_added:\s*(\d+)")

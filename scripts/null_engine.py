@@ -10,10 +10,10 @@ import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from inference_engine.answers import EngineInfo, HistoryLength, SessionInfo, SessionOpened
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.generation import Generation
+from inference_engine.engine.generation import Generation
+from inference_engine.engine.results import EngineInfo, HistoryLength, SessionInfo, SessionOpened
 from inference_engine.kv.strategies import make_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics

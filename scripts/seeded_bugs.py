@@ -48,7 +48,7 @@ class Bug:
 BUGS = (
     Bug(
         "eviction takes sessions that are in use",
-        "inference_engine/session/admission.py",
+        "inference_engine/session/capacity.py",
         "session.owner == owner and session.operation is None and not session.pins and",
         "session.owner == owner and not session.pins and",
         (ISOLATION,),
@@ -83,7 +83,7 @@ BUGS = (
     ),
     Bug(
         "a session does not go to sleep after its Generate",
-        "inference_engine/scheduler/endings.py",
+        "inference_engine/scheduler/lifecycle.py",
         "        session.kv.sleep()\n",
         "        session.kv.footprint()\n",
         (CANCELS,),
@@ -135,7 +135,7 @@ BUGS = (
     ),
     Bug(
         "a cancel commits one more token",
-        "inference_engine/scheduler/settling.py",
+        "inference_engine/scheduler/commit.py",
         "                if session.is_closed or request.stop is not None:\n"
         "                    return rows - block.drafted - 1, ()\n",
         "                if session.is_closed:\n                    return rows - block.drafted - 1, ()\n",
@@ -143,7 +143,7 @@ BUGS = (
     ),
     Bug(
         "the expected length may be off by one",
-        "inference_engine/arguments.py",
+        "inference_engine/engine/arguments.py",
         "    if expected is not None and expected != len(session.history):\n",
         "    if expected is not None and abs(expected - len(session.history)) > 1:\n",
         (ISOLATION,),

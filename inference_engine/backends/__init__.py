@@ -10,7 +10,7 @@ from inference_engine.config import ModelConfig
 from inference_engine.errors import BackendError
 
 if TYPE_CHECKING:
-    from inference_engine.backends.admission import Admitted
+    from inference_engine.backends.twin import Admitted
 
 
 def admit(config: ModelConfig) -> Admitted:
@@ -18,8 +18,8 @@ def admit(config: ModelConfig) -> Admitted:
 
     Raises ModelError with the reason why it cannot.
     """
-    from inference_engine.backends.admission import admit_config
     from inference_engine.backends.torch_forward import use_threads
+    from inference_engine.backends.twin import admit_config
     from inference_engine.models import find_model, read_config, sizes
 
     found = find_model(config.model, cache=config.cache_path)
@@ -34,7 +34,7 @@ def open_backend(config: ModelConfig, admitted: Admitted | None = None) -> Forwa
     """Load the model and make it ready to run. Raises ModelError or BackendError.
 
     admitted: what `admit` gave for this configuration, if it was asked already. The architecture is admitted by test
-    (`backends/admission.py`) before weights are read.
+    (`backends/twin.py`) before weights are read.
     """
     import torch
 

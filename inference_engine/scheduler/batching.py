@@ -1,27 +1,51 @@
 """The next step: which requests go along in it, and with which rows.
 
 `scheduler/policy.py` says who and how many, from numbers; here is where these come from, and what becomes of them: a
-`Block` of each request's tokens for the verifier.
+`Block` of each request's tokens for the verifier. Of owners, who waited longest comes first, for prefilling and for
+decoding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from math import lcm
 
 import numpy as np
 
 from inference_engine.config import EngineConfig
-from inference_engine.decode.drafting import TokenIds
+from inference_engine.decode.draft import TokenIds
 from inference_engine.decode.verifier import Block
-from inference_engine.scheduler.drafting import Drafting
-from inference_engine.scheduler.pace import StepPace
 from inference_engine.scheduler.policy import Candidate, Targets, choose, chunk_beside_decoders, cut
 from inference_engine.scheduler.request import Request
-from inference_engine.scheduler.turns import Turn, Turns
+from inference_engine.scheduler.speculation import Drafting
+from inference_engine.scheduler.step_time import StepPace
 
+Turn = tuple[str, bool]  # an owner, and whether it prefills
 # Behind a longer history, attention outweighs all else in a step, and chunks beyond recording have the faster one.
 _MOST_LANE_POSITIONS = 4096
+_MOST_TURNS = 4096  # beyond these, who was served longest ago counts as never served
+
+
+class Turns:
+    """When an owner was last served. Bounded, whoever comes."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._last: OrderedDict[Turn, int] = OrderedDict()  # served longest ago first
+
+    def last(self, turn: Turn) -> int:
+        """The number of the step that last served it; 0 for none."""
+        return self._last.get(turn, 0)
+
+    def served(self, turns: Iterable[Turn]) -> None:
+        """One more step has served these."""
+        self._steps += 1
+        for turn in turns:
+            self._last[turn] = self._steps
+            self._last.move_to_end(turn)
+        while len(self._last) > _MOST_TURNS:
+            self._last.popitem(last=False)
 
 
 class Batching:

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
-from inference_engine.scheduler.pace import StepPace
 from inference_engine.scheduler.request import Prediction, Request
+from inference_engine.scheduler.step_time import StepPace
 
 _MEMORY = 0.98  # what an ended Generate counts when the next one of its kind has ended
 _MOST_OVER_MEAN = 4.0  # what a Generate of another size than any before says, over what they said on average

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from inference_engine.config import EngineConfig
-from inference_engine.decode.drafting import Drafter, TokenIds
+from inference_engine.decode.draft import Drafter, TokenIds
 from inference_engine.decode.verifier import BlockFailed, Verifier
 from inference_engine.errors import (
     Draining,
@@ -26,16 +26,14 @@ from inference_engine.errors import (
 from inference_engine.kv.plan import SpanFailed
 from inference_engine.metrics import EngineMetrics, StepTimer
 from inference_engine.scheduler.batching import Batching
-from inference_engine.scheduler.beginnings import Beginnings
-from inference_engine.scheduler.drafting import Drafting
-from inference_engine.scheduler.endings import Endings
+from inference_engine.scheduler.commit import Settling
 from inference_engine.scheduler.foresight import Foresight, Room
-from inference_engine.scheduler.news import News
-from inference_engine.scheduler.out_of_memory import is_out_of_memory
-from inference_engine.scheduler.pace import EndPace
+from inference_engine.scheduler.lifecycle import Beginnings, Endings, is_out_of_memory
 from inference_engine.scheduler.policy import admit, places
 from inference_engine.scheduler.request import Request, RequestState
-from inference_engine.scheduler.settling import Settling
+from inference_engine.scheduler.speculation import Drafting
+from inference_engine.scheduler.step_time import EndPace
+from inference_engine.scheduler.wakeups import Wakeups
 from inference_engine.session.journal import Journal
 from inference_engine.session.store import SessionStore
 from inference_engine.types import Accepted, Failed
@@ -76,9 +74,9 @@ class Scheduler:
         self._drafting: Drafting | None = None
         if drafter is not None:
             self._drafting = Drafting(drafter, metrics, clock, vocab_size=vocab_size, draft_tokens=config.draft_tokens)
-        self.news = News()
+        self.wakeups = Wakeups()
         self._endings = Endings(store, metrics, self._drafting, self._leave)
-        self._beginnings = Beginnings(metrics, clock, self._endings, self.news, self._enter, vocab_size=vocab_size)
+        self._beginnings = Beginnings(metrics, clock, self._endings, self.wakeups, self._enter, vocab_size=vocab_size)
         self._batching = Batching(config, clock, self._drafting)
         self._settling = Settling(store, journal, metrics, clock, self._endings, self._drafting)
         self._wake = threading.Condition()
@@ -232,7 +230,7 @@ class Scheduler:
         is_clean = True
         while True:
             if not self._running:
-                self.news.release()  # nobody knows when the device works again
+                self.wakeups.release()  # nobody knows when the device works again
             with self._wake:
                 self._is_ending = False
                 if self._is_idle():
@@ -244,7 +242,7 @@ class Scheduler:
                 # Together: a request that was submitted after a task must not begin before it.
                 tasks, waiting = len(self._tasks), list(self._queued)
             if tasks:
-                self.news.release()  # they may take a while
+                self.wakeups.release()  # they may take a while
             self.beat_at = self._clock()
             try:
                 is_clean = not self._verifier.context.pool.clean(_CLEAN_BYTES)
@@ -303,12 +301,12 @@ class Scheduler:
         self._timer.lap("plan")
         if self._drafting is not None and is_decoding:
             rows_left = self._config.step_tokens - len(batch)
-            drafts = self._drafting.draft(batch, rows_left, on_work=self.news.release)
+            drafts = self._drafting.draft(batch, rows_left, on_work=self.wakeups.release)
         self._timer.lap("draft")
         blocks = [self._batching.block(request, rows, drafts.get(request)) for request, rows in chosen.items()]
         began = self._clock()
         try:
-            outcomes = self._verifier.run(blocks, on_planned=self.news.release)
+            outcomes = self._verifier.run(blocks, on_planned=self.wakeups.release)
         except BlockFailed as failed:
             self._endings.fail_session(batch[failed.index], failed.violation)
             return
@@ -335,7 +333,7 @@ class Scheduler:
             self._drafting.took(len(batch), rows, seconds)
         self._move_back(batch, None if last is None else (last[1], step_began - last[0]))
         first = [request for request in batch if not request.generated]
-        self.news.hold()
+        self.wakeups.hold()
         for request, block, outcome in zip(batch, blocks, outcomes, strict=True):
             try:
                 self._settling.settle(request, block, outcome)

@@ -15,7 +15,7 @@ import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from inference_engine.answers import EngineInfo, HistoryLength, SessionForked, SessionInfo, SessionOpened
+from inference_engine.engine.results import EngineInfo, HistoryLength, SessionForked, SessionInfo, SessionOpened
 from inference_engine.errors import ConfigError, InvalidArgument
 from inference_engine.kv.strategies import make_strategy, option_types, read_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy

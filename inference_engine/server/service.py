@@ -15,11 +15,11 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from inference_engine import __version__
-from inference_engine.answers import HistoryLength, SessionForked
 from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
+from inference_engine.engine.generation import Generation
+from inference_engine.engine.results import HistoryLength, SessionForked
 from inference_engine.errors import InvalidArgument, SessionBusy
-from inference_engine.generation import Generation
 from inference_engine.logs import name_request
 from inference_engine.server import convert
 from inference_engine.server.incoming import MessageLimits, TransportError

@@ -18,7 +18,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from inference_engine.generation import Generation
+from inference_engine.engine.generation import Generation
 from inference_engine.types import Event, TokenCommitted
 
 

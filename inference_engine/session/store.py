@@ -1,6 +1,6 @@
 """The session store: issues ids, admits, expires the idle, and lets one operation at a time hold a session.
 
-Admission (`session/admission.py`) comes before allocation. A session with a guarantee is granted all memory that it may
+Admission (`session/capacity.py`) comes before allocation. A session with a guarantee is granted all memory that it may
 need when it is created; one that grows is granted more before its history becomes longer (`secure`), or is refused and
 stays as it is. All methods are safe from any thread; the lock is held for microseconds and never during a forward.
 
@@ -13,9 +13,11 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from inference_engine.errors import (
@@ -30,12 +32,14 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
-from inference_engine.session.admission import Admission, SessionLimits, orphaned_bytes
+from inference_engine.session.capacity import Admission, SessionLimits, orphaned_bytes
 from inference_engine.session.history import History, Holdings, Leaves
 from inference_engine.session.journal import Journal, SessionRecord
 from inference_engine.session.replies import ReplyBook
 from inference_engine.session.session import Operation, Session
 from inference_engine.types import Bound
+
+T = TypeVar("T")
 
 _TOMBSTONES = 10_000
 _EXPIRED_TOKENS = 2**22  # of histories that end in one go
@@ -391,3 +395,31 @@ class SessionStore:
         if not session.failure_reason:
             self._journal.close(session.session_id)
             self._metrics.sessions_total.labels(outcome=outcome).inc()
+
+
+def when_not_busy(store: SessionStore, session: Session, wait_seconds: float, attempt: Callable[[], T]) -> T:
+    """Do `attempt`, again each time the session becomes free, until it is not refused with SessionBusy.
+
+    Raises SessionBusy once `wait_seconds` are over.
+    """
+    until = time.monotonic() + wait_seconds
+    while True:
+        try:
+            return attempt()
+        except SessionBusy:
+            remaining = until - time.monotonic()
+            if remaining <= 0:
+                raise SessionBusy(wait_seconds) from None
+            freed = threading.Event()
+            store.when_free(session.session_id, freed.set)
+            freed.wait(remaining)
+
+
+@contextmanager
+def holding(store: SessionStore, session: Session, operation: Operation, wait_seconds: float) -> Iterator[None]:
+    """Within, `operation` holds the session. Raises SessionBusy once `wait_seconds` are over."""
+    when_not_busy(store, session, wait_seconds, lambda: store.acquire(session, operation))
+    try:
+        yield
+    finally:
+        store.free(session)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.decode.drafting import DraftMemory, Seen, TokenIds, Tokens, Wanted, Way
+from inference_engine.decode.draft import DraftMemory, Seen, TokenIds, Tokens, Wanted, Way
 from inference_engine.kernels.noise import key
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry

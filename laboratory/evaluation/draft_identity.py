@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference_engine.decode.drafting import Drafter
+from inference_engine.decode.draft import Drafter
 from inference_engine.engine import Engine
 from inference_engine.kernels.noise import key, noise
 from inference_engine.types import Sampling
 from laboratory.evaluation import record
-from laboratory.evaluation.answers import Asked
+from laboratory.evaluation.asking import Asked
 from laboratory.evaluation.draft_trials import PLAIN, drafting
 from laboratory.evaluation.free_running import agreed
 from laboratory.evaluation.models import Target

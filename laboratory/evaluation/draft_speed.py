@@ -14,10 +14,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from inference_engine.decode.drafting import Drafter
+from inference_engine.decode.draft import Drafter
 from inference_engine.engine import Engine
 from laboratory.evaluation import record
-from laboratory.evaluation.answers import Asked
+from laboratory.evaluation.asking import Asked
 from laboratory.evaluation.draft_trials import PLAIN, Cell, drafting
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.sessions import turned

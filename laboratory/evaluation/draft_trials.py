@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from inference_engine.decode.drafting import Drafter
+from inference_engine.decode.draft import Drafter
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument
 from inference_engine.types import Sampling
-from laboratory.evaluation.answers import GREEDY, Asked
+from laboratory.evaluation.asking import GREEDY, Asked
 from laboratory.evaluation.haystack import CHAT
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.passages import text_passage

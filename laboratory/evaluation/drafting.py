@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from inference_engine.decode.drafting import Drafter
+from inference_engine.decode.draft import Drafter
 from inference_engine.errors import InvalidArgument
 from inference_engine.kv.strategies.full import Full
 from laboratory.evaluation import draft_identity, draft_speed, record
-from laboratory.evaluation.answers import Asked
 from laboratory.evaluation.arguments import require_at_least, strategy_argument
+from laboratory.evaluation.asking import Asked
 from laboratory.evaluation.draft_identity import AGAIN, NEAR_TIE, SAME_TOKENS
 from laboratory.evaluation.draft_trials import LONGEST, PLAIN, Cell, drafting, prompts, short_prompts
 from laboratory.evaluation.haystack import KINDS

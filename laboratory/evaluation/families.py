@@ -1,6 +1,6 @@
 """Model families: which of transformers' decoders are admitted, with which strategies, and how exactly.
 
-Every class that transformers builds for text is tried out as a server does at its start (`backends/admission.py`), from
+Every class that transformers builds for text is tried out as a server does at its start (`backends/twin.py`), from
 the configuration that the class has by default, and again with sizes drawn at random. A family that is admitted must
 stay so at every size that its class can be built with.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from inference_engine.backends.admission import Admitted, TwinSizes, admit_config
+from inference_engine.backends.twin import Admitted, TwinSizes, admit_config
 from inference_engine.errors import ModelError
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
 from inference_engine.kv.strategies import parse_strategy, strategy_names

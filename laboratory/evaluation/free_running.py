@@ -28,8 +28,8 @@ from inference_engine.errors import InvalidArgument, NonFiniteLogits
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Sampling
-from laboratory.evaluation.answers import GREEDY, Asked, answer_all
 from laboratory.evaluation.arguments import require_at_least, strategy_argument
+from laboratory.evaluation.asking import GREEDY, Asked, answer_all
 from laboratory.evaluation.divergence import FULL, Floats
 from laboratory.evaluation.haystack import KINDS
 from laboratory.evaluation.models import Target

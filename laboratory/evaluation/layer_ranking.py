@@ -21,7 +21,7 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.layer_window import LayerWindow
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
-from laboratory.evaluation.answers import Asked, answer_all
+from laboratory.evaluation.asking import Asked, answer_all
 from laboratory.evaluation.divergence import Floats, compare
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.passages import Passage

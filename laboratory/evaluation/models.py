@@ -17,7 +17,7 @@ from laboratory.evaluation.self_talk import SelfTalk
 
 if TYPE_CHECKING:
     from inference_engine.backends.base import Forward
-    from inference_engine.decode.drafting import Drafter
+    from inference_engine.decode.draft import Drafter
     from inference_engine.engine import Engine
     from inference_engine.kv.token_codec import TokenCodec
 

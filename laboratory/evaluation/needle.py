@@ -24,8 +24,8 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from laboratory.evaluation import record
-from laboratory.evaluation.answers import Asked, answer_all
 from laboratory.evaluation.arguments import bytes_table, require_at_least, strategy_argument
+from laboratory.evaluation.asking import Asked, answer_all
 from laboratory.evaluation.haystack import KINDS
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.prompts import Prompt, Prompts

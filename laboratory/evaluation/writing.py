@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from inference_engine.engine import Engine
 from inference_engine.types import Event, Failed, Finished, GenerateParams, TokenCommitted
-from laboratory.evaluation.answers import Asked
+from laboratory.evaluation.asking import Asked
 from laboratory.evaluation.sessions import append_all
 from laboratory.evaluation.trials import EvaluationVoid
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from inference_engine.backends.admission import admit_config
+from inference_engine.backends.twin import admit_config
 from inference_engine.errors import ModelError
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
 from laboratory.training.capture import attention_modules

@@ -62,9 +62,9 @@ from transformers import (
     StableLmForCausalLM,
 )
 
-from inference_engine.backends import admission
-from inference_engine.backends.admission import admit_config, shrunken
+from inference_engine.backends import twin
 from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.backends.twin import admit_config, shrunken
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, ModelError
@@ -159,7 +159,7 @@ def test_strategies_that_would_move_keys_wrongly_are_refused_by_name(
             replace(trait, rotary=layer.rotary) for trait, layer in zip(find_traits(seam), seam.layers, strict=True)
         )
 
-    monkeypatch.setattr(admission, "find_traits", believed)
+    monkeypatch.setattr(twin, "find_traits", believed)
     refused = dict(admit_config(config).refused)
     assert "sink_window" in refused and "full" not in refused
     assert "differ" in refused["sink_window"]
@@ -208,7 +208,7 @@ def family_engine(config: PretrainedConfig) -> Engine:
     small.max_position_embeddings, small.vocab_size = 512, 128
     small._attn_implementation = ATTENTION
     admitted = admit_config(small)
-    seam = Seam(admission.model_class(small)(small).eval(), admitted.traits)
+    seam = Seam(twin.model_class(small)(small).eval(), admitted.traits)
     facts = ModelFacts(
         model_id="family",
         vocab_size=128,
@@ -223,7 +223,7 @@ def family_engine(config: PretrainedConfig) -> Engine:
 def test_a_model_that_attends_otherwise_than_its_geometry_says_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The admission test can fail: here the seam forgets the windows."""
     monkeypatch.setattr(
-        admission, "find_traits", lambda seam: tuple(replace(trait, is_windowed=False) for trait in find_traits(seam))
+        twin, "find_traits", lambda seam: tuple(replace(trait, is_windowed=False) for trait in find_traits(seam))
     )
     with pytest.raises(ModelError):
         admit_config(Gemma3TextConfig())

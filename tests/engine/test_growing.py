@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
-from inference_engine import memory
 from inference_engine.config import EngineConfig
-from inference_engine.engine import Engine
+from inference_engine.engine import Engine, memory
 from inference_engine.errors import ConfigError, InvalidArgument, NoCapacity, QuotaExceeded
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.session.admission import Admission
+from inference_engine.session.capacity import Admission
 from inference_engine.types import Finished, GenerateParams, Mode, TokenCommitted
 from laboratory.scripted import ScriptedForward
 from tests.laws.drafters import Knowing

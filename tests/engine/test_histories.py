@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from inference_engine.engine import Engine
+from inference_engine.engine.generation import Generation
 from inference_engine.errors import HistoryLimit, QuotaExceeded, RequestError
-from inference_engine.generation import Generation
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.session.history import BRANCH_TOKENS, LEAF_TOKENS
 from inference_engine.session.journal import MemoryJournal

@@ -14,6 +14,7 @@ import torch
 from inference_engine.backends.base import Result, Step
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.engine import Engine
+from inference_engine.engine.generation import Generation
 from inference_engine.errors import (
     AppendTooLarge,
     DeadlineExceeded,
@@ -33,7 +34,6 @@ from inference_engine.errors import (
     SessionNotFound,
     TokenOutOfRange,
 )
-from inference_engine.generation import Generation
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.session.history import TokenIds

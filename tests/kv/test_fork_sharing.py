@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from inference_engine.answers import SessionForked
 from inference_engine.engine import Engine
+from inference_engine.engine.results import SessionForked
 from inference_engine.errors import NoCapacity, QuotaExceeded
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.layer_window import LayerWindow

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.decode.drafting import Drafter, DraftMemory, Seen, Wanted
+from inference_engine.decode.draft import Drafter, DraftMemory, Seen, Wanted
 from inference_engine.kernels.noise import key
 from inference_engine.kv.context import KVContext
 from inference_engine.types import Mode

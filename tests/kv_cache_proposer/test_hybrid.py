@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from inference_engine.decode.drafting import Wanted
+from inference_engine.decode.draft import Wanted
 from kv_cache_proposer.hybrid import HybridDrafter
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.laws.drafters import Knowing, Remembering

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_engine.decode.drafting import Drafter, Wanted
+from inference_engine.decode.draft import Drafter, Wanted
 from inference_engine.errors import ConfigError
 from kv_cache_proposer.ngram import NgramDrafter
 

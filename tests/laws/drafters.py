@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from inference_engine.decode.drafting import Seen, TokenIds, Tokens, Wanted, Way
+from inference_engine.decode.draft import Seen, TokenIds, Tokens, Wanted, Way
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.pool import Demand

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
-from inference_engine.decode.drafting import Drafter
+from inference_engine.decode.draft import Drafter
 from inference_engine.engine import Engine
 from inference_engine.kernels.choice import open_lane_attention
 from inference_engine.kernels.lane_attention import attend_lanes

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from inference_engine.engine import Engine
-from inference_engine.generation import Generation
+from inference_engine.engine.generation import Generation
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason, TokenCommitted
 from laboratory.scripted import Script, ScriptedForward

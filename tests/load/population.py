@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from inference_engine.engine import Engine
+from inference_engine.engine.generation import Generation
 from inference_engine.errors import (
     HistoryLengthMismatch,
     HistoryLimit,
@@ -24,7 +25,6 @@ from inference_engine.errors import (
     SessionNotFound,
     TokenOutOfRange,
 )
-from inference_engine.generation import Generation
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from inference_engine.decode.drafting import Wanted
+from inference_engine.decode.draft import Wanted
 from inference_engine.engine import Engine
 from inference_engine.kernels.noise import key, noise_of_all
 from inference_engine.types import Finished, GenerateParams, Mode, Sampling

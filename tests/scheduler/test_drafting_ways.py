@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from inference_engine.decode.drafting import Seen, Tokens, Wanted, Way
+from inference_engine.decode.draft import Seen, Tokens, Wanted, Way
 from inference_engine.decode.verifier import Block, Outcome, Sample
 from inference_engine.metrics import EngineMetrics
-from inference_engine.scheduler.drafting import Drafting
 from inference_engine.scheduler.request import Request
+from inference_engine.scheduler.speculation import Drafting
 from inference_engine.types import GenerateParams
 from tests.laws.drafters import Plain
 

@@ -11,8 +11,8 @@ import pytest
 
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
+from inference_engine.engine.generation import Generation
 from inference_engine.errors import Overloaded, QuotaExceeded
-from inference_engine.generation import Generation
 from inference_engine.types import Event, Failed, Finished, GenerateParams, Mode, Progress, TokenCommitted
 from laboratory.scripted import Script, ScriptedForward, ScriptedModel
 from tests.laws.variants import drain, each_mode, text, tokens

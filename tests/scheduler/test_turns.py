@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inference_engine.scheduler.turns import _MOST, Turns
+from inference_engine.scheduler.batching import _MOST_TURNS, Turns
 
 
 def test_who_was_served_longest_ago_has_the_smallest_number_and_a_stranger_none() -> None:
@@ -16,8 +16,8 @@ def test_who_was_served_longest_ago_has_the_smallest_number_and_a_stranger_none(
 def test_however_many_owners_come_those_served_lately_are_remembered_and_no_more() -> None:
     turns = Turns()
     turns.served([("first", False)])
-    for number in range(_MOST):
+    for number in range(_MOST_TURNS):
         turns.served([(f"owner {number}", False)])
     assert turns.last(("first", False)) == 0
     assert turns.last(("owner 0", False)) == 2
-    assert turns.last((f"owner {_MOST - 1}", False)) == _MOST + 1
+    assert turns.last((f"owner {_MOST_TURNS - 1}", False)) == _MOST_TURNS + 1

@@ -15,8 +15,8 @@ import openai
 import pytest
 
 from inference_engine.engine import Engine
+from inference_engine.engine.generation import Generation
 from inference_engine.errors import EngineStalled, OutOfMemory, Overloaded
-from inference_engine.generation import Generation
 from inference_engine.server.address import Address
 from inference_engine.server.auth import KeyRing
 from inference_engine.server.http import completion, connection

@@ -20,7 +20,7 @@ from inference_engine.config import child_environment
 from inference_engine.engine import Engine
 from inference_engine.errors import EngineStalled
 from inference_engine.kv.lanes import LaneGroup
-from inference_engine.scheduler.out_of_memory import is_out_of_memory
+from inference_engine.scheduler.lifecycle import is_out_of_memory
 from inference_engine.server.watchdog import EXIT_STALLED, Watchdog
 from kakeya.v1 import runtime_pb2 as pb
 from laboratory.scripted import Fault, Script

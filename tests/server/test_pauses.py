@@ -20,11 +20,11 @@ import grpc
 import numpy as np
 import pytest
 
-from inference_engine.decode.drafting import Wanted
+from inference_engine.decode.draft import Wanted
 from inference_engine.engine import Engine
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.scheduler.beginnings import Beginnings
-from inference_engine.scheduler.settling import Settling
+from inference_engine.scheduler.commit import Settling
+from inference_engine.scheduler.lifecycle import Beginnings
 from inference_engine.session.store import SessionStore
 from inference_engine.types import Mark
 from kakeya.v1 import runtime_pb2 as pb

@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
-from inference_engine.answers import EngineInfo
 from inference_engine.engine import Engine
+from inference_engine.engine.results import EngineInfo
 from inference_engine.errors import InvalidArgument, NoCapacity, SessionEvicted, SessionNotFound
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.http.errors import ContextLengthExceeded

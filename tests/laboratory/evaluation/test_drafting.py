@@ -17,12 +17,12 @@ import torch
 from inference_engine.backends.base import Forward
 from inference_engine.cli.main import main as kakeya
 from inference_engine.config import EngineConfig, ModelConfig
-from inference_engine.decode.drafting import Drafter, Wanted
+from inference_engine.decode.draft import Drafter, Wanted
 from inference_engine.errors import InvalidArgument
 from inference_engine.kv.strategies.full import Full
 from inference_engine.types import Mode, Sampling
 from laboratory.evaluation import draft_identity, draft_speed, drafting
-from laboratory.evaluation.answers import Asked
+from laboratory.evaluation.asking import Asked
 from laboratory.evaluation.draft_identity import AGAIN, margin, margin_at
 from laboratory.evaluation.draft_trials import PLAIN, Cell, prompts, short_prompts
 from laboratory.evaluation.drafting import accept, acceptance_length, find, right_by_place

@@ -17,7 +17,7 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.types import GenerateParams, Sampling, TokenCommitted
 from laboratory.evaluation import free_running
-from laboratory.evaluation.answers import GREEDY, Asked, answer_all
+from laboratory.evaluation.asking import GREEDY, Asked, answer_all
 from laboratory.evaluation.divergence import FULL
 from laboratory.evaluation.free_running import (
     REPEATED,

@@ -16,7 +16,7 @@ from inference_engine.errors import InvalidArgument, NoCapacity
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from laboratory.evaluation import needle
-from laboratory.evaluation.answers import Asked, answer_all
+from laboratory.evaluation.asking import Asked, answer_all
 from laboratory.evaluation.haystack import Texts
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.needle import Cell, check_control

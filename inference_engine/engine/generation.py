@@ -1,4 +1,4 @@
-"""How a Generate starts: anew, where it was stopped, or by being told again.
+"""A Generate as its caller holds it, and how one starts: anew, where it was stopped, or by being told again.
 
     what is remembered of the call       the transcript      a request
     nothing                              a new one           its first
@@ -11,24 +11,99 @@ Decided under the store's lock, so that of two equal calls one begins and the ot
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
-from inference_engine.arguments import check_length
-from inference_engine.errors import InvalidArgument, SessionBusy
-from inference_engine.generation import Generation
+from inference_engine.engine.arguments import check_length
+from inference_engine.errors import DeadlineExceeded, InvalidArgument, RequestError, SessionBusy
 from inference_engine.logs import about_session
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import Forced, Listener, Request
 from inference_engine.scheduler.transcript import Reader, Transcript
-from inference_engine.session.holding import when_not_busy
 from inference_engine.session.replies import Call, Replies
 from inference_engine.session.session import Operation, Session
-from inference_engine.session.store import SessionStore
+from inference_engine.session.store import SessionStore, when_not_busy
 from inference_engine.tracing import Tracing
-from inference_engine.types import GenerateParams
+from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason
 
 _REMEMBERED = 8  # of each session
+
+
+class Generation:
+    """A Generate that runs, or has run. Iterate it for its events, the last of which is Finished; a Failed is raised as
+    its error.
+
+    When a newer call attaches to the same Generate, this one ends with StreamTakenOver and stops nothing any more.
+    """
+
+    def __init__(self, transcript: Transcript, reader: Reader, scheduler: Scheduler) -> None:
+        self._transcript = transcript
+        self._reader = reader
+        self._scheduler = scheduler
+
+    @property
+    def position(self) -> int:
+        """Of the next token to be read."""
+        return self._reader.position
+
+    def read(self) -> list[Event]:
+        """The next events, none if there are none yet; never waits. The last one is Finished or Failed."""
+        return self._reader.read()
+
+    def when_news(self, callback: Callable[[], None], wake: Callable[[], None] | None = None) -> None:
+        """Call back, from any thread, whenever there may be something to read; now, too. It must return at once.
+
+        wake: called after that. For what a step gives it is called while the device is at work on the next one, and
+        once for all who gave an equal one.
+        """
+        if wake is None:
+            self._reader.when_news(callback)
+            return
+        news = self._scheduler.wakeups
+
+        def tell() -> None:
+            callback()
+            news.wake(wake)
+
+        self._reader.when_news(tell)
+
+    def leave(self) -> None:
+        """Nobody will read it any more: what a closed session keeps for that goes. It stops nothing; idempotent."""
+        self._reader.leave()
+
+    def __del__(self) -> None:
+        self._reader.leave()
+
+    def cancel(self) -> None:
+        """Stop at the next step boundary with Finished(CANCELLED). Idempotent, from any thread."""
+        self._stop(lambda: StopReason.CANCELLED)
+
+    def expire(self) -> None:
+        """As `cancel`, but the Generate ends with DeadlineExceeded."""
+        self._stop(lambda: DeadlineExceeded(len(self._transcript.session.history)))
+
+    def abort(self, error: RequestError) -> None:
+        """As `cancel`, but the Generate ends with `error`."""
+        self._stop(lambda: error)
+
+    def __iter__(self) -> Iterator[Event]:
+        news = threading.Event()
+        self.when_news(news.set)
+        while True:
+            news.wait()
+            news.clear()
+            while events := self.read():
+                for event in events:
+                    if isinstance(event, Failed):
+                        raise event.error
+                    yield event
+                    if isinstance(event, Finished):
+                        return
+
+    def _stop(self, how: Callable[[], StopReason | BaseException]) -> None:
+        self._transcript.stop(self._reader, how)
+        self._scheduler.nudge()
 
 
 class Generates:

@@ -10,34 +10,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from inference_engine.answers import EngineInfo, HistoryLength, SessionForked, SessionInfo, SessionOpened
-from inference_engine.arguments import Arguments, check_label, check_length
 from inference_engine.backends.base import Forward
 from inference_engine.config import EngineConfig
-from inference_engine.decode.drafting import Drafter
+from inference_engine.decode.draft import Drafter
 from inference_engine.decode.verifier import Verifier
+from inference_engine.engine.arguments import Arguments, check_label, check_length
+from inference_engine.engine.fork import open_fork
+from inference_engine.engine.generation import Generates, Generation
+from inference_engine.engine.memory import grows, open_memory, refuse_if_too_small
+from inference_engine.engine.results import EngineInfo, HistoryLength, SessionForked, SessionInfo, SessionOpened
+from inference_engine.engine.stats import take_census
 from inference_engine.errors import Draining, EngineStalled, InvalidArgument, SessionClosed
-from inference_engine.forks import open_fork
-from inference_engine.generates import Generates
-from inference_engine.generation import Generation
 from inference_engine.kv.context import OnChoice
 from inference_engine.kv.query_rings import MatchTotals
 from inference_engine.kv.strategies import check_registry, parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, check_strategy
 from inference_engine.kv.token_codec import TokenCodec
 from inference_engine.kv.transfers import TransferTotals
-from inference_engine.memory import grows, open_memory, refuse_if_too_small
 from inference_engine.metrics import EngineMetrics, StepTimer
-from inference_engine.scheduler.census import take_census
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import Forced, Listener, OnLogits
-from inference_engine.session.admission import SessionLimits
+from inference_engine.session.capacity import SessionLimits
 from inference_engine.session.history import TokenIds
-from inference_engine.session.holding import holding
 from inference_engine.session.journal import Journal, MemoryJournal, SessionRecord, TokensRecord
 from inference_engine.session.replies import Call, Replies, identify
 from inference_engine.session.session import Operation
-from inference_engine.session.store import SessionStore
+from inference_engine.session.store import SessionStore, holding
 from inference_engine.tracing import Tracing
 from inference_engine.types import MAX_STOP_TOKEN_IDS, Bound, GenerateParams, Mark
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from inference_engine.kv.strategies.full import Full
-from laboratory.evaluation.answers import Asked, answer_all
+from laboratory.evaluation.asking import Asked, answer_all
 from tests.tiny import VOCABULARY, tiny_engine
 
 

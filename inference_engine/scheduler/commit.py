@@ -11,9 +11,9 @@ from torch import Tensor
 from inference_engine.decode.verifier import Block, Outcome, Sample
 from inference_engine.errors import NonFiniteLogits, RestorationFailed
 from inference_engine.metrics import EngineMetrics
-from inference_engine.scheduler.drafting import Drafting
-from inference_engine.scheduler.endings import Endings
+from inference_engine.scheduler.lifecycle import Endings
 from inference_engine.scheduler.request import Request, RequestState
+from inference_engine.scheduler.speculation import Drafting
 from inference_engine.session.journal import Journal
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore

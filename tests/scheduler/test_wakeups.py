@@ -7,7 +7,7 @@ from functools import partial
 
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.scheduler.news import News
+from inference_engine.scheduler.wakeups import Wakeups
 from inference_engine.types import GenerateParams
 from laboratory.scripted import Script, ScriptedForward, ScriptedModel
 from tests.laws.variants import text
@@ -15,33 +15,33 @@ from tests.scheduler.test_fairness import SMALL
 
 
 def test_equal_wakes_that_are_held_back_are_made_once_at_their_release() -> None:
-    news, told = News(), list[str]()
+    wakeups, told = Wakeups(), list[str]()
 
     def one() -> None:
         told.append("one")
 
-    news.hold()
+    wakeups.hold()
     for wake in (one, lambda: told.append("other"), one):
-        news.wake(wake)
+        wakeups.wake(wake)
     assert not told
-    news.release()
-    news.release()
+    wakeups.release()
+    wakeups.release()
     assert told == ["one", "other"]
 
 
 def test_what_is_told_while_nothing_is_held_back_is_told_at_once() -> None:
-    news, told = News(), list[int]()
-    news.hold()
-    news.release()
+    wakeups, told = Wakeups(), list[int]()
+    wakeups.hold()
+    wakeups.release()
     for number in range(3):
-        news.wake(partial(told.append, number))
+        wakeups.wake(partial(told.append, number))
     assert told == [0, 1, 2]
 
 
 def test_the_engine_holds_back_nothing_that_another_thread_tells() -> None:
-    news, told = News(), threading.Event()
-    news.hold()
-    thread = threading.Thread(target=news.wake, args=(told.set,))
+    wakeups, told = Wakeups(), threading.Event()
+    wakeups.hold()
+    thread = threading.Thread(target=wakeups.wake, args=(told.set,))
     thread.start()
     thread.join(60)
     assert told.is_set()

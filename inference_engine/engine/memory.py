@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from inference_engine.backends.base import Forward
 from inference_engine.config import EngineConfig
-from inference_engine.decode.drafting import Drafter
+from inference_engine.decode.draft import Drafter
 from inference_engine.errors import ConfigError
 from inference_engine.kv.address_space import MOST_BYTES
 from inference_engine.kv.context import KVContext, OnChoice

@@ -15,7 +15,7 @@ from collections.abc import Callable
 Wake = Callable[[], object]
 
 
-class News:
+class Wakeups:
     """`wake` from any thread; `hold` and `release` on the engine's."""
 
     def __init__(self) -> None:

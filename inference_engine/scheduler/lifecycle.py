@@ -1,23 +1,45 @@
-"""How a Generate ends: its session is checked, put to sleep and freed, and only then its client hears of it."""
+"""How a Generate begins and how it ends.
+
+It runs once its session is awake; how long it waited is told. At the end its session is checked, put to sleep and
+freed, and only then its client hears of it.
+"""
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from inference_engine.errors import InternalError, InvariantViolated, OutOfMemory, RequestError
+import torch
+
+from inference_engine.decode.sampling import Sampler
+from inference_engine.errors import (
+    InternalError,
+    InvariantViolated,
+    NoCapacity,
+    OutOfMemory,
+    RequestError,
+    RestorationFailed,
+)
 from inference_engine.logs import about_session
 from inference_engine.metrics import EngineMetrics
-from inference_engine.scheduler.drafting import Drafting
-from inference_engine.scheduler.out_of_memory import is_out_of_memory
 from inference_engine.scheduler.request import Request, RequestState
+from inference_engine.scheduler.speculation import Drafting
+from inference_engine.scheduler.wakeups import Wakeups
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
-from inference_engine.types import Event, Failed, Finished
+from inference_engine.types import Event, Failed, Finished, StopReason
 
 logger = logging.getLogger(__name__)
+
+# torch has a type for what its own allocator of a device refuses. That of the CPU, and a device's libraries that want
+# memory beside it, are told by the text of a RuntimeError.
+_SAYINGS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 class Endings:
@@ -149,3 +171,82 @@ def _outcome(event: Event) -> str:
     assert isinstance(event, Failed)
     named = {"SESSION_CLOSED": "closed", "DRAINING": "draining", "DEADLINE": "deadline"}
     return named.get(getattr(event.error, "reason", ""), "failed")
+
+
+class Beginnings:
+    """Engine's thread. `enter` moves a request from those that wait to those that run."""
+
+    def __init__(
+        self,
+        metrics: EngineMetrics,
+        clock: Callable[[], float],
+        endings: Endings,
+        wakeups: Wakeups,
+        enter: Callable[[Request], None],
+        *,
+        vocab_size: int,
+    ) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._endings = endings
+        self._wakeups = wakeups
+        self._enter = enter
+        self._vocab_size = vocab_size
+
+    def begin(self, request: Request, running: Iterable[Request]) -> None:
+        """Let it run, or end it. It goes on waiting if there is no room to wake now and some of `running` give room."""
+        session = request.session
+        needed = len(session.history) + request.params.max_tokens
+        began = self._clock()
+        if session.kv.takes_room:
+            self._wakeups.release()  # to wake may take a while
+        try:
+            is_awake = session.kv.wake(needed)
+        except RestorationFailed as failed:
+            logger.exception("a session could not wake", extra=request.about)
+            self._endings.end(request, Failed(failed))
+            return
+        if not is_awake:
+            if any(other.session.kv.takes_room for other in running):
+                return  # they give room back when they end
+            self._endings.end(request, Failed(_no_room_to_wake(session, needed)))
+            return
+        request.move(RequestState.RUNNING)
+        self._enter(request)
+        request.started_at = request.token_at = self._clock()
+        if session.kv.takes_room:
+            self._metrics.wake_seconds.observe(request.started_at - began)
+            request.trace.enter("wake", ago_seconds=request.started_at - began)
+        self._metrics.queue_seconds.observe(began - request.accepted_at)
+        request.trace.enter("prefill")
+        request.prefill_tokens = request.pending_tokens
+        request.cached_tokens = session.kv.length
+        if session.limit_tokens is not None and len(session.history) >= session.limit_tokens:
+            self._endings.end(request, request.finished(StopReason.TRUNCATED, self._clock()))
+            return
+        self._metrics.prefill_tokens.observe(request.prefill_tokens)
+        sampling = request.params.sampling
+        seen = session.history.seen(self._vocab_size) if sampling.reads_history else None
+        request.sampler = Sampler.start(sampling, request.seed, seen, self._vocab_size, session.kv.context.device)
+
+
+def _no_room_to_wake(session: Session, tokens: int) -> NoCapacity:
+    pool = session.kv.context.pool
+    return NoCapacity(
+        f"restoring the session's rows for {tokens} tokens needs up to "
+        f"{session.kv.bound.peak_bytes - session.kv.bound.sustained_bytes} bytes of K/V, and of the server's "
+        f"{pool.capacity_bytes} not so many are free now. Close sessions, or ask for fewer max_tokens",
+        retry_after_seconds=1.0,
+        capacity_bytes=pool.capacity_bytes,
+    )
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Of the error itself, or of what it was raised from."""
+    while error is not None:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            return True
+        if isinstance(error, RuntimeError) and any(saying in str(error) for saying in _SAYINGS):
+            return True
+        error = error.__cause__
+    return False

@@ -8,7 +8,7 @@ from inference_engine.kv.context import KVContext
 from inference_engine.metrics import Census
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import RequestState
-from inference_engine.session.admission import orphaned_bytes
+from inference_engine.session.capacity import orphaned_bytes
 from inference_engine.session.session import Operation, Session
 from inference_engine.session.store import SessionStore
 

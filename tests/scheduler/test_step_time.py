@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference_engine.scheduler.pace import EndPace, StepPace
+from inference_engine.scheduler.step_time import EndPace, StepPace
 
 
 def pace(fixed: float, each: float, sizes: list[int]) -> StepPace:

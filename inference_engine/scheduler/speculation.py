@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from inference_engine.decode.draft import Drafter, Seen, TokenIds, Tokens, Wanted, Way
 from inference_engine.decode.draft_length import Acceptance, RecentSeconds, StepSeconds, best_length, steps_between
-from inference_engine.decode.drafting import Drafter, Seen, TokenIds, Tokens, Wanted, Way
 from inference_engine.decode.verifier import Block, Outcome
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Request
