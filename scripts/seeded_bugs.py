@@ -151,8 +151,8 @@ BUGS = (
     Bug(
         "every key opens",
         "inference_engine/server/auth.py",
-        "owner = self._owners.get(given)\n",
-        "owner = self._owners.get(given) or next(iter(self._owners.values()))\n",
+        "key = self._keys.get(given)\n",
+        "key = self._keys.get(given) or next(iter(self._keys.values()))\n",
         ("tests/server/test_auth.py",),
     ),
     Bug(
