@@ -137,8 +137,9 @@ class Settling:
             request.generated += 1
             assert request.sampler is not None
             request.sampler.observe(sample.token_id)
-            self._metrics.generated_tokens.inc()
             request.listener(TokenCommitted(sample.token_id, position, sample.logprob))
+        if samples:
+            self._metrics.generated_tokens.inc(len(samples))
         if samples and (reason := self._stop_reason(request, samples[-1].token_id)):
             self._endings.end(request, request.finished(reason, now))
 

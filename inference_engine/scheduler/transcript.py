@@ -31,7 +31,7 @@ from inference_engine.types import (
     Truncated,
 )
 
-_AT_ONCE = 256  # tokens in one read
+AT_ONCE = 256  # tokens in one read: after fewer, there were no more
 
 
 class Transcript:
@@ -169,6 +169,7 @@ class Reader:
         self._begins_with_tokens = position < transcript.end_position
         self._has_greeted = self._has_warned = self._is_over = self._is_lost = False
         self._has_left = False
+        self._is_under_way = False  # it gave a token, so what comes before them was said
         self._kept: Stretch | None = None  # of a history that ended
         self._reports = 0
 
@@ -188,14 +189,17 @@ class Reader:
             return [Failed(StreamTakenOver(self.position))]
         with transcript._lock:
             end, ending = transcript.end_position, transcript._ending
-            events = self._preamble(end, ending)
-            until = min(end, self.position + _AT_ONCE)
+            # Tokens follow each other thousands of times, and what comes before them comes once.
+            events = [] if self._is_under_way else self._preamble(end, ending)
+            until = min(end, self.position + AT_ONCE)
             logprobs = transcript._logprobs
             first = transcript.first_position
             told = None if logprobs is None else logprobs[self.position - first : until - first]
-        for index, token_id in enumerate(self._ids(until).tolist()):
-            events.append(TokenCommitted(token_id, self.position + index, None if told is None else told[index]))
-        self.position = until
+        if until > self.position:
+            self._is_under_way = self._has_greeted
+            for index, token_id in enumerate(self._ids(until).tolist()):
+                events.append(TokenCommitted(token_id, self.position + index, None if told is None else told[index]))
+            self.position = until
         if ending is not None and until == end:
             self._is_over = True
             self.leave()

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from inference_engine.engine.generation import Generation
+from inference_engine.scheduler.transcript import AT_ONCE
 from inference_engine.types import Event, TokenCommitted
 
 
@@ -89,7 +90,9 @@ class Feed:
 
     def pop_all(self) -> Iterator[Event]:
         """What is there. What comes while it is being consumed is there at once the next time."""
-        while events := self._generation.read():
+        is_more = True
+        while is_more:
+            events = self._generation.read()
             for event in events:
                 if isinstance(event, TokenCommitted):
                     self.position = event.position
@@ -97,6 +100,8 @@ class Feed:
                     self.position += 1
                 else:
                     yield event
+            # Of what came meanwhile the bell was rung: to look again each time costs a quarter of what a token does.
+            is_more = len(events) >= AT_ONCE
 
 
 class EventQueue:

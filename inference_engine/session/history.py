@@ -164,6 +164,10 @@ class History:
         """Add tokens, all or, if it raises MemoryError, none."""
         self.reserve(len(token_ids))
         before, done = self._length, 0
+        if len(token_ids) == 1:  # as nearly all that are generated come
+            leaf, place = self._leaf(before), before % LEAF_TOKENS
+            leaf.ids[place], leaf.marks[place] = token_ids[0], mark
+            done = 1
         while done < len(token_ids):
             leaf, place = self._leaf(before + done), (before + done) % LEAF_TOKENS
             count = min(len(token_ids) - done, LEAF_TOKENS - place)
@@ -172,7 +176,7 @@ class History:
             done += count
         self._length = before + done
         self.holdings.tokens += done
-        if self._keeps_seen:
+        if self._keeps_seen and self._length // BRANCH_TOKENS > before // BRANCH_TOKENS:
             for index in range(before // BRANCH_TOKENS, self._length // BRANCH_TOKENS):
                 with suppress(MemoryError):  # then it is made when it is needed
                     self._seen_of(self._branch(index))
@@ -291,11 +295,19 @@ class History:
 
     def ids(self, start: int = 0, stop: int | None = None) -> TokenIds:
         """Positions [start, stop), uint32: a view where they lie in one leaf, else a copy. Not to be written to."""
+        end = self._length if stop is None else min(stop, self._length)
+        place = start % LEAF_TOKENS
+        if start < end and place + end - start <= LEAF_TOKENS:
+            return self._leaf(start).ids[place : place + end - start]
         pieces = [leaf.ids[part] for leaf, part in self._pieces(start, stop)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint32)
 
     def marks(self, start: int = 0, stop: int | None = None) -> Marks:
         """As `ids`, the marks of positions [start, stop), uint8."""
+        end = self._length if stop is None else min(stop, self._length)
+        place = start % LEAF_TOKENS
+        if start < end and place + end - start <= LEAF_TOKENS:
+            return self._leaf(start).marks[place : place + end - start]
         pieces = [leaf.marks[part] for leaf, part in self._pieces(start, stop)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint8)
 

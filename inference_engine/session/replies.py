@@ -13,6 +13,7 @@ the last few; and for some minutes after, of each owner so many. No owner's call
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections import OrderedDict
@@ -53,7 +54,7 @@ def identify(request_id: bytes, *content: object, owner: str, session_id: str = 
         return None
     if len(request_id) != REQUEST_ID_BYTES:
         raise InvalidArgument("request_id", f"must be empty or {REQUEST_ID_BYTES} bytes, got {len(request_id)}")
-    return Call(owner, session_id, request_id, hashlib.sha256(_canonical(content)).digest())
+    return Call(owner, session_id, request_id, hashlib.sha256(repr(_plain(content)).encode()).digest())
 
 
 class Replies(Generic[R]):
@@ -182,18 +183,23 @@ class _Reply(Generic[R]):
     session_id: str
 
 
-def _canonical(value: object) -> bytes:
-    """Bytes that are equal for equal contents and differ for others: each piece says its kind and its length."""
-    # The commonest kinds first: every call is identified, those that are refused too.
+def _plain(value: object) -> object:
+    """Equal for equal contents, and different for others also when written out: by one `repr` in the end, because every
+    call is identified, those that are refused too."""
+    kind: Any = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, bytes):
+        return b"", len(value), hashlib.sha256(value).digest()  # written out, they would take four times as much
     if isinstance(value, (tuple, list)):
-        pieces = [_canonical(item) for item in value]
-        return b"l%d:%b" % (len(pieces), b"".join(pieces))
-    if type(value) not in _PLAIN:
-        if isinstance(value, bytes):
-            return b"b%d:%b" % (len(value), value)
-        if is_dataclass(value) and not isinstance(value, type):
-            value = {spec.name: getattr(value, spec.name) for spec in fields(value)}
-        if isinstance(value, Mapping):
-            return _canonical([b"m", *sorted(_canonical(item) for item in value.items())])
-    text = repr(value).encode()
-    return b"v%d:%b" % (len(text), text)
+        return "l", *map(_plain, value)
+    if names := _field_names(kind):
+        return "m", *[_plain(getattr(value, name)) for name in names]
+    if isinstance(value, Mapping):
+        return "m", *sorted(repr(_plain(item)) for item in value.items())
+    return "v", repr(value)
+
+
+@functools.cache
+def _field_names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(spec.name for spec in fields(kind)) if is_dataclass(kind) else ()

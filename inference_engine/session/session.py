@@ -83,7 +83,9 @@ class Session:
     @property
     def longest(self) -> int | None:
         """The longest history that it may reach, in tokens."""
-        return min((limit for limit in (self.limit_tokens, self.cap_tokens) if limit is not None), default=None)
+        if self.limit_tokens is None or self.cap_tokens is None:
+            return self.cap_tokens if self.limit_tokens is None else self.limit_tokens
+        return min(self.limit_tokens, self.cap_tokens)
 
     def check_room(self, adding: int) -> None:
         """Raise HistoryLimit if its history would become too long by so many tokens."""

@@ -215,12 +215,13 @@ class SessionStore:
 
     def history_room(self, session: Session) -> int | None:
         """For how many more tokens there is a place; None: for any number. Called with the lock held."""
-        most = self._limits.history_tokens_per_owner
-        rooms = [] if session.longest is None else [session.longest - len(session.history)]
+        most, longest = self._limits.history_tokens_per_owner, session.longest
+        room = None if longest is None else max(0, longest - len(session.history))
         if most:
             self._leaves.recount()
-            rooms.append(most - session.history.holdings.tokens)
-        return max(0, min(rooms)) if rooms else None
+            of_owner = max(0, most - session.history.holdings.tokens)
+            room = of_owner if room is None else min(room, of_owner)
+        return room
 
     def refuse_without_place(self, session: Session) -> None:
         """Raise QuotaExceeded if there is no place for one more token of the owner's."""
