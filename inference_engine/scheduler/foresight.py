@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
+from typing import NamedTuple
 
 from inference_engine.scheduler.request import Prediction, Request
 from inference_engine.scheduler.step_time import StepPace
@@ -39,9 +40,11 @@ _MOST_OVER_LINE = 4.0
 _FREE_STEPS = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What a Generate still needs: rows to prefill, then tokens. all_tokens: and those that it has generated."""
+class Load(NamedTuple):
+    """What a Generate still needs: rows to prefill, then tokens. all_tokens: and those that it has generated.
+
+    A tuple, because a prediction makes one for each Generate there is.
+    """
 
     owner: str
     prefill_rows: int
@@ -88,10 +91,21 @@ class _Play:
         self._prefills: list[tuple[float, float, str]] = []  # when it is done, segments of it, whose it is
         self._ends: list[tuple[float, str, float]] = []  # when, whose, and how many tokens it had
         for load in running:
-            self._run(load, 0.0)
+            self._ends.append(self._end(load, 0.0))
         self._lines: dict[str, deque[tuple[int, Load]]] = {}
+        begun: set[str] = set()
         for index, load in enumerate(waiting):
+            # Who has none running begins with the first, before all others and wherever it stands: there may be
+            # thousands of these owners.
+            if load.owner not in begun and not self._counts[load.owner]:
+                begun.add(load.owner)
+                self._ends.append(self._end(load, 0.0))
+                continue
             self._lines.setdefault(load.owner, deque()).append((index, load))
+        for owner in begun:
+            self._counts[owner] = 1
+        self._total += len(begun)
+        heapq.heapify(self._ends)
         # Who comes next, by running ones and arrival; entries that are no longer true are passed over.
         self._order: list[tuple[int, int, str]] = []
         for owner in self._lines:
@@ -108,7 +122,7 @@ class _Play:
             while (load := self._next()) is not None:
                 if load is new:
                     return self._ahead(new, now)
-                self._run(load, now)
+                heapq.heappush(self._ends, self._end(load, now))
                 self._counts[load.owner] += 1
                 self._total += 1
                 self._stand_in_line(load.owner)
@@ -140,25 +154,29 @@ class _Play:
         if line := self._lines.get(owner):
             heapq.heappush(self._order, (self._counts[owner], line[0][0], owner))
 
-    def _run(self, load: Load, now: float) -> None:
+    def _end(self, load: Load, now: float) -> tuple[float, str, float]:
+        """It begins now. When it ends, for `_ends`."""
         over, tokens = now, load.tokens
         if load.prefill_rows:
             segments = load.prefill_rows / self._room.segment_rows
-            self._prefilled_at = max(self._prefilled_at, now) + segments
+            self._prefilled_at = max(now, self._prefilled_at) + segments
             self._prefills.append((self._prefilled_at, segments, load.owner))
-            over, tokens = max(self._prefilled_at, now + 1), load.tokens - 1  # the last piece gives the first token
-        end = over + max(0.0, tokens) * self._steps_a_token
-        heapq.heappush(self._ends, (end, load.owner, load.all_tokens))
+            # The last piece gives the first token.
+            over, tokens = max(now + 1, self._prefilled_at), load.tokens - 1
+        end = over + tokens * self._steps_a_token if tokens > 0 else over
+        return end, load.owner, load.all_tokens
 
     def _ahead(self, new: Load, now: float) -> Ahead:
         """`new` begins now. Owners take turns with their prefills, and so do an owner's Generates."""
         left: dict[str, list[float]] = {}
         done = 0.0
         for over, segments, owner in self._prefills:
-            rest = min(segments, max(0.0, over - now))
+            if over <= now:
+                done += segments
+                continue
+            rest = min(over - now, segments)
             done += segments - rest
-            if rest:
-                left.setdefault(owner, []).append(rest)
+            left.setdefault(owner, []).append(rest)
         own = new.prefill_rows / self._room.segment_rows
         beside = sum(min(rest, own) for rest in left.pop(new.owner, ()))
         between = sum(min(sum(rests), own + beside) for rests in left.values())
@@ -227,9 +245,8 @@ class Foresight:
         """What `new` would wait if it came now and nobody after it; None until a few steps were measured."""
         if self._pace.mean_seconds is None:
             return None
-        load = self._load(new)
-        ours = [self._load(request) for request in running]
-        found = ahead_of(load, ours, [self._load(request) for request in waiting], self.room)
+        (load,), ours = self._loads([new]), self._loads(running)
+        found = ahead_of(load, ours, self._loads(waiting), self.room)
         step_seconds = self._step_seconds(min(len(ours), self.room.max_batch))
         row_seconds = self._pace.row_seconds
         own_steps = ceil(load.prefill_rows / self.room.segment_rows)
@@ -256,8 +273,15 @@ class Foresight:
         found = self._pace.seconds(rows)
         return found if found is not None else self._pace.mean_seconds or 0.0
 
-    def _load(self, request: Request) -> Load:
-        return _load(request, self._lengths.share(request.params.max_tokens))
+    def _loads(self, requests: Iterable[Request]) -> list[Load]:
+        shares: dict[int, float] = {}  # many ask for as many
+        loads = []
+        for request in requests:
+            asked = request.params.max_tokens
+            if (share := shares.get(asked)) is None:
+                share = shares[asked] = self._lengths.share(asked)
+            loads.append(_load(request, share))
+        return loads
 
 
 def _load(request: Request, share_said: float) -> Load:
@@ -265,6 +289,7 @@ def _load(request: Request, share_said: float) -> Load:
     rows = forced
     if request.is_prefilling:
         rows += max(1, request.prefill_tokens - request.prefilled_tokens)
-    all_tokens = 1.0 if request.forced is not None else max(1.0, request.params.max_tokens * share_said)
-    left = max(1.0, (request.params.max_tokens - request.generated) * share_said)
+    asked = request.params.max_tokens
+    all_tokens = 1.0 if request.forced is not None else max(1.0, asked * share_said)
+    left = max(1.0, (asked - request.generated) * share_said) if request.generated else all_tokens
     return Load(request.session.owner, rows, min(left, all_tokens), all_tokens)
