@@ -20,6 +20,7 @@ from kakeya._errors import (
     KakeyaError,
     SessionBusy,
     SessionNotFound,
+    StateError,
 )
 from kakeya._flows import Call, Flow, Step
 from kakeya._retry import Patience, RetryPolicy
@@ -31,7 +32,7 @@ class Server:
 
     Faults, one for each call: "ok", "lost" (never arrives), "unanswered" (arrives, its answer is lost), "late" (arrives
     after the next call), "timeout", "busy", "draining", "refused" (no connection is made), "full" (the connection has
-    too many calls), "gone".
+    too many calls), "gone", "closed" (arrives, and the client is closed), "closed before".
     """
 
     def __init__(
@@ -77,6 +78,8 @@ class Server:
             refused._was_full = True
         if fault in {"refused", "full"}:
             raise refused
+        if fault == "closed before":
+            raise StateError("the client is closed")
         is_known = isinstance(step.request, pb.AppendTokensRequest) and step.request.request_id in (self._replies or {})
         if fault in refusals and not is_known:
             raise refusals[fault]()
@@ -95,6 +98,10 @@ class Server:
             self.history.extend(self.meanwhile)
             raise DeadlineExceeded("too late", code="DEADLINE_EXCEEDED")
         reply = self._try_append(step.request)
+        if fault == "closed":
+            closed = StateError("the client was closed while the call was running")
+            closed._was_sent = True
+            raise closed
         if fault == "timeout":
             self.history.extend(self.meanwhile)
             raise DeadlineExceeded("too late", code="DEADLINE_EXCEEDED")
@@ -231,6 +238,27 @@ def test_what_cannot_be_known_is_not_claimed() -> None:
     assert (error.appended_tokens, error.history_length, error.pending_tokens) == (None, 0, 2)
     assert isinstance(error.__cause__, ConnectionFailed)
     assert error.__notes__ == ["at least 0 of 2 ids of this append are in the history"]
+
+
+@pytest.mark.parametrize(
+    ("faults", "known"),
+    [
+        (["closed"], None),
+        (["unanswered", "closed"], None),
+        (["unanswered", "closed before"], None),
+        (["refused", "closed before"], 0),
+        (["ok", "closed"], None),
+        (["ok", "closed before"], 3),
+    ],
+)
+def test_what_became_of_a_request_whose_client_was_closed_is_not_claimed(faults: list[str], known: int | None) -> None:
+    server = Server([*faults, *["closed before"] * 5])
+    with pytest.raises(StateError) as caught:
+        append(server, [1, 2, 3, 4], Tail())
+    assert caught.value.appended_tokens == known
+    least = "" if known is not None else "at least "
+    arrived = 3 if faults[0] == "ok" else 0
+    assert caught.value.__notes__ == [f"{least}{arrived} of 4 ids of this append are in the history"]
 
 
 def test_after_an_open_append_the_next_one_insists_on_the_length_known_before() -> None:

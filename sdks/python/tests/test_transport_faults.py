@@ -288,6 +288,26 @@ async def test_closing_a_client_ends_the_wait_between_attempts(
     assert len(scripted.calls("GetServerInfo")) == 1
 
 
+async def test_an_append_under_way_when_its_client_is_closed_does_not_claim_that_nothing_arrived(
+    scripted: Any, client: Any, session: Any, do: Do
+) -> None:
+    arrived, is_over = threading.Event(), threading.Event()
+
+    def silent(*_: Any) -> pb.AppendTokensResponse:
+        arrived.set()
+        is_over.wait(60)
+        return pb.AppendTokensResponse(history_length=2)
+
+    scripted.on("AppendTokens", silent)
+    appending = asyncio.ensure_future(do(session.append, [1, 2], timeout=None))
+    await asyncio.to_thread(arrived.wait)
+    await do(client.close)
+    with pytest.raises(kakeya.StateError, match="closed while the call was running") as caught:
+        await asyncio.wait_for(appending, 60)
+    is_over.set()
+    assert caught.value.appended_tokens is None
+
+
 def test_a_channel_closed_in_the_moment_of_a_call_is_told_as_the_client_closed(
     scripted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

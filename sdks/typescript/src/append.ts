@@ -18,6 +18,7 @@ import {
   KakeyaError,
   ProtocolError,
   ServerError,
+  StateError,
   TransportError,
 } from "./errors.js";
 import { exact } from "./checks.js";
@@ -180,7 +181,10 @@ export class Append {
         this.#tail.hasOpenAppend = this.#isOpen || isInDoubt;
         const seconds = patience.waitSeconds(attempts, error);
         if (seconds !== undefined) {
+          // For the case that the client is closed meanwhile.
+          this.#isFateKnown = !isInDoubt;
           await this.#link.wait(seconds, patience);
+          this.#isFateKnown = true;
           continue;
         }
         const failure = givenUp ?? patience.verdict(error);
@@ -259,6 +263,6 @@ export class Append {
 
 /** After these nobody on this side knows whether the request took effect. */
 function isFateOpen(error: KakeyaError): boolean {
-  const isOpen = error instanceof TransportError || error instanceof DeadlineExceeded || error instanceof ServerError;
-  return isOpen && error.wasSent;
+  const kinds = [TransportError, DeadlineExceeded, ServerError, StateError];
+  return error.wasSent && kinds.some((kind) => error instanceof kind);
 }

@@ -16,13 +16,13 @@ afterEach(async () => {
   await server.close();
 });
 
-async function serve(script: Script): Promise<kakeya.Client> {
+async function serve(script: Script, retry = QUICK): Promise<kakeya.Client> {
   server = await scripted({
     createSession: () => ({ sessionId: "s1" }),
     getServerInfo: () => ({ maxAppendTokens: 100, maxMessageBytes: 4 * 2 ** 20 }),
     ...script,
   });
-  client = new kakeya.Client(server.target, { retry: QUICK });
+  client = new kakeya.Client(server.target, { retry });
   return client;
 }
 
@@ -234,6 +234,28 @@ test("an append whose time is up is resolved by its id where others have appende
   expect(await session.append([7, 8], { timeoutSeconds: 0.1 })).toBe(2);
   expect(calls).toBe(2);
 });
+
+test.each(["under way", "waited for"] as const)(
+  "an append that is %s when its client is closed does not claim that nothing arrived",
+  async (when) => {
+    const session = await (
+      await serve(
+        {
+          appendTokens: () => {
+            if (when === "waited for") {
+              setTimeout(() => void client.close(), 50);
+              server.cut();
+            } else setTimeout(() => void client.close(), 5);
+            return new Promise<never>(() => undefined);
+          },
+        },
+        when === "waited for" ? { firstDelaySeconds: 60, maxDelaySeconds: 60 } : QUICK,
+      )
+    ).createSession();
+    const error = await failure(kakeya.StateError, session.append([7, 8], { timeoutSeconds: null }));
+    expect([error.appendedTokens, error.message]).toEqual([null, expect.stringContaining("was closed while")]);
+  },
+);
 
 /** Of another session's, and fails if it is asked again and again. */
 class OtherMismatch extends kakeya.HistoryLengthMismatch {

@@ -166,7 +166,10 @@ export class Link {
   }
 
   requireOpen(): void {
-    if (this.#isClosed) throw new StateError(`this client of ${this.target} is closed; make a new one`);
+    if (!this.#isClosed) return;
+    const closed = new StateError(`this client of ${this.target} is closed; make a new one`);
+    closed.wasSent = false;
+    throw closed;
   }
 
   close(): void {

@@ -23,6 +23,7 @@ from kakeya._errors import (
     KakeyaError,
     ProtocolError,
     ServerError,
+    StateError,
     TransportError,
 )
 from kakeya._flows import Call, Flow, Sleep, repeatable
@@ -140,7 +141,7 @@ class Append:
                 self._length, self._is_exact, self._is_open, is_in_doubt = error.actual, True, False, False
                 request = self._request(chunk)  # for another length, it is another request
                 continue
-            except (TransportError, DeadlineExceeded, ServerError) as error:
+            except (TransportError, DeadlineExceeded, ServerError, StateError) as error:
                 is_in_doubt, failure = is_in_doubt or error._was_sent, error
             except KakeyaError as error:  # refused: this attempt changed nothing
                 failure = error

@@ -84,4 +84,6 @@ class ClientBase:
         return failure
 
     def _closed_meanwhile(self) -> StateError:
-        return StateError(f"this client of {self.target} was closed while the call was running")
+        closed = StateError(f"this client of {self.target} was closed while the call was running")
+        closed._was_sent = True
+        return closed

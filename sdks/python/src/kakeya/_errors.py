@@ -162,7 +162,14 @@ class Unauthenticated(CallerError):
 
 
 class StateError(CallerError):
-    """A client, session or stream was used in an order that makes no sense; the message says which."""
+    """A client, session or stream was used in an order that makes no sense; the message says which.
+
+    An `append` whose client was closed while a request of it was under way raises it, with `appended_tokens` None.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self._was_sent = False  # but where the client was closed meanwhile
 
 
 class InvalidMessages(CallerError, ValueError):
