@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from inference_engine.decode.draft import Drafter, DraftMemory, Seen, TokenIds, Tokens, Wanted, Way
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.pool import Demand
+from inference_engine.kv.memory.pool import Demand
 from kv_cache_proposer.ngram import NgramDrafter
 
 # What follows three ids that came before is right more often than a network is; after two of a chat it is not.

@@ -20,7 +20,7 @@ from inference_engine.decode.draft import DraftMemory, Seen, TokenIds, Tokens, W
 from inference_engine.errors import ConfigError
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.pool import Demand
+from inference_engine.kv.memory.pool import Demand
 
 _SHORT = 2  # ids of a copy that may well be chance
 

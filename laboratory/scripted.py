@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.backends.base import Result, Step
-from inference_engine.kv.address_space import discard, reserve_zeros
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry, LayerGeometry
-from inference_engine.kv.host_memory import free_host_bytes
-from inference_engine.kv.pool import Pool
+from inference_engine.kv.memory.address_space import discard, reserve_zeros
+from inference_engine.kv.memory.host import free_host_bytes
+from inference_engine.kv.memory.pool import Pool
 from inference_engine.types import Mode, ModelFacts
 
 HEAD_DIM = 8

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from inference_engine.config import resolve
 from inference_engine.errors import InvalidArgument, KakeyaError
-from inference_engine.kv.latent_rows import default_bytes_per_token, latent_layers
+from inference_engine.kv.archives.latent import default_bytes_per_token, latent_layers
 from inference_engine.models import load_model
 from kv_cache_proposer.f_theta.codec import LatentCodec
 from kv_cache_proposer.f_theta.fit import fit

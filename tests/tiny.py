@@ -15,7 +15,7 @@ from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.kernels.lane_attention import LaneAttention
-from inference_engine.kv.latent_rows import latent_layers
+from inference_engine.kv.archives.latent import latent_layers
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import Mode, ModelFacts
 from kv_cache_proposer.f_theta.codec import LatentCodec

@@ -23,8 +23,8 @@ from inference_engine.backends.recording import GraphMemory, Recording, padded
 from inference_engine.errors import BackendError
 from inference_engine.kernels.lane_attention import LaneAttention
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.lane_tables import LaneTables, StepNumbers
-from inference_engine.kv.pool import Pool
+from inference_engine.kv.memory.pool import Pool
+from inference_engine.kv.numbers import LaneTables, StepNumbers
 from inference_engine.models.seam import Seam
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.kv.marks import Wait
-from inference_engine.kv.marks import mark as mark_of_device
+from inference_engine.kv.memory.events import Wait
+from inference_engine.kv.memory.events import mark as mark_of_device
 
 Numbers = NDArray[np.int64]
 _PIECES = 2

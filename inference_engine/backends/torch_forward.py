@@ -16,12 +16,12 @@ from inference_engine.backends.recorded_rows import RecordedRows
 from inference_engine.backends.recording import GraphMemory
 from inference_engine.kernels.lane_attention import LaneAttention
 from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
-from inference_engine.kv.address_space import discard, reserve_zeros
 from inference_engine.kv.context import Compute, KVContext, compute_plainly
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.host_memory import free_host_bytes
 from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK
-from inference_engine.kv.pool import Pool
+from inference_engine.kv.memory.address_space import discard, reserve_zeros
+from inference_engine.kv.memory.host import free_host_bytes
+from inference_engine.kv.memory.pool import Pool
 from inference_engine.models.seam import Seam
 from inference_engine.types import Mode, ModelFacts
 

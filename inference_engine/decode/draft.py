@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.kv.context import KVContext
-from inference_engine.kv.draft_memory import DraftMemories, DraftMemory
+from inference_engine.kv.context import DraftMemories, DraftMemory, KVContext
 
 __all__ = ["DraftMemory", "Drafter", "Seen", "TokenIds", "Tokens", "Wanted", "Way"]
 

@@ -21,12 +21,11 @@ from inference_engine.engine.memory import grows, open_memory, refuse_if_too_sma
 from inference_engine.engine.results import EngineInfo, HistoryLength, SessionForked, SessionInfo, SessionOpened
 from inference_engine.engine.stats import take_census
 from inference_engine.errors import Draining, EngineStalled, InvalidArgument, SessionClosed
-from inference_engine.kv.context import OnChoice
-from inference_engine.kv.query_rings import MatchTotals
+from inference_engine.kernels.mac import MatchTotals
+from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.strategies import check_registry, parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, check_strategy
-from inference_engine.kv.token_codec import TokenCodec
-from inference_engine.kv.transfers import TransferTotals
+from inference_engine.kv.views import OnChoice, TokenCodec
 from inference_engine.metrics import EngineMetrics, StepTimer
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import Forced, Listener, OnLogits
@@ -423,7 +422,6 @@ class Engine:
 
     def info(self) -> EngineInfo:
         tier = self._context.tier
-        assert tier is not None
         return EngineInfo(
             facts=self._forward.facts,
             mode=self.config.mode,

@@ -8,14 +8,14 @@ from inference_engine.backends.base import Forward
 from inference_engine.config import EngineConfig
 from inference_engine.decode.draft import Drafter
 from inference_engine.errors import ConfigError
-from inference_engine.kv.address_space import MOST_BYTES
-from inference_engine.kv.context import KVContext, OnChoice
+from inference_engine.kv.context import KVContext, TokenCodec
 from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.memory.address_space import MOST_BYTES
+from inference_engine.kv.memory.tier import open_tier
 from inference_engine.kv.session_kv import bound_of, grows_with_history
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.kv.tier import open_tier
-from inference_engine.kv.token_codec import TokenCodec
+from inference_engine.kv.views import OnChoice
 from inference_engine.metrics import EngineMetrics
 
 _SHARE = 4  # of what is free, one part in this many is taken unless the settings say
@@ -51,8 +51,9 @@ def open_memory(
         folder=config.tier_dir,
         count=metrics.count_transfer,
     )
-    context = replace(opened, latent=latent, draft_memories=drafter, tier=tier, on_choice=on_choice)
+    context = replace(opened, latent=latent, tier=tier, on_choice=on_choice)
     if drafter is not None:
+        context = replace(context, draft_memories=drafter)
         drafter.prepare(context)
     return context
 

@@ -34,7 +34,7 @@ def take_census(store: SessionStore, scheduler: Scheduler, context: KVContext, n
         kv_reserved_bytes=context.pool.reserved_bytes,
         kv_kept_for_forks_bytes=orphaned_bytes(store.sessions()),
         tier_bytes=tier_bytes,
-        tier_reserved_bytes=0 if context.tier is None else context.tier.reserved_bytes,
+        tier_reserved_bytes=context.tier.reserved_bytes,
         history_tokens=history.tokens,
         history_bytes=history.nbytes,
         waiting=waiting,

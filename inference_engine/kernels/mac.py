@@ -60,6 +60,42 @@ class MacStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MatchTotals:
+    """Sums over committed generated rows of one layer. Tensors are on the device, and none is changed later.
+
+    rows_present: rows of K and V that full attention would have read, in each head.
+    group_rows_read: heads that share K and V read them once, as far back as the one that reads most.
+    The masses are those of MacStats.
+    """
+
+    rows: int
+    rows_present: int
+    hits: Tensor  # [Hq]
+    rows_read: Tensor  # [Hq]
+    group_rows_read: Tensor  # [Hkv]
+    band_mass: Tensor  # [Hq]
+    reused_mass: Tensor  # [Hq]
+
+    @staticmethod
+    def of(position: int, stats: MacStats, kv_heads: int) -> MatchTotals:
+        """Those of one row."""
+        return MatchTotals(
+            rows=1,
+            rows_present=position + 1,
+            hits=stats.hits.long(),
+            rows_read=stats.rows_read,
+            group_rows_read=stats.rows_read.view(kv_heads, -1).amax(-1),
+            band_mass=stats.band_mass,
+            reused_mass=stats.reused_mass,
+        )
+
+    def plus(self, other: MatchTotals) -> MatchTotals:
+        return MatchTotals(
+            **{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MacState:
     """One layer's ring of past queries and of their summaries; a position's slot is position % ring.
 

@@ -1,20 +1,22 @@
-"""What sessions live in: the pool of their K/V, and the device's operations."""
+"""What sessions live in: the pool of their K/V, the device's operations, and what may be beside the model."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from inference_engine.kernels.lane_attention import LaneAttention
 from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
-from inference_engine.kv.draft_memory import DraftMemories
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.pool import Pool
-from inference_engine.kv.tier import Tier
-from inference_engine.kv.token_codec import TokenCodec
+from inference_engine.kv.memory.pool import Demand, Pool
+from inference_engine.kv.memory.tier import NoTier, Tier
+from inference_engine.kv.part import Held, Part
+from inference_engine.kv.views import OnChoice
 
 # rotate(keys [H, n, D], shifts [n], on the host, rotary name): the keys as they would be so many positions later
 # (negative: before)
@@ -26,13 +28,78 @@ OfRows = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 # shapes but for n; it neither waits for the device nor looks at values.
 Compute = Callable[[Hashable, OfRows, Sequence[Tensor]], Sequence[Tensor]]
 
-# on_choice(layer, scores [T, Hkv, B], candidates [T, B], chosen [T, Hkv, K]): told of every keep-set, as it is chosen.
-OnChoice = Callable[[int, Tensor, Tensor, Tensor], None]
-
 
 def compute_plainly(_name: Hashable, of_rows: OfRows, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """As any `Compute`, with nothing remembered."""
     return of_rows(tensors)
+
+
+class TokenCodec(Protocol):
+    """Calibrated for one model. Rows are unrotated; a row's code depends on that row alone, up to rounding.
+
+    Coding neither waits for the device nor looks at values: whether rows are finite is the caller's to ask.
+    """
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers whose rows are in the code, ascending."""
+
+    @property
+    def bytes_per_token(self) -> int: ...
+
+    @property
+    def least_bytes_per_token(self) -> int:
+        """The fewest that `at` can give."""
+
+    def at(self, bytes_per_token: int) -> TokenCodec:
+        """The same codec with fewer bytes per token."""
+
+    def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        """K and V of each of `layers`, [n, Hkv, D] in any float dtype -> uint8 [n, bytes_per_token]."""
+
+    def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        """K and V, float32 [n, Hkv, D], of each layer asked for (None: all), in that order."""
+
+
+class DraftMemory(Part):
+    """What a drafter remembers of one session, reserved for the session's life. It is not copied: forks begin empty."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Go back to an empty history."""
+
+    def forget(self, floor: int, length: int) -> None:
+        self.clear()
+
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """Bytes in use, at most what was demanded."""
+
+    def add_footprint(self, held: Held, length: int, end: int) -> None:
+        held.add(draft=self.held_bytes())
+
+
+class DraftMemories(Protocol):
+    """Where sessions get theirs: bytes of the pool like everything else a session holds, told and counted."""
+
+    def demands(self, geometry: Geometry) -> tuple[Demand, ...]:
+        """What one session's memory takes of the pool; () if nothing is remembered."""
+
+    def open(self, context: KVContext) -> DraftMemory | None:
+        """Reserve one session's memory; None, and nothing taken, if there is no room.
+
+        Not called if nothing is demanded.
+        """
+
+
+class NoDraftMemories:
+    """Those of an engine whose drafter remembers nothing, or that has none."""
+
+    def demands(self, geometry: Geometry) -> tuple[Demand, ...]:
+        return ()
+
+    def open(self, context: KVContext) -> DraftMemory | None:
+        raise AssertionError("nothing is demanded")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,5 +125,5 @@ class KVContext:
     most_rows_at_once: int | None = None
     on_choice: OnChoice | None = None
     latent: TokenCodec | None = None
-    draft_memories: DraftMemories | None = None
-    tier: Tier | None = None
+    draft_memories: DraftMemories = field(default_factory=NoDraftMemories)
+    tier: Tier = field(default_factory=NoTier)

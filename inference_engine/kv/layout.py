@@ -20,8 +20,9 @@ whole blocks.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,29 @@ Positions = NDArray[np.int64]
 # Rows that are elsewhere are read a chunk at a time: few operations for many rows, and little of a layer at once.
 SEGMENTS_IN_A_CHUNK = 4
 Array = Any  # a numpy array or a torch tensor: `visible` is written in operators that both have
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSet:
+    """Layers of one shape."""
+
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    rotary: str
+
+
+def alike(geometry: Geometry, keys: Mapping[int, Key]) -> tuple[tuple[LayerSet, Key], ...]:
+    """The layers of `keys` in sets of equal shape and equal key."""
+    members: dict[tuple[Key, int, int, str], list[int]] = {}
+    for index, key in keys.items():
+        layer = geometry.layers[index]
+        members.setdefault((key, layer.kv_heads, layer.head_dim, layer.rotary), []).append(index)
+    return tuple(
+        (LayerSet(layers=tuple(layers), kv_heads=kv_heads, head_dim=head_dim, rotary=rotary), key)
+        for (key, kv_heads, head_dim, rotary), layers in members.items()
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,25 +16,24 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import reduce
 from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_engine.errors import InvariantViolated, NoCapacity
-from inference_engine.kv.archived_rows import ArchivedRows
-from inference_engine.kv.context import KVContext
-from inference_engine.kv.draft_memory import DraftMemory
+from inference_engine.kernels.mac import MatchTotals
+from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.lanes import LaneGroup, demands
-from inference_engine.kv.query_rings import MatchTotals
-from inference_engine.kv.slab import Slab, slab_bytes
-from inference_engine.kv.sleeping import SleepingRows
+from inference_engine.kv.memory.slab import Slab, slab_bytes
+from inference_engine.kv.memory.transfers import TransferTotals
+from inference_engine.kv.part import Held, Part
+from inference_engine.kv.parts.archived import ArchivedEntries
+from inference_engine.kv.parts.layer_entries import LayerEntries
+from inference_engine.kv.parts.restored import RestoredEntries
+from inference_engine.kv.parts.shared_prefix import MOST_PIECES, SharedPrefix
+from inference_engine.kv.parts.streamed import StreamedEntries
 from inference_engine.kv.strategy import KVStrategy, Placement
-from inference_engine.kv.streaming import StreamingRows
-from inference_engine.kv.transfers import TransferTotals
-from inference_engine.kv.trunk import MOST_PIECES, Trunk
 from inference_engine.types import Bound, Footprint
 
 
@@ -49,28 +48,29 @@ class SessionKV:
         strategy: KVStrategy,
         context: KVContext,
         limit_tokens: int | None,
-        trunks: Sequence[Trunk] = (),
+        prefixes: Sequence[SharedPrefix] = (),
         *,
         tokens: int | None = None,
     ) -> None:
         """Reserve what is sustained. Raises NoCapacity, with nothing taken, if there is no room for it.
 
-        trunks: the first rows, one trunk for each set of layers; they are borrowed until the session is released.
+        prefixes: the first entries, for each set of layers; they are borrowed until the session is released.
         tokens: be granted memory for a history of so many, and more as it grows (`grow`). None: for all it may become.
         """
         self.strategy = strategy
         self.context = context
         self.limit_tokens = limit_tokens
-        self.base = trunks[0].end if trunks else 0  # positions whose rows are in the trunks
+        self.base = prefixes[0].end if prefixes else 0  # positions whose entries other sessions hold
         self.length = self.base  # committed positions
         self.staged = 0  # positions staged beyond `next_position`
         self.staged_generated: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self.evicted = 0  # committed positions that no query can read any more
         self.bound = bound_of(strategy, context, limit_tokens, base=self.base)
-        self.draft_memory: DraftMemory | None = None  # what a drafter remembers of the session
-        self._resident: list[LaneGroup] = []
-        self._archived: ArchivedRows | None = None
-        self._replayed: int | None = None  # while rows are computed again: how far
+        self.parts: tuple[Part, ...] = ()  # in the order of a step: what commits after others comes after them
+        self.draft_memory: DraftMemory | None = None  # one of the parts, where a drafter remembers something
+        self._resident: tuple[LayerEntries, ...] = ()  # those of the parts whose entries stay as they are
+        self._archived: tuple[ArchivedEntries, ...] = ()  # that of the parts whose old entries come back, if any do
+        self._replayed: int | None = None  # while entries are computed again: how far
         self._is_awake = False
         self._tier_bytes = 0  # reserved of the second tier
         self._plan = _placement(strategy, context, limit_tokens, self.base)
@@ -81,9 +81,9 @@ class SessionKV:
         self.granted_tokens = limit_tokens  # memory is granted for a history of so many; None: for any
         self._granted = self.bound  # what that may hold
         self._granted_apart = 0  # bytes granted beside those of resident slabs
-        self._trunks = tuple(trunks)
-        for trunk in trunks:
-            trunk.borrow()
+        self._prefixes = tuple(prefixes)
+        for prefix in prefixes:
+            prefix.borrow()
         self.reserve(tokens)
 
     def reserve(self, tokens: int | None = None) -> None:
@@ -175,7 +175,8 @@ class SessionKV:
         plan = _placement(self.strategy, self.context, self.granted_tokens, self.base)
         geometry = self.context.geometry
         for group, (layers, layout) in zip(self._resident, plan.resident, strict=True):
-            group.slab.nbytes = slab_bytes(demands(geometry, layers, layout), itemsize=geometry.itemsize)
+            need = LayerEntries.need(geometry, layers, layout)
+            group.slab.nbytes = slab_bytes(need.demands, itemsize=geometry.itemsize)
         self._granted_apart = self._granted_rows - sum(group.slab.nbytes for group in self._resident)
 
     @property
@@ -188,10 +189,9 @@ class SessionKV:
 
         Any thread, while nothing else touches the session.
         """
-        trunks, self._trunks = self._trunks, ()
+        prefixes, self._prefixes = self._prefixes, ()
         self.release()
-        self._trunks = trunks
-        self.draft_memory = None
+        self._prefixes = prefixes
         self.length, self.staged, self.evicted = self.base, 0, 0
         self._replayed = None
         self.is_dropped = True
@@ -204,8 +204,8 @@ class SessionKV:
 
     # -- forks ------------------------------------------------------------------------------------------------------
 
-    def share(self) -> tuple[Trunk, ...]:
-        """Trunks of the committed rows for a fork of this session, one for each set of layers; () if it has to copy.
+    def share(self) -> tuple[SharedPrefix, ...]:
+        """The committed entries for a fork of this session, by set of layers; () if it has to copy them.
 
         Rows are read where they lie only where each stays there as it is, and sums may be taken in another order; a few
         of them are copied sooner than read apart. Nothing is borrowed yet.
@@ -213,19 +213,19 @@ class SessionKV:
         geometry = self.context.geometry
         if not self._plan.keeps_every_row or geometry.row_quantum > 1 or geometry.key_quantum > 1:
             return ()
-        lent = [trunk.pieces for trunk in self._trunks] or [() for _ in self._plan.resident]
+        lent = [prefix.pieces for prefix in self._prefixes] or [() for _ in self._plan.resident]
         if self.length - self.base >= geometry.segment_tokens and len(lent[0]) < MOST_PIECES:
             lent = [(*pieces, group.piece(self.length)) for pieces, group in zip(lent, self._resident, strict=True)]
         if not lent[0]:
             return ()
         if not self._resident:  # its own rows were dropped
-            return self._trunks
-        return tuple(group.trunk_of(pieces) for group, pieces in zip(self._resident, lent, strict=True))
+            return self._prefixes
+        return tuple(group.prefix_of(pieces) for group, pieces in zip(self._resident, lent, strict=True))
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of rows that are read where other sessions hold them. They are in no bound of this one."""
-        return sum(trunk.nbytes for trunk in self._trunks)
+        return sum(prefix.nbytes for prefix in self._prefixes)
 
     @property
     def slabs(self) -> list[Slab]:
@@ -235,36 +235,38 @@ class SessionKV:
     @property
     def borrowed(self) -> list[Slab]:
         """What was reserved for other sessions and is read by this one."""
-        return [piece.slab for trunk in self._trunks for piece in trunk.pieces]
+        return [piece.slab for prefix in self._prefixes for piece in prefix.pieces]
 
     def _reserve(self, plan: Placement) -> bool:
-        if self.bound.tier_bytes:
-            assert self.context.tier is not None, "this engine has no second tier"
-            self.context.tier.reserve(self.bound.tier_bytes)
-            self._tier_bytes = self.bound.tier_bytes
-        memories = self.context.draft_memories
-        if memories is not None and memories.demands(self.context.geometry):
-            self.draft_memory = memories.open(self.context)
+        context = self.context
+        rows = replace(context, pool=context.pool.ungranted()) if self.grows else context
+        context.tier.reserve(self.bound.tier_bytes)
+        self._tier_bytes = self.bound.tier_bytes
+        for (layers, layout), prefix in zip(plan.resident, self._prefixes or repeat(None), strict=False):
+            entries = LayerEntries.reserve(rows, layers, layout, prefix)
+            if entries is None:
+                return False
+            self.parts += (entries,)
+            self._resident += (entries,)
+        if plan.restorer is not None:
+            kind = StreamedEntries if plan.restorer.streams else RestoredEntries
+            archived = kind.reserve(context, self.strategy, plan, sustained=rows)
+            if archived is None:
+                return False
+            self.parts += (archived,)
+            self._archived = (archived,)
+        if context.draft_memories.demands(context.geometry):
+            self.draft_memory = context.draft_memories.open(context)
             if self.draft_memory is None:
                 return False
-        rows = replace(self.context, pool=self.context.pool.ungranted()) if self.grows else self.context
-        for (layers, layout), trunk in zip(plan.resident, self._trunks or repeat(None), strict=False):
-            group = LaneGroup.reserve(rows, layers, layout, trunk)
-            if group is None:
-                return False
-            self._resident.append(group)
-        if plan.restorer is None:
-            self._is_awake = True
-            return True
-        kind = StreamingRows if plan.restorer.streams else SleepingRows
-        self._archived = kind.reserve(self.context, plan, sustained=rows)
-        return self._archived is not None
+            self.parts += (self.draft_memory,)
+        self._is_awake = not self.takes_room
+        return True
 
     @property
-    def groups(self) -> tuple[LaneGroup, ...]:
+    def groups(self) -> tuple[LayerEntries, ...]:
         """The lanes that attention reads."""
-        archived = self._archived  # read once: other threads that ask for facts do so while it is released
-        return (*self._resident, *(archived.lanes if archived is not None else ()))
+        return (*self._resident, *(group for archived in self._archived for group in archived.lanes))
 
     # -- waking and sleeping ----------------------------------------------------------------------------------------
 
@@ -275,94 +277,94 @@ class SessionKV:
 
     @property
     def pending_replay(self) -> int:
-        """Positions whose rows have to be computed again before new ones."""
-        if self._archived is None or (self._is_awake and self._replayed is None):
+        """Positions whose entries have to be computed again before new ones."""
+        if self._is_awake and self._replayed is None:
             return 0
-        return self._archived.replay_end(self.length) - (self._replayed or 0)
+        return self._replay_end - (self._replayed or 0)
+
+    @property
+    def _replay_end(self) -> int:
+        return max((part.replay_end(self.length) for part in self.parts), default=0)
 
     def wake(self, tokens: int) -> bool:
         """Get ready for histories of up to `tokens`. False, and nothing taken, if the pool has no room now.
 
-        Old rows are restored from the archive, now or in attention, or, where nothing is kept of them, are to be staged
-        again from position 0 (`next_position`). Raises RestorationFailed, and the session sleeps on as it was.
+        Old entries are restored from the archive, now or in attention, or, where nothing is kept of them, are to be
+        staged again from position 0 (`next_position`). Raises RestorationFailed, and the session stays idle as it was.
         """
-        if self._archived is None or self._is_awake:
+        if self._is_awake:
             return True
-        limit = tokens if self.limit_tokens is None else min(tokens, self.limit_tokens)
-        plan = self.strategy.placement(self.context.geometry, max(limit, self.length))
-        if not self._archived.wake(plan, self.length):
-            return False
-        if self._archived.replay_end(self.length):
+        most = max(self.length, tokens if self.limit_tokens is None else min(tokens, self.limit_tokens))
+        for index, part in enumerate(self.parts):
+            if not part.wake(most, self.length):
+                for woken in self.parts[:index]:
+                    woken.idle(None)
+                return False
+        if self._replay_end:
             self._replayed = 0
         self._is_awake = True
         return True
 
     @property
     def takes_room(self) -> bool:
-        """Does the session need room to wake, and give it back when it sleeps?"""
-        return self._archived is not None
+        """Does the session need room to wake, and give it back when it is idle?"""
+        return any(part.takes_room for part in self.parts)
 
     def ask_finite(self) -> None:
-        """Let the device tell whether old rows that were read or left so far are finite. Nobody waits for it."""
-        if self._archived is not None:
-            self._archived.ask_finite()
+        """Let the device tell whether old entries that were read or left so far are finite. Nothing waits for it."""
+        for part in self.parts:
+            part.ask_finite()
 
     def require_finite(self) -> None:
         """Raise RestorationFailed if some of those asked for are not finite; then `forget` is all that is left.
 
-        To be called before anything that a step computed from them is told to anybody.
+        To be called before anything that a step computed from them reaches a client.
         """
-        if self._archived is not None:
-            self._archived.require_finite()
+        for part in self.parts:
+            part.require_finite()
 
     def sleep(self) -> None:
-        """Keep the exact rows, give back what waking took. What was not committed is gone.
+        """Keep the exact entries, give back what waking took. What was not committed is gone.
 
         Raises as `require_finite`.
         """
         assert self.staged == 0
-        if self._archived is None or not self._is_awake:
+        if not self._is_awake or not self.takes_room:
             return
         self.ask_finite()
         self.require_finite()
-        self._archived.sleep(self.length if self._replayed is None else None)
+        for part in self.parts:
+            part.idle(self.length if self._replayed is None else None)
         self._replayed = None
         self._is_awake = False
 
     def forget(self) -> None:
-        """Drop every row, as if nothing had been committed: what was kept of them cannot be trusted any more.
+        """Drop every entry, as if nothing had been committed: what was kept of them cannot be trusted any more.
 
-        Rows that forks read, or that this one reads where others hold them, stay: no step since could write to them.
-        Should the device fail meanwhile, the session is empty all the same: rows are wiped again when they are opened.
+        Entries that forks read, or that this one reads where others hold them, stay: no step since could write to them.
+        Should the device fail meanwhile, the session is empty all the same: slots are wiped again when they are opened.
         """
-        floor = min((group.floor for group in self._resident), default=0)
-        held = [np.flatnonzero(group.held >= floor) for group in self._resident]
         length = max(self.length, self.next_position + self.staged)
+        floor = min(length, *(part.floor for part in self.parts)) if self.parts else 0
         self.length, self.staged, self.evicted = floor, 0, 0
         self._replayed = None
+        self._is_awake = not self.takes_room
         with ExitStack() as stack:
-            if self._archived is not None:
-                self._is_awake = False
-                stack.callback(self._archived.forget)
-            for group, slots in zip(self._resident, held, strict=True):
-                group.held[slots] = -1
-                stack.callback(group.forget, slots, length)
+            for part in self.parts:
+                stack.callback(part.forget, floor, length)
 
     def copy_from(self, other: SessionKV) -> None:
-        """Hold the committed rows of `other`, which sleeps, as if they had been computed here. Only while empty.
+        """Hold the committed entries of `other`, which is idle, as if they had been computed here. Only while empty.
 
-        `other` has the same strategy; its limit may differ. Rows in the trunks are there already. What a drafter
-        remembers is not copied. Raises OSError if the second tier cannot take its part; then `forget` is all that is
-        left.
+        `other` has the same strategy; its limit may differ. Entries in a shared prefix are there already. Raises
+        OSError if the second tier cannot take its part; then `forget` is all that is left.
         """
-        assert self.length == self.base and not other.staged and (other._archived is None or not other._is_awake)
+        assert self.length == self.base and not other.staged and not (other.takes_room and other._is_awake)
         length = other.length
         if length <= self.base:
             return
-        for group, theirs in zip(self._resident, other._resident, strict=True):
-            group.copy_from(theirs, length)
-        if self._archived is not None and other._archived is not None:
-            self._archived.copy_from(other._archived, length)
+        for part, theirs in zip(self.parts, other.parts, strict=True):
+            part.copy_from(theirs, length)
         self.length, self.evicted = length, other.evicted
 
     # -- the life of rows -------------------------------------------------------------------------------------------
@@ -370,7 +372,7 @@ class SessionKV:
     @property
     def reads_lanes(self) -> bool:
         """Are all rows that it reads in lanes, so that steps of it can be nothing but numbers?"""
-        return all(group.source is None or group.has_one_trunk for group in self.groups)
+        return all(part.fits_numbers for part in self.parts)
 
     @property
     def is_selective(self) -> bool:
@@ -403,24 +405,17 @@ class SessionKV:
         assert self.staged == 0 and 0 < count <= room, (self.staged, count, room)
         first = self.next_position
         positions = np.arange(first, first + count, dtype=np.int64)
-        groups = self.groups
-        for group in groups:
-            opened, needed = (group.open_rows(length) for length in (first, first + count))
-            if needed > opened:
-                group.open(opened, needed)
-            if (group.held[group.layout.slots(positions)] >= 0).any():
-                raise InvariantViolated("INV1", f"a slot for positions from {first} is still held")
-            if group.rings is not None and generated is not None and generated.any():
-                group.rings.stage()
-        for group in groups:
-            group.held[group.layout.slots(positions)] = positions
-        self.staged = count
         self.staged_generated = np.zeros(count, dtype=np.bool_) if generated is None else generated
+        for part in self.parts:
+            part.prepare(positions, self.staged_generated)
+        for part in self.parts:
+            part.stage(positions)
+        self.staged = count
 
     def commit(self, length: int) -> None:
-        """Keep staged rows below `length`, wipe the others, and evict what no later query may see.
+        """Keep staged entries below `length`, wipe the others, and evict what no later query may see.
 
-        Raises RestorationFailed if rows that leave the exact window cannot be kept, or those of an earlier step turn
+        Raises RestorationFailed if entries that leave the exact window cannot be kept, or those of an earlier step turn
         out not to be finite; then `forget` is all that is left.
         """
         before = self.next_position
@@ -428,107 +423,67 @@ class SessionKV:
             raise InvariantViolated("INV2", f"commit to {length} of {before} and {self.staged} staged positions")
         rejected = np.arange(length, before + self.staged, dtype=np.int64)
         self.staged = 0
-        if self._replayed is None:
+        is_replay = self._replayed is not None
+        if is_replay:
+            self._replayed = length
+        else:
             self.length = length
             if length // self.context.geometry.segment_tokens > before // self.context.geometry.segment_tokens:
                 self.evicted = self.strategy.evicted(self.context.geometry, length)
-        else:
-            self._replayed = length
-        groups = self.groups
         # The tables first, the device second: should the device fail, the tables are right.
-        for group in groups if len(rejected) else ():
-            group.held[group.layout.slots(rejected)] = -1
-        for group in groups:
-            if len(rejected):
-                group.drop(rejected)
-            group.keep_sink(before, length)
-            group.summarize(before, length)
-            if group.rings is not None:
-                group.rings.commit(length)
-        if self._replayed is None and self._archived is not None:
-            self._archived.archive(before, length)
-        for group in self.groups:
-            if group.layout.horizon(length) > group.layout.horizon(before):
-                group.evict(length)
-            if group.tier is not None:
-                group.tier.commit(length)
-        if self._archived is not None and self._replayed is not None and not self.pending_replay:
-            self._archived.end_replay(self._replayed, self.length)
+        if len(rejected):
+            for part in self.parts:
+                part.reject(rejected)
+        for part in self.parts:
+            part.commit(before, length, rejected, is_replay=is_replay)
+        for part in self.parts:
+            part.evict(before, length)
+        if is_replay and not self.pending_replay:
+            for part in self.parts:
+                part.end_replay(length, self.length)
             self._replayed = None
 
     def statistics(self) -> dict[int, MatchTotals]:
         """What matching past queries saved and missed, by layer; empty where a strategy does not match any."""
-        by_layer: dict[int, MatchTotals] = {}
-        for group in self.groups:
-            if group.rings is not None:
-                by_layer.update(group.rings.totals)
-        return by_layer
+        return {layer: totals for part in self.parts for layer, totals in part.match_totals().items()}
 
     def transfers(self) -> TransferTotals:
         """What moved between the device and the second tier; nothing where a strategy has none."""
-        archived = self._archived  # read once, as in `groups`
-        totals = [group.tier.totals for group in self._resident if group.tier is not None]
-        return reduce(TransferTotals.beside, totals, TransferTotals() if archived is None else archived.transfers())
+        return TransferTotals.together(part.transfers() for part in self.parts)
 
     def check(self) -> None:
         """INV-1: per layer, resident and evicted positions add up to the cached length."""
-        cached = self.next_position + self.staged
-        for group in self.groups:
-            resident = int(np.count_nonzero(group.held >= 0))
-            gone = max(0, group.layout.horizon(self.next_position) - group.layout.sink) + group.layout.base
-            if resident + gone != cached:
-                raise InvariantViolated(
-                    "INV1", f"{resident} resident and {gone} evicted positions where {cached} are cached"
-                )
+        for part in self.parts:
+            part.check(self.next_position, self.next_position + self.staged)
 
     def release(self) -> None:
-        """Give everything back, though some of it fail; the rows are unreachable afterwards. Safe to call twice."""
-        resident, self._resident = self._resident, []
-        archived, self._archived = self._archived, None
+        """Give everything back, though some of it fail; the entries are unreachable afterwards. Safe to call twice."""
+        parts, self.parts = self.parts, ()
+        self._resident, self._archived, self.draft_memory = (), (), None
+        prefixes, self._prefixes = self._prefixes, ()
         tier_bytes, self._tier_bytes = self._tier_bytes, 0
-        trunks, self._trunks = self._trunks, ()
         granted, self._granted_apart = self._granted_apart, 0
         self._is_awake = self._is_reserved = False
         with ExitStack() as stack:
             stack.callback(self.context.pool.ungrant, granted)
             # The last comes first: bytes of the tier are promised to others once what took them is given back.
-            if tier_bytes and self.context.tier is not None:
-                stack.callback(self.context.tier.release, tier_bytes)
-            if self.draft_memory is not None:
-                stack.callback(self.draft_memory.release)
-            if archived is not None:
-                stack.callback(archived.release)
-            for trunk in trunks:
-                stack.callback(trunk.give_back)
-            for group in resident:
-                stack.callback(group.release)
+            stack.callback(self.context.tier.release, tier_bytes)
+            for prefix in prefixes:
+                stack.callback(prefix.give_back)
+            for part in parts:
+                stack.callback(part.release)
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
     def footprint(self) -> Footprint:
-        """Bytes of opened pages by kind: rows, the sink's second copies, bounds of blocks, rings of past queries, the
-        archive, the lanes of a woken session, what a drafter remembers, blocks fetched from the second tier."""
-        length = self.next_position + self.staged
-        held = {"rows": 0, "sink_copy": 0}
-        beyond = 0
-        for group in self._resident:
-            held["rows"] += group.open_rows(length) * group.row_bytes
-            held["sink_copy"] += min(group.layout.spare, length) * group.row_bytes
-            if group.layout.selector is not None:
-                blocks = self.length // group.layout.selector.block
-                held["bounds"] = held.get("bounds", 0) + blocks * group.row_bytes
-            if group.rings is not None:
-                held["mac"] = held.get("mac", 0) + group.rings.held_bytes()
-            if group.tier is not None:
-                held["fetched"] = held.get("fetched", 0) + group.tier.fetched_bytes()
-                beyond += group.tier.held_bytes()
-        if self._archived is not None:
-            for kind, count in self._archived.held_bytes(self.length, length).items():
-                held[kind] = held.get(kind, 0) + count
-            beyond += self._archived.tier_bytes(self.length)
-        if self.draft_memory is not None:
-            held["draft"] = self.draft_memory.held_bytes()
-        return Footprint(held, tier_bytes=beyond)
+        """Bytes of opened pages by kind: entries, the sink's second copies, bounds of blocks, the cache of past
+        queries, the archive, the lanes of an active session, what a drafter remembers, blocks fetched from the second
+        tier."""
+        held = Held(by_kind={"rows": 0, "sink_copy": 0})
+        end = self.next_position + self.staged
+        for part in self.parts:
+            part.add_footprint(held, self.length, end)
+        return Footprint(held.by_kind, tier_bytes=held.tier_bytes)
 
 
 def grows_with_history(strategy: KVStrategy, context: KVContext, limit_tokens: int | None) -> bool:
@@ -563,8 +518,7 @@ def bound_of(strategy: KVStrategy, context: KVContext, limit_tokens: int | None,
 
 
 def _draft_bytes(context: KVContext) -> int:
-    demands = () if context.draft_memories is None else context.draft_memories.demands(context.geometry)
-    return slab_bytes(demands, itemsize=context.geometry.itemsize)
+    return slab_bytes(context.draft_memories.demands(context.geometry), itemsize=context.geometry.itemsize)
 
 
 def _placement(strategy: KVStrategy, context: KVContext, limit_tokens: int | None, base: int) -> Placement:

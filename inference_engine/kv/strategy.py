@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
 from inference_engine.errors import InvalidArgument
+from inference_engine.kv.archives.restorer import KeptLayers, Restorer, chunk_demand
 from inference_engine.kv.geometry import IMMOVABLE, Geometry
-from inference_engine.kv.lanes import LayerSet, alike, demands, tier_bytes
-from inference_engine.kv.layout import LayerRule, Layout
-from inference_engine.kv.pool import Demand
-from inference_engine.kv.restorer import KeptLayers, Restorer, chunk_demand
+from inference_engine.kv.layout import LayerRule, LayerSet, Layout, alike
+from inference_engine.kv.part import Need
+from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.types import Bound
 
 Option = int | float | str | tuple[int, ...] | None
@@ -72,22 +72,19 @@ class Placement:
 
     def bound(self, geometry: Geometry) -> Bound:
         """Bytes of K/V that such a session may hold, as `KVStrategy.bound` says."""
-        resident = _lanes(geometry, self.resident)
-        exact = _lanes(geometry, [(layers, pair.exact) for layers, pair in self.sleeping])
-        if self.restorer is not None and self.restorer.streams:
-            awake = [chunk_demand(geometry, self.kept)]
-        else:
-            awake = _lanes(geometry, [(layers, pair.awake) for layers, pair in self.sleeping])
-        archive = self.restorer.demands(geometry, self.kept) if self.restorer else ()
-        sustained = sum(demand.elements for demand in (*resident, *exact, *archive))
-        tier = sum(tier_bytes(geometry, layers, layout) for layers, layout in self.resident)
+        sustained = _needed(geometry, self.resident)
+        sustained += _needed(geometry, [(layers, pair.exact) for layers, pair in self.sleeping])
+        awake = Need()
         if self.restorer is not None:
-            tier += self.restorer.tier_bytes(geometry, self.kept)
-        peak = sustained + sum(demand.elements for demand in awake)
+            sustained += self.restorer.need(geometry, self.kept)
+            if self.restorer.streams:
+                awake = Need(demands=(chunk_demand(geometry, self.kept),))
+            else:
+                awake = _needed(geometry, [(layers, pair.awake) for layers, pair in self.sleeping])
         return Bound(
-            sustained_bytes=2 * sustained * geometry.itemsize,
-            peak_bytes=2 * peak * geometry.itemsize,
-            tier_bytes=tier,
+            sustained_bytes=2 * sustained.elements * geometry.itemsize,
+            peak_bytes=2 * (sustained.elements + awake.elements) * geometry.itemsize,
+            tier_bytes=sustained.tier_bytes,
         )
 
     @property
@@ -249,8 +246,8 @@ def _sleeps(restorer: Restorer, rule: LayerRule, geometry: Geometry, layer: int)
     return rule.exact is not None and geometry.layers[layer].native_window is None
 
 
-def _lanes(geometry: Geometry, lanes: Sequence[tuple[LayerSet, Layout]]) -> list[Demand]:
-    return [demand for layers, layout in lanes for demand in demands(geometry, layers, layout)]
+def _needed(geometry: Geometry, placed: Sequence[tuple[LayerSet, Layout]]) -> Need:
+    return sum((LayerEntries.need(geometry, layers, layout) for layers, layout in placed), start=Need())
 
 
 def require(condition: bool, field: str, message: str, **limits: int) -> None:

@@ -1,25 +1,28 @@
-"""How one session's rows of a step read its keys, in one group of layers: every readable key, or some of them.
+"""How one session's queries of a step read its entries, in one set of layers.
 
-A view is made once a step, on the host, and then asked layer after layer. It holds no session.
+Where the device has an operation for it, what they read is plan numbers (`kv/numbers.py`). Otherwise it is a view: made
+once a step, on the host, and then asked layer after layer. A view holds no session. Those of a mechanism lie beside it
+in `parts/`; here are the views that read every entry, in lanes or chunk by chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kernels.attention import attend, attend_causal
-from inference_engine.kernels.bounds import bounds_scores, mean_scores
-from inference_engine.kernels.gather import Always, gather_attend, select
-from inference_engine.kernels.mac import mac_attend
-from inference_engine.kv.context import OnChoice
-from inference_engine.kv.layout import BlockSelector
-from inference_engine.kv.pool import Arena
-from inference_engine.kv.query_rings import QueryRings
+from inference_engine.kernels.lane_attention import LaneAttention
+from inference_engine.kernels.merge import Merging, attend_state, with_head_sinks
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.layout import Positions
+from inference_engine.kv.memory.pool import Arena
+from inference_engine.kv.numbers import StepNumbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,15 +34,73 @@ class Scoring:
     head_sinks: Tensor | None
 
 
+# on_choice(layer, scores [T, Hkv, B], candidates [T, B], chosen [T, Hkv, K]): told of every choice of blocks.
+OnChoice = Callable[[int, Tensor, Tensor, Tensor], None]
+
+
 class View(Protocol):
     """`read(layer, queries [T, Hq, D], arena, scoring)` gives [T, Hq, D]; the step's own rows are written already."""
 
     def read(self, layer: int, queries: Tensor, arena: Arena, scoring: Scoring) -> Tensor: ...
 
 
+@dataclass(kw_only=True, slots=True)
+class StagedQueries:
+    """What one session has staged in a step.
+
+    positions: those of its packed rows, padding included. packed, rows: its packed rows, with padding and without.
+    first, end: the positions that are staged. generated: [end - first], which of them the model generated.
+    views: by layer; none where the queries read by numbers.
+    """
+
+    positions: Positions
+    packed: slice
+    rows: slice
+    first: int
+    end: int
+    generated: NDArray[np.bool_]
+    has_generated: bool
+    has_appended: bool
+    views: dict[int, View] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return self.end - self.first
+
+    @property
+    def generated_rows(self) -> NDArray[np.int64]:
+        """Which of the session's rows, counted from its padding on, the model generated."""
+        rows: NDArray[np.int64] = self.rows.start - self.packed.start + np.flatnonzero(self.generated)
+        return rows
+
+
+@dataclass(kw_only=True, slots=True)
+class StepReads:
+    """What the reads of all sessions of a step are written to, and made with.
+
+    lane_attention: the device's operation for queries that read lanes by numbers; None: every session has views.
+    most_rows: sessions that stage more have views, too.
+    on_choice: told of the blocks that generated tokens read, where they are chosen by plain operations.
+    selects: does a query that reads by numbers choose blocks?
+    """
+
+    geometry: Geometry
+    device: torch.device
+    mask_dtype: torch.dtype
+    lane_attention: LaneAttention | None
+    most_rows: int
+    numbers: StepNumbers
+    on_choice: OnChoice | None = None
+    selects: bool = False
+
+    @property
+    def is_fixed_shape(self) -> bool:
+        return self.geometry.key_quantum > 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lane:
-    """Where the keys of one session lie in a group of layers: `lane` slots for each KV head, from a layer's start."""
+    """Where the keys of one session lie in a set of layers: `lane` slots for each KV head, from a layer's start."""
 
     starts: Mapping[int, int]  # first arena row, by layer
     heads: int
@@ -90,102 +151,79 @@ class CausalView:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GatherView:
-    """Reads a keep-set for the rows `generated`, and as `dense` does for the others."""
+# -- entries that are read chunk by chunk ------------------------------------------------------------------------------
 
-    lane: Lane
-    selector: BlockSelector
-    capacity: int
-    summaries_from: int  # first slot of the blocks' summaries
-    generated: Tensor  # row numbers [G]
-    always: Always  # of these rows
-    candidates: Tensor  # [G, B]
-    row_by_row: bool  # shapes that do not depend on which rows share a step
-    dense: View | None  # None: every row is generated
-    on_choice: OnChoice | None = None
 
-    def read(self, layer: int, queries: Tensor, arena: Arena, scoring: Scoring) -> Tensor:
-        out = torch.zeros_like(queries) if self.dense is None else self.dense.read(layer, queries, arena, scoring)
-        rows = range(len(self.generated)) if self.row_by_row else (slice(None),)
-        for row in rows:
-            some = slice(row, row + 1) if isinstance(row, int) else row
-            place = self.generated[some]
-            out[place] = self._gather(layer, queries[place], some, arena, scoring).to(out.dtype)
-        return out
+class RowSource(Protocol):
+    """Where the entries of a session are that its lanes do not hold."""
 
-    def _gather(self, layer: int, queries: Tensor, rows: slice, arena: Arena, scoring: Scoring) -> Tensor:
-        out, _ = gather_attend(
-            queries,
-            self.lane.slots(arena.keys, layer, 0, self.capacity),
-            self.lane.slots(arena.values, layer, 0, self.capacity),
-            self._select(layer, queries, rows, arena, scoring),
-            self.always.of(rows),
-            block=self.selector.block,
-            scaling=scoring.scaling,
-            softcap=scoring.softcap,
-            head_sinks=scoring.head_sinks,
-        )
-        return out
+    def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Keys, rotated at their own positions, and values of the positions [first, last): [Hkv, n, D] each.
 
-    def _select(self, layer: int, queries: Tensor, rows: slice, arena: Arena, scoring: Scoring) -> Tensor:
-        """The distant blocks that these rows read: [T, Hkv, K], -1 for none."""
-        blocks = self.candidates.shape[1]
-        low = self.lane.slots(arena.keys, layer, self.summaries_from, blocks)
-        if self.selector.scorer == "mean":
-            scores = mean_scores(queries, low, scoring.scaling)
-        else:
-            high = self.lane.slots(arena.values, layer, self.summaries_from, blocks)
-            scores = bounds_scores(queries, low, high, scoring.scaling)
-        candidates = self.candidates[rows]
-        chosen = select(scores, candidates, self.selector.count, searched=False).blocks
-        if self.on_choice is not None:
-            self.on_choice(layer, scores, candidates, chosen)
-        return chosen
+        In any float dtype, and good until the next call. Raises RestorationFailed if they cannot be had.
+        """
+
+
+def chunks_between(first: int, last: int, size: int) -> tuple[range, ...]:
+    """The positions [first, last) in chunks of `size`, counted from `first`; the last one may be shorter."""
+    return tuple(range(start, min(start + size, last)) for start in range(first, last, size))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MacView:
-    """Lets the rows `generated` take over what earlier ones saw, one after another; reads as `dense` for the others.
+class Portion:
+    """Consecutive rows of the step that are read in one operation: the first `count` slots under a mask.
 
-    What a row leaves is found by the later rows of the step at once, and by later steps if the row is committed. Each
-    row is an operation of its own, with shapes that depend on its position alone.
+    mask: additive, [T, count]; None when each of the rows sees each key.
+    """
+
+    rows: slice
+    count: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkView:
+    """Reads resident entries as `DenseView` does, and merges in those that are elsewhere, chunk by chunk.
+
+        lanes      ■ ■ ■ ■                       | ■ ■ ■ ■ ■      resident, one state
+        elsewhere            | c c c | c c c | c |                a state for each chunk: fetched, attended to, let go
+
+    The states are merged by their log-sum-exps (`kernels/merge.py`), so that the result is attention over all entries,
+    and no more than one chunk of one layer is there at a time. Where chunks begin and end is a function of positions
+    alone, and each query sees every entry of every chunk: they are in an earlier segment.
+
+    portions: all rows of the step; one portion, or in fixed-shape mode one for each row quantum, so that the shape of
+    each operation depends on a row's position alone.
     """
 
     lane: Lane
-    rings: QueryRings
-    generated: Tensor  # row numbers [G]
-    positions: Sequence[int]  # of these rows
-    unrotations: Tensor  # [G, D, D]: what a rotated query of each row is multiplied by to be as it was before
-    dense: DenseView | None  # None: every row is generated
+    portions: Sequence[Portion]
+    source: RowSource
+    chunks: Sequence[range]
 
     def read(self, layer: int, queries: Tensor, arena: Arena, scoring: Scoring) -> Tensor:
-        out = torch.zeros_like(queries) if self.dense is None else self.dense.read(layer, queries, arena, scoring)
-        matcher = self.rings.matcher
-        keys, values = (
-            self.lane.slots(states, layer, 0, self.positions[-1] + 1) for states in (arena.keys, arena.values)
-        )
-        state = self.rings.state(layer, len(self.positions))
-        outs, left = [], []
-        for query, unrotation, position in zip(queries[self.generated], self.unrotations, self.positions, strict=True):
-            row, entry, stats = mac_attend(
-                state,
-                query.float() @ unrotation,
-                query,
-                keys,
-                values,
-                position,
-                band=matcher.band,
-                threshold=matcher.threshold,
-                scaling=scoring.scaling,
-                chain_limit=matcher.chain_limit,
-                softcap=scoring.softcap,
-                head_sinks=scoring.head_sinks,
-            )
-            if len(self.positions) > 1:
-                state.commit([entry])
-            outs.append(row)
-            left.append((entry, stats))
-        self.rings.leave(layer, left)
-        out[self.generated] = torch.stack(outs).to(out.dtype)
-        return out
+        states = [
+            Merging(*self._read_lanes(layer, queries[portion.rows], portion, arena, scoring))
+            for portion in self.portions
+        ]
+        for chunk in self.chunks:
+            keys, values = self.source.chunk(layer, chunk.start, chunk.stop)
+            for portion, state in zip(self.portions, states, strict=True):
+                state.add(*_attend(queries[portion.rows], keys, values, None, scoring))
+        out, lse = (torch.cat(parts) for parts in zip(*(state.state() for state in states), strict=True))
+        if scoring.head_sinks is not None:
+            out, _ = with_head_sinks(out, lse, scoring.head_sinks)
+        return out.to(queries.dtype)
+
+    def _read_lanes(
+        self, layer: int, queries: Tensor, portion: Portion, arena: Arena, scoring: Scoring
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = (self.lane.slots(states, layer, 0, portion.count) for states in (arena.keys, arena.values))
+        return _attend(queries, keys, values, portion.mask, scoring)
+
+
+def _attend(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """The state of these rows. Head sinks are left out of it: they count once, in the end."""
+    return attend_state(queries, keys, values, mask, scaling=scoring.scaling, softcap=scoring.softcap)

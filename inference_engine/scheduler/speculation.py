@@ -284,7 +284,7 @@ class Drafting:
             request.is_degraded = True
             self._metrics.drafter_failures.inc()
             if request.session.kv.draft_memory is not None:
-                request.session.kv.draft_memory.forget()
+                request.session.kv.draft_memory.clear()
 
 
 def _joined(told: Sequence[Seen]) -> list[Seen]:

@@ -176,7 +176,7 @@ class Admission:
         within_reach += sum(session.kv.freeable.sustained_bytes for session in holding)
         if within_reach < needed.sustained_bytes:
             return []
-        short = 0 if tier is None else needed.tier_bytes - (tier.capacity_bytes - tier.reserved_bytes)
+        short = needed.tier_bytes - (tier.capacity_bytes - tier.reserved_bytes)
         if short > 0:
             # Only those that hold some of it can make room there.
             holding = [session for session in holding if session.kv.freeable.tier_bytes]
@@ -186,8 +186,7 @@ class Admission:
 
     def _refuse_what_can_never_fit(self, needed: Bound) -> None:
         """Nobody makes room for a session that would not fit into the empty pool either."""
-        if self._context.tier is not None:
-            self._context.tier.refuse_what_can_never_fit(needed.tier_bytes)
+        self._context.tier.refuse_what_can_never_fit(needed.tier_bytes)
         capacity = self._context.pool.capacity_bytes
         if needed.peak_bytes > capacity:
             raise NoCapacity(

@@ -124,8 +124,6 @@ class Session:
         with ExitStack() as stack:
             # The last comes first, and each of them whatever becomes of the others.
             stack.callback(self._forget_facts)
-            if self.kv.draft_memory is not None:
-                stack.callback(self.kv.draft_memory.forget)
             stack.callback(self.kv.forget)
 
     def _forget_facts(self) -> None:

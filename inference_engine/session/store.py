@@ -74,7 +74,7 @@ class SessionStore:
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
         self._evicted: OrderedDict[str, tuple[str, str]] = OrderedDict()  # id -> owner, cause
         metrics.kv_capacity_bytes.set(context.pool.capacity_bytes)
-        metrics.tier_capacity_bytes.set(0 if context.tier is None else context.tier.capacity_bytes)
+        metrics.tier_capacity_bytes.set(context.tier.capacity_bytes)
 
     # -- create, find, end ------------------------------------------------------------------------------------------
 

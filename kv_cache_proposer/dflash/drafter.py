@@ -22,7 +22,7 @@ from inference_engine.decode.draft import DraftMemory, Seen, TokenIds, Tokens, W
 from inference_engine.kernels.noise import key
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.pool import Demand, Pool
+from inference_engine.kv.memory.pool import Demand, Pool
 from kv_cache_proposer.dflash.graphs import DrafterGraphs
 from kv_cache_proposer.dflash.guessing import Draws, guess
 from kv_cache_proposer.dflash.memory import RingMemory, arenas_of, memory_demand, write_index, write_rows

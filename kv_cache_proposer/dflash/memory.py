@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.kv.context import KVContext
+from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.pool import Demand, Pool
+from inference_engine.kv.memory.pool import Demand, Pool
 from kv_cache_proposer.dflash.config import DFlashConfig
 
 Positions = NDArray[np.int64]
@@ -34,7 +34,7 @@ def memory_demand(config: DFlashConfig, geometry: Geometry) -> Demand:
     return Demand(head_dim=head_dim, elements=-(-elements // unit) * unit)
 
 
-class RingMemory:
+class RingMemory(DraftMemory):
     """One session's rows. Only the engine's thread touches them; `reserve` may be called from any."""
 
     def __init__(self, config: DFlashConfig, context: KVContext, demand: Demand, starts: tuple[int, ...]) -> None:
@@ -64,7 +64,7 @@ class RingMemory:
         slots = min(self._config.context_window, -(-self.used // page) * page)
         return slots * 2 * self._config.row_numbers * self._context.geometry.itemsize
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self.held[:] = -1
         self.used = 0
 

@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from inference_engine.kv.latent_rows import default_bytes_per_token, latent_layers
+    from inference_engine.kv.archives.latent import default_bytes_per_token, latent_layers
     from inference_engine.models import check_model, load_model, weights_digest
     from kv_cache_proposer.f_theta.store import LatentManifest, save_codec
     from kv_cache_proposer.latents import latent_folder

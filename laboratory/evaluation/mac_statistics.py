@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from inference_engine.engine import Engine
-from inference_engine.kv.query_rings import MatchTotals
+from inference_engine.kernels.mac import MatchTotals
 from inference_engine.kv.strategies.mac import Mac
 from inference_engine.kv.strategy import KVStrategy
 from laboratory.evaluation.arguments import require_at_least, strategy_argument

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from inference_engine.backends.base import Forward
     from inference_engine.decode.draft import Drafter
     from inference_engine.engine import Engine
-    from inference_engine.kv.token_codec import TokenCodec
+    from inference_engine.kv.context import TokenCodec
 
     FindDrafter = Callable[[ModelConfig, Forward], Drafter | None]
     IdentifyDrafter = Callable[[ModelConfig, Forward], Mapping[str, Any]]

@@ -20,8 +20,8 @@ from typing import Any
 
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument
+from inference_engine.kv.archives.latent import default_bytes_per_token
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.latent_rows import default_bytes_per_token
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow

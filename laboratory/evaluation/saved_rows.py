@@ -59,7 +59,7 @@ class SavedRows:
         rows = [
             states
             for group, positions in zip(kv.groups, self._positions, strict=True)
-            for states in group.read(positions)
+            for states in group.read_entries(positions)
         ]
         kv.release()
         self._shapes, self._dtype = [states.shape for states in rows], rows[0].dtype
@@ -111,7 +111,7 @@ class SavedRows:
         rows = iter(self._read())
         kv = SessionKV(Full(), self._context, self._limit)
         for group, positions in zip(kv.groups, self._positions, strict=True):
-            group.write(positions, next(rows), next(rows))
+            group.write_entries(positions, next(rows), next(rows))
         kv.length = self._length
         return kv
 

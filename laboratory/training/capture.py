@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from inference_engine.errors import ModelError
-from inference_engine.kv.finite_rows import FiniteRows
+from inference_engine.kv.archives.finite import FiniteRows
 from inference_engine.models.layer_traits import TRIAL, watched
 
 _KINDS = ("q", "k", "v")

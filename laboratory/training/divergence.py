@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference_engine.kv.token_codec import TokenCodec
+from inference_engine.kv.context import TokenCodec
 from kv_cache_proposer.f_theta.errors import LatentError
 from laboratory.training.capture import LayerRows, capture
 from laboratory.training.distant import Distant, Rotate, seeing

@@ -12,7 +12,7 @@ from inference_engine.backends import graphs
 from inference_engine.backends.recording import GraphMemory
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.kernels.lane_attention import attend_lanes
-from inference_engine.kv.pool import Pool
+from inference_engine.kv.memory.pool import Pool
 from tests.tiny import tiny_engine
 
 

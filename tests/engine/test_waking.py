@@ -6,7 +6,7 @@ import pytest
 
 from inference_engine.engine import Engine
 from inference_engine.errors import NoCapacity
-from inference_engine.kv.sleeping import SleepingRows
+from inference_engine.kv.parts.restored import RestoredEntries
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Finished, GenerateParams, Mode, TokenCommitted
@@ -98,7 +98,7 @@ def test_how_many_rows_come_back_at_once_changes_nothing_but_rounding(
             return generate(engine, session, 12)
 
     by_segments = woken()
-    monkeypatch.setattr(SleepingRows, "_rows_at_once", lambda rows: 3 * rows._context.geometry.segment_tokens)
+    monkeypatch.setattr(RestoredEntries, "_rows_at_once", lambda rows: 3 * rows._context.geometry.segment_tokens)
     assert same(woken(), by_segments, Mode.BATCHED)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +13,10 @@ from torch import Tensor
 from inference_engine.kernels.attention import attend
 from inference_engine.kernels.bounds import block_bounds, bounds_scores
 from inference_engine.kernels.gather import always_read, distant_blocks, gather_attend, select
-from inference_engine.kernels.lane_attention import FIELDS, TRUNK_LANE, TRUNK_START, LaneAttention, attend_lanes
+from inference_engine.kernels.lane_attention import FIELDS, START, TRUNK_LANE, TRUNK_START, LaneAttention, attend_lanes
 from inference_engine.kv.geometry import Geometry, LayerGeometry
-from inference_engine.kv.lane_rows import lane_numbers
 from inference_engine.kv.layout import BlockSelector, LayerRule, Layout
+from inference_engine.kv.numbers import choose_blocks, lane_numbers
 from tests.kernels.own_process import run_with_triton
 
 Build = Callable[[tuple[int, int, int], torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]]
@@ -79,8 +80,15 @@ def test_the_numbers_of_a_row_let_it_see_what_its_layout_lets_it_see(name: str, 
             numbers = lane_numbers(layout, queries, last=length - 1, count=layout.capacity)
             expected = layout.visible(queries, own)
             for row, line in enumerate(numbers):
-                found = seen(torch.arange(layout.capacity), [0, 0, *line.tolist()])
+                found = seen(torch.arange(layout.capacity), line.tolist())
                 assert found.tolist() == expected[row].tolist(), (length, int(queries[row]))
+
+
+def line_of(start: int, layout: Layout, queries: np.ndarray, *, count: int) -> np.ndarray:
+    """The lines of queries, the last of which is that of the last position, over lanes that begin at `start`."""
+    lines = lane_numbers(layout, queries, last=int(queries[-1]), count=count)
+    lines[:, START] = start
+    return lines
 
 
 def case(
@@ -95,8 +103,7 @@ def case(
         for length in (length for length in LENGTHS if layout.window is not None or length <= layout.capacity):
             own = held(layout, length)
             query = torch.randn(1, query_heads, dim).to(dtype)
-            numbers = lane_numbers(layout, np.array([length - 1]), last=length - 1, count=layout.capacity)
-            lines.append([start, layout.lane, *numbers[0].tolist()])
+            lines.append(line_of(start, layout, np.array([length - 1]), count=layout.capacity)[0].tolist())
             index = start + torch.arange(kv_heads)[:, None] * layout.lane + torch.arange(layout.capacity)
             mask = torch.zeros(1, layout.capacity)
             mask[0, ~torch.from_numpy(layout.visible(np.array([length - 1]), own)[0])] = float("-inf")
@@ -124,8 +131,7 @@ def chunks(
             queries = np.arange(first, length)
             own = held(layout, length)
             count = min(length, layout.capacity)
-            numbers = lane_numbers(layout, queries, last=length - 1, count=count)
-            lines.append(np.concatenate([np.tile([start, layout.lane], (len(queries), 1)), numbers], axis=1))
+            lines.append(line_of(start, layout, queries, count=count))
             index = start + torch.arange(kv_heads)[:, None] * layout.lane + torch.arange(count)
             mask = torch.zeros(len(queries), count)
             mask[~torch.from_numpy(layout.visible(queries, own[:count]))] = float("-inf")
@@ -169,10 +175,10 @@ def keep_sets(
             kept = select(bounds_scores(asked[-1], low, high, dim**-0.5), candidates, count).blocks
             given = (asked[-1].float(), keys[rows].float(), values[rows].float())
             alone.append(gather_attend(*given, kept, always, block=block, scaling=dim**-0.5)[0])
-            line = lane_numbers(layout, queries, last=length - 1, count=length, selector=selector)[0]
-            lines.append([start, layout.lane, *line.tolist()])
-            whole_line = lane_numbers(layout, queries, last=length - 1, count=length)[0]
-            lines.append([start, layout.lane, *whole_line.tolist()])
+            whole_line = line_of(start, layout, queries, count=length)
+            line = whole_line.copy()
+            choose_blocks(line, layout, selector, queries)
+            lines += [line[0].tolist(), whole_line[0].tolist()]
             asked.append(torch.randn(1, query_heads, dim).to(dtype))
             given = (asked[-1].float(), keys[rows].float(), values[rows].float())
             alone.append(attend(*given, None, scaling=dim**-0.5))
@@ -195,11 +201,10 @@ def forks(
     for base, length, count in ((40, 41, 1), (96, 200, 3), (17, 90, 1), (64, 70 + 2 * tile, 2 * tile + 5)):
         layout = whole.behind(base, own, limit)
         queries = np.arange(length - count, length)
-        numbers = lane_numbers(layout, queries, last=length - 1, count=length)
-        line = np.concatenate([np.tile([start, layout.lane], (count, 1)), numbers], axis=1)
+        line = line_of(start, layout, queries, count=length)
         line[:, TRUNK_START], line[:, TRUNK_LANE] = trunk, lent
         other = start + kv_heads * layout.lane  # nobody's lane is another's
-        lines += [line, np.array([[other, layout.lane, *lane_numbers(whole, np.array([9]), last=9, count=10)[0]]])]
+        lines += [line, line_of(other, replace(whole, capacity=layout.capacity), np.array([9]), count=10)]
         before = trunk + heads * lent + torch.arange(base)
         index = torch.cat([before, start + heads * layout.lane + torch.arange(length - base)], dim=1)
         mask = torch.zeros(count, length)

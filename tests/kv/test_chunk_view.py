@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from inference_engine.kernels.attention import attend
-from inference_engine.kv.chunk_view import ChunkView, Portion, chunks_between
-from inference_engine.kv.pool import Arena
-from inference_engine.kv.views import Lane, Scoring
+from inference_engine.kv.memory.pool import Arena
+from inference_engine.kv.views import ChunkView, Lane, Portion, Scoring, chunks_between
 
 HQ, HKV, D, LAYER = 6, 2, 8, 1
 ELSEWHERE, RESIDENT, QUERIES = 37, 21, 7

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_engine.kv import pool as pool_module
 from inference_engine.kv.geometry import Geometry, LayerGeometry
-from inference_engine.kv.pool import TRASH_UNITS, Demand, Pool, RunAllocator
+from inference_engine.kv.memory import pool as pool_module
+from inference_engine.kv.memory.pool import TRASH_UNITS, Demand, Pool, RunAllocator
 
 UNITS = 24
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inference_engine.errors import NonFiniteRows, RestorationFailed
-from inference_engine.kv.finite_rows import FiniteRows
+from inference_engine.kv.archives.finite import FiniteRows
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
 from tests.laws.test_session_kv_laws import SEGMENT, Rows, awake, context, feed

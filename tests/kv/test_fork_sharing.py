@@ -9,10 +9,10 @@ import pytest
 from inference_engine.engine import Engine
 from inference_engine.engine.results import SessionForked
 from inference_engine.errors import NoCapacity, QuotaExceeded
+from inference_engine.kv.parts.shared_prefix import MOST_PIECES
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.layer_window import LayerWindow
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.kv.trunk import MOST_PIECES
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import GenerateParams, Mode
 from tests.laws.variants import all_strategies, drain, generate, same, text

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_engine.kv.pool import RunAllocator
+from inference_engine.kv.memory.pool import RunAllocator
 
 TOTAL = 64
 

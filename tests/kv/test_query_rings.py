@@ -11,8 +11,8 @@ from inference_engine.kernels.mac import MacEntry, MacState, MacStats, mac_atten
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.layout import QueryMatcher
-from inference_engine.kv.pool import Pool
-from inference_engine.kv.query_rings import QueryRings, ring_demand
+from inference_engine.kv.memory.pool import Pool
+from inference_engine.kv.parts.query_cache import QueryRings, ring_demand
 from inference_engine.kv.strategies.mac import Mac
 from tests.laws.test_session_kv_laws import LAYERS, Rows, awake, context, feed, step, turn
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_engine.kv.runs import evenly_apart, neighbours
+from inference_engine.kv.slots import evenly_apart, neighbours
 
 numbers = st.lists(st.integers(0, 12), max_size=12)
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_engine.kv.geometry import Geometry, LayerGeometry
-from inference_engine.kv.pool import Demand, Pool
-from inference_engine.kv.slab import Slab
+from inference_engine.kv.memory.pool import Demand, Pool
+from inference_engine.kv.memory.slab import Slab
 
 GEOMETRY = Geometry(
     layers=(LayerGeometry(query_heads=1, kv_heads=1, head_dim=8),) * 2, itemsize=4, trained_positions=100

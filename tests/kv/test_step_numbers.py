@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from inference_engine.kernels.lane_attention import FIELDS, LANE, START
+from inference_engine.kernels.lane_attention import FIELDS, START
 from inference_engine.kv.geometry import Geometry, LayerGeometry
-from inference_engine.kv.lane_tables import StepNumbers, as_slice
+from inference_engine.kv.memory.scratch import Scratch
+from inference_engine.kv.numbers import StepNumbers, as_slice
 from inference_engine.kv.plan import StepPlan
-from inference_engine.kv.scratch import Scratch
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.types import Mode
@@ -36,7 +36,8 @@ def test_writes_and_lanes_are_said_of_the_rows_and_layers_that_are_meant_alone(c
     numbers = StepNumbers(geometry(), 6, has_lanes=True)
     places, rows, starts = as_slice(np.array(chosen)), slice(2, 4), np.array([100, 200, 300][: len(chosen)])
     numbers.write(1, places, rows, starts, np.array([7, 8]))
-    numbers.attend(places, rows, starts, 50, np.arange(2 * 14).reshape(2, 14))
+    lines = np.arange(2 * FIELDS).reshape(2, FIELDS)
+    numbers.attend(places, rows, starts, lines)
     for place in range(3):
         is_chosen = place in chosen
         start = int(starts[chosen.index(place)]) if is_chosen else 0
@@ -44,8 +45,9 @@ def test_writes_and_lanes_are_said_of_the_rows_and_layers_that_are_meant_alone(c
         assert numbers.writes[1][place, :, 0].tolist() == said
         lines = numbers.lanes[place]
         assert lines[:, START].tolist() == ([0, 0, start, start, 0, 0] if is_chosen else [0] * 6)
-        assert lines[:, LANE].tolist() == ([0, 0, 50, 50, 0, 0] if is_chosen else [0] * 6)
-        assert lines[2:4, 2:].tolist() == (np.arange(28).reshape(2, 14) * is_chosen).tolist()
+        said_lines = np.arange(2 * FIELDS).reshape(2, FIELDS) * is_chosen
+        assert lines[2:4, START + 1 :].tolist() == said_lines[:, START + 1 :].tolist()
+        assert not lines[[0, 1, 4, 5]].any()
     assert not numbers.writes[2].any()
 
 

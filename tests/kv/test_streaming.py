@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 from inference_engine.errors import RestorationFailed
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK
+from inference_engine.kv.memory.tier import FileTier, HostTier
+from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.plan import SpanFailed
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
-from inference_engine.kv.tier import FileTier, HostTier
-from inference_engine.kv.transfers import TransferTotals
 from tests.laws.test_session_kv_laws import LAYERS, SEGMENT, HalfTokens, Rows, context, feed, step
 from tests.tiny import LATENT_BYTES
 

@@ -16,12 +16,12 @@ import torch
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import ConfigError, NoCapacity, Overloaded, RestorationFailed
-from inference_engine.kv import tier as tier_module
 from inference_engine.kv.geometry import Geometry, LayerGeometry
+from inference_engine.kv.memory import tier as tier_module
+from inference_engine.kv.memory.tier import ChunkShape, FileTier, HostTier, Tier
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.kv.tier import ChunkShape, FileTier, HostTier, Tier
 from inference_engine.types import GenerateParams, Mode, TokenCommitted
 from tests.laws.test_session_kv_laws import LAYERS, LIMIT, Rows, awake, context, feed, step
 from tests.laws.variants import drain, engine_for, generate, same, text

@@ -176,7 +176,7 @@ def test_a_session_that_forgot_drafts_as_a_new_one() -> None:
     drafter, ids = make_drafter(network), history()
     memory = opened(drafter, context())
     drafter.observe([seen(memory, history(7), 0, 50, network)])
-    memory.forget()
+    memory.clear()
     assert memory.held_bytes() == 0
     drafter.observe([seen(memory, ids, 0, LENGTH - 1, network)])
     assert drafts(drafter, [wanted(memory, ids)]) == [by_training(network, ids)]

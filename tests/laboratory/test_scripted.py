@@ -12,7 +12,7 @@ import torch
 
 from inference_engine.engine import Engine
 from inference_engine.errors import InternalError, InvariantViolated, NonFiniteLogits
-from inference_engine.kv.lanes import LaneGroup
+from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
@@ -42,7 +42,7 @@ def generated(engine: Engine, session_id: str, count: int = TOKENS, *, sampling:
     return [event.token_id for event in engine.generate(session_id, params) if isinstance(event, TokenCommitted)]
 
 
-def lanes_of(engine: Engine, session_id: str) -> LaneGroup:
+def lanes_of(engine: Engine, session_id: str) -> LayerEntries:
     kv: SessionKV = engine._store.find(session_id, "").kv
     return kv.groups[0]
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from inference_engine.decode.draft import Seen, TokenIds, Tokens, Wanted, Way
-from inference_engine.kv.context import KVContext
+from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.pool import Demand
+from inference_engine.kv.memory.pool import Demand
 from tests.tiny import VOCABULARY
 
 LONGEST = 5
@@ -101,7 +101,7 @@ class Failing(Plain):
 
 
 @dataclass
-class Memory:
+class Memory(DraftMemory):
     """Where a session's rows were seen, in order."""
 
     context: KVContext
@@ -114,7 +114,7 @@ class Memory:
     def held_bytes(self) -> int:
         return 8 * len(self.rows)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self.rows.clear()
         self.taps.clear()
 

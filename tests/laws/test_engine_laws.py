@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from inference_engine.engine import Engine
-from inference_engine.kv.lanes import LaneGroup
 from inference_engine.kv.layout import Layout
+from inference_engine.kv.parts.streamed import StreamedReads
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.layer_window import LayerWindow
@@ -275,7 +275,7 @@ def test_restored_from_latents_without_what_comes_back_equals_sink_window(
 
     monkeypatch.setattr(Layout, "sink_shift", lambda *_: 0)
     monkeypatch.setattr(Layout, "visible", visible_exactly)  # of the lanes that they come back into
-    monkeypatch.setattr(LaneGroup, "chunks", lambda *_: ())
+    monkeypatch.setattr(StreamedReads, "chunks", lambda *_: ())
     with engine_for(mode) as engine:
         off, lost = (opened(engine, strategy) for strategy in (latent, narrow))
         for turn in range(3):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from inference_engine.engine import Engine
-from inference_engine.kv.pool import TRASH_UNITS, Pool
+from inference_engine.kv.memory.pool import TRASH_UNITS, Pool
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import GenerateParams, Mode
@@ -83,10 +83,10 @@ def test_a_session_that_dropped_its_rows_reads_none_of_them_again(strategy: KVSt
         session_id = used(engine, strategy)
         session = engine._store.find(session_id, "")
         on_the_engines_thread(engine, session.forget_rows)
+        assert not any(session.kv.footprint().by_kind.values())
         for group in session.kv.groups:
             assert int((group.held >= 0).sum()) == 0
             rows = torch.from_numpy(group.starts[:, None] + torch.arange(group.kv_heads * group.layout.lane).numpy())
             for states in (group.arena.keys, group.arena.values):
                 assert not states[rows.reshape(-1)].any()
-            assert group.rings is None or group.rings.held_bytes() == 0
         assert len(drain(engine.generate(session_id, GenerateParams(max_tokens=2)))) > 2

@@ -21,10 +21,10 @@ from inference_engine.engine import Engine
 from inference_engine.kernels.choice import open_lane_attention
 from inference_engine.kernels.lane_attention import attend_lanes
 from inference_engine.kv import plan
+from inference_engine.kv.parts.shared_prefix import PrefixView
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.kv.trunk_view import TrunkView
 from inference_engine.types import GenerateParams, Mode, Sampling
 from kv_cache_proposer.dflash.drafter import DFlashDrafter
 from kv_cache_proposer.dflash.network import DFlashNetwork
@@ -115,7 +115,7 @@ def test_forks_that_read_a_trunk_are_attended_to_with_all_others(way: str, monke
     def read(*_: object) -> Tensor:
         raise AssertionError("a fork was attended to by itself")
 
-    monkeypatch.setattr(TrunkView, "read", read)
+    monkeypatch.setattr(PrefixView, "read", read)
     for wanted, got in zip(expected, said(way), strict=True):
         assert same(wanted, got, Mode.BATCHED)
 

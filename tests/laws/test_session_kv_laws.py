@@ -14,13 +14,13 @@ from inference_engine.kv.compressors import make_compressor
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.layout import LayerRule
+from inference_engine.kv.memory.pool import Pool
+from inference_engine.kv.memory.tier import HostTier
 from inference_engine.kv.plan import StepPlan
-from inference_engine.kv.pool import Pool
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.kv.tier import HostTier
 from tests.laws.variants import each_strategy
 from tests.tiny import LATENT_BYTES
 

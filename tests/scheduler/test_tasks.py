@@ -8,7 +8,7 @@ import pytest
 
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.kv.pool import Pool
+from inference_engine.kv.memory.pool import Pool
 from inference_engine.types import Event, Finished, GenerateParams
 from laboratory.scripted import ScriptedForward, ScriptedModel
 from tests.laws.variants import text

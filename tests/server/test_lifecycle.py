@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2
 from inference_engine.config import child_environment
 from inference_engine.engine import Engine
 from inference_engine.errors import EngineStalled
-from inference_engine.kv.lanes import LaneGroup
+from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.scheduler.lifecycle import is_out_of_memory
 from inference_engine.server.watchdog import EXIT_STALLED, Watchdog
 from kakeya.v1 import runtime_pb2 as pb
@@ -136,9 +136,9 @@ async def test_rows_that_cannot_even_be_wiped_are_dropped_all_the_same(
     history = (*HISTORY, POISON)
     expected = await generated(client, await client.open(history))
     session_id = await client.open(history)
-    has_failed, wipe = threading.Event(), LaneGroup.wipe
+    has_failed, wipe = threading.Event(), LayerEntries.wipe
 
-    def failing(group: LaneGroup, slots: Any) -> None:
+    def failing(group: LayerEntries, slots: Any) -> None:
         if has_failed.is_set():
             raise torch.OutOfMemoryError("scripted: no memory to wipe with")
         wipe(group, slots)
@@ -146,7 +146,7 @@ async def test_rows_that_cannot_even_be_wiped_are_dropped_all_the_same(
     script.faults[POISON] = (Fault.OUT_OF_MEMORY, 1)
     script.on_step = lambda _step: has_failed.set()
     with monkeypatch.context() as patch:
-        patch.setattr(LaneGroup, "wipe", failing)
+        patch.setattr(LayerEntries, "wipe", failing)
         assert (await refused(generated(client, session_id))).reason == "RESOURCE_EXHAUSTED OUT_OF_MEMORY"
     assert (await client.info(session_id)).cached_token_count == 0
     assert await generated(client, session_id) == expected

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inference_engine.kv.coded_rows import Coded
+from inference_engine.kv.archives.coded import Coded
+from inference_engine.kv.archives.restorer import Restorer
 from inference_engine.kv.compressors import make_compressor
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
-from inference_engine.kv.restorer import Restorer
 from inference_engine.kv.strategy import KVStrategy, require
 
 DEFAULT_EXACT_WINDOW = 128

@@ -20,10 +20,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from inference_engine.kv.archives.latent import Latent, default_bytes_per_token, exact_bytes_per_token
+from inference_engine.kv.archives.restorer import Recompute, Restorer
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.latent_rows import Latent, default_bytes_per_token, exact_bytes_per_token
 from inference_engine.kv.layout import LayerRule
-from inference_engine.kv.restorer import Recompute, Restorer
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy, require
 

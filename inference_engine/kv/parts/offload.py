@@ -1,7 +1,7 @@
-"""The rows of one session and set of layers that are in the second tier, and the blocks of them that were fetched.
+"""Offloaded entries of one session and set of layers: those in the second tier, and the blocks fetched of them.
 
-    keep      rows that leave the device, at a segment boundary
-    chunk     all rows of a layer, chunk by chunk, for tokens that read everything
+    keep      entries that leave the device, at a segment boundary
+    chunk     all entries of a layer, chunk by chunk, for tokens that read everything
     fetch     the blocks that a generated token reads, into slots of the session's own lanes
 
 Fetched blocks stay where they are until another one needs the place, so that a token which reads what the one before
@@ -11,22 +11,33 @@ what it fetched away with it, and what it drove out comes back.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from typing import Self
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import RestorationFailed
+from inference_engine.kernels.gather import attend_rows, gather_rows
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.layout import Layout, Positions, TierLayout
-from inference_engine.kv.pool import Arena
-from inference_engine.kv.tier import ChunkShape
-from inference_engine.kv.transfers import Transfers, TransferTotals
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.layout import LayerSet, Layout, Positions, TierLayout
+from inference_engine.kv.memory.pool import Arena
+from inference_engine.kv.memory.tier import ChunkShape
+from inference_engine.kv.memory.transfers import Transfers, TransferTotals
+from inference_engine.kv.part import Held, Need, Saved
+from inference_engine.kv.parts.block_index import BlockIndex, GatherView
+from inference_engine.kv.slots import LayerSlots
+from inference_engine.kv.views import Scoring, StagedQueries, StepReads, View, chunks_between
 
 Blocks = NDArray[np.int64]  # block numbers of the history; -1 for none
 
 
-class TierRows:
+class OffloadedEntries:
     """Everything but construction and `release` runs on the engine's thread."""
 
     def __init__(
@@ -40,8 +51,7 @@ class TierRows:
         kv_heads: int,
         head_dim: int,
     ) -> None:
-        """Opens a store for the rows. starts: the first arena row of each layer's lanes. Raises Overloaded."""
-        assert context.tier is not None, "this engine has no second tier"
+        """Opens a store for the entries. starts: the first arena row of each layer's lanes. Raises Overloaded."""
         self._arena: Arena = context.pool.arenas[head_dim]
         self._device = context.device
         self.layout = layout
@@ -53,7 +63,7 @@ class TierRows:
         )
         self._row_bytes = 2 * head_dim * context.geometry.itemsize  # of one KV head in one layer
         self.end = layout.sink  # the first position after the sink that is not here
-        self._transfers = Transfers(context.tier.count)
+        self.transfers = Transfers(context.tier.count)
         places = np.full((kv_heads, tier.fetched), -1, dtype=np.int64)
         self._places: dict[int, Blocks] = {layer: places.copy() for layer in layers}
         # Of the running step and each layer: which blocks were where before it, and after each generated row.
@@ -79,18 +89,19 @@ class TierRows:
         except OSError as error:
             raise RestorationFailed(error) from error
         self.end += len(positions)
-        self._transfers.add(kept_bytes=states.numel() * states.itemsize)
+        self.transfers.add(kept_bytes=states.numel() * states.itemsize)
 
-    def copy_from(self, other: TierRows) -> None:
-        """Store what the second tier holds for another session of the same rule, fetched blocks excepted.
-
-        Raises OSError.
-        """
-        rows = other.end - other.layout.sink
+    def save(self) -> Iterator[tuple[Tensor]]:
+        """The stored entries, [layers, 2, Hkv, n, D] of a chunk at a time: views. Fetched blocks are none of them."""
+        rows = self.end - self.layout.sink
         for chunk, first in enumerate(range(0, rows, self._tier.chunk)):
-            states = other._store.read(chunk)[:, :, :, : min(self._tier.chunk, rows - first)]
+            yield (self._store.read(chunk)[:, :, :, : min(self._tier.chunk, rows - first)],)
+
+    def load(self, chunks: Iterable[tuple[Tensor, ...]]) -> None:
+        """Store what was saved of another session of the same rule. Raises OSError."""
+        for chunk, (states,) in enumerate(chunks):
             self._store.write(chunk, 0, states)
-        self.end = other.end
+            self.end += states.shape[3]
 
     # -- rows that are read -----------------------------------------------------------------------------------------
 
@@ -99,7 +110,7 @@ class TierRows:
         number, begin = divmod(first - self.layout.sink, self._tier.chunk)
         assert number >= 0 and begin + last - first <= self._tier.chunk and last <= self.end
         states = self._store.read(number)[self._index[layer]][:, :, begin : begin + last - first]
-        self._transfers.add(streamed_bytes=states.numel() * states.itemsize)
+        self.transfers.add(streamed_bytes=states.numel() * states.itemsize)
         keys, values = states.to(self._device, non_blocking=True)
         return keys, values
 
@@ -117,7 +128,7 @@ class TierRows:
             _make_room(asked, held)
         self._load(layer, before)
         trail.append((position, places.copy()))
-        self._transfers.add(blocks_found=int(here.sum() - (places != before).sum()))
+        self.transfers.add(blocks_found=int(here.sum() - (places != before).sum()))
         at = (wanted[:, :, None] == places[:, None, :]).argmax(-1) if places.size else np.zeros_like(wanted)
         resident = self.layout.slots(np.maximum(wanted, 0) * size)
         slots: Positions = np.where(here, self.layout.fetched_from + at * size, np.where(wanted >= 0, resident, 0))
@@ -140,7 +151,7 @@ class TierRows:
         ):
             target.index_copy_(0, rows, source.reshape(-1, target.shape[-1]))
         fetched = int(np.count_nonzero(blocks >= 0))
-        self._transfers.add(blocks_fetched=fetched, fetched_bytes=fetched * size * self._row_bytes)
+        self.transfers.add(blocks_fetched=fetched, fetched_bytes=fetched * size * self._row_bytes)
 
     def _block(self, layer: int, head: int, block: int) -> Tensor:
         """Keys and values [2, block, D] of one KV head; zeros for no block."""
@@ -159,7 +170,7 @@ class TierRows:
             before, self._places[layer] = self._places[layer], after
             self._load(layer, before)
         self._trail.clear()
-        self._transfers.commit(length)
+        self.transfers.commit(length)
 
     def forget(self) -> None:
         """Hold no row any more."""
@@ -168,17 +179,13 @@ class TierRows:
             self._places[layer] = np.full_like(before, -1)
             self._load(layer, before)
         self._trail.clear()
-        self._transfers.commit(0)
+        self.transfers.commit(0)
         self._store.clear()
 
     def release(self) -> None:
         self._store.close()
 
     # -- facts ------------------------------------------------------------------------------------------------------
-
-    @property
-    def totals(self) -> TransferTotals:
-        return self._transfers.totals
 
     def held_bytes(self) -> int:
         """Bytes in the second tier."""
@@ -204,3 +211,137 @@ def _make_room(asked: Blocks, held: Blocks) -> None:
     # Empty places first: what is there may be asked for again.
     free = free[np.argsort(held[free] >= 0, kind="stable")]
     held[free[: len(missing)]] = missing
+
+
+class OffloadedBlocks(BlockIndex):
+    """The block index of layers whose distant entries are in the second tier, and those entries."""
+
+    def __init__(self, slots: LayerSlots, offloaded: OffloadedEntries) -> None:
+        super().__init__(slots)
+        self._offloaded = offloaded
+
+    @staticmethod
+    def is_in(layout: Layout) -> bool:
+        return layout.tier is not None
+
+    @staticmethod
+    def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
+        assert layout.tier is not None
+        rows = layout.tier.chunks * layout.tier.chunk
+        row_bytes = 2 * layers.kv_heads * layers.head_dim * geometry.itemsize * len(layers.layers)
+        return Need(tier_bytes=rows * row_bytes)
+
+    @classmethod
+    def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
+        assert slots.layout.tier is not None
+        offloaded = OffloadedEntries(
+            slots.context,
+            slots.layout,
+            slots.layout.tier,
+            layers=slots.layer_set.layers,
+            starts=tuple(slots.starts.tolist()),
+            kv_heads=slots.kv_heads,
+            head_dim=slots.head_dim,
+        )
+        return cls(slots, offloaded)
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    @property
+    def fits_numbers(self) -> bool:
+        return False
+
+    def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
+        return False
+
+    def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
+        def dense() -> View:
+            chunks = self._chunks(queries.first)
+            return self._slots.chunk_view(queries, step, self._offloaded, chunks) if chunks else inner()
+
+        if not queries.has_generated:
+            return dense()
+        view = self.gather_view(queries, step, dense() if queries.has_appended else None)
+        return TierView.of(view, self._offloaded, queries.positions[queries.generated_rows])
+
+    def _chunks(self, position: int) -> tuple[range, ...]:
+        """Positions that queries in the segment of `position` read from the second tier, chunk by chunk."""
+        layout = self._slots.layout
+        assert layout.tier is not None
+        return chunks_between(layout.sink, layout.horizon(position), layout.tier.chunk)
+
+    def leave(self, positions: Positions) -> None:
+        self._offloaded.keep(positions, *self._slots.read_entries(positions))
+
+    def evict(self, before: int, length: int) -> None:
+        self._offloaded.commit(length)
+
+    # -- as a whole ------------------------------------------------------------------------------------------------
+
+    def save(self, length: int) -> Saved:
+        return {**super().save(length), "offloaded": self._offloaded.save()}
+
+    def load(self, length: int, saved: Saved) -> None:
+        super().load(length, saved)
+        self._offloaded.load(saved["offloaded"])
+
+    def forget(self, floor: int, length: int) -> None:
+        with ExitStack() as stack:
+            stack.callback(self._offloaded.forget)
+            super().forget(floor, length)
+
+    def release(self) -> None:
+        self._offloaded.release()
+
+    def add_footprint(self, held: Held, length: int, end: int) -> None:
+        super().add_footprint(held, length, end)
+        held.add(fetched=self._offloaded.fetched_bytes())
+        held.tier_bytes += self._offloaded.held_bytes()
+
+    def transfers(self) -> TransferTotals:
+        return self._offloaded.transfers.totals
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TierView(GatherView):
+    """Reads each row's blocks from the lanes, after those that were not there were fetched into them.
+
+        position   0 … 127 | 128 … 255 | 256 … 383 | 384 … 895 | 896 … 1500     sink, window 512, resident from 896 on
+        a block    at hand | fetched   |           | fetched   | at hand
+
+    What is read, and in which order, is what `GatherView` reads. A row is read at a time: its blocks have to be in the
+    lanes together, and there is room for those of one row. Which blocks they are has to be known on the host, which
+    asks the second tier for them: one synchronisation for each layer and row.
+    """
+
+    tier: OffloadedEntries
+    positions: tuple[int, ...]  # of the generated rows
+    always_slots: Tensor  # [G, A]: where the rows that are always read lie; 0 for padding
+
+    @staticmethod
+    def of(view: GatherView, tier: OffloadedEntries, positions: Positions) -> TierView:
+        """`view`, where its rows are in two tiers."""
+        given = {field.name: getattr(view, field.name) for field in fields(view)}
+        rows = view.always.rows
+        slots = torch.from_numpy(tier.layout.slots(rows.clamp(min=0).cpu().numpy())).to(rows.device)
+        return TierView(
+            **{**given, "row_by_row": True}, tier=tier, positions=tuple(positions.tolist()), always_slots=slots
+        )
+
+    def gather(self, layer: int, queries: Tensor, rows: slice, arena: Arena, scoring: Scoring) -> Tensor:
+        kept = self.select(layer, queries, rows, arena, scoring)  # [1, Hkv, K]
+        firsts = self.tier.fetch(layer, self.positions[rows.start], kept[0].cpu().numpy())
+        size = self.selector.block
+        in_blocks = torch.from_numpy(firsts).to(kept.device)[None, :, :, None] + torch.arange(size, device=kept.device)
+        always = self.always.rows[rows, None].expand(-1, kept.shape[1], -1)
+        # Sink and window are whole blocks here, so that a distant block is read as a whole.
+        meant = (kept >= 0)[..., None].expand(-1, -1, -1, size)
+        slots = torch.cat([self.always_slots[rows, None].expand_as(always), in_blocks.flatten(2)], dim=-1)
+        seen = torch.cat([always >= 0, meant.flatten(2)], dim=-1)
+        slots = slots.where(seen, 0)
+        keys, values = (
+            gather_rows(self.lane.slots(states, layer, 0, self.lane.lane), slots)
+            for states in (arena.keys, arena.values)
+        )
+        out, _ = attend_rows(queries, keys, values, seen, scoring.scaling, scoring.softcap, scoring.head_sinks)
+        return out

@@ -16,37 +16,39 @@ from typing import Self
 import numpy as np
 
 from inference_engine.errors import RestorationFailed
-from inference_engine.kv.archived_rows import ArchivedRows, ExactRows
+from inference_engine.kv.archives.restorer import Archive
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.lanes import LaneGroup
 from inference_engine.kv.layout import Positions
-from inference_engine.kv.restorer import Archive
-from inference_engine.kv.strategy import Placement
+from inference_engine.kv.part import Held, Saved
+from inference_engine.kv.parts.archived import ArchivedEntries, ExactRows
+from inference_engine.kv.parts.layer_entries import LayerEntries
+from inference_engine.kv.strategy import KVStrategy
 
 _FLOAT32_BYTES = 4
 # Decoded rows that an accelerator makes at once: by segments the host would take longer than the device.
 _DECODED_BYTES = 128 * 2**20
 
 
-class SleepingRows(ArchivedRows):
+class RestoredEntries(ArchivedEntries):
     """The layers of one session that sleep. Those of a restorer that replays get their old rows by staging."""
 
-    def __init__(self, context: KVContext, sets: Sequence[ExactRows], archive: Archive, replays: bool) -> None:
-        super().__init__(context, sets, archive, replays)
-        self._lanes: tuple[LaneGroup, ...] = ()
+    def __init__(self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactRows], archive: Archive) -> None:
+        super().__init__(context, strategy, sets, archive)
+        self._lanes: tuple[LayerEntries, ...] = ()
         self._slept = 0  # the length when exact rows were last put away
 
     @property
-    def lanes(self) -> tuple[LaneGroup, ...]:
+    def lanes(self) -> tuple[LayerEntries, ...]:
         return self._lanes
 
     # -- waking and sleeping ----------------------------------------------------------------------------------------
 
-    def wake(self, placement: Placement, length: int) -> bool:
-        lanes: list[LaneGroup] = []
+    def wake(self, tokens: int, length: int) -> bool:
+        placement = self._strategy.placement(self._context.geometry, tokens)
+        lanes: list[LayerEntries] = []
         for rows, (layers, sleeping) in zip(self._sets, placement.sleeping, strict=True):
             assert rows.layers == layers
-            group = LaneGroup.reserve(self._context, layers, sleeping.awake)
+            group = LayerEntries.reserve(self._context, layers, sleeping.awake)
             if group is None:
                 for other in lanes:
                     other.release()
@@ -72,12 +74,12 @@ class SleepingRows(ArchivedRows):
         self._open(replayed, length)
         self._take_exact_rows(length)
 
-    def sleep(self, length: int | None) -> None:
+    def idle(self, length: int | None) -> None:
         if length is not None:
             for rows, lanes in zip(self._sets, self._lanes, strict=True):
                 positions = rows.positions(length)
                 rows.wipe()
-                rows.lanes.write(positions, *lanes.read(positions))
+                rows.lanes.write_entries(positions, *lanes.read_entries(positions))
             self._slept = length
         self._drop_lanes()
 
@@ -85,9 +87,13 @@ class SleepingRows(ArchivedRows):
         super().copy_from(other, length)
         self._slept = length
 
-    def forget(self) -> None:
+    def load(self, length: int, saved: Saved) -> None:
+        super().load(length, saved)
+        self._slept = length
+
+    def forget(self, floor: int, length: int) -> None:
         self._drop_lanes()
-        super().forget()
+        super().forget(floor, length)
         self._slept = 0
 
     def release(self) -> None:
@@ -125,8 +131,8 @@ class SleepingRows(ArchivedRows):
             # A layer with a narrower window of its own has no place for the strategy's sink.
             horizon = lanes.layout.horizon(length)
             positions = positions[(positions < lanes.layout.sink) | (positions >= horizon)]
-            lanes.write(positions, *rows.lanes.read(positions))
-            lanes.evict(length)
+            lanes.write_entries(positions, *rows.lanes.read_entries(positions))
+            lanes.let_leave(length)
 
     def _drop_lanes(self) -> None:
         dropped, self._lanes = self._lanes, ()
@@ -138,16 +144,16 @@ class SleepingRows(ArchivedRows):
     def _replace(self, leaving: Sequence[Positions]) -> None:
         """Put these archived rows into the lanes."""
         for rows, lanes, block in zip(self._sets, self._lanes, self._archive.restore(leaving), strict=True):
-            lanes.write(block.positions, rows.moved(block.keys, block.positions), block.values)
+            lanes.write_entries(block.positions, rows.moved(block.keys, block.positions), block.values)
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
-    def held_bytes(self, length: int, staged_length: int) -> dict[str, int]:
-        return {
-            "rows": sum(rows.lanes.open_rows(self._slept) * rows.lanes.row_bytes for rows in self._sets),
-            "archive": self._archive.held_bytes(self._counts(length)),
-            "restored": sum(
-                (lanes.open_rows(staged_length) + min(lanes.layout.spare, staged_length)) * lanes.row_bytes
-                for lanes in self._lanes
+    def add_footprint(self, held: Held, length: int, end: int) -> None:
+        held.add(
+            rows=sum(rows.lanes.open_rows(self._slept) * rows.lanes.row_bytes for rows in self._sets),
+            archive=self._archive.held_bytes(self._counts(length)),
+            restored=sum(
+                (lanes.open_rows(end) + min(lanes.layout.spare, end)) * lanes.row_bytes for lanes in self._lanes
             ),
-        }
+        )
+        held.tier_bytes += self._archive.tier_bytes(self._counts(length))

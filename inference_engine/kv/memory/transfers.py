@@ -8,9 +8,11 @@ fetched   blocks that a generated token reads, into slots of the session's own l
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 
-from inference_engine.kv.tier import Count
+from inference_engine.kv.memory.tier import Count
 from inference_engine.metrics import TRANSFERS
 
 
@@ -34,6 +36,11 @@ class TransferTotals:
         """Both together, where `other` is of the same steps and other layers."""
         sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
         return TransferTotals(**{**sums, "steps": max(self.steps, other.steps)})
+
+    @staticmethod
+    def together(totals: Iterable[TransferTotals]) -> TransferTotals:
+        """All of them, of the same steps and different layers."""
+        return reduce(TransferTotals.beside, totals, TransferTotals())
 
 
 class Transfers:
@@ -64,3 +71,13 @@ class Transfers:
         self._length = length
         for kind, count in moved.items():
             self._count(kind, count)
+
+
+class NoTransfers(Transfers):
+    """Those of what never leaves the device: nothing is counted, and no step either."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _kind, _bytes: None)
+
+    def commit(self, length: int) -> None:
+        pass

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from inference_engine.errors import ConfigError, NoCapacity, Overloaded
-from inference_engine.kv.host_memory import free_host_bytes
+from inference_engine.kv.memory.host import free_host_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +154,18 @@ class Tier(ABC):
     @abstractmethod
     def _open(self, shape: ChunkShape) -> Store:
         """As `open`, for a shape that has chunks."""
+
+
+class NoTier(Tier):
+    """That of an engine without one: nothing can be reserved of it."""
+
+    where = "a second tier"
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def _open(self, shape: ChunkShape) -> Store:
+        raise AssertionError("nothing was reserved of it")
 
 
 class HostTier(Tier):

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.scratch import Scratch
+from inference_engine.kv.memory.scratch import Scratch
 
 TRASH_UNITS = 1
 # On a CPU, memory is looked at in pieces of so many bytes, and written only where something is: what nobody wrote to

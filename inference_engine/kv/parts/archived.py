@@ -1,29 +1,32 @@
 """Layers whose old rows are restored: what a session asks of them, whichever way the rows come back.
 
-Rows leave the exact window at a segment boundary, whole segments at once, and go into the archive (`kv/restorer.py`).
-The two kinds differ in how later queries read them: from lanes into which they were restored (`kv/sleeping.py`), or
-from the archive itself, chunk by chunk (`kv/streaming.py`).
+Rows leave the exact window at a segment boundary, whole segments at once, and go into the archive
+(`kv/archives/restorer.py`). The two kinds differ in how later queries read them: from lanes into which they were
+restored (`restored.py`), or from the archive itself, chunk by chunk (`streamed.py`).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import NonFiniteRows, RestorationFailed
+from inference_engine.kv.archives.restorer import Archive, RowBlock
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.lanes import LaneGroup, LayerSet
-from inference_engine.kv.layout import Layout, Positions
-from inference_engine.kv.restorer import Archive, RowBlock
-from inference_engine.kv.strategy import Placement
-from inference_engine.kv.transfers import TransferTotals
+from inference_engine.kv.layout import LayerSet, Layout, Positions
+from inference_engine.kv.memory.transfers import TransferTotals
+from inference_engine.kv.part import Part, Saved, saved_under, under
+from inference_engine.kv.parts.layer_entries import LayerEntries
+from inference_engine.kv.strategy import KVStrategy, Placement
+from inference_engine.kv.views import StagedQueries, StepReads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +34,7 @@ class ExactRows:
     """One set of alike layers: the lanes that their exact rows are kept in, and which positions leave them."""
 
     layers: LayerSet
-    lanes: LaneGroup
+    lanes: LayerEntries
     window: int | None  # how far back rows can be read
 
     @property
@@ -69,7 +72,7 @@ def reserve_exact_rows(context: KVContext, placement: Placement) -> list[ExactRo
     """Take the lanes of exact rows from the pool; None, and nothing taken, if there is no room."""
     taken: list[ExactRows] = []
     for layers, sleeping in placement.sleeping:
-        lanes = LaneGroup.reserve(context, layers, sleeping.exact)
+        lanes = LayerEntries.reserve(context, layers, sleeping.exact)
         if lanes is None:
             for rows in taken:
                 rows.lanes.release()
@@ -78,17 +81,23 @@ def reserve_exact_rows(context: KVContext, placement: Placement) -> list[ExactRo
     return taken
 
 
-class ArchivedRows(ABC):
-    """The layers of one session whose old rows are restored."""
+class ArchivedEntries(Part):
+    """The layers of one session whose old entries are restored."""
 
-    def __init__(self, context: KVContext, sets: Sequence[ExactRows], archive: Archive, replays: bool) -> None:
+    takes_room: ClassVar[bool] = True
+
+    def __init__(self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactRows], archive: Archive) -> None:
+        restorer = strategy.restorer()
         self._context = context
+        self._strategy = strategy
         self._sets = sets
         self._archive = archive
-        self._replays = replays  # rows come back by running the model again
+        self._replays = restorer is not None and restorer.replays  # entries come back by running the model again
 
     @classmethod
-    def reserve(cls, context: KVContext, placement: Placement, *, sustained: KVContext) -> ArchivedRows | None:
+    def reserve(
+        cls, context: KVContext, strategy: KVStrategy, placement: Placement, *, sustained: KVContext
+    ) -> ArchivedEntries | None:
         """Take what is sustained from the pool; None, and nothing taken, if there is no room.
 
         sustained: the context whose pool it is taken from. What waking takes comes from that of `context`.
@@ -104,37 +113,44 @@ class ArchivedRows(ABC):
             if archive is None:
                 for rows in sets:
                     rows.lanes.release()
-        return None if archive is None else cls(context, sets, archive, placement.restorer.replays)
+        return None if archive is None else cls(context, strategy, sets, archive)
 
     @property
     @abstractmethod
-    def lanes(self) -> tuple[LaneGroup, ...]:
-        """The lanes that attention reads: one for each set of layers while the session is awake."""
+    def lanes(self) -> tuple[LayerEntries, ...]:
+        """The lanes that attention reads: one for each set of layers while the session is active."""
 
-    @abstractmethod
-    def wake(self, placement: Placement, length: int) -> bool:
-        """Get ready to be read. False, and nothing taken, if the pool has no room now.
+    # -- a step ----------------------------------------------------------------------------------------------------
 
-        Raises RestorationFailed, and nothing is taken.
+    def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
+        for lanes in self.lanes:
+            lanes.prepare(positions, generated)
+
+    def stage(self, positions: Positions) -> None:
+        for lanes in self.lanes:
+            lanes.stage(positions)
+
+    @property
+    def fits_numbers(self) -> bool:
+        return all(lanes.fits_numbers for lanes in self.lanes)
+
+    def read(self, queries: StagedQueries, step: StepReads) -> None:
+        for lanes in self.lanes:
+            lanes.read(queries, step)
+
+    def reject(self, positions: Positions) -> None:
+        for lanes in self.lanes:
+            lanes.reject(positions)
+
+    def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
+        """Entries that left the exact window go into the archive, and are read as it gives them back.
+
+        Whether they are finite is found out later.
         """
-
-    @abstractmethod
-    def sleep(self, length: int | None) -> None:
-        """Keep the exact rows, give back what waking took. None: rows are still being computed again, none are new."""
-
-    def replay_end(self, length: int) -> int:
-        """Rows below this are computed again; every layer has its exact rows from there on."""
-        return min(rows.layout.horizon(length) for rows in self._sets) if self._replays else 0
-
-    def end_replay(self, replayed: int, length: int) -> None:
-        """Rows below `replayed` have been computed again: let the exact ones join them."""
-        raise AssertionError("nothing is computed again")
-
-    def archive(self, before: int, length: int) -> None:
-        """Rows that left the exact window go into the archive, and are read as it gives them back.
-
-        Raises RestorationFailed; the rows are then of no use any more. Whether they are finite is found out later.
-        """
+        for lanes in self.lanes:
+            lanes.commit(before, length, rejected, is_replay=is_replay)
+        if is_replay:
+            return
         if length > before:
             self.require_finite()
         leaving = [rows.leaving(before, length) for rows in self._sets]
@@ -143,11 +159,18 @@ class ArchivedRows(ABC):
         self._archive.commit(length)
         self._archive.ask_finite()
 
+    def evict(self, before: int, length: int) -> None:
+        for lanes in self.lanes:
+            lanes.evict(before, length)
+
+    def replay_end(self, length: int) -> int:
+        """Every layer has its exact entries from there on."""
+        return min(rows.layout.horizon(length) for rows in self._sets) if self._replays else 0
+
     def ask_finite(self) -> None:
         self._archive.ask_finite()
 
     def require_finite(self) -> None:
-        """Raise RestorationFailed if rows that left or came back, and were asked for, are not finite: of no use."""
         try:
             self._archive.require_finite()
         except NonFiniteRows as error:
@@ -168,38 +191,55 @@ class ArchivedRows(ABC):
 
     @abstractmethod
     def _replace(self, leaving: Sequence[Positions]) -> None:
-        """See to it that these rows are read as the archive gives them back."""
+        """See to it that these entries are read as the archive gives them back."""
+
+    # -- as a whole ------------------------------------------------------------------------------------------------
 
     def copy_from(self, other: Self, length: int) -> None:
-        """Keep what another session of the same rule keeps, asleep, after a history of `length`. Raises OSError."""
         for rows, theirs in zip(self._sets, other._sets, strict=True):
             rows.lanes.copy_from(theirs.lanes, length)
-        self._archive.copy_from(other._archive, [rows.leaving(0, length) for rows in self._sets])
+        kept = self._kept(length)
+        self._archive.load(kept, other._archive.save(kept))
 
-    def forget(self) -> None:
-        """Go back to an empty history, asleep."""
+    def save(self, length: int) -> Saved:
+        """The exact entries, and what the archive keeps."""
+        saved: Saved = {"archive": self._archive.save(self._kept(length))}
+        for index, rows in enumerate(self._sets):
+            saved = {**saved, **under(index, rows.lanes.save(length))}
+        return saved
+
+    def load(self, length: int, saved: Saved) -> None:
+        for index, rows in enumerate(self._sets):
+            rows.lanes.load(length, saved_under(index, saved))
+        self._archive.load(self._kept(length), saved["archive"])
+
+    def _kept(self, length: int) -> list[Positions]:
+        """What a history of `length` has in the archive, per set of layers."""
+        return [rows.leaving(0, length) for rows in self._sets]
+
+    @property
+    def floor(self) -> int:
+        return 0
+
+    def forget(self, floor: int, length: int) -> None:
         for rows in self._sets:
             rows.wipe()
         self._archive.forget()
 
     def release(self) -> None:
-        """Give everything back, though some of it fail."""
         with ExitStack() as stack:
             stack.callback(self._archive.release)
             for rows in self._sets:
                 stack.callback(rows.lanes.release)
 
-    @abstractmethod
-    def held_bytes(self, length: int, staged_length: int) -> dict[str, int]:
-        """By kind: exact rows, the archive, and what waking took. Lanes that attention reads reach `staged_length`."""
-
-    def tier_bytes(self, length: int) -> int:
-        """Bytes of the archive that lie in the second tier."""
-        return self._archive.tier_bytes(self._counts(length))
+    # -- facts -----------------------------------------------------------------------------------------------------
 
     def transfers(self) -> TransferTotals:
-        """What was moved between the device and the second tier."""
         return self._archive.transfers()
+
+    def check(self, length: int, cached: int) -> None:
+        for lanes in self.lanes:
+            lanes.check(length, cached)
 
     def _counts(self, length: int) -> list[int]:
         return [max(0, rows.layout.horizon(length) - rows.layout.sink) for rows in self._sets]
@@ -207,12 +247,12 @@ class ArchivedRows(ABC):
     def _blocks(self, positions: Sequence[Positions]) -> list[RowBlock]:
         blocks = []
         for rows, lanes, wanted in zip(self._sets, self.lanes, positions, strict=True):
-            keys, values = lanes.read(wanted)
+            keys, values = lanes.read_entries(wanted)
             blocks.append(RowBlock(wanted, rows.moved(keys.float(), -wanted), values.float()))
         return blocks
 
 
-def _first_positions(rows: ExactRows, lanes: LaneGroup, before: int, length: int) -> Positions:
+def _first_positions(rows: ExactRows, lanes: LayerEntries, before: int, length: int) -> Positions:
     """If these layers' first rows leave the exact window now: every position after the sink that the lanes hold."""
     layout = rows.layout
     if not layout.horizon(before) <= layout.sink < layout.horizon(length):

@@ -11,7 +11,7 @@ A latent is moved as it is, so that it decodes to the same wherever it lies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.pool import Demand
-from inference_engine.kv.tier import ChunkShape, Store
-from inference_engine.kv.transfers import Transfers, TransferTotals
+from inference_engine.kv.memory.pool import Demand
+from inference_engine.kv.memory.tier import ChunkShape, Store
+from inference_engine.kv.memory.transfers import NoTransfers, Transfers, TransferTotals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,11 +50,9 @@ class LatentPlaces:
         unit = geometry.alignment
         return Demand(head_dim=self.head_dim, elements=-(-elements // unit) * unit)
 
-    def chunks(self, geometry: Geometry) -> ChunkShape | None:
+    def chunks(self, geometry: Geometry) -> ChunkShape:
         """What is needed of the second tier: room for the places that are ever pushed out of the pool."""
         pushed_out = self.count - self.resident(geometry)
-        if not pushed_out:
-            return None
         return ChunkShape(
             chunks=-(-pushed_out // self.segment),
             layers=1,
@@ -68,13 +66,14 @@ class LatentPlaces:
 class LatentCodes:
     """The latents themselves. Engine's thread only, but for `release`."""
 
-    def __init__(self, context: KVContext, places: LatentPlaces, start: int, store: Store | None) -> None:
+    def __init__(self, context: KVContext, places: LatentPlaces, start: int, store: Store) -> None:
         self._context = context
         self._places = places
         self._demand = places.demand(context.geometry)
         self._start = start
         self._store = store
-        self._transfers = None if store is None or context.tier is None else Transfers(context.tier.count)
+        has_tier = places.chunks(context.geometry).chunks > 0
+        self._transfers = Transfers(context.tier.count) if has_tier else NoTransfers()
         self._resident = places.resident(context.geometry)
         arena = context.pool.arenas[places.head_dim]
         self._halves = [self._bytes_from(states) for states in (arena.keys, arena.values)]
@@ -90,14 +89,11 @@ class LatentCodes:
         starts = context.pool.reserve([demand])
         if starts is None:
             return None
-        store = None
-        if shape is not None:
-            assert context.tier is not None, "this engine has no second tier"
-            try:
-                store = context.tier.open(shape)
-            except BaseException:
-                context.pool.release([demand], starts)
-                raise
+        try:
+            store = context.tier.open(shape)
+        except BaseException:
+            context.pool.release([demand], starts)
+            raise
         return LatentCodes(context, places, starts[0], store)
 
     def _bytes_from(self, states: Tensor) -> Tensor:
@@ -130,29 +126,30 @@ class LatentCodes:
         parts = [part.to(self._context.device) for part in self._in_tier(first, begin)]
         return torch.cat([*parts, self._in_pool(begin, last)]) if parts else self._in_pool(begin, last)
 
-    def copy_from(self, other: LatentCodes) -> None:
-        """Keep every latent that another session keeps. What that moves between the tiers is in no step of either."""
-        for first in range(0, other._end, self._places.segment):
-            self.put(first, other.get(first, min(first + self._places.segment, other._end)))
-        for transfers in (self._transfers, other._transfers):
-            if transfers is not None:
-                transfers.settle()
+    def save(self) -> Iterator[tuple[Tensor]]:
+        """Every latent that is kept, [n, width], a segment of them at a time."""
+        for first in range(0, self._end, self._places.segment):
+            yield (self.get(first, min(first + self._places.segment, self._end)),)
+        self._transfers.settle()  # what that moved between the tiers is in no step
+
+    def load(self, saved: Iterable[tuple[Tensor, ...]]) -> None:
+        """Keep every latent that was saved."""
+        for (codes,) in saved:
+            self.put(self._end, codes)
+        self._transfers.settle()
 
     def commit(self, length: int) -> None:
         """A step has ended with a history of `length`: count what it moved."""
-        if self._transfers is not None:
-            self._transfers.commit(length)
+        self._transfers.commit(length)
 
     def clear(self) -> None:
         self._end = 0
         self.commit(0)
-        if self._store is not None:
-            self._store.clear()
+        self._store.clear()
 
     def release(self) -> None:
         self._context.pool.release([self._demand], [self._start])
-        if self._store is not None:
-            self._store.close()
+        self._store.close()
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -163,10 +160,10 @@ class LatentCodes:
 
     def tier_bytes(self, count: int) -> int:
         """As `held_bytes`, in the second tier."""
-        return 0 if self._store is None else self._store.held_bytes(max(0, count - self._resident))
+        return self._store.held_bytes(max(0, count - self._resident))
 
     def transfers(self) -> TransferTotals:
-        return TransferTotals() if self._transfers is None else self._transfers.totals
+        return self._transfers.totals
 
     # -- pool and tier ----------------------------------------------------------------------------------------------
 
@@ -191,7 +188,6 @@ class LatentCodes:
     def _in_tier(self, first: int, last: int) -> Sequence[Tensor]:
         parts = []
         for chunk, begin, end in self._chunks(first, last):
-            assert self._store is not None and self._transfers is not None
             states = self._store.read(chunk)[0, :, 0, begin:end]  # [2, n, half]
             parts.append(torch.cat(tuple(states), dim=1)[:, : self._places.width])
             self._transfers.add(streamed_bytes=parts[-1].numel())
@@ -200,7 +196,6 @@ class LatentCodes:
     def _push_out(self, first: int, codes: Tensor) -> None:
         half = self._places.half
         for chunk, begin, end in self._chunks(first, first + len(codes)):
-            assert self._store is not None and self._transfers is not None
             at = chunk * self._places.segment - first
             some = codes[at + begin : at + end]
             padded = torch.nn.functional.pad(some, (0, 2 * half - self._places.width))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from inference_engine.kv.pool import Demand, Pool
+from inference_engine.kv.memory.pool import Demand, Pool
 
 
 class Slab:

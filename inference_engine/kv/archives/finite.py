@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from inference_engine.errors import NonFiniteRows
-from inference_engine.kv.marks import Wait, mark
+from inference_engine.kv.memory.events import Wait, mark
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,45 +9,50 @@ Attention reads the exact rows in their lanes, which are there at any time, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from torch import Tensor
 
 from inference_engine.errors import RestorationFailed
-from inference_engine.kv.archived_rows import ArchivedRows, ExactRows
+from inference_engine.kv.archives.restorer import Archive, chunk_demand
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.lanes import LaneGroup
-from inference_engine.kv.layout import Positions
-from inference_engine.kv.restorer import Archive, chunk_demand
-from inference_engine.kv.strategy import Placement
+from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK, Positions
+from inference_engine.kv.part import Held
+from inference_engine.kv.parts.archived import ArchivedEntries, ExactRows
+from inference_engine.kv.parts.layer_entries import LayerEntries
+from inference_engine.kv.parts.layer_part import LayerPart
+from inference_engine.kv.slots import LayerSlots
+from inference_engine.kv.strategy import KVStrategy, Placement
+from inference_engine.kv.views import RowSource, StagedQueries, StepReads, View, chunks_between
 
 
-class StreamingRows(ArchivedRows):
-    """The layers of one session whose old rows stay in the archive: their lanes' `RowSource`."""
+class StreamedEntries(ArchivedEntries):
+    """The layers of one session whose old rows stay in the archive: a `RowSource` of their lanes."""
 
-    def __init__(self, context: KVContext, sets: Sequence[ExactRows], archive: Archive, replays: bool) -> None:
-        assert not replays, "rows that are computed again are not local in position"
-        super().__init__(context, sets, archive, replays)
+    def __init__(self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactRows], archive: Archive) -> None:
+        super().__init__(context, strategy, sets, archive)
+        assert not self._replays, "entries that are computed again are not local in position"
         self._set_of = {layer: rows for rows in sets for layer in rows.layers.layers}
         self._room: _ChunkRoom | None = None
         for rows in sets:
-            rows.lanes.source = self
+            rows.lanes.parts.append(StreamedReads(rows.lanes, self))
 
     @property
-    def lanes(self) -> tuple[LaneGroup, ...]:
+    def lanes(self) -> tuple[LayerEntries, ...]:
         return tuple(rows.lanes for rows in self._sets)
 
-    def wake(self, placement: Placement, length: int) -> bool:
+    def wake(self, tokens: int, length: int) -> bool:
+        placement = self._strategy.placement(self._context.geometry, tokens)
         self._room = _ChunkRoom.reserve(self._context, placement)
         return self._room is not None
 
-    def sleep(self, length: int | None) -> None:
+    def idle(self, length: int | None) -> None:
         self._drop_room()
 
-    def forget(self) -> None:
+    def forget(self, floor: int, length: int) -> None:
         self._drop_room()
-        super().forget()
+        super().forget(floor, length)
 
     def release(self) -> None:
         try:
@@ -74,13 +79,42 @@ class StreamingRows(ArchivedRows):
         if room is not None:
             room.release()
 
-    def held_bytes(self, length: int, staged_length: int) -> dict[str, int]:
+    def add_footprint(self, held: Held, length: int, end: int) -> None:
         archived = self._counts(length)
-        return {
-            "rows": sum(rows.lanes.open_rows(staged_length) * rows.lanes.row_bytes for rows in self._sets),
-            "archive": self._archive.held_bytes(archived),
-            "restored": self._room.nbytes if self._room is not None and any(archived) else 0,
-        }
+        held.add(
+            rows=sum(rows.lanes.open_rows(end) * rows.lanes.row_bytes for rows in self._sets),
+            archive=self._archive.held_bytes(archived),
+            restored=self._room.nbytes if self._room is not None and any(archived) else 0,
+        )
+        held.tier_bytes += self._archive.tier_bytes(archived)
+
+
+class StreamedReads(LayerPart):
+    """The reads of a set of layers whose old entries come chunk by chunk."""
+
+    def __init__(self, slots: LayerSlots, source: RowSource) -> None:
+        self._slots = slots
+        self._source = source
+
+    @property
+    def fits_numbers(self) -> bool:
+        return False
+
+    def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
+        return False
+
+    def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
+        chunks = self.chunks(queries.first)
+        return self._slots.chunk_view(queries, step, self._source, chunks) if chunks else inner()
+
+    def chunks(self, position: int) -> tuple[range, ...]:
+        """Positions that queries in the segment of `position` read from the archive, chunk by chunk."""
+        layout = self._slots.layout
+        size = SEGMENTS_IN_A_CHUNK * self._slots.context.geometry.segment_tokens
+        return chunks_between(layout.sink, layout.horizon(position), size)
+
+    def forget(self, floor: int, length: int) -> None:
+        """The archive forgets."""
 
 
 class _ChunkRoom:

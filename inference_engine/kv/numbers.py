@@ -16,10 +16,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import BackendError
-from inference_engine.kernels.lane_attention import COUNT, FIELDS, LANE, START, TRUNK_LANE, TRUNK_START, LaneAttention
+from inference_engine.kernels.lane_attention import (
+    BASE,
+    BLOCK,
+    BOUNDS,
+    COUNT,
+    FIELDS,
+    FLOOR,
+    KEPT,
+    LANE,
+    LAST,
+    LOCAL,
+    RING,
+    SINK,
+    SINK_FLOOR,
+    START,
+    UPTO,
+    LaneAttention,
+)
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.pool import Arena, Pool
-from inference_engine.kv.scratch import Scratch
+from inference_engine.kv.layout import BlockSelector, Layout, Positions
+from inference_engine.kv.memory.pool import Arena, Pool
+from inference_engine.kv.memory.scratch import Scratch
 
 Numbers = NDArray[np.int64]
 _MOST_BLOCKS = 4096
@@ -49,22 +67,14 @@ class StepNumbers:
         writes = self.writes[kv_heads].reshape(len(self.writes[kv_heads]), -1)
         writes[places, rows.start * kv_heads : rows.stop * kv_heads] = starts[:, None] + lane_rows
 
-    def attend(self, layers: Indexes, rows: slice, starts: Numbers, lane: int, numbers: Numbers) -> None:
+    def attend(self, layers: Indexes, rows: slice, starts: Numbers, lines: Numbers) -> None:
         """Say what `rows` see in `layers`, alike in all of them but for the lanes' `starts`.
 
-        lane: slots of a head; numbers: [rows, 14], see `lane_numbers`.
+        lines: [rows, FIELDS], see `lane_numbers`.
         """
-        lines = np.zeros((len(numbers), FIELDS), dtype=np.int64)
-        lines[:, LANE] = lane
-        lines[:, COUNT:] = numbers
         lanes = self.lanes.reshape(len(self.lanes), -1)
         lanes[layers, rows.start * FIELDS : rows.stop * FIELDS] = lines.reshape(-1)
         self.lanes[layers, rows, START] = starts[:, None]
-
-    def attend_trunk(self, layers: Indexes, rows: slice, starts: Numbers, lane: int) -> None:
-        """Say in which lanes of `layers` the first slots of `rows` are; `starts` and `lane` as `attend` has them."""
-        self.lanes[layers, rows, TRUNK_START] = starts[:, None]
-        self.lanes[layers, rows, TRUNK_LANE] = lane
 
     def padded(self, rows: int, scratch: Scratch) -> StepNumbers:
         """The same with more rows, which do nothing."""
@@ -157,6 +167,37 @@ class LaneTables:
         """Write the rows of `layer` and attend; as `StepPlan.attend`, for steps whose rows all attend to lanes."""
         self.write(layer, keys, values)
         return self.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)[None]
+
+
+def lane_numbers(layout: Layout, queries: Positions, *, last: int, count: int) -> Numbers:
+    """[n, FIELDS], for each of `queries`, which read every slot that they see; what differs by layer is left 0.
+
+    last: the last position that has an entry. count: slots to look at, those before the layout's base among them. Says
+    of each slot what `layout.visible` says of the position that it holds.
+    """
+    window, native = layout.window, layout.native_window
+    nearest = np.zeros_like(queries) if native is None else np.maximum(0, queries - native + 1)
+    horizons = np.zeros_like(queries) if window is None else queries - queries % layout.segment - window
+    lines = np.zeros((len(queries), FIELDS), dtype=np.int64)
+    lines[:, LANE] = layout.lane
+    lines[:, COUNT] = count
+    lines[:, SINK] = layout.sink
+    lines[:, RING] = 0 if window is None else max(1, layout.capacity - layout.sink)
+    lines[:, LAST] = last
+    lines[:, UPTO] = queries
+    lines[:, FLOOR] = np.maximum(nearest, horizons)
+    lines[:, SINK_FLOOR] = nearest
+    lines[:, BASE] = layout.base
+    return lines
+
+
+def choose_blocks(lines: Numbers, layout: Layout, selector: BlockSelector, queries: Positions) -> None:
+    """Let the queries of these lines [..., n, FIELDS] read the blocks that the selector chooses, not every slot."""
+    lines[..., SINK] = selector.sink_rows
+    lines[..., BLOCK] = selector.block
+    lines[..., KEPT] = selector.count
+    lines[..., LOCAL] = selector.local_starts(queries)
+    lines[..., BOUNDS] = layout.summaries_from
 
 
 def most_blocks(geometry: Geometry) -> int:

@@ -10,22 +10,21 @@ history, and take one row. Decoding gives unrotated rows; the model's own rotati
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from inference_engine.kv.archives.restorer import Archive, KeptLayers, Restorer, RowBlock
 from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
-from inference_engine.kv.pool import Demand
-from inference_engine.kv.restorer import Archive, KeptLayers, Restorer, RowBlock
-from inference_engine.kv.runs import evenly_apart, neighbours
+from inference_engine.kv.memory.pool import Demand
+from inference_engine.kv.slots import evenly_apart, neighbours
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +84,14 @@ class _CodedArchive(Archive):
     def restore(self, positions: Sequence[Positions]) -> Sequence[RowBlock]:
         return [group.restore(asked) for group, asked in zip(self._groups, positions, strict=True)]
 
-    def copy_from(self, other: Self, positions: Sequence[Positions]) -> None:
-        for group, theirs, kept in zip(self._groups, other._groups, positions, strict=True):
-            group.copy_from(theirs, kept)
+    def save(self, positions: Sequence[Positions]) -> Iterator[tuple[Tensor, ...]]:
+        for group, kept in zip(self._groups, positions, strict=True):
+            yield from group.save(kept)
+
+    def load(self, positions: Sequence[Positions], saved: Iterable[tuple[Tensor, ...]]) -> None:
+        parts = iter(saved)
+        for group, kept in zip(self._groups, positions, strict=True):
+            group.load(kept, parts)
 
     def held_bytes(self, counts: Sequence[int]) -> int:
         return sum(group.held_bytes(count) for group, count in zip(self._groups, counts, strict=True))
@@ -179,15 +183,20 @@ class _CodedGroup:
             first += end - begin
         return found
 
-    def copy_from(self, other: _CodedGroup, positions: Positions) -> None:
+    def save(self, positions: Positions) -> Iterator[tuple[Tensor, ...]]:
+        """The means [layers, Hkv, D] of keys and of values, then the codes [n, layers, Hkv, row bytes] of both."""
+        if len(positions):
+            yield tuple(torch.cat([place for _, place in means]) for means in self._means)
+            yield tuple(self._codes_of(places, positions) for places in self._codes)
+
+    def load(self, positions: Positions, saved: Iterator[tuple[Tensor, ...]]) -> None:
         if not len(positions):
             return
-        for means, given in zip(self._means, other._means, strict=True):
-            theirs = torch.cat([place for _, place in given])
+        for means, given in zip(self._means, next(saved), strict=True):
             for layers, place in means:
-                place.copy_(theirs[layers])
-        for places, given in zip(self._codes, other._codes, strict=True):
-            self._put(places, positions, other._codes_of(given, positions))
+                place.copy_(given[layers])
+        for places, codes in zip(self._codes, next(saved), strict=True):
+            self._put(places, positions, codes)
 
     def held_bytes(self, count: int) -> int:
         if not count:

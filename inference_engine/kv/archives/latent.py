@@ -7,10 +7,9 @@ in the latent. The code itself comes from outside (`TokenCodec`); its bytes are 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
 
 import numpy as np
 import torch
@@ -18,15 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference_engine.errors import InvalidArgument
-from inference_engine.kv.context import KVContext, OfRows
-from inference_engine.kv.finite_rows import FiniteRows
+from inference_engine.kv.archives.finite import FiniteRows
+from inference_engine.kv.archives.latent_codes import LatentCodes, LatentPlaces
+from inference_engine.kv.archives.restorer import Archive, KeptLayers, Restorer, RowBlock
+from inference_engine.kv.context import KVContext, OfRows, TokenCodec
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.latent_codes import LatentCodes, LatentPlaces
 from inference_engine.kv.layout import Positions
-from inference_engine.kv.pool import Demand
-from inference_engine.kv.restorer import Archive, KeptLayers, Restorer, RowBlock
-from inference_engine.kv.token_codec import TokenCodec
-from inference_engine.kv.transfers import TransferTotals
+from inference_engine.kv.memory.pool import Demand
+from inference_engine.kv.memory.transfers import TransferTotals
 
 # Without a number of bytes, a latent takes this part of what the rows take in bfloat16.
 DEFAULT_COMPRESSION = 20
@@ -99,7 +97,7 @@ class Latent(Restorer):
 
     def tier_bytes(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> int:
         shape = self._places(geometry, kept).chunks(geometry)
-        return 0 if shape is None else shape.chunks * shape.chunk_bytes
+        return shape.chunks * shape.chunk_bytes
 
     def open(self, context: KVContext, kept: Sequence[KeptLayers]) -> Archive | None:
         assert context.latent is not None, "`ready` was not asked"
@@ -188,8 +186,11 @@ class _LatentArchive(Archive):
         rows = torch.zeros((len(layers.layers), 0, layers.kv_heads, layers.head_dim), device=self._context.device)
         return rows, rows
 
-    def copy_from(self, other: Self, positions: Sequence[Positions]) -> None:
-        self._codes.copy_from(other._codes)
+    def save(self, positions: Sequence[Positions]) -> Iterator[tuple[Tensor, ...]]:
+        return self._codes.save()
+
+    def load(self, positions: Sequence[Positions], saved: Iterable[tuple[Tensor, ...]]) -> None:
+        self._codes.load(saved)
 
     def commit(self, length: int) -> None:
         self._codes.commit(length)

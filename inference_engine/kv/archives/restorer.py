@@ -10,18 +10,18 @@ Rows travel in blocks, one per set of layers that share their slots: keys unrota
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from torch import Tensor
 
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.lanes import LayerSet
-from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK, Layout, Positions
-from inference_engine.kv.pool import Demand
-from inference_engine.kv.transfers import TransferTotals
+from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK, LayerSet, Layout, Positions
+from inference_engine.kv.memory.pool import Demand
+from inference_engine.kv.memory.transfers import TransferTotals
+from inference_engine.kv.part import Need
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,12 @@ class Archive(ABC):
         """Nobody reads the rows that were restored so far: whether they are finite matters no more."""
 
     @abstractmethod
-    def copy_from(self, other: Self, positions: Sequence[Positions]) -> None:
-        """Keep what another session's archive of the same rule keeps of `positions`, per set of layers, to the bit.
+    def save(self, positions: Sequence[Positions]) -> Iterator[tuple[Tensor, ...]]:
+        """What is kept of `positions`, per set of layers all that were kept: tensors that `load` reads again."""
+
+    @abstractmethod
+    def load(self, positions: Sequence[Positions], saved: Iterable[tuple[Tensor, ...]]) -> None:
+        """Keep, to the bit, what an archive of the same rule saved of `positions`.
 
         Only into an archive that keeps nothing yet. Raises OSError if the second tier cannot take its part.
         """
@@ -160,6 +164,10 @@ class Restorer(ABC):
         """What it takes of the second tier."""
         return 0
 
+    def need(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> Need:
+        """Both together."""
+        return Need(demands=self.demands(geometry, kept), tier_bytes=self.tier_bytes(geometry, kept))
+
     @abstractmethod
     def open(self, context: KVContext, kept: Sequence[KeptLayers]) -> Archive | None:
         """Reserve an archive; None, and nothing taken, if the pool has no room.
@@ -193,7 +201,10 @@ class _EmptyArchive(Archive):
     def restore(self, positions: Sequence[Positions]) -> Sequence[RowBlock]:
         raise AssertionError("a restorer that replays is not asked for rows")
 
-    def copy_from(self, other: Self, positions: Sequence[Positions]) -> None:
+    def save(self, positions: Sequence[Positions]) -> Iterator[tuple[Tensor, ...]]:
+        return iter(())
+
+    def load(self, positions: Sequence[Positions], saved: Iterable[tuple[Tensor, ...]]) -> None:
         pass
 
     def held_bytes(self, counts: Sequence[int]) -> int:

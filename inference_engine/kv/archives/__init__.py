@@ -1,0 +1,1 @@
+"""How entries that left the exact window are kept, and how they come back."""

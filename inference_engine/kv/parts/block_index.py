@@ -1,0 +1,195 @@
+"""What is known of each block of entries, and queries that read the blocks that matter most to them.
+
+A block's summary lies in the lanes, behind the entries: the smallest and largest of each key channel, or the mean. It
+is made when the block is whole, from committed keys. Generated tokens read sink, window and the blocks of the highest
+scores (`kernels/gather.py`); appended tokens read everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference_engine.kernels.bounds import block_bounds, block_means, bounds_scores, mean_scores
+from inference_engine.kernels.gather import Always, always_read, distant_blocks, gather_attend, select
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.layout import BlockSelector, LayerSet, Layout, Positions
+from inference_engine.kv.memory.pool import Arena
+from inference_engine.kv.numbers import choose_blocks, most_blocks
+from inference_engine.kv.part import Held, Need, Saved
+from inference_engine.kv.parts.layer_part import LayoutPart
+from inference_engine.kv.slots import LayerSlots
+from inference_engine.kv.views import Lane, OnChoice, Scoring, StagedQueries, StepReads, View
+
+_MOST_SELECTING_ROWS = 32
+
+
+def summaries(keys: Tensor, selector: BlockSelector) -> tuple[Tensor, Tensor]:
+    """What the selector's scorer wants to know of each block: [..., S, D] -> two of [..., B, D]."""
+    if selector.scorer == "mean":
+        means = block_means(keys, selector.block)
+        return means, means
+    return block_bounds(keys, selector.block)
+
+
+class BlockIndex(LayoutPart):
+    """The summaries of the blocks of a set of layers."""
+
+    def __init__(self, slots: LayerSlots) -> None:
+        assert slots.layout.selector is not None
+        self._slots = slots
+        self._selector = slots.layout.selector
+
+    @staticmethod
+    def is_in(layout: Layout) -> bool:
+        return layout.selector is not None and layout.tier is None
+
+    @staticmethod
+    def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:  # noqa: ARG004
+        """Summaries lie in the lanes."""
+        return Need()
+
+    @classmethod
+    def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
+        return cls(slots)
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
+        if not queries.has_generated:
+            return True
+        # Rows that choose blocks are served one by one, and not beside others of their session that do not.
+        fits = queries.count <= _MOST_SELECTING_ROWS and self._slots.layout.blocks <= most_blocks(step.geometry)
+        return fits and self._selector.scorer == "bounds" and not queries.has_appended
+
+    def amend(self, queries: StagedQueries, step: StepReads) -> None:
+        if not queries.has_generated:
+            return
+        step.selects = True
+        layers, layout = self._slots.layer_index, self._slots.layout
+        lines = step.numbers.lanes[layers, queries.rows]
+        choose_blocks(lines, layout, self._selector, queries.positions)
+        step.numbers.lanes[layers, queries.rows] = lines
+
+    def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
+        if not queries.has_generated:
+            return inner()
+        return self.gather_view(queries, step, inner() if queries.has_appended else None)
+
+    def gather_view(self, queries: StagedQueries, step: StepReads, dense: View | None) -> GatherView:
+        """dense: for the rows that read everything; None if there are none."""
+        selector, layout = self._selector, self._slots.layout
+        rows = queries.generated_rows
+        positions = queries.positions[rows]
+        width = selector.sink_rows + selector.window + selector.block if step.is_fixed_shape else None
+        always = always_read(
+            positions, selector.local_starts(positions), sink=selector.sink_rows, device=step.device, width=width
+        )
+        return GatherView(
+            lane=self._slots.lane,
+            selector=selector,
+            capacity=layout.capacity,
+            summaries_from=layout.summaries_from,
+            generated=torch.from_numpy(rows).to(step.device),
+            always=always,
+            candidates=distant_blocks(always, block=selector.block, count=layout.blocks),
+            row_by_row=step.is_fixed_shape,
+            dense=dense,
+            on_choice=step.on_choice,
+        )
+
+    def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
+        slots, block = self._slots, self._selector.block
+        whole = np.arange(before // block, length // block, dtype=np.int64)
+        if not len(whole):
+            return
+        entries = slots.layout.slots((whole[:, None] * block + np.arange(block)).reshape(-1))
+        keys = slots.gather(slots.arena.keys, entries).transpose(1, 2)  # [layers, Hkv, n · block, D]
+        low, high = summaries(keys, self._selector)
+        for states, summary in ((slots.arena.keys, low), (slots.arena.values, high)):
+            slots.put(states, slots.layout.summaries_from + whole, summary.transpose(1, 2))
+
+    # -- as a whole ------------------------------------------------------------------------------------------------
+
+    def save(self, length: int) -> Saved:
+        return {"block_index": self._saved(length)}
+
+    def _saved(self, length: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The summaries of all blocks, [layers, B, Hkv, D] each."""
+        places, arena = self._places(length), self._slots.arena
+        yield self._slots.gather(arena.keys, places), self._slots.gather(arena.values, places)
+
+    def load(self, length: int, saved: Saved) -> None:
+        for low, high in saved["block_index"]:
+            self._slots.put(self._slots.arena.keys, self._places(length), low)
+            self._slots.put(self._slots.arena.values, self._places(length), high)
+
+    def forget(self, floor: int, length: int) -> None:
+        self._slots.wipe(self._places(length))
+
+    def add_footprint(self, held: Held, length: int, end: int) -> None:
+        held.add(bounds=length // self._selector.block * self._slots.row_bytes)
+
+    def _places(self, length: int) -> Positions:
+        """The slots of the summaries of all whole blocks."""
+        return self._slots.layout.summaries_from + np.arange(length // self._selector.block, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatherView:
+    """Reads the chosen blocks for the rows `generated`, and as `dense` does for the others."""
+
+    lane: Lane
+    selector: BlockSelector
+    capacity: int
+    summaries_from: int  # first slot of the blocks' summaries
+    generated: Tensor  # row numbers [G]
+    always: Always  # of these rows
+    candidates: Tensor  # [G, B]
+    row_by_row: bool  # shapes that do not depend on which rows share a step
+    dense: View | None  # None: every row is generated
+    on_choice: OnChoice | None = None
+
+    def read(self, layer: int, queries: Tensor, arena: Arena, scoring: Scoring) -> Tensor:
+        out = torch.zeros_like(queries) if self.dense is None else self.dense.read(layer, queries, arena, scoring)
+        rows = range(len(self.generated)) if self.row_by_row else (slice(None),)
+        for row in rows:
+            some = slice(row, row + 1) if isinstance(row, int) else row
+            place = self.generated[some]
+            out[place] = self.gather(layer, queries[place], some, arena, scoring).to(out.dtype)
+        return out
+
+    def gather(self, layer: int, queries: Tensor, rows: slice, arena: Arena, scoring: Scoring) -> Tensor:
+        """[T, Hq, D] for the queries of the generated rows `rows`."""
+        out, _ = gather_attend(
+            queries,
+            self.lane.slots(arena.keys, layer, 0, self.capacity),
+            self.lane.slots(arena.values, layer, 0, self.capacity),
+            self.select(layer, queries, rows, arena, scoring),
+            self.always.of(rows),
+            block=self.selector.block,
+            scaling=scoring.scaling,
+            softcap=scoring.softcap,
+            head_sinks=scoring.head_sinks,
+        )
+        return out
+
+    def select(self, layer: int, queries: Tensor, rows: slice, arena: Arena, scoring: Scoring) -> Tensor:
+        """The distant blocks that these rows read: [T, Hkv, K], -1 for none."""
+        blocks = self.candidates.shape[1]
+        low = self.lane.slots(arena.keys, layer, self.summaries_from, blocks)
+        if self.selector.scorer == "mean":
+            scores = mean_scores(queries, low, scoring.scaling)
+        else:
+            high = self.lane.slots(arena.values, layer, self.summaries_from, blocks)
+            scores = bounds_scores(queries, low, high, scoring.scaling)
+        candidates = self.candidates[rows]
+        chosen = select(scores, candidates, self.selector.count, searched=False).blocks
+        if self.on_choice is not None:
+            self.on_choice(layer, scores, candidates, chosen)
+        return chosen

@@ -1,0 +1,299 @@
+"""The entries of alike layers of one session: their slots, and what leaves, stays and is read.
+
+Slots are wiped when they are opened, rejected or evicted, so that the lanes' bytes are a function of the committed
+entries alone. Entries leave at segment boundaries, whole segments at once (`kv/layout.py` says which), and the sink is
+moved up to the oldest entry that stays. What a strategy adds to that, an index of blocks say, is a `LayerPart`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_engine.errors import InvariantViolated
+from inference_engine.kernels.mac import MatchTotals
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.layout import LayerSet, Layout, Positions
+from inference_engine.kv.memory.pool import Demand
+from inference_engine.kv.memory.slab import Slab
+from inference_engine.kv.memory.transfers import TransferTotals
+from inference_engine.kv.numbers import lane_numbers
+from inference_engine.kv.part import Held, Need, Part, Saved
+from inference_engine.kv.parts.block_index import BlockIndex
+from inference_engine.kv.parts.layer_part import LayerPart, LayoutPart
+from inference_engine.kv.parts.offload import OffloadedBlocks
+from inference_engine.kv.parts.query_cache import QueryCache
+from inference_engine.kv.parts.shared_prefix import Piece, PrefixEntries, SharedPrefix
+from inference_engine.kv.slots import LayerSlots
+from inference_engine.kv.views import CausalView, DenseView, StagedQueries, StepReads, View
+
+
+def lane_demand(geometry: Geometry, layers: LayerSet, layout: Layout) -> Demand:
+    """What the lanes of one layer of the set need of the pool."""
+    unit = geometry.alignment
+    elements = layers.kv_heads * layout.lane * layers.head_dim
+    return Demand(head_dim=layers.head_dim, elements=-(-elements // unit) * unit)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class LayerEntries(LayerSlots, Part):
+    """A set of alike layers, and the mechanisms that belong to them."""
+
+    # A new mechanism of layers is a file and its name here.
+    KINDS: ClassVar[tuple[type[LayoutPart], ...]] = (BlockIndex, OffloadedBlocks, QueryCache)
+
+    parts: list[LayerPart] = field(default_factory=list)
+
+    @classmethod
+    def need(cls, geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
+        """What a set takes: each layer's lanes, then what its parts take."""
+        lanes = Need(demands=(lane_demand(geometry, layers, layout),) * len(layers.layers))
+        return sum((kind.need(geometry, layers, layout) for kind in cls._kinds(layout)), start=lanes)
+
+    @classmethod
+    def _kinds(cls, layout: Layout) -> list[type[LayoutPart]]:
+        return [kind for kind in cls.KINDS if kind.is_in(layout)]
+
+    @classmethod
+    def reserve(
+        cls, context: KVContext, layers: LayerSet, layout: Layout, prefix: SharedPrefix | None = None
+    ) -> LayerEntries | None:
+        """Take the lanes from the pool; None, and nothing taken, if there is no room.
+
+        prefix: where the entries before `layout.base` are; its slabs are the caller's to borrow. Raises Overloaded,
+        with nothing taken, if the second tier cannot be had after all.
+        """
+        assert layout.base == (0 if prefix is None else prefix.end)
+        need = cls.need(context.geometry, layers, layout)
+        slab = Slab.reserve(context.pool, need.demands, itemsize=context.geometry.itemsize)
+        if slab is None:
+            return None
+        count = len(layers.layers)
+        entries = cls(
+            context=context,
+            layer_set=layers,
+            layout=layout,
+            slab=slab,
+            starts=np.array(slab.starts[:count], dtype=np.int64),
+        )
+        try:
+            for kind in cls._kinds(layout):
+                end = count + len(kind.need(context.geometry, layers, layout).demands)
+                entries.parts.append(kind.open(entries, slab.starts[count:end]))
+                count = end
+        except BaseException:
+            entries.release()
+            raise
+        if prefix is not None:
+            entries.parts.append(PrefixEntries(entries, prefix))
+        return entries
+
+    def release(self) -> None:
+        with ExitStack() as stack:
+            stack.callback(self.slab.release)
+            for part in self.parts:
+                stack.callback(part.release)
+
+    # -- entries that other sessions read --------------------------------------------------------------------------
+
+    def piece(self, length: int) -> Piece:
+        """The entries that the lanes hold of a history of `length`, for a fork to read. All of them have to stay."""
+        base = self.layout.base
+        return Piece(slab=self.slab, lane=self.lane, base=base, first=base, last=length)
+
+    def prefix_of(self, pieces: Sequence[Piece]) -> SharedPrefix:
+        """A prefix of these pieces, for layers like these."""
+        return SharedPrefix(pieces, self.arena, row_bytes=self.row_bytes)
+
+    @property
+    def floor(self) -> int:
+        return max(self.layout.base, self.slab.lent_until if self.slab.is_lent else 0)
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
+        first, end = int(positions[0]), int(positions[-1]) + 1
+        opened, needed = self.open_rows(first), self.open_rows(end)
+        if needed > opened:
+            self.open(opened, needed)
+        if (self.held[self.layout.slots(positions)] >= 0).any():
+            raise InvariantViolated("INV1", f"a slot for positions from {first} is still held")
+        for part in self.parts:
+            part.prepare(positions, generated)
+
+    def stage(self, positions: Positions) -> None:
+        self.held[self.layout.slots(positions)] = positions
+
+    @property
+    def fits_numbers(self) -> bool:
+        return all(part.fits_numbers for part in self.parts)
+
+    def read(self, queries: StagedQueries, step: StepReads) -> None:
+        staged = np.arange(queries.first, queries.end, dtype=np.int64)
+        targets = self.lane_rows(self.layout.slots(staged))
+        step.numbers.write(self.kv_heads, self.place_index, queries.rows, self.starts, targets)
+        if self._has_numbers(queries, step):
+            count = self.slot_count(queries.end) + self.layout.base
+            lines = lane_numbers(self.layout, queries.positions, last=int(queries.positions[-1]), count=count)
+            step.numbers.attend(self.layer_index, queries.rows, self.starts, lines)
+            for part in self.parts:
+                part.amend(queries, step)
+            return
+        view: Callable[[], View] = partial(self._dense_view, queries, step)
+        for part in self.parts:
+            view = partial(part.view, queries, step, view)
+        queries.views.update(dict.fromkeys(self.layer_set.layers, view()))
+
+    def _has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
+        """May the step's one operation over lanes do what a view would?"""
+        if step.lane_attention is None or queries.count > step.most_rows:
+            return False
+        return all(part.has_numbers(queries, step) for part in self.parts)
+
+    def _dense_view(self, queries: StagedQueries, step: StepReads) -> View:
+        """For queries that read every entry, all of them in the lanes."""
+        count = self.slot_count(queries.end)
+        if self._is_causal(queries.positions, count, step):
+            return CausalView(lane=self.lane, count=count)
+        return DenseView(lane=self.lane, count=count, mask=self.mask(queries.positions, count, step))
+
+    def _is_causal(self, positions: Positions, count: int, step: StepReads) -> bool:
+        """Are the first `count` slots the positions up to the last of these rows, and do rows see all up to their own?
+
+        Only where the device's operations are used: others give other bits than under a mask.
+        """
+        if step.lane_attention is None or len(positions) == 1:
+            return False
+        layout = self.layout
+        keeps_all = layout.window is None and layout.native_window is None and not layout.base
+        return keeps_all and count == int(positions[-1]) + 1
+
+    def reject(self, positions: Positions) -> None:
+        self.held[self.layout.slots(positions)] = -1
+
+    def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
+        if len(rejected):
+            self.wipe(self.layout.slots(rejected))
+        if before < self.layout.spare:
+            self._keep_sink(before, length)
+        for part in self.parts:
+            part.commit(before, length, rejected, is_replay=is_replay)
+
+    def evict(self, before: int, length: int) -> None:
+        if self.layout.horizon(length) > self.layout.horizon(before):
+            self.let_leave(length)
+        for part in self.parts:
+            part.evict(before, length)
+
+    def let_leave(self, length: int) -> None:
+        """Wipe what no query of a history of `length` reads here; the sink moves up to the oldest entry that stays."""
+        leaving = np.flatnonzero((self.held >= self.layout.sink) & (self.held < self.layout.horizon(length)))
+        for part in self.parts:
+            part.leave(np.sort(self.held[leaving]))
+        self.held[leaving] = -1
+        self.wipe(leaving)
+        self._move_sink(length)
+
+    def _keep_sink(self, before: int, length: int) -> None:
+        """Keep the sink's keys where they are, too, while the history goes from `before` to `length`."""
+        sink = np.arange(before, min(length, self.layout.spare), dtype=np.int64)
+        if len(sink):
+            self.put(self.arena.keys, self.layout.capacity + sink, self.gather(self.arena.keys, sink))
+
+    def _move_sink(self, length: int) -> None:
+        """Let the sink's keys stand right before the oldest entry. Always from the copies, so no error adds up."""
+        shift = self.layout.sink_shift(length)
+        if not shift:
+            return
+        sink = np.arange(self.layout.sink, dtype=np.int64)
+        own = self.gather(self.arena.keys, self.layout.capacity + sink).transpose(1, 2)  # [layers, Hkv, sink, D]
+        shifts = torch.full((self.layout.sink,), shift, dtype=torch.long)
+        moved = self.context.rotate(own.flatten(0, 1), shifts, self.layer_set.rotary)
+        self.put(self.arena.keys, sink, moved.view(own.shape).transpose(1, 2))
+
+    # -- as a whole ------------------------------------------------------------------------------------------------
+
+    def copy_from(self, other: LayerEntries, length: int) -> None:
+        if not self._has_slots_of(other):
+            super().copy_from(other, length)
+            return
+        self.copy_slots(other, 0, 0, self.open_rows(length))
+        self.copy_slots(other, self.layout.capacity, other.layout.capacity, min(self.layout.spare, length))
+        held = min(len(self.held), len(other.held))
+        self.held[:held] = other.held[:held]
+        theirs = {type(part): part for part in other.parts}
+        for part in self.parts:
+            if type(part) in theirs:
+                part.copy_from(theirs[type(part)], length)
+
+    def _has_slots_of(self, other: LayerEntries) -> bool:
+        """Is each position in the same slot?"""
+        ours, theirs = self.layout, other.layout
+        return ours.base == theirs.base and (ours.window is None or ours.capacity == theirs.capacity)
+
+    def save(self, length: int) -> Saved:
+        saved: Saved = {"entries": self._saved_entries()}
+        for part in self.parts:
+            saved = {**saved, **part.save(length)}
+        return saved
+
+    def _saved_entries(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Positions [n], and keys and values [layers, n, Hkv, D], a segment of them at a time."""
+        for part in self.parts:
+            for positions, keys, values in part.earlier_entries():
+                yield torch.from_numpy(positions), keys, values
+        held = np.sort(self.held[self.held >= self.layout.base])
+        step = self.context.geometry.segment_tokens
+        for first in range(0, len(held), step):
+            positions = held[first : first + step]
+            yield torch.from_numpy(positions), *self.read_entries(positions)
+
+    def load(self, length: int, saved: Saved) -> None:
+        self.wipe(np.arange(self.open_rows(length), dtype=np.int64))
+        for positions, keys, values in saved["entries"]:
+            own = positions.numpy() >= self.layout.base  # of others a shared prefix holds the entries
+            if own.any():
+                first = int(own.argmax())
+                self.write_entries(positions.numpy()[first:], keys[:, first:], values[:, first:])
+        self._move_sink(length)
+        for part in self.parts:
+            part.load(length, saved)
+
+    def forget(self, floor: int, length: int) -> None:
+        slots = np.flatnonzero(self.held >= floor)
+        copies = self.layout.capacity + np.arange(min(self.layout.spare, length), dtype=np.int64)
+        self.held[slots] = -1
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.callback(part.forget, floor, length)
+            stack.callback(self.wipe, np.concatenate([slots, copies]))
+
+    # -- facts -----------------------------------------------------------------------------------------------------
+
+    def add_footprint(self, held: Held, length: int, end: int) -> None:
+        held.add(rows=self.open_rows(end) * self.row_bytes, sink_copy=min(self.layout.spare, end) * self.row_bytes)
+        for part in self.parts:
+            part.add_footprint(held, length, end)
+
+    def transfers(self) -> TransferTotals:
+        return TransferTotals.together(part.transfers() for part in self.parts)
+
+    def match_totals(self) -> Mapping[int, MatchTotals]:
+        return {layer: totals for part in self.parts for layer, totals in part.match_totals().items()}
+
+    def check(self, length: int, cached: int) -> None:
+        resident = int(np.count_nonzero(self.held >= 0))
+        gone = max(0, self.layout.horizon(length) - self.layout.sink) + self.layout.base
+        if resident + gone != cached:
+            raise InvariantViolated(
+                "INV1", f"{resident} resident and {gone} evicted positions where {cached} are cached"
+            )

@@ -1,0 +1,62 @@
+"""The interface of mechanisms that belong to a set of alike layers, beside the layers' entries."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Self
+
+from torch import Tensor
+
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.layout import LayerSet, Layout, Positions
+from inference_engine.kv.part import Need, Part
+from inference_engine.kv.slots import LayerSlots
+from inference_engine.kv.views import StagedQueries, StepReads, View
+
+
+class LayerPart(Part):
+    """An index, a cache, entries that lie elsewhere."""
+
+    def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
+        """Can these queries' reads be plan numbers?"""
+        return True
+
+    def amend(self, queries: StagedQueries, step: StepReads) -> None:
+        """Change the numbers that say that these queries read all slots of the lanes."""
+
+    def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
+        """How these queries read; inner: how they would without this part."""
+        return inner()
+
+    def earlier_entries(self) -> Iterator[tuple[Positions, Tensor, Tensor]]:
+        """Entries before those of the lanes: positions, and keys and values [layers, n, Hkv, D], a few at a time."""
+        return iter(())
+
+    def leave(self, positions: Positions) -> None:
+        """These positions are about to be wiped from the lanes. Raises RestorationFailed."""
+
+    def release(self) -> None:
+        """Its share of the pool goes with that of its layers."""
+
+
+class LayoutPart(LayerPart):
+    """One that a layout asks for, and that is opened with its layers."""
+
+    @staticmethod
+    @abstractmethod
+    def is_in(layout: Layout) -> bool:
+        """Does a layout ask for it?"""
+
+    @staticmethod
+    @abstractmethod
+    def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
+        """What it takes beside the lanes of its layers."""
+
+    @classmethod
+    @abstractmethod
+    def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
+        """Open it for layers that are reserved. starts: the first arena row of each of its demands.
+
+        Raises Overloaded if the second tier cannot be had after all.
+        """

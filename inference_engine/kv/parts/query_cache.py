@@ -1,0 +1,253 @@
+"""A cache of past queries: what generated tokens leave for later ones that match them, a ring for each layer.
+
+    in K   queries [Hq, ring, D] float32 · lses [Hq, ring] float32
+    in V   positions [ring] int64 · outs [Hq, ring, D] float32 · depths [Hq, ring] int32
+
+It lies in the session's slab. What a step leaves waits here and is written when its tokens are committed; that of
+rejected ones was never there. Zeros are an empty ring: an entry of position 0 has no prefix to give, and is never
+matched (`kernels/mac.py`). Queries are kept in float32 whatever the model computes in, for K and V have equal room.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_engine.kernels.mac import MacEntry, MacState, MacStats, MatchTotals, mac_attend
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.layout import LayerSet, Layout, Positions, QueryMatcher
+from inference_engine.kv.memory.pool import Arena, Demand
+from inference_engine.kv.part import Held, Need, Saved
+from inference_engine.kv.parts.layer_part import LayoutPart
+from inference_engine.kv.slots import LayerSlots
+from inference_engine.kv.views import Lane, Scoring, StagedQueries, StepReads, View
+
+
+def ring_demand(geometry: Geometry, layer: int, matcher: QueryMatcher) -> Demand:
+    """What the ring of one layer needs of the pool."""
+    shape = geometry.layers[layer]
+    unit = geometry.alignment * geometry.itemsize
+    value_bytes = matcher.ring * (8 + shape.query_heads * (shape.head_dim + 1) * 4)  # K takes a little less
+    return Demand(head_dim=shape.head_dim, elements=-(-value_bytes // unit) * geometry.alignment)
+
+
+class QueryRings:
+    """The rings of some layers."""
+
+    def __init__(self, matcher: QueryMatcher, starts: Mapping[int, int], context: KVContext) -> None:
+        """starts: the first arena row of each layer's ring."""
+        self.matcher = matcher
+        self.totals: dict[int, MatchTotals] = {}
+        shapes = context.geometry.layers
+        self._kv_heads = {layer: shapes[layer].kv_heads for layer in starts}
+        self.slabs = [_slab(context, layer, start, matcher) for layer, start in starts.items()]
+        self._states = {
+            layer: _state(shapes[layer].query_heads, shapes[layer].head_dim, matcher.ring, slab)
+            for layer, slab in zip(starts, self.slabs, strict=True)
+        }
+        self._pending: dict[int, list[tuple[MacEntry, MacStats]]] = {}
+        self._is_staged = False
+        self.is_used = False  # was an entry ever committed?
+
+    def stage(self) -> None:
+        """Get ready for generated tokens. What an earlier session left in the slab is wiped before the first."""
+        self._pending = {}
+        self._is_staged = True
+        if not self.is_used:
+            self._wipe()
+
+    def state(self, layer: int, rows: int) -> MacState:
+        """What `rows` generated tokens of one step may match. For several it is a copy, to which to add theirs."""
+        state = self._states[layer]
+        return state if rows == 1 else state.with_pending([])
+
+    def leave(self, layer: int, left: Sequence[tuple[MacEntry, MacStats]]) -> None:
+        """Remember what the step's generated tokens leave, should they be committed."""
+        self._pending[layer] = list(left)
+
+    def commit(self, length: int) -> None:
+        """Write what tokens below `length` leave; forget the others."""
+        pending, self._pending, self._is_staged = self._pending, {}, False
+        for layer, left in pending.items():
+            accepted = [(entry, stats) for entry, stats in left if entry.position < length]
+            self.is_used |= bool(accepted)
+            self._states[layer].commit([entry for entry, _ in accepted])
+            for entry, stats in accepted:
+                totals = MatchTotals.of(entry.position, stats, self._kv_heads[layer])
+                self.totals[layer] = self.totals[layer].plus(totals) if layer in self.totals else totals
+
+    def load(self, slabs: Iterable[tuple[Tensor, ...]]) -> None:
+        """Hold what the committed tokens of another session left, as bytes. The totals of its matches stay its own."""
+        for own, given in zip(self.slabs, slabs, strict=False):
+            for half, source in zip(own, given, strict=True):
+                half.copy_(source)
+            self.is_used = True
+
+    def forget(self) -> None:
+        """Remember nothing any more. The totals of past matches stay."""
+        if self.is_used:
+            self._wipe()
+        self._pending, self._is_staged, self.is_used = {}, False, False
+
+    def _wipe(self) -> None:
+        for slab in self.slabs:
+            for half in slab:
+                half.zero_()
+
+    def held_bytes(self) -> int:
+        """Rings are held whole from the first generated token on."""
+        return sum(state.nbytes for state in self._states.values()) if self.is_used or self._is_staged else 0
+
+
+class QueryCache(LayoutPart):
+    """The rings of a set of layers as a part of a session."""
+
+    def __init__(self, slots: LayerSlots, rings: QueryRings) -> None:
+        self._slots = slots
+        self._rings = rings
+
+    @staticmethod
+    def is_in(layout: Layout) -> bool:
+        return layout.matcher is not None
+
+    @staticmethod
+    def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
+        assert layout.matcher is not None
+        return Need(demands=tuple(ring_demand(geometry, layer, layout.matcher) for layer in layers.layers))
+
+    @classmethod
+    def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
+        assert slots.layout.matcher is not None
+        of_layer = dict(zip(slots.layer_set.layers, starts, strict=True))
+        return cls(slots, QueryRings(slots.layout.matcher, of_layer, slots.context))
+
+    def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
+        if generated.any():
+            self._rings.stage()
+
+    def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
+        return not queries.has_generated
+
+    def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
+        if not queries.has_generated:
+            return inner()
+        rows = queries.generated_rows
+        return MacView(
+            lane=self._slots.lane,
+            rings=self._rings,
+            generated=torch.from_numpy(rows).to(step.device),
+            positions=queries.positions[rows].tolist(),
+            unrotations=_unrotations(self._slots, queries.positions[rows]),
+            dense=inner() if queries.has_appended else None,
+        )
+
+    def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
+        self._rings.commit(length)
+
+    def save(self, length: int) -> Saved:
+        """What the committed tokens left, as bytes, layer by layer."""
+        return {"query_cache": self._rings.slabs if self._rings.is_used else ()}
+
+    def load(self, length: int, saved: Saved) -> None:
+        self._rings.load(saved["query_cache"])
+
+    def forget(self, floor: int, length: int) -> None:
+        self._rings.forget()
+
+    def add_footprint(self, held: Held, length: int, end: int) -> None:
+        held.add(mac=self._rings.held_bytes())
+
+    def match_totals(self) -> Mapping[int, MatchTotals]:
+        return self._rings.totals
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MacView:
+    """Lets the rows `generated` take over what earlier ones saw, one after another; reads as `dense` for the others.
+
+    What a row leaves is found by the later rows of the step at once, and by later steps if the row is committed. Each
+    row is an operation of its own, with shapes that depend on its position alone.
+    """
+
+    lane: Lane
+    rings: QueryRings
+    generated: Tensor  # row numbers [G]
+    positions: Sequence[int]  # of these rows
+    unrotations: Tensor  # [G, D, D]: what a rotated query of each row is multiplied by to be as it was before
+    dense: View | None  # None: every row is generated
+
+    def read(self, layer: int, queries: Tensor, arena: Arena, scoring: Scoring) -> Tensor:
+        out = torch.zeros_like(queries) if self.dense is None else self.dense.read(layer, queries, arena, scoring)
+        matcher = self.rings.matcher
+        keys, values = (
+            self.lane.slots(states, layer, 0, self.positions[-1] + 1) for states in (arena.keys, arena.values)
+        )
+        state = self.rings.state(layer, len(self.positions))
+        outs, left = [], []
+        for query, unrotation, position in zip(queries[self.generated], self.unrotations, self.positions, strict=True):
+            row, entry, stats = mac_attend(
+                state,
+                query.float() @ unrotation,
+                query,
+                keys,
+                values,
+                position,
+                band=matcher.band,
+                threshold=matcher.threshold,
+                scaling=scoring.scaling,
+                chain_limit=matcher.chain_limit,
+                softcap=scoring.softcap,
+                head_sinks=scoring.head_sinks,
+            )
+            if len(self.positions) > 1:
+                state.commit([entry])
+            outs.append(row)
+            left.append((entry, stats))
+        self.rings.leave(layer, left)
+        out[self.generated] = torch.stack(outs).to(out.dtype)
+        return out
+
+
+def _unrotations(slots: LayerSlots, positions: Positions) -> Tensor:
+    """[n, D, D], the matrices that undo the rotations of `positions`, so that no layer has to ask for one."""
+    context, rotary = slots.context, slots.layer_set.rotary
+    units = torch.eye(slots.head_dim, device=context.device)[:, None]  # [D, 1, D], as if each were a head
+    shifts = torch.from_numpy(-positions)
+    if context.geometry.row_quantum == 1:
+        return context.rotate(units.expand(-1, len(shifts), -1), shifts, rotary).transpose(0, 1)
+    # One at a time: an angle's cosine may depend, in its last digit, on those that come with it.
+    return torch.stack([context.rotate(units, shift, rotary)[:, 0] for shift in shifts[:, None]])
+
+
+def _slab(context: KVContext, layer: int, start: int, matcher: QueryMatcher) -> tuple[Tensor, Tensor]:
+    """The bytes of a layer's ring, in K and in V."""
+    demand = ring_demand(context.geometry, layer, matcher)
+    arena = context.pool.arenas[demand.head_dim]
+    first = start * demand.head_dim
+    keys, values = (
+        states.view(-1)[first : first + demand.elements].view(torch.uint8) for states in (arena.keys, arena.values)
+    )
+    return keys, values
+
+
+def _state(query_heads: int, head_dim: int, ring: int, slab: tuple[Tensor, Tensor]) -> MacState:
+    """The slab's bytes as numbers: views, in the order that the head of this file shows."""
+    wide, narrow = (query_heads, ring, head_dim), (query_heads, ring)
+    queries, lses = _pieces(slab[0], (torch.float32, wide), (torch.float32, narrow))
+    positions, outs, depths = _pieces(slab[1], (torch.int64, (ring,)), (torch.float32, wide), (torch.int32, narrow))
+    return MacState(queries=queries, outs=outs, lses=lses, depths=depths, positions=positions)
+
+
+def _pieces(slab: Tensor, *parts: tuple[torch.dtype, tuple[int, ...]]) -> list[Tensor]:
+    """Views of the bytes of `slab` as tensors of these types and shapes, one after another."""
+    counts = [math.prod(shape) * dtype.itemsize for dtype, shape in parts]
+    pieces = torch.split(slab[: sum(counts)], counts)
+    return [piece.view(dtype).view(shape) for piece, (dtype, shape) in zip(pieces, parts, strict=True)]

@@ -1,0 +1,158 @@
+"""A shared prefix: the entries that a fork reads where the sessions before it hold them.
+
+    parent      ■ ■ ■ ■ ■ ■ | ■ ■ ■              goes on behind what it lent
+    fork        · · · · · ·   □ □ □ | □          its own lanes begin where the prefix ends
+    its fork    · · · · · ·   · · ·   ▫ ▫        a prefix of two pieces
+
+Attention reads the pieces where they are: views of the arena, of which nothing is copied, and to which nothing writes.
+Entries stay where they are as long as a fork borrows the slab they lie in, whatever becomes of the session it was
+reserved for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference_engine.kernels.lane_attention import TRUNK_LANE, TRUNK_START
+from inference_engine.kernels.parts import Part as AttentionPart
+from inference_engine.kernels.parts import attend_parts
+from inference_engine.kv.layout import Positions
+from inference_engine.kv.memory.pool import Arena
+from inference_engine.kv.memory.slab import Slab
+from inference_engine.kv.parts.layer_part import LayerPart
+from inference_engine.kv.slots import LayerSlots
+from inference_engine.kv.views import Lane, Scoring, StagedQueries, StepReads, View, chunks_between
+
+# Each piece is an operation in each layer of each step: a fork of many generations copies instead.
+MOST_PIECES = 4
+# Of a long prefill so many rows are read at a time that there are no more scores at once.
+_MOST_SCORES = 2**26
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """The positions [first, last) in the lanes of another session, whose slot 0 holds the position `base`."""
+
+    slab: Slab
+    lane: Lane
+    base: int
+    first: int
+    last: int
+
+
+class SharedPrefix:
+    """The pieces of one set of layers, one after another, from position 0 on."""
+
+    def __init__(self, pieces: Sequence[Piece], arena: Arena, *, row_bytes: int) -> None:
+        """row_bytes: of a position in all its layers."""
+        self.pieces = tuple(pieces)
+        self._arena = arena
+        self._row_bytes = row_bytes
+
+    @property
+    def end(self) -> int:
+        """The first position that is not in it."""
+        return self.pieces[-1].last
+
+    @property
+    def nbytes(self) -> int:
+        return self.end * self._row_bytes
+
+    def borrow(self) -> None:
+        for piece in self.pieces:
+            piece.slab.borrow(piece.last)
+
+    def give_back(self) -> None:
+        for piece in self.pieces:
+            piece.slab.give_back()
+
+    def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each piece, [Hkv, n, D]: views."""
+        return [self.chunk(layer, piece.first, piece.last) for piece in self.pieces]
+
+    def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the positions [first, last), which lie in one piece."""
+        piece = next(piece for piece in self.pieces if piece.first <= first < piece.last)
+        assert last <= piece.last
+        slot, count = first - piece.base, last - first
+        return (
+            piece.lane.slots(self._arena.keys, layer, slot, count),
+            piece.lane.slots(self._arena.values, layer, slot, count),
+        )
+
+
+class PrefixEntries(LayerPart):
+    """A shared prefix as a part of the layers that go on behind it. What it is made of belongs to others."""
+
+    def __init__(self, slots: LayerSlots, prefix: SharedPrefix) -> None:
+        self._slots = slots
+        self._prefix = prefix
+
+    @property
+    def fits_numbers(self) -> bool:
+        """In the lanes of one other session? Then a lane goes on from another."""
+        return len(self._prefix.pieces) == 1
+
+    def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
+        return self.fits_numbers
+
+    def amend(self, queries: StagedQueries, step: StepReads) -> None:
+        lane, layers = self._prefix.pieces[0].lane, self._slots.layer_set.layers
+        starts = np.array([lane.starts[layer] for layer in layers])
+        step.numbers.lanes[self._slots.layer_index, queries.rows, TRUNK_START] = starts[:, None]
+        step.numbers.lanes[self._slots.layer_index, queries.rows, TRUNK_LANE] = lane.lane
+
+    def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
+        count = self._slots.slot_count(queries.end)
+        mask = self._slots.mask(queries.positions, count, step)
+        return PrefixView(lane=self._slots.lane, count=count, mask=mask, prefix=self._prefix)
+
+    def earlier_entries(self) -> Iterator[tuple[Positions, Tensor, Tensor]]:
+        step, layers = self._slots.context.geometry.segment_tokens, self._slots.layer_set.layers
+        for piece in self._prefix.pieces:
+            for chunk in chunks_between(piece.first, piece.last, step):
+                states = [self._prefix.chunk(layer, chunk.start, chunk.stop) for layer in layers]
+                keys, values = (torch.stack(rows).transpose(1, 2) for rows in zip(*states, strict=True))
+                yield np.array(chunk, dtype=np.int64), keys, values
+
+    def forget(self, floor: int, length: int) -> None:
+        """Others hold it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixView:
+    """Reads the prefix and the lanes behind it, the first `count` slots under a mask, with one softmax.
+
+    mask: [T, count]; None: each query sees each key. Every row of the step is behind the prefix and sees all of it.
+    """
+
+    lane: Lane
+    count: int
+    mask: Tensor | None
+    prefix: SharedPrefix
+
+    def read(self, layer: int, queries: Tensor, arena: Arena, scoring: Scoring) -> Tensor:
+        held = [AttentionPart(*states) for states in self.prefix.parts(layer)]
+        keys, values = (self.lane.slots(states, layer, 0, self.count) for states in (arena.keys, arena.values))
+        rows, heads, _ = queries.shape
+        step = max(1, _MOST_SCORES // (heads * (self.prefix.end + self.count)))
+        outs = []
+        for first in range(0, rows, step):
+            some = slice(first, first + step)
+            own = AttentionPart(keys, values, None if self.mask is None else self.mask[some])
+            outs.append(
+                attend_parts(
+                    queries[some],
+                    [*held, own],
+                    scaling=scoring.scaling,
+                    softcap=scoring.softcap,
+                    head_sinks=scoring.head_sinks,
+                )
+            )
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out.to(queries.dtype)

@@ -1,0 +1,203 @@
+"""Where the entries of alike layers lie in the pool, and which position is in which slot.
+
+Layers that share a layout and a shape share every slot. They are reserved whole and given back whole; writing, reading
+and wiping go by position or slot, for all of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.layout import LayerSet, Layout, Positions
+from inference_engine.kv.memory.pool import Arena
+from inference_engine.kv.memory.slab import Slab
+from inference_engine.kv.numbers import Indexes, as_slice, places_of
+from inference_engine.kv.views import ChunkView, Lane, Portion, RowSource, StagedQueries, StepReads
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class LayerSlots:
+    """The lanes of a set of layers. `held` says which position each slot holds, -1 for none.
+
+    layer_index, place_index: the layers' numbers, and their places among those with as many KV heads, to look up with.
+    """
+
+    context: KVContext
+    layer_set: LayerSet
+    layout: Layout
+    slab: Slab
+    starts: NDArray[np.int64]  # first arena row of each layer's lanes
+    layers: NDArray[np.int64] = field(init=False)
+    held: Positions = field(init=False)
+    layer_index: Indexes = field(init=False)
+    place_index: Indexes = field(init=False)
+    lane: Lane = field(init=False)
+    _even: tuple[tuple[slice, int], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layers = np.array(self.layer_set.layers, dtype=np.int64)
+        self.held = np.full(self.layout.capacity, -1, dtype=np.int64)
+        self.layer_index = as_slice(self.layers)
+        self.place_index = as_slice(places_of(self.context.geometry)[self.layers])
+        starts = self.starts.tolist()
+        self.lane = Lane(
+            starts=dict(zip(self.layer_set.layers, starts, strict=True)), heads=self.kv_heads, lane=self.layout.lane
+        )
+        self._even = tuple(evenly_apart(starts))
+
+    @property
+    def kv_heads(self) -> int:
+        return self.layer_set.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.layer_set.head_dim
+
+    @property
+    def arena(self) -> Arena:
+        return self.context.pool.arenas[self.head_dim]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one position in all layers of the set."""
+        return 2 * self.kv_heads * self.head_dim * self.context.geometry.itemsize * len(self.layers)
+
+    def lane_rows(self, slots: Positions) -> NDArray[np.int64]:
+        """How far from a layer's start `slots` lie in every head: [slots · Hkv]."""
+        heads = np.arange(self.kv_heads, dtype=np.int64) * self.layout.lane
+        return (slots[:, None] + heads).reshape(-1)
+
+    def open_slots(self, length: int) -> int:
+        """Slots that histories of `length` have touched."""
+        return min(length - self.layout.base, self.layout.capacity)
+
+    def open_rows(self, length: int) -> int:
+        """Slots in the pages that histories of `length` have opened."""
+        page = self.context.geometry.opening_tokens
+        return min(self.layout.capacity, -(-self.open_slots(length) // page) * page)
+
+    def open(self, first: int, end: int) -> None:
+        """Wipe the slots from `first` to `end`."""
+        for states in (self.arena.keys, self.arena.values):
+            for _, rows in self._views(states, first, end):
+                rows.zero_()
+
+    def wipe(self, slots: Positions) -> None:
+        for first, end in neighbours(slots):
+            self.open(first, end)
+
+    def read_entries(self, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Keys, rotated at their own positions, and values of `positions`: [layers, n, Hkv, D] each."""
+        slots = self.layout.slots(positions)
+        own = np.where(positions < self.layout.spare, self.layout.capacity + positions, slots)
+        return self.gather(self.arena.keys, own), self.gather(self.arena.values, slots)
+
+    def write_entries(self, positions: Positions, keys: Tensor, values: Tensor) -> None:
+        """Put entries [layers, n, Hkv, D], keys rotated at their own positions, where they belong, and hold them.
+
+        The positions ascend.
+        """
+        slots = self.layout.slots(positions)
+        self.put(self.arena.keys, slots, keys)
+        self.put(self.arena.values, slots, values)
+        self.held[slots] = positions
+        sink = positions[positions < self.layout.spare]
+        self.put(self.arena.keys, self.layout.capacity + sink, keys[:, : len(sink)])
+
+    # -- how queries read the lanes --------------------------------------------------------------------------------
+
+    def slot_count(self, length: int) -> int:
+        """Slots to read for a history of `length`, padded as keys are."""
+        quantum = self.context.geometry.key_quantum
+        return min(self.layout.capacity, -(-self.open_slots(length) // quantum) * quantum)
+
+    def mask(self, positions: Positions, count: int, step: StepReads) -> Tensor | None:
+        """[T, count] additive. None when every query sees every key, which a lone decode row often does."""
+        held = self.held[:count]
+        if len(positions) == 1:
+            seen = self.layout.visible(positions, held)
+            if seen.all():
+                return None
+            visible = torch.from_numpy(seen).to(step.device)
+        else:
+            visible = self.layout.visible(
+                torch.from_numpy(positions).to(step.device), torch.from_numpy(held).to(step.device)
+            )
+        mask = torch.zeros(visible.shape, dtype=step.mask_dtype, device=step.device)
+        return mask.masked_fill_(~visible, float("-inf"))
+
+    def chunk_view(
+        self, queries: StagedQueries, step: StepReads, source: RowSource, chunks: Sequence[range]
+    ) -> ChunkView:
+        """For queries that read the lanes and these chunks: all rows together; in fixed-shape mode quantum by quantum,
+        each with as many slots as its last row needs."""
+        positions, quantum = queries.positions, step.geometry.row_quantum
+        size = quantum if quantum > 1 else len(positions)
+        portions = []
+        for first in range(0, len(positions), size):
+            rows = slice(first, first + size)
+            count = self.slot_count(int(positions[rows][-1]) + 1)
+            portions.append(Portion(rows=rows, count=count, mask=self.mask(positions[rows], count, step)))
+        return ChunkView(lane=self.lane, portions=portions, source=source, chunks=chunks)
+
+    def copy_slots(self, other: LayerSlots, first: int, source: int, count: int) -> None:
+        """The bytes of `count` slots of `other`, from its slot `source` on, into those from `first` on."""
+        for layer in self.layer_set.layers:
+            for states in (self.arena.keys, self.arena.values):
+                self.lane.slots(states, layer, first, count).copy_(other.lane.slots(states, layer, source, count))
+
+    # Slots are read and written run by run, layers that lie evenly apart at once: no table goes to the device, and
+    # nothing waits for one.
+
+    def gather(self, states: Tensor, slots: Positions) -> Tensor:
+        """A copy of what lies in `slots` of every layer: [layers, n, Hkv, D]."""
+        found = states.new_empty((len(self.layers), len(slots), self.kv_heads, self.head_dim))
+        place = 0
+        for first, end in neighbours(slots):
+            for layers, rows in self._views(states, first, end):
+                found[layers, place : place + end - first] = rows.transpose(1, 2)
+            place += end - first
+        return found
+
+    def put(self, states: Tensor, slots: Positions, fresh: Tensor) -> None:
+        """The inverse; rounded to the arena's type."""
+        place = 0
+        for first, end in neighbours(slots):
+            for layers, rows in self._views(states, first, end):
+                rows.copy_(fresh[layers, place : place + end - first].transpose(1, 2))
+            place += end - first
+
+    def _views(self, states: Tensor, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
+        """The slots from `first` to `end` of all layers, [some layers, Hkv, slots, D] at a time."""
+        dim = self.head_dim
+        for layers, apart in self._even:
+            shape = (layers.stop - layers.start, self.kv_heads, end - first, dim)
+            strides = (apart * dim, self.layout.lane * dim, dim, 1)
+            yield layers, states.as_strided(shape, strides, (int(self.starts[layers.start]) + first) * dim)
+
+
+def evenly_apart(starts: Sequence[int]) -> Iterator[tuple[slice, int]]:
+    """`starts` as runs that ascend evenly: which of them, and how far apart they are (0 for a lone one)."""
+    first = 0
+    while first < len(starts):
+        end = first + 1
+        apart = max(0, starts[end] - starts[first]) if end < len(starts) else 0
+        while apart and end < len(starts) and starts[end] - starts[end - 1] == apart:
+            end += 1
+        yield slice(first, end), apart if end - first > 1 else 0
+        first = end
+
+
+def neighbours(slots: Positions) -> Iterator[tuple[int, int]]:
+    """`slots` as runs of neighbours: the first of each, and the slot behind its last."""
+    breaks = (np.flatnonzero(np.diff(slots) != 1) + 1).tolist()
+    for first, end in zip((0, *breaks), (*breaks, len(slots)), strict=True):
+        if end > first:
+            yield int(slots[first]), int(slots[end - 1]) + 1
