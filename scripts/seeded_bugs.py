@@ -62,14 +62,14 @@ BUGS = (
     ),
     Bug(
         "rows are not wiped when they are opened",
-        "inference_engine/kv/session_kv.py",
-        "                group.open(opened, needed)\n",
-        "                pass\n",
+        "inference_engine/kv/parts/layer_entries.py",
+        "            self.open(opened, needed)\n",
+        "            pass\n",
         (LEFT_OVERS,),
     ),
     Bug(
         "a slab that was given back is not zeroed",
-        "inference_engine/kv/pool.py",
+        "inference_engine/kv/memory/pool.py",
         "                (self._discard or _zero)(states[first : first + count * self._unit])\n",
         "                assert len(states[first : first + count * self._unit])\n",
         ("tests/kv/test_cleaning.py",),
@@ -77,8 +77,8 @@ BUGS = (
     Bug(
         "a slab is given back twice",
         "inference_engine/kv/session_kv.py",
-        "        resident, self._resident = self._resident, []\n",
-        "        resident = self._resident\n",
+        "        parts, self.parts = self.parts, ()\n",
+        "        parts = self.parts\n",
         ("tests/engine/test_lifecycle.py", ISOLATION),
     ),
     Bug(
@@ -90,9 +90,9 @@ BUGS = (
     ),
     Bug(
         "rejected rows keep their slots",
-        "inference_engine/kv/session_kv.py",
-        "            group.held[group.layout.slots(rejected)] = -1\n",
-        "            group.layout.slots(rejected)\n",
+        "inference_engine/kv/parts/layer_entries.py",
+        "        self.held[self.layout.slots(positions)] = -1\n",
+        "        self.layout.slots(positions)\n",
         (CANCELS,),
     ),
     Bug(
@@ -104,7 +104,7 @@ BUGS = (
     ),
     Bug(
         "keys that come back are turned with another layer's table",
-        "inference_engine/kv/archived_rows.py",
+        "inference_engine/kv/parts/archived.py",
         "torch.from_numpy(shifts), self.layers.rotary)",
         "torch.from_numpy(shifts), self.lanes.context.geometry.layers[0].rotary)",
         ("tests/kv/test_restored_rotation.py",),

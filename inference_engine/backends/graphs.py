@@ -2,7 +2,7 @@
 
 A small model's step is hundreds of launches of microseconds each, and preparing them on the host takes longer than
 running them, whether it decodes or takes in a segment of a prompt. A step whose rows all attend to lanes is nothing but
-numbers of fixed shapes (`kv/lane_tables.py`), and can be recorded.
+numbers of fixed shapes (`kv/numbers.py`), and can be recorded.
 
     numbers   ids [N] | positions [N] | rows whose logits are wanted [at most MOST_LOGITS] | writes | lanes
 

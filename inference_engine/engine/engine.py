@@ -22,10 +22,11 @@ from inference_engine.engine.results import EngineInfo, HistoryLength, SessionFo
 from inference_engine.engine.stats import take_census
 from inference_engine.errors import Draining, EngineStalled, InvalidArgument, SessionClosed
 from inference_engine.kernels.mac import MatchTotals
+from inference_engine.kv.context import TokenCodec
 from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.strategies import check_registry, parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, check_strategy
-from inference_engine.kv.views import OnChoice, TokenCodec
+from inference_engine.kv.views import OnChoice
 from inference_engine.metrics import EngineMetrics, StepTimer
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import Forced, Listener, OnLogits

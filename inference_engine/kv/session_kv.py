@@ -6,7 +6,7 @@
 Eviction happens in `commit`, never before, so a rejected draft leaves no trace. Slots are wiped when they are opened,
 rejected or evicted: the lanes' bytes are a function of the committed rows alone.
 
-Where a strategy has its old rows restored (`kv/archived_rows.py`), a session wakes for a Generate and sleeps after it.
+Where a strategy has its old rows restored (`kv/parts/archived.py`), a session wakes for a Generate and sleeps after it.
 Awake, it is a session like any other.
 """
 

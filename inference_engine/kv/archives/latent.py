@@ -2,7 +2,7 @@
 
 A row's code needs the row of every layer, so it exists only when the last layer has run: rows are coded when they leave
 the exact window, a segment boundary, never earlier. Layers with a window of the model's own keep their rows and are not
-in the latent. The code itself comes from outside (`TokenCodec`); its bytes are kept by `kv/latent_codes.py`.
+in the latent. The code itself comes from outside (`TokenCodec`); its bytes are kept by `kv/archives/latent_codes.py`.
 """
 
 from __future__ import annotations

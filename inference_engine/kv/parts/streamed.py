@@ -4,7 +4,7 @@
     awake    the same, and room for a chunk of one layer: four segments, decoded       until it sleeps
 
 Attention reads the exact rows in their lanes, which are there at any time, and merges the others in, as described in
-`kv/chunk_view.py`. So waking costs nothing, and each step decodes every old row again, in each layer.
+`kv/views.py`. So waking costs nothing, and each step decodes every old row again, in each layer.
 """
 
 from __future__ import annotations
