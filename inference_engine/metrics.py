@@ -11,6 +11,7 @@ looks, so that it is never old.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
@@ -264,6 +265,7 @@ class EngineMetrics:
             "Lines of the log that nobody will read: they came faster than they are read, or writing them failed.",
             reason=LOST_REASONS,
         )
+        self._counting = threading.Lock()
         self._counted_lost = dict(lost_lines())  # those of the process before this engine are not counted
         self.draining = self._gauge("server_draining", "1 while the server shuts down, else 0.")
         self.build_info = Gauge(
@@ -298,10 +300,11 @@ class EngineMetrics:
 
     def look(self) -> None:
         """Bring the gauges up to date, and the count of lines that the log lost."""
-        lost = lost_lines()
-        for reason, count in lost.items():
-            self.lost_log_lines.labels(reason).inc(count - self._counted_lost[reason])
-        self._counted_lost = dict(lost)
+        with self._counting:  # readers come in threads of their own
+            lost = lost_lines()
+            for reason, count in lost.items():
+                self.lost_log_lines.labels(reason).inc(count - self._counted_lost[reason])
+            self._counted_lost = dict(lost)
         if self._census is None:
             return
         now = self._census()

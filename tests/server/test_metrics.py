@@ -8,6 +8,7 @@ import errno
 import io
 import logging
 import os
+import threading
 from collections.abc import Awaitable, Callable
 from itertools import count
 from typing import Any
@@ -21,7 +22,7 @@ from inference_engine.engine import Engine
 from inference_engine.errors import QuotaExceeded
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.logs import written
+from inference_engine.logs import lost_lines, written
 from inference_engine.metrics import KV_KINDS, SESSION_STATES, STEP_PARTS, EngineMetrics, StepTimer
 from inference_engine.server.service import SERVICE_NAME
 from inference_engine.server.status import CODES
@@ -391,3 +392,23 @@ async def test_server_info_the_metrics_and_the_ready_line_say_the_same(client: C
     assert set(info.strategies) == {
         sample.labels["strategy"] for family in engine.metrics.session_states.collect() for sample in family.samples
     }
+
+
+def test_what_was_lost_is_counted_once_when_several_look_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reader of the metrics port has a thread, and so has the dashboard."""
+    before = dict(lost_lines())
+    metrics, both = EngineMetrics(), threading.Barrier(2)
+
+    class Lost(dict[str, int]):
+        def items(self) -> Any:
+            yield from super().items()
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.5)  # for the other one, who has counted the same by now, or is kept out
+
+    monkeypatch.setattr("inference_engine.metrics.lost_lines", lambda: Lost({**before, "queue": before["queue"] + 3}))
+    lookers = [threading.Thread(target=metrics.look) for _ in range(2)]
+    for looker in lookers:
+        looker.start()
+    for looker in lookers:
+        looker.join(30.0)
+    assert metrics.registry.get_sample_value("log_lost_lines_total", {"reason": "queue"}) == 3
