@@ -44,7 +44,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-_REQUEST_SECONDS = 10.0  # to send one, and to take its answer
+_QUIET_SECONDS = 10.0  # in which nothing of a request comes, or nothing of its answer is taken
 _MOST_READERS = 64  # at the same time; one more takes the place of who has been there for longest
 
 _log = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     """One request. Subclasses know what to answer."""
 
-    timeout = _REQUEST_SECONDS
+    timeout = _QUIET_SECONDS
     server_version, sys_version = "kakeya", ""
     answer: Callable[[str, str, str], _Answer | None]
     names: tuple[str, ...]

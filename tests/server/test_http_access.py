@@ -319,6 +319,15 @@ async def test_metrics_are_not_for_everybody_who_has_a_key(
     assert "metrics_bind" in answer.json()["error"]["message"]
 
 
+async def test_metrics_show_what_is_there_now(engine: Engine, server: ServerHandle) -> None:
+    sessions = [engine.create_session(limit_tokens=20).session_id for _ in range(2)]
+    async with http_client(server) as client:
+        for open_now in (2, 1):
+            page = await client.get(site(server) + METRICS)
+            assert f"\nsession_active {open_now}.0\n" in page.text
+            engine.close_session(sessions.pop())
+
+
 async def test_metrics_show_the_engine_and_who_still_comes_this_way(server: ServerHandle) -> None:
     async with http_client(server) as client:
         await client.post(COMPLETIONS, json=asking())
