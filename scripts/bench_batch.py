@@ -22,8 +22,8 @@ forbid_model_hub()
 
 import torch
 
-from inference_engine.backends import open_backend
 from inference_engine.backends.base import Forward, Result, Step
+from inference_engine.compose import open_backend
 from inference_engine.config import EngineConfig, resolve
 from inference_engine.engine import Engine
 from inference_engine.kv.strategies import parse_strategy

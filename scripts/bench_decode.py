@@ -27,8 +27,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from inference_engine.backends import open_backend
 from inference_engine.backends.base import Forward
+from inference_engine.compose import open_backend
 from inference_engine.config import EngineConfig, resolve
 from inference_engine.decode.sampling import Sampler
 from inference_engine.decode.verifier import Block, Verifier

@@ -21,7 +21,7 @@ forbid_model_hub()
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from inference_engine.backends import open_backend
+from inference_engine.compose import open_backend
 from inference_engine.config import EngineConfig, resolve
 from inference_engine.engine import Engine
 from inference_engine.models import load_model, tokenizer_folder

@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
             child = stack.enter_context(child_server(model, engine))
 
             from inference_engine.cli.conversation import load_chat_tokenizer, open_conversation
+            from inference_engine.compose import find_latent
             from kakeya import Client
-            from kv_cache_proposer.latents import find_latent
 
             tokenizer = load_chat_tokenizer(folder)
             target = child.wait_ready()

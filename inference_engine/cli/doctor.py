@@ -129,7 +129,7 @@ def _device(found: Settings) -> Finding:
 
 
 def _family(found: Settings) -> Finding:
-    from inference_engine.backends import admit
+    from inference_engine.compose import admit
 
     refused = dict(admit(found.model).refused)
     if not refused:
@@ -192,7 +192,7 @@ def _bindable(flag: str, bind: str) -> Finding:
 
 def _self_test(found: Settings) -> Finding:
     """Generate one token, in this process, with the settings a server would have."""
-    from inference_engine.backends import open_backend
+    from inference_engine.compose import open_backend
     from inference_engine.engine import Engine
     from inference_engine.types import GenerateParams, TokenCommitted
 

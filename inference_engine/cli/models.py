@@ -88,7 +88,7 @@ def _fetch(name: str, cache: Path, errors: Console) -> str:
         return f"{name} ({known_model(name).licence}) is ready in {folder}"
 
     def served(folder: Path) -> None:
-        from inference_engine.backends import admit
+        from inference_engine.compose import admit
 
         admit(ModelConfig(model=str(folder), cache_dir=str(cache)))
 

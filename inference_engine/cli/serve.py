@@ -80,20 +80,15 @@ def _serve_model(
     weights: MappedWeights | None,
 ) -> int:
     with Console(stderr=True).status(f"loading {model.model} on {model.device}"):
-        from inference_engine.backends import admit, open_backend
-        from inference_engine.engine import Engine
+        from inference_engine.compose import admit, open_parts
         from inference_engine.kv.strategies import parse_strategy
         from inference_engine.server.http.chat_text import load_chat_text
         from inference_engine.server.run import serve
-        from kv_cache_proposer.drafters import find_drafter
-        from kv_cache_proposer.latents import find_latent
 
         parse_strategy(engine_config.strategy)
         admitted = admit(model)
         chat = load_chat_text(tokenizer_folder(model.model, model.cache_path)) if server.http_bind else None
-        latent = find_latent(model)
-        forward = open_backend(model, admitted)
-        drafter = find_drafter(model, forward)
+        parts = open_parts(model, admitted)
 
     def ready(handle: ServerHandle) -> None:
         print(ready_line(handle, engine), flush=True)
@@ -102,7 +97,7 @@ def _serve_model(
 
     with (
         exported(server.trace_endpoint) as tracing,
-        Engine(forward, engine_config, latent=latent, drafter=drafter, tracing=tracing) as engine,
+        parts.engine(engine_config, tracing=tracing) as engine,
     ):
         serve(engine, server, chat=chat, weights=weights, on_ready=ready)
     return 0

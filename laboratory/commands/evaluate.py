@@ -137,8 +137,7 @@ def run(args: argparse.Namespace) -> int:
         model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
         find_model(model.model, cache=model.cache_path)
 
-        from kv_cache_proposer.drafters import drafter_identity, find_drafter
-        from kv_cache_proposer.latents import find_latent, latent_identity
+        from inference_engine.compose import find_latent, latent_identity
         from laboratory.evaluation.models import open_target
 
         with (
@@ -147,8 +146,6 @@ def run(args: argparse.Namespace) -> int:
                 engine,
                 latent=find_latent(model),
                 latent_identity=latent_identity(model),
-                find_drafter=find_drafter,
-                identify_drafter=drafter_identity,
             ) as target,
             ended_as_interrupted(),
         ):

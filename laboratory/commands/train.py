@@ -115,10 +115,10 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
+    from inference_engine.compose import latent_folder
     from inference_engine.kv.archives.latent import default_bytes_per_token, latent_layers
     from inference_engine.models import check_model, load_model, weights_digest
     from kv_cache_proposer.f_theta.store import LatentManifest, save_codec
-    from kv_cache_proposer.latents import latent_folder
     from laboratory.evaluation.models import open_target
     from laboratory.evaluation.record import running_commit
     from laboratory.training.capture import require_stored_keys

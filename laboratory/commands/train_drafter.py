@@ -91,10 +91,10 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from inference_engine.backends.torch_forward import use_threads
+    from inference_engine.compose import drafter_folder
     from inference_engine.models import check_model, load_model, weights_digest
     from kv_cache_proposer.dflash.store import DrafterManifest, load_drafter, save_drafter
     from kv_cache_proposer.dflash.target import words_of
-    from kv_cache_proposer.drafters import drafter_folder
     from laboratory.evaluation.record import running_commit
     from laboratory.training.corpus_store import read_manifest, read_texts
     from laboratory.training.drafter import DrafterPlan, read_log, train

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inference_engine.compose import drafter_identity, find_drafter, open_backend
 from inference_engine.config import EngineConfig, ModelConfig, configure_threads_environment, forbid_model_hub
 from inference_engine.errors import ModelError
 from inference_engine.models import check_model, tokenizer_folder, weights_digest
@@ -25,22 +26,14 @@ if TYPE_CHECKING:
     IdentifyDrafter = Callable[[ModelConfig, Forward], Mapping[str, Any]]
 
 
-def _no_drafter(model: ModelConfig, forward: Forward) -> None:
-    pass
-
-
-def _nothing_said(_model: ModelConfig, _forward: Forward) -> Mapping[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Target:
     """stop_ids: every id that ends a turn or a text of this model. weights_sha256: of the weights, to tell records of
     the same ones, whatever their folder is called.
 
     `forward` and `latent` are for evaluations that need further engines on the same weights, one after another.
-    `texts` are what this target is evaluated on, in its own ids. Latents and drafters lie above the engine, so whoever
-    opens a target says where they come from, and tells one from another: latent_identity, identify_drafter.
+    `texts` are what this target is evaluated on, in its own ids. latent_identity, identify_drafter: what tells its
+    latent, and its drafters, from others.
     """
 
     engine: Engine
@@ -51,8 +44,8 @@ class Target:
     weights_sha256: str
     latent: TokenCodec | None = None
     latent_identity: Mapping[str, Any] = field(default_factory=dict)
-    find_drafter: FindDrafter = _no_drafter
-    identify_drafter: IdentifyDrafter = _nothing_said
+    find_drafter: FindDrafter = find_drafter
+    identify_drafter: IdentifyDrafter = drafter_identity
     texts: Texts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,8 +95,8 @@ def open_target(
     *,
     latent: TokenCodec | None = None,
     latent_identity: Mapping[str, Any] | None = None,
-    find_drafter: FindDrafter = _no_drafter,
-    identify_drafter: IdentifyDrafter = _nothing_said,
+    find_drafter: FindDrafter = find_drafter,
+    identify_drafter: IdentifyDrafter = drafter_identity,
 ) -> Iterator[Target]:
     """Load the model and its tokenizer and start an engine, with `latent` if sessions are to be restored from it.
 
@@ -117,7 +110,6 @@ def open_target(
     checked = check_model(model.model, cache=model.cache_path)
     tokenizer = load_tokenizer(folder)
 
-    from inference_engine.backends import open_backend
     from inference_engine.engine import Engine
 
     forward = open_backend(model)

@@ -77,7 +77,7 @@ def test_a_family_without_some_strategies_is_a_warning(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = Admitted(traits=(), refused=(("mac", "with mac a small twin differs by 0.3"),), differences=())
-    monkeypatch.setattr("inference_engine.backends.admit", lambda _: found)
+    monkeypatch.setattr("inference_engine.compose.admit", lambda _: found)
     monkeypatch.setitem(CHECKS, "self test", CHECKS["machine"])
     assert doctor("--model", tiny_folder) == 0
     assert lines(capsys.readouterr().out)["family"] == (

@@ -110,7 +110,7 @@ for package in (inference_engine, kv_cache_proposer):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if ".triton" not in module.name:
             import_module(module.name)
-print({"inference_engine.cli.serve", "kv_cache_proposer.drafters"} <= set(sys.modules))
+print({"inference_engine.cli.serve", "inference_engine.compose"} <= set(sys.modules))
 print([name for name in sys.modules if name.startswith("laboratory")])
 """
     assert in_a_process_of_its_own(program) == "True\n[]\n"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from transformers import AutoTokenizer
 
-from inference_engine.backends import open_backend
+from inference_engine.compose import open_backend
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
 from inference_engine.models import load_model, tokenizer_folder

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from inference_engine import compose
 from inference_engine.config import ModelConfig
 from inference_engine.kernels.noise import key
-from kv_cache_proposer import drafters
 from kv_cache_proposer.dflash import shortlist
 from kv_cache_proposer.dflash.guessing import Draws, guess
 from kv_cache_proposer.dflash.network import DFlashNetwork
@@ -146,5 +146,5 @@ def test_the_head_is_copied_unless_linear_layers_stay_as_they_come(
         return Shortlist(head_rows)
 
     monkeypatch.setattr(shortlist, "Shortlist", copy)
-    drafters._drafter(tiny_network(), ModelConfig(linear=linear), tiny_forward())
+    compose._drafter(tiny_network(), ModelConfig(linear=linear), tiny_forward())
     assert bool(copied) == is_copied

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import get_state_machine_test
 
-from inference_engine.backends import open_backend
 from inference_engine.backends.base import Forward
+from inference_engine.compose import open_backend
 from inference_engine.config import EngineConfig, ModelConfig, resolve
 from inference_engine.engine import Engine
 from inference_engine.kv.strategies import make_strategy

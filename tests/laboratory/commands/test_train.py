@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from inference_engine.backends import open_backend
 from inference_engine.cli.main import main
+from inference_engine.compose import find_latent, open_backend
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import ModelError
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.types import GenerateParams
-from kv_cache_proposer.latents import find_latent
 from tests.laws.variants import drain, text, tokens
 
 BYTES = 120

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from inference_engine.backends import open_backend
+from inference_engine import compose
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.cli.main import main
+from inference_engine.compose import drafter_folder, drafter_identity, find_drafter, open_backend
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import ModelError
 from inference_engine.types import GenerateParams
-from kv_cache_proposer import drafters
-from kv_cache_proposer.drafters import drafter_folder, drafter_identity, find_drafter
 from laboratory.commands.train_corpus import corpus_folder
 from laboratory.evaluation import record
 from tests.laws.variants import drain, text, tokens
@@ -143,7 +142,7 @@ def test_a_drafter_that_comes_with_the_package_is_found_by_its_target(
 ) -> None:
     shipped = tmp_path / "checkpoints" / "whatever"
     shutil.copytree(drafter_folder(tiny_folder.name, made), shipped)
-    monkeypatch.setattr(drafters, "SHIPPED", shipped.parent)
+    monkeypatch.setattr(compose, "SHIPPED", shipped.parent)
     found = find_drafter(*opened(tiny_folder, tmp_path / "empty", "auto"))
     assert found is not None and found.name == "hybrid"
     manifest = json.loads((shipped / "drafter.json").read_text())

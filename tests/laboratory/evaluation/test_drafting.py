@@ -76,11 +76,17 @@ def drafter_for(model: ModelConfig, forward: Forward) -> Drafter | None:
     return by_name[Path(model.drafter).name]
 
 
+def unidentified(_model: ModelConfig, _forward: Forward) -> dict[str, Any]:
+    return {}
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     settings: dict[str, Any] = SMALL
     model = ModelConfig(model=str(save_tiny_chat_model(tmp_path_factory.mktemp("tiny"))), threads=1)
-    with open_target(model, EngineConfig(**settings), find_drafter=drafter_for) as target:
+    with open_target(
+        model, EngineConfig(**settings), find_drafter=drafter_for, identify_drafter=unidentified
+    ) as target:
         yield target
 
 
@@ -238,7 +244,9 @@ def test_where_texts_part_is_found_with_its_margin(written: list[Text]) -> None:
 def test_no_token_changes_where_shapes_are_fixed(tmp_path: Path) -> None:
     settings: dict[str, Any] = {**SMALL, "mode": Mode.FIXED_SHAPE}
     model = ModelConfig(model=str(save_tiny_chat_model(tmp_path)), threads=1)
-    with open_target(model, EngineConfig(**settings), find_drafter=drafter_for) as target:
+    with open_target(
+        model, EngineConfig(**settings), find_drafter=drafter_for, identify_drafter=unidentified
+    ) as target:
         short = short_prompts(target, arguments("--kinds", "looped", "tool_json", "--identity-prompts=5"))
         found = draft_identity.compare(target, find(target, ["wrong"]), short, draft_tokens=3)
     assert set(found) == {(name, way) for name in (AGAIN, "wrong") for way in ("greedy", "at 0.7")}

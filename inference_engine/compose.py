@@ -1,0 +1,319 @@
+"""What a server is made of, from its settings: the model on its device, the latent, the drafter, the engine on them.
+
+The one place that knows every part. A latent or a drafter that was trained is a model's if it names the digest of the
+model's weights; nothing else about a model is trusted. Of drafters:
+
+    auto     long copies first, else a trained one of this model's, in the cache or else among those that come with the
+             package; without a trained one, ngram
+    ngram    prompt lookup
+    none     no drafting
+    FOLDER   the trained or published one there, by itself
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import kv_cache_proposer
+from inference_engine.config import EngineConfig, ModelConfig
+from inference_engine.errors import BackendError
+from inference_engine.models import check_model, weights_digest
+from kv_cache_proposer.errors import DrafterError
+from kv_cache_proposer.hybrid import LONG_COPY, HybridDrafter
+from kv_cache_proposer.ngram import NgramDrafter
+
+if TYPE_CHECKING:
+    from inference_engine.backends.base import Forward
+    from inference_engine.backends.torch_forward import TorchForward
+    from inference_engine.backends.twin import Admitted
+    from inference_engine.decode.draft import Drafter
+    from inference_engine.engine import Engine
+    from inference_engine.kv.context import TokenCodec
+    from inference_engine.tracing import Tracing
+    from kv_cache_proposer.dflash.network import DFlashNetwork
+    from kv_cache_proposer.f_theta.codec import LatentCodec
+
+# Drafters that come with the package, one folder each.
+SHIPPED = Path(kv_cache_proposer.__file__).parent / "checkpoints"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Parts:
+    """What an engine is made of, besides its own settings."""
+
+    forward: Forward
+    latent: TokenCodec | None
+    drafter: Drafter | None
+
+    def engine(self, config: EngineConfig, *, tracing: Tracing | None = None) -> Engine:
+        """Raises ConfigError or BackendError for what cannot be had."""
+        from inference_engine.engine import Engine
+
+        return Engine(self.forward, config, latent=self.latent, drafter=self.drafter, tracing=tracing)
+
+
+def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
+    """Everything that `model` asks for. Raises ModelError or BackendError; what is sooner refused is asked for first.
+
+    admitted: what `admit` gave for this configuration, if it was asked already.
+    """
+    latent = find_latent(model)
+    forward = open_backend(model, admitted)
+    return Parts(forward=forward, latent=latent, drafter=find_drafter(model, forward))
+
+
+# -- the model --------------------------------------------------------------------------------------------------------
+
+
+def admit(config: ModelConfig) -> Admitted:
+    """Find out from a model's configuration whether it can be served, and how. No weights are read or hashed.
+
+    Raises ModelError with the reason why it cannot.
+    """
+    from inference_engine.backends.torch_forward import use_threads
+    from inference_engine.backends.twin import admit_config
+    from inference_engine.models import find_model, read_config, sizes
+
+    found = find_model(config.model, cache=config.cache_path)
+    read = read_config(found)
+    use_threads(config.threads)
+    admitted = admit_config(read)
+    sizes(read, found.folder)
+    return admitted
+
+
+def open_backend(config: ModelConfig, admitted: Admitted | None = None) -> Forward:
+    """Load the model and make it ready to run. Raises ModelError or BackendError.
+
+    admitted: what `admit` gave for this configuration, if it was asked already. The architecture is admitted by test
+    (`backends/twin.py`) before weights are read.
+    """
+    import torch
+
+    from inference_engine.backends.graphs import wants_graphs
+    from inference_engine.backends.packed_linear import can_pack, pack_linears
+    from inference_engine.backends.torch_forward import TorchForward, use_threads
+    from inference_engine.kernels.choice import open_lane_attention, open_noise
+    from inference_engine.models import load_model
+    from inference_engine.models.norms import fuse_norms
+    from inference_engine.models.seam import ATTENTION, Seam
+    from inference_engine.types import ModelFacts
+
+    use_threads(config.threads)
+    # cuDNN's attention makes a plan for every number of keys it meets, and decoding meets a new one at every token.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    admitted = admitted or admit(config)
+    loaded = load_model(
+        config.model,
+        cache=Path(config.cache_path),
+        device=config.device,
+        dtype=config.dtype,
+        attention=ATTENTION,
+    )
+    if config.linear == "packed" and not can_pack(loaded.model):
+        raise BackendError(
+            f"linear=packed needs oneDNN and a CPU; {loaded.dtype} on {loaded.device} is served by linear=auto"
+        )
+    if config.linear != "plain" and can_pack(loaded.model):
+        pack_linears(loaded.model)
+    if config.kernels != "plain" and torch.device(loaded.device).type == "cuda":
+        fuse_norms(loaded.model)
+    facts = ModelFacts(
+        model_id=loaded.model_id,
+        vocab_size=loaded.vocab_size,
+        trained_positions=loaded.trained_positions,
+        device=loaded.device,
+        dtype=loaded.dtype,
+        refused_strategies=admitted.refused,
+    )
+    device, seam = torch.device(loaded.device), Seam(loaded.model, admitted.traits)
+    lane_attention = None if seam.has_head_sinks else open_lane_attention(config.kernels, device)
+    records_graphs = wants_graphs(config.graphs, device, has_lanes=lane_attention is not None)
+    return TorchForward(
+        seam,
+        facts,
+        device,
+        lane_attention=lane_attention,
+        noise_of_all=open_noise(config.kernels, device),
+        records_graphs=records_graphs,
+    )
+
+
+# -- the latent -------------------------------------------------------------------------------------------------------
+
+
+def latent_folder(model_id: str, cache: Path) -> Path:
+    return cache / "latents" / model_id
+
+
+def find_latent(model: ModelConfig) -> LatentCodec | None:
+    """The codec that `model.latent` asks for, on the model's device.
+
+    `auto`: the one in the cache, if there is one. `none`: none. Else a folder. Raises ModelError for one that is not
+    there, damaged, or made for other weights.
+    """
+    folder = _latent_of(model)
+    if folder is None:
+        return None
+
+    from kv_cache_proposer.f_theta.store import load_codec
+
+    checked = check_model(model.model, cache=model.cache_path)
+    codec, _ = load_codec(folder, target_digest=weights_digest(checked), device=model.device, kernels=model.kernels)
+    return codec
+
+
+def latent_identity(model: ModelConfig) -> Mapping[str, Any]:
+    """What tells the codec that `find_latent` gives from others: its tensors' digest, its bytes, how it was made.
+
+    Nothing where there is none. Raises ModelError for a manifest that cannot be read.
+    """
+    folder = _latent_of(model)
+    if folder is None:
+        return {}
+
+    from inference_engine.models.folder import read_json
+    from kv_cache_proposer.f_theta.store import MANIFEST
+
+    stored = read_json(folder / MANIFEST)
+    short = {name: value for name, value in stored["recipe"].items() if isinstance(value, bool | int | float | str)}
+    told = ("tensors_sha256", "bytes_per_token", "calibration_tokens", "seeds")
+    return {**{name: stored[name] for name in told}, "recipe": short}
+
+
+def _latent_of(model: ModelConfig) -> Path | None:
+    """Where the codec lies that `model.latent` asks for; None for none."""
+    if model.latent == "none":
+        return None
+    if model.latent != "auto":
+        return Path(model.latent).expanduser()
+    folder = latent_folder(check_model(model.model, cache=model.cache_path).model_id, model.cache_path)
+    return folder if folder.is_dir() else None
+
+
+# -- the drafter ------------------------------------------------------------------------------------------------------
+
+
+def drafter_folder(model_id: str, cache: Path) -> Path:
+    return cache / "drafters" / model_id
+
+
+def find_drafter(model: ModelConfig, forward: Forward) -> Drafter | None:
+    """The drafter that `model.drafter` asks for, on the device and in the dtype of `forward`, which runs the model.
+
+    Raises ModelError for one that is not there, damaged, or made for other weights.
+    """
+    if model.drafter == "none":
+        return None
+    if model.drafter == "ngram":
+        return NgramDrafter()
+
+    from inference_engine.backends.torch_forward import TorchForward
+
+    if not isinstance(forward, TorchForward):
+        if model.drafter == "auto":
+            return NgramDrafter()
+        raise DrafterError("a trained drafter needs a model that runs on torch; start with --drafter ngram or none")
+    if model.drafter == "auto":
+        network = _trained_for(model, forward)
+        return NgramDrafter() if network is None else HybridDrafter(_drafter(network, model, forward))
+    return _drafter(_in_folder(Path(model.drafter).expanduser(), model, forward), model, forward)
+
+
+def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
+    """What tells the drafter that `find_drafter` gives from others: a trained or published one's digest, how copies are
+    looked up.
+
+    Nothing where there is none. Raises ModelError as `find_drafter` does.
+    """
+    if model.drafter == "none":
+        return {}
+    folder = None if model.drafter in ("auto", "ngram") else Path(model.drafter).expanduser()
+
+    from inference_engine.backends.torch_forward import TorchForward
+
+    if model.drafter == "auto" and isinstance(forward, TorchForward):
+        folder = _trained_folder(model, forward)
+    if folder is None:
+        return asdict(NgramDrafter())
+
+    from inference_engine.models.checksums import sha256_of
+    from inference_engine.models.folder import read_json, weight_files
+    from kv_cache_proposer.dflash.store import MANIFEST
+
+    if _is_trained(folder):
+        stored = read_json(folder / MANIFEST)
+        made = {name: stored[name] for name in ("tensors_sha256", "recipe", "seeds", "commit")}
+        return {**made, "copies": asdict(LONG_COPY)} if model.drafter == "auto" else made
+    digests = "\n".join(sha256_of(folder / name) for name in sorted(weight_files(folder)))
+    return {"tensors_sha256": hashlib.sha256(digests.encode()).hexdigest()}
+
+
+def _drafter(network: DFlashNetwork, model: ModelConfig, forward: TorchForward) -> Drafter:
+    from inference_engine.backends.packed_linear import can_pack, pack_linears
+    from kv_cache_proposer.dflash.drafter import DFlashDrafter
+    from kv_cache_proposer.dflash.shortlist import Shortlist, can_shortlist
+    from kv_cache_proposer.dflash.target import words_of
+
+    layers, last_tap = len(forward.seam.layers), network.config.tap_layers[-1]
+    if last_tap >= layers:
+        raise DrafterError(f"the drafter reads layer {last_tap} of its target, this model has {layers}")
+    words = words_of(forward.seam.model)
+    if model.linear != "plain" and can_shortlist(words):
+        assert words.head_rows is not None
+        words = replace(words, shortlist=Shortlist(words.head_rows))
+    drafter = DFlashDrafter(network, words, records_graphs=forward.records_graphs)
+    if model.linear != "plain" and can_pack(network):
+        pack_linears(network)
+    return drafter
+
+
+def _trained_for(model: ModelConfig, forward: TorchForward) -> DFlashNetwork | None:
+    from kv_cache_proposer.dflash.store import load_drafter, stored_target
+
+    folder = _trained_folder(model, forward)
+    if folder is None:
+        return None
+    digest = stored_target(folder)
+    return load_drafter(folder, target_digest=digest, device=forward.device, dtype=forward.compute_dtype)[0]
+
+
+def _trained_folder(model: ModelConfig, forward: TorchForward) -> Path | None:
+    """The first that names the digest of the model's weights."""
+    from kv_cache_proposer.dflash.store import stored_shape, stored_target
+
+    checked = check_model(model.model, cache=model.cache_path)
+    hidden = forward.seam.model.config.get_text_config().hidden_size
+    # What cannot fit is told by its shape: the digest of large weights without a manifest takes a while.
+    folders = [
+        folder
+        for folder in (drafter_folder(checked.model_id, model.cache_path), *sorted(SHIPPED.glob("*")))
+        if _is_trained(folder) and stored_shape(folder).hidden == hidden
+    ]
+    if not folders:
+        return None
+    digest = weights_digest(checked)
+    return next((folder for folder in folders if stored_target(folder) == digest), None)
+
+
+def _in_folder(folder: Path, model: ModelConfig, forward: TorchForward) -> DFlashNetwork:
+    from kv_cache_proposer.dflash.published import load_published
+    from kv_cache_proposer.dflash.store import load_drafter
+    from kv_cache_proposer.dflash.target import embedding_scale_of
+
+    device, dtype = forward.device, forward.compute_dtype
+    if _is_trained(folder) or not (folder / "config.json").is_file():
+        digest = weights_digest(check_model(model.model, cache=model.cache_path))
+        return load_drafter(folder, target_digest=digest, device=device, dtype=dtype)[0]
+    scale = embedding_scale_of(forward.seam.model)
+    return load_published(folder, embedding_scale=scale, device=device, dtype=dtype)
+
+
+def _is_trained(folder: Path) -> bool:
+    from kv_cache_proposer.dflash.store import MANIFEST
+
+    return (folder / MANIFEST).is_file()
