@@ -12,6 +12,7 @@ from inference_engine.kv.context import KVContext, TokenCodec
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.address_space import MOST_BYTES
 from inference_engine.kv.memory.tier import open_tier
+from inference_engine.kv.parts.shared_prefix import MOST_PIECES
 from inference_engine.kv.session_kv import bound_of, grows_with_history
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
@@ -35,14 +36,16 @@ def open_memory(
     """Allocate it, and let the drafter know. Raises ConfigError or BackendError for what cannot be had.
 
     Where sessions grow, there is address space for as many of the longest as there may be sessions: a grant bounds the
-    memory of one, and nothing but its limit the addresses that it takes.
+    memory of one, and nothing but its limit the addresses that it takes. And for those that ended, whose rows forks
+    still read: each session reads those of so many at most.
     """
     tap_layers = () if drafter is None else drafter.tap_layers
     capacity = config.kv_bytes or forward.free_bytes() // _SHARE
     address_bytes = 0
     if grows(config, forward):
         longest = _longest_bytes(default_strategy, geometry)
-        address_bytes = min(2 * MOST_BYTES, 2 * capacity + config.max_sessions * longest)
+        slabs = config.max_sessions * (1 + MOST_PIECES if config.share_forks else 1)
+        address_bytes = min(2 * MOST_BYTES, 2 * capacity + slabs * longest)
     opened = forward.open(geometry, capacity, address_bytes=address_bytes, tap_layers=tap_layers)
     tier = open_tier(
         forward.device,

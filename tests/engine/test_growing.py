@@ -13,6 +13,7 @@ import pytest
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine, memory
 from inference_engine.errors import ConfigError, InvalidArgument, NoCapacity, QuotaExceeded
+from inference_engine.kv.parts.shared_prefix import MOST_PIECES
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.sink_window import SinkWindow
@@ -224,6 +225,35 @@ def test_an_owner_within_its_share_of_memory_leaves_addresses_for_all_others() -
             session = engine.create_session(strategy=asked, owner="other").session_id
             engine.append(session, text(60), owner="other")
             assert len(drain(engine.generate(session, GenerateParams(max_tokens=2), owner="other"))) > 2
+
+
+@pytest.mark.parametrize("share_forks", [True, False])
+def test_who_forks_and_closes_leaves_addresses_for_all_others(share_forks: bool) -> None:
+    """A fork reads rows where sessions that ended left them; each of these took addresses for all it might become."""
+    most = 6
+    with tiny_engine(
+        windowed=False,
+        kv_bytes=bytes_for(),
+        max_sessions=most,
+        max_sessions_per_owner=most - 1,
+        share_forks=share_forks,
+    ) as engine:
+        for seed in range(most - 1):
+            session = engine.create_session(owner="many").session_id
+            for piece in range(MOST_PIECES + 1):
+                engine.append(session, text(4, seed=10 * seed + piece), owner="many")
+                drain(engine.generate(session, GenerateParams(max_tokens=2), owner="many"))
+                if len([one for one in engine._store.sessions() if one.owner == "many"]) == most - 1:
+                    break  # the last one has no place for its fork
+                fork = engine.fork_session(session, owner="many").session_id
+                engine.close_session(session, owner="many")
+                session = fork
+        kept = engine.metrics.registry.get_sample_value("session_kv_kept_for_forks_bytes")
+        assert kept is not None
+        assert (kept > 0) is share_forks
+        session = engine.create_session(owner="other").session_id
+        engine.append(session, text(60), owner="other")
+        assert len(drain(engine.generate(session, GenerateParams(max_tokens=2), owner="other"))) > 2
 
 
 def test_want_of_addresses_is_told_apart_from_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
