@@ -66,6 +66,7 @@ class Census:
     tier_reserved_bytes: int = 0
     history_tokens: int = 0
     history_bytes: int = 0
+    remembered_replies: int = 0
     waiting: int = 0  # Generates
     running: int = 0
     beat_age_seconds: float = 0.0
@@ -113,11 +114,18 @@ class EngineMetrics:
             "session_history_tokens", "Tokens in a session's history when a Generate ends.", _TOKENS
         )
         self.held_history_tokens = self._gauge(
-            "session_history_held_tokens", "Tokens in the histories of open sessions; what forks share is in it once."
+            "session_history_held_tokens",
+            "Tokens in the histories of open sessions, what forks share once, and those that streams of "
+            "closed ones have still to send.",
         )
         self.held_history_bytes = self._gauge(
             "session_history_held_bytes",
             "Bytes that histories take in the process's memory: token ids, marks, which ids occur, the journal.",
+        )
+        self.remembered_replies = self._gauge(
+            "session_remembered_replies",
+            "Answers that are remembered by request ids, some 600 bytes each: of a session the last 64 of each kind of"
+            " call, and of one owner's ended sessions the last 4,096.",
         )
         self.invariant_violations = self._counter(
             "cache_invariant_violations_total", "Sessions failed because cache and history disagreed.", kind=INVARIANTS
@@ -320,6 +328,7 @@ class EngineMetrics:
         self.tier_reserved_bytes.set(now.tier_reserved_bytes)
         self.held_history_tokens.set(now.history_tokens)
         self.held_history_bytes.set(now.history_bytes)
+        self.remembered_replies.set(now.remembered_replies)
         self.queue_depth.set(now.waiting)
         self.generates_active.set(now.running)
         self.beat_age.set(now.beat_age_seconds)

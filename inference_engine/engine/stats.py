@@ -37,6 +37,7 @@ def take_census(store: SessionStore, scheduler: Scheduler, context: KVContext, n
         tier_reserved_bytes=context.tier.reserved_bytes,
         history_tokens=history.tokens,
         history_bytes=history.nbytes,
+        remembered_replies=store.remembered_replies(),
         waiting=waiting,
         running=len(generating) - waiting,
         beat_age_seconds=max(0.0, now - scheduler.beat_at) if requests else 0.0,

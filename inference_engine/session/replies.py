@@ -164,6 +164,9 @@ class ReplyBook:
         self._pages.append(page)
         return page
 
+    def __len__(self) -> int:
+        return sum(len(page) for page in self._pages)
+
     def session_ended(self, session_id: str, owner: str) -> None:
         for page in self._pages:
             page.session_ended(session_id, owner)

@@ -307,6 +307,11 @@ class SessionStore:
             nbytes = sum(one.nbytes for one in held) + self._leaves.going_bytes + self._journal.held_bytes()
             return Holdings(tokens=sum(one.tokens for one in held), nbytes=nbytes)
 
+    def remembered_replies(self) -> int:
+        """By request ids, of all owners."""
+        with self._lock:
+            return len(self.replies)
+
     def history_bytes(self, session: Session) -> int:
         """Held for its history: ids, marks, which ids occur, the journal; with what it shares with forks."""
         return session.history.nbytes + self._journal.held_bytes(session.session_id)

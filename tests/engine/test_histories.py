@@ -14,7 +14,7 @@ from inference_engine.errors import HistoryLimit, QuotaExceeded, RequestError
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.session.history import BRANCH_TOKENS, LEAF_TOKENS
 from inference_engine.session.journal import MemoryJournal
-from inference_engine.session.replies import MOST_PER_SESSION
+from inference_engine.session.replies import KEEP_SECONDS, MOST_PER_SESSION
 from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, text, tokens
@@ -222,6 +222,28 @@ def test_gauges_say_what_histories_hold() -> None:
         held = gauge("session_history_held_bytes")
         assert held == engine._store.held_history().nbytes
         assert held >= sum(2 * 5 * 500 for _ in range(2))
+
+
+def test_a_gauge_says_how_many_replies_are_remembered_and_no_session_passes_its_cap() -> None:
+    now = 0.0
+    with scripted_engine(clock=lambda: now, stall_seconds=1e6) as engine:
+
+        def remembered() -> float | None:
+            return engine.metrics.registry.get_sample_value("session_remembered_replies")
+
+        assert remembered() == 0
+        session = engine.create_session(strategy=ENDLESS, request_id=b"c" * 16).session_id
+        for number in range(2 * MOST_PER_SESSION):
+            engine.append_once(session, [1], request_id=number.to_bytes(16, "big"))
+        assert remembered() == 1 + MOST_PER_SESSION
+        said(engine, session, 2)  # with no id
+        drain(engine.generate(session, GenerateParams(max_tokens=2), request_id=b"g" * 16))
+        assert remembered() == 2 + MOST_PER_SESSION
+        engine.close_once(session, request_id=b"e" * 16)
+        assert remembered() == 2 + MOST_PER_SESSION  # what the Generate said went with the session
+        now = KEEP_SECONDS + 1
+        engine._store.expire()
+        assert remembered() == 0
 
 
 def test_a_fork_has_no_part_in_what_is_remembered_of_calls_on_its_parent() -> None:
