@@ -20,7 +20,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.reference.markdown import anchor
+from laboratory.evaluation.report import experiments, shown
 
 DOCS = PurePosixPath("docs")
 RESULTS = PurePosixPath("results")
@@ -61,6 +61,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
     for image in sorted((ROOT / RESULTS).rglob("*.png")):
         files.append(File.generated(config, image.relative_to(ROOT).as_posix(), abs_src_path=str(image)))
+    for name in experiments(ROOT / RESULTS):
+        files.append(File.generated(config, _results_uri(name), content=shown(ROOT / RESULTS, name)))
     files.append(File.generated(config, "adr/index.md", content=_list_of_decisions()))
     for source in _linked_sources(files):
         files.append(File.generated(config, _source_uri(source), content=_shown(source)))
@@ -80,17 +82,18 @@ def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
         if uri is None:
             log.warning("%s links to %s, which does not exist", home, target)
             return match[0]
-        address, _, section = uri.partition("#")
-        relative = os.path.relpath(address, here.parent)
-        return f"]({relative}{match['anchor'] or (section and '#' + section)})"
+        return f"]({os.path.relpath(uri, here.parent)}{match['anchor'] or ''})"
 
     return LINK.sub(pointed, markdown)
 
 
 def _home(file: File) -> PurePosixPath | None:
-    """Where a page comes from in the repository; None for a page that is made here."""
+    """Where a page comes from in the repository; None for a page that is made here.
+
+    The page of an experiment is made here too, and its links are those of the index.
+    """
     if not file.abs_src_path:
-        return None
+        return RESULTS / "README.md" if PurePosixPath(file.src_uri).parent == RESULTS else None
     return PurePosixPath(Path(file.abs_src_path).resolve().relative_to(ROOT).as_posix())
 
 
@@ -105,12 +108,16 @@ def _uri(path: PurePosixPath) -> str | None:
     if path == DECISIONS:
         return "adr/index.md"
     if path.is_relative_to(RESULTS) and (ROOT / path).is_dir():
-        return "results/index.md" + (f"#{anchor(path.parts[1].replace('_', ' '))}" if len(path.parts) > 1 else "")
+        return _results_uri(path.parts[1]) if len(path.parts) > 1 else PAGES["results/README.md"]
     if not (ROOT / path).is_file():
         return None
     if path.is_relative_to(DOCS):
         return str(path.relative_to(DOCS))
     return str(path) if path.suffix == ".png" else _source_uri(path)
+
+
+def _results_uri(experiment: str) -> str:
+    return f"{RESULTS}/{experiment}.md"
 
 
 def _linked_sources(files: Files) -> list[PurePosixPath]:

@@ -2,6 +2,7 @@
 
     kakeya evaluate needle --strategies sink_window:window=256 --lengths 512 1024
     kakeya evaluate report
+    kakeya evaluate report --show needle_smollm2-135m
 
 Every experiment is a module of `laboratory/evaluation` that offers `add_arguments(parser)`, `main(arguments,
 target)`, which returns the payload of a record, and perhaps `draw(payload, folder)`. A new one is a line in the table.
@@ -111,8 +112,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             add_settings(one, ModelConfig)
             add_settings(one, EngineConfig, only=ENGINE)
         one.set_defaults(run=run)
-    report = commands.add_parser("report", help="make the index page of all records again", allow_abbrev=False)
+    report = commands.add_parser("report", help="make the index of records again, or show records", allow_abbrev=False)
     _add_results(report)
+    report.add_argument(
+        "--show",
+        nargs="?",
+        const="",
+        metavar="EXPERIMENT",
+        help="print the records of this experiment in full, without a name those of all; the index stays as it is",
+    )
     report.set_defaults(run=run_report)
 
 
@@ -178,10 +186,12 @@ def ended_as_interrupted() -> Iterator[None]:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Write the index page. Raises KakeyaError for a record that cannot be read."""
-    from laboratory.evaluation.report import rebuild
+    """Write the index page, or print records. Raises KakeyaError for a record that cannot be read."""
+    from laboratory.evaluation.record import RESULTS
+    from laboratory.evaluation.report import rebuild, shown
 
-    print(rebuild(args.results) if args.results else rebuild())
+    results = args.results or RESULTS
+    print(rebuild(results) if args.show is None else shown(results, args.show or None))
     return 0
 
 

@@ -1,4 +1,8 @@
-"""The index of results: one page, made of every record and of nothing else, so that making it again changes nothing."""
+"""The index of results, made of the records and of nothing else, so that making it again changes nothing.
+
+`page` is the file in the repository: one line for each experiment, its newest record and one headline.
+`shown` is the rest: every record in full, for the terminal and for the site's page of an experiment.
+"""
 
 from __future__ import annotations
 
@@ -15,49 +19,104 @@ from laboratory.evaluation.record import RESULTS, validate_record
 INDEX = "README.md"
 HEADLINES = 12  # values shown of a record that does not name its own
 MOST_HEADLINES = 40  # of one that does
-LONGEST_TABLE = 60  # rows
+LONGEST_TABLE = 60  # rows of the table
+
+# The index shows one value of each record: the first whose name fits the earliest of these, else the first of all.
+# Values of what is compared come before those of the baseline.
+_HEADLINE = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"^(faults|caught|families admitted|turn_last_over_first_paired|first_token_asked_p99_1x)$",
+        r"^critical mass|^default sessions .* best effort|^rapid reset: p99, attacked / calm|^error on rows never",
+        r"^(speed ÷|same ids as) plain, hybrid|^K error, lloyd4, less own mean|^KL, worst kind .* 1152 bytes",
+        r"^KL to full, mean, (?!sink_window).*bytes_per_token=1152",
+        r"^KL to full, mean, full:codec=lloyd4",
+        r"^KL to full, mean, (?!sink_window|full:codec=bfloat16)",
+        r"^tokens a second, together ÷ .* (8|64) sessions",
+        r"^(first token|allocated, idle) ÷ .*restored.*latent",
+        r"^(?!perplexity|.*÷ int8)(?!.*, full, ).* ÷ ",
+        r"^(restored|gather|full:codec=(?!bfloat16|int8)).*: ",
+    )
+)
 
 _INTRODUCTION = """\
 # Results
 
-Every number that is claimed anywhere comes from a record below: what ran, on what, and the command that makes it again.
-This page is made by `kakeya evaluate report` from the records; edit those, or better, run them again.
+Every number in the documents comes from a record: what ran, on what machine, and the command that makes it again. Each
+experiment below links to its folder. One line shows its newest record and one value of it.
 
-Values are medians with their quartiles in brackets, or what the record says they are; a value without brackets was
-counted or measured once.
+- The whole record, in the terminal: `kakeya evaluate report --show EXPERIMENT`; without a name, all of them.
+- The record as data: `results/EXPERIMENT/DATE-MACHINE/record.json`, with plots beside it.
+- Records that a newer one replaced are in the history of the repository: `git log -- results/EXPERIMENT`.
+
+`kakeya evaluate report` makes this page from the records. A value is a median, with its quartiles in brackets. A value
+without brackets was counted or measured once. [How to read a record](../docs/evaluation.md#reading-a-record).
 """
 
 
 def rebuild(results: Path = RESULTS) -> Path:
     """Write the index of all records under `results` and return its path. Raises KakeyaError for a broken record."""
+    text = page(results)
     path = results / INDEX
-    if not results.is_dir():
-        raise KakeyaError(f"{results}: no such folder; records are written there by `kakeya evaluate …`")
-    path.write_text(page(results), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     return path
 
 
 def page(results: Path) -> str:
-    """The index as text: experiments by name, each with its records, the latest first."""
-    found = sorted(results.glob("*/*/record.json"))
-    by_experiment: dict[str, list[Path]] = {}
-    for path in found:
-        by_experiment.setdefault(path.parent.parent.name, []).append(path)
-    parts = [_INTRODUCTION]
-    if by_experiment:
-        parts.append("\n".join(f"- [{_words(name)}](#{_anchor(name)})" for name in by_experiment))
-    for name, paths in by_experiment.items():
-        parts.append(f"## {_words(name)}")
-        # By date, which their names begin with; machines of one day by name.
-        parts += [_section(path, results) for path in sorted(paths, key=lambda path: path.parent.name, reverse=True)]
+    """The index as text: experiments by name, each with its newest record and a headline."""
+    rows = ["| experiment | newest record | headline | value | unit |", "|---|---|---|---:|---|"]
+    for name, paths in experiments(results).items():
+        record = _read(paths[0])
+        value_name = _headline(record)
+        value = record["values"][value_name]
+        here = quote(name)
+        device = record["config"].get("device", "cpu")
+        machine = _machine(record) if device == "cpu" else _inline(device)
+        rows.append(
+            f"| [{_words(name)}]({here}) "
+            f"| [{record['date']}]({here}/{quote(paths[0].parent.name)}/record.json), {machine} "
+            f"| {_cell(value_name)} | {_spread(value)} | {_cell(value['unit'])} |"
+        )
+    return "\n\n".join((_INTRODUCTION.strip("\n"), "\n".join(rows))) + "\n"
+
+
+def shown(results: Path = RESULTS, experiment: str | None = None) -> str:
+    """Every record in full, or those of one experiment, the newest first. Raises KakeyaError for an unknown one."""
+    found = experiments(results)
+    if experiment is not None and experiment not in found:
+        near = [name for name in found if experiment in name]
+        known = ", ".join(near or found) or "none"
+        raise KakeyaError(f"no record of an experiment {experiment!r} in {results.name}; there are: {known}")
+    parts = []
+    for name in found if experiment is None else (experiment,):
+        parts.append(f"# {_words(name)}")
+        parts += [_section(path, results) for path in found[name]]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def experiments(results: Path) -> dict[str, list[Path]]:
+    """The records of each experiment, by name; the newest first. Raises KakeyaError if there is no such folder."""
+    if not results.is_dir():
+        raise KakeyaError(f"{results}: no such folder; records are written there by `kakeya evaluate …`")
+    found: dict[str, list[Path]] = {}
+    # By date, which their folders begin with; records of one day by machine.
+    for path in sorted(results.glob("*/*/record.json"), key=lambda path: path.parent.name, reverse=True):
+        found.setdefault(path.parent.parent.name, []).append(path)
+    return dict(sorted(found.items()))
+
+
+def _headline(record: Mapping[str, Any]) -> str:
+    """The name of the value that stands for the record."""
+    names = list(record.get("headlines", record["values"]))
+    fitting = (name for pattern in _HEADLINE for name in names if pattern.search(name))
+    return str(next(fitting, names[0]))
 
 
 def _section(path: Path, results: Path) -> str:
     record = _read(path)
     folder = path.parent
     here = quote(folder.relative_to(results).as_posix())
-    lines = [f"### {record['date']}, {_machine(record)}"]
+    lines = [f"## {record['date']}, {_machine(record)}"]
     if what := record.get("what"):
         lines.append(_inline(what))
     lines.append(
@@ -153,8 +212,3 @@ def _machine(record: Mapping[str, Any]) -> str:
 
 def _words(name: str) -> str:
     return name.replace("_", " ")
-
-
-def _anchor(name: str) -> str:
-    """As GitHub makes it of the heading."""
-    return re.sub(r"[^\w\- ]", "", _words(name).lower()).replace(" ", "-")

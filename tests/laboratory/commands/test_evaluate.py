@@ -241,6 +241,19 @@ def test_report_makes_the_index(tiny_folder: Path, tmp_path: Path, capsys: pytes
     assert "needle_tiny/" in (tmp_path / "README.md").read_text(encoding="utf-8")
 
 
+def test_report_shows_records_and_leaves_the_index(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert needle(tiny_folder, tmp_path, "--lengths", "337") == 0
+    capsys.readouterr()
+    for named in (("needle_tiny",), ()):
+        assert main(("evaluate", "report", "--results", str(tmp_path), "--show", *named)) == 0
+        assert "kakeya evaluate needle" in capsys.readouterr().out
+    assert not (tmp_path / "README.md").exists()
+    assert main(("evaluate", "report", "--results", str(tmp_path), "--show", "cost")) == 1
+    assert "there are: needle_tiny" in capsys.readouterr().err
+
+
 def test_report_refuses_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("evaluate", "report", "--results", str(tmp_path / "nowhere"))) == 1
     assert "no such folder" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The index of results lists every record, is the same when made again, and makes nothing up."""
+"""The index of results has every experiment, is the same when made again, and makes nothing up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 
 from inference_engine.errors import KakeyaError
 from laboratory.evaluation import record
-from laboratory.evaluation.report import page, rebuild
+from laboratory.evaluation.report import experiments, page, rebuild, shown
+
+ROOT = record.RESULTS.parent
 
 
 def write(results: Path, experiment: str, **changes: Any) -> Path:
@@ -33,14 +35,42 @@ def another_day(path: Path, date: str) -> Path:
     return other
 
 
-def test_every_record_is_listed_with_date_machine_values_and_command(tmp_path: Path) -> None:
+def test_the_index_has_a_line_for_each_experiment_with_its_newest_record(tmp_path: Path) -> None:
+    newest = write(tmp_path, "needle_tiny")
+    older = another_day(newest, "2020-02-03")
+    write(tmp_path, "cost_tiny")
+    lines = [line for line in page(tmp_path).splitlines() if line.startswith("| [")]
+    assert [line.partition("]")[0] for line in lines] == ["| [cost tiny", "| [needle tiny"]
+    content = json.loads(newest.read_text())
+    link = f"[{content['date']}]({newest.relative_to(tmp_path).as_posix()})"
+    assert f"| [needle tiny](needle_tiny) | {link}, {content['machine']['cpu']}" in lines[1]
+    assert lines[1].endswith("| decode, full | 11 [10.5, 12] | tokens/s |")
+    assert older.parent.name not in page(tmp_path)
+
+
+def test_the_headline_is_of_what_is_compared(tmp_path: Path) -> None:
+    values = {
+        "decode, full": record.exact(10, "tokens/s"),
+        "decode speed ÷ full, full, at 128": record.exact(1, "ratio"),
+        "decode speed ÷ full, sink_window, at 128": record.exact(1.5, "ratio"),
+    }
+    write(tmp_path, "cost_tiny", values=values)
+    assert "| decode speed ÷ full, sink\\_window, at 128 | 1.5 | ratio |" in page(tmp_path)
+
+
+def test_a_headline_is_one_that_the_record_names(tmp_path: Path) -> None:
+    write(tmp_path, "needle", headlines=["found"])
+    assert "| found | 7 | of 8 |" in page(tmp_path)
+
+
+def test_every_record_is_shown_with_date_machine_values_and_command(tmp_path: Path) -> None:
     paths = [write(tmp_path, "needle_tiny"), write(tmp_path, "cost_tiny")]
     paths.append(another_day(paths[0], "2020-02-03"))
-    text = page(tmp_path)
+    text = shown(tmp_path)
     for path in paths:
         content = json.loads(path.read_text())
         assert f"({path.relative_to(tmp_path).as_posix()})" in text
-        assert f"### {content['date']}, {content['machine']['cpu']}, {content['machine']['cores']} cores" in text
+        assert f"## {content['date']}, {content['machine']['cpu']}, {content['machine']['cores']} cores" in text
         assert f"```\n{content['command']}\n```" in text
     assert text.count("| decode, full | 11 [10.5, 12] | tokens/s |") == 3
     assert text.count("| found | 7 | of 8 |") == 3
@@ -49,10 +79,24 @@ def test_every_record_is_listed_with_date_machine_values_and_command(tmp_path: P
 def test_experiments_come_by_name_and_their_records_latest_first(tmp_path: Path) -> None:
     another_day(write(tmp_path, "needle"), "2020-02-03")
     write(tmp_path, "cost")
-    headings = [line for line in page(tmp_path).splitlines() if line.startswith(("## ", "### "))]
-    assert [line for line in headings if line.startswith("## ")] == ["## cost", "## needle"]
-    assert headings[-1].startswith("### 2020-02-03")
-    assert "- [needle](#needle)" in page(tmp_path)
+    headings = [line for line in shown(tmp_path).splitlines() if line.startswith(("# ", "## "))]
+    assert [line for line in headings if line.startswith("# ")] == ["# cost", "# needle"]
+    assert headings[-1].startswith("## 2020-02-03")
+
+
+def test_one_experiment_is_shown_alone(tmp_path: Path) -> None:
+    write(tmp_path, "needle_tiny")
+    write(tmp_path, "cost_tiny")
+    text = shown(tmp_path, "cost_tiny")
+    assert text.startswith("# cost tiny\n")
+    assert "needle" not in text
+
+
+def test_an_unknown_experiment_is_refused_with_those_of_a_like_name(tmp_path: Path) -> None:
+    write(tmp_path, "needle_tiny")
+    write(tmp_path, "cost_tiny")
+    with pytest.raises(KakeyaError, match=r"'needle'.*there are: needle_tiny$"):
+        shown(tmp_path, "needle")
 
 
 def test_making_it_again_changes_nothing_and_depends_on_records_alone(tmp_path: Path) -> None:
@@ -68,7 +112,7 @@ def test_making_it_again_changes_nothing_and_depends_on_records_alone(tmp_path: 
 def test_plots_are_shown_where_they_are(tmp_path: Path) -> None:
     folder = write(tmp_path, "needle").parent
     (folder / "recall.png").write_bytes(b"")
-    assert f"![recall](needle/{folder.name}/recall.png)" in page(tmp_path)
+    assert f"![recall](needle/{folder.name}/recall.png)" in shown(tmp_path)
 
 
 def test_tables_of_a_record_stand_in_for_its_values(tmp_path: Path) -> None:
@@ -77,7 +121,7 @@ def test_tables_of_a_record_stand_in_for_its_values(tmp_path: Path) -> None:
         {"strategy": "full", "hits": 40_000, "share": 1.0, "note": ""},
     ]
     write(tmp_path, "needle", tables={"recall": rows})
-    text = page(tmp_path)
+    text = shown(tmp_path)
     assert "| strategy | hits | share |\n|---|---:|---:|\n| a\\|b | 39 | 0.1235 |\n| full | 40,000 | 1 |" in text
     assert "note" not in text
     assert "parts" not in text
@@ -86,7 +130,7 @@ def test_tables_of_a_record_stand_in_for_its_values(tmp_path: Path) -> None:
 
 def test_a_record_can_name_its_headlines(tmp_path: Path) -> None:
     write(tmp_path, "needle", headlines=["found"], what="What <it> is.")
-    text = page(tmp_path)
+    text = shown(tmp_path)
     assert "| found | 7 | of 8 |" in text
     assert "tokens/s" not in text
     assert "and 1 more in the record" in text
@@ -95,13 +139,13 @@ def test_a_record_can_name_its_headlines(tmp_path: Path) -> None:
 
 def test_a_long_record_is_cut_and_says_so(tmp_path: Path) -> None:
     write(tmp_path, "cost", values={f"value {number}": record.exact(number, "ms") for number in range(40)})
-    assert "… and 28 more in the record." in page(tmp_path)
+    assert "… and 28 more in the record." in shown(tmp_path)
 
 
 def test_a_record_that_names_many_headlines_is_cut_too(tmp_path: Path) -> None:
     values = {f"value {number}": record.exact(number, "ms") for number in range(60)}
     write(tmp_path, "cost", values=values, headlines=list(values))
-    assert "… and 20 more in the record." in page(tmp_path)
+    assert "… and 20 more in the record." in shown(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"values": {}}'])
@@ -119,8 +163,15 @@ def test_a_missing_folder_is_told(tmp_path: Path) -> None:
         rebuild(tmp_path / "nowhere")
 
 
-def test_the_page_in_the_repository_is_what_its_records_say() -> None:
+def test_the_index_in_the_repository_is_what_its_records_say_and_short() -> None:
     listed = (record.RESULTS / "README.md").read_text(encoding="utf-8")
     assert listed == page(record.RESULTS), "records changed: run `kakeya evaluate report`"
-    for path in record.RESULTS.glob("*/*/record.json"):
-        assert f"({path.relative_to(record.RESULTS).as_posix()})" in listed
+    assert len(listed.splitlines()) <= 300
+
+
+def test_a_record_that_a_newer_one_replaced_is_kept_only_if_a_document_cites_it() -> None:
+    documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    text = "".join(document.read_text(encoding="utf-8") for document in documents)
+    older = [path.parent for paths in experiments(record.RESULTS).values() for path in paths[1:]]
+    uncited = [folder.relative_to(ROOT) for folder in older if folder.relative_to(ROOT).as_posix() not in text]
+    assert not uncited, "remove them; the history of the repository keeps them"
