@@ -114,14 +114,6 @@ def is_ranked(sampling: Sampling, vocab: int) -> bool:
     return 0 < sampling.top_k < vocab or sampling.top_p < 1.0
 
 
-def filtered_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution [V] tokens are drawn from, in float64; zero where top_k, top_p or min_p cut.
-
-    Ties go to the lower id. Temperature must not be 0.
-    """
-    return _left(logits[None], [sampling])[0].softmax(dim=0)
-
-
 def logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     """Natural log-probabilities [n] of `tokens` [n] under raw float32 `logits` [n, V]."""
     # Not logits - logsumexp: how that adds up depends on the number of rows.

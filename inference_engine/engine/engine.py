@@ -23,7 +23,6 @@ from inference_engine.engine.stats import take_census
 from inference_engine.errors import Draining, EngineStalled, InvalidArgument, SessionClosed
 from inference_engine.kernels.mac import MatchTotals
 from inference_engine.kv.context import TokenCodec
-from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.strategies import check_registry, parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, check_strategy
 from inference_engine.kv.views import OnChoice
@@ -68,7 +67,7 @@ class Engine:
         """Allocate the pool and start the engine's thread.
 
         latent: serves sessions that restore rows from a latent. drafter: guesses ahead for Generates that allow it.
-        on_choice: is told, on the engine's thread, which blocks generated rows read (see `kv/context.py`).
+        on_choice: is told, on the engine's thread, which blocks generated rows read (see `kv/views.py`).
         Raises ConfigError or BackendError for what cannot be had.
         """
         config = config or EngineConfig()
@@ -379,10 +378,6 @@ class Engine:
     def match_statistics(self, session_id: str, *, owner: str = "") -> dict[int, MatchTotals]:
         """What matching past queries saved and missed, by layer; empty where a strategy matches none. Never waits."""
         return self._store.find(session_id, owner).kv.statistics()
-
-    def transfer_statistics(self, session_id: str, *, owner: str = "") -> TransferTotals:
-        """What moved between the device and the second tier; zeros where a strategy has none. Never waits."""
-        return self._store.find(session_id, owner).kv.transfers()
 
     def close_session(self, session_id: str, *, owner: str = "") -> int:
         """End a session at once; returns its final length. A running Generate ends with Failed(SessionClosed)."""

@@ -1,20 +1,33 @@
-"""What one owner may ask of the server: so many calls at the same time, and so many started in a second.
+"""What one owner may ask of the server, and how many connections there may be.
 
-A bucket holds a second's worth of calls, so that a burst after a pause is served at once:
+An owner may have so many calls at the same time, and so many started in a second. A bucket holds a second's worth of
+calls, so that a burst after a pause is served at once:
 
     calls left   ████████░░   +1 every 1/rate seconds, at most `rate`, −1 for every call that starts
 
-Owners are as many as there are keys or certificates, so what is remembered of them is bounded.
+Owners are as many as there are keys or certificates, so what is remembered of them is bounded. A connection takes a
+file descriptor, and the system gives a process so many.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import resource
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from inference_engine.errors import Overloaded
+
+# For files of models and of rows, logs, pipes, and the ports themselves.
+OWN_DESCRIPTORS = 256
+# An idle one takes about 14 kB.
+MOST_CONNECTIONS = 10_000
+FEW_CONNECTIONS = 128
+
+_log = logging.getLogger(__name__)
 
 # When a place at the same time becomes free is not known.
 _RETRY_SECONDS = 1.0
@@ -69,3 +82,23 @@ class OwnerLimits:
                 owner_calls_per_second=f"{self._rate:g}",
             )
         bucket.calls -= 1.0
+
+
+def allowed_connections(max_connections: int, *, ports: int = 1) -> int:
+    """What of `max_connections` to each port (0: as many as is reasonable) the system can give.
+
+    Warns if that is less, or little.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = math.inf if soft == resource.RLIM_INFINITY else soft
+    available = max(1, (limit - OWN_DESCRIPTORS) / ports)
+    if available < (max_connections or FEW_CONNECTIONS):
+        _log.warning(
+            "this process may open %d files, so that there can be %d connections to a port%s; allow it more "
+            "(ulimit -n %d)",
+            soft,
+            available,
+            f" instead of {max_connections}" if max_connections else "",
+            ports * (max_connections or MOST_CONNECTIONS) + OWN_DESCRIPTORS,
+        )
+    return int(min(max_connections or MOST_CONNECTIONS, available))

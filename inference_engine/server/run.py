@@ -28,12 +28,11 @@ from inference_engine.errors import ConfigError, RequestError
 from inference_engine.models.mapped import MappedWeights
 from inference_engine.server.address import Address, cannot_bind, resolve_bind
 from inference_engine.server.auth import KeyRing
-from inference_engine.server.connections import allowed_connections
 from inference_engine.server.convert import check_strategies
 from inference_engine.server.health import Health
 from inference_engine.server.incoming import MessageLimits
 from inference_engine.server.interceptors import CallInterceptor
-from inference_engine.server.limits import OwnerLimits
+from inference_engine.server.limits import OwnerLimits, allowed_connections
 from inference_engine.server.metrics_port import MetricsPort
 from inference_engine.server.service import SERVICE_NAME, RuntimeService
 from inference_engine.server.strangers import GrpcDoor, Strangers

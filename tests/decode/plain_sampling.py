@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.decode.sampling import Sampler, draw
+from inference_engine.decode.sampling import Sampler, _left, draw
 from inference_engine.kernels.noise import key
 from inference_engine.types import Sampling
 from tests.kernels.plain_noise import plain_noise
@@ -55,3 +55,11 @@ def penalised(logits: Tensor, sampling: Sampling, history: list[int]) -> Tensor:
     for token, bias in sampling.logit_bias.items():
         changed[token] += bias
     return changed
+
+
+def filtered_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The distribution [V] tokens are drawn from, in float64; zero where top_k, top_p or min_p cut.
+
+    Ties go to the lower id. Temperature must not be 0.
+    """
+    return _left(logits[None], [sampling])[0].softmax(dim=0)

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inference_engine.decode import sampling as sampling_module
-from inference_engine.decode.sampling import Sampler, draw, filtered_probabilities, logprobs
+from inference_engine.decode.sampling import Sampler, draw, logprobs
 from inference_engine.engine import Engine
 from inference_engine.kernels.noise import key
 from inference_engine.kv.strategies.full import Full
 from inference_engine.types import GenerateParams, Mode, Sampling
-from tests.decode.plain_sampling import penalised, plainly, seen
+from tests.decode.plain_sampling import filtered_probabilities, penalised, plainly, seen
 from tests.kernels.plain_noise import plain_noise
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, engine_for, generate, text, tokens

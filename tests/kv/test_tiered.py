@@ -286,9 +286,9 @@ def test_resident_rows_for_the_whole_history_move_nothing_and_fewer_move_some() 
         told = [generate(engine, session) for session in (near, far, gather)]
         assert same(told[0], told[2], Mode.BATCHED)
         assert same(told[1], told[2], Mode.BATCHED)
-        moved = engine.transfer_statistics(near)
+        moved = engine._store.find(near, "").kv.transfers()
         assert min(moved.kept_bytes, moved.streamed_bytes, moved.fetched_bytes) > 0
-        still = engine.transfer_statistics(far)
+        still = engine._store.find(far, "").kv.transfers()
         assert (still.kept_bytes, still.streamed_bytes, still.fetched_bytes) == (0, 0, 0)
         counted = engine.metrics.registry.get_sample_value
         for kind in ("kept", "streamed", "fetched"):
@@ -367,4 +367,4 @@ def test_where_rows_lie_changes_nothing_on_any_device(device: torch.device) -> N
             assert same(generate(engine, tiered, 40), generate(engine, gather, 40), Mode.BATCHED)
             for session in (tiered, gather):
                 engine.append(session, text(50, seed=turn))
-        assert engine.transfer_statistics(tiered).fetched_bytes > 0
+        assert engine._store.find(tiered, "").kv.transfers().fetched_bytes > 0

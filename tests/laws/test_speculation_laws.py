@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from inference_engine.decode.sampling import filtered_probabilities
 from inference_engine.engine import Engine
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
@@ -18,6 +17,7 @@ from kv_cache_proposer.dflash.drafter import DFlashDrafter
 from kv_cache_proposer.dflash.target import words_of
 from kv_cache_proposer.hybrid import HybridDrafter
 from kv_cache_proposer.ngram import NgramDrafter
+from tests.decode.plain_sampling import filtered_probabilities
 from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
 from tests.laws.drafters import Failing, Knowing, Plain, Remembering, Wrong
 from tests.laws.variants import LENGTH, drain, each_mode, each_strategy, engine_for, generate, same, text, tokens

@@ -14,9 +14,8 @@ from inference_engine.config import EngineConfig, ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import Overloaded
 from inference_engine.server.auth import Key
-from inference_engine.server.connections import OWN_DESCRIPTORS, allowed_connections
 from inference_engine.server.incoming import MESSAGE_BYTES
-from inference_engine.server.limits import OwnerLimits
+from inference_engine.server.limits import OWN_DESCRIPTORS, OwnerLimits, allowed_connections
 from kakeya import AsyncClient, RetryPolicy
 from kakeya.v1 import runtime_pb2 as pb
 from laboratory.commands.scripted_server import scripted_child

@@ -18,9 +18,8 @@ from starlette.types import Receive, Scope, Send
 from inference_engine.engine import Engine
 from inference_engine.errors import Overloaded, RequestError
 from inference_engine.server.http.answer import Answer, follow, until_work_begins
-from inference_engine.server.http.body import read_json_body
 from inference_engine.server.http.chat_text import ChatText
-from inference_engine.server.http.errors import UnknownModel, body_of
+from inference_engine.server.http.errors import BodyTooLarge, BodyTooSlow, NotJson, UnknownModel, body_of
 from inference_engine.server.http.replies import Json, Replies
 from inference_engine.server.http.request import read_request
 from inference_engine.server.http.single_shot import Prompt, prepare, single_shot
@@ -31,6 +30,7 @@ from inference_engine.server.status import as_request_error
 from inference_engine.server.stream import EventQueue, Stall
 
 ROUTE = "/v1/chat/completions"
+MAX_BODY_SECONDS = 30.0
 
 
 @dataclass(slots=True)
@@ -188,3 +188,21 @@ async def _while_connected(
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def read_json_body(request: Request, limit_bytes: int) -> bytes:
+    """The bytes as they came. Raises NotJson, BodyTooLarge, BodyTooSlow; starlette's ClientDisconnect."""
+    # Asked for by name, so that a page in a browser cannot send one here without asking first.
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise NotJson
+    body = bytearray()
+    try:
+        async with asyncio.timeout(MAX_BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit_bytes:
+                    raise BodyTooLarge(limit_bytes)
+    except TimeoutError:
+        raise BodyTooSlow(MAX_BODY_SECONDS) from None
+    return bytes(body)
