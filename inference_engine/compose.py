@@ -13,22 +13,22 @@ model's weights; nothing else about a model is trusted. Of drafters:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kv_cache_proposer
 from inference_engine.config import EngineConfig, ModelConfig
-from inference_engine.errors import BackendError
 from inference_engine.models import check_model, weights_digest
 from kv_cache_proposer.errors import DrafterError
 from kv_cache_proposer.hybrid import LONG_COPY, HybridDrafter
 from kv_cache_proposer.ngram import NgramDrafter
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from inference_engine.backends.base import Forward
-    from inference_engine.backends.torch_forward import TorchForward
     from inference_engine.backends.twin import Admitted
     from inference_engine.decode.draft import Drafter
     from inference_engine.engine import Engine
@@ -92,55 +92,18 @@ def open_backend(config: ModelConfig, admitted: Admitted | None = None) -> Forwa
     admitted: what `admit` gave for this configuration, if it was asked already. The architecture is admitted by test
     (`backends/twin.py`) before weights are read.
     """
-    import torch
+    opener = BACKENDS["torch"]
+    return opener(config, admitted or admit(config))
 
-    from inference_engine.backends.graphs import wants_graphs
-    from inference_engine.backends.packed_linear import can_pack, pack_linears
-    from inference_engine.backends.torch_forward import TorchForward, use_threads
-    from inference_engine.kernels.choice import open_lane_attention, open_noise
-    from inference_engine.models import load_model
-    from inference_engine.models.norms import fuse_norms
-    from inference_engine.models.seam import ATTENTION, Seam
-    from inference_engine.types import ModelFacts
 
-    use_threads(config.threads)
-    # cuDNN's attention makes a plan for every number of keys it meets, and decoding meets a new one at every token.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    admitted = admitted or admit(config)
-    loaded = load_model(
-        config.model,
-        cache=Path(config.cache_path),
-        device=config.device,
-        dtype=config.dtype,
-        attention=ATTENTION,
-    )
-    if config.linear == "packed" and not can_pack(loaded.model):
-        raise BackendError(
-            f"linear=packed needs oneDNN and a CPU; {loaded.dtype} on {loaded.device} is served by linear=auto"
-        )
-    if config.linear != "plain" and can_pack(loaded.model):
-        pack_linears(loaded.model)
-    if config.kernels != "plain" and torch.device(loaded.device).type == "cuda":
-        fuse_norms(loaded.model)
-    facts = ModelFacts(
-        model_id=loaded.model_id,
-        vocab_size=loaded.vocab_size,
-        trained_positions=loaded.trained_positions,
-        device=loaded.device,
-        dtype=loaded.dtype,
-        refused_strategies=admitted.refused,
-    )
-    device, seam = torch.device(loaded.device), Seam(loaded.model, admitted.traits)
-    lane_attention = None if seam.has_head_sinks else open_lane_attention(config.kernels, device)
-    records_graphs = wants_graphs(config.graphs, device, has_lanes=lane_attention is not None)
-    return TorchForward(
-        seam,
-        facts,
-        device,
-        lane_attention=lane_attention,
-        noise_of_all=open_noise(config.kernels, device),
-        records_graphs=records_graphs,
-    )
+def _open_torch(config: ModelConfig, admitted: Admitted) -> Forward:
+    from inference_engine.backends.torch_forward import open_torch
+
+    return open_torch(config, admitted)
+
+
+# How a model is loaded and run, by name.
+BACKENDS: Mapping[str, Callable[[ModelConfig, Admitted], Forward]] = {"torch": _open_torch}
 
 
 # -- the latent -------------------------------------------------------------------------------------------------------
@@ -212,16 +175,16 @@ def find_drafter(model: ModelConfig, forward: Forward) -> Drafter | None:
     if model.drafter == "ngram":
         return NgramDrafter()
 
-    from inference_engine.backends.torch_forward import TorchForward
-
-    if not isinstance(forward, TorchForward):
+    target = forward.torch_model
+    if target is None:
         if model.drafter == "auto":
             return NgramDrafter()
         raise DrafterError("a trained drafter needs a model that runs on torch; start with --drafter ngram or none")
     if model.drafter == "auto":
-        network = _trained_for(model, forward)
-        return NgramDrafter() if network is None else HybridDrafter(_drafter(network, model, forward))
-    return _drafter(_in_folder(Path(model.drafter).expanduser(), model, forward), model, forward)
+        network = _trained_for(model, forward, target)
+        return NgramDrafter() if network is None else HybridDrafter(_drafter(network, model, forward, target))
+    network = _in_folder(Path(model.drafter).expanduser(), model, forward, target)
+    return _drafter(network, model, forward, target)
 
 
 def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
@@ -233,11 +196,8 @@ def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
     if model.drafter == "none":
         return {}
     folder = None if model.drafter in ("auto", "ngram") else Path(model.drafter).expanduser()
-
-    from inference_engine.backends.torch_forward import TorchForward
-
-    if model.drafter == "auto" and isinstance(forward, TorchForward):
-        folder = _trained_folder(model, forward)
+    if model.drafter == "auto" and forward.torch_model is not None:
+        folder = _trained_folder(model, forward.torch_model)
     if folder is None:
         return asdict(NgramDrafter())
 
@@ -253,16 +213,16 @@ def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
     return {"tensors_sha256": hashlib.sha256(digests.encode()).hexdigest()}
 
 
-def _drafter(network: DFlashNetwork, model: ModelConfig, forward: TorchForward) -> Drafter:
+def _drafter(network: DFlashNetwork, model: ModelConfig, forward: Forward, target: PreTrainedModel) -> Drafter:
     from inference_engine.backends.packed_linear import can_pack, pack_linears
     from kv_cache_proposer.dflash.drafter import DFlashDrafter
     from kv_cache_proposer.dflash.shortlist import Shortlist, can_shortlist
     from kv_cache_proposer.dflash.target import words_of
 
-    layers, last_tap = len(forward.seam.layers), network.config.tap_layers[-1]
+    layers, last_tap = target.config.get_text_config().num_hidden_layers, network.config.tap_layers[-1]
     if last_tap >= layers:
         raise DrafterError(f"the drafter reads layer {last_tap} of its target, this model has {layers}")
-    words = words_of(forward.seam.model)
+    words = words_of(target)
     if model.linear != "plain" and can_shortlist(words):
         assert words.head_rows is not None
         words = replace(words, shortlist=Shortlist(words.head_rows))
@@ -272,22 +232,22 @@ def _drafter(network: DFlashNetwork, model: ModelConfig, forward: TorchForward) 
     return drafter
 
 
-def _trained_for(model: ModelConfig, forward: TorchForward) -> DFlashNetwork | None:
+def _trained_for(model: ModelConfig, forward: Forward, target: PreTrainedModel) -> DFlashNetwork | None:
     from kv_cache_proposer.dflash.store import load_drafter, stored_target
 
-    folder = _trained_folder(model, forward)
+    folder = _trained_folder(model, target)
     if folder is None:
         return None
     digest = stored_target(folder)
     return load_drafter(folder, target_digest=digest, device=forward.device, dtype=forward.compute_dtype)[0]
 
 
-def _trained_folder(model: ModelConfig, forward: TorchForward) -> Path | None:
+def _trained_folder(model: ModelConfig, target: PreTrainedModel) -> Path | None:
     """The first that names the digest of the model's weights."""
     from kv_cache_proposer.dflash.store import stored_shape, stored_target
 
     checked = check_model(model.model, cache=model.cache_path)
-    hidden = forward.seam.model.config.get_text_config().hidden_size
+    hidden = target.config.get_text_config().hidden_size
     # What cannot fit is told by its shape: the digest of large weights without a manifest takes a while.
     folders = [
         folder
@@ -300,7 +260,7 @@ def _trained_folder(model: ModelConfig, forward: TorchForward) -> Path | None:
     return next((folder for folder in folders if stored_target(folder) == digest), None)
 
 
-def _in_folder(folder: Path, model: ModelConfig, forward: TorchForward) -> DFlashNetwork:
+def _in_folder(folder: Path, model: ModelConfig, forward: Forward, target: PreTrainedModel) -> DFlashNetwork:
     from kv_cache_proposer.dflash.published import load_published
     from kv_cache_proposer.dflash.store import load_drafter
     from kv_cache_proposer.dflash.target import embedding_scale_of
@@ -309,7 +269,7 @@ def _in_folder(folder: Path, model: ModelConfig, forward: TorchForward) -> DFlas
     if _is_trained(folder) or not (folder / "config.json").is_file():
         digest = weights_digest(check_model(model.model, cache=model.cache_path))
         return load_drafter(folder, target_digest=digest, device=device, dtype=dtype)[0]
-    scale = embedding_scale_of(forward.seam.model)
+    scale = embedding_scale_of(target)
     return load_published(folder, embedding_scale=scale, device=device, dtype=dtype)
 
 

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.backends.base import Result, Step
+from inference_engine.kernels.sampling import draw_all
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.memory.address_space import discard, reserve_zeros
@@ -191,7 +192,16 @@ class ScriptedForward:
                 logits[np.isin(step.token_ids[list(step.logit_rows)], poisoned)] = torch.nan
         if (rest := until - time.monotonic()) > 0:
             time.sleep(rest)
-        return Result(logits, self._taps(step) if step.tap_layers else None)
+        step.on_computed()
+        return Result(logits, self._taps(step) if step.tap_layers else None, draw_all(logits, step.draws))
+
+    @property
+    def torch_model(self) -> None:
+        return None
+
+    @property
+    def records_graphs(self) -> bool:
+        return False
 
     def _logits(self, step: Step) -> Tensor:
         averages = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inference_engine.config import ModelConfig, configure_threads_environment, forbid_model_hub
@@ -48,9 +48,12 @@ class TimedForward:
 
     def run(self, step: Step) -> Result:
         began = self._now()
-        result = self._forward.run(step)
-        self._spans.append((began, self._now()))
-        return result
+
+        def on_computed() -> None:
+            self._spans.append((began, self._now()))
+            step.on_computed()
+
+        return self._forward.run(replace(step, on_computed=on_computed))
 
     def _now(self) -> Any:
         """A moment of the device, which it notes when it gets there; of this thread, where that is the device."""

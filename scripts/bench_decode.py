@@ -30,10 +30,10 @@ from transformers.generation.streamers import BaseStreamer
 from inference_engine.backends.base import Forward
 from inference_engine.compose import open_backend
 from inference_engine.config import EngineConfig, resolve
-from inference_engine.decode.sampling import Sampler
 from inference_engine.decode.verifier import Block, Verifier
 from inference_engine.engine import Engine
 from inference_engine.errors import BackendError
+from inference_engine.kernels.sampling import Sampler
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
 from inference_engine.models import load_model

@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from inference_engine.decode.sampling import draw
-from inference_engine.kernels.choice import open_noise
 from inference_engine.kernels.noise import NoiseOfAll, key
+from inference_engine.kernels.ops import open_ops
+from inference_engine.kernels.sampling import draw
 from inference_engine.types import Sampling
 from laboratory.evaluation import record
 from laboratory.evaluation.sessions import turned
@@ -84,9 +84,9 @@ def seconds_of(one: Draw, times: int, device: torch.device) -> float:
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
     """Microseconds of each way of drawing, and the engine's as multiples of the baseline's."""
-    ways = {"kakeya": open_noise("auto", device)}
+    ways = {"kakeya": open_ops("auto", device).noise_of_all}
     if device.type == "cuda":
-        ways["kakeya, plain torch"] = open_noise("plain", device)
+        ways["kakeya, plain torch"] = open_ops("plain", device).noise_of_all
     values: dict[str, dict[str, Any]] = {}
     for rows in arguments.rows:
         numbers = torch.randn(rows, arguments.vocab, generator=torch.Generator().manual_seed(SEED))

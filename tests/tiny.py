@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.kernels.lane_attention import LaneAttention
+from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kv.archives.latent import latent_layers
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import Mode, ModelFacts
@@ -70,7 +70,7 @@ def tiny_forward_on(
     *,
     seed: int = 0,
     windowed: bool = True,
-    lane_attention: LaneAttention | None = None,
+    ops: DeviceOps = REFERENCE,
     records_graphs: bool = False,
 ) -> TorchForward:
     """A model of its own, with what its device may have; see TorchForward."""
@@ -82,7 +82,7 @@ def tiny_forward_on(
         device=device,
         dtype="float32",
     )
-    return TorchForward(seam, facts, torch.device(device), lane_attention=lane_attention, records_graphs=records_graphs)
+    return TorchForward(seam, facts, torch.device(device), ops=ops, records_graphs=records_graphs)
 
 
 @lru_cache(maxsize=8)

@@ -1,49 +1,58 @@
-"""What the decode room needs of a device: rows in, logits and hidden states out. One protocol above all backends.
+"""What decoding needs of a device: a step's token ids in, sampled ids, logits and hidden states out.
 
-A backend loads weights, allocates arenas and runs the forward. It may substitute modules or lower the step, under one
-law: equal logits.
+One protocol above all backends. A backend loads weights, allocates the pool, runs the forward and samples, with arrays
+of its own. It may substitute modules or lower the step, under one law: equal logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inference_engine.kernels.sampling import Draw, Sample
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.plan import StepPlan
 from inference_engine.types import Mode, ModelFacts
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward: the packed rows' token ids [N] (padding included), their plan, the rows whose logits are wanted.
+    """One forward: the packed rows' token ids [N] (padding included), their plan, the rows whose logits are computed.
 
     tap_layers: the layers after which the hidden states of all rows are wanted, ascending.
+    draws: the tokens that are wanted, of rows among `logit_rows`.
+    on_computed: called when the forward is on its way, or done, and nothing has waited for the device yet.
     """
 
     token_ids: NDArray[np.int64]
     plan: StepPlan
     logit_rows: Sequence[int]
     tap_layers: tuple[int, ...] = ()
+    draws: Sequence[Draw] = ()
+    on_computed: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a forward gave, on the device.
+    """What a step gave.
 
-    logits: float32 [len(logit_rows), V]. taps: [N, len(tap_layers), hidden] in the model's dtype; None if none are
-    wanted.
+    logits: float32 [len(logit_rows), V], on the device. taps: [N, len(tap_layers), hidden] in the model's dtype, on the
+    device; None if none are wanted. samples: of each draw, one for each of its rows, on the host.
     """
 
     logits: Tensor
     taps: Tensor | None = None
+    samples: Sequence[Sequence[Sample]] = ()
 
 
 class Forward(Protocol):
@@ -77,4 +86,12 @@ class Forward(Protocol):
         """
 
     def run(self, step: Step) -> Result:
-        """One forward over all layers."""
+        """One forward over all layers, and the samples that are wanted of it. One synchronisation if there are any."""
+
+    @property
+    def torch_model(self) -> PreTrainedModel | None:
+        """The model, for a drafter that shares weights with it; None where it does not run on torch."""
+
+    @property
+    def records_graphs(self) -> bool:
+        """Are steps of fixed shapes recorded and run again?"""

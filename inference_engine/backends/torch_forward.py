@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from inference_engine.backends.base import Result, Step
-from inference_engine.backends.graphs import SIZES, StepGraphs
+from inference_engine.backends.graphs import SIZES, StepGraphs, wants_graphs
+from inference_engine.backends.packed_linear import can_pack, pack_linears
 from inference_engine.backends.quanta import probe_quanta
 from inference_engine.backends.recorded_rows import RecordedRows
 from inference_engine.backends.recording import GraphMemory
-from inference_engine.kernels.lane_attention import LaneAttention
-from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
+from inference_engine.config import ModelConfig
+from inference_engine.errors import BackendError
+from inference_engine.kernels.ops import REFERENCE, DeviceOps, open_ops
+from inference_engine.kernels.sampling import draw_all
 from inference_engine.kv.context import Compute, KVContext, compute_plainly
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK
 from inference_engine.kv.memory.address_space import discard, reserve_zeros
 from inference_engine.kv.memory.host import free_host_bytes
 from inference_engine.kv.memory.pool import Pool
-from inference_engine.models.seam import Seam
+from inference_engine.models import load_model
+from inference_engine.models.norms import fuse_norms
+from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import Mode, ModelFacts
+
+if TYPE_CHECKING:
+    from inference_engine.backends.twin import Admitted
 
 
 class TorchForward:
@@ -35,20 +47,15 @@ class TorchForward:
         facts: ModelFacts,
         device: torch.device,
         *,
-        lane_attention: LaneAttention | None = None,
-        noise_of_all: NoiseOfAll = noise_of_all,
+        ops: DeviceOps = REFERENCE,
         records_graphs: bool = False,
     ) -> None:
-        """lane_attention: the device's operation over lanes, if any. records_graphs: of steps that use nothing else.
-
-        noise_of_all: the device's operation for what sampled tokens are drawn with.
-        """
+        """ops: the device's. records_graphs: of steps whose sessions are all attended to together."""
         self.seam = seam
         self._facts = facts
         self._device = device
-        self._lane_attention = lane_attention
-        self._noise_of_all = noise_of_all
-        self.records_graphs = records_graphs
+        self._ops = ops
+        self._records_graphs = records_graphs
         # Of each pool its own: graphs read and write where they were recorded.
         self._graphs: WeakKeyDictionary[Pool, StepGraphs] = WeakKeyDictionary()
         self._memory = GraphMemory()
@@ -64,6 +71,14 @@ class TorchForward:
     @property
     def compute_dtype(self) -> torch.dtype:
         return self.seam.dtype
+
+    @property
+    def torch_model(self) -> PreTrainedModel:
+        return self.seam.model
+
+    @property
+    def records_graphs(self) -> bool:
+        return self._records_graphs
 
     def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
         row_quantum, key_quantum = probe_quanta(self.seam) if mode is Mode.FIXED_SHAPE else (1, 1)
@@ -101,9 +116,9 @@ class TorchForward:
             pool = Pool(geometry, capacity_bytes, partial(torch.zeros, dtype=self.seam.dtype, device=self._device))
         most_rows: int | None = None
         compute: Compute = compute_plainly
-        if self.records_graphs and self._lane_attention is not None and geometry.row_quantum == 1:
+        if self.records_graphs and self._ops.attends_together and geometry.row_quantum == 1:
             self._graphs[pool] = StepGraphs(
-                self.seam, geometry, pool, self._lane_attention, tap_layers=tap_layers, memory=self._memory
+                self.seam, geometry, pool, self._ops.attend_lanes, tap_layers=tap_layers, memory=self._memory
             )
             most_rows = SIZES[-1]
             segment = geometry.segment_tokens
@@ -114,13 +129,21 @@ class TorchForward:
             pool=pool,
             rotate=self.seam.rotate,
             device=self._device,
-            lane_attention=self._lane_attention,
-            noise_of_all=self._noise_of_all,
+            ops=self._ops,
             compute=compute,
             most_rows_at_once=most_rows,
         )
 
     def run(self, step: Step) -> Result:
+        result = self._forward(step)
+        step.on_computed()
+        if not step.draws:
+            return result
+        with torch.inference_mode():
+            samples = draw_all(result.logits, step.draws, self._ops.noise_of_all)
+        return replace(result, samples=samples)
+
+    def _forward(self, step: Step) -> Result:
         graphs = self._graphs.get(step.plan.pool)
         if graphs is not None and graphs.can_run(step):
             return graphs.run(step)
@@ -137,6 +160,42 @@ class TorchForward:
             )
             logits: Tensor = out.logits
             return Result(logits[0].float(), torch.stack(states, dim=2)[0] if states else None)
+
+
+def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
+    """Load the model that was admitted and make it ready to run. Raises ModelError or BackendError."""
+    use_threads(config.threads)
+    # cuDNN's attention makes a plan for every number of keys it meets, and decoding meets a new one at every token.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    loaded = load_model(
+        config.model,
+        cache=Path(config.cache_path),
+        device=config.device,
+        dtype=config.dtype,
+        attention=ATTENTION,
+    )
+    if config.linear == "packed" and not can_pack(loaded.model):
+        raise BackendError(
+            f"linear=packed needs oneDNN and a CPU; {loaded.dtype} on {loaded.device} is served by linear=auto"
+        )
+    if config.linear != "plain" and can_pack(loaded.model):
+        pack_linears(loaded.model)
+    if config.kernels != "plain" and torch.device(loaded.device).type == "cuda":
+        fuse_norms(loaded.model)
+    facts = ModelFacts(
+        model_id=loaded.model_id,
+        vocab_size=loaded.vocab_size,
+        trained_positions=loaded.trained_positions,
+        device=loaded.device,
+        dtype=loaded.dtype,
+        refused_strategies=admitted.refused,
+    )
+    device, seam = torch.device(loaded.device), Seam(loaded.model, admitted.traits)
+    ops = open_ops(config.kernels, device)
+    if seam.has_head_sinks:
+        ops = replace(ops, attends_together=False)
+    records_graphs = wants_graphs(config.graphs, device, has_lanes=ops.attends_together)
+    return TorchForward(seam, facts, device, ops=ops, records_graphs=records_graphs)
 
 
 def use_threads(count: int) -> None:

@@ -15,8 +15,7 @@ to equal the keyed sample, which is the same distribution and the same tokens as
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,9 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.backends.base import Forward, Step
-from inference_engine.decode.sampling import Sampler, draw, is_ranked, logprobs, on_device
 from inference_engine.errors import InvariantViolated, RestorationFailed
-from inference_engine.kernels.noise import key
+from inference_engine.kernels.sampling import Draw, Sample, Sampler
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.plan import Span, SpanFailed, StepPlan
 from inference_engine.kv.session_kv import SessionKV
@@ -61,14 +59,19 @@ class Block:
         ids: list[int] = self.token_ids[len(self.token_ids) - self.drafted :].tolist()
         return ids
 
+    def draws(self, end: int) -> Iterator[Draw]:
+        """What is to be sampled of its rows, the last of which is the one before number `end` of the logits.
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """What a row gave. `is_finite` is False if its logits were not: then there is no token."""
-
-    token_id: int
-    logprob: float | None
-    is_finite: bool
+        Once its rows are staged.
+        """
+        if self.sampler is not None:
+            yield Draw(
+                rows=range(end - self.sampled, end),
+                sampler=self.sampler,
+                position=self.kv.next_position + self.kv.staged - self.drafted,
+                drafted=self.guesses,
+                wants_logprob=self.wants_logprob,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,115 +149,46 @@ class Verifier:
             context.geometry,
             context.pool,
             mask_dtype=self._forward.compute_dtype,
-            lane_attention=context.lane_attention,
+            ops=context.ops,
             on_choice=context.on_choice,
         )
         token_ids = np.zeros(plan.row_count, dtype=np.int64)
         wanted: list[int] = []  # packed rows whose logits are computed
         ends: list[int] = []  # per block, one past its last row's place in `wanted`
+        draws: list[Draw] = []
         for block, span in zip(blocks, plan.spans, strict=True):
             token_ids[span.real] = block.token_ids
             count = max(block.wanted_logits, block.sampled)
             rows = _aligned_rows(span, context.geometry.row_quantum, count)
             ends.append(len(wanted) + (span.real.stop - rows.start if count else 0))
             wanted.extend(rows)
+            draws.extend(block.draws(ends[-1]))
         tap_layers = self._tap_layers if any(block.wants_taps for block in blocks) else ()
+        reported = [(index, block) for index, block in enumerate(blocks) if block.sampled or block.wanted_logits]
+
+        def on_computed() -> None:
+            self._lap("forward")
+            for _, block in reported:
+                block.kv.ask_finite()
+
         on_planned()
         self._lap("plan")
-        result = self._forward.run(Step(token_ids, plan, wanted, tap_layers))
-        self._lap("forward")
-        told = [(index, block) for index, block in enumerate(blocks) if block.sampled or block.wanted_logits]
-        for _, block in told:
-            block.kv.ask_finite()
-        samples = self._sample(blocks, ends, result.logits)
+        result = self._forward.run(Step(token_ids, plan, wanted, tap_layers, draws, on_computed))
         self._lap("sample")
-        for index, block in told:
+        for index, block in reported:
             try:
                 block.kv.require_finite()
             except RestorationFailed as failure:
                 raise SpanFailed(index, failure) from failure
+        samples = iter(result.samples)
         return [
             Outcome(
-                samples=_agreeing(block, drawn),
+                samples=_agreeing(block, next(samples)) if block.sampled else (),
                 logits=result.logits[end - block.wanted_logits : end].clone() if block.wanted_logits else None,
                 taps=result.taps[span.real] if result.taps is not None and block.wants_taps else None,
             )
-            for block, span, end, drawn in zip(blocks, plan.spans, ends, samples, strict=True)
+            for block, span, end in zip(blocks, plan.spans, ends, strict=True)
         ]
-
-    def _sample(self, blocks: Sequence[Block], ends: Sequence[int], logits: Tensor) -> list[list[Sample]]:
-        """For each block a sample of each of its last rows, as if every guess before it were right."""
-        drawn: list[list[Sample]] = [[] for _ in blocks]
-        places = _places(blocks, logits.shape[-1])
-        if not places:
-            return drawn
-        wanted = [ends[place.index] - place.block.sampled + place.row for place in places]
-        rows = logits
-        if wanted != list(range(len(logits))):
-            rows = logits.index_select(0, on_device(np.array(wanted, dtype=np.int64), logits.device))
-        adjusted = _adjusted(rows, places)
-        greedy = sum(place.sampler.sampling.is_greedy for place in places)
-        tokens = [adjusted[:greedy].argmax(dim=-1)] if greedy else []
-        if greedy < len(places):
-            keyed = places[greedy:]
-            keys = [key(place.sampler.seed, place.position) for place in keyed]
-            samplings = [place.sampler.sampling for place in keyed]
-            tokens.append(draw(adjusted[greedy:], samplings, keys, self.context.noise_of_all))
-        ids = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
-        # A row's largest and smallest number tell whether all are finite, in passes that write no array.
-        columns = [ids, rows.amax(dim=-1), rows.amin(dim=-1)]
-        if any(place.block.wants_logprob for place in places):
-            columns.append(logprobs(rows, ids))
-        # The step's one synchronisation: ids are exact in float64.
-        table = torch.stack([column.double() for column in columns], dim=1).tolist()
-        for place, (token_id, largest, smallest, *rest) in zip(places, table, strict=True):
-            is_finite = math.isfinite(largest) and math.isfinite(smallest)
-            told = rest[0] if place.block.wants_logprob else None
-            drawn[place.index].append(Sample(int(token_id), told, is_finite))
-        return drawn
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A row that a token is wanted of: row number `row` of those of its block."""
-
-    index: int
-    block: Block
-    sampler: Sampler
-    row: int
-
-    @property
-    def position(self) -> int:
-        kv = self.block.kv
-        return kv.next_position + kv.staged - self.block.drafted + self.row
-
-
-def _places(blocks: Sequence[Block], vocab: int) -> list[_Place]:
-    """All of them, each block's in order. Greedy ones come first, those that need an order of the vocabulary last."""
-    found = [
-        _Place(index, block, block.sampler, row)
-        for index, block in enumerate(blocks)
-        if block.sampler is not None
-        for row in range(block.sampled)
-    ]
-
-    def order(place: _Place) -> tuple[bool, bool]:
-        sampling = place.sampler.sampling
-        return not sampling.is_greedy, is_ranked(sampling, vocab)
-
-    return sorted(found, key=order)
-
-
-def _adjusted(rows: Tensor, places: Sequence[_Place]) -> Tensor:
-    """`rows` with the penalties and biases of those that have any; `rows` themselves stay as they are."""
-    adjusted = rows
-    for first, place in enumerate(places):
-        if place.row == 0 and not place.sampler.is_plain:
-            if adjusted is rows:
-                adjusted = rows.clone()
-            own = slice(first, first + place.block.sampled)
-            adjusted[own] = place.sampler.adjusted(rows[own], place.block.guesses)
-    return adjusted
 
 
 def _agreeing(block: Block, samples: Sequence[Sample]) -> tuple[Sample, ...]:

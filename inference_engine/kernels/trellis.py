@@ -89,7 +89,7 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class Trellis:
-    """The two operations, of one kind: `PLAIN`, or what `kernels.choice.open_trellis` finds for a device."""
+    """The two operations, of one kind: `PLAIN`, or a device's own."""
 
     choose: Choose
     levels_of: LevelsOf

@@ -10,8 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.lane_attention import LaneAttention
-from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
+from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Demand, Pool
 from inference_engine.kv.memory.tier import NoTier, Tier
@@ -106,8 +105,7 @@ class NoDraftMemories:
 class KVContext:
     """What sessions share: the model's geometry, the pool, the model's own rotation.
 
-    lane_attention: the device's operation over lanes; None: sessions are attended to one by one.
-    noise_of_all: the device's operation for what sampled tokens are drawn with.
+    ops: the device's array operations.
     compute: the device's way to do the same to other rows again and again.
     most_rows_at_once: rows of the longest step that runs at its best here, if it is nothing but lanes: longer ones are
     sooner done in pieces. None: it does not matter.
@@ -119,8 +117,7 @@ class KVContext:
     pool: Pool
     rotate: Rotate
     device: torch.device
-    lane_attention: LaneAttention | None = None
-    noise_of_all: NoiseOfAll = noise_of_all
+    ops: DeviceOps = REFERENCE
     compute: Compute = compute_plainly
     most_rows_at_once: int | None = None
     on_choice: OnChoice | None = None

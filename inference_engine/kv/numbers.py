@@ -93,7 +93,7 @@ class LaneTables:
 
     geometry: Geometry
     pool: Pool
-    attention: LaneAttention | None
+    attention: LaneAttention
     blocks: int  # as LaneAttention has it
     writes: tuple[Tensor, ...]  # by layer [N · Hkv]
     lanes: Tensor
@@ -103,7 +103,7 @@ class LaneTables:
         numbers: Tensor,
         geometry: Geometry,
         pool: Pool,
-        attention: LaneAttention | None,
+        attention: LaneAttention,
         *,
         rows: int,
         selects: bool = False,
@@ -138,7 +138,6 @@ class LaneTables:
         self, layer: int, queries: Tensor, *, scaling: float, softcap: float | None, head_sinks: Tensor | None
     ) -> Tensor:
         """[N, Hq, D]: what each row gets from its lane, and zeros for rows that have none. queries: [1, Hq, N, D]."""
-        assert self.attention is not None
         if head_sinks is not None:
             raise BackendError("the model's attention has a sink of its own in each head; start with kernels=plain")
         arena = self.arena(layer)

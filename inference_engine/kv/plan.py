@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import RestorationFailed
-from inference_engine.kernels.lane_attention import LaneAttention
+from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.numbers import LaneTables, StepNumbers
@@ -67,14 +67,15 @@ class StepPlan:
         pool: Pool,
         *,
         mask_dtype: torch.dtype,
-        lane_attention: LaneAttention | None = None,
+        ops: DeviceOps = REFERENCE,
         on_choice: OnChoice | None = None,
     ) -> None:
         self._geometry = geometry
         self.pool = pool
         device = next(iter(pool.arenas.values())).keys.device
         quantum = geometry.row_quantum
-        self._lane_attention = lane_attention if quantum == 1 else None
+        self._attend_lanes = ops.attend_lanes
+        attends_together = ops.attends_together and quantum == 1
         staged: list[StagedQueries] = []
         total = 0
         for session in sessions:
@@ -82,13 +83,13 @@ class StepPlan:
             total = staged[-1].packed.stop
         self.row_count = total
         self.positions: NDArray[np.int64] = np.concatenate([queries.positions for queries in staged])
-        has_lanes = self._lane_attention is not None and any(kv.staged <= _MOST_LANE_ROWS for kv in sessions)
+        has_lanes = attends_together and any(kv.staged <= _MOST_LANE_ROWS for kv in sessions)
         self.numbers = StepNumbers(geometry, total, has_lanes=has_lanes, scratch=pool.scratch)
         reads = StepReads(
             geometry=geometry,
             device=device,
             mask_dtype=mask_dtype,
-            lane_attention=self._lane_attention,
+            attends_together=attends_together,
             most_rows=_MOST_LANE_ROWS,
             numbers=self.numbers,
             on_choice=on_choice,
@@ -106,7 +107,7 @@ class StepPlan:
     def _tables(self) -> LaneTables:
         numbers = torch.from_numpy(self.numbers.all).to(self._device)
         return LaneTables.over(
-            numbers, self._geometry, self.pool, self._lane_attention, rows=self.row_count, selects=self.selects
+            numbers, self._geometry, self.pool, self._attend_lanes, rows=self.row_count, selects=self.selects
         )
 
     def attend(

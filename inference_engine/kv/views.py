@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kernels.attention import attend, attend_causal
-from inference_engine.kernels.lane_attention import LaneAttention
 from inference_engine.kernels.merge import Merging, attend_state, with_head_sinks
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
@@ -78,7 +77,7 @@ class StagedQueries:
 class StepReads:
     """What the reads of all sessions of a step are written to, and made with.
 
-    lane_attention: the device's operation for queries that read lanes by numbers; None: every session has views.
+    attends_together: may queries read by numbers, in one operation of the device? Otherwise every session has views.
     most_rows: sessions that stage more have views, too.
     on_choice: told of the blocks that generated tokens read, where they are chosen by plain operations.
     selects: does a query that reads by numbers choose blocks?
@@ -87,7 +86,7 @@ class StepReads:
     geometry: Geometry
     device: torch.device
     mask_dtype: torch.dtype
-    lane_attention: LaneAttention | None
+    attends_together: bool
     most_rows: int
     numbers: StepNumbers
     on_choice: OnChoice | None = None

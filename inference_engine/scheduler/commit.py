@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-from inference_engine.decode.verifier import Block, Outcome, Sample
+from inference_engine.decode.verifier import Block, Outcome
 from inference_engine.errors import NonFiniteLogits, RestorationFailed
+from inference_engine.kernels.sampling import Sample
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.lifecycle import Endings
 from inference_engine.scheduler.request import Request, RequestState

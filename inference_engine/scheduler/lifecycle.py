@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import torch
 
-from inference_engine.decode.sampling import Sampler
 from inference_engine.errors import (
     InternalError,
     InvariantViolated,
@@ -22,6 +21,7 @@ from inference_engine.errors import (
     RequestError,
     RestorationFailed,
 )
+from inference_engine.kernels.sampling import Sampler
 from inference_engine.logs import about_session
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Request, RequestState

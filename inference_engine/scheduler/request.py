@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from inference_engine.decode.sampling import Sampler
+from inference_engine.kernels.sampling import Sampler
 from inference_engine.session.history import TokenIds
 from inference_engine.session.session import Session
 from inference_engine.tracing import OFF, GenerateTrace

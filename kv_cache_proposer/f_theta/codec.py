@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.choice import open_trellis
+from inference_engine.kernels.ops import open_ops
 from inference_engine.kernels.trellis import Levels, Trellis, make_levels
 from kv_cache_proposer.f_theta import alone, levels
 from kv_cache_proposer.f_theta.allocation import allocate_bytes, allocate_uniformly
@@ -246,7 +246,7 @@ def coded(
 
 
 def _trellis(quantiser: str, kernels: str, device: torch.device) -> Trellis:
-    return open_trellis(kernels, device) if quantiser == "trellis" else alone.ALONE
+    return open_ops(kernels, device).trellis if quantiser == "trellis" else alone.ALONE
 
 
 def _scale_codes(units: Tensor) -> Tensor:

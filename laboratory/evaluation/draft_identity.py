@@ -4,7 +4,7 @@ Where an engine is fixed in shape none may differ. Elsewhere rounding may turn a
 run a second time, in other company, and where two texts part it is told how close their tokens were:
 
     greedy     the distance of the two logits
-    sampled    the distance of the two scores that a draw compares: logit ÷ temperature + noise (`decode/sampling.py`)
+    sampled    the distance of the two scores that a draw compares: logit ÷ temperature + noise (`kernels/sampling.py`)
 """
 
 from __future__ import annotations

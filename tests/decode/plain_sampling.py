@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.decode.sampling import Sampler, _left, draw
 from inference_engine.kernels.noise import key
+from inference_engine.kernels.sampling import Sampler, _left, draw
 from inference_engine.types import Sampling
 from tests.kernels.plain_noise import plain_noise
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from inference_engine.decode import sampling as sampling_module
-from inference_engine.decode.sampling import Sampler, draw, logprobs
 from inference_engine.engine import Engine
+from inference_engine.kernels import sampling as sampling_module
 from inference_engine.kernels.noise import key
+from inference_engine.kernels.sampling import Sampler, draw, logprobs
 from inference_engine.kv.strategies.full import Full
 from inference_engine.types import GenerateParams, Mode, Sampling
 from tests.decode.plain_sampling import filtered_probabilities, penalised, plainly, seen

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.decode.sampling import Sampler, logprobs
-from inference_engine.decode.sampling import draw as draw_all
 from inference_engine.errors import InvalidArgument
 from inference_engine.kernels.noise import key
+from inference_engine.kernels.sampling import Sampler, logprobs
+from inference_engine.kernels.sampling import draw as draw_all
 from inference_engine.types import Sampling
 from tests.decode.plain_sampling import filtered_probabilities, next_token, seen
 

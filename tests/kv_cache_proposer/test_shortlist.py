@@ -146,5 +146,6 @@ def test_the_head_is_copied_unless_linear_layers_stay_as_they_come(
         return Shortlist(head_rows)
 
     monkeypatch.setattr(shortlist, "Shortlist", copy)
-    compose._drafter(tiny_network(), ModelConfig(linear=linear), tiny_forward())
+    forward = tiny_forward()
+    compose._drafter(tiny_network(), ModelConfig(linear=linear), forward, forward.torch_model)
     assert bool(copied) == is_copied

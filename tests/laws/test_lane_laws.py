@@ -18,8 +18,8 @@ from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.decode.draft import Drafter
 from inference_engine.engine import Engine
-from inference_engine.kernels.choice import open_lane_attention
 from inference_engine.kernels.lane_attention import attend_lanes
+from inference_engine.kernels.ops import DeviceOps, open_ops
 from inference_engine.kv import plan
 from inference_engine.kv.parts.shared_prefix import PrefixView
 from inference_engine.kv.strategies.full import Full
@@ -45,8 +45,8 @@ def forward(way: str) -> TorchForward:
     device = "cuda" if ON_GPU else "cpu"
     if way == "alone":
         return tiny_forward_on(device)
-    kernel = open_lane_attention("auto", torch.device(device)) if ON_GPU else attend_lanes
-    return tiny_forward_on(device, lane_attention=kernel, records_graphs=WAYS[way])
+    ops = open_ops("auto", torch.device(device)) if ON_GPU else DeviceOps(attends_together=True)
+    return tiny_forward_on(device, ops=ops, records_graphs=WAYS[way])
 
 
 def engine_on(way: str, *, drafter: Drafter | None = None, **settings: Any) -> Engine:
@@ -179,7 +179,7 @@ def test_the_rows_of_several_sessions_are_one_operation_a_layer() -> None:
         asked.append(len(queries))
         return attend_lanes(queries, *others, **words)
 
-    on_lanes = tiny_forward_on("cpu", lane_attention=counted)
+    on_lanes = tiny_forward_on("cpu", ops=DeviceOps(attend_lanes=counted, attends_together=True))
     settings: dict[str, Any] = {**SMALL}
     with Engine(on_lanes, EngineConfig(**settings)) as engine:
         sessions = [opened(engine, strategy, text(40)) for strategy in (Full(), SinkWindow(sink=3, window=20), Full())]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from transformers import PreTrainedModel
 
 from inference_engine.backends.base import Forward, Result, Step
 from inference_engine.kv.context import KVContext
@@ -45,6 +46,14 @@ class CountedForward:
         self, geometry: Geometry, capacity_bytes: int, *, address_bytes: int = 0, tap_layers: tuple[int, ...] = ()
     ) -> KVContext:
         return self._forward.open(geometry, capacity_bytes, address_bytes=address_bytes, tap_layers=tap_layers)
+
+    @property
+    def torch_model(self) -> PreTrainedModel | None:
+        return self._forward.torch_model
+
+    @property
+    def records_graphs(self) -> bool:
+        return self._forward.records_graphs
 
     def run(self, step: Step) -> Result:
         self.steps += 1

@@ -11,7 +11,8 @@ from typing import Any, cast
 import numpy as np
 
 from inference_engine.decode.draft import Seen, Tokens, Wanted, Way
-from inference_engine.decode.verifier import Block, Outcome, Sample
+from inference_engine.decode.verifier import Block, Outcome
+from inference_engine.kernels.sampling import Sample
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Request
 from inference_engine.scheduler.speculation import Drafting

@@ -14,7 +14,7 @@ from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.decode.verifier import Block, Verifier
 from inference_engine.engine import Engine
-from inference_engine.kernels.lane_attention import attend_lanes
+from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies.full import Full
@@ -28,12 +28,15 @@ from tests.tiny import SMALL, tiny_forward_on, tiny_latent
 AT_ONCE = 24  # not a multiple of a segment
 
 
+TOGETHER = DeviceOps(attends_together=True)  # the reference, as if it were a kernel
+
+
 class Pieces(TorchForward):
     """TinyModel on a device that says what it is at its best with; notes the rows of each step."""
 
     def __init__(self, at_once: int | None, *, windowed: bool = True) -> None:
-        whole = tiny_forward_on("cpu", windowed=windowed, lane_attention=attend_lanes)
-        super().__init__(whole.seam, whole.facts, whole.device, lane_attention=attend_lanes)
+        whole = tiny_forward_on("cpu", windowed=windowed, ops=TOGETHER)
+        super().__init__(whole.seam, whole.facts, whole.device, ops=TOGETHER)
         self._at_once, self.windowed = at_once, windowed
         self.steps: list[int] = []
 

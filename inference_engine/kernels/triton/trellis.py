@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inference_engine.kernels.trellis import STEPS, SUBSETS, Levels
+from inference_engine.kernels.trellis import STEPS, SUBSETS, Levels, Trellis
 
 _BLOCK, _CHAINS = 256, 32  # numbers, and chains, of a program
 
@@ -211,3 +211,6 @@ def _levels(p_codes, p_values, p_first, p_found, count, chains, BLOCK: tl.conste
     b_first = tl.load(p_first + o_number, mask=live, other=0)
     b_level = tl.load(p_values + b_first + ((b_code >> 1) << 2) + b_subset, mask=live, other=0.0)
     tl.store(p_found + row + o_number, b_level, mask=live)
+
+
+trellis = Trellis(choose, levels_of)

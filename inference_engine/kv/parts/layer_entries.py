@@ -155,7 +155,7 @@ class LayerEntries(LayerSlots, Part):
 
     def _has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
         """May the step's one operation over lanes do what a view would?"""
-        if step.lane_attention is None or queries.count > step.most_rows:
+        if not step.attends_together or queries.count > step.most_rows:
             return False
         return all(part.has_numbers(queries, step) for part in self.parts)
 
@@ -171,7 +171,7 @@ class LayerEntries(LayerSlots, Part):
 
         Only where the device's operations are used: others give other bits than under a mask.
         """
-        if step.lane_attention is None or len(positions) == 1:
+        if not step.attends_together or len(positions) == 1:
             return False
         layout = self.layout
         keeps_all = layout.window is None and layout.native_window is None and not layout.base

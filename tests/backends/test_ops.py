@@ -9,21 +9,22 @@ import torch
 
 from inference_engine.backends.graphs import wants_graphs
 from inference_engine.errors import BackendError
-from inference_engine.kernels.choice import open_lane_attention
+from inference_engine.kernels.ops import REFERENCE, open_ops
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def test_a_cpu_attends_session_by_session_and_plain_does_so_everywhere() -> None:
-    assert open_lane_attention("auto", CPU) is None
-    assert open_lane_attention("plain", GPU) is None
+    assert open_ops("auto", CPU) is REFERENCE
+    assert open_ops("plain", GPU) is REFERENCE
+    assert not REFERENCE.attends_together
 
 
 def test_a_kernel_that_cannot_be_had_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "inference_engine.kernels.triton.lane_attention", None)
     monkeypatch.delattr("inference_engine.kernels.triton.lane_attention", raising=False)
     with pytest.raises(BackendError, match="kernels=plain"):
-        open_lane_attention("auto", GPU)
+        open_ops("auto", GPU)
 
 
 def test_graphs_need_a_gpu_and_its_kernel_and_can_be_switched_off() -> None:

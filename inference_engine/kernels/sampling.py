@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
+from inference_engine.kernels.noise import NoiseOfAll, key, noise_of_all
 from inference_engine.types import Sampling
 
 # Of one float64 array over the vocabulary, for as many rows as fit, and at least one. Four of that size are there at
@@ -85,6 +85,94 @@ class Sampler:
         """Remember a committed token."""
         if self.seen is not None:
             self.seen[token_id] = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """Tokens wanted of consecutive rows of a step's logits, each as if every draft token before it were right.
+
+    rows: which, of the rows whose logits were computed. position: of the token that the first of them gives.
+    drafted: the draft tokens, one fewer than rows.
+    """
+
+    rows: range
+    sampler: Sampler
+    position: int
+    drafted: Sequence[int] = ()
+    wants_logprob: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a row gave. `is_finite` is False if its logits were not: then there is no token."""
+
+    token_id: int
+    logprob: float | None
+    is_finite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One row of a draw: number `row` of its rows; index: which draw."""
+
+    index: int
+    draw: Draw
+    row: int
+
+
+def draw_all(logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll = noise_of_all) -> list[list[Sample]]:
+    """For each draw a sample of each of its rows of raw float32 `logits` [n, V]. One synchronisation for all."""
+    drawn: list[list[Sample]] = [[] for _ in draws]
+    places = _places(draws, logits.shape[-1])
+    if not places:
+        return drawn
+    wanted = [place.draw.rows[place.row] for place in places]
+    rows = logits
+    if wanted != list(range(len(logits))):
+        rows = logits.index_select(0, on_device(np.array(wanted, dtype=np.int64), logits.device))
+    adjusted = _adjusted(rows, places)
+    greedy = sum(place.draw.sampler.sampling.is_greedy for place in places)
+    tokens = [adjusted[:greedy].argmax(dim=-1)] if greedy else []
+    if greedy < len(places):
+        keyed = places[greedy:]
+        keys = [key(place.draw.sampler.seed, place.draw.position + place.row) for place in keyed]
+        samplings = [place.draw.sampler.sampling for place in keyed]
+        tokens.append(draw(adjusted[greedy:], samplings, keys, noise_of_all))
+    ids = _joined(tokens)
+    # A row's largest and smallest number tell whether all are finite, in passes that write no array.
+    columns = [ids, rows.amax(dim=-1), rows.amin(dim=-1)]
+    if any(place.draw.wants_logprob for place in places):
+        columns.append(logprobs(rows, ids))
+    # Ids are exact in float64.
+    table = torch.stack([column.double() for column in columns], dim=1).tolist()
+    for place, (token_id, largest, smallest, *rest) in zip(places, table, strict=True):
+        is_finite = math.isfinite(largest) and math.isfinite(smallest)
+        logprob = rest[0] if place.draw.wants_logprob else None
+        drawn[place.index].append(Sample(int(token_id), logprob, is_finite))
+    return drawn
+
+
+def _places(draws: Sequence[Draw], vocab: int) -> list[_Place]:
+    """All rows, each draw's in order. Greedy ones come first, those that need an order of the vocabulary last."""
+    found = [_Place(index, each, row) for index, each in enumerate(draws) for row in range(len(each.rows))]
+
+    def order(place: _Place) -> tuple[bool, bool]:
+        sampling = place.draw.sampler.sampling
+        return not sampling.is_greedy, is_ranked(sampling, vocab)
+
+    return sorted(found, key=order)
+
+
+def _adjusted(rows: Tensor, places: Sequence[_Place]) -> Tensor:
+    """`rows` with the penalties and biases of those that have any; `rows` themselves stay as they are."""
+    adjusted = rows
+    for first, place in enumerate(places):
+        if place.row == 0 and not place.draw.sampler.is_plain:
+            if adjusted is rows:
+                adjusted = rows.clone()
+            own = slice(first, first + len(place.draw.rows))
+            adjusted[own] = place.draw.sampler.adjusted(rows[own], place.draw.drafted)
+    return adjusted
 
 
 def draw(

@@ -1,0 +1,58 @@
+"""The array operations of a device, by name: its own where it has a faster one, else the reference in plain torch.
+
+A new kernel is a file in `triton/` and a line in `_KERNELS`; it must equal its reference, which says what it computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from inference_engine.errors import BackendError
+from inference_engine.kernels.lane_attention import LaneAttention, attend_lanes
+from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
+from inference_engine.kernels.trellis import PLAIN, Trellis
+
+# The operation, and the module in `triton/` that has it under the same name.
+_KERNELS = {"attend_lanes": "lane_attention", "noise_of_all": "noise", "trellis": "trellis"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceOps:
+    """What a device computes with. Without arguments: the references, which run anywhere.
+
+    attend_lanes: attention of single queries, each over a lane of its own. noise_of_all: what sampled tokens are drawn
+    with. trellis: the coder of latents.
+    attends_together: are the queries of all sessions of a step attended to in one `attend_lanes`? Otherwise each
+    session is attended to by itself, which is better where there is no kernel.
+    """
+
+    attend_lanes: LaneAttention = attend_lanes
+    noise_of_all: NoiseOfAll = noise_of_all
+    trellis: Trellis = PLAIN
+    attends_together: bool = False
+
+
+REFERENCE = DeviceOps()
+
+
+def open_ops(choice: str, device: torch.device) -> DeviceOps:
+    """The operations of `device`. choice: `auto`, kernels on a GPU; `plain`, the references; `triton`, kernels.
+
+    Raises BackendError if kernels are wanted and cannot be had.
+    """
+    if choice == "plain" or (choice == "auto" and device.type != "cuda"):
+        return REFERENCE
+    kernels: dict[str, Any] = {}
+    for name, module in _KERNELS.items():
+        try:
+            kernels[name] = getattr(import_module(f"inference_engine.kernels.triton.{module}"), name)
+        except ImportError as error:
+            raise BackendError(
+                f"kernels={choice} on {device} needs the package triton, which cannot be imported ({error}); "
+                "install it, or start with kernels=plain"
+            ) from error
+    return replace(REFERENCE, **kernels, attends_together=True)
