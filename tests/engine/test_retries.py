@@ -49,7 +49,7 @@ from inference_engine.types import (
     TokenCommitted,
     Truncated,
 )
-from tests.laws.variants import drain, each_mode, each_strategy, engine_for, generate, same, text, tokens
+from tests.laws.variants import MODES, drain, each_strategy_with, engine_for, generate, same, text, tokens
 from tests.tiny import tiny_engine
 
 ONE, OTHER = b"1" * 16, b"2" * 16
@@ -415,8 +415,7 @@ def test_the_last_generates_of_a_session_are_remembered() -> None:
 # -- a Generate that was stopped --------------------------------------------------------------------------------------
 
 
-@each_mode
-@each_strategy
+@each_strategy_with(mode=MODES)
 def test_a_generate_stopped_again_and_again_gives_what_an_undisturbed_one_gives(
     strategy: KVStrategy, mode: Mode
 ) -> None:

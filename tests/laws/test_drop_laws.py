@@ -8,13 +8,12 @@ from inference_engine.errors import NoCapacity, QuotaExceeded
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import GenerateParams, Mode
-from tests.laws.variants import each_mode, each_strategy, engine_for, generate, same, text
+from tests.laws.variants import MODES, each_strategy, each_strategy_with, engine_for, generate, same, text
 
 LONG_AGO = 1000.0
 
 
-@each_strategy
-@each_mode
+@each_strategy_with(mode=MODES)
 def test_a_session_whose_rows_were_dropped_goes_on_as_one_that_kept_them(strategy: KVStrategy, mode: Mode) -> None:
     now, journal = 0.0, MemoryJournal()
     with engine_for(mode) as engine:

@@ -22,10 +22,12 @@ from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import Finished, GenerateParams, Mark, Mode, Sampling, Truncated
 from tests.laws.variants import (
     LENGTH,
+    MODES,
     all_strategies,
     drain,
     each_mode,
     each_strategy,
+    each_strategy_with,
     engine_for,
     generate,
     same,
@@ -46,9 +48,7 @@ def opened(engine: Engine, strategy: KVStrategy, history: list[int] | None = Non
     return session_id
 
 
-@each_strategy
-@each_mode
-@pytest.mark.parametrize("seed", range(4))
+@each_strategy_with(mode=MODES, seed=range(4))
 def test_any_split_of_the_same_appends_gives_the_same_streams(strategy: KVStrategy, mode: Mode, seed: int) -> None:
     """Grouping: with Generates in between at the same points."""
     rng = np.random.default_rng(seed)
@@ -82,8 +82,7 @@ def test_a_session_in_a_batch_equals_the_session_alone(strategy: KVStrategy, mod
     assert same(alone, together, mode)
 
 
-@each_strategy
-@each_mode
+@each_strategy_with(mode=MODES)
 def test_a_session_rebuilt_from_its_journal_goes_on_as_if_never_closed(strategy: KVStrategy, mode: Mode) -> None:
     """Replay, marks included."""
     journal = MemoryJournal()
@@ -99,8 +98,7 @@ def test_a_session_rebuilt_from_its_journal_goes_on_as_if_never_closed(strategy:
         assert same(generate(engine, session), generate(engine, rebuilt), mode)
 
 
-@each_strategy
-@each_mode
+@each_strategy_with(mode=MODES)
 def test_sampled_tokens_depend_on_seed_and_position_alone(strategy: KVStrategy, mode: Mode) -> None:
     """One Generate of 20 tokens equals four of 5: no sampler state is carried."""
     with engine_for(mode) as engine:
@@ -114,8 +112,7 @@ def test_sampled_tokens_depend_on_seed_and_position_alone(strategy: KVStrategy, 
     assert [token for token, _ in other_seed] != [token for token, _ in once]
 
 
-@each_strategy
-@pytest.mark.parametrize("guaranteed", [False, True], ids=["best_effort", "guaranteed"])
+@each_strategy_with(guaranteed=[False, True])
 def test_the_footprint_never_passes_the_bound(strategy: KVStrategy, guaranteed: bool) -> None:
     """Bound: ≤ peak at every token, ≤ sustained between Generates, and known at creation.
 
@@ -311,8 +308,7 @@ def logprobs(engine: Engine, strategy: KVStrategy) -> torch.Tensor:
     return torch.cat(seen).log_softmax(-1)
 
 
-@each_strategy
-@each_mode
+@each_strategy_with(mode=MODES)
 def test_scored_tokens_are_read_as_generated_ones_are(strategy: KVStrategy, mode: Mode) -> None:
     """Score: the same logits as sampling those tokens one by one gave, each predicted once, and the history goes on."""
     with engine_for(mode) as engine:

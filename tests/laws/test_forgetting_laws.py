@@ -15,7 +15,7 @@ from inference_engine.kv.memory.pool import TRASH_UNITS, Pool
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import GenerateParams, Mode
-from tests.laws.variants import drain, each_mode, each_strategy, engine_for, generate, text
+from tests.laws.variants import MODES, drain, each_strategy, each_strategy_with, engine_for, generate, text
 
 LIMIT_SECONDS = 60.0
 
@@ -48,8 +48,7 @@ def used(engine: Engine, strategy: KVStrategy) -> str:
     return session_id
 
 
-@each_strategy
-@each_mode
+@each_strategy_with(mode=MODES)
 def test_nothing_of_an_ended_session_is_left_in_memory(strategy: KVStrategy, mode: Mode) -> None:
     with engine_for(mode) as engine:
         pool = engine._context.pool

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from inference_engine.engine import Engine
@@ -11,18 +13,31 @@ from inference_engine.kv.strategies.tiered import Tiered
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import Finished, GenerateParams, Mode
-from tests.laws.variants import all_strategies, drain, each_mode, engine_for, generate, same, text
+from tests.laws.variants import MODES, all_strategies, covering, drain, engine_for, generate, mechanism, same, text
 
 # TinyModel has a layer with a window of its own, and then every strategy copies; without it some share.
-each_case = pytest.mark.parametrize(
-    ("strategy", "windowed"),
-    [
-        *((strategy, True) for strategy in all_strategies()),
-        (Full(), False),
-        (LayerWindow(window=16, full_layers=(0, 1, 2)), False),
-    ],
-    ids=lambda value: str(value) if isinstance(value, KVStrategy) else "copies" if value else "may share",
-)
+CASES: list[tuple[KVStrategy, bool]] = [
+    *((strategy, True) for strategy in all_strategies()),
+    (Full(), False),
+    (LayerWindow(window=16, full_layers=(0, 1, 2)), False),
+]
+
+
+def named(value: object) -> str:
+    if isinstance(value, bool):
+        return "copies" if value else "may share"
+    return str(value.value) if isinstance(value, Mode) else str(value)
+
+
+def each_case_with(name: str, values: Sequence[object]) -> pytest.MarkDecorator:
+    """Every case, and each mechanism, windowed or not, with each of the values."""
+    chosen = covering(CASES, values, of=lambda one: (mechanism(one[0]), one[1]) if isinstance(one, tuple) else one)
+    return pytest.mark.parametrize(
+        ("strategy", "windowed", name), [(*case, value) for case, value in chosen], ids=named
+    )
+
+
+each_case = pytest.mark.parametrize(("strategy", "windowed"), CASES, ids=named)
 
 
 def with_turns(engine: Engine, strategy: KVStrategy) -> str:
@@ -40,8 +55,7 @@ def from_scratch(engine: Engine, journal: MemoryJournal, session_id: str) -> str
     return engine.rebuild_session(*journal.read(session_id)).session_id
 
 
-@each_case
-@each_mode
+@each_case_with("mode", MODES)
 def test_a_fork_goes_on_as_a_session_built_from_scratch_and_its_parent_as_if_never_forked(
     strategy: KVStrategy, windowed: bool, mode: Mode
 ) -> None:
@@ -84,8 +98,7 @@ def test_a_fork_computes_nothing_that_its_parent_had_computed(strategy: KVStrate
         assert of_fork.prefilled_tokens == of_parent.prefilled_tokens
 
 
-@each_case
-@each_mode
+@each_case_with("mode", MODES)
 def test_a_fork_of_a_fork_outlives_both(strategy: KVStrategy, windowed: bool, mode: Mode) -> None:
     journal = MemoryJournal()
     with engine_for(mode, windowed=windowed, journal=journal) as engine:
@@ -109,8 +122,7 @@ def test_a_fork_of_a_fork_outlives_both(strategy: KVStrategy, windowed: bool, mo
         assert (engine.info().kv_reserved_bytes, engine.info().tier_reserved_bytes) == (0, 0)
 
 
-@each_case
-@pytest.mark.parametrize("limit", [170, 512])
+@each_case_with("limit", [170, 512])
 def test_a_fork_may_have_another_limit(strategy: KVStrategy, windowed: bool, limit: int) -> None:
     """Slots may lie elsewhere then; the rows are the same."""
     journal = MemoryJournal()
@@ -124,11 +136,11 @@ def test_a_fork_may_have_another_limit(strategy: KVStrategy, windowed: bool, lim
         assert same(generate(engine, fork.session_id, 9), generate(engine, alone, 9), Mode.BATCHED)
 
 
-@each_case
-@pytest.mark.parametrize("guaranteed", [False, True], ids=["best_effort", "guaranteed"])
+@each_case_with("growth", ["best_effort", "guaranteed"])
 def test_forks_hold_no_more_than_they_were_promised_and_every_byte_is_reserved_once(
-    strategy: KVStrategy, windowed: bool, guaranteed: bool
+    strategy: KVStrategy, windowed: bool, growth: str
 ) -> None:
+    guaranteed = growth == "guaranteed"
     with engine_for(Mode.BATCHED, windowed=windowed) as engine:
         parent = engine.create_session(strategy=strategy, guaranteed=guaranteed)
         engine.append(parent.session_id, text(100))

@@ -21,12 +21,13 @@ from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
-from tests.laws.variants import each_strategy
+from tests.laws.variants import each_strategy, each_strategy_with
 from tests.tiny import LATENT_BYTES
 
 D, HKV, GROUP = 8, 2, 3
 LIMIT = 200
 SEGMENT = 16
+QUANTA = [(1, 1), (4, 32)]  # exact shapes, padded shapes
 # Layers that differ: native windows narrower and wider than a segment, other head counts and sizes.
 LAYERS = (
     LayerGeometry(query_heads=HKV * GROUP, kv_heads=HKV, head_dim=D),
@@ -192,9 +193,7 @@ def by_hand(strategy: KVStrategy, rows: Rows, layer: int, length: int) -> Tensor
     return torch.stack(outs)
 
 
-@each_strategy
-@pytest.mark.parametrize("chunk", [1, 5, SEGMENT])
-@pytest.mark.parametrize("quanta", [(1, 1), (4, 32)], ids=["exact shapes", "padded shapes"])
+@each_strategy_with(chunk=[1, 5, SEGMENT], quanta=QUANTA)
 def test_a_query_sees_what_the_mask_law_says(strategy: KVStrategy, chunk: int, quanta: tuple[int, int]) -> None:
     """Mask and segment: a function of absolute positions and the strategy, never of how the tokens arrived."""
     length = 90
@@ -231,8 +230,7 @@ def test_a_rejected_draft_leaves_no_trace(strategy: KVStrategy, accepted: int, l
             assert torch.equal(ours[1:].view(torch.uint8), theirs[1:].view(torch.uint8))
 
 
-@each_strategy
-@pytest.mark.parametrize("quanta", [(1, 1), (4, 32)], ids=["exact shapes", "padded shapes"])
+@each_strategy_with(quanta=QUANTA)
 def test_a_block_of_generated_rows_is_its_rows_one_by_one(strategy: KVStrategy, quanta: tuple[int, int]) -> None:
     """Grouping, with appended rows in between."""
     rows, length = Rows(150), 150
@@ -292,9 +290,8 @@ def test_asleep_a_session_holds_no_more_than_is_sustained(strategy: KVStrategy) 
         assert kv.footprint().total_bytes <= kv.bound.sustained_bytes
 
 
-@each_strategy
-@pytest.mark.parametrize("naps", [[15, 16, 17], [3, 64, 65, 100]], ids=str)
-def test_slept_and_woken_is_never_slept(strategy: KVStrategy, naps: list[int]) -> None:
+@each_strategy_with(naps=[(15, 16, 17), (3, 64, 65, 100)])
+def test_slept_and_woken_is_never_slept(strategy: KVStrategy, naps: tuple[int, ...]) -> None:
     """Waking: a session that sleeps in between reads what one that stays awake reads."""
     rows, length = Rows(120), 120
     expected = feed(awake(strategy, context()), rows, length)
@@ -322,8 +319,7 @@ def test_a_released_slab_is_whole_again_and_the_next_session_starts_empty(strate
     assert all(torch.equal(one, other) for one, other in zip(expected, again, strict=True))
 
 
-@each_strategy
-@pytest.mark.parametrize("limit", [1, SEGMENT - 1, SEGMENT + 3, 3 * SEGMENT])
+@each_strategy_with(limit=[1, SEGMENT - 1, SEGMENT + 3, 3 * SEGMENT])
 def test_a_session_of_any_limit_gives_back_what_it_took(strategy: KVStrategy, limit: int) -> None:
     """Also where the limit leaves nothing to code, and where nobody else holds memory."""
     ctx = context()

@@ -20,7 +20,19 @@ from kv_cache_proposer.ngram import NgramDrafter
 from tests.decode.plain_sampling import filtered_probabilities
 from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
 from tests.laws.drafters import Failing, Knowing, Plain, Remembering, Wrong
-from tests.laws.variants import LENGTH, drain, each_mode, each_strategy, engine_for, generate, same, text, tokens
+from tests.laws.variants import (
+    LENGTH,
+    MODES,
+    drain,
+    each_mode,
+    each_strategy,
+    each_strategy_with,
+    engine_for,
+    generate,
+    same,
+    text,
+    tokens,
+)
 from tests.tiny import VOCABULARY, tiny_forward
 
 GREEDY = Sampling()
@@ -40,14 +52,10 @@ def ended(engine: Engine, session_id: str, params: GenerateParams) -> tuple[list
     return [token for token, _ in tokens(events)], events[-1]
 
 
-@each_strategy
-@pytest.mark.parametrize(
-    ("mode", "sampling"),
-    [(Mode.BATCHED, GREEDY), (Mode.FIXED_SHAPE, PENALISED)],
-    ids=["batched-greedy", "fixed-shape-penalised"],
-)
-def test_drafts_change_no_token_and_no_later_one(strategy: KVStrategy, mode: Mode, sampling: Sampling) -> None:
+@each_strategy_with(mode=MODES)
+def test_drafts_change_no_token_and_no_later_one(strategy: KVStrategy, mode: Mode) -> None:
     """Right and wrong guesses, segment boundaries among them; a second turn reads what the first one left."""
+    sampling = GREEDY if mode is Mode.BATCHED else PENALISED
     with engine_for(mode) as engine:
         plain = opened(engine, strategy, text())
         first = generate(engine, plain, COUNT, sampling=sampling)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -74,8 +75,50 @@ def all_strategies() -> list[KVStrategy]:
     return [make_strategy(name, **options) for name, variants in _SMALL_OPTIONS.items() for options in variants]
 
 
+def mechanism(strategy: KVStrategy) -> str:
+    """What tells variants of one strategy apart but numbers: how it keeps old rows, and how they come back."""
+    options = strategy.options()
+    coded = "coded" if options.get("codec") else ""
+    return " ".join(str(word) for word in (strategy.name, coded, options.get("source"), options.get("mode")) if word)
+
+
+def covering(*parameters: Sequence[Any], of: Callable[[Any], Hashable] = lambda value: value) -> list[tuple[Any, ...]]:
+    """Few of all combinations: every value occurs, and every pair of two parameters' values; the same each time.
+
+    `of` names what values have in common: values of one name stand for each other in pairs, and take turns.
+    """
+    cases = list(product(*parameters))
+    places = list(product(*(range(len(values)) for values in parameters)))
+    shown = [
+        {*enumerate(numbers)} | {*combinations(((place, of(value)) for place, value in enumerate(case)), 2)}
+        for case, numbers in zip(cases, places, strict=True)
+    ]
+    missing: set[Hashable] = set().union(*shown)
+    chosen: list[int] = []
+    while missing:
+        chosen.append(max(range(len(cases)), key=lambda number: len(shown[number] & missing)))  # the first of the best
+        missing -= shown[chosen[-1]]
+    return [cases[number] for number in sorted(chosen)]
+
+
+def _common(value: Any) -> Hashable:
+    return mechanism(value) if isinstance(value, KVStrategy) else value
+
+
+def _named(value: Any) -> str:
+    return str(value.value) if isinstance(value, Mode) else str(value)
+
+
+def each_strategy_with(**parameters: Sequence[Any]) -> pytest.MarkDecorator:
+    """Every strategy, every mechanism with every value of the other parameters, and every pair of theirs."""
+    names = ("strategy", *parameters)
+    cases = covering(all_strategies(), *parameters.values(), of=_common)
+    return pytest.mark.parametrize(names, cases, ids=["-".join(_named(value) for value in case) for case in cases])
+
+
+MODES = list(Mode)
 each_strategy = pytest.mark.parametrize("strategy", all_strategies(), ids=str)
-each_mode = pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
+each_mode = pytest.mark.parametrize("mode", MODES, ids=_named)
 
 
 def text(length: int = LENGTH, *, seed: int = 0) -> list[int]:

@@ -1,0 +1,70 @@
+"""The few variants that stand for all: nothing is left out that two values together could show."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_engine.kv.strategies import strategy_names
+from tests.laws.variants import all_strategies, covering, mechanism
+
+sizes = st.lists(st.integers(1, 6), min_size=1, max_size=4)
+
+
+@given(sizes)
+def test_every_value_and_every_pair_of_values_occurs(counts: list[int]) -> None:
+    parameters = [[f"{place}-{number}" for number in range(count)] for place, count in enumerate(counts)]
+    cases = covering(*parameters)
+
+    for place, values in enumerate(parameters):
+        assert {case[place] for case in cases} == set(values)
+    for one, other in combinations(range(len(parameters)), 2):
+        assert {(case[one], case[other]) for case in cases} == set(product(parameters[one], parameters[other]))
+
+
+@given(sizes)
+def test_no_case_is_there_twice_and_the_same_ones_are_chosen_each_time(counts: list[int]) -> None:
+    parameters = [range(count) for count in counts]
+    cases = covering(*parameters)
+
+    assert len(set(cases)) == len(cases)
+    assert cases == covering(*parameters)
+
+
+def test_of_three_parameters_there_are_far_fewer_cases_than_combinations() -> None:
+    assert len(covering(range(10), range(3), range(3))) <= 36  # of 90; 30 pairs of the first two are the least
+
+
+def test_values_of_one_name_take_turns_and_every_one_has_its_own() -> None:
+    words = ["apple", "avocado", "apricot", "banana"]
+    cases = covering(words, (1, 2), of=lambda value: value[0] if isinstance(value, str) else value)
+
+    assert {word for word, _ in cases} == set(words)
+    assert {(word[0], number) for word, number in cases} == set(product("ab", (1, 2)))
+    assert len(cases) == 5
+
+
+def test_what_occurs_once_in_a_pair_is_missed_without_that_case() -> None:
+    """Pairs are needed: no choice that has each value alone would do."""
+    cases = covering(range(3), range(3))
+    assert len(cases) == 9
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_each_mechanism_of_each_strategy_meets_each_value(number: int) -> None:
+    strategies, values = all_strategies(), list(range(number))
+    cases = covering(strategies, values, of=lambda one: one if isinstance(one, int) else mechanism(one))
+
+    mechanisms = {mechanism(strategy) for strategy in strategies}
+    assert {(mechanism(strategy), value) for strategy, value in cases} == set(product(mechanisms, values))
+    assert {str(strategy) for strategy, _ in cases} == {str(strategy) for strategy in strategies}
+    assert len(cases) < len(strategies) * number
+
+
+def test_a_mechanism_tells_apart_what_keeps_rows_in_another_way() -> None:
+    mechanisms = {mechanism(strategy) for strategy in all_strategies()}
+    assert {name.split()[0] for name in mechanisms} == set(strategy_names())
+    assert {"full", "full coded", "restored latent hold", "restored latent stream"} <= mechanisms
