@@ -5,12 +5,14 @@ Made from a seed, so no test needs a download. Its weights are large enough that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from inference_engine.backends.base import Forward, Step
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
@@ -20,6 +22,7 @@ from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import Mode, ModelFacts
 from kv_cache_proposer.f_theta.codec import LatentCodec
 from laboratory.training.latent import calibrate
+from tests.facade import WatchedForward
 
 VOCABULARY = 128
 TRAINED_POSITIONS = 512
@@ -98,12 +101,18 @@ def tiny_latent(*, seed: int = 0, windowed: bool = True) -> LatentCodec:
     )
 
 
-def tiny_engine(*, seed: int = 0, windowed: bool = True, **settings: Any) -> Engine:
+def tiny_engine(
+    *, seed: int = 0, windowed: bool = True, on_step: Callable[[Step], object] | None = None, **settings: Any
+) -> Engine:
     """An engine on TinyModel, a latent codec loaded.
 
-    `settings` change EngineConfig; those of EXTRAS go to the engine.
+    `settings` change EngineConfig; those of EXTRAS go to the engine. on_step: is told of each step before it runs, and
+    fails it by raising.
     """
+    forward: Forward = tiny_forward(seed=seed, windowed=windowed)
+    if on_step is not None:
+        forward = WatchedForward(forward, on_step)
     extras: dict[str, Any] = {"latent": tiny_latent(seed=seed, windowed=windowed)}
     extras |= {name: settings.pop(name) for name in EXTRAS if name in settings}
     config = EngineConfig(**{**SMALL, **settings})
-    return Engine(tiny_forward(seed=seed, windowed=windowed), config, **extras)
+    return Engine(forward, config, **extras)

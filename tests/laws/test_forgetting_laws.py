@@ -5,39 +5,14 @@ Over every registered strategy, through the engine, on TinyModel.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-
 import torch
 
 from inference_engine.engine import Engine
-from inference_engine.kv.memory.pool import TRASH_UNITS, Pool
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import GenerateParams, Mode
+from tests.facade import is_anything_held, on_the_engines_thread, session_of
 from tests.laws.variants import MODES, drain, each_strategy, each_strategy_with, engine_for, generate, text
-
-LIMIT_SECONDS = 60.0
-
-
-def on_the_engines_thread(engine: Engine, task: Callable[[], object]) -> None:
-    """Between two steps; returns when it is done."""
-    is_done = threading.Event()
-
-    def run() -> None:
-        try:
-            task()
-        finally:
-            is_done.set()
-
-    engine._scheduler.between_steps(run)
-    assert is_done.wait(LIMIT_SECONDS)
-
-
-def held_bytes(pool: Pool) -> int:
-    """Bytes of the pool that are not zero, where padding rows may write left aside."""
-    aside = TRASH_UNITS * pool._unit
-    return sum(int(states[aside:].view(torch.uint8).count_nonzero()) for states in pool._halves)
 
 
 def used(engine: Engine, strategy: KVStrategy) -> str:
@@ -51,13 +26,12 @@ def used(engine: Engine, strategy: KVStrategy) -> str:
 @each_strategy_with(mode=MODES)
 def test_nothing_of_an_ended_session_is_left_in_memory(strategy: KVStrategy, mode: Mode) -> None:
     with engine_for(mode) as engine:
-        pool = engine._context.pool
         session_id = used(engine, strategy)
-        on_the_engines_thread(engine, lambda: None)
-        assert held_bytes(pool)
+        on_the_engines_thread(engine)
+        assert is_anything_held(engine)
         engine.close_session(session_id)
-        on_the_engines_thread(engine, lambda: None)
-        assert held_bytes(pool) == 0
+        on_the_engines_thread(engine)
+        assert not is_anything_held(engine)
 
 
 @each_strategy
@@ -66,7 +40,7 @@ def test_a_session_that_dropped_its_rows_goes_on_as_one_that_did_not(strategy: K
     with engine_for(Mode.FIXED_SHAPE, journal=journal) as engine:
         session_id = used(engine, strategy)
         twin = engine.rebuild_session(*journal.read(session_id)).session_id
-        session = engine._store.find(session_id, "")
+        session = session_of(engine, session_id)
         on_the_engines_thread(engine, session.forget_rows)
         info = engine.session_info(session_id)
         assert (info.cached_tokens, info.kv_live_bytes, info.tier_live_bytes) == (0, 0, 0)
@@ -80,7 +54,7 @@ def test_a_session_that_dropped_its_rows_reads_none_of_them_again(strategy: KVSt
     """Not in the lanes, nor in second copies, bounds of blocks or rings of past queries."""
     with engine_for(Mode.BATCHED) as engine:
         session_id = used(engine, strategy)
-        session = engine._store.find(session_id, "")
+        session = session_of(engine, session_id)
         on_the_engines_thread(engine, session.forget_rows)
         assert not any(session.kv.footprint().by_kind.values())
         for group in session.kv.groups:

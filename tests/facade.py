@@ -1,0 +1,118 @@
+"""What tests see of an engine that its callers do not: its sessions, its memory, its thread, and each of its steps.
+
+The one place where tests reach into it. What callers can have, tests have from the engine itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedModel
+
+from inference_engine.backends.base import Forward, Result, Step
+from inference_engine.engine import Engine
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.memory.pool import TRASH_UNITS
+from inference_engine.kv.session_kv import SessionKV
+from inference_engine.session.session import Session
+from inference_engine.session.store import SessionStore
+from inference_engine.types import Mode, ModelFacts
+
+LIMIT_SECONDS = 60.0
+
+
+def store_of(engine: Engine) -> SessionStore:
+    return engine._store
+
+
+def context_of(engine: Engine) -> KVContext:
+    return engine._context
+
+
+def forward_of(engine: Engine) -> Forward:
+    return engine._forward
+
+
+def session_of(engine: Engine, session_id: str, owner: str = "") -> Session:
+    return engine._store.find(session_id, owner)
+
+
+def kv_of(engine: Engine, session_id: str, owner: str = "") -> SessionKV:
+    return session_of(engine, session_id, owner).kv
+
+
+def is_anything_held(engine: Engine) -> bool:
+    """Is there a byte in the pool that is not zero? Where padding rows may write is left aside."""
+    pool = engine._context.pool
+    aside = TRASH_UNITS * pool._unit
+    # Words of eight bytes: a pool is address space of a gigabyte, and this is looked through 16 times faster.
+    return any(bool(states[aside:].view(torch.int64).count_nonzero()) for states in pool._halves)
+
+
+def soon(engine: Engine, task: Callable[[], None]) -> None:
+    """Run it on the engine's thread, between two steps."""
+    engine._scheduler.between_steps(task)
+
+
+def on_the_engines_thread(engine: Engine, task: Callable[[], object] = lambda: None) -> None:
+    """Run it between two steps; returns when it is done, and so is all that was asked for before."""
+    is_done = threading.Event()
+
+    def run() -> None:
+        try:
+            task()
+        finally:
+            is_done.set()
+
+    soon(engine, run)
+    assert is_done.wait(LIMIT_SECONDS)
+
+
+class WatchedForward:
+    """Any forward, that tells of each step before it runs it. What `on_step` raises, the step fails with."""
+
+    def __init__(self, forward: Forward, on_step: Callable[[Step], object]) -> None:
+        self._forward = forward
+        self._on_step = on_step
+
+    def run(self, step: Step) -> Result:
+        self._on_step(step)
+        return self._forward.run(step)
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._forward.facts
+
+    @property
+    def device(self) -> torch.device:
+        return self._forward.device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self._forward.compute_dtype
+
+    def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
+        return self._forward.geometry(mode=mode, page_tokens=page_tokens, segment_tokens=segment_tokens)
+
+    def free_bytes(self) -> int:
+        return self._forward.free_bytes()
+
+    @property
+    def has_address_space(self) -> bool:
+        return self._forward.has_address_space
+
+    def open(
+        self, geometry: Geometry, capacity_bytes: int, *, address_bytes: int = 0, tap_layers: tuple[int, ...] = ()
+    ) -> KVContext:
+        return self._forward.open(geometry, capacity_bytes, address_bytes=address_bytes, tap_layers=tap_layers)
+
+    @property
+    def torch_model(self) -> PreTrainedModel | None:
+        return self._forward.torch_model
+
+    @property
+    def records_graphs(self) -> bool:
+        return self._forward.records_graphs

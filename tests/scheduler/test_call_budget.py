@@ -1,0 +1,124 @@
+"""A budget of Python calls for one token of one session: what is added to every step has to be seen, and decided.
+
+Calls are counted, not time: the same count on every machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from itertools import count
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference_engine.backends.base import Step
+from inference_engine.decode.verifier import Block, Verifier
+from inference_engine.kernels.sampling import Sampler
+from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.strategies.full import Full
+from inference_engine.types import GenerateParams, Mode, Sampling
+from tests.laws.variants import drain, text
+from tests.tiny import PAGES, SMALL, tiny_engine, tiny_forward
+
+# What a token takes today and 2 %. Lower them as the counts fall; whoever raises one says what for.
+# Python 3.11 counts a comprehension as a call, later ones do not.
+VERIFIER_CALLS = 828
+LOOP_CALLS = 1134
+
+SEGMENT = SMALL["segment_tokens"]
+LENGTH = 3 * SEGMENT  # pages and segments begin and end in the same steps each time
+WARM_UP = 2 * SEGMENT
+
+
+class Calls:
+    """How often Python code was called on the threads that count."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def _saw(self, _: FrameType, event: str, __: Any) -> None:
+        self.count += event == "call"
+
+    def begin(self) -> None:
+        sys.setprofile(self._saw)
+
+    def end(self) -> None:
+        sys.setprofile(None)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_collected() -> Iterator[None]:
+    """What a collection calls, finalizers and whoever wants to be told, comes when it comes."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def calls_of_the_verifier() -> int:
+    """Of one segment of single tokens, staged, computed, sampled and committed."""
+    forward = tiny_forward()
+    context = forward.open(forward.geometry(mode=Mode.BATCHED, **PAGES), SMALL["kv_bytes"])
+    verifier, kv = Verifier(forward, context), SessionKV(Full(), context, 512)
+    assert kv.wake(512)
+    ids = np.array(text(LENGTH + WARM_UP + SEGMENT), dtype=np.uint32)
+    for start in range(0, LENGTH, SEGMENT):
+        verifier.run([Block(kv=kv, token_ids=ids[start : start + SEGMENT])])
+        kv.commit(start + SEGMENT)
+    sampler, generated, calls = Sampler(Sampling(), seed=7), np.ones(1, dtype=np.bool_), Calls()
+
+    def decode(position: int) -> None:
+        verifier.run([Block(kv=kv, token_ids=ids[position : position + 1], generated=generated, sampler=sampler)])
+        kv.commit(position + 1)
+
+    for position in range(LENGTH, LENGTH + WARM_UP):
+        decode(position)
+    calls.begin()
+    for position in range(LENGTH + WARM_UP, LENGTH + WARM_UP + SEGMENT):
+        decode(position)
+    calls.end()
+    kv.release()
+    return calls.count
+
+
+def calls_of_the_loop() -> int:
+    """Of one segment of tokens on the engine's thread, from the forward of one step to that of a later one."""
+    calls, ticks = Calls(), count()
+    steps: list[int] = []
+
+    def on_step(_: Step) -> None:
+        if not steps:
+            calls.begin()
+        steps.append(calls.count)
+
+    with tiny_engine(on_step=on_step, clock=lambda: next(ticks) / 1000) as engine:
+        session = engine.create_session(strategy=Full()).session_id
+        engine.append(session, text(LENGTH))
+        drain(engine.generate(session, GenerateParams(max_tokens=WARM_UP + SEGMENT + 2)))
+    first = -(SEGMENT + 2)
+    return steps[first + SEGMENT] - steps[first]
+
+
+def test_each_call_is_counted_and_nothing_else() -> None:
+    def called() -> None:
+        abs(-1)  # is no Python
+
+    calls = Calls()
+    calls.begin()
+    for _ in range(5):
+        called()
+    calls.end()
+    called()
+    assert calls.count == 5 + 1  # and `end`
+
+
+def test_a_decode_step_of_the_verifier_calls_no_more_than_its_budget() -> None:
+    assert calls_of_the_verifier() / SEGMENT <= VERIFIER_CALLS
+
+
+def test_a_token_calls_no_more_than_its_budget_in_the_whole_loop() -> None:
+    assert calls_of_the_loop() / SEGMENT <= LOOP_CALLS
