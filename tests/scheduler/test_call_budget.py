@@ -29,7 +29,7 @@ from tests.tiny import PAGES, SMALL, tiny_engine, tiny_forward
 VERIFIER_CALLS = 828
 LOOP_CALLS = 1134
 
-SEGMENT = SMALL["segment_tokens"]
+SEGMENT: int = SMALL["segment_tokens"]
 LENGTH = 3 * SEGMENT  # pages and segments begin and end in the same steps each time
 WARM_UP = 2 * SEGMENT
 
