@@ -144,8 +144,8 @@ def latent_identity(model: ModelConfig) -> Mapping[str, Any]:
 
     stored = read_json(folder / MANIFEST)
     short = {name: value for name, value in stored["recipe"].items() if isinstance(value, bool | int | float | str)}
-    told = ("tensors_sha256", "bytes_per_token", "calibration_tokens", "seeds")
-    return {**{name: stored[name] for name in told}, "recipe": short}
+    reported = ("tensors_sha256", "bytes_per_token", "calibration_tokens", "seeds")
+    return {**{name: stored[name] for name in reported}, "recipe": short}
 
 
 def _latent_of(model: ModelConfig) -> Path | None:

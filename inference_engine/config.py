@@ -76,7 +76,7 @@ class EngineConfig:
     first_token_target_seconds: float = 0.0
     inter_token_target_seconds: float = 0.0
     max_batch: int = 64  # Generates in one forward
-    draft_tokens: int = 0  # guesses in each draft, where there is a drafter; 0: as many as pay, none among them
+    draft_tokens: int = 0  # draft tokens in each draft, where there is a drafter; 0: as many as pay, none among them
     step_tokens: int = 0  # rows in one forward, of prefills and decodes; 0: 512 on a CPU, 4096 elsewhere
     segment_tokens: int = 256
     page_tokens: int = 16

@@ -268,14 +268,14 @@ class RestorationFailed(RequestError):
     reason = "RESTORATION_FAILED"
 
     def __init__(self, cause: BaseException) -> None:
-        told = ""
+        reported = ""
         if isinstance(cause, OSError) and cause.strerror:
-            told = f": {cause.strerror}"
+            reported = f": {cause.strerror}"
         elif isinstance(cause, NonFiniteRows):
-            told = f": {cause}"
+            reported = f": {cause}"
         super().__init__(
-            f"the session's evicted rows could not be restored{told}. The history is kept; generate again, or go on "
-            "with it in a session of another strategy"
+            f"the session's evicted rows could not be restored{reported}. The history is kept; generate again, or go "
+            "on with it in a session of another strategy"
         )
 
 

@@ -134,7 +134,7 @@ class _BackgroundHandler(logging.Handler):
         self._stream = stream
         self._lines: queue.Queue[str | None] = queue.Queue(_QUEUED_LINES)
         self._dropped = 0  # lines that found no place; `emit` counts, only the writer tells
-        self._told_dropped = 0
+        self._reported_dropped = 0
         self._failed = 0  # lines whose write failed
         self._writer = threading.Thread(target=self._write, name="log", daemon=True)
         self._writer.start()
@@ -180,12 +180,12 @@ class _BackgroundHandler(logging.Handler):
 
     def _tell(self) -> None:
         """Say once how many lines were lost."""
-        dropped, failed = self._dropped - self._told_dropped, self._failed
+        dropped, failed = self._dropped - self._reported_dropped, self._failed
         how = "lines of the log were dropped: they came faster than they are read"
-        if dropped and self._put(self._told(f"{dropped} {how}")):
-            self._told_dropped += dropped
-        if failed and self._put(self._told(f"{failed} lines of the log were lost: writing them failed")):
+        if dropped and self._put(self._reported(f"{dropped} {how}")):
+            self._reported_dropped += dropped
+        if failed and self._put(self._reported(f"{failed} lines of the log were lost: writing them failed")):
             self._failed = 0
 
-    def _told(self, text: str) -> str:
+    def _reported(self, text: str) -> str:
         return self.format(logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (), None))

@@ -205,10 +205,12 @@ class EngineMetrics:
         self.inter_token_seconds = self._histogram(
             "generate_inter_token_seconds", "Seconds between two tokens of one Generate.", _STEP_SECONDS
         )
-        self.drafted_tokens = self._counter("generate_drafted_tokens_total", "Guesses that were verified.")
-        self.accepted_tokens = self._counter("generate_accepted_tokens_total", "Guesses that were right.")
+        self.drafted_tokens = self._counter("generate_drafted_tokens_total", "Draft tokens that were verified.")
+        self.accepted_tokens = self._counter("generate_accepted_tokens_total", "Draft tokens that were right.")
         self.acceptance_length = self._histogram(
-            "generate_acceptance_length", "Tokens that a step with a draft gave: guesses accepted, and one.", _DRAFTED
+            "generate_acceptance_length",
+            "Tokens that a step with a draft gave: draft tokens accepted, and one.",
+            _DRAFTED,
         )
         self.drafter_failures = self._counter(
             "generate_drafter_failures_total", "Generates that went on without the drafter because it raised."

@@ -111,7 +111,7 @@ class GenerateParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
     expected_history_length: int | None = None
-    drafting: bool = True  # may a drafter guess ahead? It changes no token, only how fast they come
+    drafting: bool = True  # may a drafter be used? It changes no token, only how fast they come
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", f"must be ≥ 1, got {self.max_tokens}")
@@ -170,7 +170,7 @@ class Finished:
     attended_positions: int
     evicted_positions: int
     restored_positions: int = 0  # of the attended ones, those read in coded or restored form
-    drafted_tokens: int = 0  # guesses of a drafter that were verified, and how many of them were right
+    drafted_tokens: int = 0  # draft tokens of a drafter that were verified, and how many of them were right
     accepted_tokens: int = 0
     is_degraded: bool = False  # the drafter failed; the tokens are what they would have been
     is_replayed: bool = False  # told to a call that attached to a Generate that was there already

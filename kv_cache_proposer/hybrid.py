@@ -1,7 +1,7 @@
 """A long copy first, else the network: prompt lookup where the history repeats itself, a trained drafter elsewhere.
 
     history ends like an earlier part of it, for `min_ngram` ids or more   → what followed there
-    it does not                                                            → what the network guesses
+    it does not                                                            → what the network draft tokens
 
 A long copy is right more often than any network, costs nothing, and reaches further than a block; a short one is not.
 Which of the two drafts is asked anew each time, so the network is told of every row, as it would be alone.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inference_engine.decode.draft import Drafter, DraftMemory, Seen, TokenIds, Tokens, Wanted, Way
+from inference_engine.decode.draft import Drafter, DraftMemory, DraftMethod, Seen, TokenIds, Tokens, Wanted
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Demand
@@ -49,7 +49,7 @@ class HybridDrafter:
     def prepare(self, context: KVContext) -> None:
         self._network.prepare(context)
 
-    def way(self, history: Tokens) -> Way | None:
+    def way(self, history: Tokens) -> DraftMethod | None:
         return self._copies.way(history) or self._network.way(history)
 
     def observe(self, seen: Sequence[Seen]) -> None:
@@ -58,7 +58,7 @@ class HybridDrafter:
     def propose(self, wanted: Sequence[Wanted]) -> list[TokenIds]:
         drafts = self._copies.propose(wanted)
         without = [place for place, draft in enumerate(drafts) if not len(draft)]
-        guesses = self._network.propose([wanted[place] for place in without])
-        for place, guessed in zip(without, guesses, strict=True):
+        draft_tokens = self._network.propose([wanted[place] for place in without])
+        for place, guessed in zip(without, draft_tokens, strict=True):
             drafts[place] = guessed
         return drafts

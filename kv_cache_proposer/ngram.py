@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from inference_engine.decode.draft import DraftMemory, Seen, TokenIds, Tokens, Wanted, Way
+from inference_engine.decode.draft import DraftMemory, DraftMethod, Seen, TokenIds, Tokens, Wanted
 from inference_engine.errors import ConfigError
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
@@ -63,14 +63,14 @@ class NgramDrafter:
     def prepare(self, context: KVContext) -> None:
         pass
 
-    def way(self, history: Tokens) -> Way | None:
+    def way(self, history: Tokens) -> DraftMethod | None:
         copy = self._copy(history[-self.horizon :])
         if copy is None:
             return None
-        # What follows two ids that came before is another guess than what follows eight.
+        # What follows two ids that came before is another draft token than what follows eight.
         _, length = copy
         kind = "short" if length <= _SHORT else "longest" if length == self.max_ngram else "long"
-        return Way(f"{kind} copy", longest=self.longest, needs_rows=False)
+        return DraftMethod(f"{kind} copy", longest=self.longest, needs_entries=False)
 
     def observe(self, seen: Sequence[Seen]) -> None:
         pass

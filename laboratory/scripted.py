@@ -8,8 +8,8 @@ averages are laid on a grid, and the cells they fall into are hashed into logits
 
 One row lost, held twice, out of place or from another session moves every average, most of them into other cells, and
 then every token is another one. Rounding moves them by 1e-15, and has to do so right at the edge of a cell to show: a
-session alone, in any batch and after any split gives the same tokens. Everything else is the real thing: plan, slabs,
-strategies, sampling.
+session alone, in any batch and after any split gives the same tokens. Everything else is the real thing: plan,
+allocations, strategies, sampling.
 
 A script says how long steps take and what goes wrong in them.
 """
@@ -146,14 +146,14 @@ class ScriptedForward:
         return self._dtype
 
     def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
-        row_quantum, key_quantum = FIXED_SHAPE_QUANTA if mode is Mode.FIXED_SHAPE else (1, 1)
+        token_quantum, key_quantum = FIXED_SHAPE_QUANTA if mode is Mode.FIXED_SHAPE else (1, 1)
         return Geometry(
             layers=(LayerGeometry(query_heads=1, kv_heads=1, head_dim=HEAD_DIM),) * self.model.layers,
             itemsize=self._dtype.itemsize,
             trained_positions=self._trained_positions,
             page_tokens=page_tokens,
             segment_tokens=segment_tokens,
-            row_quantum=row_quantum,
+            token_quantum=token_quantum,
             key_quantum=key_quantum,
         )
 
@@ -189,7 +189,7 @@ class ScriptedForward:
             logits = self._logits(step)
             poisoned = [token for token, fault in faults.items() if fault is Fault.NON_FINITE]
             if poisoned:
-                logits[np.isin(step.token_ids[list(step.logit_rows)], poisoned)] = torch.nan
+                logits[np.isin(step.token_ids[list(step.logit_queries)], poisoned)] = torch.nan
         if (rest := until - time.monotonic()) > 0:
             time.sleep(rest)
         step.on_computed()
@@ -210,7 +210,7 @@ class ScriptedForward:
                 rows[None, None].to(self._dtype) for rows in self.model.rows(layer, step.token_ids, step.plan.positions)
             )
             out = step.plan.attend(layer, queries, keys, values, scaling=1.0)  # [1, N, 1, D]
-            averages.append(out[0, list(step.logit_rows), 0].double())
+            averages.append(out[0, list(step.logit_queries), 0].double())
         return self.model.logits(averages)
 
     def _taps(self, step: Step) -> Tensor:

@@ -131,7 +131,7 @@ def shares_of_time(forward: Forward, history: list[int], count: int) -> dict[str
 
     def steps(token_ids: list[int]) -> None:
         """As the engine cuts them."""
-        most = context.most_rows_at_once or len(token_ids)
+        most = context.most_tokens_at_once or len(token_ids)
         for first in range(0, len(token_ids), most):
             step(token_ids[first : first + most], samples=first + most >= len(token_ids))
 

@@ -163,13 +163,13 @@ def compare(model: ModelConfig, arguments: argparse.Namespace) -> dict[str, Any]
         ],
     }
     if arguments.refine_steps:
-        refined, told = refined_codec(loaded, codec, calibration, test, rates, arguments)
+        refined, reported = refined_codec(loaded, codec, calibration, test, rates, arguments)
         more = {f"refined, {rate} bytes": through(refined.at(rate)) for rate in rates}
         lines += tell(loaded, more, layers, texts, values)
-        values["gain of refining on text held out"] = record.exact(told.gain, "share")
+        values["gain of refining on text held out"] = record.exact(reported.gain, "share")
         tables["refining"] = [
-            {"bytes": rate, "kl before": told.start[rate], "kl after": told.best[rate], "steps": told.steps}
-            for rate in told.start
+            {"bytes": rate, "kl before": reported.start[rate], "kl after": reported.best[rate], "steps": reported.steps}
+            for rate in reported.start
         ]
     return {
         "what": "Ways to make a latent at equal bytes: KL to exact with every row beyond sink and window restored.",
@@ -301,7 +301,7 @@ def refined_codec(
 ) -> tuple[LatentCodec, Refinement]:
     clock = _Clock()
     short = [part.reshape(-1, part.shape[1] // 2) for part in (calibration, test)]
-    refined, told = refine(
+    refined, reported = refine(
         model,
         codec,
         short[0],
@@ -313,8 +313,8 @@ def refined_codec(
         step_size=arguments.step_size,
         seed=arguments.seed,
     )
-    clock.tell(f"refining: {told}")
-    return refined, told
+    clock.tell(f"refining: {reported}")
+    return refined, reported
 
 
 def draw(lines: Sequence[Mapping[str, Any]], folder: Path) -> None:

@@ -111,9 +111,9 @@ def _fuzz(counts: Path, flags: list[str]) -> None:
         units.run(data)
         done += 1
         if done % TOLD_EVERY == 0:
-            told = Counter({"units": done, "messages": units.seen.total()})
-            told.update({f"{method} {reason}": count for (method, reason), count in units.seen.items()})
-            counts.write_text(json.dumps(told), encoding="utf-8")
+            reported = Counter({"units": done, "messages": units.seen.total()})
+            reported.update({f"{method} {reason}": count for (method, reason), count in units.seen.items()})
+            counts.write_text(json.dumps(reported), encoding="utf-8")
 
     atheris.Setup([sys.argv[0], *flags], one)
     atheris.Fuzz()

@@ -68,14 +68,14 @@ BUGS = (
         (LEFT_OVERS,),
     ),
     Bug(
-        "a slab that was given back is not zeroed",
+        "an allocation that was given back is not zeroed",
         "inference_engine/kv/memory/pool.py",
         "                (self._discard or _zero)(states[first : first + count * self._unit])\n",
         "                assert len(states[first : first + count * self._unit])\n",
         ("tests/kv/test_cleaning.py",),
     ),
     Bug(
-        "a slab is given back twice",
+        "an allocation is given back twice",
         "inference_engine/kv/session_kv.py",
         "        parts, self.parts = self.parts, ()\n",
         "        parts = self.parts\n",
@@ -106,7 +106,7 @@ BUGS = (
         "keys that come back are turned with another layer's table",
         "inference_engine/kv/parts/archived.py",
         "torch.from_numpy(shifts), self.layers.rotary)",
-        "torch.from_numpy(shifts), self.lanes.context.geometry.layers[0].rotary)",
+        "torch.from_numpy(shifts), self.regions.context.geometry.layers[0].rotary)",
         ("tests/kv/test_restored_rotation.py",),
     ),
     Bug(
@@ -124,7 +124,7 @@ BUGS = (
         (CLOSED_FORM,),
     ),
     Bug(
-        "guesses are kept that were wrong",
+        "draft tokens are kept that were wrong",
         "inference_engine/decode/verifier.py",
         "            return tuple(samples[:count])\n",
         "            return tuple(samples)\n",

@@ -30,13 +30,13 @@ class Step:
     """One forward: the packed rows' token ids [N] (padding included), their plan, the rows whose logits are computed.
 
     tap_layers: the layers after which the hidden states of all rows are wanted, ascending.
-    draws: the tokens that are wanted, of rows among `logit_rows`.
+    draws: the tokens that are wanted, of rows among `logit_queries`.
     on_computed: called when the forward is on its way, or done, and nothing has waited for the device yet.
     """
 
     token_ids: NDArray[np.int64]
     plan: StepPlan
-    logit_rows: Sequence[int]
+    logit_queries: Sequence[int]
     tap_layers: tuple[int, ...] = ()
     draws: Sequence[Draw] = ()
     on_computed: Callable[[], None] = lambda: None
@@ -46,8 +46,8 @@ class Step:
 class Result:
     """What a step gave.
 
-    logits: float32 [len(logit_rows), V], on the device. taps: [N, len(tap_layers), hidden] in the model's dtype, on the
-    device; None if none are wanted. samples: of each draw, one for each of its rows, on the host.
+    logits: float32 [len(logit_queries), V], on the device. taps: [N, len(tap_layers), hidden] in the model's dtype, on
+    the device; None if none are wanted. samples: of each draw, one for each of its rows, on the host.
     """
 
     logits: Tensor
@@ -75,12 +75,12 @@ class Forward(Protocol):
 
     @property
     def has_address_space(self) -> bool:
-        """Can arenas be larger than the memory that they take?"""
+        """Can buffers be larger than the memory that they take?"""
 
     def open(
         self, geometry: Geometry, capacity_bytes: int, *, address_bytes: int = 0, tap_layers: tuple[int, ...] = ()
     ) -> KVContext:
-        """Allocate the arenas and get ready for steps; tap_layers: of those that will want hidden states.
+        """Allocate the buffers and get ready for steps; tap_layers: of those that will want hidden states.
 
         address_bytes: of address space for them, where there is any beyond the capacity.
         """

@@ -1,12 +1,12 @@
 """Steps as CUDA graphs: recorded for each number of rows when the engine starts, then run over other numbers.
 
 A small model's step is hundreds of launches of microseconds each, and preparing them on the host takes longer than
-running them, whether it decodes or takes in a segment of a prompt. A step whose rows all attend to lanes is nothing but
-numbers of fixed shapes (`kv/numbers.py`), and can be recorded.
+running them, whether it decodes or takes in a segment of a prompt. A step whose rows all attend to regions is nothing
+but numbers of fixed shapes (`kv/numbers.py`), and can be recorded.
 
-    numbers   ids [N] | positions [N] | rows whose logits are wanted [at most MOST_LOGITS] | writes | lanes
+    numbers   ids [N] | positions [N] | rows whose logits are wanted [at most MOST_LOGITS] | writes | regions
 
-N is rounded up to one of `SIZES`; the rows that pad it write to row 0 of the arena and attend to nothing.
+N is rounded up to one of `SIZES`; the rows that pad it write to row 0 of the buffer and attend to nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 from inference_engine.backends.base import Result, Step
 from inference_engine.backends.recording import GraphMemory, Recording, padded
 from inference_engine.errors import BackendError
-from inference_engine.kernels.lane_attention import LaneAttention
+from inference_engine.kernels.ragged_attention import RaggedAttention
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
-from inference_engine.kv.numbers import LaneTables, StepNumbers
+from inference_engine.kv.numbers import StepNumbers, StepTables
 from inference_engine.models.seam import Seam
 
 logger = logging.getLogger(__name__)
@@ -37,13 +37,13 @@ Recorded = Recording[tuple[Tensor, Tensor | None]]
 Kind = tuple[int, tuple[int, ...], bool]  # rows, tap layers, whether some read keep-sets
 
 
-def wants_graphs(choice: str, device: torch.device, *, has_lanes: bool) -> bool:
+def wants_graphs(choice: str, device: torch.device, *, has_regions: bool) -> bool:
     """Are steps to be recorded? Raises BackendError if they must be (`on`) and cannot."""
-    can = device.type == "cuda" and has_lanes
+    can = device.type == "cuda" and has_regions
     if choice == "on" and not can:
         raise BackendError(
             f"graphs=on needs a GPU, kernels=triton and a model without sinks in its heads; this is {device} "
-            f"{'with' if has_lanes else 'without'} the kernel. Start with graphs=auto"
+            f"{'with' if has_regions else 'without'} the kernel. Start with graphs=auto"
         )
     return can and choice != "off"
 
@@ -59,7 +59,7 @@ class StepGraphs:
         seam: Seam,
         geometry: Geometry,
         pool: Pool,
-        attention: LaneAttention,
+        attention: RaggedAttention,
         *,
         tap_layers: tuple[int, ...] = (),
         memory: GraphMemory,
@@ -69,7 +69,7 @@ class StepGraphs:
         tap_layers: of the steps that want hidden states. Raises BackendError for a model that cannot be recorded.
         """
         self._seam, self._geometry, self._attention = seam, geometry, attention
-        self._device = next(iter(pool.arenas.values())).keys.device
+        self._device = next(iter(pool.buffers.values())).keys.device
         self._memory = memory
         self._taps = {(), tap_layers}
         self._refused: set[Kind] = set()
@@ -85,10 +85,10 @@ class StepGraphs:
 
         def compute(numbers: Tensor) -> tuple[Tensor, Tensor | None]:
             head, rest = numbers[: 2 * size + _logits(size)], numbers[2 * size + _logits(size) :]
-            tables = LaneTables.over(rest, geometry, pool, attention, rows=size, selects=selects)
+            tables = StepTables.over(rest, geometry, pool, attention, rows=size, selects=selects)
             return _forward(seam, head[:size], head[size : 2 * size], head[2 * size :], tables, taps)
 
-        nothing = StepNumbers(geometry, size, has_lanes=True, scratch=pool.scratch)
+        nothing = StepNumbers(geometry, size, has_regions=True, scratch=pool.scratch)
         idle = np.concatenate([np.zeros(2 * size + _logits(size), dtype=np.int64), nothing.all])
         try:
             return Recording(idle, self._device, compute, self._memory)
@@ -102,9 +102,9 @@ class StepGraphs:
         then on: those in it have no part in it.
         """
         plan = step.plan
-        if not plan.is_lanes_only or step.tap_layers not in self._taps or len(step.logit_rows) > MOST_LOGITS:
+        if not plan.is_numbers_only or step.tap_layers not in self._taps or len(step.logit_queries) > MOST_LOGITS:
             return False
-        if plan.row_count > (MOST_SELECTING if plan.selects else SIZES[-1]):
+        if plan.query_count > (MOST_SELECTING if plan.selects else SIZES[-1]):
             return False
         return bool(plan.positions.max() < self._seam.trained_positions) and self._is_recorded(step)
 
@@ -120,20 +120,20 @@ class StepGraphs:
 
     def run(self, step: Step) -> Result:
         """As `Forward.run`, of a step that `can_run`."""
-        plan, rows = step.plan, step.plan.row_count
+        plan, rows = step.plan, step.plan.query_count
         kind = _kind(step)
         size = kind[0]
-        kept = padded(np.array(step.logit_rows, dtype=np.int64), _logits(size))
+        kept = padded(np.array(step.logit_queries, dtype=np.int64), _logits(size))
         numbers = plan.numbers.padded(size, plan.pool.scratch)
         logits, taps = self._recorded[kind].run(
             padded(step.token_ids, size), padded(plan.positions, size), kept, numbers.all
         )
         # Copies: the next step overwrites what the graph gives.
-        return Result(logits[: len(step.logit_rows)].clone(), None if taps is None else taps[:rows].clone())
+        return Result(logits[: len(step.logit_queries)].clone(), None if taps is None else taps[:rows].clone())
 
 
 def _kind(step: Step) -> Kind:
-    return SIZES[bisect_left(SIZES, step.plan.row_count)], step.tap_layers, step.plan.selects
+    return SIZES[bisect_left(SIZES, step.plan.query_count)], step.tap_layers, step.plan.selects
 
 
 def _logits(size: int) -> int:
@@ -142,7 +142,7 @@ def _logits(size: int) -> int:
 
 
 def _forward(
-    seam: Seam, ids: Tensor, positions: Tensor, kept: Tensor, tables: LaneTables, tap_layers: tuple[int, ...]
+    seam: Seam, ids: Tensor, positions: Tensor, kept: Tensor, tables: StepTables, tap_layers: tuple[int, ...]
 ) -> tuple[Tensor, Tensor | None]:
     """Logits [n, V] float32 of the rows `kept` [n], and hidden states [N, layers, hidden] if any are wanted."""
     with seam.tapped(tap_layers) as states, seam.attending(tables, np.zeros(1, dtype=np.int64)):

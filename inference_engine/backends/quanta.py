@@ -65,7 +65,7 @@ def _linear_agrees(linear: nn.Linear | PackedLinear, quantum: int, device: torch
 
 @torch.inference_mode()
 def _attention_agrees(
-    heads: tuple[int, int, int], row_quantum: int, key_quantum: int, device: torch.device, dtype: torch.dtype
+    heads: tuple[int, int, int], token_quantum: int, key_quantum: int, device: torch.device, dtype: torch.dtype
 ) -> bool:
     query_heads, kv_heads, head_dim = heads
     generator = torch.Generator().manual_seed(0)
@@ -86,7 +86,7 @@ def _attention_agrees(
     whole = run(0, _ROWS, key_quantum)
     return all(
         torch.equal(run(first, rows, count), whole[first : first + rows])
-        for rows in (row_quantum, 3 * row_quantum)
-        for first in (0, row_quantum, _ROWS - rows)
+        for rows in (token_quantum, 3 * token_quantum)
+        for first in (0, token_quantum, _ROWS - rows)
         for count in (key_quantum, 2 * key_quantum, 3 * key_quantum)
     )

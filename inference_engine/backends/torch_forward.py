@@ -81,14 +81,14 @@ class TorchForward:
         return self._records_graphs
 
     def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
-        row_quantum, key_quantum = probe_quanta(self.seam) if mode is Mode.FIXED_SHAPE else (1, 1)
+        token_quantum, key_quantum = probe_quanta(self.seam) if mode is Mode.FIXED_SHAPE else (1, 1)
         return Geometry(
             layers=self.seam.layers,
             itemsize=self.seam.dtype.itemsize,
             trained_positions=self.seam.trained_positions,
             page_tokens=page_tokens,
             segment_tokens=segment_tokens,
-            row_quantum=row_quantum,
+            token_quantum=token_quantum,
             key_quantum=key_quantum,
         )
 
@@ -114,13 +114,13 @@ class TorchForward:
             pool = Pool(geometry, capacity_bytes, zeros, address_bytes=address_bytes, discard=discard)
         else:
             pool = Pool(geometry, capacity_bytes, partial(torch.zeros, dtype=self.seam.dtype, device=self._device))
-        most_rows: int | None = None
+        most_queries: int | None = None
         compute: Compute = compute_plainly
-        if self.records_graphs and self._ops.attends_together and geometry.row_quantum == 1:
+        if self.records_graphs and self._ops.attends_together and geometry.token_quantum == 1:
             self._graphs[pool] = StepGraphs(
-                self.seam, geometry, pool, self._ops.attend_lanes, tap_layers=tap_layers, memory=self._memory
+                self.seam, geometry, pool, self._ops.attend_ragged, tap_layers=tap_layers, memory=self._memory
             )
-            most_rows = SIZES[-1]
+            most_queries = SIZES[-1]
             segment = geometry.segment_tokens
             # Beyond a segment, fewer rows than are wanted are computed beside them.
             compute = RecordedRows((segment, 2 * segment, SEGMENTS_IN_A_CHUNK * segment), self._memory)
@@ -131,7 +131,7 @@ class TorchForward:
             device=self._device,
             ops=self._ops,
             compute=compute,
-            most_rows_at_once=most_rows,
+            most_tokens_at_once=most_queries,
         )
 
     def run(self, step: Step) -> Result:
@@ -156,7 +156,7 @@ class TorchForward:
                 input_ids=torch.from_numpy(step.token_ids)[None].to(self._device),
                 position_ids=torch.from_numpy(step.plan.positions)[None].to(self._device),
                 use_cache=False,
-                logits_to_keep=torch.tensor(step.logit_rows, dtype=torch.long, device=self._device),
+                logits_to_keep=torch.tensor(step.logit_queries, dtype=torch.long, device=self._device),
             )
             logits: Tensor = out.logits
             return Result(logits[0].float(), torch.stack(states, dim=2)[0] if states else None)
@@ -194,7 +194,7 @@ def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
     ops = open_ops(config.kernels, device)
     if seam.has_head_sinks:
         ops = replace(ops, attends_together=False)
-    records_graphs = wants_graphs(config.graphs, device, has_lanes=ops.attends_together)
+    records_graphs = wants_graphs(config.graphs, device, has_regions=ops.attends_together)
     return TorchForward(seam, facts, device, ops=ops, records_graphs=records_graphs)
 
 

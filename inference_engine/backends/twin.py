@@ -1,7 +1,7 @@
 """Admits a model by test: small twins of it, made from its configuration alone, must give the model's own logits.
 
     traits       every layer, its keys at two positions: rotated, unrotated, or changed in a way that cannot be repeated
-    full         a few layers, whole in the model's own eager attention; in chunks beside a stranger through our seam
+    full         a few layers, whole in the model's own eager attention; in chunks beside a neighbour through our seam
     strategies   each one's small variants, against plain attention under its rule. Keys that it moves are compared with
                  keys that the model itself computes there: rows that travel along at the other position.
 
@@ -109,7 +109,7 @@ def admit_config(
         torch.manual_seed(seed)
         traits = _try(kind, "traits", lambda: _traits(kind, config, sizes))
         twin = _try(kind, "twin", lambda: _Twin(kind, config, traits, sizes))
-        difference = _try(kind, "logits", lambda: twin.difference(_chunks_beside_a_stranger(twin), twin.expected))
+        difference = _try(kind, "logits", lambda: twin.difference(_chunks_beside_a_neighbour(twin), twin.expected))
         if not difference <= _TOLERANCE:
             raise ModelError(
                 f"{kind.__name__} is not served rightly: through the attention seam a small twin's logits differ by "
@@ -320,19 +320,19 @@ def representative_layers(config: PretrainedConfig, traits: Sequence[LayerTraits
 # -- ours --------------------------------------------------------------------------------------------------------------
 
 
-def _chunks_beside_a_stranger(twin: _Twin) -> Tensor:
+def _chunks_beside_a_neighbour(twin: _Twin) -> Tensor:
     context = twin.open()
-    ours, stranger = (SessionKV(Full(), context, _LENGTH) for _ in range(2))
+    ours, neighbour = (SessionKV(Full(), context, _LENGTH) for _ in range(2))
     logits = []
     for first in range(0, _LENGTH, _SEGMENT):
         chunk = twin.text[first : first + _SEGMENT]
-        for session in (stranger, ours):
+        for session in (neighbour, ours):
             session.stage(len(chunk))
-        plan = StepPlan([stranger, ours], context.geometry, context.pool, mask_dtype=torch.float32)
+        plan = StepPlan([neighbour, ours], context.geometry, context.pool, mask_dtype=torch.float32)
         real = plan.spans[1].real
         step = Step(np.concatenate([chunk[::-1], chunk]), plan, range(real.start, real.stop))
         logits.append(twin.forward.run(step).logits)
-        for session in (stranger, ours):
+        for session in (neighbour, ours):
             session.commit(session.length + len(chunk))
     return torch.cat(logits)
 

@@ -143,7 +143,7 @@ def _model(found: Settings) -> Finding:
 
     checked = check_model(found.model.model, cache=found.model.cache_path, thorough=True)
     if checked.manifest is None:
-        ignored = f"; {told}" if (told := tell_ignored(checked.ignored)) else ""
+        ignored = f"; {reported}" if (reported := tell_ignored(checked.ignored)) else ""
         return Finding(
             Level.WARN, f"{checked.model_id} in {checked.folder}: no manifest vouches for these files{ignored}"
         )

@@ -53,12 +53,12 @@ def strategies(has_latent: bool) -> list[Strategy]:
 
 def recall(client: Client, tokenizer: Any, chosen: Sequence[Strategy]) -> list[Recalled]:
     """Tell, push out, ask; one session after the other."""
-    told, asked = _ids(tokenizer)
+    reported, asked = _ids(tokenizer)
     found = []
     for strategy in chosen:
-        with client.create_session(strategy, limit_tokens=len(told) + len(asked) + 2 * _ANSWER_TOKENS) as session:
+        with client.create_session(strategy, limit_tokens=len(reported) + len(asked) + 2 * _ANSWER_TOKENS) as session:
             # A first token is generated and so the text is read; the question comes later, as in a conversation.
-            session.append(told)
+            session.append(reported)
             session.generate(1).result()
             held = session.info().kv_live_bytes
             session.append(asked)
@@ -76,8 +76,8 @@ def recall(client: Client, tokenizer: Any, chosen: Sequence[Strategy]) -> list[R
 
 
 def show(found: Sequence[Recalled], console: Console) -> None:
-    told = f"The pass key is {KEY}."
-    console.print(f"{told} Then {REPEATS} times the same five sentences, then the question.\n", markup=False)
+    reported = f"The pass key is {KEY}."
+    console.print(f"{reported} Then {REPEATS} times the same five sentences, then the question.\n", markup=False)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("strategy", "answer", "K/V held meanwhile", "restored", "evicted"):
         table.add_column(name, justify="left" if name in ("strategy", "answer") else "right")

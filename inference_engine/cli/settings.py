@@ -38,7 +38,7 @@ HELP = {
     "threads": ("N", "CPU threads; 0: one a core"),
     "cache_dir": ("FOLDER", "where fetched models are kept; empty: the user's cache folder"),
     "latent": ("FOLDER", "what `kakeya train latent` made; auto: the one in the cache, if there is one; none: none"),
-    "drafter": ("NAME|FOLDER", "what guesses ahead: ngram, what `kakeya train drafter` made, auto or none"),
+    "drafter": ("NAME|FOLDER", "what drafts tokens: ngram, what `kakeya train drafter` made, auto or none"),
     "mode": ("MODE", "batched, or fixed-shape: equal histories give equal bits, at a price per token"),
     "strategy": (
         "SPEC",
@@ -78,7 +78,7 @@ HELP = {
         "prefills beside decoding sessions let a step take no longer; 0: a segment each",
     ),
     "max_batch": ("N", "Generates in one forward"),
-    "draft_tokens": ("N", "guesses in each draft; 0: as many as pay, none among them"),
+    "draft_tokens": ("N", "draft tokens in each draft; 0: as many as pay, none among them"),
     "step_tokens": ("N", "rows in one forward, of prefills and decodes; 0: 512 on a CPU, 4096 elsewhere"),
     "segment_tokens": ("N", "the unit of prefill and eviction; a multiple of page_tokens"),
     "page_tokens": ("N", "the unit of allocation"),

@@ -1,10 +1,11 @@
-"""What a drafter is to the engine: cheap guesses at what a session's model will say next.
+"""What a drafter is to the engine: cheap draft tokens of what a session's model will say next.
 
     propose   sessions that want a draft → token ids for the positions after their history
     observe   rows that were committed → whatever the drafter wants to remember of them
 
-A draft is a guess and nothing else: the target samples every position itself, and a guess stays if it is that sample.
-So a drafter, however wrong, never changes a token. Drafters lie above the engine; this is all it knows of them.
+A draft is a draft token and nothing else: the target samples every position itself, and a draft token stays if it is
+that sample. So a drafter, however wrong, never changes a token. Drafters lie above the engine; this is all it knows of
+them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from inference_engine.kv.context import DraftMemories, DraftMemory, KVContext
 
-__all__ = ["DraftMemory", "Drafter", "Seen", "TokenIds", "Tokens", "Wanted", "Way"]
+__all__ = ["DraftMemory", "DraftMethod", "Drafter", "Seen", "TokenIds", "Tokens", "Wanted"]
 
 TokenIds = NDArray[np.uint32]
 
@@ -37,15 +38,16 @@ class Tokens(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One of the ways in which a drafter drafts. How often guesses are right, and what they cost, is known for each.
+class DraftMethod:
+    """One of the ways in which a drafter drafts. How often draft tokens are right, and what they cost, is known for
+    each.
 
-    longest: the most tokens it gives at once. needs_rows: it has to be told of every committed row before.
+    longest: the most tokens it gives at once. needs_entries: it has to be told of every committed row before.
     """
 
     name: str
     longest: int
-    needs_rows: bool
+    needs_entries: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Wanted:
 
     history: every recorded id; the last one was just sampled and has no row yet. The draft begins after it.
     temperature, seed: what the target samples with, greedily at 0: the token that will be number p of the history is
-    drawn with the noise of (seed, p) (`kernels/noise.py`), and a drafter may guess with it.
+    drawn with the noise of (seed, p) (`kernels/noise.py`), and a drafter may draft with it.
     """
 
     memory: DraftMemory | None
@@ -97,7 +99,7 @@ class Drafter(DraftMemories, Protocol):
     def prepare(self, context: KVContext) -> None:
         """Get ready for the sessions of `context`. Called once, before there are any."""
 
-    def way(self, history: Tokens) -> Way | None:
+    def way(self, history: Tokens) -> DraftMethod | None:
         """In which way it would draft after this history; None if it has nothing to say. Asked often: cheap."""
 
     def observe(self, seen: Sequence[Seen]) -> None:

@@ -1,13 +1,14 @@
 """How long a draft should be, from what drafts gave and what steps took: a draft has to pay for its rows.
 
-    tokens a second with n guesses = (others + 1 + r₁ + r₁r₂ + … + r₁…rₙ) ÷ (seconds(rows + n) + drafting)
+    tokens a second with n draft tokens = (others + 1 + r₁ + r₁r₂ + … + r₁…rₙ) ÷ (seconds(rows + n) + drafting)
 
-rᵢ is how often the guess in place i was right when those before it were. Steps are measured as they come, in groups of
-as many sessions; older ones count less. What a machine is busy with meanwhile slows all steps alike: when plain ones
-take longer, the others, measured seldom, count as longer by as much. Numbers of rows between known ones lie on the line
-between them; beyond the largest known one they are taken to cost no more, so they are tried, and then known.
+rᵢ is how often the draft token in place i was right when those before it were. Steps are measured as they come, in
+groups of as many sessions; older ones count less. What a machine is busy with meanwhile slows all steps alike: when
+plain ones take longer, the others, measured seldom, count as longer by as much. Numbers of rows between known ones lie
+on the line between them; beyond the largest known one they are taken to cost no more, so they are tried, and then
+known.
 
-    last draft: right guesses   new session   3   7   15
+    last draft: right draft tokens   new session   3   7   15
     the next may have           7             7   15  31
 
 A long draft that is wrong costs a step or two, a short one a part of one. So a session has to earn long ones with its
@@ -29,12 +30,12 @@ _OUTLIER = 3.0  # a step that took this many times what was expected counts no m
 # Few lengths, so that what a step of each takes is soon known, and kernels meet few shapes.
 _LENGTHS = (1, 2, 4, 7, 15, 31)
 _LEAST_GAIN = 1.02  # a draft that promises less is not worth its risk
-_UNEARNED = 7  # the longest draft that needs no right guesses before it
+_UNEARNED = 7  # the longest draft that needs no right draft tokens before it
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """How often guesses are right, by their place in the draft.
+    """How often draft tokens are right, by their place in the draft.
 
     A session's begins `like` that of all sessions, which has none to be like.
     """
@@ -50,7 +51,7 @@ class Acceptance:
         return max(_UNEARNED, 2 * self._last_right + 1)
 
     def saw(self, proposed: int, accepted: int) -> None:
-        """A draft of `proposed` guesses had its first `accepted` right."""
+        """A draft of `proposed` draft tokens had its first `accepted` right."""
         self._last_right = accepted
         tried = min(proposed, accepted + 1)
         weight, memory = (_PRIOR_WEIGHT, _COMMON_MEMORY) if self.like is None else (_LIKE_WEIGHT, _SESSION_MEMORY)
@@ -62,7 +63,7 @@ class Acceptance:
             self._tried[place] = memory * self._tried[place] + 1.0
 
     def rate(self, place: int) -> float:
-        """How often the guess in `place` (from 0) is right if those before it are; unseen places resemble the last."""
+        """How often the draft token in `place` is right if those before it are; an unseen place is like the last."""
         if place < len(self._tried):
             return self._right[place] / self._tried[place]
         if self.like is not None:
@@ -94,7 +95,7 @@ class StepSeconds:
     _by_rows: dict[int, RecentSeconds] = field(default_factory=dict)
 
     def saw(self, rows: int, seconds: float, *, is_plain: bool) -> None:
-        """A step of `rows` took so long. is_plain: it verified no guess; the others keep their ratios to it."""
+        """A step of `rows` took so long. is_plain: it verified no draft token; the others keep their ratios to it."""
         recent = self._by_rows.setdefault(rows, RecentSeconds())
         before = recent.seconds
         recent.saw(seconds)
@@ -122,9 +123,10 @@ class StepSeconds:
 
 
 def best_length(acceptance: Acceptance, step: StepSeconds, *, sessions: int, longest: int, draft_seconds: float) -> int:
-    """How many guesses give the most tokens a second, at most `longest`; 0: a plain step does, or is not known yet.
+    """How many draft tokens give the most tokens a second, at most `longest`; 0: a plain step does, or is not known
+    yet.
 
-    sessions: how many decode in the step, one row each beside the guesses. draft_seconds: what a draft costs.
+    sessions: how many decode in the step, one row each beside the draft tokens. draft_seconds: what a draft costs.
     """
     plain = step.expected(sessions)
     if not plain:

@@ -4,12 +4,12 @@ A block is the tokens of one session that have no K/V yet: a chunk of prefill, t
 likelihood is asked for. Its last row's logits give the next token when the block reaches the end of the history. One
 synchronisation per step: the token ids come back together.
 
-    drafted     a b c d         four guesses after the last token x
+    drafted     a b c d         four draft tokens after the last token x
     rows        x a b c d       each row gives the target's own sample of what follows it
     samples     a b y           a and b were right; y is the sample in c's place, and what came after c counts no more
 
-So a draft decides how many tokens a step gives, and never which (Leviathan et al., arXiv 2211.17192; here a guess has
-to equal the keyed sample, which is the same distribution and the same tokens as without a draft).
+So a draft decides how many tokens a step gives, and never which (Leviathan et al., arXiv 2211.17192; here a draft token
+has to equal the keyed sample, which is the same distribution and the same tokens as without a draft).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from inference_engine.kv.session_kv import SessionKV
 class Block:
     """Rows of one session for one step. `sampler` is None when no token is wanted: more prefill follows, or a score.
 
-    drafted: how many of the last ids are a drafter's guesses, counted as generated.
+    drafted: how many of the last ids are a drafter's draft tokens, counted as generated.
     wanted_logits: of how many of its last rows the logits are wanted as they are.
     wants_taps: the rows' hidden states are wanted, after the layers that the verifier was told.
     """
@@ -55,7 +55,7 @@ class Block:
         return 0 if self.sampler is None else 1 + self.drafted
 
     @property
-    def guesses(self) -> list[int]:
+    def draft_tokens(self) -> list[int]:
         ids: list[int] = self.token_ids[len(self.token_ids) - self.drafted :].tolist()
         return ids
 
@@ -69,7 +69,7 @@ class Block:
                 rows=range(end - self.sampled, end),
                 sampler=self.sampler,
                 position=self.kv.next_position + self.kv.staged - self.drafted,
-                drafted=self.guesses,
+                drafted=self.draft_tokens,
                 wants_logprob=self.wants_logprob,
             )
 
@@ -78,8 +78,8 @@ class Block:
 class Outcome:
     """What a block gave.
 
-    samples: where a sampler was, those that follow from each other: one for each guess that was right, and one more.
-    logits: [wanted_logits, V] float32. taps: [rows, layers, hidden].
+    samples: where a sampler was, those that follow from each other: one for each draft token that was right, and one
+    more. logits: [wanted_logits, V] float32. taps: [rows, layers, hidden].
     """
 
     samples: tuple[Sample, ...] = ()
@@ -152,14 +152,14 @@ class Verifier:
             ops=context.ops,
             on_choice=context.on_choice,
         )
-        token_ids = np.zeros(plan.row_count, dtype=np.int64)
+        token_ids = np.zeros(plan.query_count, dtype=np.int64)
         wanted: list[int] = []  # packed rows whose logits are computed
         ends: list[int] = []  # per block, one past its last row's place in `wanted`
         draws: list[Draw] = []
         for block, span in zip(blocks, plan.spans, strict=True):
             token_ids[span.real] = block.token_ids
             count = max(block.wanted_logits, block.sampled)
-            rows = _aligned_rows(span, context.geometry.row_quantum, count)
+            rows = _aligned_rows(span, context.geometry.token_quantum, count)
             ends.append(len(wanted) + (span.real.stop - rows.start if count else 0))
             wanted.extend(rows)
             draws.extend(block.draws(ends[-1]))
@@ -192,11 +192,11 @@ class Verifier:
 
 
 def _agreeing(block: Block, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-    """The samples up to the first that is not the guess in its place, that one included."""
+    """The samples up to the first that is not the draft token in its place, that one included."""
     if not block.drafted:
         return tuple(samples)
-    for count, (sample, guess) in enumerate(zip(samples, block.guesses, strict=False), start=1):
-        if sample.token_id != guess or not sample.is_finite:
+    for count, (sample, draft_token) in enumerate(zip(samples, block.draft_tokens, strict=False), start=1):
+        if sample.token_id != draft_token or not sample.is_finite:
             return tuple(samples[:count])
     return tuple(samples)
 

@@ -66,9 +66,9 @@ class Engine:
     ) -> None:
         """Allocate the pool and start the engine's thread.
 
-        latent: serves sessions that restore rows from a latent. drafter: guesses ahead for Generates that allow it.
-        on_choice: is told, on the engine's thread, which blocks generated rows read (see `kv/views.py`).
-        Raises ConfigError or BackendError for what cannot be had.
+        latent: serves sessions that restore rows from a latent. drafter: drafts tokens for Generates that allow
+        it. on_choice: is told, on the engine's thread, which blocks generated rows read (see `kv/views.py`). Raises
+        ConfigError or BackendError for what cannot be had.
         """
         config = config or EngineConfig()
         step_tokens = config.step_tokens or max(config.segment_tokens, 512 if forward.device.type == "cpu" else 4096)

@@ -43,6 +43,6 @@ def _copy_rows(store: SessionStore, parent: Session, fork: Session) -> None:
             fork.refresh_facts()
     except Exception:
         logger.exception("the rows of a fork could not be copied")
-        fork.forget_rows()
+        fork.forget_entries()
     finally:
         store.unpin(parent, fork)

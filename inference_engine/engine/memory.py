@@ -44,8 +44,8 @@ def open_memory(
     address_bytes = 0
     if grows(config, forward):
         longest = _longest_bytes(default_strategy, geometry)
-        slabs = config.max_sessions * (1 + MOST_PIECES if config.share_forks else 1)
-        address_bytes = min(2 * MOST_BYTES, 2 * capacity + slabs * longest)
+        allocations = config.max_sessions * (1 + MOST_PIECES if config.share_forks else 1)
+        address_bytes = min(2 * MOST_BYTES, 2 * capacity + allocations * longest)
     opened = forward.open(geometry, capacity, address_bytes=address_bytes, tap_layers=tap_layers)
     tier = open_tier(
         forward.device,

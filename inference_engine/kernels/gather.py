@@ -156,7 +156,7 @@ def rows_read(kept: Tensor, always: Always, *, block: int, count: int) -> tuple[
 def gather_rows(states: Tensor, rows: Tensor) -> Tensor:
     """Rows [T, Hkv, R] of `states` [Hkv, S, D] -> [T, Hkv, R, D], a copy.
 
-    A row must lie in one piece, and a whole number of rows apart from every other, as in the arena or any projection.
+    A row must lie in one piece, and a whole number of rows apart from every other, as in the buffer or any projection.
     """
     heads, count, head_dim = states.shape
     by_head, by_row, by_channel = states.stride()
@@ -164,8 +164,8 @@ def gather_rows(states: Tensor, rows: Tensor) -> Tensor:
     # Selecting whole rows of one flat view is a memory copy; indexing by head and row goes number by number.
     last = (heads - 1) * by_head + (count - 1) * by_row
     flat = states.as_strided((last // head_dim + 1, head_dim), (head_dim, 1))
-    lanes = torch.arange(heads, device=rows.device)[:, None] * (by_head // head_dim)
-    picked = flat.index_select(0, (lanes + rows * (by_row // head_dim)).flatten())
+    regions = torch.arange(heads, device=rows.device)[:, None] * (by_head // head_dim)
+    picked = flat.index_select(0, (regions + rows * (by_row // head_dim)).flatten())
     return picked.view(*rows.shape, head_dim)
 
 

@@ -5,7 +5,7 @@
 With Gumbel noise that is a draw from the softmax (Maddison et al., arXiv 1411.0030). No sum is involved, so the order
 in which a device adds cannot change it. And whoever draws for the same place with the same noise from another
 distribution, d away in total variation, comes to the same token at least (1 − d) ÷ (1 + d) of the time: so a drafter
-that knows the noise guesses what is sampled, not what is likeliest (Daliri et al., arXiv 2408.07978).
+that knows the noise drafts what is sampled, not what is likeliest (Daliri et al., arXiv 2408.07978).
 
 Bits are mixed as SplitMix64 mixes them (Steele et al., OOPSLA '14).
 """

@@ -12,25 +12,24 @@ from typing import Any
 import torch
 
 from inference_engine.errors import BackendError
-from inference_engine.kernels.lane_attention import LaneAttention, attend_lanes
 from inference_engine.kernels.noise import NoiseOfAll, noise_of_all
+from inference_engine.kernels.ragged_attention import RaggedAttention, attend_ragged
 from inference_engine.kernels.trellis import PLAIN, Trellis
 
 # The operation, and the module in `triton/` that has it under the same name.
-_KERNELS = {"attend_lanes": "lane_attention", "noise_of_all": "noise", "trellis": "trellis"}
+_KERNELS = {"attend_ragged": "ragged_attention", "noise_of_all": "noise", "trellis": "trellis"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceOps:
     """What a device computes with. Without arguments: the references, which run anywhere.
 
-    attend_lanes: attention of single queries, each over a lane of its own. noise_of_all: what sampled tokens are drawn
-    with. trellis: the coder of latents.
-    attends_together: are the queries of all sessions of a step attended to in one `attend_lanes`? Otherwise each
-    session is attended to by itself, which is better where there is no kernel.
+    attend_ragged: attention of single queries, each over a region of its own. noise_of_all: what sampled tokens are
+    drawn with. trellis: the coder of latents. attends_together: are the queries of all sessions of a step attended to
+    in one `attend_ragged`? Otherwise each session is attended to by itself, which is better where there is no kernel.
     """
 
-    attend_lanes: LaneAttention = attend_lanes
+    attend_ragged: RaggedAttention = attend_ragged
     noise_of_all: NoiseOfAll = noise_of_all
     trellis: Trellis = PLAIN
     attends_together: bool = False

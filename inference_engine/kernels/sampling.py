@@ -62,17 +62,18 @@ class Sampler:
         """Raw logits are drawn from as they are."""
         return self.seen is None and self.bias is None
 
-    def adjusted(self, logits: Tensor, guesses: Sequence[int]) -> Tensor:
-        """Raw float32 `logits` [n, V] with penalty and bias. Row r comes after the first r of the `guesses` [n - 1].
+    def adjusted(self, logits: Tensor, draft_tokens: Sequence[int]) -> Tensor:
+        """Raw float32 `logits` [n, V] with penalty and bias. Row r comes after the first r of the `draft_tokens` [n -
+        1].
 
-        Guesses are tokens that have not been observed.
+        Draft tokens are tokens that have not been observed.
         """
         sampling = self.sampling
         if self.seen is not None:
             seen = self.seen
-            if guesses:
+            if draft_tokens:
                 seen = seen.expand(len(logits), -1).clone()
-                after = [(row, guess) for row in range(len(logits)) for guess in guesses[:row]]
+                after = [(row, draft_token) for row in range(len(logits)) for draft_token in draft_tokens[:row]]
                 rows, ids = on_device(np.array(after, dtype=np.int64).T, logits.device)
                 seen[rows, ids] = True
             penalised = torch.where(

@@ -1,1 +1,1 @@
-"""What a session keeps: geometry, the pool and its slabs, strategies, and the plan of one forward."""
+"""What a session keeps: geometry, the pool and its allocations, strategies, and the plan of one forward."""

@@ -107,10 +107,10 @@ class KVContext:
 
     ops: the device's array operations.
     compute: the device's way to do the same to other rows again and again.
-    most_rows_at_once: rows of the longest step that runs at its best here, if it is nothing but lanes: longer ones are
-    sooner done in pieces. None: it does not matter.
-    on_choice: who is told which blocks generated rows read, where they are chosen by plain operations.
-    Beside the model there may be a latent codec, a drafter that remembers sessions, and a second tier for rows.
+    most_tokens_at_once: rows of the longest step that runs at its best here, if it is nothing but regions: longer ones
+    are sooner done in pieces. None: it does not matter. on_choice: who is told which blocks generated rows read, where
+    they are chosen by plain operations. Beside the model there may be a latent codec, a drafter that remembers
+    sessions, and a second tier for rows.
     """
 
     geometry: Geometry
@@ -119,7 +119,7 @@ class KVContext:
     device: torch.device
     ops: DeviceOps = REFERENCE
     compute: Compute = compute_plainly
-    most_rows_at_once: int | None = None
+    most_tokens_at_once: int | None = None
     on_choice: OnChoice | None = None
     latent: TokenCodec | None = None
     draft_memories: DraftMemories = field(default_factory=NoDraftMemories)

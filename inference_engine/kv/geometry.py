@@ -37,7 +37,7 @@ class Geometry:
     """A model's layers and the sizes everything is rounded to.
 
     page_tokens: unit of allocation. segment_tokens: positions that are prefilled and evicted together.
-    row_quantum, key_quantum: what rows and keys of a forward are padded to; 1 means no padding.
+    token_quantum, key_quantum: what rows and keys of a forward are padded to; 1 means no padding.
     """
 
     layers: tuple[LayerGeometry, ...]
@@ -45,13 +45,13 @@ class Geometry:
     trained_positions: int
     page_tokens: int = 16
     segment_tokens: int = 256
-    row_quantum: int = 1
+    token_quantum: int = 1
     key_quantum: int = 1
 
     def __post_init__(self) -> None:
-        if self.segment_tokens % self.row_quantum:
+        if self.segment_tokens % self.token_quantum:
             raise ConfigError(
-                f"segment_tokens ({self.segment_tokens}) must be a multiple of the row quantum ({self.row_quantum})"
+                f"segment_tokens ({self.segment_tokens}) must be a multiple of the row quantum ({self.token_quantum})"
             )
 
     @property
@@ -61,7 +61,7 @@ class Geometry:
 
     @property
     def alignment(self) -> int:
-        """Numbers that slabs are multiples of: there a row begins whatever its head size, and a word of 8 bytes."""
+        """Numbers that allocations are multiples of: a vector of any head size begins there, and a word of 8 bytes."""
         return math.lcm(8, *(layer.head_dim for layer in self.layers))
 
     @property

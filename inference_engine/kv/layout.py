@@ -1,4 +1,4 @@
-"""Where a position's row lies in a layer's slab, and which rows a query may see.
+"""Where a position's row lies in a layer's allocation, and which rows a query may see.
 
     sink = 4, window = 8, segment = 8            a query at 21, in the segment that starts at 16
     position   0 1 2 3 | 4 … 7 | 8 … 15 | 16 … 21
@@ -73,7 +73,7 @@ class BlockSelector:
     scorer: str = "bounds"
 
     @property
-    def sink_rows(self) -> int:
+    def sink_tokens(self) -> int:
         return -(-self.sink // self.block) * self.block
 
     def local_starts(self, positions: Positions) -> Positions:
@@ -81,9 +81,9 @@ class BlockSelector:
         return np.maximum(0, (positions - self.window) // self.block * self.block)
 
     @property
-    def most_rows(self) -> int:
+    def most_queries(self) -> int:
         """Rows that a query reads at most, its own included."""
-        return self.sink_rows + self.window + self.block + self.count * self.block
+        return self.sink_tokens + self.window + self.block + self.count * self.block
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +125,7 @@ class TierLayout:
 
     blocks: of `block` rows, in the whole history; what is known of each stays on the device.
     rows: at most so many are in the second tier, the first of them the one after the sink, in chunks of `chunk`.
-    fetched: blocks of those that the lane of a KV head has room for.
+    fetched: blocks of those that the region of a KV head has room for.
     """
 
     block: int
@@ -193,13 +193,13 @@ class Layout:
         )
 
     @property
-    def keeps_every_row(self) -> bool:
+    def keeps_every_entry(self) -> bool:
         """Does each row stay in the slot it was put in, and is it read there by every query?"""
         return self.window is None and self.selector is None and self.matcher is None
 
     def behind(self, base: int, geometry: Geometry, limit_tokens: int) -> Layout:
         """The same layout for a session whose first `base` rows lie elsewhere."""
-        assert self.keeps_every_row
+        assert self.keeps_every_entry
         return replace(self, base=base, capacity=geometry.round_up(limit_tokens - base))
 
     @property
@@ -210,7 +210,7 @@ class Layout:
         return 0 if self.selector is None else -(-self.capacity // self.selector.block)
 
     @property
-    def lane(self) -> int:
+    def region(self) -> int:
         """Slots per KV head in all."""
         return self.fetched_from + (0 if self.tier is None else self.tier.fetched * self.tier.block)
 
@@ -274,13 +274,13 @@ def _tiered(selector: BlockSelector, resident: int, geometry: Geometry, limit_to
     # A segment may begin within a block, whose first rows then stay as long as its last.
     ring = _round_up(resident + segment + block - math.gcd(block, segment), block)
     before_end = limit_tokens - limit_tokens % segment - resident
-    rows = max(0, before_end // block * block - selector.sink_rows)
+    rows = max(0, before_end // block * block - selector.sink_tokens)
     return Layout(
-        sink=selector.sink_rows,
+        sink=selector.sink_tokens,
         window=resident,
         native_window=None,
         segment=segment,
-        capacity=min(geometry.round_up(limit_tokens), selector.sink_rows + ring),
+        capacity=min(geometry.round_up(limit_tokens), selector.sink_tokens + ring),
         spare=0,
         selector=selector,
         tier=TierLayout(

@@ -1,9 +1,9 @@
-"""The numbers that a step's layers read: where each row's K and V go, and which lane it attends to.
+"""The numbers that a step's layers read: where each row's K and V go, and which region it attends to.
 
-They travel to the device together, as one run of whole numbers. A step whose rows all attend to lanes is nothing but
+They travel to the device together, as one run of whole numbers. A step whose rows all attend to regions is nothing but
 these numbers, so the same forward can be run again over others of the same shape (`backends/graphs.py`).
 
-    writes [Ln, N, Hkv] for each number of KV heads, Ln its layers · lanes [L, N, FIELDS]
+    writes [Ln, N, Hkv] for each number of KV heads, Ln its layers · regions [L, N, FIELDS]
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import BackendError
-from inference_engine.kernels.lane_attention import (
+from inference_engine.kernels.ragged_attention import (
     BASE,
     BLOCK,
     BOUNDS,
     COUNT,
     FIELDS,
     FLOOR,
+    HEAD_SLOTS,
     KEPT,
-    LANE,
     LAST,
     LOCAL,
     RING,
@@ -32,11 +32,11 @@ from inference_engine.kernels.lane_attention import (
     SINK_FLOOR,
     START,
     UPTO,
-    LaneAttention,
+    RaggedAttention,
 )
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import BlockSelector, Layout, Positions
-from inference_engine.kv.memory.pool import Arena, Pool
+from inference_engine.kv.memory.pool import KVBuffer, Pool
 from inference_engine.kv.memory.scratch import Scratch
 
 Numbers = NDArray[np.int64]
@@ -46,106 +46,106 @@ Indexes = slice | Numbers
 
 
 class StepNumbers:
-    """The numbers on the host, all zero at first: rows go to row 0 of the arena, and attend to nothing.
+    """The numbers on the host, all zero at first: rows go to row 0 of the buffer, and attend to nothing.
 
-    writes: by number of KV heads, [Ln, N, Hkv]. lanes: [L, N, FIELDS], or [L, 0, FIELDS] where no row has a lane.
+    writes: by number of KV heads, [Ln, N, Hkv]. regions: [L, N, FIELDS], or [L, 0, FIELDS] where no row has a region.
     """
 
-    def __init__(self, geometry: Geometry, rows: int, *, has_lanes: bool, scratch: Scratch | None = None) -> None:
+    def __init__(self, geometry: Geometry, rows: int, *, has_regions: bool, scratch: Scratch | None = None) -> None:
         """scratch: where the memory comes from, and goes to when these numbers go; None: the system."""
         self.geometry = geometry
         self.rows = rows
-        self.all = (scratch or Scratch()).zeros(_count(geometry, rows, has_lanes), self)
-        self.writes, self.lanes = _split(self.all, geometry, rows)
+        self.all = (scratch or Scratch()).zeros(_count(geometry, rows, has_regions), self)
+        self.writes, self.regions = _split(self.all, geometry, rows)
 
-    def write(self, kv_heads: int, places: Indexes, rows: slice, starts: Numbers, lane_rows: Numbers) -> None:
+    def write(self, kv_heads: int, places: Indexes, rows: slice, starts: Numbers, region_offsets: Numbers) -> None:
         """Say where K and V of `rows` go, in the layers with so many KV heads at `places`.
 
-        starts: [places], of each layer's lanes; lane_rows: [rows · Hkv], from there on.
+        starts: [places], of each layer's regions; region_rows: [rows · Hkv], from there on.
         """
         # All rows and heads as one axis: numpy is slow on short ones.
         writes = self.writes[kv_heads].reshape(len(self.writes[kv_heads]), -1)
-        writes[places, rows.start * kv_heads : rows.stop * kv_heads] = starts[:, None] + lane_rows
+        writes[places, rows.start * kv_heads : rows.stop * kv_heads] = starts[:, None] + region_offsets
 
     def attend(self, layers: Indexes, rows: slice, starts: Numbers, lines: Numbers) -> None:
-        """Say what `rows` see in `layers`, alike in all of them but for the lanes' `starts`.
+        """Say what `rows` see in `layers`, alike in all of them but for the regions' `starts`.
 
-        lines: [rows, FIELDS], see `lane_numbers`.
+        lines: [rows, FIELDS], see `region_lines`.
         """
-        lanes = self.lanes.reshape(len(self.lanes), -1)
-        lanes[layers, rows.start * FIELDS : rows.stop * FIELDS] = lines.reshape(-1)
-        self.lanes[layers, rows, START] = starts[:, None]
+        regions = self.regions.reshape(len(self.regions), -1)
+        regions[layers, rows.start * FIELDS : rows.stop * FIELDS] = lines.reshape(-1)
+        self.regions[layers, rows, START] = starts[:, None]
 
     def padded(self, rows: int, scratch: Scratch) -> StepNumbers:
         """The same with more rows, which do nothing."""
         if rows == self.rows:
             return self
-        wider = StepNumbers(self.geometry, rows, has_lanes=True, scratch=scratch)
+        wider = StepNumbers(self.geometry, rows, has_regions=True, scratch=scratch)
         for heads, writes in self.writes.items():
             wider.writes[heads][:, : self.rows] = writes
-        wider.lanes[:, : self.rows] = self.lanes
+        wider.regions[:, : self.rows] = self.regions
         return wider
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaneTables:
+class StepTables:
     """The numbers on the device, and what is done with them in each layer. Fulfils the seam's AttentionPlan."""
 
     geometry: Geometry
     pool: Pool
-    attention: LaneAttention
-    blocks: int  # as LaneAttention has it
+    attention: RaggedAttention
+    blocks: int  # as RaggedAttention has it
     writes: tuple[Tensor, ...]  # by layer [N · Hkv]
-    lanes: Tensor
+    regions: Tensor
 
     @staticmethod
     def over(
         numbers: Tensor,
         geometry: Geometry,
         pool: Pool,
-        attention: LaneAttention,
+        attention: RaggedAttention,
         *,
         rows: int,
         selects: bool = False,
-    ) -> LaneTables:
+    ) -> StepTables:
         """Views of `numbers`, which lie on the device as StepNumbers has them. selects: does a row read a keep-set?"""
-        writes, lanes = _split(numbers, geometry, rows)
+        writes, regions = _split(numbers, geometry, rows)
         by_layer = {
             layer: writes[heads][place].reshape(-1)
             for heads, layers in _by_heads(geometry).items()
             for place, layer in enumerate(layers)
         }
         ordered = tuple(by_layer[layer] for layer in range(len(geometry.layers)))
-        return LaneTables(
+        return StepTables(
             geometry=geometry,
             pool=pool,
             attention=attention,
             blocks=most_blocks(geometry) if selects else 0,
             writes=ordered,
-            lanes=lanes,
+            regions=regions,
         )
 
-    def arena(self, layer: int) -> Arena:
-        return self.pool.arenas[self.geometry.layers[layer].head_dim]
+    def buffer(self, layer: int) -> KVBuffer:
+        return self.pool.buffers[self.geometry.layers[layer].head_dim]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Put the rows' K and V, [1, Hkv, N, D] each, where they belong."""
-        arena = self.arena(layer)
-        arena.keys.index_copy_(0, self.writes[layer], by_row(keys))
-        arena.values.index_copy_(0, self.writes[layer], by_row(values))
+        buffer = self.buffer(layer)
+        buffer.keys.index_copy_(0, self.writes[layer], by_row(keys))
+        buffer.values.index_copy_(0, self.writes[layer], by_row(values))
 
     def read(
         self, layer: int, queries: Tensor, *, scaling: float, softcap: float | None, head_sinks: Tensor | None
     ) -> Tensor:
-        """[N, Hq, D]: what each row gets from its lane, and zeros for rows that have none. queries: [1, Hq, N, D]."""
+        """[N, Hq, D]: what each row gets from its region, and zeros for rows that have none. queries: [1, Hq, N, D]."""
         if head_sinks is not None:
             raise BackendError("the model's attention has a sink of its own in each head; start with kernels=plain")
-        arena = self.arena(layer)
+        buffer = self.buffer(layer)
         return self.attention(
             queries[0].transpose(0, 1),
-            arena.keys,
-            arena.values,
-            self.lanes[layer],
+            buffer.keys,
+            buffer.values,
+            self.regions[layer],
             kv_heads=self.geometry.layers[layer].kv_heads,
             scaling=scaling,
             softcap=softcap,
@@ -163,12 +163,12 @@ class LaneTables:
         softcap: float | None = None,
         head_sinks: Tensor | None = None,
     ) -> Tensor:
-        """Write the rows of `layer` and attend; as `StepPlan.attend`, for steps whose rows all attend to lanes."""
+        """Write the rows of `layer` and attend; as `StepPlan.attend`, for steps whose rows all attend to regions."""
         self.write(layer, keys, values)
         return self.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)[None]
 
 
-def lane_numbers(layout: Layout, queries: Positions, *, last: int, count: int) -> Numbers:
+def region_lines(layout: Layout, queries: Positions, *, last: int, count: int) -> Numbers:
     """[n, FIELDS], for each of `queries`, which read every slot that they see; what differs by layer is left 0.
 
     last: the last position that has an entry. count: slots to look at, those before the layout's base among them. Says
@@ -178,7 +178,7 @@ def lane_numbers(layout: Layout, queries: Positions, *, last: int, count: int) -
     nearest = np.zeros_like(queries) if native is None else np.maximum(0, queries - native + 1)
     horizons = np.zeros_like(queries) if window is None else queries - queries % layout.segment - window
     lines = np.zeros((len(queries), FIELDS), dtype=np.int64)
-    lines[:, LANE] = layout.lane
+    lines[:, HEAD_SLOTS] = layout.region
     lines[:, COUNT] = count
     lines[:, SINK] = layout.sink
     lines[:, RING] = 0 if window is None else max(1, layout.capacity - layout.sink)
@@ -192,7 +192,7 @@ def lane_numbers(layout: Layout, queries: Positions, *, last: int, count: int) -
 
 def choose_blocks(lines: Numbers, layout: Layout, selector: BlockSelector, queries: Positions) -> None:
     """Let the queries of these lines [..., n, FIELDS] read the blocks that the selector chooses, not every slot."""
-    lines[..., SINK] = selector.sink_rows
+    lines[..., SINK] = selector.sink_tokens
     lines[..., BLOCK] = selector.block
     lines[..., KEPT] = selector.count
     lines[..., LOCAL] = selector.local_starts(queries)
@@ -200,7 +200,8 @@ def choose_blocks(lines: Numbers, layout: Layout, selector: BlockSelector, queri
 
 
 def most_blocks(geometry: Geometry) -> int:
-    """Among how many blocks a row of a lane can choose: those of the smallest size in the longest history, to a limit.
+    """Among how many blocks a row of a region can choose: those of the smallest size in the longest history, to a
+    limit.
 
     A number that does not follow from who is there, so that what was recorded fits all.
     """
@@ -236,12 +237,12 @@ def _by_heads(geometry: Geometry) -> dict[int, list[int]]:
     return found
 
 
-def _count(geometry: Geometry, rows: int, has_lanes: bool) -> int:
-    return rows * sum(layer.kv_heads + FIELDS * has_lanes for layer in geometry.layers)
+def _count(geometry: Geometry, rows: int, has_regions: bool) -> int:
+    return rows * sum(layer.kv_heads + FIELDS * has_regions for layer in geometry.layers)
 
 
 def _split(numbers: Array, geometry: Geometry, rows: int) -> tuple[dict[int, Array], Array]:
-    """Views of one run of numbers: the writes by number of KV heads, and the lanes of all layers."""
+    """Views of one run of numbers: the writes by number of KV heads, and the regions of all layers."""
     writes: dict[int, Array] = {}
     first = 0
     for heads, layers in _by_heads(geometry).items():

@@ -7,9 +7,9 @@ layer with no session object, no synchronisation and no decision. In fixed-shape
 position modulo the row quantum, padded on both sides, and keys are padded to the key quantum: a row then meets the
 same arithmetic whatever else is in the forward.
 
-Where the device has an operation for it, rows that read lanes are attended to all at once, whatever their sessions are
-(`kernels/lane_attention.py`), but for the longest chunks of prefills: these see every row up to their own, and need no
-mask. A step of nothing but lanes is a table of numbers (`LaneTables`), and may be run as a graph.
+Where the device has an operation for it, rows that read regions are attended to all at once, whatever their sessions
+are (`kernels/ragged_attention.py`), but for the longest chunks of prefills: these see every row up to their own, and
+need no mask. A step of nothing but regions is a table of numbers (`StepTables`), and may be run as a graph.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
-from inference_engine.kv.numbers import LaneTables, StepNumbers
+from inference_engine.kv.numbers import StepNumbers, StepTables
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.views import OnChoice, Scoring, StagedQueries, StepReads, View
 
 # Blocks of more rows are attended to session by session: each fills a device, and fused operations are at their best.
-_MOST_LANE_ROWS = 1024
+_MOST_RAGGED_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Span:
 
     rows: slice
     real: slice
-    views: dict[int, View]  # by layer; none where the rows are in the step's lane rows
+    views: dict[int, View]  # by layer; none where the rows are in the step's region rows
 
     @property
     def count(self) -> int:
@@ -72,25 +72,25 @@ class StepPlan:
     ) -> None:
         self._geometry = geometry
         self.pool = pool
-        device = next(iter(pool.arenas.values())).keys.device
-        quantum = geometry.row_quantum
-        self._attend_lanes = ops.attend_lanes
+        device = next(iter(pool.buffers.values())).keys.device
+        quantum = geometry.token_quantum
+        self._attend_ragged = ops.attend_ragged
         attends_together = ops.attends_together and quantum == 1
         staged: list[StagedQueries] = []
         total = 0
         for session in sessions:
             staged.append(_staged(session, quantum, total))
             total = staged[-1].packed.stop
-        self.row_count = total
+        self.query_count = total
         self.positions: NDArray[np.int64] = np.concatenate([queries.positions for queries in staged])
-        has_lanes = attends_together and any(kv.staged <= _MOST_LANE_ROWS for kv in sessions)
-        self.numbers = StepNumbers(geometry, total, has_lanes=has_lanes, scratch=pool.scratch)
+        has_regions = attends_together and any(kv.staged <= _MOST_RAGGED_TOKENS for kv in sessions)
+        self.numbers = StepNumbers(geometry, total, has_regions=has_regions, scratch=pool.scratch)
         reads = StepReads(
             geometry=geometry,
             device=device,
             mask_dtype=mask_dtype,
             attends_together=attends_together,
-            most_rows=_MOST_LANE_ROWS,
+            most_queries=_MOST_RAGGED_TOKENS,
             numbers=self.numbers,
             on_choice=on_choice,
         )
@@ -98,16 +98,16 @@ class StepPlan:
             for part in session.parts:
                 part.read(queries, reads)
         self._device = device
-        self.selects = reads.selects  # does a row of the lanes choose blocks?
+        self.selects = reads.selects  # does a row of the regions choose blocks?
         self.spans = tuple(Span(queries.packed, queries.rows, queries.views) for queries in staged)
         # Is this step nothing but its numbers?
-        self.is_lanes_only = not any(span.views for span in self.spans)
+        self.is_numbers_only = not any(span.views for span in self.spans)
 
     @cached_property
-    def _tables(self) -> LaneTables:
+    def _tables(self) -> StepTables:
         numbers = torch.from_numpy(self.numbers.all).to(self._device)
-        return LaneTables.over(
-            numbers, self._geometry, self.pool, self._attend_lanes, rows=self.row_count, selects=self.selects
+        return StepTables.over(
+            numbers, self._geometry, self.pool, self._attend_ragged, rows=self.query_count, selects=self.selects
         )
 
     def attend(
@@ -126,22 +126,22 @@ class StepPlan:
         All [1, H, N, D], queries and keys rotated; returns [1, N, Hq, D]. Raises SpanFailed.
         """
         tables = self._tables
-        if self.is_lanes_only:
+        if self.is_numbers_only:
             return tables.attend(layer, queries, keys, values, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
         tables.write(layer, keys, values)
-        arena = tables.arena(layer)
+        buffer = tables.buffer(layer)
         views = [span.views.get(layer) for span in self.spans]
-        lanes = queries  # whatever it is, if no row has one
+        regions = queries  # whatever it is, if no row has one
         if None in views:
-            lanes = tables.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
+            regions = tables.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
         scoring = Scoring(scaling=scaling, softcap=softcap, head_sinks=head_sinks)
         outs = []
         for index, (span, view) in enumerate(zip(self.spans, views, strict=True)):
             try:
                 outs.append(
-                    lanes[span.rows]
+                    regions[span.rows]
                     if view is None
-                    else view.read(layer, queries[0, :, span.rows].transpose(0, 1), arena, scoring)
+                    else view.read(layer, queries[0, :, span.rows].transpose(0, 1), buffer, scoring)
                 )
             except RestorationFailed as failure:
                 raise SpanFailed(index, failure) from failure

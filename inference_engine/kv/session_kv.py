@@ -4,7 +4,7 @@
     commit(length) staged rows below `length` stay, the rest are wiped; then, at a segment boundary, rows leave
 
 Eviction happens in `commit`, never before, so a rejected draft leaves no trace. Slots are wiped when they are opened,
-rejected or evicted: the lanes' bytes are a function of the committed rows alone.
+rejected or evicted: the regions' bytes are a function of the committed rows alone.
 
 Where a strategy has its old rows restored (`kv/parts/archived.py`), a session wakes for a Generate and sleeps after it.
 Awake, it is a session like any other.
@@ -25,7 +25,7 @@ from inference_engine.errors import InvariantViolated, NoCapacity
 from inference_engine.kernels.mac import MatchTotals
 from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.memory.slab import Slab, slab_bytes
+from inference_engine.kv.memory.allocation import Allocation, allocation_bytes
 from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.part import Held, Part
 from inference_engine.kv.parts.archived import ArchivedEntries
@@ -80,7 +80,7 @@ class SessionKV:
         self.grows = tokens is not None and grows_with_history(strategy, context, limit_tokens)
         self.granted_tokens = limit_tokens  # memory is granted for a history of so many; None: for any
         self._granted = self.bound  # what that may hold
-        self._granted_apart = 0  # bytes granted beside those of resident slabs
+        self._granted_apart = 0  # bytes granted beside those of resident allocations
         self._prefixes = tuple(prefixes)
         for prefix in prefixes:
             prefix.borrow()
@@ -171,13 +171,13 @@ class SessionKV:
         return self._granted.sustained_bytes - _draft_bytes(self.context)
 
     def _note_grants(self) -> None:
-        """Share what is granted out to the slabs, which may outlive the session."""
+        """Share what is granted out to the allocations, which may outlive the session."""
         plan = _placement(self.strategy, self.context, self.granted_tokens, self.base)
         geometry = self.context.geometry
         for group, (layers, layout) in zip(self._resident, plan.resident, strict=True):
             need = LayerEntries.need(geometry, layers, layout)
-            group.slab.nbytes = slab_bytes(need.demands, itemsize=geometry.itemsize)
-        self._granted_apart = self._granted_rows - sum(group.slab.nbytes for group in self._resident)
+            group.allocation.nbytes = allocation_bytes(need.demands, itemsize=geometry.itemsize)
+        self._granted_apart = self._granted_rows - sum(group.allocation.nbytes for group in self._resident)
 
     @property
     def reserved(self) -> Bound:
@@ -199,7 +199,7 @@ class SessionKV:
     @property
     def freeable(self) -> Bound:
         """What `drop` would give back: nothing of what forks read."""
-        is_lent = any(slab.is_lent for slab in self.slabs)
+        is_lent = any(allocation.is_lent for allocation in self.allocations)
         return Bound(sustained_bytes=0, peak_bytes=0) if is_lent else self.reserved
 
     # -- forks ------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class SessionKV:
         of them are copied sooner than read apart. Nothing is borrowed yet.
         """
         geometry = self.context.geometry
-        if not self._plan.keeps_every_row or geometry.row_quantum > 1 or geometry.key_quantum > 1:
+        if not self._plan.keeps_every_entry or geometry.token_quantum > 1 or geometry.key_quantum > 1:
             return ()
         lent = [prefix.pieces for prefix in self._prefixes] or [() for _ in self._plan.resident]
         if self.length - self.base >= geometry.segment_tokens and len(lent[0]) < MOST_PIECES:
@@ -228,14 +228,14 @@ class SessionKV:
         return sum(prefix.nbytes for prefix in self._prefixes)
 
     @property
-    def slabs(self) -> list[Slab]:
+    def allocations(self) -> list[Allocation]:
         """What was reserved for this session and may be lent."""
-        return [group.slab for group in self._resident]
+        return [group.allocation for group in self._resident]
 
     @property
-    def borrowed(self) -> list[Slab]:
+    def borrowed(self) -> list[Allocation]:
         """What was reserved for other sessions and is read by this one."""
-        return [piece.slab for prefix in self._prefixes for piece in prefix.pieces]
+        return [piece.allocation for prefix in self._prefixes for piece in prefix.pieces]
 
     def _reserve(self, plan: Placement) -> bool:
         context = self.context
@@ -265,8 +265,8 @@ class SessionKV:
 
     @property
     def groups(self) -> tuple[LayerEntries, ...]:
-        """The lanes that attention reads."""
-        return (*self._resident, *(group for archived in self._archived for group in archived.lanes))
+        """The regions that attention reads."""
+        return (*self._resident, *(group for archived in self._archived for group in archived.regions))
 
     # -- waking and sleeping ----------------------------------------------------------------------------------------
 
@@ -370,8 +370,8 @@ class SessionKV:
     # -- the life of rows -------------------------------------------------------------------------------------------
 
     @property
-    def reads_lanes(self) -> bool:
-        """Are all rows that it reads in lanes, so that steps of it can be nothing but numbers?"""
+    def fits_numbers(self) -> bool:
+        """Are all rows that it reads in regions, so that steps of it can be nothing but numbers?"""
         return all(part.fits_numbers for part in self.parts)
 
     @property
@@ -477,7 +477,7 @@ class SessionKV:
 
     def footprint(self) -> Footprint:
         """Bytes of opened pages by kind: entries, the sink's second copies, bounds of blocks, the cache of past
-        queries, the archive, the lanes of an active session, what a drafter remembers, blocks fetched from the second
+        queries, the archive, the regions of an active session, what a drafter remembers, blocks fetched from the second
         tier."""
         held = Held(by_kind={"rows": 0, "sink_copy": 0})
         end = self.next_position + self.staged
@@ -518,7 +518,7 @@ def bound_of(strategy: KVStrategy, context: KVContext, limit_tokens: int | None,
 
 
 def _draft_bytes(context: KVContext) -> int:
-    return slab_bytes(context.draft_memories.demands(context.geometry), itemsize=context.geometry.itemsize)
+    return allocation_bytes(context.draft_memories.demands(context.geometry), itemsize=context.geometry.itemsize)
 
 
 def _placement(strategy: KVStrategy, context: KVContext, limit_tokens: int | None, base: int) -> Placement:

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import LayerSet, Layout, Positions
-from inference_engine.kv.memory.pool import Arena
-from inference_engine.kv.memory.slab import Slab
+from inference_engine.kv.memory.allocation import Allocation
+from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.numbers import Indexes, as_slice, places_of
-from inference_engine.kv.views import ChunkView, Lane, Portion, RowSource, StagedQueries, StepReads
+from inference_engine.kv.views import ChunkView, Portion, Region, RowSource, StagedQueries, StepReads
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class LayerSlots:
-    """The lanes of a set of layers. `held` says which position each slot holds, -1 for none.
+    """The regions of a set of layers. `held` says which position each slot holds, -1 for none.
 
     layer_index, place_index: the layers' numbers, and their places among those with as many KV heads, to look up with.
     """
@@ -32,13 +32,13 @@ class LayerSlots:
     context: KVContext
     layer_set: LayerSet
     layout: Layout
-    slab: Slab
-    starts: NDArray[np.int64]  # first arena row of each layer's lanes
+    allocation: Allocation
+    starts: NDArray[np.int64]  # first buffer row of each layer's regions
     layers: NDArray[np.int64] = field(init=False)
     held: Positions = field(init=False)
     layer_index: Indexes = field(init=False)
     place_index: Indexes = field(init=False)
-    lane: Lane = field(init=False)
+    region: Region = field(init=False)
     _even: tuple[tuple[slice, int], ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,8 +47,8 @@ class LayerSlots:
         self.layer_index = as_slice(self.layers)
         self.place_index = as_slice(places_of(self.context.geometry)[self.layers])
         starts = self.starts.tolist()
-        self.lane = Lane(
-            starts=dict(zip(self.layer_set.layers, starts, strict=True)), heads=self.kv_heads, lane=self.layout.lane
+        self.region = Region(
+            starts=dict(zip(self.layer_set.layers, starts, strict=True)), heads=self.kv_heads, region=self.layout.region
         )
         self._even = tuple(evenly_apart(starts))
 
@@ -61,31 +61,31 @@ class LayerSlots:
         return self.layer_set.head_dim
 
     @property
-    def arena(self) -> Arena:
-        return self.context.pool.arenas[self.head_dim]
+    def buffer(self) -> KVBuffer:
+        return self.context.pool.buffers[self.head_dim]
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one position in all layers of the set."""
         return 2 * self.kv_heads * self.head_dim * self.context.geometry.itemsize * len(self.layers)
 
-    def lane_rows(self, slots: Positions) -> NDArray[np.int64]:
+    def region_offsets(self, slots: Positions) -> NDArray[np.int64]:
         """How far from a layer's start `slots` lie in every head: [slots · Hkv]."""
-        heads = np.arange(self.kv_heads, dtype=np.int64) * self.layout.lane
+        heads = np.arange(self.kv_heads, dtype=np.int64) * self.layout.region
         return (slots[:, None] + heads).reshape(-1)
 
     def open_slots(self, length: int) -> int:
         """Slots that histories of `length` have touched."""
         return min(length - self.layout.base, self.layout.capacity)
 
-    def open_rows(self, length: int) -> int:
+    def paged_slots(self, length: int) -> int:
         """Slots in the pages that histories of `length` have opened."""
         page = self.context.geometry.opening_tokens
         return min(self.layout.capacity, -(-self.open_slots(length) // page) * page)
 
     def open(self, first: int, end: int) -> None:
         """Wipe the slots from `first` to `end`."""
-        for states in (self.arena.keys, self.arena.values):
+        for states in (self.buffer.keys, self.buffer.values):
             for _, rows in self._views(states, first, end):
                 rows.zero_()
 
@@ -97,7 +97,7 @@ class LayerSlots:
         """Keys, rotated at their own positions, and values of `positions`: [layers, n, Hkv, D] each."""
         slots = self.layout.slots(positions)
         own = np.where(positions < self.layout.spare, self.layout.capacity + positions, slots)
-        return self.gather(self.arena.keys, own), self.gather(self.arena.values, slots)
+        return self.gather(self.buffer.keys, own), self.gather(self.buffer.values, slots)
 
     def write_entries(self, positions: Positions, keys: Tensor, values: Tensor) -> None:
         """Put entries [layers, n, Hkv, D], keys rotated at their own positions, where they belong, and hold them.
@@ -105,13 +105,13 @@ class LayerSlots:
         The positions ascend.
         """
         slots = self.layout.slots(positions)
-        self.put(self.arena.keys, slots, keys)
-        self.put(self.arena.values, slots, values)
+        self.put(self.buffer.keys, slots, keys)
+        self.put(self.buffer.values, slots, values)
         self.held[slots] = positions
         sink = positions[positions < self.layout.spare]
-        self.put(self.arena.keys, self.layout.capacity + sink, keys[:, : len(sink)])
+        self.put(self.buffer.keys, self.layout.capacity + sink, keys[:, : len(sink)])
 
-    # -- how queries read the lanes --------------------------------------------------------------------------------
+    # -- how queries read the regions --------------------------------------------------------------------------------
 
     def slot_count(self, length: int) -> int:
         """Slots to read for a history of `length`, padded as keys are."""
@@ -136,22 +136,22 @@ class LayerSlots:
     def chunk_view(
         self, queries: StagedQueries, step: StepReads, source: RowSource, chunks: Sequence[range]
     ) -> ChunkView:
-        """For queries that read the lanes and these chunks: all rows together; in fixed-shape mode quantum by quantum,
-        each with as many slots as its last row needs."""
-        positions, quantum = queries.positions, step.geometry.row_quantum
+        """For queries that read the regions and these chunks: all rows together; in fixed-shape mode quantum by
+        quantum, each with as many slots as its last row needs."""
+        positions, quantum = queries.positions, step.geometry.token_quantum
         size = quantum if quantum > 1 else len(positions)
         portions = []
         for first in range(0, len(positions), size):
             rows = slice(first, first + size)
             count = self.slot_count(int(positions[rows][-1]) + 1)
             portions.append(Portion(rows=rows, count=count, mask=self.mask(positions[rows], count, step)))
-        return ChunkView(lane=self.lane, portions=portions, source=source, chunks=chunks)
+        return ChunkView(region=self.region, portions=portions, source=source, chunks=chunks)
 
     def copy_slots(self, other: LayerSlots, first: int, source: int, count: int) -> None:
         """The bytes of `count` slots of `other`, from its slot `source` on, into those from `first` on."""
         for layer in self.layer_set.layers:
-            for states in (self.arena.keys, self.arena.values):
-                self.lane.slots(states, layer, first, count).copy_(other.lane.slots(states, layer, source, count))
+            for states in (self.buffer.keys, self.buffer.values):
+                self.region.slots(states, layer, first, count).copy_(other.region.slots(states, layer, source, count))
 
     # Slots are read and written run by run, layers that lie evenly apart at once: no table goes to the device, and
     # nothing waits for one.
@@ -167,7 +167,7 @@ class LayerSlots:
         return found
 
     def put(self, states: Tensor, slots: Positions, fresh: Tensor) -> None:
-        """The inverse; rounded to the arena's type."""
+        """The inverse; rounded to the buffer's type."""
         place = 0
         for first, end in neighbours(slots):
             for layers, rows in self._views(states, first, end):
@@ -179,7 +179,7 @@ class LayerSlots:
         dim = self.head_dim
         for layers, apart in self._even:
             shape = (layers.stop - layers.start, self.kv_heads, end - first, dim)
-            strides = (apart * dim, self.layout.lane * dim, dim, 1)
+            strides = (apart * dim, self.layout.region * dim, dim, 1)
             yield layers, states.as_strided(shape, strides, (int(self.starts[layers.start]) + first) * dim)
 
 

@@ -26,7 +26,7 @@ Option = int | float | str | tuple[int, ...] | None
 class SleepingLayout:
     """A layer whose old rows are restored: its exact rows at any time, and every readable row while awake.
 
-    Where the restorer streams, no lanes are laid out for the latter.
+    Where the restorer streams, no regions are laid out for the latter.
     """
 
     exact: Layout
@@ -59,9 +59,9 @@ class Placement:
         return any((layout.selector, layout.matcher) != (None, None) for layout in self._layouts)
 
     @property
-    def keeps_every_row(self) -> bool:
+    def keeps_every_entry(self) -> bool:
         """Does each row stay where it was put, and as it is? Then others may read it there."""
-        return self.restorer is None and all(layout.keeps_every_row for layout in self._layouts)
+        return self.restorer is None and all(layout.keeps_every_entry for layout in self._layouts)
 
     def behind(self, base: int, geometry: Geometry, limit_tokens: int) -> Placement:
         """The same for a session whose first `base` rows lie elsewhere; where every row stays."""
@@ -171,9 +171,9 @@ class KVStrategy(ABC):
     def bound(self, geometry: Geometry, limit_tokens: int | None) -> Bound:
         """Bytes of K/V such a session may hold. Page rounding, rings and the sink's second copy are in it.
 
-        Rows of a running step are staged in the lanes themselves. Where old rows are restored, the lanes that hold them
-        while the session is awake, or the room for a chunk of them, are the difference between the peak and what is
-        sustained.
+        Rows of a running step are staged in the regions themselves. Where old rows are restored, the regions that hold
+        them while the session is awake, or the room for a chunk of them, are the difference between the peak and what
+        is sustained.
         """
         return self.placement(geometry, limit_tokens).bound(geometry)
 
@@ -236,9 +236,9 @@ def check_strategy(strategy: KVStrategy, geometry: Geometry) -> None:
 
 
 def _sleeps(restorer: Restorer, rule: LayerRule, geometry: Geometry, layer: int) -> bool:
-    """Are this layer's lanes there only while the session is awake?
+    """Are this layer's regions there only while the session is awake?
 
-    A replay runs through every layer, so all need lanes of their own then. Otherwise layers with a native window keep
+    A replay runs through every layer, so all need regions of their own then. Otherwise layers with a native window keep
     their rows: the model never looks at older ones.
     """
     if restorer.replays:

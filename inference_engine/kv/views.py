@@ -2,7 +2,7 @@
 
 Where the device has an operation for it, what they read is plan numbers (`kv/numbers.py`). Otherwise it is a view: made
 once a step, on the host, and then asked layer after layer. A view holds no session. Those of a mechanism lie beside it
-in `parts/`; here are the views that read every entry, in lanes or chunk by chunk.
+in `parts/`; here are the views that read every entry, in regions or chunk by chunk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inference_engine.kernels.attention import attend, attend_causal
 from inference_engine.kernels.merge import Merging, attend_state, with_head_sinks
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
-from inference_engine.kv.memory.pool import Arena
+from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.numbers import StepNumbers
 
 
@@ -38,9 +38,9 @@ OnChoice = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 class View(Protocol):
-    """`read(layer, queries [T, Hq, D], arena, scoring)` gives [T, Hq, D]; the step's own rows are written already."""
+    """`read(layer, queries [T, Hq, D], buffer, scoring)` gives [T, Hq, D]; the step's own rows are written already."""
 
-    def read(self, layer: int, queries: Tensor, arena: Arena, scoring: Scoring) -> Tensor: ...
+    def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor: ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class StagedQueries:
         return self.end - self.first
 
     @property
-    def generated_rows(self) -> NDArray[np.int64]:
+    def generated_queries(self) -> NDArray[np.int64]:
         """Which of the session's rows, counted from its padding on, the model generated."""
         rows: NDArray[np.int64] = self.rows.start - self.packed.start + np.flatnonzero(self.generated)
         return rows
@@ -87,7 +87,7 @@ class StepReads:
     device: torch.device
     mask_dtype: torch.dtype
     attends_together: bool
-    most_rows: int
+    most_queries: int
     numbers: StepNumbers
     on_choice: OnChoice | None = None
     selects: bool = False
@@ -98,33 +98,33 @@ class StepReads:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lane:
-    """Where the keys of one session lie in a set of layers: `lane` slots for each KV head, from a layer's start."""
+class Region:
+    """Where the keys of one session lie in a set of layers: `region` slots for each KV head, from a layer's start."""
 
-    starts: Mapping[int, int]  # first arena row, by layer
+    starts: Mapping[int, int]  # first buffer row, by layer
     heads: int
-    lane: int
+    region: int
 
     def slots(self, states: Tensor, layer: int, first: int, count: int) -> Tensor:
         """[Hkv, count, D], the slots from `first` on: a view."""
         dim = states.shape[-1]
         offset = (self.starts[layer] + first) * dim
-        return states.as_strided((self.heads, count, dim), (self.lane * dim, dim, 1), offset)
+        return states.as_strided((self.heads, count, dim), (self.region * dim, dim, 1), offset)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseView:
     """Reads the first `count` slots under a mask [T, count] (None: each query sees each key)."""
 
-    lane: Lane
+    region: Region
     count: int
     mask: Tensor | None
 
-    def read(self, layer: int, queries: Tensor, arena: Arena, scoring: Scoring) -> Tensor:
+    def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
         return attend(
             queries,
-            self.lane.slots(arena.keys, layer, 0, self.count),
-            self.lane.slots(arena.values, layer, 0, self.count),
+            self.region.slots(buffer.keys, layer, 0, self.count),
+            self.region.slots(buffer.values, layer, 0, self.count),
             self.mask,
             scaling=scoring.scaling,
             softcap=scoring.softcap,
@@ -136,14 +136,14 @@ class DenseView:
 class CausalView:
     """Reads the first `count` slots, where each holds its own position and the step's rows are the last of them."""
 
-    lane: Lane
+    region: Region
     count: int
 
-    def read(self, layer: int, queries: Tensor, arena: Arena, scoring: Scoring) -> Tensor:
+    def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
         return attend_causal(
             queries,
-            self.lane.slots(arena.keys, layer, 0, self.count),
-            self.lane.slots(arena.values, layer, 0, self.count),
+            self.region.slots(buffer.keys, layer, 0, self.count),
+            self.region.slots(buffer.values, layer, 0, self.count),
             scaling=scoring.scaling,
             softcap=scoring.softcap,
             head_sinks=scoring.head_sinks,
@@ -154,7 +154,7 @@ class CausalView:
 
 
 class RowSource(Protocol):
-    """Where the entries of a session are that its lanes do not hold."""
+    """Where the entries of a session are that its regions do not hold."""
 
     def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Keys, rotated at their own positions, and values of the positions [first, last): [Hkv, n, D] each.
@@ -184,7 +184,7 @@ class Portion:
 class ChunkView:
     """Reads resident entries as `DenseView` does, and merges in those that are elsewhere, chunk by chunk.
 
-        lanes      ■ ■ ■ ■                       | ■ ■ ■ ■ ■      resident, one state
+        regions      ■ ■ ■ ■                       | ■ ■ ■ ■ ■      resident, one state
         elsewhere            | c c c | c c c | c |                a state for each chunk: fetched, attended to, let go
 
     The states are merged by their log-sum-exps (`kernels/merge.py`), so that the result is attention over all entries,
@@ -195,14 +195,14 @@ class ChunkView:
     each operation depends on a row's position alone.
     """
 
-    lane: Lane
+    region: Region
     portions: Sequence[Portion]
     source: RowSource
     chunks: Sequence[range]
 
-    def read(self, layer: int, queries: Tensor, arena: Arena, scoring: Scoring) -> Tensor:
+    def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
         states = [
-            Merging(*self._read_lanes(layer, queries[portion.rows], portion, arena, scoring))
+            Merging(*self._read_regions(layer, queries[portion.rows], portion, buffer, scoring))
             for portion in self.portions
         ]
         for chunk in self.chunks:
@@ -214,10 +214,10 @@ class ChunkView:
             out, _ = with_head_sinks(out, lse, scoring.head_sinks)
         return out.to(queries.dtype)
 
-    def _read_lanes(
-        self, layer: int, queries: Tensor, portion: Portion, arena: Arena, scoring: Scoring
+    def _read_regions(
+        self, layer: int, queries: Tensor, portion: Portion, buffer: KVBuffer, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
-        keys, values = (self.lane.slots(states, layer, 0, portion.count) for states in (arena.keys, arena.values))
+        keys, values = (self.region.slots(states, layer, 0, portion.count) for states in (buffer.keys, buffer.values))
         return _attend(queries, keys, values, portion.mask, scoring)
 
 

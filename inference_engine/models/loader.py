@@ -186,8 +186,8 @@ def load_model(
 
     _check_device(device)
     library_logging.disable_progress_bar()
-    if told := tell_ignored(checked.ignored):
-        logger.info("%s: %s", checked.model_id, told)
+    if reported := tell_ignored(checked.ignored):
+        logger.info("%s: %s", checked.model_id, reported)
     model = _from_pretrained(checked.folder, getattr(torch, dtype), attention)
     model.requires_grad_(requires_grad=False)
     if device != "cpu":

@@ -23,7 +23,7 @@ from inference_engine.scheduler.step_time import StepPace
 
 Turn = tuple[str, bool]  # an owner, and whether it prefills
 # Behind a longer history, attention outweighs all else in a step, and chunks beyond recording have the faster one.
-_MOST_LANE_POSITIONS = 4096
+_MOST_RAGGED_POSITIONS = 4096
 _MOST_TURNS = 4096  # beyond these, who was served longest ago counts as never served
 
 
@@ -63,7 +63,8 @@ class Batching:
         )
 
     def choose(self, requests: Sequence[Request]) -> dict[Request, int]:
-        """Who runs in the next step, in this order, and how many rows of each, guesses apart. They have had their turn.
+        """Who runs in the next step, in this order, and how many rows of each, draft tokens apart. They have had their
+        turn.
 
         requests: those that run, longest unserved first; at least one.
         """
@@ -129,7 +130,7 @@ class Batching:
         if rows < pending and self._targets.inter_token_seconds:
             # Odd pieces are dearer: segments begin and blocks fill where they always do.
             geometry = request.session.kv.context.geometry
-            rows = cut(request.session.kv.next_position, rows, lcm(geometry.page_tokens, geometry.row_quantum))
+            rows = cut(request.session.kv.next_position, rows, lcm(geometry.page_tokens, geometry.token_quantum))
         return rows
 
     def _most_rows(self, request: Request, beside: int = 0) -> int:
@@ -138,8 +139,8 @@ class Batching:
         Sessions that cannot run at their best, now or at all, would pay for each piece of a prefill and gain nothing.
         """
         kv, most = request.session.kv, self._config.step_tokens
-        at_once = kv.context.most_rows_at_once
-        if at_once is None or not kv.reads_lanes or kv.next_position + at_once > _MOST_LANE_POSITIONS:
+        at_once = kv.context.most_tokens_at_once
+        if at_once is None or not kv.fits_numbers or kv.next_position + at_once > _MOST_RAGGED_POSITIONS:
             return most
         return min(most, max(at_once - beside, self._config.page_tokens))
 
@@ -161,7 +162,7 @@ class Batching:
             waited_seconds=self._clock() - request.accepted_at,
             least_rows=config.page_tokens,
             segment_rows=config.segment_tokens,
-            most_rows=config.step_tokens,
+            most_queries=config.step_tokens,
             seconds_of_chunk=self._pace.seconds(config.segment_tokens + decoders),
             rows_in_time=None if in_time is None else in_time - decoders,
         )

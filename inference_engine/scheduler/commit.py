@@ -65,7 +65,7 @@ class Settling:
         if outcome.samples and not outcome.samples[-1].is_finite and request.state is RequestState.RUNNING:
             self._metrics.non_finite_logits.inc()
             # Some row of the session holds what led there. It must lead nowhere else.
-            self._endings.forget_rows(session)
+            self._endings.forget_entries(session)
             self._endings.end(request, Failed(NonFiniteLogits(len(session.history))))
         if failure is not None and request.state is RequestState.RUNNING:
             self._endings.end(request, Failed(failure))
@@ -77,7 +77,7 @@ class Settling:
             session.kv.commit(length)
         except RestorationFailed as failed:
             logger.exception("rows could not be kept")
-            session.forget_rows()
+            session.forget_entries()
             return failed
         session.refresh_facts()
         return None

@@ -65,7 +65,7 @@ class Endings:
                 event = replace(event, is_degraded=request.is_degraded)
         if isinstance(event, Failed) and is_out_of_memory(event.error):
             event = Failed(OutOfMemory())
-            self.forget_rows(request.session)
+            self.forget_entries(request.session)
         try:
             if not request.session.is_closed and not request.session.failure_reason:
                 request.session.kv.check()
@@ -115,12 +115,12 @@ class Endings:
                     logger.exception("a Generate that ran out of memory could not be ended cleanly")
 
     @staticmethod
-    def forget_rows(session: Session) -> None:
+    def forget_entries(session: Session) -> None:
         """Drop a session to its tokens, even if the device cannot wipe its rows now."""
         if session.is_closed or session.failure_reason:
             return
         try:
-            session.forget_rows()
+            session.forget_entries()
         except Exception:
             logger.exception(
                 "a session's rows were dropped, and could not be wiped", extra=about_session(session.session_id)
@@ -139,7 +139,7 @@ def _put_to_sleep(session: Session) -> None:
     except Exception:
         # The history is whole; its rows are computed anew by the next Generate.
         logger.exception("a session's rows could not be put away", extra=about_session(session.session_id))
-        session.forget_rows()
+        session.forget_entries()
     else:
         session.refresh_facts()
 

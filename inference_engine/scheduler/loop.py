@@ -41,7 +41,7 @@ from inference_engine.types import Accepted, Failed
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_SECONDS = 1.0
-_DRAFT_TOKENS = 16  # guesses that a session is granted memory for at most, if any is free
+_DRAFT_TOKENS = 16  # draft tokens that a session is granted memory for at most, if any is free
 _CLEAN_BYTES = 32 * 2**20  # of memory given back, zeroed before a step: a few milliseconds on a CPU
 _LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 0.05, 60.0
 _STUCK_SECONDS = 30.0  # a step that takes longer keeps nobody from shutting down
@@ -351,7 +351,7 @@ class Scheduler:
     def _is_secured(self, request: Request) -> bool:
         """Is there a place for its next token, and memory for those before it? If not, it ends.
 
-        Guesses behind them have memory only where some is free: nobody's K/V is dropped for them.
+        Draft tokens behind them have memory only where some is free: nobody's K/V is dropped for them.
         """
         session = request.session
         if request.forced is None:
@@ -367,10 +367,12 @@ class Scheduler:
             except RequestError as error:
                 self._endings.end(request, Failed(error))
                 return False
-        guesses = 0 if self._drafting is None else min(_DRAFT_TOKENS, self._drafting.most_guesses(request))
+        draft_tokens = 0 if self._drafting is None else min(_DRAFT_TOKENS, self._drafting.most_draft_tokens(request))
         # What was refused once is not asked for again at each step, but when the next segment is granted.
-        wants = guesses > 0 and not kv.covers(tokens + guesses) and request.refused_behind != kv.granted_tokens
-        if wants and not self._store.secure_if_free(session, tokens + guesses):
+        wants = (
+            draft_tokens > 0 and not kv.covers(tokens + draft_tokens) and request.refused_behind != kv.granted_tokens
+        )
+        if wants and not self._store.secure_if_free(session, tokens + draft_tokens):
             request.refused_behind = kv.granted_tokens
         return True
 

@@ -114,13 +114,13 @@ def chunk_beside_decoders(
     waited_seconds: float,
     least_rows: int,
     segment_rows: int,
-    most_rows: int,
+    most_queries: int,
     seconds_of_chunk: float | None,
     rows_in_time: int | None,
 ) -> int:
     """Most rows of a prefill of `pending` tokens to run beside decoding requests.
 
-    A segment, unless its first token would come too late then: `most_rows`. Never more than lets the decoding ones
+    A segment, unless its first token would come too late then: `most_queries`. Never more than lets the decoding ones
     have their tokens in time, but `least_rows` in any case. seconds_of_chunk: what a step with a segment takes;
     rows_in_time: how many fit into one of `inter_token_seconds`; None where that is not known yet.
     """
@@ -128,7 +128,7 @@ def chunk_beside_decoders(
     if targets.first_token_seconds and seconds_of_chunk is not None:
         steps = -(-pending // segment_rows)
         if waited_seconds + steps * seconds_of_chunk > targets.first_token_seconds:
-            rows = most_rows
+            rows = most_queries
     if targets.inter_token_seconds and rows_in_time is not None:
         rows = min(rows, rows_in_time)
     return max(least_rows, rows)

@@ -96,7 +96,7 @@ class Request:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     is_degraded: bool = False  # the drafter failed and is not asked again
-    refused_behind: int | None = None  # of the history granted then: there was no memory for guesses behind it
+    refused_behind: int | None = None  # of the history granted then: there was no memory for draft tokens behind it
     trace: GenerateTrace = OFF
     about: Mapping[str, str] = field(default_factory=dict)  # what its lines in the log say
 

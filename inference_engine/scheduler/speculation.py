@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from inference_engine.decode.draft import Drafter, Seen, TokenIds, Tokens, Wanted, Way
+from inference_engine.decode.draft import Drafter, DraftMethod, Seen, TokenIds, Tokens, Wanted
 from inference_engine.decode.draft_length import Acceptance, RecentSeconds, StepSeconds, best_length, steps_between
 from inference_engine.decode.verifier import Block, Outcome
 from inference_engine.metrics import EngineMetrics
@@ -61,7 +61,7 @@ class _Asked:
     """A draft of `length` to ask for, to verify or only to watch."""
 
     request: Request
-    way: Way
+    way: DraftMethod
     history: Tokens
     length: int
     is_watched: bool
@@ -89,34 +89,34 @@ class Drafting:
         vocab_size: int,
         draft_tokens: int,
     ) -> None:
-        """draft_tokens: how many guesses each draft has; 0: as many as pay."""
+        """draft_tokens: how many draft tokens each draft has; 0: as many as pay."""
         self._drafter = drafter
         self._vocab_size = vocab_size
         self._metrics = metrics
         self._clock = clock
         self._fixed = draft_tokens
         self._steps: dict[int, StepSeconds] = {}
-        self._draft_seconds: defaultdict[Way, RecentSeconds] = defaultdict(RecentSeconds)
-        self._acceptance: defaultdict[Way, Acceptance] = defaultdict(
+        self._draft_seconds: defaultdict[DraftMethod, RecentSeconds] = defaultdict(RecentSeconds)
+        self._acceptance: defaultdict[DraftMethod, Acceptance] = defaultdict(
             Acceptance
         )  # of all: what a new session begins with
-        self._paces: WeakKeyDictionary[Session, dict[Way, _Pace]] = WeakKeyDictionary()
-        self._given: dict[Request, Way] = {}  # whose guesses the step verifies
+        self._paces: WeakKeyDictionary[Session, dict[DraftMethod, _Pace]] = WeakKeyDictionary()
+        self._given: dict[Request, DraftMethod] = {}  # whose draft tokens the step verifies
         self._seen: list[tuple[Request, Seen]] = []
 
     def wants_taps(self, request: Request) -> bool:
         return bool(self._drafter.tap_layers) and self._is_served(request)
 
-    def most_guesses(self, request: Request) -> int:
+    def most_draft_tokens(self, request: Request) -> int:
         """In its next step, memory apart."""
         if request.is_prefilling or not self._is_served(request):
             return 0
         return max(0, request.params.max_tokens - request.generated - 1)
 
-    def _paces_of(self, request: Request) -> dict[Way, _Pace]:
+    def _paces_of(self, request: Request) -> dict[DraftMethod, _Pace]:
         return self._paces.setdefault(request.session, {})
 
-    def _pace(self, request: Request, way: Way) -> _Pace:
+    def _pace(self, request: Request, way: DraftMethod) -> _Pace:
         paces = self._paces_of(request)
         if way not in paces:
             paces[way] = _Pace(Acceptance(self._acceptance[way]))
@@ -127,7 +127,8 @@ class Drafting:
     def draft(
         self, decoding: Sequence[Request], rows_left: int, *, on_work: Callable[[], None] = lambda: None
     ) -> dict[Request, TokenIds]:
-        """Guesses for the requests that a step decodes, one row each; all guesses together at most `rows_left`.
+        """Draft tokens for the requests that a step decodes, one row each; all draft tokens together at most
+        `rows_left`.
 
         on_work: called before the drafter takes the device's time, if it does.
         """
@@ -137,7 +138,7 @@ class Drafting:
             return {}
         on_work()
         began = self._clock()  # what a drafter has to be told first is part of what its draft costs
-        if any(one.way.needs_rows for one in asked):
+        if any(one.way.needs_entries for one in asked):
             self.tell()
             asked = [one for one in asked if not one.request.is_degraded]
         if not asked:
@@ -177,9 +178,9 @@ class Drafting:
         length, is_watched = self._length(request, way, min(room, way.longest), sessions)
         return _Asked(request, way, history, length, is_watched) if length else None
 
-    def _saw_drafting(self, ways: set[Way], seconds: float) -> None:
+    def _saw_drafting(self, ways: set[DraftMethod], seconds: float) -> None:
         """Drafts of these ways took so long together. One that reads rows is a network's; others are free beside it."""
-        dear = {way for way in ways if way.needs_rows} or ways
+        dear = {way for way in ways if way.needs_entries} or ways
         if len(dear) == 1:
             self._draft_seconds[dear.pop()].saw(seconds)
 
@@ -198,13 +199,13 @@ class Drafting:
 
     @staticmethod
     def _room(request: Request) -> int:
-        """Guesses whose rows have a place, and after which a token may still come."""
+        """Draft tokens whose rows have a place, and after which a token may still come."""
         session = request.session
         room = min(session.kv.room() - 1, request.params.max_tokens - request.generated - 1)
         return room if session.longest is None else min(room, session.longest - len(session.history) - 1)
 
-    def _length(self, request: Request, way: Way, longest: int, sessions: int) -> tuple[int, bool]:
-        """How many guesses, and whether only to watch them."""
+    def _length(self, request: Request, way: DraftMethod, longest: int, sessions: int) -> tuple[int, bool]:
+        """How many draft tokens, and whether only to watch them."""
         if self._fixed:
             return min(self._fixed, longest), False
         pace, step = self._pace(request, way), self._steps_of(sessions)
@@ -262,19 +263,19 @@ class Drafting:
     def tell(self) -> None:
         """Tell the drafter what steps committed that it does not know yet."""
         # A session that was closed or has failed meanwhile has no memory any more.
-        told = [
+        reported = [
             (request, seen)
             for request, seen in self._seen
             if not request.session.is_closed and not request.session.failure_reason
         ]
         self._seen = []
-        if not told:
+        if not reported:
             return
         try:
-            self._drafter.observe(_joined([seen for _, seen in told]))
+            self._drafter.observe(_joined([seen for _, seen in reported]))
         except Exception:
             logger.exception("the drafter cannot observe")
-            self._degrade(list(dict.fromkeys(request for request, _ in told)))
+            self._degrade(list(dict.fromkeys(request for request, _ in reported)))
 
     def _steps_of(self, sessions: int) -> StepSeconds:
         return self._steps.setdefault(sessions.bit_length(), StepSeconds())
@@ -287,11 +288,11 @@ class Drafting:
                 request.session.kv.draft_memory.clear()
 
 
-def _joined(told: Sequence[Seen]) -> list[Seen]:
+def _joined(reported: Sequence[Seen]) -> list[Seen]:
     """Rows of one session that follow each other become one entry."""
     joined: list[list[Seen]] = []
     last: dict[int, list[Seen]] = {}
-    for seen in told:
+    for seen in reported:
         run = last.get(id(seen.memory))
         if run is None or seen.memory is None or run[-1].first + len(run[-1].token_ids) != seen.first:
             run = last[id(seen.memory)] = []

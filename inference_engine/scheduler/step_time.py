@@ -74,7 +74,7 @@ class EndPace:
         self._ends.append(now)
 
     def seconds_for(self, places: int, now: float) -> float:
-        """When so many places will probably have come free; a guess of ours before there were any."""
+        """When so many places will probably have come free; a draft token of ours before there were any."""
         if len(self._ends) < 2:
             return _UNKNOWN_SECONDS
         # Up to now, not to the last end: a queue that stands still becomes slower as one looks at it.

@@ -194,11 +194,13 @@ class Reader:
             until = min(end, self.position + AT_ONCE)
             logprobs = transcript._logprobs
             first = transcript.first_position
-            told = None if logprobs is None else logprobs[self.position - first : until - first]
+            reported = None if logprobs is None else logprobs[self.position - first : until - first]
         if until > self.position:
             self._is_under_way = self._has_greeted
             for index, token_id in enumerate(self._ids(until).tolist()):
-                events.append(TokenCommitted(token_id, self.position + index, None if told is None else told[index]))
+                events.append(
+                    TokenCommitted(token_id, self.position + index, None if reported is None else reported[index])
+                )
             self.position = until
         if ending is not None and until == end:
             self._is_over = True

@@ -8,7 +8,7 @@ The key file is what `kakeya keys` writes, one key a line, and is read again whe
     <the key itself>                           as older files have it: it works, and the log asks to hash it
 
 A fast hash is right here, where it would be wrong for passwords: a key is 256 random bits, so nobody finds it by
-guessing, however cheap a guess is, and a slow hash would be paid for with every call, wrong keys included.
+guessing, however cheap a draft token is, and a slow hash would be paid for with every call, wrong keys included.
 
 Owners of keys and of certificates (`cert:…`) never meet. With neither (a loopback server) everyone is the owner "".
 """

@@ -28,8 +28,8 @@ from inference_engine.server.http.completion import Desk, Slots
 from inference_engine.server.http.connection import Connection
 from inference_engine.server.http.turns import Turns
 from inference_engine.server.limits import OwnerLimits
-from inference_engine.server.strangers import Strangers
 from inference_engine.server.tls import Certificates
+from inference_engine.server.unauthenticated import UnauthenticatedPeers
 
 # How long answers may take to leave once no Generate runs any more.
 LEAVE_SECONDS = 5
@@ -76,11 +76,11 @@ async def start_http(
     certificates: Certificates | None,
     chat: ChatText | None,
     connections: int,
-    strangers: Strangers,
+    unauthenticated: UnauthenticatedPeers,
 ) -> HttpShim:
     """Listen at `address`, as a part of the server that has these keys, limits and certificates.
 
-    connections: at the same time; strangers: of this port. Raises ConfigError if it cannot.
+    connections: at the same time; unauthenticated peers: of this port. Raises ConfigError if it cannot.
     """
     if chat is None:
         raise ConfigError("http_bind needs the model's tokenizer and chat template, and this server was given none")
@@ -98,8 +98,8 @@ async def start_http(
     )
     state = State()
     context = None if certificates is None else _renewing_context(certificates)
-    app = create_app(desk, keys, address, state, strangers)
-    server = _Server(_settings(app, context, _connections(engine, connections, strangers)))
+    app = create_app(desk, keys, address, state, unauthenticated)
+    server = _Server(_settings(app, context, _connections(engine, connections, unauthenticated)))
     server.config.load()
     sock = _listen(address)
     host, port = sock.getsockname()[:2]
@@ -116,9 +116,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _connections(engine: Engine, most: int, strangers: Strangers) -> type[Connection]:
+def _connections(engine: Engine, most: int, unauthenticated: UnauthenticatedPeers) -> type[Connection]:
     dropped = engine.metrics.connections_dropped.labels("http")
-    shared = {"most": most, "strangers": strangers, "by_peer": {}, "dropped": dropped}
+    shared = {"most": most, "unauthenticated": unauthenticated, "by_peer": {}, "dropped": dropped}
     return type("Connection", (Connection,), shared)
 
 

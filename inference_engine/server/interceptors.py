@@ -24,7 +24,7 @@ from inference_engine.server.auth import NO_KEY, Key, KeyRing, owner_of_certific
 from inference_engine.server.incoming import MessageLimits, OpenReaders, OwnerReaders, TransportError, read_message
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.status import CODES, as_request_error, code_of, reason_of, to_trailers
-from inference_engine.server.strangers import GrpcDoor
+from inference_engine.server.unauthenticated import GrpcDoor
 from inference_engine.tracing import Tracing, end_call
 
 OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check"})

@@ -35,8 +35,8 @@ from inference_engine.server.interceptors import CallInterceptor
 from inference_engine.server.limits import OwnerLimits, allowed_connections
 from inference_engine.server.metrics_port import MetricsPort
 from inference_engine.server.service import SERVICE_NAME, RuntimeService
-from inference_engine.server.strangers import GrpcDoor, Strangers
 from inference_engine.server.tls import Certificates
+from inference_engine.server.unauthenticated import GrpcDoor, UnauthenticatedPeers
 from inference_engine.server.watchdog import GaveUp, Watchdog
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
             max_append_tokens=engine.info().config.max_append_tokens, max_message_bytes=config.max_message_bytes
         )
         door = GrpcDoor(
-            _strangers(keys, config, connections, address),
+            _unauthenticated(keys, config, connections, address),
             engine.metrics.connections_dropped.labels("grpc").inc,
             time.monotonic,
         )
@@ -166,7 +166,7 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
                 certificates=certificates,
                 chat=chat,
                 connections=connections,
-                strangers=_strangers(keys, config, connections, http_address),
+                unauthenticated=_unauthenticated(keys, config, connections, http_address),
             )
         await health.follow()
         await server.start()
@@ -272,9 +272,9 @@ def _limits(config: ServerConfig, *, is_reachable: bool) -> OwnerLimits:
     )
 
 
-def _strangers(keys: KeyRing, config: ServerConfig, connections: int, address: Address) -> Strangers:
+def _unauthenticated(keys: KeyRing, config: ServerConfig, connections: int, address: Address) -> UnauthenticatedPeers:
     default = 0 if address.is_loopback else max(1, connections // 2)
-    return Strangers(
+    return UnauthenticatedPeers(
         keys,
         most=connections,
         most_of_address=config.max_connections_per_address or default,

@@ -69,8 +69,8 @@ class Admission:
         tokens: of its history, if it is granted memory as that grows; None: it is granted all that it may need.
         Raises NoCapacity or QuotaExceeded; nobody makes room in vain for bytes.
         """
-        trunks = parent.share() if parent is not None and self._limits.share_forks else ()
-        base, limit = trunks[0].end if trunks else 0, limit_tokens
+        prefixes = parent.share() if parent is not None and self._limits.share_forks else ()
+        base, limit = prefixes[0].end if prefixes else 0, limit_tokens
         if tokens is not None and grows_with_history(strategy, self._context, limit_tokens):
             assert limit_tokens is not None
             limit = whole_segments(max(tokens, base + 1), self._context.geometry, limit_tokens)
@@ -85,7 +85,7 @@ class Admission:
             sessions,
             needed,
             owner,
-            lambda: kv.append(SessionKV(strategy, self._context, limit_tokens, trunks, tokens=tokens)),
+            lambda: kv.append(SessionKV(strategy, self._context, limit_tokens, prefixes, tokens=tokens)),
         )
         return kv[0]
 
@@ -251,6 +251,6 @@ def _more(kv: SessionKV, then: Bound) -> Bound:
 
 def orphaned_bytes(sessions: Collection[Session]) -> int:
     """Bytes that these sessions keep reserved as forks of others, which are not among them any more; each once."""
-    borrowed = {id(slab): slab.nbytes for session in sessions for slab in session.kv.borrowed}
-    owned = {id(slab) for session in sessions for slab in session.kv.slabs} if borrowed else ()
+    borrowed = {id(allocation): allocation.nbytes for session in sessions for allocation in session.kv.borrowed}
+    owned = {id(allocation) for session in sessions for allocation in session.kv.allocations} if borrowed else ()
     return sum(nbytes for key, nbytes in borrowed.items() if key not in owned)

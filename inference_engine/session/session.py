@@ -76,7 +76,7 @@ class Session:
     tier_live_bytes: int = 0  # in the second tier
     evicted_tokens: int = 0
     cached_tokens: int = 0
-    drafted_tokens: int = 0  # guesses of a drafter that were verified, and how many of them were right
+    drafted_tokens: int = 0  # draft tokens of a drafter that were verified, and how many of them were right
     accepted_tokens: int = 0
     violations: Violations = field(default_factory=Violations)
 
@@ -119,7 +119,7 @@ class Session:
         self.readers.clear()
         self.history.release()
 
-    def forget_rows(self) -> None:
+    def forget_entries(self) -> None:
         """Engine's thread: drop all K/V. The history stays, and is prefilled again when it is needed."""
         with ExitStack() as stack:
             # The last comes first, and each of them whatever becomes of the others.
@@ -130,7 +130,7 @@ class Session:
         self.cached_tokens = 0
         self.refresh_facts()
 
-    def drop_rows(self) -> None:
+    def drop_entries(self) -> None:
         """Give back the memory of K/V, of a session that nothing holds. The history stays."""
         self.kv.drop()
         self.live_bytes = self.tier_live_bytes = self.evicted_tokens = 0

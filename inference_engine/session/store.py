@@ -383,7 +383,7 @@ class SessionStore:
             self._sessions.move_to_end(session.session_id)
 
     def _drop(self, session: Session) -> None:
-        session.drop_rows()
+        session.drop_entries()
         self._metrics.dropped.inc()
 
     def _evict(self, session: Session, cause: str) -> None:

@@ -14,7 +14,8 @@ class DFlashConfig:
 
     tap_layers: the target's layers whose outputs it sees, ascending. block_size: the last token and the masks after
     it. mask_token_id: an id of the target's that texts do not contain. context_window: positions before the block that
-    it may look at. chain: width of the part that lets a guess know the one before it; 0: none, as in published ones.
+    it may look at. chain: width of the part that lets a draft token know the one before it; 0: none, as in published
+    ones.
     """
 
     hidden: int

@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.decode.draft import DraftMemory, Seen, TokenIds, Tokens, Wanted, Way
+from inference_engine.decode.draft import DraftMemory, DraftMethod, Seen, TokenIds, Tokens, Wanted
 from inference_engine.kernels.noise import key
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Demand, Pool
 from kv_cache_proposer.dflash.graphs import DrafterGraphs
-from kv_cache_proposer.dflash.guessing import Draws, guess
-from kv_cache_proposer.dflash.memory import RingMemory, arenas_of, memory_demand, write_index, write_rows
+from kv_cache_proposer.dflash.guessing import Draws, draft_token
+from kv_cache_proposer.dflash.memory import RingMemory, buffers_of, memory_demand, write_index, write_rows
 from kv_cache_proposer.dflash.network import DFlashNetwork, Rows
 from kv_cache_proposer.dflash.target import TargetWords
 from kv_cache_proposer.errors import DrafterError
@@ -46,7 +46,7 @@ class DFlashDrafter:
         if config.mask_token_id >= vocab_size:
             raise DrafterError(f"the drafter's mask is id {config.mask_token_id}, the target has {vocab_size} ids")
         self._network = network.eval().requires_grad_(requires_grad=False)
-        self._way = Way("network", longest=config.block_size - 1, needs_rows=True)
+        self._way = DraftMethod("network", longest=config.block_size - 1, needs_entries=True)
         self._words = words
         self._device = words.embeddings.device
         self._records_graphs = records_graphs
@@ -74,12 +74,12 @@ class DFlashDrafter:
     def prepare(self, context: KVContext) -> None:
         if self._records_graphs:
             config = self._network.config
-            arenas = arenas_of(config, context)
+            buffers = buffers_of(config, context)
             self._graphs[context.pool] = DrafterGraphs(
-                self._network, self._words, arenas, taps_dtype=next(self._network.parameters()).dtype
+                self._network, self._words, buffers, taps_dtype=next(self._network.parameters()).dtype
             )
 
-    def way(self, history: Tokens) -> Way | None:
+    def way(self, history: Tokens) -> DraftMethod | None:
         return self._way
 
     def observe(self, seen: Sequence[Seen]) -> None:
@@ -116,8 +116,8 @@ class DFlashDrafter:
         with torch.inference_mode():
             graphs = self._graphs.get(rings[0].pool)
             if graphs is not None and graphs.can_propose(len(rings)):
-                guesses = graphs.propose(rings, ids, first, keys, temperatures)
-                return [guesses[place, :limit].astype(np.uint32) for place, limit in enumerate(limits)]
+                draft_tokens = graphs.propose(rings, ids, first, keys, temperatures)
+                return [draft_tokens[place, :limit].astype(np.uint32) for place, limit in enumerate(limits)]
             context, mask = self._context(rings, first)
             block = self._words.embed(torch.from_numpy(ids).to(self._device), self._network.config.embedding_scale)
             positions = torch.from_numpy(first[:, None] + np.arange(size)).to(self._device)
@@ -126,8 +126,8 @@ class DFlashDrafter:
             if temperatures.any():
                 on_device = (torch.from_numpy(part).to(self._device) for part in (keys[:, :longest], temperatures))
                 draws = Draws(*on_device)
-            guesses = guess(self._network, self._words, states[:, 1 : longest + 1], draws).cpu().numpy()
-        return [guesses[place, :limit].astype(np.uint32) for place, limit in enumerate(limits)]
+            draft_tokens = draft_token(self._network, self._words, states[:, 1 : longest + 1], draws).cpu().numpy()
+        return [draft_tokens[place, :limit].astype(np.uint32) for place, limit in enumerate(limits)]
 
     def _context(self, memories: Sequence[RingMemory], first: NDArray[np.int64]) -> tuple[list[Rows], Tensor]:
         """Every layer's rows of all sessions, padded to the longest ring in use, and what each block may see."""

@@ -1,8 +1,8 @@
 """The drafter's two computations as recordings: for so many blocks, and for so many rows, each recorded once.
 
     propose   ids [N, B] | positions [N, B] | where each ring begins
-              | keys of noise [N, B − 1] | temperatures [N] | what each block sees                → guesses [N, B − 1]
-    observe   positions [R] | arena rows to write                       beside them taps [R, taps, hidden]
+              | keys of noise [N, B − 1] | temperatures [N] | what each block sees   → draft tokens [N, B − 1]
+    observe   positions [R] | buffer rows to write                       beside them taps [R, taps, hidden]
 
 A draft for a small target is a few dozen launches that take the host longer than the device, like a decode step
 (`inference_engine/backends/graphs.py`). Every ring is read whole, so that shapes do not depend on histories. Noise is
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.backends.recording import GraphMemory, Recording, padded
-from kv_cache_proposer.dflash.guessing import Draws, guess
+from kv_cache_proposer.dflash.guessing import Draws, draft_token
 from kv_cache_proposer.dflash.memory import RingMemory
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import TargetWords
@@ -31,21 +31,21 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class DrafterGraphs:
-    """Records everything when it is made. `arenas`: K and V of the pool, as rows of the drafter's head size."""
+    """Records everything when it is made. `buffers`: K and V of the pool, as rows of the drafter's head size."""
 
     def __init__(
-        self, network: DFlashNetwork, words: TargetWords, arenas: tuple[Tensor, Tensor], *, taps_dtype: torch.dtype
+        self, network: DFlashNetwork, words: TargetWords, buffers: tuple[Tensor, Tensor], *, taps_dtype: torch.dtype
     ) -> None:
         config = network.config
         self._network = network
         self._words = words
-        self._arenas = arenas
-        self._device = arenas[0].device
-        self._lanes = config.layers * config.kv_heads
-        # Of a ring, from its first on; what pads reads the arena's start, even of one that is too small for a ring.
+        self._buffers = buffers
+        self._device = buffers[0].device
+        self._regions = config.layers * config.kv_heads
+        # Of a ring, from its first on; what pads reads the buffer's start, even of one that is too small for a ring.
         # Kept here: a recording reads memory, and what made it may be given to others once nobody holds it.
-        ring = torch.arange(self._lanes * config.context_window, device=self._device)
-        self._ring_rows = ring.clamp(max=len(arenas[0]) - 1)
+        ring = torch.arange(self._regions * config.context_window, device=self._device)
+        self._ring_rows = ring.clamp(max=len(buffers[0]) - 1)
         memory = GraphMemory()
         shape = (ROWS[-1], len(config.tap_layers), config.hidden)
         self._taps = torch.zeros(shape, dtype=taps_dtype, device=self._device)
@@ -68,7 +68,7 @@ class DrafterGraphs:
         keys: Numbers,
         temperatures: NDArray[np.float64],
     ) -> NDArray[np.int64]:
-        """The guesses [N, B − 1] after each block's first id. ids: [N, B]; first: [N], where the blocks begin.
+        """The draft tokens [N, B − 1] after each block's first id. ids: [N, B]; first: [N], where the blocks begin.
 
         keys: [N, B − 1], and temperatures: [N], as `Draws` has them.
         """
@@ -83,14 +83,14 @@ class DrafterGraphs:
         positions = first[:, None] + np.arange(size)
         parts = (ids, positions, starts, keys, temperatures.view(np.int64), visible)
         numbers = [padded(part, blocks).reshape(-1) for part in parts]
-        guesses = self._proposing[blocks].run(*numbers)
-        found: NDArray[np.int64] = guesses[:count].cpu().numpy()
+        draft_tokens = self._proposing[blocks].run(*numbers)
+        found: NDArray[np.int64] = draft_tokens[:count].cpu().numpy()
         return found
 
     def observe(self, taps: Sequence[Tensor], positions: Numbers, index: Numbers) -> None:
         """Write the rows of taps, R in all, [r, taps, hidden] each, at `positions` [R].
 
-        index: [layers · Hkv, R] rows of the arenas.
+        index: [layers · Hkv, R] rows of the buffers.
         """
         count, first = len(positions), 0
         rows = ROWS[bisect_left(ROWS, count)]
@@ -113,12 +113,12 @@ class DrafterGraphs:
             # What was never written may be anything, and what is not a number does not go away under a mask.
             unseen = ~seen[..., :window, None]  # [N, 1, 1, window, 1]
             shape = (count, config.layers, config.kv_heads, window, config.head_dim)
-            keys, values = (arena[index].view(shape).masked_fill(unseen, 0) for arena in self._arenas)
+            keys, values = (buffer[index].view(shape).masked_fill(unseen, 0) for buffer in self._buffers)
             context = list(zip(keys.unbind(1), values.unbind(1), strict=True))
             block = self._words.embed(ids.view(count, size), config.embedding_scale)
             states = self._network(block, positions.view(count, size), context, seen)
             draws = Draws(keys_of_noise.view(count, -1), temperatures.view(torch.float64))
-            return guess(self._network, self._words, states[:, 1:], draws)
+            return draft_token(self._network, self._words, states[:, 1:], draws)
 
         idle = np.zeros(sum(sizes), dtype=np.int64)
         idle[-sizes[-1] :] = 1  # a block sees at least itself
@@ -129,8 +129,8 @@ class DrafterGraphs:
 
         def compute(numbers: Tensor) -> None:
             states = self._network.context(taps[None], numbers[None, :rows])
-            for arena, part in zip(self._arenas, zip(*states, strict=True), strict=True):
-                written = torch.stack(part)[:, 0].to(arena.dtype).reshape(-1, arena.shape[1])
-                arena.index_copy_(0, numbers[rows:], written)
+            for buffer, part in zip(self._buffers, zip(*states, strict=True), strict=True):
+                written = torch.stack(part)[:, 0].to(buffer.dtype).reshape(-1, buffer.shape[1])
+                buffer.index_copy_(0, numbers[rows:], written)
 
-        return Recording(np.zeros(rows * (1 + self._lanes), dtype=np.int64), self._device, compute, memory)
+        return Recording(np.zeros(rows * (1 + self._regions), dtype=np.int64), self._device, compute, memory)

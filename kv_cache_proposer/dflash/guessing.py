@@ -1,7 +1,7 @@
-"""From the states of a block's places to its guesses.
+"""From the states of a block's places to its draft tokens.
 
 without a chain   each place's best id, whatever its neighbours say
-with one          from place to place, the best after the guess before it
+with one          from place to place, the best after the draft token before it
 
        place 1   place 2   place 3         each place's likeliest few ids as it knows them alone, every pair of
          a ─┬───── b         c             neighbours scored at once; then the best way from the first one on
@@ -9,7 +9,7 @@ with one          from place to place, the best after the guess before it
 
 The best is the likeliest where the target is greedy. Where it samples, it is the one with the largest score and noise
 together: the noise that the target will draw with, so that both come to the same id more often than the likeliest is
-drawn. What else shapes the target's samples (top_k, penalties, …) is not known here: a draft is a guess.
+drawn. What else shapes the target's samples (top_k, penalties, …) is not known here: a draft is a draft token.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Draws:
         return (noise(self.keys[..., None], ids) * self.temperatures[..., None, None]).float()
 
 
-def guess(network: DFlashNetwork, words: TargetWords, states: Tensor, draws: Draws | None = None) -> Tensor:
+def draft_token(network: DFlashNetwork, words: TargetWords, states: Tensor, draws: Draws | None = None) -> Tensor:
     """Ids [..., G] of the places whose states are [..., G, hidden]. Nothing waits for the device.
 
     draws: of places as many; None where the target is greedy everywhere.

@@ -1,7 +1,7 @@
 """What a DFlash drafter remembers of a session: K and V of the last `context_window` positions, in every draft layer.
 
-    arena of K   [layers, Hkv, window, D]   a position's slot is its remainder by the window
-    arena of V   likewise
+    buffer of K   [layers, Hkv, window, D]   a position's slot is its remainder by the window
+    buffer of V   likewise
 
 The memory lies in the sessions' pool, is reserved for the session's life, and its slots are written over as the history
 goes on. `held` says which position each slot has: positions that were never observed leave older ones there, which no
@@ -42,7 +42,7 @@ class RingMemory(DraftMemory):
         self._context = context
         self._demand = demand
         self._starts: tuple[int, ...] | None = starts
-        # In rows of the drafter's own head size, whatever the arena's is.
+        # In rows of the drafter's own head size, whatever the buffer's is.
         self.first_row = -(-starts[0] * demand.head_dim // config.head_dim)
         self.held: Positions = np.full(config.context_window, -1, dtype=np.int64)
         self.used = 0  # slots before this one have been written or wiped
@@ -86,23 +86,23 @@ class RingMemory(DraftMemory):
             if np.count_nonzero(slots >= self.used) < reach - self.used:
                 skipped = np.setdiff1d(np.arange(self.used, reach), slots)
                 index = torch.from_numpy(self.index(skipped)).to(self._context.device)
-                for arena in self.arenas():
-                    arena.index_fill_(0, index, 0)
+                for buffer in self.buffers():
+                    buffer.index_fill_(0, index, 0)
             self.used = reach
         self.held[slots] = first + rows
         return rows, slots
 
     def index(self, slots: Positions) -> NDArray[np.int64]:
-        """Rows of the arena: for each layer and head, those of the slots; flat."""
-        lanes = np.arange(self._config.layers * self._config.kv_heads, dtype=np.int64) * self._config.context_window
-        return (self.first_row + lanes[:, None] + slots[None, :]).reshape(-1)
+        """Rows of the buffer: for each layer and head, those of the slots; flat."""
+        regions = np.arange(self._config.layers * self._config.kv_heads, dtype=np.int64) * self._config.context_window
+        return (self.first_row + regions[:, None] + slots[None, :]).reshape(-1)
 
     def states(self, count: int) -> tuple[Tensor, Tensor]:
         """K and V of the first `count` slots: [layers, Hkv, count, D] each, views."""
         config = self._config
         shape = (config.layers, config.kv_heads, config.context_window, config.head_dim)
         own = slice(self.first_row, self.first_row + config.layers * config.kv_heads * config.context_window)
-        keys, values = (rows[own].view(shape)[:, :, :count] for rows in self.arenas())
+        keys, values = (rows[own].view(shape)[:, :, :count] for rows in self.buffers())
         return keys, values
 
     def visible(self, position: int, count: int) -> NDArray[np.bool_]:
@@ -110,26 +110,26 @@ class RingMemory(DraftMemory):
         held = self.held[:count]
         return (held >= 0) & (held < position) & (held >= position - self._config.context_window)
 
-    def arenas(self) -> tuple[Tensor, Tensor]:
-        """See `arenas_of`."""
-        return arenas_of(self._config, self._context)
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """See `buffers_of`."""
+        return buffers_of(self._config, self._context)
 
 
-def arenas_of(config: DFlashConfig, context: KVContext) -> tuple[Tensor, Tensor]:
+def buffers_of(config: DFlashConfig, context: KVContext) -> tuple[Tensor, Tensor]:
     """All of the pool, K and V, as rows of the drafter's head size: [R, D] each."""
-    arena, size = context.pool.arenas[context.geometry.layers[0].head_dim], config.head_dim
-    whole = arena.keys.numel() // size * size
-    return arena.keys.view(-1)[:whole].view(-1, size), arena.values.view(-1)[:whole].view(-1, size)
+    buffer, size = context.pool.buffers[context.geometry.layers[0].head_dim], config.head_dim
+    whole = buffer.keys.numel() // size * size
+    return buffer.keys.view(-1)[:whole].view(-1, size), buffer.values.view(-1)[:whole].view(-1, size)
 
 
 def write_index(memories: Sequence[RingMemory], slots: Sequence[Positions]) -> Positions:
-    """[layers · Hkv, n], rows of the arenas: those of one memory after those of another."""
-    lanes = [memory.index(own).reshape(-1, len(own)) for memory, own in zip(memories, slots, strict=True)]
-    return np.concatenate(lanes, axis=1)
+    """[layers · Hkv, n], rows of the buffers: those of one memory after those of another."""
+    regions = [memory.index(own).reshape(-1, len(own)) for memory, own in zip(memories, slots, strict=True)]
+    return np.concatenate(regions, axis=1)
 
 
 def write_rows(memory: RingMemory, index: Positions, keys: Tensor, values: Tensor) -> None:
     """Put rows, keys and values [layers, Hkv, n, D], where `index` says. memory: any of the sessions'."""
     where = torch.from_numpy(index.reshape(-1)).to(keys.device)
-    for arena, rows in zip(memory.arenas(), (keys, values), strict=True):
-        arena.index_copy_(0, where, rows.to(arena.dtype).reshape(-1, arena.shape[1]))
+    for buffer, rows in zip(memory.buffers(), (keys, values), strict=True):
+        buffer.index_copy_(0, where, rows.to(buffer.dtype).reshape(-1, buffer.shape[1]))

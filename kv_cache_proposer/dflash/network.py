@@ -2,7 +2,7 @@
 
     taps of a token ── fc ── norm ── one context vector ── k_proj, v_proj of every layer ── rows of K and V
                                                                                              │ read by
-    [last token, MASK, MASK, …] ── target's embedding ── layers ── norm ── (chain) ── target's head ── the guesses
+    [last token, MASK, MASK, …] ── target's embedding ── layers ── norm ── (chain) ── target's head ── the draft tokens
 
 Layers are those of Qwen3 (norm of each query and key head before rotation). Queries come from the block alone; keys and
 values from the context and the block, all of which a block sees of itself. A token's rows depend on nothing but its own
@@ -103,7 +103,7 @@ class Layer(nn.Module):
 
 
 class Chain(nn.Module):
-    """What a place makes of the guess before it, which its layers, all places at once, could not know.
+    """What a place makes of the draft token before it, which its layers, all places at once, could not know.
 
     Adding it to a place's state adds a score to each pair of neighbours: a bigram model that the state steers.
     """

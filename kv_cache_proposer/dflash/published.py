@@ -25,7 +25,7 @@ from kv_cache_proposer.dflash.config import DFlashConfig
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.errors import DrafterError
 
-# Published drafters were trained with whole contexts; what lies further back helps a guess little.
+# Published drafters were trained with whole contexts; what lies further back helps a draft token little.
 CONTEXT_WINDOW = 2048
 
 
@@ -100,7 +100,7 @@ def _read_config(content: Mapping[str, Any], path: Path, embedding_scale: float,
         "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
         "attention_bias": (content.get("attention_bias", False), False),
         "hidden_act": (content.get("hidden_act", "silu"), "silu"),
-        # Scales and caps of the guesses' logits; 0 is none.
+        # Scales and caps of the draft tokens' logits; 0 is none.
         "output_multiplier": (own.get("output_multiplier") or 1.0, 1.0),
         "final_logit_softcapping": (own.get("final_logit_softcapping") or None, None),
     }

@@ -16,7 +16,7 @@ from torch import Tensor
 from inference_engine.backends.packed_linear import kernel_rows
 from kv_cache_proposer.dflash.target import TargetWords
 
-# Of a place: rough scores mistake the order by a few places, so as many again as a guess looks at.
+# Of a place: rough scores mistake the order by a few places, so as many again as a draft token looks at.
 SHORTLIST = 32
 _WEIGHT_TOP = 127
 # CPUs without VNNI add products in pairs of 16 bits: 2 × 127 × 127 fits, and a state's eighth bit would not.

@@ -44,7 +44,7 @@ class LatentManifest:
     """What a stored codec says of itself.
 
     target_digest: of the weights it was calibrated for, in the caller's own form. recipe, seeds, commit, metrics:
-    whatever a stranger needs to make it again and to compare.
+    whatever a reader needs to make it again and to compare.
     """
 
     target_digest: str

@@ -40,7 +40,7 @@ _BEGIN_RANDOM, _BEGIN_TARGET = "random", "target"
 def add_parser(commands: Subparsers) -> None:
     drafter = commands.add_parser(
         "drafter",
-        help="a small network that guesses what the model says next",
+        help="a small network that drafts what the model says next",
         description="Trains a DFlash drafter on a corpus of the model's own words; the model does not change.",
     )
     add_config_file(drafter)
@@ -52,9 +52,9 @@ def add_parser(commands: Subparsers) -> None:
     for name, default, what in (
         ("layers", 3, "of the drafter"),
         ("taps", 5, "layers of the model that it reads"),
-        ("block-size", 8, "of a block: the last token and the guesses after it"),
+        ("block-size", 8, "of a block: the last token and the draft tokens after it"),
         ("context-window", 512, "positions before a block that it looks at"),
-        ("chain", 256, "width of what a guess makes of the one before it; 0: nothing"),
+        ("chain", 256, "width of what a draft token makes of the one before it; 0: nothing"),
         ("steps", 20_000, "of training, if time does not end it before"),
         ("batch", 32, "texts a step"),
         ("anchors", 128, "blocks a text"),
@@ -69,7 +69,7 @@ def add_parser(commands: Subparsers) -> None:
     )
     drafter.add_argument("--rate", type=float, default=6e-4, metavar="R", help="of learning, at its top")
     drafter.add_argument(
-        "--decay", type=float, default=4.0, metavar="N", help="places over which a guess's weight falls to 1/e"
+        "--decay", type=float, default=4.0, metavar="N", help="places over which a draft token's weight falls to 1/e"
     )
     drafter.add_argument("--teacher-share", type=float, default=0.5, metavar="P", help="learnt from the distribution")
     drafter.add_argument(
@@ -202,8 +202,8 @@ def _stored(folder: Path, config: DFlashConfig, target_digest: str, *, seed: int
         network = deepened(network, config.layers, seed=seed)
     asked, stored = asdict(config), asdict(network.config)
     if others := {name: (stored[name], asked[name]) for name in asked if asked[name] != stored[name]}:
-        told = ", ".join(f"{name} is {has}, asked for is {wanted}" for name, (has, wanted) in others.items())
-        raise DrafterError(f"{folder}: cannot be begun with: {told}; ask for its shape, or begin with another")
+        reported = ", ".join(f"{name} is {has}, asked for is {wanted}" for name, (has, wanted) in others.items())
+        raise DrafterError(f"{folder}: cannot be begun with: {reported}; ask for its shape, or begin with another")
     return network.train().requires_grad_(True), stored_digest(folder)
 
 

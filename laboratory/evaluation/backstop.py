@@ -155,7 +155,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
         divergence=divergences(target.engine, strategies, passages),
         length=length,
     )
-    told = values(cell.hits(str(Full())), found)
+    reported = values(cell.hits(str(Full())), found)
     return {
         "what": "How few layers, and which, must keep every row so that far facts are found as full finds them.",
         "config": {
@@ -174,8 +174,8 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
             "texts_sha256": target.texts.digest(kind),
         },
         "seeds": [seed],
-        "values": told,
-        "headlines": [name for name in told if name == FULL_FINDS or "critical mass" in name],
+        "values": reported,
+        "headlines": [name for name in reported if name == FULL_FINDS or "critical mass" in name],
         "baseline": "full, on the same prompts and texts; evenly spaced layers against ranked ones",
         "tables": {
             "sweep": [one.row() for one in found],
@@ -282,16 +282,16 @@ def critical_mass(found: Sequence[Found], order: str) -> Found | None:
 
 def values(full: Sequence[bool], found: Sequence[Found]) -> dict[str, dict[str, Any]]:
     """What a record says of a sweep."""
-    told = {FULL_FINDS: record.exact(sum(full), f"of {len(full)}")}
+    reported = {FULL_FINDS: record.exact(sum(full), f"of {len(full)}")}
     for order in (RANKED, EVEN):
         if mass := critical_mass(found, order):
-            told[f"critical mass, {order}"] = record.exact(len(mass.kept.layers), "layers")
-            told[f"bytes per token at critical mass, {order}"] = record.exact(mass.bytes_per_token, "bytes/token")
+            reported[f"critical mass, {order}"] = record.exact(len(mass.kept.layers), "layers")
+            reported[f"bytes per token at critical mass, {order}"] = record.exact(mass.bytes_per_token, "bytes/token")
     for one in found:
         words = f"{one.kept.order}, {len(one.kept.layers)} layers full"
-        told[f"needles found, {words}"] = record.exact(one.hits, f"of {one.trials}")
-        told[f"needles found unlike full, {words}"] = record.exact(one.differing, f"of {one.trials}")
-        told[f"recall reach, {words}"] = record.exact(one.reach_tokens, "tokens")
-        told[f"KL to full, mean, {words}"] = record.exact(one.divergence, "nats")
-        told[f"bytes per token, {words}"] = record.exact(one.bytes_per_token, "bytes/token")
-    return told
+        reported[f"needles found, {words}"] = record.exact(one.hits, f"of {one.trials}")
+        reported[f"needles found unlike full, {words}"] = record.exact(one.differing, f"of {one.trials}")
+        reported[f"recall reach, {words}"] = record.exact(one.reach_tokens, "tokens")
+        reported[f"KL to full, mean, {words}"] = record.exact(one.divergence, "nats")
+        reported[f"bytes per token, {words}"] = record.exact(one.bytes_per_token, "bytes/token")
+    return reported

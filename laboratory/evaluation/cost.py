@@ -166,30 +166,32 @@ def measure(
 
 def values(found: dict[Cell, list[Run]]) -> dict[str, dict[str, Any]]:
     """What a record says of the cells: medians with quartiles, and ratios to full within a round (above 1: better)."""
-    told: dict[str, dict[str, Any]] = {}
+    reported: dict[str, dict[str, Any]] = {}
     for cell, runs in found.items():
-        told[f"decode, {cell}"] = record.summarize([cell.batch / one.token_seconds for one in runs], "tokens/s")
-        told[f"prefill, {cell}"] = record.summarize([cell.length / one.prefill_seconds for one in runs], "tokens/s")
-        told[f"first token, {cell}"] = record.summarize([one.first_token_seconds for one in runs], "s")
-        told[f"first token of a later Generate, {cell}"] = record.summarize([one.resume_seconds for one in runs], "s")
-        told[f"K/V between Generates, {cell}"] = record.exact(max(one.kv_bytes for one in runs), "bytes")
+        reported[f"decode, {cell}"] = record.summarize([cell.batch / one.token_seconds for one in runs], "tokens/s")
+        reported[f"prefill, {cell}"] = record.summarize([cell.length / one.prefill_seconds for one in runs], "tokens/s")
+        reported[f"first token, {cell}"] = record.summarize([one.first_token_seconds for one in runs], "s")
+        reported[f"first token of a later Generate, {cell}"] = record.summarize(
+            [one.resume_seconds for one in runs], "s"
+        )
+        reported[f"K/V between Generates, {cell}"] = record.exact(max(one.kv_bytes for one in runs), "bytes")
         if tier_bytes := max(one.tier_bytes for one in runs):
-            told[f"K/V off the device between Generates, {cell}"] = record.exact(tier_bytes, "bytes")
-        told[f"K/V at most, {cell}"] = record.exact(max(one.kv_peak_bytes for one in runs), "bytes")
-        told[f"bound, sustained, {cell}"] = record.exact(runs[0].bound.sustained_bytes, "bytes")
-        told[f"bound, peak, {cell}"] = record.exact(runs[0].bound.peak_bytes, "bytes")
+            reported[f"K/V off the device between Generates, {cell}"] = record.exact(tier_bytes, "bytes")
+        reported[f"K/V at most, {cell}"] = record.exact(max(one.kv_peak_bytes for one in runs), "bytes")
+        reported[f"bound, sustained, {cell}"] = record.exact(runs[0].bound.sustained_bytes, "bytes")
+        reported[f"bound, peak, {cell}"] = record.exact(runs[0].bound.peak_bytes, "bytes")
         if transient := [one.transient_bytes for one in runs if one.transient_bytes is not None]:
-            told[f"allocated while decoding, {cell}"] = record.summarize(transient, "bytes")
+            reported[f"allocated while decoding, {cell}"] = record.summarize(transient, "bytes")
         full = found.get(Cell(strategy=str(Full()), length=cell.length, batch=cell.batch))
         if full is None or full is runs:
             continue
         pairs = list(zip(full, runs, strict=True))
         for word, attribute in (("decode", "token_seconds"), ("prefill", "prefill_seconds")):
             ratios = [getattr(other, attribute) / getattr(one, attribute) for other, one in pairs]
-            told[f"{word} speed ÷ full, {cell}"] = record.summarize(ratios, "ratio")
+            reported[f"{word} speed ÷ full, {cell}"] = record.summarize(ratios, "ratio")
         bytes_ratio = max(one.kv_bytes for one in runs) / max(one.kv_bytes for one in full)
-        told[f"K/V between Generates ÷ full, {cell}"] = record.exact(bytes_ratio, "ratio")
-    return told
+        reported[f"K/V between Generates ÷ full, {cell}"] = record.exact(bytes_ratio, "ratio")
+    return reported
 
 
 def rows(found: dict[Cell, list[Run]]) -> list[dict[str, Any]]:
@@ -216,11 +218,11 @@ def with_traffic(
 ) -> list[dict[str, Any]]:
     """The lines with what the traffic model wants to know: bytes that a decoded token reads, on average, and whether
     it has to find them."""
-    told = []
+    reported = []
     for line in lines:
         one, first = strategies[line["strategy"]], line["length"] + 2
         read = [traffic.bytes_read(one, geometry, length) for length in range(first, first + tokens - 1)]
-        told.append(
+        reported.append(
             {**line, "bytes_read": sum(read) / len(read), "finds": traffic.finds(one, geometry, first + tokens - 2)}
         )
-    return told
+    return reported

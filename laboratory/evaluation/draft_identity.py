@@ -48,7 +48,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """Texts of one drafter, or of plain again, beside plain's. drafted, accepted: guesses in all of them."""
+    """Texts of one drafter, or of plain again, beside plain's. drafted, accepted: draft tokens in all of them."""
 
     prompts: int
     differences: tuple[Difference, ...]
@@ -130,13 +130,13 @@ def margin(logits: Tensor, sampling: Sampling, position: int, own: int, other: i
 
 
 def values(found: Mapping[tuple[str, str], Compared]) -> dict[str, dict[str, Any]]:
-    told = {}
+    reported = {}
     for (name, way), one in found.items():
         cell = f"{name}, {way}"
         parted = len(one.differences)
-        told[f"same ids as plain, {cell}"] = record.exact((one.prompts - parted) / one.prompts, "share")
-        told[f"differ beyond near-ties, {cell}"] = record.exact(parted - one.near_ties, f"of {one.prompts}")
-    return told
+        reported[f"same ids as plain, {cell}"] = record.exact((one.prompts - parted) / one.prompts, "share")
+        reported[f"differ beyond near-ties, {cell}"] = record.exact(parted - one.near_ties, f"of {one.prompts}")
+    return reported
 
 
 def rows(found: Mapping[tuple[str, str], Compared]) -> list[dict[str, Any]]:
@@ -149,7 +149,7 @@ def rows(found: Mapping[tuple[str, str], Compared]) -> list[dict[str, Any]]:
             "near-ties": one.near_ties,
             "other differences": len(one.differences) - one.near_ties,
             "largest margin": max((each.margin for each in one.differences), default=None),
-            "guesses": one.drafted,
+            "draft_tokens": one.drafted,
             "right": one.accepted,
         }
         for (name, way), one in found.items()

@@ -110,16 +110,18 @@ def _over_plain(found: Mapping[Cell, Sequence[Pace]], cell: Cell, attribute: str
 
 def values(found: Mapping[Cell, Sequence[Pace]]) -> dict[str, dict[str, Any]]:
     """Whole Generates, prefill and all, and decoding alone; ratios within a round."""
-    told = {}
+    reported = {}
     for cell, paces in found.items():
-        told[f"speed, {cell}"] = record.summarize([1 / one.token_seconds for one in paces], "tokens/s")
-        told[f"decode speed, {cell}"] = record.summarize([1 / one.decode_token_seconds for one in paces], "tokens/s")
+        reported[f"speed, {cell}"] = record.summarize([1 / one.token_seconds for one in paces], "tokens/s")
+        reported[f"decode speed, {cell}"] = record.summarize(
+            [1 / one.decode_token_seconds for one in paces], "tokens/s"
+        )
         if cell.drafter != PLAIN:
             for words, attribute in (("", "token_seconds"), ("decode ", "decode_token_seconds")):
                 times = _over_plain(found, cell, attribute)
-                told[f"{words}speed ÷ plain, {cell}"] = record.summarize([1 / one for one in times], "ratio")
-                told[f"{words}time ÷ plain, {cell}"] = record.summarize(times, "ratio")
-    return told
+                reported[f"{words}speed ÷ plain, {cell}"] = record.summarize([1 / one for one in times], "ratio")
+                reported[f"{words}time ÷ plain, {cell}"] = record.summarize(times, "ratio")
+    return reported
 
 
 def rows(found: Mapping[Cell, Sequence[Pace]]) -> list[dict[str, Any]]:
@@ -134,7 +136,7 @@ def rows(found: Mapping[Cell, Sequence[Pace]]) -> list[dict[str, Any]]:
         line |= {"speed ÷ plain": speed.get("median"), "speed low": speed.get("low"), "speed high": speed.get("high")}
         line["time ÷ plain"] = record.summarize(times, "")["median"] if times else None
         tokens, drafted = sum(one.tokens for one in paces), sum(one.drafted for one in paces)
-        line["guesses a token"] = drafted / tokens
-        line["guesses that are right"] = sum(one.accepted for one in paces) / drafted if drafted else None
+        line["draft tokens a token"] = drafted / tokens
+        line["draft tokens that are right"] = sum(one.accepted for one in paces) / drafted if drafted else None
         lines.append(line)
     return lines

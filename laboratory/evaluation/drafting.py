@@ -1,11 +1,11 @@
-"""Drafting: how far a drafter guesses right, what that gains, and that it changes no token.
+"""Drafting: how far a drafter draft tokens right, what that gains, and that it changes no token.
 
     acceptance   drafts of one fixed length; tokens that a step commits, and how often each place of a draft is right
     speed        drafts as long as pays, beside no drafting, turn by turn after the same prompts
     identity     drafts of one fixed length; the same ids as without, greedy and sampled with the same seed?
 
-Plain is the same engine without a drafter, K/V kept. What a drafter guesses right depends on what is written, so texts
-end where the model ends them, and every part has texts of each kind, greedy and sampled.
+Plain is the same engine without a drafter, K/V kept. What a drafter draft tokens right depends on what is written, so
+texts end where the model ends them, and every part has texts of each kind, greedy and sampled.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=256, metavar="N", help="ids of a prompt that is no question")
     parser.add_argument("--tokens", type=int, default=128, metavar="N", help="to write after each prompt, at most")
     parser.add_argument("--texts", type=int, default=16, metavar="N", help="of each kind, for acceptance")
-    parser.add_argument("--draft-tokens", type=int, default=7, metavar="N", help="guesses in drafts of a fixed length")
+    parser.add_argument(
+        "--draft-tokens", type=int, default=7, metavar="N", help="draft tokens in drafts of a fixed length"
+    )
     parser.add_argument("--timed-texts", type=int, default=4, metavar="N", help="of each kind and batch, a round")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="that are timed")
     parser.add_argument("--batches", nargs="+", type=int, default=[1], metavar="N", help="sessions that write at once")
@@ -113,7 +115,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
         values |= draft_identity.values(same)
         tables |= {"identity": draft_identity.rows(same), "differences": draft_identity.differences(same)}
     return {
-        "what": "How far drafters guess right, what that gains beside no drafting, and whether any token changes.",
+        "what": "How often draft tokens are right, what that gains beside no drafting, and whether any token changes.",
         "config": {
             **target.describe(),
             "threads": torch.get_num_threads(),
@@ -156,7 +158,7 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
             by_cell.setdefault(f"{line['drafter']}, {line['kind']}, {line['way']}", []).append(line)
         record.plot_lines(
             folder / "by_place.png",
-            title="Drafts whose guesses are right up to here",
+            title="Drafts whose draft tokens are right up to here",
             x_label="place in the draft",
             y_label="share of drafts that reach it",
             lines={
@@ -247,7 +249,7 @@ def _steps(texts: Sequence[Text]) -> list[Step]:
 
 
 def right_by_place(steps: Sequence[Step]) -> list[float]:
-    """For each place of a draft: of the drafts that reach it, the share whose guesses are right up to there.
+    """For each place of a draft: of the drafts that reach it, the share whose draft tokens are right up to there.
 
     What a draft has beyond a stop id is neither right nor wrong.
     """
@@ -283,7 +285,7 @@ def acceptance_rows(found: Mapping[Cell, Sequence[Text]]) -> list[dict[str, Any]
                 "high": spread["high"],
                 "steps": len(steps),
                 "steps with a draft": sum(step.drafted > 0 for step in steps) / len(steps) if steps else None,
-                "guesses that are right": sum(step.right for step in steps) / judged if judged else None,
+                "draft tokens that are right": sum(step.right for step in steps) / judged if judged else None,
             }
         )
     return lines

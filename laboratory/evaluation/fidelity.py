@@ -84,7 +84,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     left_out = {**too_long, **refused}
     lines = rows(found)
     worst = worst_kinds(lines)
-    told = values(found, seed=arguments.seed)
+    reported = values(found, seed=arguments.seed)
     return {
         "what": "Next-token distributions on text that was forced, beside those of full on the same text.",
         "config": describe(
@@ -96,7 +96,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
             texts=texts,
         ),
         "seeds": [arguments.seed],
-        "values": {**told, **worst_values(worst, told)},
+        "values": {**reported, **worst_values(worst, reported)},
         "baseline": "full, on the same texts",
         "tables": {
             "fidelity": lines,
@@ -198,26 +198,28 @@ def values(found: Mapping[Cell, Sequence[Scores]], *, seed: int = 0) -> dict[str
     A value stands for all forced tokens of its cell; its low and high are the middle 95 % of what comes out when the
     texts are drawn anew with replacement, for tokens of one text are not independent.
     """
-    told: dict[str, dict[str, Any]] = {}
+    reported: dict[str, dict[str, Any]] = {}
     for cell, scores in found.items():
         losses = [one.loss for one in scores]
-        told[f"perplexity, {cell}"] = _pooled(losses, _perplexity, "perplexity", seed)
+        reported[f"perplexity, {cell}"] = _pooled(losses, _perplexity, "perplexity", seed)
         if cell.strategy == FULL:
             continue
         full = found[Cell(strategy=FULL, kind=cell.kind, length=cell.length)]
         more = [one.loss - other.loss for one, other in zip(scores, full, strict=True)]
-        told[f"perplexity ÷ full, {cell}"] = _pooled(more, _perplexity, "ratio", seed)
+        reported[f"perplexity ÷ full, {cell}"] = _pooled(more, _perplexity, "ratio", seed)
         divergences = [one.divergence for one in scores]
-        told[f"KL to full, mean, {cell}"] = _pooled(divergences, np.mean, "nats", seed)
-        told[f"KL to full, median, {cell}"] = _pooled(divergences, np.median, "nats", seed)
-        told[f"KL to full, p99, {cell}"] = _pooled(divergences, _p99, "nats", seed)
+        reported[f"KL to full, mean, {cell}"] = _pooled(divergences, np.mean, "nats", seed)
+        reported[f"KL to full, median, {cell}"] = _pooled(divergences, np.median, "nats", seed)
+        reported[f"KL to full, p99, {cell}"] = _pooled(divergences, _p99, "nats", seed)
         agrees = [one.agrees.astype(np.float64) for one in scores]
-        told[f"top-1 agreement, {cell}"] = _pooled(agrees, np.mean, "share", seed)
+        reported[f"top-1 agreement, {cell}"] = _pooled(agrees, np.mean, "share", seed)
         for low, high in MARGINS:
             chosen = [one.agrees[_between(one, low, high)].astype(np.float64) for one in scores]
             if any(map(len, chosen)):
-                told[f"top-1 agreement, {_margin_words(low, high)}, {cell}"] = _pooled(chosen, np.mean, "share", seed)
-    return told
+                reported[f"top-1 agreement, {_margin_words(low, high)}, {cell}"] = _pooled(
+                    chosen, np.mean, "share", seed
+                )
+    return reported
 
 
 def rows(found: Mapping[Cell, Sequence[Scores]]) -> list[dict[str, Any]]:
@@ -250,12 +252,12 @@ def rows(found: Mapping[Cell, Sequence[Scores]]) -> list[dict[str, Any]]:
 
 def worst_kinds(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For each strategy and length the kinds of text on which it is furthest from full: what must hold, holds there."""
-    told = []
+    reported = []
     others = [line for line in lines if line["strategy"] != FULL]
     for strategy, length in dict.fromkeys((line["strategy"], line["length"]) for line in others):
         here = [line for line in others if (line["strategy"], line["length"]) == (strategy, length)]
         mean, p99 = (max(here, key=itemgetter(key)) for key in ("kl", "kl p99"))
-        told.append(
+        reported.append(
             {
                 "strategy": strategy,
                 "length": length,
@@ -266,11 +268,11 @@ def worst_kinds(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "kl p99": p99["kl p99"],
             }
         )
-    return told
+    return reported
 
 
 def worst_values(
-    worst: Sequence[Mapping[str, Any]], told: Mapping[str, Mapping[str, Any]]
+    worst: Sequence[Mapping[str, Any]], reported: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """The same as a record's values, each with its `kind`."""
     found = {}
@@ -278,7 +280,7 @@ def worst_values(
         for statistic, column in (("mean", "worst kind"), ("p99", "worst kind of p99")):
             cell = Cell(strategy=line["strategy"], kind=line[column], length=line["length"])
             name = f"KL to full, {statistic}, worst kind, {line['strategy']} at {line['length']}"
-            found[name] = {**told[f"KL to full, {statistic}, {cell}"], "kind": line[column]}
+            found[name] = {**reported[f"KL to full, {statistic}, {cell}"], "kind": line[column]}
     return found
 
 

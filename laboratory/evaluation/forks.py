@@ -184,23 +184,23 @@ _TOLD = (("made_seconds", "s"), ("first_token_seconds", "s"), ("token_seconds", 
 
 
 def _values(found: Mapping[int, Mapping[str, Sequence[Branches]]]) -> dict[str, dict[str, Any]]:
-    told: dict[str, dict[str, Any]] = {}
+    reported: dict[str, dict[str, Any]] = {}
     for length, by_way in found.items():
         for way, rounds in by_way.items():
             for name, unit in _TOLD:
-                told[f"{name}, {way}, at {length}"] = record.summarize([getattr(one, name) for one in rounds], unit)
-            told[f"reserved_bytes, {way}, at {length}"] = record.exact(rounds[0].reserved_bytes, "bytes")
-            told[f"held_bytes, {way}, at {length}"] = record.exact(rounds[0].held_bytes, "bytes")
+                reported[f"{name}, {way}, at {length}"] = record.summarize([getattr(one, name) for one in rounds], unit)
+            reported[f"reserved_bytes, {way}, at {length}"] = record.exact(rounds[0].reserved_bytes, "bytes")
+            reported[f"held_bytes, {way}, at {length}"] = record.exact(rounds[0].held_bytes, "bytes")
             if way == ANEW:
                 continue
             for name in ("first_token_seconds", "token_seconds"):
                 ratios = [getattr(one, name) / getattr(base, name) for one, base in _pairs(rounds, by_way[ANEW])]
-                told[f"{name} ÷ {ANEW}, {way}, at {length}"] = record.summarize(ratios, "ratio")
+                reported[f"{name} ÷ {ANEW}, {way}, at {length}"] = record.summarize(ratios, "ratio")
             bytes_ratio = rounds[0].reserved_bytes / by_way[ANEW][0].reserved_bytes
-            told[f"reserved_bytes ÷ {ANEW}, {way}, at {length}"] = record.exact(bytes_ratio, "ratio")
+            reported[f"reserved_bytes ÷ {ANEW}, {way}, at {length}"] = record.exact(bytes_ratio, "ratio")
             equal = _equal_sessions(rounds, by_way[ANEW])
-            told[f"sessions with the tokens of {ANEW}, {way}, at {length}"] = record.exact(equal, "share")
-    return told
+            reported[f"sessions with the tokens of {ANEW}, {way}, at {length}"] = record.exact(equal, "share")
+    return reported
 
 
 def _rows(found: Mapping[int, Mapping[str, Sequence[Branches]]]) -> list[dict[str, Any]]:

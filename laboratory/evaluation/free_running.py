@@ -287,17 +287,17 @@ def rows(found: Mapping[Cell, Sequence[Text]], tokens: int) -> list[dict[str, An
 
 def values(found: Mapping[Cell, Sequence[Text]], tokens: int) -> dict[str, dict[str, Any]]:
     """What a record says of the cells; a spread is that of the texts."""
-    told: dict[str, dict[str, Any]] = {}
+    reported: dict[str, dict[str, Any]] = {}
     for cell, texts in found.items():
-        told[f"first difference, {cell}"] = summarize([text.same for text in texts], "tokens")
-        told[f"distinct 4-grams, {cell}"] = summarize([distinct(text.token_ids) for text in texts], "share")
-        told[f"texts that loop, {cell}"] = exact(sum(loops(text, tokens) for text in texts), f"of {len(texts)}")
+        reported[f"first difference, {cell}"] = summarize([text.same for text in texts], "tokens")
+        reported[f"distinct 4-grams, {cell}"] = summarize([distinct(text.token_ids) for text in texts], "share")
+        reported[f"texts that loop, {cell}"] = exact(sum(loops(text, tokens) for text in texts), f"of {len(texts)}")
         if own := [text.perplexity for text in texts if text.perplexity is not None]:
-            told[f"perplexity under full, {cell}"] = summarize(own, "perplexity")
+            reported[f"perplexity under full, {cell}"] = summarize(own, "perplexity")
         if ratios := _ratios(found, cell):
-            told[f"perplexity ÷ full's own, {cell}"] = summarize(ratios, "ratio")
-        told[f"unusable tokens, {cell}"] = exact(unusable(texts, tokens), "share")
-    return told
+            reported[f"perplexity ÷ full's own, {cell}"] = summarize(ratios, "ratio")
+        reported[f"unusable tokens, {cell}"] = exact(unusable(texts, tokens), "share")
+    return reported
 
 
 def _ratios(found: Mapping[Cell, Sequence[Text]], cell: Cell) -> list[float]:

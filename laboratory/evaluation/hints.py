@@ -106,7 +106,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
                     lines += [{"strategy": str(strategy), "kind": kind, "length": length, **line} for line in own]
     if not lines:
         raise InvalidArgument("lengths", "at none of them is there a block to choose: ask for longer ones")
-    told = overall(lines)
+    reported = overall(lines)
     return {
         "what": "How far a token's keep-set is known from the one before, and what knowing it saves the exact Top-K.",
         "config": describe(
@@ -119,7 +119,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
             temperature=arguments.temperature,
         ),
         "seeds": [arguments.seed],
-        "values": told,
+        "values": reported,
         "baseline": "the same choices without a hint; two unrelated choices of as many blocks",
         "tables": {"all layers": _means(lines), "layers": lines},
     }
@@ -235,14 +235,14 @@ def layer_lines(found: Mapping[int, Choices]) -> list[Line]:
 
 def overall(lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
     """The record's values: medians over the layers, with quartiles, for each strategy, kind and length."""
-    told = {}
+    reported = {}
     for cell, own in _cells(lines).items():
         where = f"{cell[0]}, {cell[1]} at {cell[2]}"
         for measure in _MEASURES:
             unit = "passes" if measure.startswith("passes") else "share"
-            told[f"{measure}, {where}"] = record.summarize([line[measure] for line in own], unit)
-        told[f"{_WORSE}, {where}"] = record.exact(sum(line["changed"] for line in own), "choices")
-    return told
+            reported[f"{measure}, {where}"] = record.summarize([line[measure] for line in own], unit)
+        reported[f"{_WORSE}, {where}"] = record.exact(sum(line["changed"] for line in own), "choices")
+    return reported
 
 
 def _means(lines: Sequence[Line]) -> list[Line]:

@@ -35,11 +35,11 @@ _STRIDE = 997  # ids between the beginnings of two histories
 class Idle:
     """Bytes of one session. peak_bytes: the most that was told while one that had slept was generating.
 
-    transient_bytes: what the device's allocator had beyond its arenas meanwhile (None: this device has no such count).
+    transient_bytes: what the device's allocator had beyond its buffers meanwhile (None: this device has no such count).
     """
 
     sessions: int
-    told_bytes: int
+    reported_bytes: int
     tier_bytes: int
     reserved_bytes: int
     allocated_bytes: float
@@ -65,14 +65,14 @@ def fill(
             names.append(engine.create_session(strategy=strategy, limit_tokens=limit, guaranteed=True).session_id)
             _go_on(engine, names[-1], circular(token_ids, number * _STRIDE, length))
         allocated = _allocated(engine) - before
-        told = [engine.session_info(name) for name in names]
+        reported = [engine.session_info(name) for name in names]
         reserved = engine.info().kv_reserved_bytes
         allocator = Allocator(engine)
         peak = _go_on(engine, names[0], token_ids[:appended])
         return Idle(
             sessions=sessions,
-            told_bytes=max(info.kv_live_bytes for info in told),
-            tier_bytes=max(info.tier_live_bytes for info in told),
+            reported_bytes=max(info.kv_live_bytes for info in reported),
+            tier_bytes=max(info.tier_live_bytes for info in reported),
             reserved_bytes=reserved // sessions,
             allocated_bytes=allocated / sessions,
             peak_bytes=peak,

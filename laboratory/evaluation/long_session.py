@@ -75,7 +75,7 @@ def values(samples: Sequence[TurnSample]) -> dict[str, dict[str, Any]]:
     if len(full) > 1:
         found["kv_slope_once_full"] = exact(slope([sample.kv_bytes for sample in full]), "bytes/turn")
     if len(process := [sample.process_bytes for sample in samples if sample.process_bytes is not None]) > 1:
-        # The first half touches weights and arenas for the first time.
+        # The first half touches weights and buffers for the first time.
         late = process[len(process) // 2 :]
         found["process_last"] = exact(process[-1], "bytes")
         found["process_slope_second_half"] = exact(slope(late), "bytes/turn")

@@ -113,13 +113,13 @@ def shares(totals: MatchTotals) -> dict[str, float]:
 def overall(lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
     """The record's values: means over the layers, for each strategy and kind."""
     cells = dict.fromkeys((line["strategy"], line["kind"]) for line in lines)
-    told = {}
+    reported = {}
     for strategy, kind in cells:
         here = [line for line in lines if (line["strategy"], line["kind"]) == (strategy, kind)]
         for share in _SHARES:
             mean = sum(line[share] for line in here) / len(here)
-            told[f"{share}, {strategy}, {kind}"] = exact(mean, "share")
-    return told
+            reported[f"{share}, {strategy}, {kind}"] = exact(mean, "share")
+    return reported
 
 
 def draw(payload: Mapping[str, Any], folder: Any) -> None:

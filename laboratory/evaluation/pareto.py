@@ -300,12 +300,12 @@ def front(sizes: Mapping[str, int], found: Mapping[str, float], measure: Measure
 
 def winners(sizes: Mapping[str, int], points: Points) -> list[dict[str, Any]]:
     """For each measure, who wins from which number of bytes on, and until which."""
-    told = []
+    reported = []
     for measure in MEASURES:
         found = {name: value for name, value in points.get(measure.name, {}).items() if name in sizes}
         best = front(sizes, found, measure)
         for name, after in zip_longest(best, best[1:]):
-            told.append(
+            reported.append(
                 {
                     "measure": measure.words,
                     "from bytes a token": sizes[name],
@@ -315,7 +315,7 @@ def winners(sizes: Mapping[str, int], points: Points) -> list[dict[str, Any]]:
                     "until": f"{sizes[after]:,} bytes a token" if after else "nothing larger was better",
                 }
             )
-    return told
+    return reported
 
 
 def table(sizes: Mapping[str, int], tiers: Mapping[str, int], points: Points) -> list[dict[str, Any]]:
@@ -337,11 +337,11 @@ def table(sizes: Mapping[str, int], tiers: Mapping[str, int], points: Points) ->
 
 def values(sizes: Mapping[str, int], points: Points) -> dict[str, dict[str, Any]]:
     """The points as a record's values."""
-    told = {f"bytes a token, {name}": record.exact(size, "bytes") for name, size in sizes.items()}
+    reported = {f"bytes a token, {name}": record.exact(size, "bytes") for name, size in sizes.items()}
     for measure in MEASURES:
         for name, value in points.get(measure.name, {}).items():
-            told[_words(measure, name)] = record.exact(value, measure.unit)
-    return told
+            reported[_words(measure, name)] = record.exact(value, measure.unit)
+    return reported
 
 
 def _headlines(sizes: Mapping[str, int], points: Points) -> list[tuple[Measure, str]]:

@@ -1,4 +1,4 @@
-"""Records: a number, and everything a stranger needs to make it again.
+"""Records: a number, and everything a reader needs to make it again.
 
     results/<experiment>/<date>-<machine>/record.json
 

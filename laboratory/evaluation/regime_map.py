@@ -69,7 +69,7 @@ def main(arguments: argparse.Namespace, _target: object) -> dict[str, Any]:
     except ValueError as error:
         raise InvalidArgument("cost", str(error)) from None
     terms, steps, unfitted = _model(dense, others, cost["config"]["weight_bytes"])
-    told = {"cells measured": record.exact(len(rows), "cells"), **terms}
+    reported = {"cells measured": record.exact(len(rows), "cells"), **terms}
     return {
         "what": "Where each strategy pays: " + (_UNFITTED if unfitted else _FITTED),
         "config": {
@@ -79,8 +79,8 @@ def main(arguments: argparse.Namespace, _target: object) -> dict[str, Any]:
             "records": [f"{one['experiment']}, {one['date']}" for one in (cost, *needles, *fidelities)],
         },
         "seeds": cost["seeds"],
-        "values": told,
-        "headlines": list(told),
+        "values": reported,
+        "headlines": list(reported),
         "baseline": "the measured times of the cost record; rows of full are fitted, the others predicted",
         "tables": {
             "recommendation": recommend(candidates(rows, needles, fidelities)),
@@ -104,11 +104,11 @@ def _model(
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], str]:
     """Values and steps of the fitted model, or none and why. What was measured is recommended in either case."""
     try:
-        bill, told = values(dense, others, weight_bytes)
+        bill, reported = values(dense, others, weight_bytes)
     except ValueError as error:
         logger.warning("no traffic model: %s", error)
         return {}, [], str(error)
-    return told, lines(bill, [*dense, *others]), ""
+    return reported, lines(bill, [*dense, *others]), ""
 
 
 def steps_of(cost_rows: Sequence[Mapping[str, Any]]) -> tuple[list[Step], list[Step]]:
@@ -140,44 +140,44 @@ def values(dense: Sequence[Step], others: Sequence[Step], weight_bytes: int) -> 
     bill, unseen = source, source_unseen
     if with_sessions:
         bill, unseen = fit_finding(fit(dense, weight_bytes, with_sessions=True), others)
-    told = {
+    reported = {
         "effective bandwidth": record.exact(bill.bytes_per_second, "bytes/s"),
         "fixed cost of a step": record.exact(bill.step_seconds, "s"),
     }
     if bill.session_seconds is not None:
-        told["cost of a session in a step"] = record.exact(bill.session_seconds, "s")
+        reported["cost of a session in a step"] = record.exact(bill.session_seconds, "s")
     for name, seconds in bill.finding_seconds.items():
-        told[f"price of finding, {name}"] = record.exact(seconds, "s")
-    told |= _quality(bill, dense, unseen)
+        reported[f"price of finding, {name}"] = record.exact(seconds, "s")
+    reported |= _quality(bill, dense, unseen)
     if errors := leave_one_out(dense, weight_bytes, with_sessions=with_sessions):
-        told["error on dense rows, each left out of its fit"] = record.summarize(errors, "share")
-        told["error on dense rows, each left out of its fit, largest"] = record.exact(max(errors), "share")
+        reported["error on dense rows, each left out of its fit"] = record.summarize(errors, "share")
+        reported["error on dense rows, each left out of its fit, largest"] = record.exact(max(errors), "share")
     for name in dict.fromkeys(step.strategy for step in unseen):
         errors = relative_errors(bill, [step for step in unseen if step.strategy == name])
-        told[f"error on rows never fitted, {name}"] = record.summarize(errors, "share")
-        told[f"error on rows never fitted, {name}, largest"] = record.exact(max(errors), "share")
+        reported[f"error on rows never fitted, {name}"] = record.summarize(errors, "share")
+        reported[f"error on rows never fitted, {name}, largest"] = record.exact(max(errors), "share")
     if with_sessions:
-        told |= {
+        reported |= {
             f"{name}, without a cost of sessions": value
             for name, value in _quality(source, dense, source_unseen).items()
         }
-    return bill, told
+    return bill, reported
 
 
 def _quality(bill: Bill, dense: Sequence[Step], unseen: Sequence[Step]) -> dict[str, dict[str, Any]]:
-    told = {
+    reported = {
         "R² on dense rows, in sample": record.exact(
             r_squared([step.seconds for step in dense], [bill.predict(step) for step in dense]), "R²"
         ),
         "error on dense rows, in sample": record.summarize(relative_errors(bill, dense), "share"),
     }
     if unseen:
-        told["error on rows never fitted"] = record.summarize(relative_errors(bill, unseen), "share")
+        reported["error on rows never fitted"] = record.summarize(relative_errors(bill, unseen), "share")
     pairs = speedups(bill, dense, unseen)
     if len({measured for _, measured, _ in pairs}) > 1:
         fitted = r_squared([measured for _, measured, _ in pairs], [predicted for _, _, predicted in pairs])
-        told["R² on speed ÷ full of rows never fitted"] = record.exact(fitted, "R²")
-    return told
+        reported["R² on speed ÷ full of rows never fitted"] = record.exact(fitted, "R²")
+    return reported
 
 
 def lines(bill: Bill, steps: Sequence[Step]) -> list[dict[str, Any]]:
@@ -195,16 +195,16 @@ def lines(bill: Bill, steps: Sequence[Step]) -> list[dict[str, Any]]:
     ]
 
 
-def plot(path: Path, told: Sequence[Mapping[str, Any]]) -> None:
+def plot(path: Path, reported: Sequence[Mapping[str, Any]]) -> None:
     """Draw `lines` into an image: measured against predicted, and a token's time against the context."""
     from matplotlib.figure import Figure  # drawing is optional, and slow to import
 
     figure = Figure(figsize=(12, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    names = list(dict.fromkeys(line["strategy"] for line in told))
-    batches = sorted({line["batch"] for line in told})
+    names = list(dict.fromkeys(line["strategy"] for line in reported))
+    batches = sorted({line["batch"] for line in reported})
     for number, name in enumerate(names):
-        color, own = f"C{number % 10}", [line for line in told if line["strategy"] == name]
+        color, own = f"C{number % 10}", [line for line in reported if line["strategy"] == name]
         left.scatter(
             [1e3 * line["predicted_seconds"] for line in own],
             [1e3 * line["measured_seconds"] for line in own],
@@ -219,7 +219,7 @@ def plot(path: Path, told: Sequence[Mapping[str, Any]]) -> None:
             face = color if dash == "-" else "none"
             measured = [1e3 * line["measured_seconds"] for line in course]
             right.scatter(lengths, measured, s=18, edgecolors=color, facecolors=face)
-    ends = [1e3 * line[key] for line in told for key in ("predicted_seconds", "measured_seconds")]
+    ends = [1e3 * line[key] for line in reported for key in ("predicted_seconds", "measured_seconds")]
     left.plot([min(ends), max(ends)], [min(ends), max(ends)], color="0.7", linewidth=1, zorder=0)
     left.set(title="Decode step: measured against predicted", xlabel="predicted, ms", ylabel="measured, ms")
     left.legend(fontsize=7)
@@ -229,7 +229,7 @@ def plot(path: Path, told: Sequence[Mapping[str, Any]]) -> None:
     batch_words = f"batch {batches[0]}" + (f" (solid) and {batches[-1]} (dashed, hollow)" if len(batches) > 1 else "")
     right.set(title=f"Dots measured, lines predicted;\n{batch_words}", xlabel="context, tokens", ylabel="step, ms")
     right.set_xscale("log", base=2)
-    ticks = sorted({line["length"] for line in told})
+    ticks = sorted({line["length"] for line in reported})
     right.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     right.minorticks_off()
     right.set_yscale("log")

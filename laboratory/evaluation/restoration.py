@@ -123,7 +123,7 @@ def main(
     lines: list[dict[str, Any]] = []
     found: dict[str, dict[str, Any]] = {}
 
-    def told() -> dict[str, Any]:
+    def reported() -> dict[str, Any]:
         lengths = list(dict.fromkeys(line["length"] for line in lines))
         undone = [
             {"length": length, "latent bytes per token": rate, "family": "all", "reason": "ended before they were done"}
@@ -170,8 +170,8 @@ def main(
             break
         lines += [{"length": length, **line} for line in own]
         found |= values
-        save(told())
-    return told()
+        save(reported())
+    return reported()
 
 
 def draw(payload: Mapping[str, Any], folder: Path) -> None:
@@ -276,7 +276,7 @@ def _measure(
     if trials:
         control = parse_strategy(needle.CONTROL)
         assert isinstance(control, SinkWindow)
-        told = needle.payload(
+        reported = needle.payload(
             needle.measure(
                 target,
                 strategies=list(strategies.values()),
@@ -292,8 +292,8 @@ def _measure(
             trials=trials,
             seed=seed,
         )
-        facts = {(row["strategy"], row["kind"], row["task"]): row for row in told["tables"]["recall"]}
-        values |= told["values"]
+        facts = {(row["strategy"], row["kind"], row["task"]): row for row in reported["tables"]["recall"]}
+        values |= reported["values"]
     held = {name: _held(target.engine, one, passages[0]) for name, one in {FULL: Full(), **strategies}.items()}
     for name, (on_device, _) in held.items():
         values[f"bytes held between Generates, {name} at {length}"] = record.exact(on_device, "bytes")

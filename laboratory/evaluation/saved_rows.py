@@ -3,8 +3,8 @@
     file   keys and values of every position, layer after layer, as they are in memory
 
 A waking is timed from opening the file to the id of the next token on the host: all rows are read in one piece, into
-pinned memory where the device is a GPU, copied to the session's lanes, and the appended tokens are forwarded. There is
-no queue, no journal and no other session, which the wakings beside it go through: what is told flatters the disk.
+pinned memory where the device is a GPU, copied to the session's regions, and the appended tokens are forwarded. There
+is no queue, no journal and no other session, which the wakings beside it go through: what is told flatters the disk.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ class SavedRows:
 
     def _clear(self) -> None:
         """Nothing of an earlier session is there to be read."""
-        for arena in self._context.pool.arenas.values():
-            arena.keys.zero_()
-            arena.values.zero_()
+        for buffer in self._context.pool.buffers.values():
+            buffer.keys.zero_()
+            buffer.values.zero_()
 
     def _woken(self) -> SessionKV:
         rows = iter(self._read())

@@ -28,7 +28,7 @@ class Run:
     first token of a later Generate, the slowest of the batch. token_seconds: of one step that gives every session its
     next token. kv_bytes: of one session, between Generates; tier_bytes: beside those, off the device. kv_peak_bytes: of
     one session, the most that was seen at any token. transient_bytes: the most the device's allocator held beyond what
-    it held before, in the decoding Generate (None: this device has no such count); arenas are allocated before and are
+    it held before, in the decoding Generate (None: this device has no such count); buffers are allocated before and are
     no part of it.
     """
 

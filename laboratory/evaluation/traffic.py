@@ -80,8 +80,8 @@ def _rows_read(layout: Layout, length: int) -> int:
     if selector is None:
         return int(np.count_nonzero(visible))
     first_local = int(selector.local_starts(query)[0])
-    distant = max(0, first_local - selector.sink_rows)
-    local = np.count_nonzero(visible[(held < selector.sink_rows) | (held >= first_local)])
+    distant = max(0, first_local - selector.sink_tokens)
+    local = np.count_nonzero(visible[(held < selector.sink_tokens) | (held >= first_local)])
     # What is known of a block, two vectors per KV head, is as large as a row.
     return int(local) + min(selector.count * selector.block, distant) + length // selector.block
 

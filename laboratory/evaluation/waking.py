@@ -267,15 +267,15 @@ def _go_on(engine: Engine, session: str, token_ids: Sequence[int], *, began: flo
 
 
 def _time_values(found: Mapping[int, Seconds]) -> dict[str, dict[str, Any]]:
-    told = {}
+    reported = {}
     for length, seconds in found.items():
         for name, own in seconds.items():
-            told[f"first token, {name}, at {length}"] = record.summarize(own, "s")
+            reported[f"first token, {name}, at {length}"] = record.summarize(own, "s")
             for other in (ANEW, KEPT, STORED):
                 if name != other and other in seconds:
                     ratios = [one / base for one, base in zip(own, seconds[other], strict=True)]
-                    told[f"first token ÷ ({other}), {name}, at {length}"] = record.summarize(ratios, "ratio")
-    return told
+                    reported[f"first token ÷ ({other}), {name}, at {length}"] = record.summarize(ratios, "ratio")
+    return reported
 
 
 def _time_rows(found: Mapping[int, Seconds]) -> list[dict[str, Any]]:
@@ -294,20 +294,20 @@ def _time_rows(found: Mapping[int, Seconds]) -> list[dict[str, Any]]:
 
 
 def _byte_values(held: Mapping[Cell, Idle]) -> dict[str, dict[str, Any]]:
-    told = {}
+    reported = {}
     for cell, one in held.items():
-        told[f"K/V told, idle, {cell}"] = record.exact(one.told_bytes, "bytes")
+        reported[f"K/V told, idle, {cell}"] = record.exact(one.reported_bytes, "bytes")
         if one.tier_bytes:
-            told[f"K/V off the device, idle, {cell}"] = record.exact(one.tier_bytes, "bytes")
-        told[f"K/V reserved, idle, {cell}"] = record.exact(one.reserved_bytes, "bytes")
-        told[f"allocated, idle, {cell}"] = record.exact(one.allocated_bytes, "bytes")
-        told[f"K/V told, at most in a Generate, {cell}"] = record.exact(one.peak_bytes, "bytes")
+            reported[f"K/V off the device, idle, {cell}"] = record.exact(one.tier_bytes, "bytes")
+        reported[f"K/V reserved, idle, {cell}"] = record.exact(one.reserved_bytes, "bytes")
+        reported[f"allocated, idle, {cell}"] = record.exact(one.allocated_bytes, "bytes")
+        reported[f"K/V told, at most in a Generate, {cell}"] = record.exact(one.peak_bytes, "bytes")
         if one.transient_bytes is not None:
-            told[f"allocated in a Generate beyond the arenas, {cell}"] = record.exact(one.transient_bytes, "bytes")
+            reported[f"allocated in a Generate beyond the buffers, {cell}"] = record.exact(one.transient_bytes, "bytes")
         if full := held.get(Cell(KEPT, cell.length)):
             ratio = one.allocated_bytes / full.allocated_bytes
-            told[f"allocated, idle ÷ full, {cell}"] = record.exact(ratio, "ratio")
-    return told
+            reported[f"allocated, idle ÷ full, {cell}"] = record.exact(ratio, "ratio")
+    return reported
 
 
 def _byte_rows(held: Mapping[Cell, Idle]) -> list[dict[str, Any]]:
@@ -316,11 +316,11 @@ def _byte_rows(held: Mapping[Cell, Idle]) -> list[dict[str, Any]]:
             "strategy": cell.strategy,
             "length": cell.length,
             "sessions": one.sessions,
-            "told_bytes": one.told_bytes,
+            "reported_bytes": one.reported_bytes,
             "tier_bytes": one.tier_bytes,
             "reserved_bytes": one.reserved_bytes,
             "allocated_bytes": round(one.allocated_bytes),
-            "peak_told_bytes": one.peak_bytes,
+            "peak_reported_bytes": one.peak_bytes,
             "transient_bytes": one.transient_bytes,
             "bound_sustained_bytes": one.bound.sustained_bytes,
             "bound_peak_bytes": one.bound.peak_bytes,

@@ -22,7 +22,7 @@ SIDE_BY_SIDE = 8  # few enough that the steps before all have begun are few
 
 @dataclass(slots=True)
 class Step:
-    """One step of one session: guesses that were verified, those of them that were right, tokens committed."""
+    """One step of one session: draft tokens that were verified, those of them that were right, tokens committed."""
 
     drafted: int
     accepted: int
@@ -30,12 +30,12 @@ class Step:
 
     @property
     def right(self) -> int:
-        """Of the accepted guesses, those that became tokens: a stop id ends the text within a draft."""
+        """Of the accepted draft tokens, those that became tokens: a stop id ends the text within a draft."""
         return min(self.accepted, self.tokens)
 
     @property
     def judged(self) -> int:
-        """Of the guesses, those that were held against a text: not what comes after a stop id within the draft."""
+        """Of the draft tokens, those that were held against a text: not what comes after a stop id within the draft."""
         return self.tokens if self.tokens <= self.accepted else self.drafted
 
 

@@ -1,10 +1,10 @@
 """Training of a DFlash drafter: the target reads texts of its own, the drafter learns to say what follows.
 
 Each step draws blocks at random anchors of a batch of texts. The loss is cross-entropy on the masked places, the nearer
-the heavier: exp(−(k−1)/γ) for the k-th, because a guess counts only if all before it were right; for the same reason a
-chain is given the token that was right. The target's own distribution there is a better teacher than the one id it
-happened to draw; both are used. Only the drafter learns.
-Source: DFlash, arXiv 2602.06036; soft targets: Hinton et al., arXiv 1503.02531.
+the heavier: exp(−(k−1)/γ) for the k-th, because a draft token counts only if all before it were right; for the same
+reason a chain is given the token that was right. The target's own distribution there is a better teacher than the one
+id it happened to draw; both are used. Only the drafter learns. Source: DFlash, arXiv 2602.06036; soft targets: Hinton
+et al., arXiv 1503.02531.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ class DrafterPlan:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Means since the last one. accepted: guesses that would have been kept, of B − 1. tokens: of text, over all."""
+    """Means since the last one. accepted: draft tokens that would have been kept, of B − 1.
+
+    tokens: of text, over all.
+    """
 
     steps: int
     seconds: float
@@ -165,7 +168,7 @@ class _Trainer:
             groups, lr=plan.rate, betas=_BETAS, fused=model.device.type == "cuda" or None
         )
         self.step_tokens = min(plan.batch, len(texts)) * texts.length
-        # The k-th guess counts only if all before it were right.
+        # The k-th draft token counts only if all before it were right.
         places = torch.arange(network.config.block_size - 1, device=model.device)
         self._weights = torch.exp(-places / plan.decay)
         first = texts.step(0, plan.batch, plan.seed).to(model.device)
@@ -181,7 +184,7 @@ class _Trainer:
             self._network.fc.weight.div_(self._tap_scales.flatten())
 
     def step(self, index: int, rate: float) -> Tensor:
-        """One update. Returns the loss and the mean of accepted guesses, on the device."""
+        """One update. Returns the loss and the mean of accepted draft tokens, on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         texts = self._texts.step(index, self._plan.batch, self._plan.seed).to(self._model.device)

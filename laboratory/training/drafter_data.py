@@ -31,10 +31,10 @@ class TextSet:
 
     def digest(self) -> str:
         """SHA-256 of all texts, in their order."""
-        told = hashlib.sha256()
+        reported = hashlib.sha256()
         for part in (self.token_ids, self.answers, self.starts):
-            told.update(np.ascontiguousarray(part).data)
-        return told.hexdigest()
+            reported.update(np.ascontiguousarray(part).data)
+        return reported.hexdigest()
 
     def step(self, index: int, count: int, seed: int) -> Texts:
         """The batch of training step `index`."""

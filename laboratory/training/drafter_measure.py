@@ -1,8 +1,8 @@
 """How far a drafter gets on texts it never saw, as if the model said them again with its help.
 
 In a text of the model's own a draft is kept where it equals the text: that is what the engine does with it. So the walk
-from block to block can be replayed, and no token needs to be generated. Guesses are greedy here: a text does not tell
-with what noise it was drawn.
+from block to block can be replayed, and no token needs to be generated. Draft tokens are greedy here: a text does not
+tell with what noise it was drawn.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kv_cache_proposer.dflash.guessing import guess
+from kv_cache_proposer.dflash.guessing import draft_token
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import TargetWords
 from laboratory.training.drafter_blocks import Blocks, Texts, blocks_at
@@ -47,7 +47,7 @@ def acceptance_length(
 
 
 def _accepted(model: PreTrainedModel, network: DFlashNetwork, words: TargetWords, texts: Texts) -> Tensor:
-    """How many guesses would be right from each position on: [N, T]."""
+    """How many draft tokens would be right from each position on: [N, T]."""
     count, length = texts.token_ids.shape
     device = texts.token_ids.device
     found = torch.zeros((count, length), dtype=torch.long, device=device)
@@ -56,13 +56,13 @@ def _accepted(model: PreTrainedModel, network: DFlashNetwork, words: TargetWords
         for first in range(0, length, _ANCHORS):
             anchors = torch.arange(first, min(first + _ANCHORS, length), device=device).expand(count, -1)
             blocks = blocks_at(texts, anchors, block_size=network.config.block_size)
-            guesses = guess(network, words, draft_states(network, words, texts, blocks, taps))
-            found[:, first : first + anchors.shape[1]] = (guesses == blocks.targets).long().cumprod(-1).sum(-1)
+            draft_tokens = draft_token(network, words, draft_states(network, words, texts, blocks, taps))
+            found[:, first : first + anchors.shape[1]] = (draft_tokens == blocks.targets).long().cumprod(-1).sum(-1)
     return found
 
 
 def draft_states(network: DFlashNetwork, words: TargetWords, texts: Texts, blocks: Blocks, taps: Tensor) -> Tensor:
-    """What `guess` and the target's head turn into guesses: [N, A, B − 1, hidden]."""
+    """What `draft_token` and the target's head turn into draft tokens: [N, A, B − 1, hidden]."""
     config = network.config
     count, length = texts.token_ids.shape
     positions = torch.arange(length, device=texts.token_ids.device).expand(count, -1)

@@ -11,15 +11,15 @@ import pytest
 from inference_engine.backends import graphs
 from inference_engine.backends.recording import GraphMemory
 from inference_engine.backends.torch_forward import TorchForward
-from inference_engine.kernels.lane_attention import attend_lanes
+from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv.memory.pool import Pool
 from tests.tiny import tiny_engine
 
 
 def step(pool: Pool, *, rows: int, selects: bool) -> Any:
     positions = np.arange(rows)
-    plan = SimpleNamespace(pool=pool, row_count=rows, selects=selects, is_lanes_only=True, positions=positions)
-    return SimpleNamespace(plan=plan, tap_layers=(), logit_rows=[0])
+    plan = SimpleNamespace(pool=pool, query_count=rows, selects=selects, is_numbers_only=True, positions=positions)
+    return SimpleNamespace(plan=plan, tap_layers=(), logit_queries=[0])
 
 
 def test_steps_that_cannot_be_recorded_while_serving_are_run_without_and_tried_once(
@@ -39,7 +39,7 @@ def test_steps_that_cannot_be_recorded_while_serving_are_run_without_and_tried_o
         context, forward = engine._context, engine._forward
         assert isinstance(forward, TorchForward)
         memory = GraphMemory()
-        recorded = graphs.StepGraphs(forward.seam, context.geometry, context.pool, attend_lanes, memory=memory)
+        recorded = graphs.StepGraphs(forward.seam, context.geometry, context.pool, attend_ragged, memory=memory)
         is_full = True
         at_start = len(tried)
         assert recorded.can_run(step(context.pool, rows=2, selects=False))

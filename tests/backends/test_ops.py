@@ -21,16 +21,16 @@ def test_a_cpu_attends_session_by_session_and_plain_does_so_everywhere() -> None
 
 
 def test_a_kernel_that_cannot_be_had_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "inference_engine.kernels.triton.lane_attention", None)
-    monkeypatch.delattr("inference_engine.kernels.triton.lane_attention", raising=False)
+    monkeypatch.setitem(sys.modules, "inference_engine.kernels.triton.ragged_attention", None)
+    monkeypatch.delattr("inference_engine.kernels.triton.ragged_attention", raising=False)
     with pytest.raises(BackendError, match="kernels=plain"):
         open_ops("auto", GPU)
 
 
 def test_graphs_need_a_gpu_and_its_kernel_and_can_be_switched_off() -> None:
-    assert wants_graphs("auto", GPU, has_lanes=True)
-    assert not wants_graphs("off", GPU, has_lanes=True)
-    assert not wants_graphs("auto", GPU, has_lanes=False)
-    assert not wants_graphs("auto", CPU, has_lanes=False)
+    assert wants_graphs("auto", GPU, has_regions=True)
+    assert not wants_graphs("off", GPU, has_regions=True)
+    assert not wants_graphs("auto", GPU, has_regions=False)
+    assert not wants_graphs("auto", CPU, has_regions=False)
     with pytest.raises(BackendError, match="graphs=auto"):
-        wants_graphs("on", CPU, has_lanes=False)
+        wants_graphs("on", CPU, has_regions=False)

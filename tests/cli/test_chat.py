@@ -37,7 +37,7 @@ class Chat:
         return status, printed.out, printed.err
 
 
-def test_every_message_is_answered_by_a_server_of_its_own_and_its_cost_is_told(tiny_folder: Path) -> None:
+def test_every_message_is_answered_by_a_server_of_its_own_and_its_cost_is_reported(tiny_folder: Path) -> None:
     done = kakeya("chat", "--model", tiny_folder, "--kv-bytes=64MiB", "--max-tokens=3", typed="Hello\n\nAnd again\n")
     assert (done.returncode, done.stderr) == (0, "")
     first, second = COST.findall(done.stdout)

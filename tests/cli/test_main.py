@@ -44,7 +44,7 @@ def test_reading_the_command_line_loads_neither_torch_nor_grpc() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("--version") == 0
     assert capsys.readouterr().out == f"kakeya {__version__}\n"
 

@@ -73,13 +73,13 @@ def test_the_doctor_a_server_and_its_metrics_tell_the_same_capacity(
         with urllib.request.urlopen(f"{url}?name[]=session_kv_capacity_bytes", timeout=30) as answer:
             shown = answer.read().decode().splitlines()
         with sdk.Client(server.target) as client:
-            told = client.server_info().kv_capacity_bytes
+            reported = client.server_info().kv_capacity_bytes
         arguments = ("--model", str(tiny_folder), "--kv-bytes=64MiB", "--bind=127.0.0.1:0")
         assert main(("doctor", *arguments, "--metrics-bind=127.0.0.1:0")) == 0
         examined = capsys.readouterr().out
     (line,) = (line for line in shown if not line.startswith("#"))
-    assert float(line.split()[1]) == told
-    said = f"{decimal(told)} for K/V"
+    assert float(line.split()[1]) == reported
+    said = f"{decimal(reported)} for K/V"
     assert said in examined and said in server.ready_line
 
 

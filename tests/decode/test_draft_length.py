@@ -29,15 +29,15 @@ def longest(acceptance: Acceptance, steps: StepSeconds, *, sessions: int = 1, dr
 RIGHT, WRONG = seen(*[(8, 8)] * 100), seen(*[(8, 0)] * 100)
 
 
-def test_right_guesses_are_worth_the_longest_draft_where_rows_are_cheap() -> None:
+def test_right_draft_tokens_are_worth_the_longest_draft_where_rows_are_cheap() -> None:
     assert longest(RIGHT, line(1.0, 0.01)) == 7
 
 
-def test_wrong_guesses_are_worth_none() -> None:
+def test_wrong_draft_tokens_are_worth_none() -> None:
     assert longest(WRONG, line(1.0, 0.01)) == 0
 
 
-def test_right_guesses_are_worth_none_where_a_row_costs_a_step() -> None:
+def test_right_draft_tokens_are_worth_none_where_a_row_costs_a_step() -> None:
     assert longest(RIGHT, line(0.0, 1.0)) == 0
 
 
@@ -47,7 +47,7 @@ def test_a_dear_drafter_has_to_be_right_more_often() -> None:
     assert longest(some, line(1.0, 0.05), draft_seconds=2.5) == 0
 
 
-def test_the_draft_ends_where_guesses_stop_being_right() -> None:
+def test_the_draft_ends_where_draft_tokens_stop_being_right() -> None:
     assert longest(seen(*[(8, 2)] * 100), line(1.0, 0.1)) == 2
 
 
@@ -59,7 +59,7 @@ def test_more_rows_never_count_as_faster_whatever_was_measured() -> None:
     assert longest(WRONG, steps) == 0
 
 
-def test_neighbours_who_wait_for_the_guesses_count() -> None:
+def test_neighbours_who_wait_for_the_draft_tokens_count() -> None:
     half = seen(*[(1, 1), (1, 0)] * 50)
     assert longest(half, line(1.0, 0.3)) > 0
     assert longest(half, line(1.0, 0.3, rows=(8, 9, 10, 12, 15)), sessions=8) == 0
@@ -109,7 +109,7 @@ def test_one_slow_step_does_not_change_much() -> None:
     assert after < 1.3 * before
 
 
-def test_a_machine_that_slows_down_slows_steps_with_guesses_as_much_as_plain_ones() -> None:
+def test_a_machine_that_slows_down_slows_steps_with_draft_tokens_as_much_as_plain_ones() -> None:
     steps = line(1.0, 0.5)
     for _ in range(100):
         steps.saw(1, 6.0, is_plain=True)
@@ -118,7 +118,7 @@ def test_a_machine_that_slows_down_slows_steps_with_guesses_as_much_as_plain_one
     assert steps.expected(8) == pytest.approx(20.0, rel=0.01)
 
 
-def test_a_step_with_guesses_that_takes_longer_says_nothing_of_plain_ones() -> None:
+def test_a_step_with_draft_tokens_that_takes_longer_says_nothing_of_plain_ones() -> None:
     steps = line(1.0, 0.1)
     before = steps.expected(1)
     steps.saw(8, 3.0, is_plain=False)

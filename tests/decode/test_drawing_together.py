@@ -97,8 +97,8 @@ def test_a_distribution_has_the_same_bits_alone_and_among_others(vocab: int, thr
         drawn = [int(draw(logits[row : row + 1], [ways[row]], [keys[row]])[0]) for row in range(len(logits))]
         assert draw(logits, ways, keys).tolist() == drawn
         likely = logits.argmax(dim=-1)
-        told = [logprobs(logits[row : row + 1], likely[row : row + 1])[0] for row in range(len(logits))]
-        assert torch.equal(logprobs(logits, likely), torch.stack(told))
+        reported = [logprobs(logits[row : row + 1], likely[row : row + 1])[0] for row in range(len(logits))]
+        assert torch.equal(logprobs(logits, likely), torch.stack(reported))
     finally:
         torch.set_num_threads(before)
 
@@ -120,8 +120,8 @@ def test_how_many_rows_are_drawn_at_once_changes_nothing(rows_at_once: int, monk
     monkeypatch.setattr(sampling_module, "MAX_ARRAY_BYTES_ON_CPU", rows_at_once * 97 * 8 + 5)
     assert draw(logits, ways, keys).tolist() == expected
     assert max(sizes) <= rows_at_once and sum(sizes) == len(logits)
-    told = logprobs(logits, logits.argmax(dim=-1))
-    assert torch.allclose(told, logits.log_softmax(dim=-1).amax(dim=-1), atol=1e-6)
+    reported = logprobs(logits, logits.argmax(dim=-1))
+    assert torch.allclose(reported, logits.log_softmax(dim=-1).amax(dim=-1), atol=1e-6)
 
 
 def test_a_vocabulary_larger_than_an_array_may_be_is_drawn_from_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,14 +150,14 @@ def test_a_row_that_is_not_finite_disturbs_no_other() -> None:
     assert all(0 <= token < 30 for token in got)
 
 
-def test_each_row_of_a_draft_is_penalised_for_the_guesses_before_it() -> None:
+def test_each_row_of_a_draft_is_penalised_for_the_draft_tokens_before_it() -> None:
     sampling = Sampling(temperature=0.9, repetition_penalty=1.7, logit_bias={3: 2.0, 8: -1.0})
-    history, guesses = [1, 5], [7, 2, 7]
+    history, draft_tokens = [1, 5], [7, 2, 7]
     logits = torch.randn(4, 12, generator=torch.Generator().manual_seed(4))
     sampler = Sampler.start(sampling, 0, seen(history, 12), 12, torch.device("cpu"))
-    rows = sampler.adjusted(logits, guesses)
+    rows = sampler.adjusted(logits, draft_tokens)
     for row in range(4):
-        assert torch.equal(rows[row], penalised(logits[row], sampling, history + guesses[:row]))
+        assert torch.equal(rows[row], penalised(logits[row], sampling, history + draft_tokens[:row]))
     assert torch.equal(sampler.adjusted(logits[:1], [])[0], penalised(logits[0], sampling, history))
 
 
@@ -193,7 +193,7 @@ def test_sessions_with_unlike_samplings_say_in_one_step_what_each_says_alone() -
             alone.append(generate(engine, session, 12, sampling=way))
         together = said_together(engine, 12)
     for place, (expected, got) in enumerate(zip(alone, together, strict=True)):
-        assert got == [(token, told if place % 2 == 0 else None) for token, told in expected]
+        assert got == [(token, reported if place % 2 == 0 else None) for token, reported in expected]
 
 
 def test_sessions_with_drafts_and_without_say_in_one_step_what_each_says_alone() -> None:

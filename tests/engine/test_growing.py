@@ -256,9 +256,9 @@ def test_who_forks_and_closes_leaves_addresses_for_all_others(share_forks: bool)
         assert len(drain(engine.generate(session, GenerateParams(max_tokens=2), owner="other"))) > 2
 
 
-def test_want_of_addresses_is_told_apart_from_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_want_of_addresses_is_reported_apart_from_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = bytes_for()
-    monkeypatch.setattr(memory, "MOST_BYTES", whole)  # of each arena, so that both hold two of the longest sessions
+    monkeypatch.setattr(memory, "MOST_BYTES", whole)  # of each buffer, so that both hold two of the longest sessions
     with tiny_engine(kv_bytes=whole, max_sessions=64) as engine:
         opened = [engine.create_session().session_id for _ in range(2)]
         with pytest.raises(NoCapacity, match=r"no address space is left.*limit_tokens") as refused:
@@ -271,7 +271,7 @@ def test_want_of_addresses_is_told_apart_from_want_of_memory(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("has_drafter", [False, True])
-def test_room_for_guesses_drops_nobodys_entries(has_drafter: bool) -> None:
+def test_room_for_draft_tokens_drops_nobodys_entries(has_drafter: bool) -> None:
     """Also of a Generate that ends before it needs the room."""
     with tiny_engine() as roomy:
         expected = [token for token, _ in generate(roomy, opened(roomy, 20), 40)]
@@ -291,7 +291,7 @@ def test_room_for_guesses_drops_nobodys_entries(has_drafter: bool) -> None:
         assert engine.session_info(idle).cached_tokens == 0
 
 
-def test_guesses_have_memory_where_it_is_free() -> None:
+def test_draft_tokens_have_memory_where_it_is_free() -> None:
     with tiny_engine() as alone:
         expected = [token for token, _ in generate(alone, opened(alone, 20), 80)]
     accepted = []
@@ -304,7 +304,7 @@ def test_guesses_have_memory_where_it_is_free() -> None:
     assert accepted[0] == accepted[1] > 40
 
 
-def test_a_full_pool_is_not_searched_for_room_for_guesses_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_pool_is_not_searched_for_room_for_draft_tokens_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     searches = 0
     check_quota = Admission._check_quota
 

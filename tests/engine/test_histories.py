@@ -98,7 +98,7 @@ def test_a_draft_stops_at_the_cap_too() -> None:
         assert engine.session_info(session).history_length == 60
 
 
-def test_a_sessions_own_limit_is_told_before_the_cap() -> None:
+def test_a_sessions_own_limit_is_reported_before_the_cap() -> None:
     with scripted_engine(history_tokens_per_session=100) as engine:
         session = opened(engine, 50, limit_tokens=60)
         with pytest.raises(HistoryLimit) as refused:
@@ -197,8 +197,8 @@ def test_forks_of_a_long_history_take_no_memory_for_it() -> None:
         forks = [engine.fork_session(session) for _ in range(50)]
         assert all(fork.history_length == 1_000_000 for fork in forks)
         assert engine._store.held_history().nbytes - before < 50 * 50_000
-        told = engine.session_info(forks[-1].session_id)
-        assert told.history_bytes == pytest.approx(engine.session_info(session).history_bytes, rel=0.01)
+        reported = engine.session_info(forks[-1].session_id)
+        assert reported.history_bytes == pytest.approx(engine.session_info(session).history_bytes, rel=0.01)
         engine.close_session(session)
         assert engine.append(forks[0].session_id, [1, 2, 3]) == 1_000_003
         for fork in forks:
@@ -293,7 +293,7 @@ def test_what_generates_said_is_read_after_later_appends_generates_and_the_sessi
             assert [token for token, _ in tokens(events)] == expected[first : generation.position]
 
 
-def test_a_generate_told_again_is_read_after_the_sessions_end() -> None:
+def test_a_generate_reported_again_is_read_after_the_sessions_end() -> None:
     with scripted_engine() as engine:
         session, request_id = opened(engine, 20), b"r" * 16
         first = drain(generated(engine, session, 30, request_id=request_id))

@@ -87,7 +87,7 @@ def test_a_failing_codec_ends_its_generate_by_name_and_keeps_the_history(strateg
     with engine_for(Mode.BATCHED, latent=codec) as engine:
         session = engine.create_session(strategy=strategy).session_id
         engine.append(session, text(60))
-        told = generate(engine, session, 5)
+        reported = generate(engine, session, 5)
         codec.fails_in = moment
         neighbour = engine.create_session().session_id
         engine.append(neighbour, text(30))
@@ -102,7 +102,7 @@ def test_a_failing_codec_ends_its_generate_by_name_and_keeps_the_history(strateg
         codec.fails_in = ""
         again = engine.create_session(strategy=strategy).session_id
         engine.append(again, text(60))
-        assert same(generate(engine, again, 5), told, Mode.BATCHED)
+        assert same(generate(engine, again, 5), reported, Mode.BATCHED)
         generate(engine, again, len(heard) or 1)
         if heard:
             assert same(generate(engine, session, 10), generate(engine, again, 10), Mode.BATCHED)
@@ -127,7 +127,7 @@ def test_rows_that_come_back_as_no_numbers_are_named_and_nothing_is_generated_fr
 
 @pytest.mark.parametrize("strategy", [HOLD, STREAM], ids=str)
 @pytest.mark.parametrize("well_before", [1, 2, 5, 9])
-def test_what_was_told_before_rows_came_back_as_no_numbers_stands_and_no_more_is_told(
+def test_what_was_reported_before_rows_came_back_as_no_numbers_stands_and_no_more_is_reported(
     strategy: KVStrategy, well_before: int
 ) -> None:
     """A session that holds asks for rows when it wakes and at each boundary, one that streams in every step."""

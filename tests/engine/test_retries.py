@@ -174,8 +174,8 @@ def test_of_two_equal_appends_that_race_one_appends() -> None:
         answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
         def append() -> None:
-            told = engine.append_once(session, [1, 2, 3], request_id=ONE, wait_seconds=30)
-            answers.put(told.is_replayed)
+            reported = engine.append_once(session, [1, 2, 3], request_id=ONE, wait_seconds=30)
+            answers.put(reported.is_replayed)
 
         threads = [threading.Thread(target=append) for _ in range(4)]
         for thread in threads:
@@ -311,7 +311,7 @@ def test_an_id_of_a_wrong_length_is_refused_once_the_session_is_known_to_exist(w
 
 
 @KINDS
-def test_a_generate_that_ended_is_told_again_from_any_token_on(sampling: Sampling) -> None:
+def test_a_generate_that_ended_is_reported_again_from_any_token_on(sampling: Sampling) -> None:
     params = GenerateParams(max_tokens=9, sampling=dataclasses.replace(sampling, seed=None), logprobs=True)
     with tiny_engine() as engine:
         session = opened(engine, 60, strategy=ENDLESS)
@@ -321,8 +321,8 @@ def test_a_generate_that_ended_is_told_again_from_any_token_on(sampling: Samplin
         for skipped in (None, 0, 1, 4, 9):
             at = None if skipped is None else 60 + skipped
             again = drain(engine.generate(session, params, request_id=ONE, resume_from=at))
-            told = [event for event in first if isinstance(event, TokenCommitted)][skipped or 0 :]
-            assert [event for event in again if isinstance(event, TokenCommitted)] == told
+            reported = [event for event in first if isinstance(event, TokenCommitted)][skipped or 0 :]
+            assert [event for event in again if isinstance(event, TokenCommitted)] == reported
             assert again[0] == Accepted(0, 0, first_position=60 + (skipped or 0), is_replayed=True)
             assert [event for event in again if isinstance(event, Truncated)] == first[-11:-10]
             assert isinstance(first[-1], Finished)
@@ -434,9 +434,9 @@ def test_a_generate_stopped_again_and_again_gives_what_an_undisturbed_one_gives(
             done += at
             assert last.generated_tokens == done
         events = drain(engine.generate(session, params, request_id=ONE, wait_seconds=30))
-        told = tokens(events)
-        assert len(told) == 16
-        assert same(told, expected, mode)
+        reported = tokens(events)
+        assert len(reported) == 16
+        assert same(reported, expected, mode)
         assert history(engine, session) == history(engine, calm)
         end = events[-1]
         assert isinstance(end, Finished)
@@ -620,9 +620,9 @@ def test_many_who_attach_at_once_leave_one_stream_that_is_whole() -> None:
             thread.start()
         for thread in threads:
             thread.join(60)
-        told = [endings.get_nowait() for _ in threads]
-        assert any(how == "finished" for how, _ in told)
-        for how, shown in told:
+        reported = [endings.get_nowait() for _ in threads]
+        assert any(how == "finished" for how, _ in reported)
+        for how, shown in reported:
             assert shown == (expected if how == "finished" else expected[: len(shown)])
         assert engine.session_info(session).history_length == 80
 

@@ -17,11 +17,11 @@ def restored(**options: Option) -> KVStrategy:
 def answers(engine: Engine, strategy: KVStrategy) -> list[list[tuple[int, float | None]]]:
     """What three turns give."""
     session = engine.create_session(strategy=strategy).session_id
-    told = []
+    reported = []
     for turn in range(3):
         engine.append(session, text(50, seed=turn))
-        told.append(generate(engine, session, 12))
-    return told
+        reported.append(generate(engine, session, 12))
+    return reported
 
 
 @each_mode

@@ -44,7 +44,7 @@ def test_a_generate_waits_until_there_is_room_to_wake_its_session(strategy: KVSt
         pair = [engine.create_session(strategy=strategy, limit_tokens=LIMIT).session_id for _ in range(2)]
         for session in pair:
             engine.append(session, text(100))
-        # Both want lanes for the whole limit, and there is room for one of them.
+        # Both want regions for the whole limit, and there is room for one of them.
         running = [engine.generate(id_, GenerateParams(max_tokens=LIMIT - 100, logprobs=True)) for id_ in pair]
         for generation in running:
             events = drain(generation)

@@ -14,7 +14,7 @@ import pytest
 from inference_engine.metrics import EngineMetrics
 from inference_engine.server.auth import Key
 from inference_engine.server.metrics_port import MetricsPort
-from inference_engine.server.strangers import MOST_REFUSALS
+from inference_engine.server.unauthenticated import MOST_REFUSALS
 from tests.hostile.attacks import KEY
 from tests.hostile.conftest import VICTIM
 from tests.server.http_client import http_client, openai_client, serving_http, tiny_chat

@@ -176,11 +176,11 @@ async def test_frames_before_done_hold_frozen_fields_alone_and_new_ones_stay_out
             session_id = opened[0].session_id
             appended = await ask("AppendTokens", session_id=session_id, token_ids=[*HISTORY] * 20)
             frames = await ask("Generate", session_id=session_id, max_tokens=3)
-            told = await ask("GetSessionInfo", session_id=session_id)
+            reported = await ask("GetSessionInfo", session_id=session_id)
             closed = await ask("CloseSession", session_id=session_id)
 
     assert [frame.WhichOneof("payload") for frame in frames] == ["truncated", *["token_id"] * 3, "done"]
     assert not any(unknown(frame) for frame in [*frames, frames[0].truncated])
     assert unknown(frames[-1].done), "nothing is unknown: the messages compared with are not the frozen ones"
-    for answer in [*opened, *appended, frames[-1].done, *told, *closed]:
+    for answer in [*opened, *appended, frames[-1].done, *reported, *closed]:
         assert all(number >= FIRST_ADDED_FIELD for number in unknown(answer))

@@ -17,7 +17,7 @@ COUNTS = [(1, 1), (5, 5), (130, 130), (1, 40), (7, 40), (33, 300)]
 
 
 def states(heads: tuple[int, int, int], rows: int, count: int, dtype: torch.dtype, device: str) -> States:
-    """Queries as a projection leaves them, keys and values as they lie in lanes: longer than what is read."""
+    """Queries as a projection leaves them, keys and values as they lie in regions: longer than what is read."""
     query_heads, kv_heads, dim = heads
     generator = torch.Generator().manual_seed(rows + count)
     shapes = ((rows, query_heads * dim), (kv_heads, count + 3, dim), (kv_heads, count + 3, dim))

@@ -149,15 +149,15 @@ def test_rows_outside_the_keep_set_are_not_touched() -> None:
     assert lse.isfinite().all()
 
 
-@pytest.mark.parametrize("layout", ["lanes of an arena", "a projection", "one head for all", "a part"])
+@pytest.mark.parametrize("layout", ["regions of a buffer", "a projection", "one head for all", "a part"])
 def test_rows_are_found_in_every_layout_without_copying_the_rest(layout: str) -> None:
     heads, count, dim = 3, 20, 8
-    arena = draw(600, dim)
+    buffer = draw(600, dim)
     states = {
-        "lanes of an arena": arena.as_strided((heads, count, dim), (29 * dim, dim, 1), 7 * dim),
-        "a projection": arena[: heads * count].view(count, heads, dim).transpose(0, 1),
-        "one head for all": arena[:count].expand(heads, -1, -1),
-        "a part": arena[: 4 * 40].view(4, 40, dim)[1:, 5:25],
+        "regions of a buffer": buffer.as_strided((heads, count, dim), (29 * dim, dim, 1), 7 * dim),
+        "a projection": buffer[: heads * count].view(count, heads, dim).transpose(0, 1),
+        "one head for all": buffer[:count].expand(heads, -1, -1),
+        "a part": buffer[: 4 * 40].view(4, 40, dim)[1:, 5:25],
     }[layout]
     rows = torch.randint(0, count, (2, heads, 11), generator=torch.Generator().manual_seed(1))
     expected = states[torch.arange(heads)[:, None], rows]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from inference_engine.kernels.attention import attend
-from inference_engine.kv.memory.pool import Arena
-from inference_engine.kv.views import ChunkView, Lane, Portion, Scoring, chunks_between
+from inference_engine.kv.memory.pool import KVBuffer
+from inference_engine.kv.views import ChunkView, Portion, Region, Scoring, chunks_between
 
 HQ, HKV, D, LAYER = 6, 2, 8, 1
 ELSEWHERE, RESIDENT, QUERIES = 37, 21, 7
@@ -43,7 +43,7 @@ def portion_of(mask: Tensor, first: int, last: int) -> Portion:
 @pytest.mark.parametrize("portion", [QUERIES, 2], ids=["together", "by two"])
 @pytest.mark.parametrize("softcap", [None, 1.5], ids=["no softcap", "softcap"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["no head sinks", "head sinks"])
-def test_chunks_and_lanes_together_are_attention_over_all_rows(
+def test_chunks_and_regions_together_are_attention_over_all_rows(
     dtype: torch.dtype, portion: int, softcap: float | None, sinks: bool
 ) -> None:
     keys, values = (random(HKV, ELSEWHERE + RESIDENT, D, seed=seed).to(dtype) for seed in (0, 1))
@@ -53,18 +53,18 @@ def test_chunks_and_lanes_together_are_attention_over_all_rows(
     last = torch.arange(RESIDENT - QUERIES, RESIDENT)
     mask = torch.zeros(QUERIES, RESIDENT).masked_fill(torch.arange(RESIDENT) > last[:, None], -torch.inf)
 
-    lane = Lane(starts={LAYER: 3}, heads=HKV, lane=RESIDENT + 2)
-    arena = Arena(*(torch.full((3 + HKV * lane.lane, D), torch.nan, dtype=dtype) for _ in range(2)))
-    for states, rows in ((arena.keys, keys), (arena.values, values)):
-        lane.slots(states, LAYER, 0, RESIDENT).copy_(rows[:, ELSEWHERE:])
+    region = Region(starts={LAYER: 3}, heads=HKV, region=RESIDENT + 2)
+    buffer = KVBuffer(*(torch.full((3 + HKV * region.region, D), torch.nan, dtype=dtype) for _ in range(2)))
+    for states, rows in ((buffer.keys, keys), (buffer.values, values)):
+        region.slots(states, LAYER, 0, RESIDENT).copy_(rows[:, ELSEWHERE:])
     source = Elsewhere(keys, values)
     view = ChunkView(
-        lane=lane,
+        region=region,
         portions=[portion_of(mask, first, min(first + portion, QUERIES)) for first in range(0, QUERIES, portion)],
         source=source,
         chunks=chunks_between(0, ELSEWHERE, 16),
     )
-    ours = view.read(LAYER, queries, arena, Scoring(scaling=0.35, softcap=softcap, head_sinks=head_sinks))
+    ours = view.read(LAYER, queries, buffer, Scoring(scaling=0.35, softcap=softcap, head_sinks=head_sinks))
 
     everything = torch.cat([torch.zeros(QUERIES, ELSEWHERE), mask], dim=1)
     expected = attend(

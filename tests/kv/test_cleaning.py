@@ -24,9 +24,9 @@ def small_pool() -> Pool:
 
 
 def part(pool: Pool, first_row: int, demand: Demand) -> list[torch.Tensor]:
-    arena = pool.arenas[demand.head_dim]
+    buffer = pool.buffers[demand.head_dim]
     rows = demand.elements // demand.head_dim
-    return [states[first_row : first_row + rows] for states in (arena.keys, arena.values)]
+    return [states[first_row : first_row + rows] for states in (buffer.keys, buffer.values)]
 
 
 steps = st.lists(

@@ -72,14 +72,14 @@ def test_a_session_whose_leaving_rows_are_not_finite_says_so_before_it_sleeps(mo
     strategy = make_strategy("restored", sink=3, window=13, source="latent", bytes_per_token=LATENT_BYTES, mode=mode)
     rows = Rows(90)
     getattr(rows, part)[0][0, 20, 1] = bad
-    for told in (SessionKV.require_finite, SessionKV.sleep):
+    for reported in (SessionKV.require_finite, SessionKV.sleep):
         kv = awake(strategy, context())
         feed(kv, rows, 2 * SEGMENT)
         kv.require_finite()
         feed(kv, rows, 3 * SEGMENT)
         for _ in range(2):
             with pytest.raises(RestorationFailed, match=r"layer 0: .* hold NaN or infinity"):
-                told(kv)
+                reported(kv)
         with pytest.raises(RestorationFailed, match=r"layer 0: .* hold NaN or infinity"):
             feed(kv, rows, 4 * SEGMENT)
         kv.forget()

@@ -106,10 +106,10 @@ def test_rows_stay_until_the_last_fork_is_gone_however_their_session_ended(endin
         if ending != "failed":  # which is there, and answers for itself
             kept = engine.metrics.registry.get_sample_value("session_kv_kept_for_forks_bytes")
             assert kept == 200 * ROW_BYTES
-        strangers = [parent_of(engine, 150, limit_tokens=200) for _ in range(3)]
+        neighbours = [parent_of(engine, 150, limit_tokens=200) for _ in range(3)]
         expected = alone(engine, journal, first, 3)
         assert same(grown(engine, first.session_id, 3), expected, Mode.BATCHED)
-        for session in strangers:
+        for session in neighbours:
             engine.close_session(session)
         engine.close_session(first.session_id)
         expected = alone(engine, journal, second, 4)
@@ -131,7 +131,7 @@ def test_a_chain_of_forks_shares_up_to_a_number_of_pieces_and_copies_beyond() ->
         assert shared == [44, 79, 114, 149, 149, 149]
 
 
-def test_few_rows_of_a_forks_own_are_copied_and_the_trunk_is_shared() -> None:
+def test_few_rows_of_a_forks_own_are_copied_and_the_prefix_is_shared() -> None:
     journal = MemoryJournal()
     with sharing_engine(journal=journal) as engine:
         fork = engine.fork_session(parent_of(engine))
@@ -143,7 +143,7 @@ def test_few_rows_of_a_forks_own_are_copied_and_the_trunk_is_shared() -> None:
         assert same(alone(engine, journal, again, 1), grown(engine, again.session_id, 1), Mode.BATCHED)
 
 
-def test_neither_a_lent_session_nor_one_with_a_trunk_forgets_what_it_did_not_compute_alone() -> None:
+def test_neither_a_lent_session_nor_one_with_a_prefix_forgets_what_it_did_not_compute_alone() -> None:
     """After want of memory in a step, say: rows that others read are there, and are right."""
     journal = MemoryJournal()
     with sharing_engine(journal=journal) as engine:
@@ -153,12 +153,12 @@ def test_neither_a_lent_session_nor_one_with_a_trunk_forgets_what_it_did_not_com
         for session_id, twin in zip((parent, fork.session_id), twins, strict=True):
             assert same(grown(engine, session_id, 1), grown(engine, twin, 1), Mode.BATCHED)
             session = engine._store.find(session_id, "")
-            session.forget_rows()
+            session.forget_entries()
             assert session.cached_tokens == 104
             assert same(grown(engine, session_id, 2), grown(engine, twin, 2), Mode.BATCHED)
 
 
-def test_a_fork_that_made_room_keeps_its_trunk_and_a_lent_session_makes_none() -> None:
+def test_a_fork_that_made_room_keeps_its_prefix_and_a_lent_session_makes_none() -> None:
     now, journal = 0.0, MemoryJournal()
     whole = 200 * ROW_BYTES
     settings = {"clock": lambda: now, "journal": journal, "kv_bytes_per_owner": 2 * whole + 1, "stall_seconds": 1e6}

@@ -70,7 +70,7 @@ def test_the_pool_is_asked_for_no_more_than_may_be_resident(resident_bytes: int)
     codes = LatentCodes.reserve(context, places(resident_bytes))
     assert codes is not None
     assert codes.held_bytes(COUNT) <= context.pool.reserved_bytes <= resident_bytes
-    # Nothing is gained by leaving places empty: no more than the rounding of a slab is.
+    # Nothing is gained by leaving places empty: no more than the rounding of an allocation is.
     unit = 2 * GEOMETRY.alignment * GEOMETRY.itemsize
     wanted = COUNT * 2 * places(None).half
     assert context.pool.reserved_bytes > min(resident_bytes, wanted) - unit

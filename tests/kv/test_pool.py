@@ -1,4 +1,4 @@
-"""The pool: no two slabs overlap, nothing leaks, neighbours merge."""
+"""The pool: no two allocations overlap, nothing leaks, neighbours merge."""
 
 from __future__ import annotations
 

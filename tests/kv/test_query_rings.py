@@ -12,7 +12,7 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.layout import QueryMatcher
 from inference_engine.kv.memory.pool import Pool
-from inference_engine.kv.parts.query_cache import QueryRings, ring_demand
+from inference_engine.kv.parts.query_cache import PastQueries, ring_demand
 from inference_engine.kv.strategies.mac import Mac
 from tests.laws.test_session_kv_laws import LAYERS, Rows, awake, context, feed, step, turn
 
@@ -27,7 +27,7 @@ def by_kernel(rows: Rows, layer: int, given: int, length: int) -> tuple[list[Ten
     state = MacState.allocate(shape.query_heads, shape.head_dim, MAC.ring)
     positions = torch.arange(length)
     queries, keys = (turn(states[layer][:, :length], positions) for states in (rows.q, rows.k))
-    outs, told = [], []
+    outs, reported = [], []
     for position in range(given, length):
         out, entry, stats = mac_attend(
             state,
@@ -43,30 +43,30 @@ def by_kernel(rows: Rows, layer: int, given: int, length: int) -> tuple[list[Ten
         )
         state.commit([entry])
         outs.append(out)
-        told.append(stats)
-    return outs, told
+        reported.append(stats)
+    return outs, reported
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_generated_rows_read_what_the_kernel_gives_and_are_counted(layer: int) -> None:
+def test_generated_queries_read_what_the_kernel_gives_and_are_counted(layer: int) -> None:
     rows = Rows(120)
     kv = awake(MAC, context())
     feed(kv, rows, 60)
     assert kv.statistics() == {}
     ours = feed(kv, rows, 120, chunk=7, generated=True)[layer]
-    outs, told = by_kernel(rows, layer, 60, 120)
+    outs, reported = by_kernel(rows, layer, 60, 120)
     torch.testing.assert_close(ours, torch.stack(outs), atol=2e-5, rtol=0)
 
     totals = kv.statistics()[layer]
-    hits = torch.stack([stats.hits for stats in told])
-    read = torch.stack([stats.rows_read for stats in told])
+    hits = torch.stack([stats.hits for stats in reported])
+    read = torch.stack([stats.rows_read for stats in reported])
     assert 0 < int(hits.sum()) < hits.numel()
     assert torch.equal(totals.hits, hits.sum(0))
     assert torch.equal(totals.rows_read, read.sum(0))
     assert torch.equal(totals.group_rows_read, read.view(60, LAYERS[layer].kv_heads, -1).amax(-1).sum(0))
     assert (totals.rows, totals.rows_present) == (60, sum(range(61, 121)))
     for ours_sum, name in ((totals.band_mass, "band_mass"), (totals.reused_mass, "reused_mass")):
-        torch.testing.assert_close(ours_sum, torch.stack([getattr(stats, name) for stats in told]).sum(0))
+        torch.testing.assert_close(ours_sum, torch.stack([getattr(stats, name) for stats in reported]).sum(0))
 
 
 def test_a_query_asked_again_is_found_wherever_it_stands() -> None:
@@ -103,7 +103,9 @@ def test_layers_with_a_window_of_their_own_match_nothing_and_keep_no_ring() -> N
 
 @pytest.mark.parametrize("head_dim", [2, 6, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_ring_is_exact_in_a_pool_of_any_type_and_stays_within_its_slab(dtype: torch.dtype, head_dim: int) -> None:
+def test_a_ring_is_exact_in_a_pool_of_any_type_and_stays_within_its_allocation(
+    dtype: torch.dtype, head_dim: int
+) -> None:
     heads = 4
     layer = LayerGeometry(query_heads=heads, kv_heads=2, head_dim=head_dim)
     geometry = Geometry(layers=(layer,) * 2, itemsize=dtype.itemsize, trained_positions=64)
@@ -113,11 +115,11 @@ def test_a_ring_is_exact_in_a_pool_of_any_type_and_stays_within_its_slab(dtype: 
     demand = ring_demand(geometry, 0, MATCHER)
     taken = pool.reserve([demand] * 3)
     assert taken is not None
-    arena = pool.arenas[head_dim]
-    for states in (arena.keys, arena.values):
+    buffer = pool.buffers[head_dim]
+    for states in (buffer.keys, buffer.values):
         states.fill_(1)  # what an earlier session left
 
-    rings = QueryRings(MATCHER, {0: taken[0], 1: taken[2]}, kv_context)
+    rings = PastQueries(MATCHER, {0: taken[0], 1: taken[2]}, kv_context)
     alone = MacState.allocate(heads, head_dim, MATCHER.ring)
     rings.stage()
     random = torch.Generator().manual_seed(0)
@@ -140,6 +142,6 @@ def test_a_ring_is_exact_in_a_pool_of_any_type_and_stays_within_its_slab(dtype: 
         assert not getattr(rings.state(0, 1), name).any(), "the other layer's is empty"
     rows = demand.elements // head_dim
     between = np.arange(taken[1], taken[1] + rows)
-    for states in (arena.keys, arena.values):
+    for states in (buffer.keys, buffer.values):
         assert (states[between] == 1).all()
     assert rings.held_bytes() <= 2 * 2 * demand.elements * dtype.itemsize

@@ -74,7 +74,7 @@ def gemma_engine(codec: Lossless) -> Engine:
     return Engine(forward, EngineConfig(**SMALL), latent=codec)
 
 
-def told(engine: Engine, strategy: KVStrategy) -> tuple[list[int], list[tuple[int, float | None]]]:
+def reported(engine: Engine, strategy: KVStrategy) -> tuple[list[int], list[tuple[int, float | None]]]:
     """The history after some turns, and what was generated in them."""
     session = engine.create_session(strategy=strategy).session_id
     history: list[int] = []
@@ -91,7 +91,7 @@ def told(engine: Engine, strategy: KVStrategy) -> tuple[list[int], list[tuple[in
 @pytest.mark.parametrize("mode", ["hold", "stream"])
 def test_rows_that_came_back_are_read_as_if_they_had_never_left(mode: str) -> None:
     with gemma_engine(codec := Lossless()) as engine:
-        assert same(told(engine, restored(mode))[1], told(engine, Full())[1], Mode.BATCHED)
+        assert same(reported(engine, restored(mode))[1], reported(engine, Full())[1], Mode.BATCHED)
     assert sum(rows.shape[1] for rows in codec.keys) > 3 * WINDOW
 
 
@@ -107,13 +107,13 @@ def test_rows_that_come_back_with_another_layers_table_are_not_what_they_were(
 
     monkeypatch.setattr(Seam, "rotate", rotate)
     with gemma_engine(Lossless()) as engine:
-        assert not same(told(engine, restored(mode))[1], told(engine, Full())[1], Mode.BATCHED)
+        assert not same(reported(engine, restored(mode))[1], reported(engine, Full())[1], Mode.BATCHED)
 
 
 def test_what_is_coded_are_the_models_own_unrotated_keys() -> None:
     """A wrong table there and back again would not show in what is read; a calibrated codec would code it badly."""
     with gemma_engine(codec := Lossless()) as engine:
-        history, _ = told(engine, restored("hold"))
+        history, _ = reported(engine, restored("hold"))
     coded = torch.cat(codec.keys, dim=1)
     [rows] = capture(gemma3(), [torch.tensor([history])], layers=FULL_LAYERS)
     for ours, layer in zip(coded, rows, strict=True):

@@ -16,8 +16,8 @@ numbers = st.lists(st.integers(0, 12), max_size=12)
 @given(starts=numbers)
 def test_runs_that_ascend_evenly_are_the_starts_in_their_order(starts: list[int]) -> None:
     runs = list(evenly_apart(starts))
-    told = [starts[of.start] + apart * place for of, apart in runs for place in range(of.stop - of.start)]
-    assert told == starts
+    reported = [starts[of.start] + apart * place for of, apart in runs for place in range(of.stop - of.start)]
+    assert reported == starts
     assert [place for of, _ in runs for place in range(of.start, of.stop)] == list(range(len(starts)))
     assert all((apart > 0) == (of.stop - of.start > 1) for of, apart in runs)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from inference_engine.kernels.lane_attention import FIELDS, START
+from inference_engine.kernels.ragged_attention import FIELDS, START
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.memory.scratch import Scratch
 from inference_engine.kv.numbers import StepNumbers, as_slice
@@ -32,8 +32,8 @@ def test_a_slice_looks_up_what_its_indexes_do(indexes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("chosen", [[0, 2], [2, 0], [0, 1, 2]], ids=str)
-def test_writes_and_lanes_are_said_of_the_rows_and_layers_that_are_meant_alone(chosen: list[int]) -> None:
-    numbers = StepNumbers(geometry(), 6, has_lanes=True)
+def test_writes_and_regions_are_said_of_the_rows_and_layers_that_are_meant_alone(chosen: list[int]) -> None:
+    numbers = StepNumbers(geometry(), 6, has_regions=True)
     places, rows, starts = as_slice(np.array(chosen)), slice(2, 4), np.array([100, 200, 300][: len(chosen)])
     numbers.write(1, places, rows, starts, np.array([7, 8]))
     lines = np.arange(2 * FIELDS).reshape(2, FIELDS)
@@ -43,7 +43,7 @@ def test_writes_and_lanes_are_said_of_the_rows_and_layers_that_are_meant_alone(c
         start = int(starts[chosen.index(place)]) if is_chosen else 0
         said = [0, 0, start + 7, start + 8, 0, 0] if is_chosen else [0] * 6
         assert numbers.writes[1][place, :, 0].tolist() == said
-        lines = numbers.lanes[place]
+        lines = numbers.regions[place]
         assert lines[:, START].tolist() == ([0, 0, start, start, 0, 0] if is_chosen else [0] * 6)
         said_lines = np.arange(2 * FIELDS).reshape(2, FIELDS) * is_chosen
         assert lines[2:4, START + 1 :].tolist() == said_lines[:, START + 1 :].tolist()
@@ -53,16 +53,16 @@ def test_writes_and_lanes_are_said_of_the_rows_and_layers_that_are_meant_alone(c
 
 def test_memory_is_used_again_clean_and_not_before_its_holder_is_gone() -> None:
     scratch = Scratch()
-    first = StepNumbers(geometry(), 4, has_lanes=True, scratch=scratch)
+    first = StepNumbers(geometry(), 4, has_regions=True, scratch=scratch)
     first.all[:] = 9
-    second = StepNumbers(geometry(), 4, has_lanes=True, scratch=scratch)
+    second = StepNumbers(geometry(), 4, has_regions=True, scratch=scratch)
     assert not np.shares_memory(first.all, second.all)
     place = first.all.ctypes.data
     del first
-    third = StepNumbers(geometry(), 2, has_lanes=True, scratch=scratch)
+    third = StepNumbers(geometry(), 2, has_regions=True, scratch=scratch)
     assert third.all.ctypes.data == place
     assert not third.all.any()
-    assert third.lanes.shape == (LAYERS, 2, FIELDS)
+    assert third.regions.shape == (LAYERS, 2, FIELDS)
 
 
 @pytest.mark.parametrize("spec", ["full", "sink_window:sink=4,window=24", "layer_window:window=24,full_layers=1"])
@@ -70,19 +70,19 @@ def test_slots_are_opened_where_their_rows_go_and_nowhere_else(spec: str) -> Non
     forward = tiny_forward()
     context = forward.open(forward.geometry(mode=Mode.BATCHED, **PAGES), 2**20)
     kvs = [SessionKV(parse_strategy(spec).resolved(context.geometry), context, 64) for _ in range(3)]
-    kvs.pop(1).release()  # so that a slab may lie in pieces
+    kvs.pop(1).release()  # so that an allocation may lie in pieces
     kvs.append(SessionKV(parse_strategy(spec).resolved(context.geometry), context, 48))
-    for arena in context.pool.arenas.values():
-        arena.keys.fill_(1)
-        arena.values.fill_(1)
+    for buffer in context.pool.buffers.values():
+        buffer.keys.fill_(1)
+        buffer.values.fill_(1)
     for group in kvs[-1].groups:
-        expected = torch.ones_like(group.arena.keys)
-        expected[torch.from_numpy((group.starts[:, None] + group.lane_rows(np.arange(4, 12))).reshape(-1))] = 0
-        group.arena.keys.fill_(1)
-        group.arena.values.fill_(1)
+        expected = torch.ones_like(group.buffer.keys)
+        expected[torch.from_numpy((group.starts[:, None] + group.region_offsets(np.arange(4, 12))).reshape(-1))] = 0
+        group.buffer.keys.fill_(1)
+        group.buffer.values.fill_(1)
         group.open(4, 12)
-        assert torch.equal(group.arena.keys, expected)
-        assert torch.equal(group.arena.values, expected)
+        assert torch.equal(group.buffer.keys, expected)
+        assert torch.equal(group.buffer.values, expected)
 
 
 def test_a_plan_says_the_same_though_its_memory_held_another_one() -> None:

@@ -168,7 +168,7 @@ def test_latents_read_the_same_wherever_they_lie(mode: str, resident_bytes: int)
         kv.sleep()
         kv.wake(LIMIT)
         step(kv, Rows(LIMIT, seed=1), kv.room(), commit=kv.length + 1)
-        told = feed(kv, rows, 120)
+        reported = feed(kv, rows, 120)
         footprint = kv.footprint()
         assert footprint.tier_bytes <= kv.bound.tier_bytes
         if limited is not None:
@@ -177,7 +177,7 @@ def test_latents_read_the_same_wherever_they_lie(mode: str, resident_bytes: int)
         kv.forget()
         assert kv.footprint().total_bytes == kv.footprint().tier_bytes == 0
         kv.wake(LIMIT)
-        outs += [*told, *feed(kv, rows, LONG)]
+        outs += [*reported, *feed(kv, rows, LONG)]
         ctx = kv.context
         kv.release()
         assert ctx.pool.reserved_bytes == 0
@@ -191,14 +191,14 @@ def test_latents_that_go_to_the_second_tier_and_are_read_there_are_counted() -> 
     counted: Counter[str] = Counter()
     tier = HostTier(2**24, lambda kind, count: counted.update({kind: count}))
     limited = make_strategy("restored", **LATENT, mode="stream", resident_latent_bytes=0)
-    none, told = (grown(replace(context(), tier=tier), strategy, 120).transfers() for strategy in (STREAM, limited))
+    none, reported = (grown(replace(context(), tier=tier), strategy, 120).transfers() for strategy in (STREAM, limited))
     assert none == TransferTotals()
     # Between the sink and the exact window before the last boundary.
     archived = (112 - 13 - 3) * LATENT_BYTES
-    assert told.kept_bytes == counted["kept"] == archived
-    assert told.streamed_bytes == counted["streamed"] > told.last_step_bytes
-    assert told.last_step_bytes == len(HalfTokens.layers) * archived
-    assert told.steps == 8
+    assert reported.kept_bytes == counted["kept"] == archived
+    assert reported.streamed_bytes == counted["streamed"] > reported.last_step_bytes
+    assert reported.last_step_bytes == len(HalfTokens.layers) * archived
+    assert reported.steps == 8
 
 
 def test_what_is_sustained_does_not_grow_with_the_limit_where_latents_are_limited() -> None:

@@ -120,7 +120,7 @@ def test_to_close_waits_for_no_device_and_new_memory_waits_for_the_old(monkeypat
     second.close()
 
 
-def test_memory_that_cannot_be_pinned_is_not_had_and_what_cannot_be_unpinned_is_told(
+def test_memory_that_cannot_be_pinned_is_not_had_and_what_cannot_be_unpinned_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda = PinnedMemory(monkeypatch)
@@ -143,7 +143,7 @@ def test_generated_tokens_read_what_gather_reads_to_the_bit(quanta: tuple[int, i
     rows = Rows(LIMIT)
     outs = []
     for strategy in (GATHER, TIERED, FAR):
-        kv = awake(strategy, context(row_quantum=quanta[0], key_quantum=quanta[1]))
+        kv = awake(strategy, context(token_quantum=quanta[0], key_quantum=quanta[1]))
         feed(kv, rows, 117)
         outs.append(feed(kv, rows, LIMIT, 1, generated=True))
     for layer in range(len(LAYERS)):
@@ -244,7 +244,7 @@ def test_a_session_for_whose_rows_there_is_no_second_tier_is_refused_and_takes_n
 
 
 def test_a_rejected_draft_takes_what_it_fetched_away_with_it() -> None:
-    """And what it drove out comes back: every byte of the arenas is as if it had never been."""
+    """And what it drove out comes back: every byte of the buffers is as if it had never been."""
     rows, drafts = Rows(LIMIT), Rows(LIMIT, seed=3)
     plain, drafted = (awake(TIERED, context()) for _ in range(2))
     for kv in (plain, drafted):
@@ -254,10 +254,10 @@ def test_a_rejected_draft_takes_what_it_fetched_away_with_it() -> None:
     step(drafted, drafts, 4, commit=152, generated=True)
     assert drafted.transfers().fetched_bytes > plain.transfers().fetched_bytes
     assert drafted.transfers().steps == plain.transfers().steps
-    for dim, arena in plain.context.pool.arenas.items():
-        other = drafted.context.pool.arenas[dim]
-        assert torch.equal(arena.keys[1:], other.keys[1:])
-        assert torch.equal(arena.values[1:], other.values[1:])
+    for dim, buffer in plain.context.pool.buffers.items():
+        other = drafted.context.pool.buffers[dim]
+        assert torch.equal(buffer.keys[1:], other.keys[1:])
+        assert torch.equal(buffer.values[1:], other.values[1:])
 
 
 def test_a_step_that_kept_nothing_is_no_step_but_its_bytes_were_moved() -> None:
@@ -283,9 +283,9 @@ def test_resident_rows_for_the_whole_history_move_nothing_and_fewer_move_some() 
     """Off-switch."""
     with engine_for(Mode.BATCHED) as engine:
         near, far, gather = (opened(engine, strategy) for strategy in (TIERED, FAR, GATHER))
-        told = [generate(engine, session) for session in (near, far, gather)]
-        assert same(told[0], told[2], Mode.BATCHED)
-        assert same(told[1], told[2], Mode.BATCHED)
+        reported = [generate(engine, session) for session in (near, far, gather)]
+        assert same(reported[0], reported[2], Mode.BATCHED)
+        assert same(reported[1], reported[2], Mode.BATCHED)
         moved = engine._store.find(near, "").kv.transfers()
         assert min(moved.kept_bytes, moved.streamed_bytes, moved.fetched_bytes) > 0
         still = engine._store.find(far, "").kv.transfers()

@@ -163,9 +163,9 @@ def test_no_rows_give_no_codes(codec: LatentCodec) -> None:
 def test_a_row_that_is_not_finite_harms_no_other(codec: LatentCodec, bad: float) -> None:
     rows, spoilt = make_rows(5), make_rows(5)
     spoilt.keys[2][3, 1, 2] = bad
-    told, others = (codec.encode(some.keys, some.values) for some in (rows, spoilt))
+    reported, others = (codec.encode(some.keys, some.values) for some in (rows, spoilt))
     kept = [0, 1, 2, 4]
-    assert torch.equal(told[kept], others[kept])
+    assert torch.equal(reported[kept], others[kept])
 
 
 def test_rows_of_another_shape_are_refused_by_layer(codec: LatentCodec) -> None:

@@ -19,7 +19,7 @@ from inference_engine.kv.context import KVContext
 from inference_engine.types import Mode
 from kv_cache_proposer.dflash import graphs
 from kv_cache_proposer.dflash.drafter import DFlashDrafter
-from kv_cache_proposer.dflash.guessing import Draws, guess
+from kv_cache_proposer.dflash.guessing import Draws, draft_token
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import words_of
 from kv_cache_proposer.errors import DrafterError
@@ -37,9 +37,9 @@ def context(*, kv_bytes: int = 2**20) -> KVContext:
     """A fresh pool whose memory holds nothing but NaN."""
     forward = tiny_forward()
     opened = forward.open(forward.geometry(mode=Mode.BATCHED, **PAGES), kv_bytes)
-    for arena in opened.pool.arenas.values():
-        arena.keys.fill_(torch.nan)
-        arena.values.fill_(torch.nan)
+    for buffer in opened.pool.buffers.values():
+        buffer.keys.fill_(torch.nan)
+        buffer.values.fill_(torch.nan)
     return opened
 
 
@@ -74,8 +74,10 @@ def by_training(network: DFlashNetwork, ids: Tensor, *, temperature: float = 0.0
     words = words_of(tiny_model())
     keys = [key(seed, position) for position in range(len(ids), len(ids) + network.config.block_size - 1)]
     draws = Draws(torch.tensor([[keys]]), torch.tensor([[temperature]], dtype=torch.float64)) if temperature else None
-    guesses: list[int] = guess(network, words, draft_states(network, words, texts, blocks, taps), draws)[0, 0].tolist()
-    return guesses
+    draft_tokens: list[int] = draft_token(network, words, draft_states(network, words, texts, blocks, taps), draws)[
+        0, 0
+    ].tolist()
+    return draft_tokens
 
 
 def drafts(drafter: Drafter, asked: Sequence[Wanted]) -> list[list[int]]:
@@ -167,8 +169,8 @@ def _draft_without(network: DFlashNetwork, ids: Tensor, missing: range) -> list[
     block[0, 0] = ids[-1]
     words = words_of(tiny_model())
     states = network(words.embed(block, 1.0), torch.arange(last, last + size)[None], rows, mask)
-    guesses: list[int] = words.head(states[:, 1:]).argmax(-1)[0].tolist()
-    return guesses
+    draft_tokens: list[int] = words.head(states[:, 1:]).argmax(-1)[0].tolist()
+    return draft_tokens
 
 
 def test_a_session_that_forgot_drafts_as_a_new_one() -> None:

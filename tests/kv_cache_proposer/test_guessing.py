@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from inference_engine.kernels.noise import key, noise, noise_of_all
-from kv_cache_proposer.dflash.guessing import Draws, guess
+from kv_cache_proposer.dflash.guessing import Draws, draft_token
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import words_of
 from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
@@ -32,80 +32,80 @@ def draws(*temperatures: float) -> Draws:
 
 
 def by_hand(network: DFlashNetwork, places: Tensor, keys: Tensor, temperature: float) -> list[int]:
-    """Guess after guess, each among the sixteen that its place finds likeliest by itself."""
+    """Guess after draft token, each among the sixteen that its place finds likeliest by itself."""
     found: list[int] = []
     for state, place_key in zip(places, keys, strict=True):
         few = WORDS.head(state).topk(16).indices
-        told = network.chain(state, WORDS.embeddings[found[-1]]) if found and network.chain else state
-        scores = WORDS.head(told)[few] + temperature * noise(place_key, few)
+        reported = network.chain(state, WORDS.embeddings[found[-1]]) if found and network.chain else state
+        scores = WORDS.head(reported)[few] + temperature * noise(place_key, few)
         found.append(int(few[scores.argmax()]))
     return found
 
 
 def test_without_a_chain_every_place_says_its_likeliest_id() -> None:
-    assert torch.equal(guess(tiny_network(), WORDS, states()), WORDS.head(states()).argmax(-1))
+    assert torch.equal(draft_token(tiny_network(), WORDS, states()), WORDS.head(states()).argmax(-1))
 
 
-def test_a_chain_that_has_learnt_nothing_changes_no_guess() -> None:
-    assert torch.equal(guess(tiny_network(chain=8), WORDS, states()), WORDS.head(states()).argmax(-1))
+def test_a_chain_that_has_learnt_nothing_changes_no_draft_token() -> None:
+    assert torch.equal(draft_token(tiny_network(chain=8), WORDS, states()), WORDS.head(states()).argmax(-1))
 
 
-def test_with_a_chain_each_guess_knows_the_one_before_it() -> None:
+def test_with_a_chain_each_draft_token_knows_the_one_before_it() -> None:
     network, greedy = chained_network(), draws(0, 0, 0, 0, 0)
-    found = guess(network, WORDS, states())
+    found = draft_token(network, WORDS, states())
     assert found.tolist() == [
         by_hand(network, places, keys, 0.0) for places, keys in zip(states(), greedy.keys, strict=True)
     ]
     assert not torch.equal(found, WORDS.head(states()).argmax(-1))
 
 
-def test_a_block_of_one_guess_needs_no_chain() -> None:
+def test_a_block_of_one_draft_token_needs_no_chain() -> None:
     one = states()[:, :1]
-    assert torch.equal(guess(chained_network(), WORDS, one), WORDS.head(one).argmax(-1))
+    assert torch.equal(draft_token(chained_network(), WORDS, one), WORDS.head(one).argmax(-1))
 
 
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
-def test_a_head_that_is_no_matrix_gives_the_same_guesses(is_sampled: bool) -> None:
+def test_a_head_that_is_no_matrix_gives_the_same_draft_tokens(is_sampled: bool) -> None:
     network, laid_out = chained_network(), replace(WORDS, head_rows=None)
     drawn = draws(*[0.7] * 5) if is_sampled else None
-    assert torch.equal(guess(network, laid_out, states(), drawn), guess(network, WORDS, states(), drawn))
+    assert torch.equal(draft_token(network, laid_out, states(), drawn), draft_token(network, WORDS, states(), drawn))
 
 
 # -- where the target samples -----------------------------------------------------------------------------------------
 
 
 @EACH_NETWORK
-def test_a_guess_has_the_largest_score_and_noise_together(network: DFlashNetwork) -> None:
+def test_a_draft_token_has_the_largest_score_and_noise_together(network: DFlashNetwork) -> None:
     temperatures = (0.7, 0.1, 1.0, 2.0, 0.3)
     drawn = draws(*temperatures)
-    found = guess(network, WORDS, states(), drawn)
+    found = draft_token(network, WORDS, states(), drawn)
     assert found.tolist() == [by_hand(network, *one) for one in zip(states(), drawn.keys, temperatures, strict=True)]
-    assert not torch.equal(found, guess(network, WORDS, states()))
+    assert not torch.equal(found, draft_token(network, WORDS, states()))
 
 
 @EACH_NETWORK
 @pytest.mark.parametrize("places", [1, PLACES])
-def test_beside_others_that_sample_a_greedy_guess_stays_what_it_was(network: DFlashNetwork, places: int) -> None:
+def test_beside_others_that_sample_a_greedy_draft_token_stays_what_it_was(network: DFlashNetwork, places: int) -> None:
     drawn = draws(0, 0.7, 0, 1.5, 0)
-    mixed = guess(network, WORDS, states()[:, :places], replace(drawn, keys=drawn.keys[:, :places]))
-    greedy = guess(network, WORDS, states()[:, :places])
+    mixed = draft_token(network, WORDS, states()[:, :places], replace(drawn, keys=drawn.keys[:, :places]))
+    greedy = draft_token(network, WORDS, states()[:, :places])
     assert torch.equal(mixed[::2], greedy[::2])
     assert not torch.equal(mixed, greedy)
 
 
 @pytest.mark.parametrize("places", [1, PLACES])
-def test_of_ids_that_are_as_likely_as_each_other_a_greedy_guess_is_the_first(places: int) -> None:
+def test_of_ids_that_are_as_likely_as_each_other_a_greedy_draft_token_is_the_first(places: int) -> None:
     """As rounded scores often are, and beside others that sample."""
     level = replace(WORDS, head=lambda given: WORDS.head(given).round() / 8)
     drawn = draws(*[0.0] * 4, 1.0)
-    alone = guess(tiny_network(), level, states()[:, :places])
+    alone = draft_token(tiny_network(), level, states()[:, :places])
     assert torch.equal(alone, level.head(states()[:, :places]).argmax(-1))
-    mixed = guess(tiny_network(), level, states()[:, :places], replace(drawn, keys=drawn.keys[:, :places]))
+    mixed = draft_token(tiny_network(), level, states()[:, :places], replace(drawn, keys=drawn.keys[:, :places]))
     assert torch.equal(mixed[:4], alone[:4])
 
 
 @pytest.mark.parametrize("wrong_by", [0.0, 0.25, 1.0])
-def test_with_the_targets_noise_guesses_are_right_more_often_than_the_likeliest(wrong_by: float) -> None:
+def test_with_the_targets_noise_draft_tokens_are_right_more_often_than_the_likeliest(wrong_by: float) -> None:
     """Against what a target draws whose logits are the drafter's, or apart from them by so much."""
     blocks = states(count=300)
     logits = WORDS.head(blocks)
@@ -113,7 +113,7 @@ def test_with_the_targets_noise_guesses_are_right_more_often_than_the_likeliest(
     target = logits + wrong_by * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
     drafter, drawn = replace(WORDS, head=lambda _: logits), draws(*[1.0] * len(blocks))
     sampled = (target + noise_of_all(drawn.keys.flatten(), VOCABULARY).view(target.shape)).argmax(-1)
-    coupled, likeliest = (guess(tiny_network(), drafter, blocks, one) == sampled for one in (drawn, None))
+    coupled, likeliest = (draft_token(tiny_network(), drafter, blocks, one) == sampled for one in (drawn, None))
     apart = (logits.softmax(-1) - target.softmax(-1)).abs().sum(-1) / 2
     promised = ((1 - apart) / (1 + apart)).mean()
     few = logits.topk(16).indices

@@ -15,7 +15,7 @@ def found_distortion(bits: int, numbers: torch.Tensor, *, has_tails: bool = Fals
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 9])
-def test_the_distortion_told_is_the_distortion_found(bits: int) -> None:
+def test_the_distortion_reported_is_the_distortion_found(bits: int) -> None:
     numbers = torch.randn(128, 2048, generator=torch.Generator().manual_seed(bits))
     assert distortion(bits) == pytest.approx(found_distortion(bits, numbers), rel=0.04)
 

@@ -1,4 +1,4 @@
-"""Guesses from a shortlist are those of the whole head."""
+"""Draft tokens from a shortlist are those of the whole head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inference_engine import compose
 from inference_engine.config import ModelConfig
 from inference_engine.kernels.noise import key
 from kv_cache_proposer.dflash import shortlist
-from kv_cache_proposer.dflash.guessing import Draws, guess
+from kv_cache_proposer.dflash.guessing import Draws, draft_token
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.shortlist import SHORTLIST, Shortlist, can_shortlist
 from kv_cache_proposer.dflash.target import TargetWords, words_of
@@ -52,18 +52,24 @@ def draws(blocks: int, temperature: float) -> Draws:
 @EACH_NETWORK
 @pytest.mark.parametrize("temperature", [None, 0.0, 0.7])
 @pytest.mark.parametrize("blocks", [1, 3, 40])
-def test_guesses_are_those_of_the_whole_head(network: DFlashNetwork, temperature: float | None, blocks: int) -> None:
+def test_draft_tokens_are_those_of_the_whole_head(
+    network: DFlashNetwork, temperature: float | None, blocks: int
+) -> None:
     whole, states = words(), random(blocks, PLACES, HIDDEN, seed=blocks)
     drawn = None if temperature is None else draws(blocks, temperature)
-    assert torch.equal(guess(network, shortened(whole), states, drawn), guess(network, whole, states, drawn))
+    assert torch.equal(
+        draft_token(network, shortened(whole), states, drawn), draft_token(network, whole, states, drawn)
+    )
 
 
-def test_few_numbers_that_are_far_larger_than_the_others_change_no_guess() -> None:
+def test_few_numbers_that_are_far_larger_than_the_others_change_no_draft_token() -> None:
     """As hidden states have them: they alone decide the scale that all are rounded by."""
     states = random(40, PLACES, HIDDEN)
     states[..., 3] *= 8
     whole = words()
-    assert torch.equal(guess(tiny_network(), shortened(whole), states), guess(tiny_network(), whole, states))
+    assert torch.equal(
+        draft_token(tiny_network(), shortened(whole), states), draft_token(tiny_network(), whole, states)
+    )
 
 
 @pytest.mark.parametrize("ids", [3, SHORTLIST - 1, SHORTLIST, SHORTLIST + 1])
@@ -72,15 +78,17 @@ def test_a_vocabulary_may_be_smaller_than_the_shortlist(ids: int, temperature: f
     whole, states, drawn = words(ids), random(5, PLACES, HIDDEN), draws(5, temperature)
     short = shortened(whole)
     assert short.choices(states).scores.shape[-1] == min(ids, SHORTLIST)
-    assert torch.equal(guess(tiny_network(), short, states, drawn), guess(tiny_network(), whole, states, drawn))
+    assert torch.equal(
+        draft_token(tiny_network(), short, states, drawn), draft_token(tiny_network(), whole, states, drawn)
+    )
 
 
 @pytest.mark.parametrize("drawn", [None, draws(5, 0.0)], ids=["greedy", "beside others that sample"])
 def test_of_ids_that_are_as_likely_as_each_other_the_first_is_guessed(drawn: Draws | None) -> None:
     rows = words(200).embeddings.repeat(2, 1)
     twins = shortened(TargetWords(rows, lambda states: states @ rows.T, rows))
-    found = guess(tiny_network(), twins, random(5, PLACES, HIDDEN), drawn)
-    assert torch.equal(found, guess(tiny_network(), words(200), random(5, PLACES, HIDDEN)))
+    found = draft_token(tiny_network(), twins, random(5, PLACES, HIDDEN), drawn)
+    assert torch.equal(found, draft_token(tiny_network(), words(200), random(5, PLACES, HIDDEN)))
 
 
 def test_a_place_has_its_shortlist_whatever_stands_beside_it() -> None:

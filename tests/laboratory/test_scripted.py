@@ -42,7 +42,7 @@ def generated(engine: Engine, session_id: str, count: int = TOKENS, *, sampling:
     return [event.token_id for event in engine.generate(session_id, params) if isinstance(event, TokenCommitted)]
 
 
-def lanes_of(engine: Engine, session_id: str) -> LayerEntries:
+def regions_of(engine: Engine, session_id: str) -> LayerEntries:
     kv: SessionKV = engine._store.find(session_id, "").kv
     return kv.groups[0]
 
@@ -65,9 +65,9 @@ def test_the_engine_gives_the_tokens_of_the_closed_form(strategy: KVStrategy, mo
 def test_what_others_left_in_memory_reaches_nobody(strategy: KVStrategy, mode: Mode) -> None:
     """Not even as NaN, which a mask does not hide: rows are wiped before they are read."""
     with scripted_engine(mode=mode) as engine:
-        for arena in engine._context.pool.arenas.values():
-            arena.keys.fill_(torch.nan)
-            arena.values.fill_(torch.nan)
+        for buffer in engine._context.pool.buffers.values():
+            buffer.keys.fill_(torch.nan)
+            buffer.values.fill_(torch.nan)
         assert generated(engine, opened(engine, strategy)) == solo_of(strategy).continued(PROMPT, TOKENS)
 
 
@@ -89,34 +89,36 @@ def test_another_key_is_another_model() -> None:
 
 def lose(engine: Engine, session_id: str) -> None:
     """A row's keys and values are wiped."""
-    lanes_of(engine, session_id).wipe(np.array([20]))
+    regions_of(engine, session_id).wipe(np.array([20]))
 
 
 def lose_keys(engine: Engine, session_id: str) -> None:
     """Only the keys of a row are wiped."""
-    group = lanes_of(engine, session_id)
-    group.arena.keys[(group.starts[:, None] + group.lane_rows(np.array([20]))).reshape(-1)] = 0
+    group = regions_of(engine, session_id)
+    group.buffer.keys[(group.starts[:, None] + group.region_offsets(np.array([20]))).reshape(-1)] = 0
 
 
 def forget(engine: Engine, session_id: str) -> None:
     """A row is still there, and nobody looks at it."""
-    lanes_of(engine, session_id).held[20] = -1
+    regions_of(engine, session_id).held[20] = -1
 
 
 def double(engine: Engine, session_id: str) -> None:
     """A row lies in its neighbour's place, too."""
-    group = lanes_of(engine, session_id)
-    source, target = ((group.starts[:, None] + group.lane_rows(np.array([slot]))).reshape(-1) for slot in (20, 21))
-    group.arena.keys[target], group.arena.values[target] = group.arena.keys[source], group.arena.values[source]
+    group = regions_of(engine, session_id)
+    source, target = ((group.starts[:, None] + group.region_offsets(np.array([slot]))).reshape(-1) for slot in (20, 21))
+    group.buffer.keys[target], group.buffer.values[target] = group.buffer.keys[source], group.buffer.values[source]
 
 
 def foreign(engine: Engine, session_id: str) -> None:
     """A row of another session lies where ours did."""
     other = opened(engine, None, [7] * len(PROMPT))
     generated(engine, other, 1)
-    ours, theirs = lanes_of(engine, session_id), lanes_of(engine, other)
-    target, source = ((group.starts[:, None] + group.lane_rows(np.array([20]))).reshape(-1) for group in (ours, theirs))
-    ours.arena.keys[target], ours.arena.values[target] = ours.arena.keys[source], ours.arena.values[source]
+    ours, theirs = regions_of(engine, session_id), regions_of(engine, other)
+    target, source = (
+        (group.starts[:, None] + group.region_offsets(np.array([20]))).reshape(-1) for group in (ours, theirs)
+    )
+    ours.buffer.keys[target], ours.buffer.values[target] = ours.buffer.keys[source], ours.buffer.values[source]
 
 
 @pytest.mark.parametrize("fault", [lose, lose_keys, forget, double, foreign], ids=lambda fault: fault.__name__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from inference_engine.decode.draft import Seen, TokenIds, Tokens, Wanted, Way
+from inference_engine.decode.draft import DraftMethod, Seen, TokenIds, Tokens, Wanted
 from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Demand
@@ -35,24 +35,24 @@ class Plain:
     def prepare(self, context: KVContext) -> None:
         pass
 
-    def way(self, history: Tokens) -> Way | None:
-        return Way(self.name, longest=self.longest, needs_rows=bool(self.tap_layers))
+    def way(self, history: Tokens) -> DraftMethod | None:
+        return DraftMethod(self.name, longest=self.longest, needs_entries=bool(self.tap_layers))
 
     def observe(self, seen: Sequence[Seen]) -> None:
         pass
 
     def propose(self, wanted: Sequence[Wanted]) -> list[TokenIds]:
         self.limits += [one.limit for one in wanted]
-        return [np.array(self.guess(one), dtype=np.uint32) for one in wanted]
+        return [np.array(self.draft_token(one), dtype=np.uint32) for one in wanted]
 
-    def guess(self, one: Wanted) -> list[int]:
+    def draft_token(self, one: Wanted) -> list[int]:
         return []
 
 
 class Wrong(Plain):
     """Hardly ever right."""
 
-    def guess(self, one: Wanted) -> list[int]:
+    def draft_token(self, one: Wanted) -> list[int]:
         last = int(one.history[-1])
         return [(last + 1 + step) % VOCABULARY for step in range(one.limit)]
 
@@ -64,7 +64,7 @@ class Knowing(Plain):
     text: Sequence[int] = ()
     errs: int = 10**9
 
-    def guess(self, one: Wanted) -> list[int]:
+    def draft_token(self, one: Wanted) -> list[int]:
         first = len(one.history)
         return [
             (token + (place % self.errs == 0)) % VOCABULARY
@@ -81,11 +81,11 @@ class Failing(Plain):
     answers: list[list[int]] | None = None  # to every question
     tap_layers: tuple[int, ...] = (1,)
     asked: int = 0
-    told: int = 0
+    reported: int = 0
 
     def observe(self, seen: Sequence[Seen]) -> None:
-        self.told += 1
-        if self.told >= self.deaf:
+        self.reported += 1
+        if self.reported >= self.deaf:
             raise RuntimeError("the drafter cannot observe")
 
     def propose(self, wanted: Sequence[Wanted]) -> list[TokenIds]:
@@ -93,7 +93,7 @@ class Failing(Plain):
             return [np.array(answer, dtype=np.uint32) for answer in self.answers]
         return super().propose(wanted)
 
-    def guess(self, one: Wanted) -> list[int]:
+    def draft_token(self, one: Wanted) -> list[int]:
         self.asked += 1
         if self.asked >= self.fails:
             raise RuntimeError("the drafter cannot propose")
@@ -126,7 +126,7 @@ class Memory(DraftMemory):
 
 @dataclass
 class Remembering(Plain):
-    """Writes down every row it is told of; guesses by their hidden states, which is to say at random."""
+    """Writes down every row it is told of; draft tokens by their hidden states, which is to say at random."""
 
     tap_layers: tuple[int, ...] = (0, 2)
     memories: list[Memory] = field(default_factory=list)
@@ -151,7 +151,7 @@ class Remembering(Plain):
                 one.memory.rows.append((one.first + place, token))
             one.memory.taps.extend(one.taps)
 
-    def guess(self, one: Wanted) -> list[int]:
+    def draft_token(self, one: Wanted) -> list[int]:
         assert isinstance(one.memory, Memory)
         state = one.memory.taps[-1].double().sum().abs()
         return [int(state * (step + 1)) % VOCABULARY for step in range(one.limit)]

@@ -276,7 +276,7 @@ def test_restored_from_latents_without_what_comes_back_equals_sink_window(
         return seen if layout.window else seen & ((held < sink) | (held >= horizons[:, None]))
 
     monkeypatch.setattr(Layout, "sink_shift", lambda *_: 0)
-    monkeypatch.setattr(Layout, "visible", visible_exactly)  # of the lanes that they come back into
+    monkeypatch.setattr(Layout, "visible", visible_exactly)  # of the regions that they come back into
     monkeypatch.setattr(StreamedReads, "chunks", lambda *_: ())
     with engine_for(mode) as engine:
         off, lost = (opened(engine, strategy) for strategy in (latent, narrow))

@@ -41,7 +41,7 @@ def test_a_session_that_dropped_its_rows_goes_on_as_one_that_did_not(strategy: K
         session_id = used(engine, strategy)
         twin = engine.rebuild_session(*journal.read(session_id)).session_id
         session = session_of(engine, session_id)
-        on_the_engines_thread(engine, session.forget_rows)
+        on_the_engines_thread(engine, session.forget_entries)
         info = engine.session_info(session_id)
         assert (info.cached_tokens, info.kv_live_bytes, info.tier_live_bytes) == (0, 0, 0)
         for each in (session_id, twin):
@@ -51,15 +51,15 @@ def test_a_session_that_dropped_its_rows_goes_on_as_one_that_did_not(strategy: K
 
 @each_strategy
 def test_a_session_that_dropped_its_rows_reads_none_of_them_again(strategy: KVStrategy) -> None:
-    """Not in the lanes, nor in second copies, bounds of blocks or rings of past queries."""
+    """Not in the regions, nor in second copies, bounds of blocks or rings of past queries."""
     with engine_for(Mode.BATCHED) as engine:
         session_id = used(engine, strategy)
         session = session_of(engine, session_id)
-        on_the_engines_thread(engine, session.forget_rows)
+        on_the_engines_thread(engine, session.forget_entries)
         assert not any(session.kv.footprint().by_kind.values())
         for group in session.kv.groups:
             assert int((group.held >= 0).sum()) == 0
-            rows = torch.from_numpy(group.starts[:, None] + torch.arange(group.kv_heads * group.layout.lane).numpy())
-            for states in (group.arena.keys, group.arena.values):
+            rows = torch.from_numpy(group.starts[:, None] + torch.arange(group.kv_heads * group.layout.region).numpy())
+            for states in (group.buffer.keys, group.buffer.values):
                 assert not states[rows.reshape(-1)].any()
         assert len(drain(engine.generate(session_id, GenerateParams(max_tokens=2)))) > 2

@@ -75,14 +75,14 @@ class HalfTokens:
         return [rows[place] for place in places], [rows[len(shapes) + place] for place in places]
 
 
-def context(*, row_quantum: int = 1, key_quantum: int = 1, capacity_rows: int = 4 * LIMIT) -> KVContext:
+def context(*, token_quantum: int = 1, key_quantum: int = 1, capacity_rows: int = 4 * LIMIT) -> KVContext:
     geometry = Geometry(
         layers=LAYERS,
         itemsize=4,
         trained_positions=10_000,
         page_tokens=4,
         segment_tokens=SEGMENT,
-        row_quantum=row_quantum,
+        token_quantum=token_quantum,
         key_quantum=key_quantum,
     )
     pool = Pool(geometry, capacity_rows * geometry.row_bytes, _zeros)
@@ -198,7 +198,7 @@ def test_a_query_sees_what_the_mask_law_says(strategy: KVStrategy, chunk: int, q
     """Mask and segment: a function of absolute positions and the strategy, never of how the tokens arrived."""
     length = 90
     rows = Rows(length)
-    kv = awake(strategy, context(row_quantum=quanta[0], key_quantum=quanta[1]))
+    kv = awake(strategy, context(token_quantum=quanta[0], key_quantum=quanta[1]))
     outs = feed(kv, rows, length, chunk)
     for layer in range(len(LAYERS)):
         torch.testing.assert_close(outs[layer], by_hand(strategy, rows, layer, length), atol=close(strategy), rtol=0)
@@ -208,7 +208,7 @@ def test_a_query_sees_what_the_mask_law_says(strategy: KVStrategy, chunk: int, q
 @pytest.mark.parametrize("accepted", [0, 1, 3])
 @pytest.mark.parametrize("length", [13, 30, 94], ids=lambda length: f"at {length}")
 def test_a_rejected_draft_leaves_no_trace(strategy: KVStrategy, accepted: int, length: int) -> None:
-    """Rejection: every byte of the arenas, the slot tables and the footprint, before eviction and long after."""
+    """Rejection: every byte of the buffers, the slot tables and the footprint, before eviction and long after."""
     rows, drafts = Rows(length + 4), Rows(length + 4, seed=1)
     clean, speculative = (awake(strategy, context()) for _ in range(2))
     for kv in (clean, speculative):
@@ -222,21 +222,21 @@ def test_a_rejected_draft_leaves_no_trace(strategy: KVStrategy, accepted: int, l
     assert (clean.length, clean.footprint()) == (speculative.length, speculative.footprint())
     for one, other in zip(clean.groups, speculative.groups, strict=True):
         assert np.array_equal(one.held, other.held)
-    for dim, arena in clean.context.pool.arenas.items():
-        other_arena = speculative.context.pool.arenas[dim]
+    for dim, buffer in clean.context.pool.buffers.items():
+        other_buffer = speculative.context.pool.buffers[dim]
         # Row 0 takes the writes of padding and is never read.
         # Compared as bytes, for codes read as numbers may be NaN.
-        for ours, theirs in ((arena.keys, other_arena.keys), (arena.values, other_arena.values)):
+        for ours, theirs in ((buffer.keys, other_buffer.keys), (buffer.values, other_buffer.values)):
             assert torch.equal(ours[1:].view(torch.uint8), theirs[1:].view(torch.uint8))
 
 
 @each_strategy_with(quanta=QUANTA)
-def test_a_block_of_generated_rows_is_its_rows_one_by_one(strategy: KVStrategy, quanta: tuple[int, int]) -> None:
+def test_a_block_of_generated_queries_is_its_rows_one_by_one(strategy: KVStrategy, quanta: tuple[int, int]) -> None:
     """Grouping, with appended rows in between."""
     rows, length = Rows(150), 150
     outs: list[list[Tensor]] = []
     for chunk in (1, 13):
-        kv = awake(strategy, context(row_quantum=quanta[0], key_quantum=quanta[1]))
+        kv = awake(strategy, context(token_quantum=quanta[0], key_quantum=quanta[1]))
         for end, generated in ((61, False), (99, True), (103, False), (length, True)):
             outs.append(feed(kv, rows, end, chunk, generated=generated))
     for one_by_one, in_blocks in zip(outs[:4], outs[4:], strict=True):
@@ -259,14 +259,14 @@ def test_rows_leave_only_when_the_history_reaches_a_segment_boundary(strategy: K
 
 @each_strategy
 def test_the_footprint_counts_every_row_that_was_written(strategy: KVStrategy) -> None:
-    """Honesty: bytes reported cover the bytes in use, and the slab never reaches beyond what was reserved."""
+    """Honesty: bytes reported cover the bytes in use, and the allocation never reaches beyond what was reserved."""
     ctx = context()
     kv = awake(strategy, ctx)
     assert ctx.pool.reserved_bytes == kv.bound.peak_bytes
     for length in (1, 17, 60, 199):
         feed(kv, Rows(LIMIT), length, generated=length > 17)
-        arena = next(iter(ctx.pool.arenas.values()))  # all head sizes see the same memory; given rows hold no zeros
-        used = sum(int(torch.count_nonzero(states)) * states.itemsize for states in (arena.keys, arena.values))
+        buffer = next(iter(ctx.pool.buffers.values()))  # all head sizes see the same memory; given rows hold no zeros
+        used = sum(int(torch.count_nonzero(states)) * states.itemsize for states in (buffer.keys, buffer.values))
         held = kv.footprint().total_bytes
         assert used <= held <= kv.bound.peak_bytes
         # What is held beyond that: rows that left within the last segment, page rounding, the values beside sink
@@ -307,7 +307,7 @@ def test_slept_and_woken_is_never_slept(strategy: KVStrategy, naps: tuple[int, .
 
 
 @each_strategy
-def test_a_released_slab_is_whole_again_and_the_next_session_starts_empty(strategy: KVStrategy) -> None:
+def test_a_released_allocation_is_whole_again_and_the_next_session_starts_empty(strategy: KVStrategy) -> None:
     ctx = context()
     first = awake(strategy, ctx)
     expected = half_generated(first)

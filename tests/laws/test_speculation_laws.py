@@ -57,7 +57,7 @@ def ended(engine: Engine, session_id: str, params: GenerateParams) -> tuple[list
 
 @each_strategy_with(mode=MODES)
 def test_drafts_change_no_token_and_no_later_one(strategy: KVStrategy, mode: Mode) -> None:
-    """Right and wrong guesses, segment boundaries among them; a second turn reads what the first one left."""
+    """Right and wrong draft tokens, segment boundaries among them; a second turn reads what the first one left."""
     sampling = GREEDY if mode is Mode.BATCHED else PENALISED
     with engine_for(mode) as engine:
         plain = opened(engine, strategy, text())
@@ -156,7 +156,7 @@ def test_a_drafter_that_fails_costs_nothing_but_its_drafts(drafter: Plain) -> No
     assert done.is_degraded
 
 
-def test_a_drafter_that_fails_at_the_very_end_is_told_of_too() -> None:
+def test_a_drafter_that_fails_at_the_very_end_is_reported_of_too() -> None:
     with engine_for(Mode.BATCHED, drafter=Failing(deaf=1), draft_tokens=2) as engine:
         _, done = ended(engine, opened(engine, Full(), text(5)), GenerateParams(max_tokens=1))
     assert done.is_degraded
@@ -168,7 +168,7 @@ def test_a_clock_that_stands_still_ends_nothing() -> None:
     assert len(got) == 20
 
 
-def test_a_drafters_memory_is_reserved_told_and_given_back() -> None:
+def test_a_drafters_memory_is_reserved_reported_and_given_back() -> None:
     drafter = Remembering()
     with engine_for(Mode.BATCHED, drafter=drafter) as engine, engine_for(Mode.BATCHED) as bare:
         with_memory, without = (one.create_session(strategy=SinkWindow(window=16)) for one in (engine, bare))
@@ -180,14 +180,14 @@ def test_a_drafters_memory_is_reserved_told_and_given_back() -> None:
 
 @dataclass
 class Dear(Wrong):
-    """Hardly ever right. What guesses and rows cost is counted, not measured: `seconds` is the time by then."""
+    """Hardly ever right. What draft tokens and rows cost is counted, not measured: `seconds` is the time by then."""
 
     seconds: float = 0.0
-    guess_seconds: float = 0.05
+    draft_token_seconds: float = 0.05
 
-    def guess(self, one: Wanted) -> list[int]:
-        self.seconds += one.limit * self.guess_seconds
-        return super().guess(one)
+    def draft_token(self, one: Wanted) -> list[int]:
+        self.seconds += one.limit * self.draft_token_seconds
+        return super().draft_token(one)
 
     def on_step(self, step: Step) -> None:
         self.seconds += 1.0 + 0.1 * len(step.token_ids)
@@ -199,7 +199,7 @@ def test_drafts_that_never_pay_are_switched_off() -> None:
     with engine_for(Mode.BATCHED, drafter=drafter, on_step=drafter.on_step, clock=lambda: drafter.seconds) as engine:
         session = opened(engine, SinkWindow(sink=2, window=16), text(20))
         _, done = ended(engine, session, GenerateParams(max_tokens=600))
-    assert 0 < done.drafted_tokens < 200  # of the 2,400 there would be with four guesses a token
+    assert 0 < done.drafted_tokens < 200  # of the 2,400 there would be with four draft tokens a token
 
 
 def test_sampled_tokens_follow_the_targets_distribution_with_drafts() -> None:
@@ -213,8 +213,8 @@ def test_sampled_tokens_follow_the_targets_distribution_with_drafts() -> None:
         drain(engine.score(scored, [0], lambda _, rows: logits.append(rows)))
     expected = filtered_probabilities(logits[0][0], sampling)
     expected = expected / expected.sum()
-    guess = int(expected.argmax())
-    drafter = Knowing(text=[*history, greedy, guess, guess, guess])
+    draft_token = int(expected.argmax())
+    drafter = Knowing(text=[*history, greedy, draft_token, draft_token, draft_token])
     drawn: Counter[int] = Counter()
     accepted = 0
     with engine_for(Mode.BATCHED, drafter=drafter, draft_tokens=2) as engine:

@@ -93,7 +93,7 @@ class Calls(RuleBasedStateMachine):
         for known in list(self._open):
             info = self._caller.look(known.session_id)
             if info.reason == "OK":
-                known.told(info.only.history_length)
+                known.reported(info.only.history_length)
                 of_sessions += info.only.reserved_bytes
         # A fork keeps rows that it shares with a session that is gone.
         reserved = self._engine.info().kv_reserved_bytes
@@ -129,7 +129,7 @@ class Calls(RuleBasedStateMachine):
             self._settle(known)
             assert len(known.history) + len(token_ids) > LIMIT_TOKENS
             return
-        known.told(outcome.only.history_length - len(token_ids))
+        known.reported(outcome.only.history_length - len(token_ids))
         known.history += token_ids
         self._answers.remember(request, outcome.only, self._now)
 
@@ -170,7 +170,7 @@ class Calls(RuleBasedStateMachine):
             assert outcome.reason == "INVALID_ARGUMENT"
             return
         assert outcome.reason == "OK", outcome.error
-        known.told(outcome.frames[-1].done.history_length - len(outcome.tokens))
+        known.reported(outcome.frames[-1].done.history_length - len(outcome.tokens))
         assert outcome.tokens == expected, (outcome.tokens, expected, known)
         known.history += outcome.tokens
         self._answers.remember(request, outcome, self._now)
@@ -218,7 +218,7 @@ class Calls(RuleBasedStateMachine):
         outcome = self._caller.ask(request)
         if self._is_gone(known, outcome):
             return
-        known.told(outcome.only.final_history_length)
+        known.reported(outcome.only.final_history_length)
         self._answers.remember(request, outcome.only, self._now)
         self._open.remove(known)
         self._closed.append(known.session_id)
@@ -320,7 +320,7 @@ class Calls(RuleBasedStateMachine):
         outcome = self._caller.settled(known.session_id)
         if self._is_gone(known, outcome, is_use=False):
             return False
-        known.told(outcome.only.history_length)
+        known.reported(outcome.only.history_length)
         return True
 
     def _take_append(self, known: Known, outcome: Outcome, token_ids: list[int]) -> None:

@@ -30,7 +30,7 @@ class Known:
         tokens = self.solo.continued(self.history, count, seed=seed)
         return tokens if self.solo.is_certain(self.history + tokens, len(self.history)) else None
 
-    def told(self, length: int) -> None:
+    def reported(self, length: int) -> None:
         """The server said how long the history is."""
         added = length - len(self.history)
         assert 0 <= added <= len(self.possible), (length, len(self.history), self.possible)

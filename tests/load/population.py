@@ -323,9 +323,9 @@ class Population:
         """Of some sessions, whether or not anything was done to them."""
         for index in rng.choice(len(self.members), min(CHECKED_LENGTHS, len(self.members)), replace=False):
             member = self.members[index]
-            told = self._engine.session_info(member.session_id, owner=member.owner).history_length
-            if told != len(member.history):
-                raise Wrong(f"the history has {told} tokens, its owner knows of {len(member.history)}")
+            reported = self._engine.session_info(member.session_id, owner=member.owner).history_length
+            if reported != len(member.history):
+                raise Wrong(f"the history has {reported} tokens, its owner knows of {len(member.history)}")
 
     def _check_pool(self) -> None:
         """All Generates are over: what is reserved is what the open sessions reserve, no byte more or less."""

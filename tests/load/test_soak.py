@@ -65,7 +65,7 @@ def test_parts_are_shared_out_among_processes_and_recorded_together(tmp_path: Pa
     assert found["seeds"] == [100, 101]
 
 
-async def test_clients_talk_for_as_long_as_they_are_told_at_their_pace_and_close_what_they_opened() -> None:
+async def test_clients_talk_for_as_long_as_they_are_reported_at_their_pace_and_close_what_they_opened() -> None:
     config = EngineConfig(segment_tokens=SEGMENT, kv_bytes=2**26, max_sessions=16)
     counts = Counts()
     with Engine(ScriptedForward(ScriptedModel()), config) as engine, server_thread(engine) as target:
@@ -112,4 +112,4 @@ def test_an_hour_in_which_nothing_grows_has_no_fault() -> None:
     ids=["memory", "threads", "descriptors", "left over", "reserved", "wrong tokens"],
 )
 def test_what_grows_or_is_left_over_or_wrong_is_a_fault(found: Held, fault: str) -> None:
-    assert any(fault in told for told in found.faults), found.faults
+    assert any(fault in reported for reported in found.faults), found.faults

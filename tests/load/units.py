@@ -3,7 +3,7 @@
     unit      call*                             call      method (1 byte), length (2 bytes, big-endian), message
 
 A message goes to the servicer as it stands, but that a session id of one character means a session of the unit's:
-ids are random, and no fuzzer guesses one. When a unit is over, nothing may be left of it.
+ids are random, and no fuzzer draft tokens one. When a unit is over, nothing may be left of it.
 """
 
 from __future__ import annotations

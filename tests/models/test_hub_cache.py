@@ -257,7 +257,7 @@ def test_what_the_hub_would_not_call_a_model_is_no_name_of_it(text: str) -> None
     assert hub_model(text) is None
 
 
-def test_names_of_the_hub_are_told_apart_from_paths() -> None:
+def test_names_of_the_hub_are_reported_apart_from_paths() -> None:
     assert hub_model("Qwen/Qwen3-0.6B") == HubModel("Qwen/Qwen3-0.6B", "main")
     assert hub_model("a/b@refs/pr/1") == HubModel("a/b", "refs/pr/1")
     assert str(HubModel("a/b")) == "a/b"

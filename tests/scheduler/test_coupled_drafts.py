@@ -1,4 +1,4 @@
-"""A drafter is told what the target will draw with: seed, temperature, and the places of its guesses."""
+"""A drafter is told what the target will draw with: seed, temperature, and the places of its draft tokens."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ COUNT = 40
 
 @dataclass
 class Twin(Plain):
-    """Is the target's equal: it runs the same model over the history and its own guesses, and draws as it does."""
+    """Is the target's equal: it runs the same model over the history and its own draft tokens, and draws as it does."""
 
-    def guess(self, one: Wanted) -> list[int]:
+    def draft_token(self, one: Wanted) -> list[int]:
         ids: list[int] = one.history[:].tolist()
         with torch.no_grad():
             while len(ids) < len(one.history) + one.limit:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from inference_engine.decode.draft import Seen, Tokens, Wanted, Way
+from inference_engine.decode.draft import DraftMethod, Seen, Tokens, Wanted
 from inference_engine.decode.verifier import Block, Outcome
 from inference_engine.kernels.sampling import Sample
 from inference_engine.metrics import EngineMetrics
@@ -19,25 +19,28 @@ from inference_engine.scheduler.speculation import Drafting
 from inference_engine.types import GenerateParams
 from tests.laws.drafters import Plain
 
-COPY, NETWORK = Way("copy", longest=7, needs_rows=False), Way("network", longest=7, needs_rows=True)
+COPY, NETWORK = (
+    DraftMethod("copy", longest=7, needs_entries=False),
+    DraftMethod("network", longest=7, needs_entries=True),
+)
 STEP_SECONDS = 0.01
 RIGHT, WRONG = 500, 900
 
 
 class TwoWays(Plain):
-    """Copies after even ids, a network after odd ones. `told`: rows it was told of."""
+    """Copies after even ids, a network after odd ones. `reported`: rows it was told of."""
 
     def __init__(self) -> None:
         super().__init__(longest=7)
-        self.told = 0
+        self.reported = 0
 
-    def way(self, history: Tokens) -> Way | None:
+    def way(self, history: Tokens) -> DraftMethod | None:
         return NETWORK if history[-1] % 2 else COPY
 
     def observe(self, seen: Sequence[Seen]) -> None:
-        self.told += sum(len(one.token_ids) for one in seen)
+        self.reported += sum(len(one.token_ids) for one in seen)
 
-    def guess(self, one: Wanted) -> list[int]:
+    def draft_token(self, one: Wanted) -> list[int]:
         return [RIGHT] * one.limit
 
 
@@ -70,7 +73,7 @@ class Talk:
 
 
 def step(drafting: Drafting, talk: Talk, last: int, right: int) -> int:
-    """One step after the id `last`, of whose guesses the first `right` are right. Returns how many there were."""
+    """One step after the id `last`, of whose draft tokens the first `right` are right. Returns how many there were."""
     talk.ids.append(last)
     request = cast("Request", talk)
     draft = drafting.draft([request], 100).get(request, np.zeros(0, dtype=np.uint32))
@@ -99,19 +102,19 @@ def test_copies_stay_long_where_the_network_is_hardly_ever_right() -> None:
     assert sum(lengths[1][-20:]) <= 4
 
 
-def test_the_network_is_told_of_rows_before_it_drafts_and_not_before_a_copy_is_taken() -> None:
+def test_the_network_is_reported_of_rows_before_it_drafts_and_not_before_a_copy_is_taken() -> None:
     drafter = TwoWays()
     drafting, talk = drafting_with(drafter), Talk()
     for _ in range(3):
         step(drafting, talk, 0, right=0)
-    assert drafter.told == 0
+    assert drafter.reported == 0
     step(drafting, talk, 1, right=0)
-    assert drafter.told == 3
+    assert drafter.reported == 3
 
 
 def test_a_drafter_that_cannot_say_how_it_would_draft_is_not_asked_again() -> None:
     class Speechless(TwoWays):
-        def way(self, history: Tokens) -> Way | None:
+        def way(self, history: Tokens) -> DraftMethod | None:
             raise RuntimeError("the drafter cannot say")
 
     drafting, talk = drafting_with(Speechless()), Talk()

@@ -44,10 +44,10 @@ class Pieces(TorchForward):
         self, geometry: Geometry, capacity_bytes: int, *, address_bytes: int = 0, tap_layers: tuple[int, ...] = ()
     ) -> KVContext:
         context = super().open(geometry, capacity_bytes, address_bytes=address_bytes, tap_layers=tap_layers)
-        return replace(context, most_rows_at_once=self._at_once)
+        return replace(context, most_tokens_at_once=self._at_once)
 
     def run(self, step: Step) -> Result:
-        self.steps.append(step.plan.row_count)
+        self.steps.append(step.plan.query_count)
         return super().run(step)
 
 
@@ -108,7 +108,7 @@ def test_what_is_read_in_several_places_is_no_reason_to_cut(generations: int, st
 
 
 def test_a_prefill_behind_a_long_history_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "_MOST_LANE_POSITIONS", 72)
+    monkeypatch.setattr(batching, "_MOST_RAGGED_POSITIONS", 72)
     forward = Pieces(AT_ONCE, windowed=False)
     with engine_on(forward) as engine:
         generate(engine, opened(engine, Full(), 120), 1)

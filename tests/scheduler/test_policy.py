@@ -164,7 +164,7 @@ def rows(
         waited_seconds=waited,
         least_rows=16,
         segment_rows=256,
-        most_rows=512,
+        most_queries=512,
         seconds_of_chunk=chunk,
         rows_in_time=fit,
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from inference_engine.scheduler.batching import _MOST_TURNS, Turns
 
 
-def test_who_was_served_longest_ago_has_the_smallest_number_and_a_stranger_none() -> None:
+def test_who_was_served_longest_ago_has_the_smallest_number_and_a_neighbour_none() -> None:
     turns = Turns()
     turns.served([("a", False), ("b", False)])
     turns.served([("b", False), ("b", True)])
-    assert turns.last(("stranger", False)) == 0
+    assert turns.last(("neighbour", False)) == 0
     assert turns.last(("a", False)) < turns.last(("b", False)) == turns.last(("b", True))
 
 

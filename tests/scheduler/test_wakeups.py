@@ -15,57 +15,57 @@ from tests.scheduler.test_fairness import SMALL
 
 
 def test_equal_wakes_that_are_held_back_are_made_once_at_their_release() -> None:
-    wakeups, told = Wakeups(), list[str]()
+    wakeups, reported = Wakeups(), list[str]()
 
     def one() -> None:
-        told.append("one")
+        reported.append("one")
 
     wakeups.hold()
-    for wake in (one, lambda: told.append("other"), one):
+    for wake in (one, lambda: reported.append("other"), one):
         wakeups.wake(wake)
-    assert not told
+    assert not reported
     wakeups.release()
     wakeups.release()
-    assert told == ["one", "other"]
+    assert reported == ["one", "other"]
 
 
-def test_what_is_told_while_nothing_is_held_back_is_told_at_once() -> None:
-    wakeups, told = Wakeups(), list[int]()
+def test_what_is_reported_while_nothing_is_held_back_is_reported_at_once() -> None:
+    wakeups, reported = Wakeups(), list[int]()
     wakeups.hold()
     wakeups.release()
     for number in range(3):
-        wakeups.wake(partial(told.append, number))
-    assert told == [0, 1, 2]
+        wakeups.wake(partial(reported.append, number))
+    assert reported == [0, 1, 2]
 
 
 def test_the_engine_holds_back_nothing_that_another_thread_tells() -> None:
-    wakeups, told = Wakeups(), threading.Event()
+    wakeups, reported = Wakeups(), threading.Event()
     wakeups.hold()
-    thread = threading.Thread(target=wakeups.wake, args=(told.set,))
+    thread = threading.Thread(target=wakeups.wake, args=(reported.set,))
     thread.start()
     thread.join(60)
-    assert told.is_set()
+    assert reported.is_set()
 
 
 def test_a_reader_hears_of_a_token_while_the_device_works_on_the_next_one() -> None:
-    is_listening, is_told, were_told = threading.Event(), threading.Event(), list[bool]()
+    is_listening, is_reported, were_reported = threading.Event(), threading.Event(), list[bool]()
 
     def look(_: int) -> None:
         """In the middle of a step."""
         assert is_listening.wait(60)
-        were_told.append(is_told.is_set())
-        is_told.clear()
+        were_reported.append(is_reported.is_set())
+        is_reported.clear()
 
     forward = ScriptedForward(ScriptedModel(), Script(on_step=look))
     with Engine(forward, EngineConfig(**SMALL)) as engine:
         session = engine.create_session(limit_tokens=200).session_id
         engine.append(session, text(10))
-        engine.generate(session, GenerateParams(max_tokens=20)).when_news(lambda: None, is_told.set)
+        engine.generate(session, GenerateParams(max_tokens=20)).when_news(lambda: None, is_reported.set)
         is_listening.set()
         engine.drain(60)
-        assert is_told.wait(60)  # of the end
-    assert len(were_told) == 20
-    assert all(were_told)
+        assert is_reported.wait(60)  # of the end
+    assert len(were_reported) == 20
+    assert all(were_reported)
 
 
 def test_generates_that_run_together_wake_their_common_reader_once_a_step() -> None:

@@ -206,7 +206,7 @@ def test_a_wrong_key_costs_as_much_with_ten_thousand_keys_as_with_one(
 
 
 @pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o644, False), (0o620, True), (0o666, True)])
-def test_a_key_file_that_others_can_write_is_told_of(
+def test_a_key_file_that_others_can_write_is_reported_of(
     file: Path, caplog: pytest.LogCaptureFixture, mode: int, warns: bool
 ) -> None:
     file.chmod(mode)

@@ -96,23 +96,23 @@ def test_an_option_that_is_zero_is_not_an_option_that_is_absent() -> None:
 
 
 @each_strategy
-def test_a_strategy_can_be_asked_for_by_name_and_is_told_by_its_own_arm(strategy: KVStrategy) -> None:
+def test_a_strategy_can_be_asked_for_by_name_and_is_reported_by_its_own_arm(strategy: KVStrategy) -> None:
     asked = strategy_from_wire(named(strategy.name, **strategy.option_texts()))
     assert asked == strategy
     assert strategy_to_wire(asked).WhichOneof("kind") == strategy.name
 
 
-def test_a_strategy_without_an_arm_is_asked_for_and_told_by_name() -> None:
+def test_a_strategy_without_an_arm_is_asked_for_and_reported_by_name() -> None:
     with registered(NewerWindow):
         check_strategies(make_strategy("newer_window"))
         asked = strategy_from_wire(named("newer_window", window="9", wide_layers="0+2", factor="1e-3", note="a b"))
         assert asked == NewerWindow(window=9, wide_layers=(0, 2), factor=0.001, note="a b")
-        told = pb.Strategy.FromString(strategy_to_wire(asked).SerializeToString())
-        assert told.named.name == "newer_window"
-        assert dict(told.named.options) == {
+        reported = pb.Strategy.FromString(strategy_to_wire(asked).SerializeToString())
+        assert reported.named.name == "newer_window"
+        assert dict(reported.named.options) == {
             "sink": "4", "window": "9", "factor": "0.001", "wide_layers": "0+2", "note": "a b",
         }  # fmt: skip
-        assert strategy_from_wire(told) == asked
+        assert strategy_from_wire(reported) == asked
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_request_that_says_nothing_is_greedy_with_everything_off() -> None:
     assert params_from_wire(pb.GenerateRequest(max_tokens=1)).sampling == Sampling()
 
 
-def test_zero_is_told_from_absent_where_they_differ() -> None:
+def test_zero_is_reported_from_absent_where_they_differ() -> None:
     assert params_from_wire(pb.GenerateRequest(max_tokens=1, seed=0)).sampling.seed == 0
     assert params_from_wire(pb.GenerateRequest(max_tokens=1, expected_history_length=0)).expected_history_length == 0
     zero: Any = 0.0

@@ -32,7 +32,7 @@ async def test_a_fork_says_what_it_was_promised_and_goes_on_by_itself(client: Cl
     assert await client.generate(forked.session_id, 4)
 
 
-async def test_a_fork_and_its_parent_say_the_same_until_they_are_told_different_things(client: Client) -> None:
+async def test_a_fork_and_its_parent_say_the_same_until_they_are_reported_different_things(client: Client) -> None:
     parent = await client.open()
     await client.generate(parent, 6)
     forked = (await fork(client, parent)).session_id

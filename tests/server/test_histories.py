@@ -26,10 +26,10 @@ async def test_info_says_what_histories_take_and_may_take() -> None:
             await client.append(session, IDS[:25])
             assert (await client.info(session)).history_bytes > before
             await fork(client, session)
-            told = await client.call("GetServerInfo", pb.GetServerInfoRequest())
-            assert told.history_tokens_per_session == 70
-            assert told.history_tokens_per_owner == 300
-            assert told.history_token_count == 130
+            reported = await client.call("GetServerInfo", pb.GetServerInfoRequest())
+            assert reported.history_tokens_per_session == 70
+            assert reported.history_tokens_per_owner == 300
+            assert reported.history_token_count == 130
 
 
 @pytest.mark.parametrize(

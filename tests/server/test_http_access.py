@@ -121,7 +121,7 @@ async def test_an_answer_that_failed_says_that_it_is_deprecated(
 @pytest.mark.parametrize(
     "sent", [b"not HTTP at all\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\r\n\r\n"]
 )
-async def test_what_is_no_http_is_told_so_in_the_envelope_and_that_it_is_deprecated(
+async def test_what_is_no_http_is_reported_so_in_the_envelope_and_that_it_is_deprecated(
     server: ServerHandle, sent: bytes
 ) -> None:
     host, port = site(server).removeprefix("http://").split(":")

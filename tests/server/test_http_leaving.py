@@ -26,7 +26,7 @@ from inference_engine.server.http.completion import Desk, Slots
 from inference_engine.server.http.turns import Turns
 from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.run import ServerHandle
-from inference_engine.server.strangers import Strangers
+from inference_engine.server.unauthenticated import UnauthenticatedPeers
 from inference_engine.session.history import TokenIds
 from tests.server.http_client import (
     COMPLETIONS,
@@ -187,7 +187,7 @@ async def test_who_waits_for_an_answer_is_not_hung_up_on(
     assert answer.usage.completion_tokens == 400
 
 
-NOBODY = Strangers(KeyRing(), most=10, most_of_address=0, clock=lambda: 0.0)
+NOBODY = UnauthenticatedPeers(KeyRing(), most=10, most_of_address=0, clock=lambda: 0.0)
 MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: %s\r\n\r\n"
 
 

@@ -169,7 +169,7 @@ async def test_slow_owners_share_all_places_but_one() -> None:
     turns.close()
 
 
-async def test_who_waits_too_long_is_told_to_come_later_and_leaves_no_place_taken() -> None:
+async def test_who_waits_too_long_is_reported_to_come_later_and_leaves_no_place_taken() -> None:
     turns = Turns(1, max_wait_seconds=0.05)
     let_go = threading.Event()
     held = asyncio.create_task(turns.run("a", lambda _place: let_go.wait(30.0)))

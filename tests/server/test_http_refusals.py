@@ -217,7 +217,7 @@ async def test_messages_that_pass_a_cap_on_histories_are_refused_by_its_name(
             assert engine.history_tokens_of("") == 0
 
 
-async def test_a_bug_is_told_as_an_incident_and_nothing_else(
+async def test_a_bug_is_reported_as_an_incident_and_nothing_else(
     server: ServerHandle,
     engine: Engine,
     client: httpx2.AsyncClient,

@@ -121,7 +121,7 @@ def test_a_template_with_wrong_syntax_is_the_models_fault(make: Callable[..., Ch
         make("{% for m in messages %}").render(MESSAGES)
 
 
-def test_a_template_that_was_closed_starts_when_it_is_told_to(make: Callable[..., ChatTemplate]) -> None:
+def test_a_template_that_was_closed_starts_when_it_is_reported_to(make: Callable[..., ChatTemplate]) -> None:
     template = make("fine")
     assert template.render(MESSAGES) == "fine"
     for _ in range(2):

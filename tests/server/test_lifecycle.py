@@ -166,7 +166,7 @@ async def test_rows_that_cannot_even_be_wiped_are_dropped_all_the_same(
     ],
     ids=repr,
 )
-def test_want_of_memory_is_told_from_other_errors_also_as_their_cause(error: Exception, expected: bool) -> None:
+def test_want_of_memory_is_reported_from_other_errors_also_as_their_cause(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
     outer = RuntimeError("a step failed")
     outer.__cause__ = error
@@ -196,8 +196,10 @@ async def test_logits_that_are_not_finite_end_their_generate_alone_and_drop_its_
     assert (info.history_length, info.cached_token_count, info.kv_live_bytes) == (len(history), 0, 0)
     kv = engine._store.find(session_id, "").kv
     for group in kv.groups:
-        rows = torch.from_numpy((group.starts[:, None] + group.lane_rows(np.arange(group.layout.lane))).reshape(-1))
-        assert not group.arena.keys[rows].any() and not group.arena.values[rows].any()
+        rows = torch.from_numpy(
+            (group.starts[:, None] + group.region_offsets(np.arange(group.layout.region))).reshape(-1)
+        )
+        assert not group.buffer.keys[rows].any() and not group.buffer.values[rows].any()
     assert await generated(client, session_id) == expected[1]
 
 
@@ -309,9 +311,9 @@ async def test_calls_that_run_when_the_server_gives_up_hear_why(engine: Engine, 
     assert details.retry_info is not None
 
 
-@pytest.mark.parametrize("is_told_to_end", [False, True], ids=["by itself", "while draining"])
+@pytest.mark.parametrize("is_reported_to_end", [False, True], ids=["by itself", "while draining"])
 async def test_a_process_whose_engine_does_not_come_back_ends_with_a_status_of_its_own(
-    is_told_to_end: bool, tmp_path: Path
+    is_reported_to_end: bool, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
     with log.open("w", encoding="utf-8") as stderr, _started(stderr) as child:
@@ -322,7 +324,7 @@ async def test_a_process_whose_engine_does_not_come_back_ends_with_a_status_of_i
             request = pb.GenerateRequest(session_id=await client.open((*HISTORY, POISON)), max_tokens=4)
             reading = asyncio.ensure_future(refused(read_rest(client.stream(request))))
             assert await asyncio.to_thread(child.stdout.readline) == "hangs\n"
-            if is_told_to_end:
+            if is_reported_to_end:
                 child.send_signal(signal.SIGTERM)
             assert (await reading).reason == "UNAVAILABLE ENGINE_STALLED"
             assert await asyncio.to_thread(child.wait, TIMEOUT_SECONDS) == EXIT_STALLED

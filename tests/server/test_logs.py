@@ -130,7 +130,7 @@ def test_a_stream_that_is_closed_ends_the_log_and_nothing_else() -> None:
 
 
 @pytest.mark.hostile
-def test_writes_that_fail_lose_their_lines_only_and_are_told_once_it_works_again() -> None:
+def test_writes_that_fail_lose_their_lines_only_and_are_reported_once_it_works_again() -> None:
     class Full(io.StringIO):
         """A disk without room for the lines that say so."""
 

@@ -227,7 +227,7 @@ async def a_log_on_a_full_disk(seen: Seen) -> None:
         seen.look(engine)
 
 
-async def strangers(seen: Seen) -> None:
+async def unauthenticated(seen: Seen) -> None:
     """Two connections where there is room for one, and nobody has asked for anything yet."""
     with tiny_engine() as engine:
         seen.begin(engine)
@@ -258,7 +258,7 @@ async def test_every_instrument_is_moved_by_something_that_happens() -> None:
         a_device_that_hangs,
         over_http,
         a_log_on_a_full_disk,
-        strangers,
+        unauthenticated,
     )
     for scenario in scenarios:
         await scenario(seen)

@@ -53,7 +53,7 @@ async def test_reserved_bytes_are_the_callers_own(engine: Engine, key_file: str)
 async def test_a_full_pool_says_nothing_of_how_full_it_is(key_file: str) -> None:
     with tiny_engine() as engine:
         needed = engine.create_session().bound.peak_bytes
-    told = []
+    reported = []
     for others in (100, 200):
         with tiny_engine(growth="guaranteed", kv_bytes=needed) as engine:
             async with (
@@ -63,6 +63,6 @@ async def test_a_full_pool_says_nothing_of_how_full_it_is(key_file: str) -> None
             ):
                 await alice.call("CreateSession", pb.CreateSessionRequest(limit_tokens=others))
                 details = await refused(bob.call("CreateSession", pb.CreateSessionRequest()))
-                told.append((details.reason, details.text, str(details.error_info)))
-    assert told[0] == told[1]
-    assert told[0][0] == "RESOURCE_EXHAUSTED NO_CAPACITY"
+                reported.append((details.reason, details.text, str(details.error_info)))
+    assert reported[0] == reported[1]
+    assert reported[0][0] == "RESOURCE_EXHAUSTED NO_CAPACITY"

@@ -139,10 +139,10 @@ async def use(client: Client, engine: Engine) -> None:
     assert [(await running.read()).WhichOneof("payload") for _ in range(3)] == ["accepted", "progress", "progress"]
     running.cancel()
     await until_free(engine, shorter)
-    told = await client.open([1, 2, 3])
+    reported = await client.open([1, 2, 3])
     asked: dict[str, Any] = {"max_tokens": 700, "request_id": b"g" * 16}
-    assert await client.generate(told, **asked) == await client.generate(told, **asked)
-    for session_id in (shorter, told, *forks):
+    assert await client.generate(reported, **asked) == await client.generate(reported, **asked)
+    for session_id in (shorter, reported, *forks):
         await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
 
 

@@ -120,9 +120,9 @@ async def test_over_a_line_that_breaks_a_conversation_is_what_it_is_over_a_calm_
     fates = [BREAKS[which] for which in rng.integers(len(BREAKS), size=ATTEMPTS)]
     async with open_middle(server.target, fates) as broken, open_middle(server.target) as calm:
         _, expected, lengths = await conversation(calm, ONE, strategy, sampling)
-        session_id, tokens, told = await conversation(broken, OTHER, strategy, sampling)
+        session_id, tokens, reported = await conversation(broken, OTHER, strategy, sampling)
         assert 2 * TURNS < broken.acted < broken.calls < ATTEMPTS, "none was spared for want of fates"
-    assert told == lengths
+    assert reported == lengths
     assert [token.position for token in tokens] == [token.position for token in expected]
     assert [token.token_id for token in tokens] == [token.token_id for token in expected]
     ours, theirs = ([token.logprob for token in run] for run in (tokens, expected))
@@ -299,7 +299,7 @@ async def test_a_deadline_in_the_middle_is_made_good_by_asking_again(client: Cli
     assert token_ids(shown) + rest == undisturbed
 
 
-async def test_a_client_that_did_not_read_is_told_where_it_was_and_gets_the_rest(
+async def test_a_client_that_did_not_read_is_reported_where_it_was_and_gets_the_rest(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "STALL_SECONDS", 0.2)

@@ -1,6 +1,6 @@
 """Rows kept through a compressor: each K and V vector coded by itself, layer by layer, truly packed.
 
-    arena of K, per layer   [capacity, Hkv, row bytes] codes of keys      | arena of V: the same of values
+    buffer of K, per layer   [capacity, Hkv, row bytes] codes of keys      | buffer of V: the same of values
 
 What is coded is the unrotated key minus a per-channel mean, and the value minus its mean: keys have a large constant
 part per channel that a code would otherwise spend its bits on (record `codec_error`, lloyd4: 3.9 times less error at
@@ -113,26 +113,26 @@ class _CodedGroup:
         heads, dim = kept.layers.kv_heads, kept.layers.head_dim
         self._row_bytes = compressor.row_bytes(dim)
         self._mean_bytes = 2 * heads * dim * context.geometry.itemsize * len(starts)
-        arena = context.pool.arenas[dim]
+        buffer = context.pool.buffers[dim]
         runs = tuple(evenly_apart(starts)) if kept.capacity else ()
-        # Of keys and of values, what lies in the arena for some layers at a time.
+        # Of keys and of values, what lies in the buffer for some layers at a time.
         self._means = [
             [(layers, _means_in(states, starts[layers.start], layers, apart, heads)) for layers, apart in runs]
-            for states in (arena.keys, arena.values)
+            for states in (buffer.keys, buffer.values)
         ]
         self._codes = [
             [(layers, self._codes_in(states, starts[layers.start] + heads, layers, apart)) for layers, apart in runs]
-            for states in (arena.keys, arena.values)
+            for states in (buffer.keys, buffer.values)
         ]
 
     def _codes_in(self, states: Tensor, row: int, layers: slice, apart: int) -> Tensor:
-        """[layers, capacity, Hkv, row bytes] of memory, from arena row `row` on, and so on `apart` rows further."""
+        """[layers, capacity, Hkv, row bytes] of memory, from buffer row `row` on, and so on `apart` rows further."""
         heads, width = self._kept.layers.kv_heads, self._row_bytes
         flat = states.view(torch.uint8).view(-1)
-        arena_row = states.shape[-1] * states.itemsize
+        buffer_row = states.shape[-1] * states.itemsize
         shape = (layers.stop - layers.start, self._kept.capacity, heads, width)
         return flat.as_strided(
-            shape, (apart * arena_row, heads * width, width, 1), flat.storage_offset() + row * arena_row
+            shape, (apart * buffer_row, heads * width, width, 1), flat.storage_offset() + row * buffer_row
         )
 
     def begin(self, block: RowBlock) -> None:
@@ -213,7 +213,7 @@ class _CodedGroup:
 
 
 def _means_in(states: Tensor, row: int, layers: slice, apart: int, heads: int) -> Tensor:
-    """[layers, Hkv, D] of the arena, from its row `row` on, and so on `apart` rows further."""
+    """[layers, Hkv, D] of the buffer, from its row `row` on, and so on `apart` rows further."""
     dim = states.shape[-1]
     shape = (layers.stop - layers.start, heads, dim)
     return states.as_strided(shape, (apart * dim, dim, 1), states.storage_offset() + row * dim)

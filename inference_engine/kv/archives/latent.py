@@ -144,7 +144,7 @@ class _LatentArchive(Archive):
         if not len(wanted):
             return [RowBlock(wanted, *self._empty(group)) for group in self._kept]
         codes = self._codes_of(wanted)
-        if self._context.geometry.row_quantum > 1:
+        if self._context.geometry.token_quantum > 1:
             # Rows are decoded as many at a time when they leave and when they come back, or bits would differ.
             codes = F.pad(codes, (0, 0, 0, -len(codes) % self._context.geometry.segment_tokens))
         groups = tuple(group.layers.layers for group in self._kept)

@@ -3,7 +3,7 @@
     place    0 1 2 … | … n        counted from the first evicted position
              tier    | pool       the last `resident` places go round a ring
 
-    pool     arena of K [resident, first half of the bytes]      arena of V [resident, the rest]
+    pool     buffer of K [resident, first half of the bytes]      buffer of V [resident, the rest]
     tier     chunk [1, the two halves, 1, segment, half of the bytes]
 
 A latent is moved as it is, so that it decodes to the same wherever it lies.
@@ -31,7 +31,7 @@ class LatentPlaces:
     count: int
     width: int
     resident_bytes: int | None
-    head_dim: int  # by which rows of the arena are told
+    head_dim: int  # by which rows of the buffer are told
     segment: int
 
     @property
@@ -75,8 +75,8 @@ class LatentCodes:
         has_tier = places.chunks(context.geometry).chunks > 0
         self._transfers = Transfers(context.tier.count) if has_tier else NoTransfers()
         self._resident = places.resident(context.geometry)
-        arena = context.pool.arenas[places.head_dim]
-        self._halves = [self._bytes_from(states) for states in (arena.keys, arena.values)]
+        buffer = context.pool.buffers[places.head_dim]
+        self._halves = [self._bytes_from(states) for states in (buffer.keys, buffer.values)]
         self._end = 0  # places that have been kept
 
     @staticmethod
@@ -97,7 +97,7 @@ class LatentCodes:
         return LatentCodes(context, places, starts[0], store)
 
     def _bytes_from(self, states: Tensor) -> Tensor:
-        """[resident, half of the bytes] of memory in one arena."""
+        """[resident, half of the bytes] of memory in one buffer."""
         half = self._places.half
         first = self._start * states.shape[-1] * states.itemsize
         return states.view(torch.uint8).view(-1)[first : first + self._resident * half].view(self._resident, half)

@@ -146,7 +146,7 @@ class Restorer(ABC):
 
     @property
     def streams(self) -> bool:
-        """Are rows restored in attention, chunk by chunk, instead of into lanes when the session wakes?"""
+        """Are rows restored in attention, chunk by chunk, instead of into regions when the session wakes?"""
         return False
 
     @abstractmethod

@@ -19,7 +19,7 @@ from inference_engine.errors import BackendError
 
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0x40
 _MADV_DONTNEED = 4
-# Of one arena. x86-64 and ARM give a process 128 TiB or more.
+# Of one buffer. x86-64 and ARM give a process 128 TiB or more.
 MOST_BYTES = 2**44
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -28,8 +28,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def reserve_zeros(count: int, dtype: torch.dtype, *, is_sparse: bool) -> Tensor:
     """`count` zeros. Raises BackendError if the system gives no such address space.
 
-    is_sparse: only small parts of it may be written. Its pages are small then: a huge one would take 2 MB for each lane
-    that a session begins to write. Otherwise pages are huge where the system has them, and attention is faster.
+    is_sparse: only small parts of it may be written. Its pages are small then: a huge one would take 2 MB for each
+    region that a session begins to write. Otherwise pages are huge where the system has them, and attention is faster.
     """
     nbytes = count * dtype.itemsize
     try:

@@ -1,6 +1,6 @@
-"""The memory all sessions share: one arena for K, one for V, and the slabs cut out of them.
+"""The memory all sessions share: one buffer for K, one for V, and the allocations cut out of them.
 
-    arena [R, D]     slab of a layer: `lane` consecutive rows for each KV head, head after head
+    buffer [R, D]     allocation of a layer: `region` consecutive rows for each KV head, head after head
 
 Layers with heads of different sizes D see the same memory as rows of their own size. Row 0 takes the writes of padding
 rows. Two things are taken of the pool:
@@ -8,7 +8,7 @@ rows. Two things are taken of the pool:
     address runs    where a session's rows lie, for as long as it may become; nothing is ever moved
     a grant         bytes that it may hold now, counted against the capacity
 
-On a device both are the same memory. On a CPU the arena is address space, of which pages become memory when rows are
+On a device both are the same memory. On a CPU the buffer is address space, of which pages become memory when rows are
 first written: there may be far more of it than memory, and sessions that are granted memory as they grow take whole
 runs from the start (`ungranted`).
 
@@ -88,7 +88,7 @@ class RunAllocator:
 
 
 @dataclass(frozen=True, slots=True)
-class Arena:
+class KVBuffer:
     """The whole memory as rows of one head size: K and V, [R, D] each."""
 
     keys: Tensor
@@ -158,7 +158,7 @@ class Pool:
         self._unclean: list[tuple[int, int]] = []  # given back and not zeroed since: start and count, in units
         keys, values = (allocate((units + TRASH_UNITS) * self._unit) for _ in range(2))
         self._halves = (keys, values)
-        self.arenas = {dim: Arena(keys.view(-1, dim), values.view(-1, dim)) for dim in head_dims}
+        self.buffers = {dim: KVBuffer(keys.view(-1, dim), values.view(-1, dim)) for dim in head_dims}
 
     @property
     def capacity_bytes(self) -> int:
@@ -188,7 +188,7 @@ class Pool:
         self._account.ungrant(nbytes)
 
     def reserve(self, demands: Sequence[Demand]) -> tuple[int, ...] | None:
-        """The first arena row of each layer's slab, or None (and nothing taken) if there is no room.
+        """The first buffer row of each layer's allocation, or None (and nothing taken) if there is no room.
 
         Layers lie wherever there is room for one of them, so that a pool in pieces still serves.
         """
@@ -216,7 +216,7 @@ class Pool:
         )
 
     def release(self, demands: Sequence[Demand], starts: Sequence[int]) -> None:
-        """Give a slab back, as `reserve` answered it."""
+        """Give an allocation back, as `reserve` answered it."""
         pairs = zip(starts, demands, strict=True)
         units = [start * demand.head_dim // self._unit - TRASH_UNITS for start, demand in pairs]
         if self._takes_grants:

@@ -2,7 +2,7 @@
 
 kept      rows or latents that leave the device
 streamed  those that are read as they lie, chunk by chunk
-fetched   blocks that a generated token reads, into slots of the session's own lanes
+fetched   blocks that a generated token reads, into slots of the session's own regions
 """
 
 from __future__ import annotations

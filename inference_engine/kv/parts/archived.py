@@ -1,7 +1,7 @@
 """Layers whose old rows are restored: what a session asks of them, whichever way the rows come back.
 
 Rows leave the exact window at a segment boundary, whole segments at once, and go into the archive
-(`kv/archives/restorer.py`). The two kinds differ in how later queries read them: from lanes into which they were
+(`kv/archives/restorer.py`). The two kinds differ in how later queries read them: from regions into which they were
 restored (`restored.py`), or from the archive itself, chunk by chunk (`streamed.py`).
 """
 
@@ -31,15 +31,15 @@ from inference_engine.kv.views import StagedQueries, StepReads
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExactRows:
-    """One set of alike layers: the lanes that their exact rows are kept in, and which positions leave them."""
+    """One set of alike layers: the regions that their exact rows are kept in, and which positions leave them."""
 
     layers: LayerSet
-    lanes: LayerEntries
+    regions: LayerEntries
     window: int | None  # how far back rows can be read
 
     @property
     def layout(self) -> Layout:
-        return self.lanes.layout
+        return self.regions.layout
 
     def positions(self, length: int) -> Positions:
         """The exact positions of a history of `length`."""
@@ -55,8 +55,8 @@ class ExactRows:
         return np.arange(first, max(first, self.layout.horizon(length)), dtype=np.int64)
 
     def wipe(self) -> None:
-        self.lanes.wipe(np.flatnonzero(self.lanes.held >= 0))
-        self.lanes.held[:] = -1
+        self.regions.wipe(np.flatnonzero(self.regions.held >= 0))
+        self.regions.held[:] = -1
 
     def moved(self, keys: Tensor, shifts: Positions) -> Tensor:
         """Keys [layers, n, Hkv, D] of any of these layers, each moved by its shift."""
@@ -64,20 +64,20 @@ class ExactRows:
             return keys
         by_head = keys.transpose(1, 2)
         flat = by_head.reshape(-1, len(shifts), keys.shape[-1])
-        moved = self.lanes.context.rotate(flat, torch.from_numpy(shifts), self.layers.rotary)
+        moved = self.regions.context.rotate(flat, torch.from_numpy(shifts), self.layers.rotary)
         return moved.view(by_head.shape).transpose(1, 2)
 
 
 def reserve_exact_rows(context: KVContext, placement: Placement) -> list[ExactRows] | None:
-    """Take the lanes of exact rows from the pool; None, and nothing taken, if there is no room."""
+    """Take the regions of exact rows from the pool; None, and nothing taken, if there is no room."""
     taken: list[ExactRows] = []
     for layers, sleeping in placement.sleeping:
-        lanes = LayerEntries.reserve(context, layers, sleeping.exact)
-        if lanes is None:
+        regions = LayerEntries.reserve(context, layers, sleeping.exact)
+        if regions is None:
             for rows in taken:
-                rows.lanes.release()
+                rows.regions.release()
             return None
-        taken.append(ExactRows(layers, lanes, sleeping.awake.window))
+        taken.append(ExactRows(layers, regions, sleeping.awake.window))
     return taken
 
 
@@ -112,43 +112,43 @@ class ArchivedEntries(Part):
         finally:
             if archive is None:
                 for rows in sets:
-                    rows.lanes.release()
+                    rows.regions.release()
         return None if archive is None else cls(context, strategy, sets, archive)
 
     @property
     @abstractmethod
-    def lanes(self) -> tuple[LayerEntries, ...]:
-        """The lanes that attention reads: one for each set of layers while the session is active."""
+    def regions(self) -> tuple[LayerEntries, ...]:
+        """The regions that attention reads: one for each set of layers while the session is active."""
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
-        for lanes in self.lanes:
-            lanes.prepare(positions, generated)
+        for regions in self.regions:
+            regions.prepare(positions, generated)
 
     def stage(self, positions: Positions) -> None:
-        for lanes in self.lanes:
-            lanes.stage(positions)
+        for regions in self.regions:
+            regions.stage(positions)
 
     @property
     def fits_numbers(self) -> bool:
-        return all(lanes.fits_numbers for lanes in self.lanes)
+        return all(regions.fits_numbers for regions in self.regions)
 
     def read(self, queries: StagedQueries, step: StepReads) -> None:
-        for lanes in self.lanes:
-            lanes.read(queries, step)
+        for regions in self.regions:
+            regions.read(queries, step)
 
     def reject(self, positions: Positions) -> None:
-        for lanes in self.lanes:
-            lanes.reject(positions)
+        for regions in self.regions:
+            regions.reject(positions)
 
     def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
         """Entries that left the exact window go into the archive, and are read as it gives them back.
 
         Whether they are finite is found out later.
         """
-        for lanes in self.lanes:
-            lanes.commit(before, length, rejected, is_replay=is_replay)
+        for regions in self.regions:
+            regions.commit(before, length, rejected, is_replay=is_replay)
         if is_replay:
             return
         if length > before:
@@ -160,8 +160,8 @@ class ArchivedEntries(Part):
         self._archive.ask_finite()
 
     def evict(self, before: int, length: int) -> None:
-        for lanes in self.lanes:
-            lanes.evict(before, length)
+        for regions in self.regions:
+            regions.evict(before, length)
 
     def replay_end(self, length: int) -> int:
         """Every layer has its exact entries from there on."""
@@ -179,8 +179,8 @@ class ArchivedEntries(Part):
     def _keep(self, leaving: Sequence[Positions], before: int, length: int) -> None:
         try:
             firsts = [
-                _first_positions(rows, lanes, before, length)
-                for rows, lanes in zip(self._sets, self.lanes, strict=True)
+                _first_positions(rows, regions, before, length)
+                for rows, regions in zip(self._sets, self.regions, strict=True)
             ]
             if any(len(positions) for positions in firsts):
                 self._archive.begin(self._blocks(firsts))
@@ -197,7 +197,7 @@ class ArchivedEntries(Part):
 
     def copy_from(self, other: Self, length: int) -> None:
         for rows, theirs in zip(self._sets, other._sets, strict=True):
-            rows.lanes.copy_from(theirs.lanes, length)
+            rows.regions.copy_from(theirs.regions, length)
         kept = self._kept(length)
         self._archive.load(kept, other._archive.save(kept))
 
@@ -205,12 +205,12 @@ class ArchivedEntries(Part):
         """The exact entries, and what the archive keeps."""
         saved: Saved = {"archive": self._archive.save(self._kept(length))}
         for index, rows in enumerate(self._sets):
-            saved = {**saved, **under(index, rows.lanes.save(length))}
+            saved = {**saved, **under(index, rows.regions.save(length))}
         return saved
 
     def load(self, length: int, saved: Saved) -> None:
         for index, rows in enumerate(self._sets):
-            rows.lanes.load(length, saved_under(index, saved))
+            rows.regions.load(length, saved_under(index, saved))
         self._archive.load(self._kept(length), saved["archive"])
 
     def _kept(self, length: int) -> list[Positions]:
@@ -230,7 +230,7 @@ class ArchivedEntries(Part):
         with ExitStack() as stack:
             stack.callback(self._archive.release)
             for rows in self._sets:
-                stack.callback(rows.lanes.release)
+                stack.callback(rows.regions.release)
 
     # -- facts -----------------------------------------------------------------------------------------------------
 
@@ -238,24 +238,24 @@ class ArchivedEntries(Part):
         return self._archive.transfers()
 
     def check(self, length: int, cached: int) -> None:
-        for lanes in self.lanes:
-            lanes.check(length, cached)
+        for regions in self.regions:
+            regions.check(length, cached)
 
     def _counts(self, length: int) -> list[int]:
         return [max(0, rows.layout.horizon(length) - rows.layout.sink) for rows in self._sets]
 
     def _blocks(self, positions: Sequence[Positions]) -> list[RowBlock]:
         blocks = []
-        for rows, lanes, wanted in zip(self._sets, self.lanes, positions, strict=True):
-            keys, values = lanes.read_entries(wanted)
+        for rows, regions, wanted in zip(self._sets, self.regions, positions, strict=True):
+            keys, values = regions.read_entries(wanted)
             blocks.append(RowBlock(wanted, rows.moved(keys.float(), -wanted), values.float()))
         return blocks
 
 
-def _first_positions(rows: ExactRows, lanes: LayerEntries, before: int, length: int) -> Positions:
-    """If these layers' first rows leave the exact window now: every position after the sink that the lanes hold."""
+def _first_positions(rows: ExactRows, regions: LayerEntries, before: int, length: int) -> Positions:
+    """If these layers' first rows leave the exact window now: every position after the sink that the regions hold."""
     layout = rows.layout
     if not layout.horizon(before) <= layout.sink < layout.horizon(length):
         return np.zeros(0, dtype=np.int64)
-    first = max(layout.sink, lanes.layout.horizon(length - 1))
+    first = max(layout.sink, regions.layout.horizon(length - 1))
     return np.arange(first, layout.segment_start(length), dtype=np.int64)

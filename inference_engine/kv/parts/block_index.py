@@ -1,6 +1,6 @@
 """What is known of each block of entries, and queries that read the blocks that matter most to them.
 
-A block's summary lies in the lanes, behind the entries: the smallest and largest of each key channel, or the mean. It
+A block's summary lies in the regions, behind the entries: the smallest and largest of each key channel, or the mean. It
 is made when the block is whole, from committed keys. Generated tokens read sink, window and the blocks of the highest
 scores (`kernels/gather.py`); appended tokens read everything.
 """
@@ -19,12 +19,12 @@ from inference_engine.kernels.bounds import block_bounds, block_means, bounds_sc
 from inference_engine.kernels.gather import Always, always_read, distant_blocks, gather_attend, select
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import BlockSelector, LayerSet, Layout, Positions
-from inference_engine.kv.memory.pool import Arena
+from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.numbers import choose_blocks, most_blocks
 from inference_engine.kv.part import Held, Need, Saved
 from inference_engine.kv.parts.layer_part import LayoutPart
 from inference_engine.kv.slots import LayerSlots
-from inference_engine.kv.views import Lane, OnChoice, Scoring, StagedQueries, StepReads, View
+from inference_engine.kv.views import OnChoice, Region, Scoring, StagedQueries, StepReads, View
 
 _MOST_SELECTING_ROWS = 32
 
@@ -51,7 +51,7 @@ class BlockIndex(LayoutPart):
 
     @staticmethod
     def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:  # noqa: ARG004
-        """Summaries lie in the lanes."""
+        """Summaries lie in the regions."""
         return Need()
 
     @classmethod
@@ -72,9 +72,9 @@ class BlockIndex(LayoutPart):
             return
         step.selects = True
         layers, layout = self._slots.layer_index, self._slots.layout
-        lines = step.numbers.lanes[layers, queries.rows]
+        lines = step.numbers.regions[layers, queries.rows]
         choose_blocks(lines, layout, self._selector, queries.positions)
-        step.numbers.lanes[layers, queries.rows] = lines
+        step.numbers.regions[layers, queries.rows] = lines
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         if not queries.has_generated:
@@ -84,14 +84,14 @@ class BlockIndex(LayoutPart):
     def gather_view(self, queries: StagedQueries, step: StepReads, dense: View | None) -> GatherView:
         """dense: for the rows that read everything; None if there are none."""
         selector, layout = self._selector, self._slots.layout
-        rows = queries.generated_rows
+        rows = queries.generated_queries
         positions = queries.positions[rows]
-        width = selector.sink_rows + selector.window + selector.block if step.is_fixed_shape else None
+        width = selector.sink_tokens + selector.window + selector.block if step.is_fixed_shape else None
         always = always_read(
-            positions, selector.local_starts(positions), sink=selector.sink_rows, device=step.device, width=width
+            positions, selector.local_starts(positions), sink=selector.sink_tokens, device=step.device, width=width
         )
         return GatherView(
-            lane=self._slots.lane,
+            region=self._slots.region,
             selector=selector,
             capacity=layout.capacity,
             summaries_from=layout.summaries_from,
@@ -109,9 +109,9 @@ class BlockIndex(LayoutPart):
         if not len(whole):
             return
         entries = slots.layout.slots((whole[:, None] * block + np.arange(block)).reshape(-1))
-        keys = slots.gather(slots.arena.keys, entries).transpose(1, 2)  # [layers, Hkv, n · block, D]
+        keys = slots.gather(slots.buffer.keys, entries).transpose(1, 2)  # [layers, Hkv, n · block, D]
         low, high = summaries(keys, self._selector)
-        for states, summary in ((slots.arena.keys, low), (slots.arena.values, high)):
+        for states, summary in ((slots.buffer.keys, low), (slots.buffer.values, high)):
             slots.put(states, slots.layout.summaries_from + whole, summary.transpose(1, 2))
 
     # -- as a whole ------------------------------------------------------------------------------------------------
@@ -121,13 +121,13 @@ class BlockIndex(LayoutPart):
 
     def _saved(self, length: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The summaries of all blocks, [layers, B, Hkv, D] each."""
-        places, arena = self._places(length), self._slots.arena
-        yield self._slots.gather(arena.keys, places), self._slots.gather(arena.values, places)
+        places, buffer = self._places(length), self._slots.buffer
+        yield self._slots.gather(buffer.keys, places), self._slots.gather(buffer.values, places)
 
     def load(self, length: int, saved: Saved) -> None:
         for low, high in saved["block_index"]:
-            self._slots.put(self._slots.arena.keys, self._places(length), low)
-            self._slots.put(self._slots.arena.values, self._places(length), high)
+            self._slots.put(self._slots.buffer.keys, self._places(length), low)
+            self._slots.put(self._slots.buffer.values, self._places(length), high)
 
     def forget(self, floor: int, length: int) -> None:
         self._slots.wipe(self._places(length))
@@ -144,7 +144,7 @@ class BlockIndex(LayoutPart):
 class GatherView:
     """Reads the chosen blocks for the rows `generated`, and as `dense` does for the others."""
 
-    lane: Lane
+    region: Region
     selector: BlockSelector
     capacity: int
     summaries_from: int  # first slot of the blocks' summaries
@@ -155,22 +155,22 @@ class GatherView:
     dense: View | None  # None: every row is generated
     on_choice: OnChoice | None = None
 
-    def read(self, layer: int, queries: Tensor, arena: Arena, scoring: Scoring) -> Tensor:
-        out = torch.zeros_like(queries) if self.dense is None else self.dense.read(layer, queries, arena, scoring)
+    def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
+        out = torch.zeros_like(queries) if self.dense is None else self.dense.read(layer, queries, buffer, scoring)
         rows = range(len(self.generated)) if self.row_by_row else (slice(None),)
         for row in rows:
             some = slice(row, row + 1) if isinstance(row, int) else row
             place = self.generated[some]
-            out[place] = self.gather(layer, queries[place], some, arena, scoring).to(out.dtype)
+            out[place] = self.gather(layer, queries[place], some, buffer, scoring).to(out.dtype)
         return out
 
-    def gather(self, layer: int, queries: Tensor, rows: slice, arena: Arena, scoring: Scoring) -> Tensor:
+    def gather(self, layer: int, queries: Tensor, rows: slice, buffer: KVBuffer, scoring: Scoring) -> Tensor:
         """[T, Hq, D] for the queries of the generated rows `rows`."""
         out, _ = gather_attend(
             queries,
-            self.lane.slots(arena.keys, layer, 0, self.capacity),
-            self.lane.slots(arena.values, layer, 0, self.capacity),
-            self.select(layer, queries, rows, arena, scoring),
+            self.region.slots(buffer.keys, layer, 0, self.capacity),
+            self.region.slots(buffer.values, layer, 0, self.capacity),
+            self.select(layer, queries, rows, buffer, scoring),
             self.always.of(rows),
             block=self.selector.block,
             scaling=scoring.scaling,
@@ -179,14 +179,14 @@ class GatherView:
         )
         return out
 
-    def select(self, layer: int, queries: Tensor, rows: slice, arena: Arena, scoring: Scoring) -> Tensor:
+    def select(self, layer: int, queries: Tensor, rows: slice, buffer: KVBuffer, scoring: Scoring) -> Tensor:
         """The distant blocks that these rows read: [T, Hkv, K], -1 for none."""
         blocks = self.candidates.shape[1]
-        low = self.lane.slots(arena.keys, layer, self.summaries_from, blocks)
+        low = self.region.slots(buffer.keys, layer, self.summaries_from, blocks)
         if self.selector.scorer == "mean":
             scores = mean_scores(queries, low, scoring.scaling)
         else:
-            high = self.lane.slots(arena.values, layer, self.summaries_from, blocks)
+            high = self.region.slots(buffer.values, layer, self.summaries_from, blocks)
             scores = bounds_scores(queries, low, high, scoring.scaling)
         candidates = self.candidates[rows]
         chosen = select(scores, candidates, self.selector.count, searched=False).blocks

@@ -1,6 +1,6 @@
 """The entries of alike layers of one session: their slots, and what leaves, stays and is read.
 
-Slots are wiped when they are opened, rejected or evicted, so that the lanes' bytes are a function of the committed
+Slots are wiped when they are opened, rejected or evicted, so that the regions' bytes are a function of the committed
 entries alone. Entries leave at segment boundaries, whole segments at once (`kv/layout.py` says which), and the sink is
 moved up to the oldest entry that stays. What a strategy adds to that, an index of blocks say, is a `LayerPart`.
 """
@@ -23,10 +23,10 @@ from inference_engine.kernels.mac import MatchTotals
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions
+from inference_engine.kv.memory.allocation import Allocation
 from inference_engine.kv.memory.pool import Demand
-from inference_engine.kv.memory.slab import Slab
 from inference_engine.kv.memory.transfers import TransferTotals
-from inference_engine.kv.numbers import lane_numbers
+from inference_engine.kv.numbers import region_lines
 from inference_engine.kv.part import Held, Need, Part, Saved
 from inference_engine.kv.parts.block_index import BlockIndex
 from inference_engine.kv.parts.layer_part import LayerPart, LayoutPart
@@ -37,10 +37,10 @@ from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import CausalView, DenseView, StagedQueries, StepReads, View
 
 
-def lane_demand(geometry: Geometry, layers: LayerSet, layout: Layout) -> Demand:
-    """What the lanes of one layer of the set need of the pool."""
+def region_demand(geometry: Geometry, layers: LayerSet, layout: Layout) -> Demand:
+    """What the regions of one layer of the set need of the pool."""
     unit = geometry.alignment
-    elements = layers.kv_heads * layout.lane * layers.head_dim
+    elements = layers.kv_heads * layout.region * layers.head_dim
     return Demand(head_dim=layers.head_dim, elements=-(-elements // unit) * unit)
 
 
@@ -55,9 +55,9 @@ class LayerEntries(LayerSlots, Part):
 
     @classmethod
     def need(cls, geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
-        """What a set takes: each layer's lanes, then what its parts take."""
-        lanes = Need(demands=(lane_demand(geometry, layers, layout),) * len(layers.layers))
-        return sum((kind.need(geometry, layers, layout) for kind in cls._kinds(layout)), start=lanes)
+        """What a set takes: each layer's regions, then what its parts take."""
+        regions = Need(demands=(region_demand(geometry, layers, layout),) * len(layers.layers))
+        return sum((kind.need(geometry, layers, layout) for kind in cls._kinds(layout)), start=regions)
 
     @classmethod
     def _kinds(cls, layout: Layout) -> list[type[LayoutPart]]:
@@ -67,28 +67,28 @@ class LayerEntries(LayerSlots, Part):
     def reserve(
         cls, context: KVContext, layers: LayerSet, layout: Layout, prefix: SharedPrefix | None = None
     ) -> LayerEntries | None:
-        """Take the lanes from the pool; None, and nothing taken, if there is no room.
+        """Take the regions from the pool; None, and nothing taken, if there is no room.
 
-        prefix: where the entries before `layout.base` are; its slabs are the caller's to borrow. Raises Overloaded,
-        with nothing taken, if the second tier cannot be had after all.
+        prefix: where the entries before `layout.base` are; its allocations are the caller's to borrow. Raises
+        Overloaded, with nothing taken, if the second tier cannot be had after all.
         """
         assert layout.base == (0 if prefix is None else prefix.end)
         need = cls.need(context.geometry, layers, layout)
-        slab = Slab.reserve(context.pool, need.demands, itemsize=context.geometry.itemsize)
-        if slab is None:
+        allocation = Allocation.reserve(context.pool, need.demands, itemsize=context.geometry.itemsize)
+        if allocation is None:
             return None
         count = len(layers.layers)
         entries = cls(
             context=context,
             layer_set=layers,
             layout=layout,
-            slab=slab,
-            starts=np.array(slab.starts[:count], dtype=np.int64),
+            allocation=allocation,
+            starts=np.array(allocation.starts[:count], dtype=np.int64),
         )
         try:
             for kind in cls._kinds(layout):
                 end = count + len(kind.need(context.geometry, layers, layout).demands)
-                entries.parts.append(kind.open(entries, slab.starts[count:end]))
+                entries.parts.append(kind.open(entries, allocation.starts[count:end]))
                 count = end
         except BaseException:
             entries.release()
@@ -99,30 +99,30 @@ class LayerEntries(LayerSlots, Part):
 
     def release(self) -> None:
         with ExitStack() as stack:
-            stack.callback(self.slab.release)
+            stack.callback(self.allocation.release)
             for part in self.parts:
                 stack.callback(part.release)
 
     # -- entries that other sessions read --------------------------------------------------------------------------
 
     def piece(self, length: int) -> Piece:
-        """The entries that the lanes hold of a history of `length`, for a fork to read. All of them have to stay."""
+        """The entries that the regions hold of a history of `length`, for a fork to read. All of them have to stay."""
         base = self.layout.base
-        return Piece(slab=self.slab, lane=self.lane, base=base, first=base, last=length)
+        return Piece(allocation=self.allocation, region=self.region, base=base, first=base, last=length)
 
     def prefix_of(self, pieces: Sequence[Piece]) -> SharedPrefix:
         """A prefix of these pieces, for layers like these."""
-        return SharedPrefix(pieces, self.arena, row_bytes=self.row_bytes)
+        return SharedPrefix(pieces, self.buffer, row_bytes=self.row_bytes)
 
     @property
     def floor(self) -> int:
-        return max(self.layout.base, self.slab.lent_until if self.slab.is_lent else 0)
+        return max(self.layout.base, self.allocation.lent_until if self.allocation.is_lent else 0)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
         first, end = int(positions[0]), int(positions[-1]) + 1
-        opened, needed = self.open_rows(first), self.open_rows(end)
+        opened, needed = self.paged_slots(first), self.paged_slots(end)
         if needed > opened:
             self.open(opened, needed)
         if (self.held[self.layout.slots(positions)] >= 0).any():
@@ -139,11 +139,11 @@ class LayerEntries(LayerSlots, Part):
 
     def read(self, queries: StagedQueries, step: StepReads) -> None:
         staged = np.arange(queries.first, queries.end, dtype=np.int64)
-        targets = self.lane_rows(self.layout.slots(staged))
+        targets = self.region_offsets(self.layout.slots(staged))
         step.numbers.write(self.kv_heads, self.place_index, queries.rows, self.starts, targets)
         if self._has_numbers(queries, step):
             count = self.slot_count(queries.end) + self.layout.base
-            lines = lane_numbers(self.layout, queries.positions, last=int(queries.positions[-1]), count=count)
+            lines = region_lines(self.layout, queries.positions, last=int(queries.positions[-1]), count=count)
             step.numbers.attend(self.layer_index, queries.rows, self.starts, lines)
             for part in self.parts:
                 part.amend(queries, step)
@@ -154,17 +154,17 @@ class LayerEntries(LayerSlots, Part):
         queries.views.update(dict.fromkeys(self.layer_set.layers, view()))
 
     def _has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
-        """May the step's one operation over lanes do what a view would?"""
-        if not step.attends_together or queries.count > step.most_rows:
+        """May the step's one operation over regions do what a view would?"""
+        if not step.attends_together or queries.count > step.most_queries:
             return False
         return all(part.has_numbers(queries, step) for part in self.parts)
 
     def _dense_view(self, queries: StagedQueries, step: StepReads) -> View:
-        """For queries that read every entry, all of them in the lanes."""
+        """For queries that read every entry, all of them in the regions."""
         count = self.slot_count(queries.end)
         if self._is_causal(queries.positions, count, step):
-            return CausalView(lane=self.lane, count=count)
-        return DenseView(lane=self.lane, count=count, mask=self.mask(queries.positions, count, step))
+            return CausalView(region=self.region, count=count)
+        return DenseView(region=self.region, count=count, mask=self.mask(queries.positions, count, step))
 
     def _is_causal(self, positions: Positions, count: int, step: StepReads) -> bool:
         """Are the first `count` slots the positions up to the last of these rows, and do rows see all up to their own?
@@ -207,7 +207,7 @@ class LayerEntries(LayerSlots, Part):
         """Keep the sink's keys where they are, too, while the history goes from `before` to `length`."""
         sink = np.arange(before, min(length, self.layout.spare), dtype=np.int64)
         if len(sink):
-            self.put(self.arena.keys, self.layout.capacity + sink, self.gather(self.arena.keys, sink))
+            self.put(self.buffer.keys, self.layout.capacity + sink, self.gather(self.buffer.keys, sink))
 
     def _move_sink(self, length: int) -> None:
         """Let the sink's keys stand right before the oldest entry. Always from the copies, so no error adds up."""
@@ -215,10 +215,10 @@ class LayerEntries(LayerSlots, Part):
         if not shift:
             return
         sink = np.arange(self.layout.sink, dtype=np.int64)
-        own = self.gather(self.arena.keys, self.layout.capacity + sink).transpose(1, 2)  # [layers, Hkv, sink, D]
+        own = self.gather(self.buffer.keys, self.layout.capacity + sink).transpose(1, 2)  # [layers, Hkv, sink, D]
         shifts = torch.full((self.layout.sink,), shift, dtype=torch.long)
         moved = self.context.rotate(own.flatten(0, 1), shifts, self.layer_set.rotary)
-        self.put(self.arena.keys, sink, moved.view(own.shape).transpose(1, 2))
+        self.put(self.buffer.keys, sink, moved.view(own.shape).transpose(1, 2))
 
     # -- as a whole ------------------------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class LayerEntries(LayerSlots, Part):
         if not self._has_slots_of(other):
             super().copy_from(other, length)
             return
-        self.copy_slots(other, 0, 0, self.open_rows(length))
+        self.copy_slots(other, 0, 0, self.paged_slots(length))
         self.copy_slots(other, self.layout.capacity, other.layout.capacity, min(self.layout.spare, length))
         held = min(len(self.held), len(other.held))
         self.held[:held] = other.held[:held]
@@ -258,7 +258,7 @@ class LayerEntries(LayerSlots, Part):
             yield torch.from_numpy(positions), *self.read_entries(positions)
 
     def load(self, length: int, saved: Saved) -> None:
-        self.wipe(np.arange(self.open_rows(length), dtype=np.int64))
+        self.wipe(np.arange(self.paged_slots(length), dtype=np.int64))
         for positions, keys, values in saved["entries"]:
             own = positions.numpy() >= self.layout.base  # of others a shared prefix holds the entries
             if own.any():
@@ -280,7 +280,7 @@ class LayerEntries(LayerSlots, Part):
     # -- facts -----------------------------------------------------------------------------------------------------
 
     def add_footprint(self, held: Held, length: int, end: int) -> None:
-        held.add(rows=self.open_rows(end) * self.row_bytes, sink_copy=min(self.layout.spare, end) * self.row_bytes)
+        held.add(rows=self.paged_slots(end) * self.row_bytes, sink_copy=min(self.layout.spare, end) * self.row_bytes)
         for part in self.parts:
             part.add_footprint(held, length, end)
 

@@ -23,18 +23,18 @@ class LayerPart(Part):
         return True
 
     def amend(self, queries: StagedQueries, step: StepReads) -> None:
-        """Change the numbers that say that these queries read all slots of the lanes."""
+        """Change the numbers that say that these queries read all slots of the regions."""
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         """How these queries read; inner: how they would without this part."""
         return inner()
 
     def earlier_entries(self) -> Iterator[tuple[Positions, Tensor, Tensor]]:
-        """Entries before those of the lanes: positions, and keys and values [layers, n, Hkv, D], a few at a time."""
+        """Entries before those of the regions: positions, and keys and values [layers, n, Hkv, D], a few at a time."""
         return iter(())
 
     def leave(self, positions: Positions) -> None:
-        """These positions are about to be wiped from the lanes. Raises RestorationFailed."""
+        """These positions are about to be wiped from the regions. Raises RestorationFailed."""
 
     def release(self) -> None:
         """Its share of the pool goes with that of its layers."""
@@ -51,12 +51,12 @@ class LayoutPart(LayerPart):
     @staticmethod
     @abstractmethod
     def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
-        """What it takes beside the lanes of its layers."""
+        """What it takes beside the regions of its layers."""
 
     @classmethod
     @abstractmethod
     def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
-        """Open it for layers that are reserved. starts: the first arena row of each of its demands.
+        """Open it for layers that are reserved. starts: the first buffer row of each of its demands.
 
         Raises Overloaded if the second tier cannot be had after all.
         """

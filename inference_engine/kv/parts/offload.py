@@ -2,7 +2,7 @@
 
     keep      entries that leave the device, at a segment boundary
     chunk     all entries of a layer, chunk by chunk, for tokens that read everything
-    fetch     the blocks that a generated token reads, into slots of the session's own lanes
+    fetch     the blocks that a generated token reads, into slots of the session's own regions
 
 Fetched blocks stay where they are until another one needs the place, so that a token which reads what the one before
 it read fetches nothing. Which block is in which place is a function of the committed tokens alone: a rejected one takes
@@ -26,7 +26,7 @@ from inference_engine.kernels.gather import attend_rows, gather_rows
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions, TierLayout
-from inference_engine.kv.memory.pool import Arena
+from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.memory.tier import ChunkShape
 from inference_engine.kv.memory.transfers import Transfers, TransferTotals
 from inference_engine.kv.part import Held, Need, Saved
@@ -51,15 +51,15 @@ class OffloadedEntries:
         kv_heads: int,
         head_dim: int,
     ) -> None:
-        """Opens a store for the entries. starts: the first arena row of each layer's lanes. Raises Overloaded."""
-        self._arena: Arena = context.pool.arenas[head_dim]
+        """Opens a store for the entries. starts: the first buffer row of each layer's regions. Raises Overloaded."""
+        self._buffer: KVBuffer = context.pool.buffers[head_dim]
         self._device = context.device
         self.layout = layout
         self._tier = tier
         self._index = {layer: index for index, layer in enumerate(layers)}
         self._starts = dict(zip(layers, starts, strict=True))
         self._store = context.tier.open(
-            chunk_shape(tier, layers=len(layers), kv_heads=kv_heads, head_dim=head_dim, dtype=self._arena.keys.dtype)
+            chunk_shape(tier, layers=len(layers), kv_heads=kv_heads, head_dim=head_dim, dtype=self._buffer.keys.dtype)
         )
         self._row_bytes = 2 * head_dim * context.geometry.itemsize  # of one KV head in one layer
         self.end = layout.sink  # the first position after the sink that is not here
@@ -115,7 +115,7 @@ class OffloadedEntries:
         return keys, values
 
     def fetch(self, layer: int, position: int, wanted: Blocks) -> Positions:
-        """Let the blocks [Hkv, K] be in the lanes, for the row of `position`: the first slot of each, 0 for none.
+        """Let the blocks [Hkv, K] be in the regions, for the row of `position`: the first slot of each, 0 for none.
 
         Blocks that never left are where they always were.
         """
@@ -141,13 +141,13 @@ class OffloadedEntries:
         if not len(heads):
             return
         blocks = places[heads, changed]
-        starts = self._starts[layer] + heads * self.layout.lane + self.layout.fetched_from + changed * size
+        starts = self._starts[layer] + heads * self.layout.region + self.layout.fetched_from + changed * size
         rows = torch.from_numpy((starts[:, None] + np.arange(size)).reshape(-1)).to(self._device)
         states = torch.stack(
             [self._block(layer, *place) for place in zip(heads.tolist(), blocks.tolist(), strict=True)]
         )
         for target, source in zip(
-            (self._arena.keys, self._arena.values), states.to(self._device).unbind(1), strict=True
+            (self._buffer.keys, self._buffer.values), states.to(self._device).unbind(1), strict=True
         ):
             target.index_copy_(0, rows, source.reshape(-1, target.shape[-1]))
         fetched = int(np.count_nonzero(blocks >= 0))
@@ -157,7 +157,7 @@ class OffloadedEntries:
         """Keys and values [2, block, D] of one KV head; zeros for no block."""
         size = self._tier.block
         if block < 0:
-            return torch.zeros((2, size, self._arena.keys.shape[-1]), dtype=self._arena.keys.dtype)
+            return torch.zeros((2, size, self._buffer.keys.shape[-1]), dtype=self._buffer.keys.dtype)
         number, begin = divmod(block * size - self.layout.sink, self._tier.chunk)
         return self._store.read(number)[self._index[layer], :, head, begin : begin + size]
 
@@ -192,7 +192,7 @@ class OffloadedEntries:
         return self._store.held_bytes(self.end - self.layout.sink)
 
     def fetched_bytes(self) -> int:
-        """Bytes of fetched blocks in the lanes."""
+        """Bytes of fetched blocks in the regions."""
         held = sum(int(np.count_nonzero(places >= 0)) for places in self._places.values())
         return held * self._tier.block * self._row_bytes
 
@@ -262,7 +262,7 @@ class OffloadedBlocks(BlockIndex):
         if not queries.has_generated:
             return dense()
         view = self.gather_view(queries, step, dense() if queries.has_appended else None)
-        return TierView.of(view, self._offloaded, queries.positions[queries.generated_rows])
+        return TierView.of(view, self._offloaded, queries.positions[queries.generated_queries])
 
     def _chunks(self, position: int) -> tuple[range, ...]:
         """Positions that queries in the segment of `position` read from the second tier, chunk by chunk."""
@@ -304,13 +304,13 @@ class OffloadedBlocks(BlockIndex):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierView(GatherView):
-    """Reads each row's blocks from the lanes, after those that were not there were fetched into them.
+    """Reads each row's blocks from the regions, after those that were not there were fetched into them.
 
         position   0 … 127 | 128 … 255 | 256 … 383 | 384 … 895 | 896 … 1500     sink, window 512, resident from 896 on
         a block    at hand | fetched   |           | fetched   | at hand
 
     What is read, and in which order, is what `GatherView` reads. A row is read at a time: its blocks have to be in the
-    lanes together, and there is room for those of one row. Which blocks they are has to be known on the host, which
+    regions together, and there is room for those of one row. Which blocks they are has to be known on the host, which
     asks the second tier for them: one synchronisation for each layer and row.
     """
 
@@ -328,8 +328,8 @@ class TierView(GatherView):
             **{**given, "row_by_row": True}, tier=tier, positions=tuple(positions.tolist()), always_slots=slots
         )
 
-    def gather(self, layer: int, queries: Tensor, rows: slice, arena: Arena, scoring: Scoring) -> Tensor:
-        kept = self.select(layer, queries, rows, arena, scoring)  # [1, Hkv, K]
+    def gather(self, layer: int, queries: Tensor, rows: slice, buffer: KVBuffer, scoring: Scoring) -> Tensor:
+        kept = self.select(layer, queries, rows, buffer, scoring)  # [1, Hkv, K]
         firsts = self.tier.fetch(layer, self.positions[rows.start], kept[0].cpu().numpy())
         size = self.selector.block
         in_blocks = torch.from_numpy(firsts).to(kept.device)[None, :, :, None] + torch.arange(size, device=kept.device)
@@ -340,8 +340,8 @@ class TierView(GatherView):
         seen = torch.cat([always >= 0, meant.flatten(2)], dim=-1)
         slots = slots.where(seen, 0)
         keys, values = (
-            gather_rows(self.lane.slots(states, layer, 0, self.lane.lane), slots)
-            for states in (arena.keys, arena.values)
+            gather_rows(self.region.slots(states, layer, 0, self.region.region), slots)
+            for states in (buffer.keys, buffer.values)
         )
         out, _ = attend_rows(queries, keys, values, seen, scoring.scaling, scoring.softcap, scoring.head_sinks)
         return out

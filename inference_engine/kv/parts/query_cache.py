@@ -3,7 +3,7 @@
     in K   queries [Hq, ring, D] float32 · lses [Hq, ring] float32
     in V   positions [ring] int64 · outs [Hq, ring, D] float32 · depths [Hq, ring] int32
 
-It lies in the session's slab. What a step leaves waits here and is written when its tokens are committed; that of
+It lies in the session's allocation. What a step leaves waits here and is written when its tokens are committed; that of
 rejected ones was never there. Zeros are an empty ring: an entry of position 0 has no prefix to give, and is never
 matched (`kernels/mac.py`). Queries are kept in float32 whatever the model computes in, for K and V have equal room.
 """
@@ -24,11 +24,11 @@ from inference_engine.kernels.mac import MacEntry, MacState, MacStats, MatchTota
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions, QueryMatcher
-from inference_engine.kv.memory.pool import Arena, Demand
+from inference_engine.kv.memory.pool import Demand, KVBuffer
 from inference_engine.kv.part import Held, Need, Saved
 from inference_engine.kv.parts.layer_part import LayoutPart
 from inference_engine.kv.slots import LayerSlots
-from inference_engine.kv.views import Lane, Scoring, StagedQueries, StepReads, View
+from inference_engine.kv.views import Region, Scoring, StagedQueries, StepReads, View
 
 
 def ring_demand(geometry: Geometry, layer: int, matcher: QueryMatcher) -> Demand:
@@ -39,26 +39,26 @@ def ring_demand(geometry: Geometry, layer: int, matcher: QueryMatcher) -> Demand
     return Demand(head_dim=shape.head_dim, elements=-(-value_bytes // unit) * geometry.alignment)
 
 
-class QueryRings:
+class PastQueries:
     """The rings of some layers."""
 
     def __init__(self, matcher: QueryMatcher, starts: Mapping[int, int], context: KVContext) -> None:
-        """starts: the first arena row of each layer's ring."""
+        """starts: the first buffer row of each layer's ring."""
         self.matcher = matcher
         self.totals: dict[int, MatchTotals] = {}
         shapes = context.geometry.layers
         self._kv_heads = {layer: shapes[layer].kv_heads for layer in starts}
-        self.slabs = [_slab(context, layer, start, matcher) for layer, start in starts.items()]
+        self.allocations = [_allocation(context, layer, start, matcher) for layer, start in starts.items()]
         self._states = {
-            layer: _state(shapes[layer].query_heads, shapes[layer].head_dim, matcher.ring, slab)
-            for layer, slab in zip(starts, self.slabs, strict=True)
+            layer: _state(shapes[layer].query_heads, shapes[layer].head_dim, matcher.ring, allocation)
+            for layer, allocation in zip(starts, self.allocations, strict=True)
         }
         self._pending: dict[int, list[tuple[MacEntry, MacStats]]] = {}
         self._is_staged = False
         self.is_used = False  # was an entry ever committed?
 
     def stage(self) -> None:
-        """Get ready for generated tokens. What an earlier session left in the slab is wiped before the first."""
+        """Get ready for generated tokens. What an earlier session left in the allocation is wiped before the first."""
         self._pending = {}
         self._is_staged = True
         if not self.is_used:
@@ -84,9 +84,9 @@ class QueryRings:
                 totals = MatchTotals.of(entry.position, stats, self._kv_heads[layer])
                 self.totals[layer] = self.totals[layer].plus(totals) if layer in self.totals else totals
 
-    def load(self, slabs: Iterable[tuple[Tensor, ...]]) -> None:
+    def load(self, allocations: Iterable[tuple[Tensor, ...]]) -> None:
         """Hold what the committed tokens of another session left, as bytes. The totals of its matches stay its own."""
-        for own, given in zip(self.slabs, slabs, strict=False):
+        for own, given in zip(self.allocations, allocations, strict=False):
             for half, source in zip(own, given, strict=True):
                 half.copy_(source)
             self.is_used = True
@@ -98,8 +98,8 @@ class QueryRings:
         self._pending, self._is_staged, self.is_used = {}, False, False
 
     def _wipe(self) -> None:
-        for slab in self.slabs:
-            for half in slab:
+        for allocation in self.allocations:
+            for half in allocation:
                 half.zero_()
 
     def held_bytes(self) -> int:
@@ -110,7 +110,7 @@ class QueryRings:
 class QueryCache(LayoutPart):
     """The rings of a set of layers as a part of a session."""
 
-    def __init__(self, slots: LayerSlots, rings: QueryRings) -> None:
+    def __init__(self, slots: LayerSlots, rings: PastQueries) -> None:
         self._slots = slots
         self._rings = rings
 
@@ -127,7 +127,7 @@ class QueryCache(LayoutPart):
     def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
         assert slots.layout.matcher is not None
         of_layer = dict(zip(slots.layer_set.layers, starts, strict=True))
-        return cls(slots, QueryRings(slots.layout.matcher, of_layer, slots.context))
+        return cls(slots, PastQueries(slots.layout.matcher, of_layer, slots.context))
 
     def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
         if generated.any():
@@ -139,9 +139,9 @@ class QueryCache(LayoutPart):
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         if not queries.has_generated:
             return inner()
-        rows = queries.generated_rows
+        rows = queries.generated_queries
         return MacView(
-            lane=self._slots.lane,
+            region=self._slots.region,
             rings=self._rings,
             generated=torch.from_numpy(rows).to(step.device),
             positions=queries.positions[rows].tolist(),
@@ -154,7 +154,7 @@ class QueryCache(LayoutPart):
 
     def save(self, length: int) -> Saved:
         """What the committed tokens left, as bytes, layer by layer."""
-        return {"query_cache": self._rings.slabs if self._rings.is_used else ()}
+        return {"query_cache": self._rings.allocations if self._rings.is_used else ()}
 
     def load(self, length: int, saved: Saved) -> None:
         self._rings.load(saved["query_cache"])
@@ -177,18 +177,18 @@ class MacView:
     row is an operation of its own, with shapes that depend on its position alone.
     """
 
-    lane: Lane
-    rings: QueryRings
+    region: Region
+    rings: PastQueries
     generated: Tensor  # row numbers [G]
     positions: Sequence[int]  # of these rows
     unrotations: Tensor  # [G, D, D]: what a rotated query of each row is multiplied by to be as it was before
     dense: View | None  # None: every row is generated
 
-    def read(self, layer: int, queries: Tensor, arena: Arena, scoring: Scoring) -> Tensor:
-        out = torch.zeros_like(queries) if self.dense is None else self.dense.read(layer, queries, arena, scoring)
+    def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
+        out = torch.zeros_like(queries) if self.dense is None else self.dense.read(layer, queries, buffer, scoring)
         matcher = self.rings.matcher
         keys, values = (
-            self.lane.slots(states, layer, 0, self.positions[-1] + 1) for states in (arena.keys, arena.values)
+            self.region.slots(states, layer, 0, self.positions[-1] + 1) for states in (buffer.keys, buffer.values)
         )
         state = self.rings.state(layer, len(self.positions))
         outs, left = [], []
@@ -221,33 +221,35 @@ def _unrotations(slots: LayerSlots, positions: Positions) -> Tensor:
     context, rotary = slots.context, slots.layer_set.rotary
     units = torch.eye(slots.head_dim, device=context.device)[:, None]  # [D, 1, D], as if each were a head
     shifts = torch.from_numpy(-positions)
-    if context.geometry.row_quantum == 1:
+    if context.geometry.token_quantum == 1:
         return context.rotate(units.expand(-1, len(shifts), -1), shifts, rotary).transpose(0, 1)
     # One at a time: an angle's cosine may depend, in its last digit, on those that come with it.
     return torch.stack([context.rotate(units, shift, rotary)[:, 0] for shift in shifts[:, None]])
 
 
-def _slab(context: KVContext, layer: int, start: int, matcher: QueryMatcher) -> tuple[Tensor, Tensor]:
+def _allocation(context: KVContext, layer: int, start: int, matcher: QueryMatcher) -> tuple[Tensor, Tensor]:
     """The bytes of a layer's ring, in K and in V."""
     demand = ring_demand(context.geometry, layer, matcher)
-    arena = context.pool.arenas[demand.head_dim]
+    buffer = context.pool.buffers[demand.head_dim]
     first = start * demand.head_dim
     keys, values = (
-        states.view(-1)[first : first + demand.elements].view(torch.uint8) for states in (arena.keys, arena.values)
+        states.view(-1)[first : first + demand.elements].view(torch.uint8) for states in (buffer.keys, buffer.values)
     )
     return keys, values
 
 
-def _state(query_heads: int, head_dim: int, ring: int, slab: tuple[Tensor, Tensor]) -> MacState:
-    """The slab's bytes as numbers: views, in the order that the head of this file shows."""
+def _state(query_heads: int, head_dim: int, ring: int, allocation: tuple[Tensor, Tensor]) -> MacState:
+    """The allocation's bytes as numbers: views, in the order that the head of this file shows."""
     wide, narrow = (query_heads, ring, head_dim), (query_heads, ring)
-    queries, lses = _pieces(slab[0], (torch.float32, wide), (torch.float32, narrow))
-    positions, outs, depths = _pieces(slab[1], (torch.int64, (ring,)), (torch.float32, wide), (torch.int32, narrow))
+    queries, lses = _pieces(allocation[0], (torch.float32, wide), (torch.float32, narrow))
+    positions, outs, depths = _pieces(
+        allocation[1], (torch.int64, (ring,)), (torch.float32, wide), (torch.int32, narrow)
+    )
     return MacState(queries=queries, outs=outs, lses=lses, depths=depths, positions=positions)
 
 
-def _pieces(slab: Tensor, *parts: tuple[torch.dtype, tuple[int, ...]]) -> list[Tensor]:
-    """Views of the bytes of `slab` as tensors of these types and shapes, one after another."""
+def _pieces(allocation: Tensor, *parts: tuple[torch.dtype, tuple[int, ...]]) -> list[Tensor]:
+    """Views of the bytes of `allocation` as tensors of these types and shapes, one after another."""
     counts = [math.prod(shape) * dtype.itemsize for dtype, shape in parts]
-    pieces = torch.split(slab[: sum(counts)], counts)
+    pieces = torch.split(allocation[: sum(counts)], counts)
     return [piece.view(dtype).view(shape) for piece, (dtype, shape) in zip(pieces, parts, strict=True)]

@@ -1,11 +1,11 @@
 """A shared prefix: the entries that a fork reads where the sessions before it hold them.
 
     parent      ■ ■ ■ ■ ■ ■ | ■ ■ ■              goes on behind what it lent
-    fork        · · · · · ·   □ □ □ | □          its own lanes begin where the prefix ends
+    fork        · · · · · ·   □ □ □ | □          its own regions begin where the prefix ends
     its fork    · · · · · ·   · · ·   ▫ ▫        a prefix of two pieces
 
-Attention reads the pieces where they are: views of the arena, of which nothing is copied, and to which nothing writes.
-Entries stay where they are as long as a fork borrows the slab they lie in, whatever becomes of the session it was
+Attention reads the pieces where they are: views of the buffer, of which nothing is copied, and to which nothing writes.
+Entries stay where they are as long as a fork borrows the allocation they lie in, whatever becomes of the session it was
 reserved for.
 """
 
@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.lane_attention import TRUNK_LANE, TRUNK_START
 from inference_engine.kernels.parts import Part as AttentionPart
 from inference_engine.kernels.parts import attend_parts
+from inference_engine.kernels.ragged_attention import PREFIX_HEAD_SLOTS, PREFIX_START
 from inference_engine.kv.layout import Positions
-from inference_engine.kv.memory.pool import Arena
-from inference_engine.kv.memory.slab import Slab
+from inference_engine.kv.memory.allocation import Allocation
+from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.parts.layer_part import LayerPart
 from inference_engine.kv.slots import LayerSlots
-from inference_engine.kv.views import Lane, Scoring, StagedQueries, StepReads, View, chunks_between
+from inference_engine.kv.views import Region, Scoring, StagedQueries, StepReads, View, chunks_between
 
 # Each piece is an operation in each layer of each step: a fork of many generations copies instead.
 MOST_PIECES = 4
@@ -36,10 +36,10 @@ _MOST_SCORES = 2**26
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """The positions [first, last) in the lanes of another session, whose slot 0 holds the position `base`."""
+    """The positions [first, last) in the regions of another session, whose slot 0 holds the position `base`."""
 
-    slab: Slab
-    lane: Lane
+    allocation: Allocation
+    region: Region
     base: int
     first: int
     last: int
@@ -48,10 +48,10 @@ class Piece:
 class SharedPrefix:
     """The pieces of one set of layers, one after another, from position 0 on."""
 
-    def __init__(self, pieces: Sequence[Piece], arena: Arena, *, row_bytes: int) -> None:
+    def __init__(self, pieces: Sequence[Piece], buffer: KVBuffer, *, row_bytes: int) -> None:
         """row_bytes: of a position in all its layers."""
         self.pieces = tuple(pieces)
-        self._arena = arena
+        self._buffer = buffer
         self._row_bytes = row_bytes
 
     @property
@@ -65,11 +65,11 @@ class SharedPrefix:
 
     def borrow(self) -> None:
         for piece in self.pieces:
-            piece.slab.borrow(piece.last)
+            piece.allocation.borrow(piece.last)
 
     def give_back(self) -> None:
         for piece in self.pieces:
-            piece.slab.give_back()
+            piece.allocation.give_back()
 
     def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each piece, [Hkv, n, D]: views."""
@@ -81,8 +81,8 @@ class SharedPrefix:
         assert last <= piece.last
         slot, count = first - piece.base, last - first
         return (
-            piece.lane.slots(self._arena.keys, layer, slot, count),
-            piece.lane.slots(self._arena.values, layer, slot, count),
+            piece.region.slots(self._buffer.keys, layer, slot, count),
+            piece.region.slots(self._buffer.values, layer, slot, count),
         )
 
 
@@ -95,22 +95,22 @@ class PrefixEntries(LayerPart):
 
     @property
     def fits_numbers(self) -> bool:
-        """In the lanes of one other session? Then a lane goes on from another."""
+        """In the regions of one other session? Then a region goes on from another."""
         return len(self._prefix.pieces) == 1
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
         return self.fits_numbers
 
     def amend(self, queries: StagedQueries, step: StepReads) -> None:
-        lane, layers = self._prefix.pieces[0].lane, self._slots.layer_set.layers
-        starts = np.array([lane.starts[layer] for layer in layers])
-        step.numbers.lanes[self._slots.layer_index, queries.rows, TRUNK_START] = starts[:, None]
-        step.numbers.lanes[self._slots.layer_index, queries.rows, TRUNK_LANE] = lane.lane
+        region, layers = self._prefix.pieces[0].region, self._slots.layer_set.layers
+        starts = np.array([region.starts[layer] for layer in layers])
+        step.numbers.regions[self._slots.layer_index, queries.rows, PREFIX_START] = starts[:, None]
+        step.numbers.regions[self._slots.layer_index, queries.rows, PREFIX_HEAD_SLOTS] = region.region
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         count = self._slots.slot_count(queries.end)
         mask = self._slots.mask(queries.positions, count, step)
-        return PrefixView(lane=self._slots.lane, count=count, mask=mask, prefix=self._prefix)
+        return PrefixView(region=self._slots.region, count=count, mask=mask, prefix=self._prefix)
 
     def earlier_entries(self) -> Iterator[tuple[Positions, Tensor, Tensor]]:
         step, layers = self._slots.context.geometry.segment_tokens, self._slots.layer_set.layers
@@ -126,19 +126,19 @@ class PrefixEntries(LayerPart):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixView:
-    """Reads the prefix and the lanes behind it, the first `count` slots under a mask, with one softmax.
+    """Reads the prefix and the regions behind it, the first `count` slots under a mask, with one softmax.
 
     mask: [T, count]; None: each query sees each key. Every row of the step is behind the prefix and sees all of it.
     """
 
-    lane: Lane
+    region: Region
     count: int
     mask: Tensor | None
     prefix: SharedPrefix
 
-    def read(self, layer: int, queries: Tensor, arena: Arena, scoring: Scoring) -> Tensor:
+    def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
         held = [AttentionPart(*states) for states in self.prefix.parts(layer)]
-        keys, values = (self.lane.slots(states, layer, 0, self.count) for states in (arena.keys, arena.values))
+        keys, values = (self.region.slots(states, layer, 0, self.count) for states in (buffer.keys, buffer.values))
         rows, heads, _ = queries.shape
         step = max(1, _MOST_SCORES // (heads * (self.prefix.end + self.count)))
         outs = []

@@ -3,7 +3,7 @@
     asleep   exact rows (sink, window) · the archive: codes of the rows between        sustained
     awake    the same, and room for a chunk of one layer: four segments, decoded       until it sleeps
 
-Attention reads the exact rows in their lanes, which are there at any time, and merges the others in, as described in
+Attention reads the exact rows in their regions, which are there at any time, and merges the others in, as described in
 `kv/views.py`. So waking costs nothing, and each step decodes every old row again, in each layer.
 """
 
@@ -28,7 +28,7 @@ from inference_engine.kv.views import RowSource, StagedQueries, StepReads, View,
 
 
 class StreamedEntries(ArchivedEntries):
-    """The layers of one session whose old rows stay in the archive: a `RowSource` of their lanes."""
+    """The layers of one session whose old rows stay in the archive: a `RowSource` of their regions."""
 
     def __init__(self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactRows], archive: Archive) -> None:
         super().__init__(context, strategy, sets, archive)
@@ -36,11 +36,11 @@ class StreamedEntries(ArchivedEntries):
         self._set_of = {layer: rows for rows in sets for layer in rows.layers.layers}
         self._room: _ChunkRoom | None = None
         for rows in sets:
-            rows.lanes.parts.append(StreamedReads(rows.lanes, self))
+            rows.regions.parts.append(StreamedReads(rows.regions, self))
 
     @property
-    def lanes(self) -> tuple[LayerEntries, ...]:
-        return tuple(rows.lanes for rows in self._sets)
+    def regions(self) -> tuple[LayerEntries, ...]:
+        return tuple(rows.regions for rows in self._sets)
 
     def wake(self, tokens: int, length: int) -> bool:
         placement = self._strategy.placement(self._context.geometry, tokens)
@@ -61,7 +61,7 @@ class StreamedEntries(ArchivedEntries):
             super().release()
 
     def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """The rows of [first, last) in `layer`, as they would be in lanes: [Hkv, n, D], in the arena's type."""
+        """The rows of [first, last) in `layer`, as they would be in regions: [Hkv, n, D], in the buffer's type."""
         assert self._room is not None, "the session sleeps"
         positions = np.arange(first, last, dtype=np.int64)
         try:
@@ -72,7 +72,7 @@ class StreamedEntries(ArchivedEntries):
             raise RestorationFailed(error) from error
 
     def _replace(self, leaving: Sequence[Positions]) -> None:
-        """Rows that leave the lanes are read from the archive from then on."""
+        """Rows that leave the regions are read from the archive from then on."""
 
     def _drop_room(self) -> None:
         room, self._room = self._room, None
@@ -82,7 +82,7 @@ class StreamedEntries(ArchivedEntries):
     def add_footprint(self, held: Held, length: int, end: int) -> None:
         archived = self._counts(length)
         held.add(
-            rows=sum(rows.lanes.open_rows(end) * rows.lanes.row_bytes for rows in self._sets),
+            rows=sum(rows.regions.paged_slots(end) * rows.regions.row_bytes for rows in self._sets),
             archive=self._archive.held_bytes(archived),
             restored=self._room.nbytes if self._room is not None and any(archived) else 0,
         )
@@ -124,9 +124,11 @@ class _ChunkRoom:
         self._context = context
         self._demand = chunk_demand(context.geometry, placement.kept)
         self._start = start
-        arena = context.pool.arenas[self._demand.head_dim]
+        buffer = context.pool.buffers[self._demand.head_dim]
         first = start * self._demand.head_dim
-        self._halves = [states.view(-1)[first : first + self._demand.elements] for states in (arena.keys, arena.values)]
+        self._halves = [
+            states.view(-1)[first : first + self._demand.elements] for states in (buffer.keys, buffer.values)
+        ]
 
     @staticmethod
     def reserve(context: KVContext, placement: Placement) -> _ChunkRoom | None:

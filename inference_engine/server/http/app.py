@@ -22,7 +22,7 @@ from inference_engine.server.http.completion import ROUTE, Completion, Desk
 from inference_engine.server.http.errors import OperatorsOnly, body_of, envelope, headers_of, status_of
 from inference_engine.server.http.replies import model_list
 from inference_engine.server.status import as_request_error
-from inference_engine.server.strangers import Strangers
+from inference_engine.server.unauthenticated import UnauthenticatedPeers
 
 MODELS, HEALTH, METRICS = "/v1/models", "/healthz", "/metrics"
 ROUTES = (ROUTE, MODELS, HEALTH, METRICS, deprecation.PAGE)
@@ -35,12 +35,14 @@ class State:
     is_draining: bool = field(default=False)
 
 
-def create_app(desk: Desk, keys: KeyRing, address: Address, state: State, strangers: Strangers) -> ASGIApp:
-    """The whole application, to be served at `address`; `strangers` is told whose requests are accepted."""
+def create_app(
+    desk: Desk, keys: KeyRing, address: Address, state: State, unauthenticated: UnauthenticatedPeers
+) -> ASGIApp:
+    """The whole application, to be served at `address`; `unauthenticated` is told whose requests are accepted."""
     # No pages that describe it to machines: it is frozen, and others have described it.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.include_router(_open_routes(desk, state))
-    app.include_router(_guarded_routes(desk, keys, state, strangers, is_loopback=address.is_loopback))
+    app.include_router(_guarded_routes(desk, keys, state, unauthenticated, is_loopback=address.is_loopback))
     app.add_exception_handler(RequestError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_route)
     app.add_exception_handler(ClientDisconnect, _forget)
@@ -63,18 +65,20 @@ def _open_routes(desk: Desk, state: State) -> APIRouter:
     return router
 
 
-def _guarded_routes(desk: Desk, keys: KeyRing, state: State, strangers: Strangers, *, is_loopback: bool) -> APIRouter:
+def _guarded_routes(
+    desk: Desk, keys: KeyRing, state: State, unauthenticated: UnauthenticatedPeers, *, is_loopback: bool
+) -> APIRouter:
     async def authenticate(request: Request) -> None:
         headers = [(name.decode("latin-1"), value) for name, value in request.headers.raw]
         peer = request.client
         try:
             key = keys.key_of(headers)
         except Unauthenticated:
-            request.state.is_last = peer is not None and strangers.refused((peer.host, peer.port))
+            request.state.is_last = peer is not None and unauthenticated.refused((peer.host, peer.port))
             raise
         request.state.owner = key.owner
         if peer is not None:
-            strangers.accepted((peer.host, peer.port), key.digest)
+            unauthenticated.accepted((peer.host, peer.port), key.digest)
 
     router = APIRouter(dependencies=[Depends(authenticate)])
     created = int(desk.now())
@@ -104,7 +108,7 @@ def _guarded_routes(desk: Desk, keys: KeyRing, state: State, strangers: Stranger
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     headers = headers_of(error)
-    if getattr(request.state, "is_last", False):  # of a stranger's connection
+    if getattr(request.state, "is_last", False):  # of an unauthenticated peer's connection
         headers["connection"] = "close"
     return JSONResponse(body_of(error), status_of(error), headers)
 

@@ -1,6 +1,6 @@
 """A connection to the shim: there are only so many, one on which nobody asks is closed, what is no HTTP refused.
 
-Those on which nobody has shown a key yet give way, the oldest first: see `server/strangers.py`.
+Those on which nobody has shown a key yet give way, the oldest first: see `server/unauthenticated.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from inference_engine.server.http import deprecation
 from inference_engine.server.http.errors import envelope
-from inference_engine.server.strangers import Peer, Strangers
+from inference_engine.server.unauthenticated import Peer, UnauthenticatedPeers
 
 _BODY = json.dumps(envelope(400, "this is no HTTP request that can be read", code="bad_http")).encode()
 _HEADERS = (
@@ -33,8 +33,8 @@ HEAD_SECONDS = 20.0
 class Connection(H11Protocol):
     """Closed after one to two times HEAD_SECONDS in which no answer was due and no request's head was complete."""
 
-    most: ClassVar[int]  # at the same time; one more takes the place of a stranger's, or is closed at once
-    strangers: ClassVar[Strangers]
+    most: ClassVar[int]  # at the same time; one more takes the place of an unauthenticated peer's, or is closed at once
+    unauthenticated: ClassVar[UnauthenticatedPeers]
     by_peer: ClassVar[dict[Peer, Connection]]
     dropped: ClassVar[Counter]
 
@@ -45,19 +45,19 @@ class Connection(H11Protocol):
         self._peer: Peer = transport.get_extra_info("peername")[:2]
         self.by_peer[self._peer] = self
         if len(self.connections) > self.most:
-            self._drop(self.strangers.oldest() or self._peer)
-        self.strangers.opened(self._peer)
-        self._drop(*self.strangers.to_drop())
+            self._drop(self.unauthenticated.oldest() or self._peer)
+        self.unauthenticated.opened(self._peer)
+        self._drop(*self.unauthenticated.to_drop())
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
-        self.strangers.closed(self._peer)
+        self.unauthenticated.closed(self._peer)
         self.by_peer.pop(self._peer, None)
         super().connection_lost(exc)
 
     def _drop(self, *peers: Peer) -> None:
         for peer in peers:
-            self.strangers.closed(peer)
+            self.unauthenticated.closed(peer)
             connection = self.by_peer.pop(peer, None)
             if connection is not None:
                 connection.transport.abort()
@@ -70,7 +70,7 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _look(self) -> None:
-        self._drop(*self.strangers.to_drop())
+        self._drop(*self.unauthenticated.to_drop())
         is_quiet = self.cycle is None or self.cycle.response_complete
         if is_quiet and self.cycle is self._quiet_since:
             # Not `close`, which would wait for a client that does not read.

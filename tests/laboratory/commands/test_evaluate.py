@@ -161,7 +161,7 @@ def test_a_second_tier_can_be_given(tiny_folder: Path, tmp_path: Path) -> None:
     assert sizes["full"] == 0 < sizes[tiered]
 
 
-def test_repeated_questions_are_told(tiny_folder: Path, tmp_path: Path) -> None:
+def test_repeated_questions_are_reported(tiny_folder: Path, tmp_path: Path) -> None:
     assert needle(tiny_folder, tmp_path, "--lengths=337", "--task=counterfactual", "--trials=25") == 0
     (note,) = only_record(tmp_path)["tables"]["notes"]
     assert note["note"].startswith("there are 24 questions; of 25 trials")
@@ -217,7 +217,7 @@ def test_wrong_usage_is_status_2(typed: tuple[str, ...], capsys: pytest.CaptureF
     assert "usage: kakeya evaluate" in capsys.readouterr().err
 
 
-def test_an_unknown_strategy_is_told_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_strategy_is_reported_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(("evaluate", "needle", "--strategies", "nothing"))
     assert "there is no strategy 'nothing'; there are full, sink_window" in capsys.readouterr().err

@@ -47,7 +47,7 @@ def opened(tiny_folder: Path, cache: Path, drafter: str) -> tuple[ModelConfig, T
 
 
 def said(forward: TorchForward, model: ModelConfig) -> tuple[list[int], int]:
-    """A session's greedy tokens, and how many guesses it was given."""
+    """A session's greedy tokens, and how many draft tokens it was given."""
     config = EngineConfig(kv_bytes=2**24, segment_tokens=16, page_tokens=4, draft_tokens=3)
     with Engine(forward, config, drafter=find_drafter(model, forward)) as engine:
         session = engine.create_session().session_id
@@ -62,10 +62,10 @@ def test_what_was_trained_drafts_for_its_model_and_changes_no_token(tiny_folder:
     model, forward = opened(tiny_folder, made, "auto")
     drafter = find_drafter(model, forward)
     assert drafter is not None and drafter.name == "hybrid" and drafter.tap_layers
-    drafted, guesses = said(forward, model)
+    drafted, draft_tokens = said(forward, model)
     plain, none = said(forward, replace(model, drafter="none"))
     assert drafted == plain
-    assert guesses > 0 and none == 0
+    assert draft_tokens > 0 and none == 0
 
 
 def test_a_trained_drafter_says_how_it_was_made_and_what_it_is_worth(tiny_folder: Path, made: Path) -> None:
@@ -77,13 +77,13 @@ def test_a_trained_drafter_says_how_it_was_made_and_what_it_is_worth(tiny_folder
     assert all(value >= 1 for value in manifest["metrics"].values())
 
 
-def test_a_trained_drafter_is_told_from_others_by_its_digest(tiny_folder: Path, made: Path, tmp_path: Path) -> None:
+def test_a_trained_drafter_is_reported_from_others_by_its_digest(tiny_folder: Path, made: Path, tmp_path: Path) -> None:
     folder = drafter_folder(tiny_folder.name, made)
     manifest = json.loads((folder / "drafter.json").read_text())
     for named in ("auto", str(folder)):
-        told = drafter_identity(*opened(tiny_folder, made, named))
-        assert told["tensors_sha256"] == manifest["tensors_sha256"]
-        assert ("copies" in told) == (named == "auto")
+        reported = drafter_identity(*opened(tiny_folder, made, named))
+        assert reported["tensors_sha256"] == manifest["tensors_sha256"]
+        assert ("copies" in reported) == (named == "auto")
     for setting in ("auto", "ngram"):
         assert drafter_identity(*opened(tiny_folder, tmp_path, setting))["max_ngram"] == 8
     assert drafter_identity(*opened(tiny_folder, tmp_path, "none")) == {}
@@ -110,8 +110,8 @@ def test_a_training_can_begin_with_a_drafter_of_this_model_that_has_no_more_laye
     capsys.readouterr()
     further = (*further[:-1], str(tmp_path / "2"))
     assert main(["train", "drafter", *further, *small, "--layers", "1", "--mask-token-id", "126"]) == 1
-    told = capsys.readouterr().err
-    assert "layers is 2, asked for is 1" in told and "mask_token_id is 127, asked for is 126" in told
+    reported = capsys.readouterr().err
+    assert "layers is 2, asked for is 1" in reported and "mask_token_id is 127, asked for is 126" in reported
 
 
 def test_a_training_reads_all_corpora_it_is_given(

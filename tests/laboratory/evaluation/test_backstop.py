@@ -75,7 +75,7 @@ def test_critical_mass_is_the_smallest_set_that_answers_as_full_does() -> None:
     assert critical_mass([four], EVEN) is None
 
 
-def test_each_set_is_told_beside_full(tmp_path: Path) -> None:
+def test_each_set_is_reported_beside_full(tmp_path: Path) -> None:
     sets = [Kept(NONE, ()), Kept(RANKED, (1,)), Kept(EVEN, (1,)), Kept(RANKED, (0, 1, 2))]
     hits = {"full": [True, True, False], str(WINDOWS.control()): [False] * 3}
     hits[str(WINDOWS.keeping((1,)))] = [False, True, True]
@@ -95,10 +95,10 @@ def test_each_set_is_told_beside_full(tmp_path: Path) -> None:
     assert (every.differing, every.reach_tokens, every.answers_as_full) == (0, 80, True)
     assert none.bytes_per_token < one.bytes_per_token < every.bytes_per_token
     assert every.bytes_per_token == pytest.approx(geometry(windowed=False).row_bytes)
-    told = values(hits["full"], found)
-    assert told["critical mass, ranked"]["median"] == 3
-    assert "critical mass, evenly spaced" not in told
-    assert all(set(VALUE_KEYS) <= value.keys() for value in told.values())
+    reported = values(hits["full"], found)
+    assert reported["critical mass, ranked"]["median"] == 3
+    assert "critical mass, evenly spaced" not in reported
+    assert all(set(VALUE_KEYS) <= value.keys() for value in reported.values())
     draw({"tables": {"sweep": [one.row() for one in found]}}, tmp_path)
     assert {image.name for image in tmp_path.glob("*.png")} == {"backstop_recall.png", "backstop_kl.png"}
 

@@ -56,7 +56,7 @@ def test_sessions_that_do_not_fit_leave_nothing_open() -> None:
         assert engine.info().kv_reserved_bytes == 0
 
 
-def test_speed_cannot_be_told_from_one_token() -> None:
+def test_speed_cannot_be_reported_from_one_token() -> None:
     with tiny_engine() as engine, pytest.raises(ValueError, match="at least 2"):
         run(engine, Full(), [TEXT[:10]], 1)
 
@@ -79,14 +79,14 @@ def test_every_strategy_is_measured_beside_full_in_every_round() -> None:
 def test_a_record_holds_ratios_only_where_full_was_measured() -> None:
     with tiny_engine() as engine:
         found, _ = measure(engine, [WINDOW], TEXT, lengths=(40, TRAINED_POSITIONS), rounds=2, tokens=4)
-    told = values(found)
-    assert all(set(VALUE_KEYS) <= value.keys() and value["low"] <= value["median"] for value in told.values())
-    assert f"decode speed ÷ full, {WINDOW}, at 40" in told
-    assert not [name for name in told if "÷ full" in name and "at 512" in name]
-    assert told[f"K/V between Generates ÷ full, {WINDOW}, at 40"]["median"] < 1
+    reported = values(found)
+    assert all(set(VALUE_KEYS) <= value.keys() and value["low"] <= value["median"] for value in reported.values())
+    assert f"decode speed ÷ full, {WINDOW}, at 40" in reported
+    assert not [name for name in reported if "÷ full" in name and "at 512" in name]
+    assert reported[f"K/V between Generates ÷ full, {WINDOW}, at 40"]["median"] < 1
     (line,) = (line for line in rows(found) if line["strategy"] == "full")
     assert (line["length"], line["batch"], line["transient_bytes"]) == (40, 1, None)
-    assert line["token_seconds"] == pytest.approx(1 / told["decode, full, at 40"]["median"], rel=math.inf)
+    assert line["token_seconds"] == pytest.approx(1 / reported["decode, full, at 40"]["median"], rel=math.inf)
     assert line["bound_sustained_bytes"] <= line["bound_peak_bytes"]
 
 

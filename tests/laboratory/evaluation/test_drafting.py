@@ -58,7 +58,7 @@ class Told(Plain):
     texts: Sequence[tuple[int, ...]] = ()
     errs: int = 10**9
 
-    def guess(self, one: Wanted) -> list[int]:
+    def draft_token(self, one: Wanted) -> list[int]:
         history = tuple(one.history[:].tolist())
         (text,) = {text for text in self.texts if text[: len(history)] == history}
         return [
@@ -67,7 +67,7 @@ class Told(Plain):
         ]
 
 
-def told(texts: Sequence[Text], asked: Sequence[Asked] = ASKED, *, errs: int = 10**9) -> Told:
+def reported(texts: Sequence[Text], asked: Sequence[Asked] = ASKED, *, errs: int = 10**9) -> Told:
     return Told(texts=[(*one.token_ids, *text.token_ids) for one, text in zip(asked, texts, strict=True)], errs=errs)
 
 
@@ -115,7 +115,7 @@ def test_without_drafts_every_step_gives_one_token(written: list[Text]) -> None:
 
 @pytest.mark.parametrize("errs", [10**9, 3])
 def test_the_steps_of_a_lone_session_give_all_its_tokens_but_the_first(written: list[Text], errs: int) -> None:
-    with tiny_engine(drafter=told(written, errs=errs), draft_tokens=4) as engine:
+    with tiny_engine(drafter=reported(written, errs=errs), draft_tokens=4) as engine:
         for one, plain in zip(ASKED, written, strict=True):
             (text,) = write(engine, [one], tokens=LONG).texts
             assert text.token_ids == plain.token_ids
@@ -127,7 +127,7 @@ def test_the_steps_of_a_lone_session_give_all_its_tokens_but_the_first(written: 
 
 
 def test_steps_before_everybody_has_begun_do_not_count(written: list[Text]) -> None:
-    with tiny_engine(drafter=told(written), draft_tokens=2) as engine:
+    with tiny_engine(drafter=reported(written), draft_tokens=2) as engine:
         group = write(engine, ASKED, tokens=LONG)
         assert engine.info().kv_reserved_bytes == 0
     assert [text.token_ids for text in group.texts] == [text.token_ids for text in written]
@@ -143,7 +143,7 @@ def test_a_stop_id_within_a_draft_ends_the_step_there(written: list[Text]) -> No
     stop = next(
         one for place, one in enumerate(written[0].token_ids) if place > 9 and one not in written[0].token_ids[:place]
     )
-    with tiny_engine(drafter=told(written), draft_tokens=5) as engine:
+    with tiny_engine(drafter=reported(written), draft_tokens=5) as engine:
         (text,) = write(engine, ASKED[:1], tokens=LONG, stop_ids=[stop]).texts
     assert text.token_ids[-1] == stop
     assert sum(step.tokens for step in text.steps) == len(text.token_ids) - 1
@@ -176,14 +176,14 @@ def test_a_place_is_right_only_if_those_before_it_are() -> None:
     assert right_by_place([Step(0, 0, 1)]) == []
 
 
-def test_who_knows_the_text_is_told_from_who_does_not(target: Target) -> None:
+def test_who_knows_the_text_is_reported_from_who_does_not(target: Target) -> None:
     asked = {("noise", "greedy"): ASKED}
     plain = write_all(target.engine, ASKED, tokens=LONG, stop_ids=target.stop_ids)
-    drafters: dict[str, Drafter] = {"knows": told(plain), "errs": told(plain, errs=3), "wrong": Wrong()}
+    drafters: dict[str, Drafter] = {"knows": reported(plain), "errs": reported(plain, errs=3), "wrong": Wrong()}
     found = accept(target, drafters, asked, tokens=LONG, draft_tokens=4)
     knows, errs, wrong = drafting.acceptance_rows(found)
     assert knows["acceptance length"] > errs["acceptance length"] > 1.5 > wrong["acceptance length"] >= 1
-    assert knows["guesses that are right"] == 1
+    assert knows["draft tokens that are right"] == 1
     assert {line["right"] for line in drafting.place_rows(found) if line["drafter"] == "knows"} == {1.0}
     assert [text.token_ids for text in found[Cell(drafter="errs", kind="noise", way="greedy")]] == [
         text.token_ids for text in plain
@@ -208,7 +208,7 @@ def test_a_ratio_is_of_one_round() -> None:
     plain, other = draft_speed.rows(found)
     assert plain["speed ÷ plain"] is None
     assert (other["speed ÷ plain"], other["time ÷ plain"]) == (2.0, 0.5)
-    assert (other["guesses a token"], other["guesses that are right"]) == (0.4, 0.25)
+    assert (other["draft tokens a token"], other["draft tokens that are right"]) == (0.4, 0.25)
 
 
 # -- identity ---------------------------------------------------------------------------------------------------------

@@ -100,8 +100,8 @@ def test_losses_are_those_of_tokens_generated_one_by_one() -> None:
         found, _ = compare(engine, [], PASSAGE)
         expected = losses_by_generating(engine, PASSAGE)
     assert found[FULL].loss == pytest.approx(expected, abs=1e-4)
-    told = values({Cell(strategy=FULL, kind="noise", length=83): [found[FULL]]})
-    assert told["perplexity, full, noise at 83"]["median"] == pytest.approx(math.exp(np.mean(expected)), rel=1e-4)
+    reported = values({Cell(strategy=FULL, kind="noise", length=83): [found[FULL]]})
+    assert reported["perplexity, full, noise at 83"]["median"] == pytest.approx(math.exp(np.mean(expected)), rel=1e-4)
 
 
 def test_divergence_is_that_of_the_two_distributions() -> None:
@@ -132,7 +132,7 @@ def test_side_by_side_says_what_one_after_another_says_however_many_fit() -> Non
         assert scores.divergence == pytest.approx(one_by_one[name].divergence, abs=1e-5)
 
 
-def test_a_length_the_strategy_cannot_hold_is_told_with_its_reason() -> None:
+def test_a_length_the_strategy_cannot_hold_is_reported_with_its_reason() -> None:
     too_wide = SinkWindow(sink=2, window=TRAINED_POSITIONS)
     with tiny_engine() as engine:
         found, left_out = measure(engine, [WINDOW, too_wide], passages()[:1])
@@ -145,29 +145,29 @@ def test_a_length_the_strategy_cannot_hold_is_told_with_its_reason() -> None:
 def test_a_record_pools_the_tokens_and_resamples_the_texts() -> None:
     with tiny_engine() as engine:
         found, _ = measure(engine, [WINDOW], passages())
-    told, name = values(found), f"{WINDOW}, noise at 83"
-    assert all(set(VALUE_KEYS) <= value.keys() for value in told.values())
-    assert all(value["low"] <= value["median"] <= value["high"] for value in told.values())
-    assert told[f"KL to full, mean, {name}"]["count"] == 3 * 37
-    assert told[f"KL to full, mean, {name}"]["low"] < told[f"KL to full, mean, {name}"]["high"]
+    reported, name = values(found), f"{WINDOW}, noise at 83"
+    assert all(set(VALUE_KEYS) <= value.keys() for value in reported.values())
+    assert all(value["low"] <= value["median"] <= value["high"] for value in reported.values())
+    assert reported[f"KL to full, mean, {name}"]["count"] == 3 * 37
+    assert reported[f"KL to full, mean, {name}"]["low"] < reported[f"KL to full, mean, {name}"]["high"]
     line = next(line for line in rows(found) if line["strategy"] == str(WINDOW))
-    assert line["perplexity ÷ full"] == pytest.approx(told[f"perplexity ÷ full, {name}"]["median"])
-    assert line["kl"] == pytest.approx(told[f"KL to full, mean, {name}"]["median"])
+    assert line["perplexity ÷ full"] == pytest.approx(reported[f"perplexity ÷ full, {name}"]["median"])
+    assert line["kl"] == pytest.approx(reported[f"KL to full, mean, {name}"]["median"])
     buckets = [text.split(" of ") for key, text in line.items() if key.startswith("agreed, margin")]
     assert sum(int(tokens) for _, tokens in buckets) == line["tokens"] == 3 * 37
     assert sum(int(agreed) for agreed, _ in buckets) == pytest.approx(line["top-1 agreement"] * 111)
 
 
-def test_agreement_is_told_by_the_margin_of_full() -> None:
+def test_agreement_is_reported_by_the_margin_of_full() -> None:
     margin = np.array([0.0, 0.05, 0.1, 0.9, 1.0, 7.0])
     scores = Scores(
         loss=np.ones(6), divergence=np.ones(6), agrees=np.array([False, True, True, True, True, False]), margin=margin
     )
     cells = {Cell(strategy=name, kind="x", length=9): [scores] for name in (FULL, "other")}
-    told = values(cells)
-    assert told["top-1 agreement, margin below 0.1, other, x at 9"]["median"] == 0.5
-    assert told["top-1 agreement, margin 0.1 to 1, other, x at 9"]["median"] == 1.0
-    assert told["top-1 agreement, margin 1 and more, other, x at 9"]["median"] == 0.5
+    reported = values(cells)
+    assert reported["top-1 agreement, margin below 0.1, other, x at 9"]["median"] == 0.5
+    assert reported["top-1 agreement, margin 0.1 to 1, other, x at 9"]["median"] == 1.0
+    assert reported["top-1 agreement, margin 1 and more, other, x at 9"]["median"] == 0.5
 
 
 def test_the_worst_kind_of_text_is_named_for_the_mean_and_for_p99() -> None:
@@ -182,11 +182,11 @@ def test_the_worst_kind_of_text_is_named_for_the_mean_and_for_p99() -> None:
     found |= {cell("other", "even"): scores([0.2] * 10), cell("other", "spiky"): scores([0.0] * 9 + [1.0])}
     (line,) = worst_kinds(rows(found))
     assert (line["worst kind"], line["worst kind of p99"], line["kinds"]) == ("even", "spiky", 2)
-    told = worst_values([line], values(found))
-    assert told["KL to full, mean, worst kind, other at 9"]["kind"] == "even"
-    assert told["KL to full, mean, worst kind, other at 9"]["median"] == pytest.approx(0.2)
-    assert told["KL to full, p99, worst kind, other at 9"]["kind"] == "spiky"
-    assert told["KL to full, p99, worst kind, other at 9"]["median"] > 0.5
+    reported = worst_values([line], values(found))
+    assert reported["KL to full, mean, worst kind, other at 9"]["kind"] == "even"
+    assert reported["KL to full, mean, worst kind, other at 9"]["median"] == pytest.approx(0.2)
+    assert reported["KL to full, p99, worst kind, other at 9"]["kind"] == "spiky"
+    assert reported["KL to full, p99, worst kind, other at 9"]["median"] > 0.5
 
 
 def test_lengths_that_a_kind_has_too_little_text_for_are_left_out_by_name(tiny_target: Target) -> None:

@@ -140,10 +140,10 @@ def test_a_ratio_is_taken_text_by_text_and_tables_say_what_values_say() -> None:
     line = rows(found, 4)[1]
     assert line["÷ full"] == pytest.approx(2.0)
     assert (line["earliest"], line["first difference"], line["unusable tokens"]) == (0, 1.5, 0.0)
-    told = values(found, 4)
-    assert all(set(VALUE_KEYS) <= value.keys() for value in told.values())
-    assert told[f"perplexity ÷ full's own, {other}"]["median"] == pytest.approx(2.0)
-    assert told[f"first difference, {other}"]["median"] == 1.5
+    reported = values(found, 4)
+    assert all(set(VALUE_KEYS) <= value.keys() for value in reported.values())
+    assert reported[f"perplexity ÷ full's own, {other}"]["median"] == pytest.approx(2.0)
+    assert reported[f"first difference, {other}"]["median"] == 1.5
 
 
 # -- a whole run ------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def test_watching_changes_no_token() -> None:
     assert {layer: len(own.overlap) for layer, own in found.items()} == dict.fromkeys(LAYERS, 2 * 7)
 
 
-def test_every_choice_is_told_beside_chance_and_beside_a_search_without_a_hint() -> None:
+def test_every_choice_is_reported_beside_chance_and_beside_a_search_without_a_hint() -> None:
     found: dict[int, Choices] = {}
     with tiny_engine(on_choice=watching(found).note) as engine:
         generate(engine, GATHER, TEXT[:200], 20, SAMPLING)

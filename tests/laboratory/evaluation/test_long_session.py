@@ -66,7 +66,7 @@ def test_a_session_that_holds_the_same_has_a_slope_of_exactly_zero() -> None:
     assert medians(growing)["kv_slope_once_full"] == pytest.approx(8.0)
 
 
-def test_every_violation_is_told() -> None:
+def test_every_violation_is_reported() -> None:
     assert medians([SAMPLE] * 30 + [replace(SAMPLE, violations=2)] * 3)["invariant_violations"] == 2
 
 

@@ -45,9 +45,9 @@ def test_without_a_match_nothing_is_skipped_and_without_mac_there_is_nothing_to_
 def test_a_record_holds_the_means_over_layers_and_an_image(tmp_path: Path) -> None:
     with tiny_engine() as engine:
         lines = layer_lines(engine, OFTEN, passages())
-    told = overall(lines)
-    assert all(set(VALUE_KEYS) <= value.keys() for value in told.values())
+    reported = overall(lines)
+    assert all(set(VALUE_KEYS) <= value.keys() for value in reported.values())
     mean = sum(line["hit rate"] for line in lines) / len(lines)
-    assert told[f"hit rate, {OFTEN}, noise"]["median"] == pytest.approx(mean)
+    assert reported[f"hit rate, {OFTEN}, noise"]["median"] == pytest.approx(mean)
     draw({"tables": {"layers": lines}}, tmp_path)
     assert (tmp_path / "matches_noise.png").stat().st_size > 0

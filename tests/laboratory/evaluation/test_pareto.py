@@ -105,7 +105,7 @@ def test_all_measures_stand_beside_the_bytes_of_a_token(tmp_path: Path) -> None:
     assert set(payload["headlines"]) <= set(payload["values"])
 
 
-def test_what_keeps_no_token_or_all_of_it_is_not_compared_and_told(tmp_path: Path) -> None:
+def test_what_keeps_no_token_or_all_of_it_is_not_compared_and_reported(tmp_path: Path) -> None:
     payload = joined("--fidelity", fidelity(tmp_path))
     assert {line["strategy"]: line["reason"] for line in payload["tables"]["not compared"]} == {
         GATHER: "keeps a token in no fewer bytes than full",

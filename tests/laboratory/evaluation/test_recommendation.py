@@ -41,24 +41,24 @@ def table(*candidates: Candidate) -> dict[tuple[str, str], str]:
 
 
 def test_the_fastest_that_serves_the_task_within_the_memory_is_recommended() -> None:
-    told = table(
+    reported = table(
         FULL,
         replace(WINDOW, differing=38, trials=40),
         replace(LAYERS, differing=1, trials=40),
         replace(GATHER, differing=1, trials=40),
     )
     (all_words, _), (half_words, _), (tenth_words, _) = MEMORIES
-    assert told[all_words, FACTS] == "gather"
-    assert told[all_words, FLUENT] == "sink_window"
-    assert told[half_words, FACTS] == "layer_window"
-    assert told[tenth_words, FLUENT] == "sink_window"
-    assert told[tenth_words, FACTS] == NOBODY
+    assert reported[all_words, FACTS] == "gather"
+    assert reported[all_words, FLUENT] == "sink_window"
+    assert reported[half_words, FACTS] == "layer_window"
+    assert reported[tenth_words, FLUENT] == "sink_window"
+    assert reported[tenth_words, FACTS] == NOBODY
 
 
 def test_what_was_not_measured_is_not_recommended() -> None:
-    told = table(FULL, WINDOW, replace(GATHER, perplexity=None, differing=0, trials=40))
-    assert told[MEMORIES[0][0], FACTS] == "full"
-    assert told[MEMORIES[0][0], FLUENT] == "sink_window"
+    reported = table(FULL, WINDOW, replace(GATHER, perplexity=None, differing=0, trials=40))
+    assert reported[MEMORIES[0][0], FACTS] == "full"
+    assert reported[MEMORIES[0][0], FLUENT] == "sink_window"
     said = {(row["memory"], row["task"]): row["because"] for row in recommend([FULL, WINDOW])}
     assert said[MEMORIES[0][0], FACTS] == "what was faster was not shown to serve the task"
     assert said[MEMORIES[1][0], FACTS] == "what is that small was not shown to serve the task"
@@ -89,7 +89,7 @@ def test_a_strategy_that_spoils_the_text_serves_no_task() -> None:
     assert not spoilt.serves(FLUENT)
 
 
-def test_equally_fast_strategies_are_told_apart_by_their_bytes() -> None:
+def test_equally_fast_strategies_are_reported_apart_by_their_bytes() -> None:
     same = replace(LAYERS, tokens_per_second=146.0, differing=0, trials=40)
     assert table(FULL, WINDOW, same)[MEMORIES[0][0], FLUENT] == "sink_window"
     assert table(FULL, replace(WINDOW, kv_bytes=500), same)[MEMORIES[0][0], FLUENT] == "layer_window"
@@ -98,12 +98,12 @@ def test_equally_fast_strategies_are_told_apart_by_their_bytes() -> None:
 def test_sessions_alone_and_together_are_recommended_for_apart() -> None:
     batched = [replace(FULL, batch=4), replace(WINDOW, batch=4, tokens_per_second=90.0)]
     rows = recommend([FULL, WINDOW, *batched])
-    told = {
+    reported = {
         row["sessions at once"]: row["strategy"]
         for row in rows
         if row["task"] == FLUENT and row["memory"] == MEMORIES[0][0]
     }
-    assert told == {1: "sink_window", 4: "full"}
+    assert reported == {1: "sink_window", 4: "full"}
 
 
 def test_the_worst_cell_of_a_strategy_speaks_for_it() -> None:

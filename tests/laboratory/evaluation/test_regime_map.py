@@ -40,16 +40,16 @@ ROWS = [
 
 def test_a_record_of_the_map_holds_the_terms_and_the_held_out_error() -> None:
     dense, others = steps_of(ROWS)
-    bill, told = values(dense, others, WEIGHT_BYTES)
-    assert all(set(VALUE_KEYS) <= value.keys() for value in told.values())
-    assert told["effective bandwidth"]["median"] == pytest.approx(1e9)
-    assert told["fixed cost of a step"]["median"] == pytest.approx(0.002)
-    assert told["price of finding, gather"]["median"] == pytest.approx(0.001)
-    assert told["R² on dense rows, in sample"]["median"] == pytest.approx(1.0)
-    assert told["R² on speed ÷ full of rows never fitted"]["median"] == pytest.approx(1.0)
+    bill, reported = values(dense, others, WEIGHT_BYTES)
+    assert all(set(VALUE_KEYS) <= value.keys() for value in reported.values())
+    assert reported["effective bandwidth"]["median"] == pytest.approx(1e9)
+    assert reported["fixed cost of a step"]["median"] == pytest.approx(0.002)
+    assert reported["price of finding, gather"]["median"] == pytest.approx(0.001)
+    assert reported["R² on dense rows, in sample"]["median"] == pytest.approx(1.0)
+    assert reported["R² on speed ÷ full of rows never fitted"]["median"] == pytest.approx(1.0)
     for name in ("sink_window", "gather"):
-        assert told[f"error on rows never fitted, {name}, largest"]["median"] < 1e-9
-    assert told["error on rows never fitted, gather"]["count"] == 5
+        assert reported[f"error on rows never fitted, {name}, largest"]["median"] < 1e-9
+    assert reported["error on rows never fitted, gather"]["count"] == 5
     assert bill.finding_seconds.keys() == {"gather"}
 
 
@@ -104,8 +104,8 @@ def test_what_was_measured_is_recommended_where_no_model_fits_it(tmp_path: Path)
     one_cell = [row for row in ROWS if row["length"] == 100 and row["batch"] == 1]
     for rows, reason in ((one_cell, "two lengths or batches"), (flat, "do not get slower")):
         payload = main(parse("--cost", str(write_cost(tmp_path, tables={"cost": rows}))), None)
-        (told,) = payload["tables"]["not fitted"]
-        assert reason in told["reason"]
+        (reported,) = payload["tables"]["not fitted"]
+        assert reason in reported["reason"]
         assert payload["tables"]["recommendation"]
         assert payload["values"] == {"cells measured": exact(len(rows), "cells")}
         draw(payload, tmp_path)

@@ -158,7 +158,7 @@ def test_a_broken_record_is_named_and_the_page_stays(tmp_path: Path, content: st
     assert (tmp_path / "README.md").read_bytes() == before
 
 
-def test_a_missing_folder_is_told(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(KakeyaError, match="no such folder"):
         rebuild(tmp_path / "nowhere")
 

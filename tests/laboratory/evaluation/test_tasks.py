@@ -16,7 +16,7 @@ def test_a_key_is_right_only_as_the_first_number() -> None:
         assert grade("single", wrong) is Grade.WRONG
 
 
-def test_the_key_of_somebody_else_is_told_apart() -> None:
+def test_the_key_of_somebody_else_is_reported_apart() -> None:
     question = TASKS["multi"].make(2, 0)
     keys = [fact.split()[-1].rstrip(".") for fact in question.facts]
     assert question.asked == 2
@@ -31,7 +31,7 @@ def test_trials_of_one_haystack_ask_for_each_of_its_facts() -> None:
     assert len({question.question for question in questions}) == 5
 
 
-def test_what_the_model_knew_anyway_is_told_apart_from_what_the_text_says() -> None:
+def test_what_the_model_knew_anyway_is_reported_apart_from_what_the_text_says() -> None:
     for trial in range(24):
         question = TASKS["counterfactual"].make(trial, 0)
         subject, _, planted = question.facts[0].rstrip(".").partition(" is ")

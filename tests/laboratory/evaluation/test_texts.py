@@ -129,7 +129,7 @@ def values_in(text: str) -> list[Any]:
     return found
 
 
-def test_every_call_fits_a_schema_told_before_it_and_every_result_its_call() -> None:
+def test_every_call_fits_a_schema_reported_before_it_and_every_result_its_call() -> None:
     schemas: dict[str, Any] = {}
     seen = 0
     for text in islice(tool_json.exchanges(random.Random(3)), 200):

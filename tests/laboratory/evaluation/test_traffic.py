@@ -169,7 +169,7 @@ def test_leaving_a_dense_row_out_shows_an_outlier_that_the_sample_hides() -> Non
     assert leave_one_out(DENSE[:2], WEIGHT_BYTES) == []
 
 
-def test_speed_is_told_against_full_at_the_same_place() -> None:
+def test_speed_is_reported_against_full_at_the_same_place() -> None:
     bill = fit(DENSE, WEIGHT_BYTES)
     far = step("windowed", 12_345, 1, 4e6)
     pairs = speedups(bill, DENSE, [*WINDOWED, far])

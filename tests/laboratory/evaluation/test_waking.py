@@ -44,11 +44,11 @@ def test_idle_sessions_hold_what_they_were_promised_and_fill_their_pool(target: 
     restored = fill(target, RESTORED, 150, sessions=5, appended=7, token_ids=TEXT)
     latent = fill(target, LATENT, 150, sessions=5, appended=7, token_ids=TEXT)
     for one in (full, restored, latent):
-        assert 0 < one.told_bytes <= one.reserved_bytes == one.bound.sustained_bytes
-        assert one.told_bytes <= one.peak_bytes <= one.bound.peak_bytes
+        assert 0 < one.reported_bytes <= one.reserved_bytes == one.bound.sustained_bytes
+        assert one.reported_bytes <= one.peak_bytes <= one.bound.peak_bytes
         assert one.transient_bytes is None
-    assert restored.told_bytes < latent.told_bytes < full.told_bytes
-    assert restored.peak_bytes > restored.bound.sustained_bytes, "awake, it has lanes"
+    assert restored.reported_bytes < latent.reported_bytes < full.reported_bytes
+    assert restored.peak_bytes > restored.bound.sustained_bytes, "awake, it has regions"
     assert target.engine.info().kv_reserved_bytes == 0
 
 
@@ -90,7 +90,7 @@ def test_rows_are_added_to_a_file_as_if_they_had_been_there(target: Target, tmp_
     )
 
 
-def test_a_file_that_was_cut_short_is_told(target: Target, tmp_path: Path) -> None:
+def test_a_file_that_was_cut_short_is_reported(target: Target, tmp_path: Path) -> None:
     saved = SavedRows(target.forward, geometry_of(target), TEXT[:50], room=3, path=tmp_path / "rows")
     (tmp_path / "rows").write_bytes(b"x" * 100)
     with pytest.raises(BackendError, match="ended after 100 of"):
@@ -116,21 +116,21 @@ def test_who_is_given_everything_anew_gets_what_full_holds(
     go_on, begin, first_token = waking._go_on, waking._begin, SavedRows.first_token
 
     def going_on(engine: Any, session: str, ids: Any, **rest: Any) -> tuple[int, float]:
-        told = go_on(engine, session, ids, **rest)
+        reported = go_on(engine, session, ids, **rest)
         if not rest:
-            said["session"].append(told[0])
+            said["session"].append(reported[0])
         lengths.append(engine.session_info(session).history_length)
-        return told
+        return reported
 
     def beginning(engine: Any, ids: Any) -> tuple[int, float]:
-        told = begin(engine, ids)
-        said["anew"].append(told[0])
-        return told
+        reported = begin(engine, ids)
+        said["anew"].append(reported[0])
+        return reported
 
     def reading(saved: SavedRows, ids: Any, **rest: Any) -> tuple[int, float]:
-        told = first_token(saved, ids, **rest)
-        said["saved"].append(told[0])
-        return told
+        reported = first_token(saved, ids, **rest)
+        said["saved"].append(reported[0])
+        return reported
 
     monkeypatch.setattr(waking, "_go_on", going_on)
     monkeypatch.setattr(waking, "_begin", beginning)
@@ -177,9 +177,9 @@ def test_a_run_leaves_a_record_and_images(tiny_target: Target, tmp_path: Path) -
     path = write_record("waking", {"command": "kakeya evaluate waking", **payload}, results_dir=tmp_path)
     draw(payload, path.parent)
     assert {image.name for image in path.parent.glob("*.png")} == {"waking.png", "idle.png"}
-    told = payload["values"]
-    assert all(set(VALUE_KEYS) <= value.keys() for value in told.values())
-    assert told[f"first token ÷ ({ANEW}), {RESTORED}, at 203"]["count"] == 2
+    reported = payload["values"]
+    assert all(set(VALUE_KEYS) <= value.keys() for value in reported.values())
+    assert reported[f"first token ÷ ({ANEW}), {RESTORED}, at 203"]["count"] == 2
     assert payload["config"]["saved_on"] == filesystem(tmp_path)
     # This engine has no latent codec: the strategy that needs one is told as left out.
     assert {one["cell"] for one in payload["tables"]["left out"]} == {f"{LATENT}, at 90", f"{LATENT}, at 203"}

@@ -54,7 +54,7 @@ def trained(
     return network
 
 
-def test_the_loss_falls_and_guesses_come_to_be_right(tmp_path: Path) -> None:
+def test_the_loss_falls_and_draft_tokens_come_to_be_right(tmp_path: Path) -> None:
     network = trained(tmp_path, replace(PLAN, steps=120))
     readings = read_log(tmp_path)
     assert readings[-1].loss < 0.5 * readings[0].loss

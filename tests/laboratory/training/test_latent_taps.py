@@ -22,9 +22,9 @@ def test_rows_that_are_linear_in_a_tap_are_foretold() -> None:
     unseen = tokens(2, 33, seed=9)
     keys, values = taps.foretold(model, unseen)
     (rows,) = capture(model, [unseen], layers=[1, 2])
-    for told, exact in ((keys[0], rows[0].keys), (values[0], rows[0].values)):
+    for reported, exact in ((keys[0], rows[0].keys), (values[0], rows[0].values)):
         # Ridge takes a little off, so that noise is not followed.
-        assert float((told - exact).square().sum() / exact.square().sum()) < 1e-4
+        assert float((reported - exact).square().sum() / exact.square().sum()) < 1e-4
     assert float((keys[1] - rows[1].keys).square().sum() / rows[1].keys.square().sum()) > 1e-2
 
 

@@ -58,15 +58,15 @@ def test_refining_mends_what_was_drawn_blindly_at_every_rate(make: Make) -> None
     codec = calibrated(model, basis="random")
     held_out = tokens(4, 48, seed=7)
     rates = (BYTES // 2, BYTES // 3)
-    refined, told = refine(
+    refined, reported = refine(
         model, codec, tokens(32, 48, seed=5), held_out, rates=rates, steps=80, sink=SINK, window=WINDOW
     )
-    assert told.steps > 0
-    assert told.gain > 0.02
+    assert reported.steps > 0
+    assert reported.gain > 0.02
     for rate in rates:
-        assert told.best[rate] <= told.start[rate]
+        assert reported.best[rate] <= reported.start[rate]
         assert refined.at(rate).bytes_per_token == rate
-        for which, expected in ((codec, told.start), (refined, told.best)):
+        for which, expected in ((codec, reported.start), (refined, reported.best)):
             found = measure_divergence(
                 model, held_out, {"it": through(which.at(rate))}, layers=[1, 2], sink=SINK, window=WINDOW
             )
@@ -91,11 +91,11 @@ def test_what_never_gains_comes_back_as_it_was() -> None:
     model = llama()
     codec = calibrated(model)
     training, held_out = tokens(8, 40, 5), tokens(2, 40, 7)
-    refined, told = refine(
+    refined, reported = refine(
         model, codec, training, held_out, rates=[BYTES], steps=80, sink=SINK, window=WINDOW, step_size=1000.0
     )
     assert refined is codec
-    assert (told.steps, told.gain, told.best) == (0, 0.0, told.start)
+    assert (reported.steps, reported.gain, reported.best) == (0, 0.0, reported.start)
 
 
 def test_rates_beyond_the_codec_are_refused() -> None:

@@ -75,8 +75,8 @@ def test_importances_foretell_what_an_error_costs(make: Make, projection: str, p
         handle = getattr(model.model.layers[2].self_attn, projection).register_forward_hook(adding(error))
         erring = log_probabilities(model, ids)[0, -1]
         handle.remove()
-        told = float(error[head].double() @ importance[head] @ error[head].double()) / 2
-        assert told == pytest.approx(float((exact.exp() * (exact - erring)).sum()), rel=SAMPLING)
+        reported = float(error[head].double() @ importance[head] @ error[head].double()) / 2
+        assert reported == pytest.approx(float((exact.exp() * (exact - erring)).sum()), rel=SAMPLING)
 
 
 def adding(error: Tensor) -> Callable[[nn.Module, object, Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""Which blocks of its lane a row reads that reads a keep-set: `kept` of `kernels/lane_attention.py` in Triton.
+"""Which blocks of its region a row reads that reads a keep-set: `kept` of `kernels/ragged_attention.py` in Triton.
 
     bounds of a row's blocks  ── score ──▶  [N, Hkv, blocks] float32  ── select ──▶  [N, Hkv, blocks], chosen or not
 
@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inference_engine.kernels.lane_attention import FIELDS
+from inference_engine.kernels.ragged_attention import FIELDS
 
 
 def choose_blocks(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    lanes: Tensor,
+    regions: Tensor,
     scaling: float,
     kv_heads: int,
     blocks: int,
@@ -38,7 +38,7 @@ def choose_blocks(
         queries,
         keys,
         values,
-        lanes,
+        regions,
         scores,
         scaling,
         FIELDS=FIELDS,
@@ -50,7 +50,7 @@ def choose_blocks(
         BLOCK_B=some,
     )
     _select_blocks[(rows, kv_heads)](
-        scores, chosen, lanes, FIELDS=FIELDS, BLOCKS=blocks, BLOCK_B=triton.next_power_of_2(blocks)
+        scores, chosen, regions, FIELDS=FIELDS, BLOCKS=blocks, BLOCK_B=triton.next_power_of_2(blocks)
     )
     return chosen
 
@@ -60,7 +60,7 @@ def _score_blocks(
     p_queries,
     p_keys,
     p_values,
-    p_lanes,
+    p_regions,
     p_scores,
     scaling,
     FIELDS: tl.constexpr,
@@ -75,9 +75,9 @@ def _score_blocks(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     heads = tl.num_programs(1)
-    p_line = p_lanes + row * FIELDS
+    p_line = p_regions + row * FIELDS
     start = tl.load(p_line)
-    lane = tl.load(p_line + 1)
+    region = tl.load(p_line + 1)
     sink = tl.load(p_line + 3)
     block = tl.load(p_line + 9)
     local = tl.load(p_line + 11)
@@ -92,7 +92,7 @@ def _score_blocks(
     m_d = o_d < D
     o_q = ((row * heads + head) * GROUP + o_g)[:, None] * D + o_d[None, :]
     b_q = tl.load(p_queries + o_q, mask=m_g[:, None] & m_d[None, :], other=0.0).to(tl.float32)
-    o_kv = (start + head * lane + bounds + o_b)[:, None] * D + o_d[None, :]
+    o_kv = (start + head * region + bounds + o_b)[:, None] * D + o_d[None, :]
     m_kv = m_b[:, None] & m_d[None, :]
     b_low = tl.load(p_keys + o_kv, mask=m_kv, other=0.0).to(tl.float32)
     b_high = tl.load(p_values + o_kv, mask=m_kv, other=0.0).to(tl.float32)
@@ -107,7 +107,7 @@ def _score_blocks(
 def _select_blocks(
     p_scores,
     p_chosen,
-    p_lanes,
+    p_regions,
     FIELDS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -116,7 +116,7 @@ def _select_blocks(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     heads = tl.num_programs(1)
-    p_line = p_lanes + row * FIELDS
+    p_line = p_regions + row * FIELDS
     sink = tl.load(p_line + 3)
     block = tl.load(p_line + 9)
     kept = tl.load(p_line + 10)

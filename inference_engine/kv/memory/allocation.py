@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from inference_engine.kv.memory.pool import Demand, Pool
 
 
-class Slab:
+class Allocation:
     """Runs of the pool, as `Pool.reserve` answered them. Safe from any thread."""
 
     def __init__(self, pool: Pool, demands: Sequence[Demand], starts: Sequence[int], *, nbytes: int) -> None:
@@ -27,13 +27,13 @@ class Slab:
         self._lock = threading.Lock()
 
     @staticmethod
-    def reserve(pool: Pool, demands: Sequence[Demand], *, itemsize: int) -> Slab | None:
+    def reserve(pool: Pool, demands: Sequence[Demand], *, itemsize: int) -> Allocation | None:
         """None, and nothing taken, if there is no room."""
         starts = pool.reserve(demands)
         if starts is None:
             return None
-        nbytes = slab_bytes(demands, itemsize=itemsize) if pool.takes_grants else 0
-        return Slab(pool, demands, starts, nbytes=nbytes)
+        nbytes = allocation_bytes(demands, itemsize=itemsize) if pool.takes_grants else 0
+        return Allocation(pool, demands, starts, nbytes=nbytes)
 
     @property
     def is_lent(self) -> bool:
@@ -70,6 +70,6 @@ class Slab:
             self._pool.ungrant(self.nbytes)
 
 
-def slab_bytes(demands: Sequence[Demand], *, itemsize: int) -> int:
+def allocation_bytes(demands: Sequence[Demand], *, itemsize: int) -> int:
     """Bytes of K and V together."""
     return 2 * itemsize * sum(demand.elements for demand in demands)

@@ -1,10 +1,11 @@
 """Connections on which nobody has shown a key yet: how many there may be, for how long, and what they may cost.
 
-A connection is a stranger's until a call on it is accepted; from then on it is known, and stays as long as it likes, or
-until the last of the keys that were accepted on it is taken back: then it is a stranger's again, which has just come.
-What is dropped is always a stranger, and the oldest first: a client with a key is known milliseconds after it connects.
+A connection is an unauthenticated peer's until a call on it is accepted; from then on it is known, and stays as long as
+it likes, or until the last of the keys that were accepted on it is taken back: then it is an unauthenticated peer's
+again, which has just come. What is dropped is always an unauthenticated peer, and the oldest first: a client with a key
+is known milliseconds after it connects.
 
-    connects ──▶ stranger ──▶ known                        a call was accepted
+    connects ──▶ unauthenticated peer ──▶ known                        a call was accepted
                     │  ▲        │
                     │  └────────┘                          its keys were taken back
                     ├──▶ dropped                           one of more than KEPT of its address, after PATIENCE_SECONDS
@@ -41,10 +42,10 @@ PATIENCE_SECONDS = 20.0
 KEPT = 16  # of each address, for as long as they like: probes of health have no key
 MOST_OF_ADDRESS = 128
 MOST_REFUSALS = 16  # on one connection
-# On all connections of strangers at one address together; then one refusal is too many.
+# On all connections of unauthenticated peers at one address together; then one refusal is too many.
 ADDRESS_REFUSALS = 128
 ADDRESS_REFUSALS_PER_SECOND = 16.0
-# How often gRPC's connections are looked at: with few strangers, and with more than KEPT.
+# How often gRPC's connections are looked at: with few unauthenticated peers, and with more than KEPT.
 CALM_SECONDS, BUSY_SECONDS = 1.0, 0.25
 # Of the time of one thread, what looking may take; and how long it may last for the event loop to wait for it.
 LOOKING_SHARE = 0.05
@@ -69,7 +70,7 @@ class _Known:
     keys: set[bytes]  # digests of those accepted on it: several where a proxy shares it among owners
 
 
-class Strangers:
+class UnauthenticatedPeers:
     """The connections of one port. Event loop only. `clock` gives monotonic seconds."""
 
     def __init__(self, keys: KeyRing, *, most: int, most_of_address: int, clock: Callable[[], float]) -> None:
@@ -79,15 +80,15 @@ class Strangers:
         self._most = max(1, most // 2)
         self._most_of_address = most_of_address
         self._clock = clock
-        # By address, as `address_of` has it, the oldest first; of strangers, since when.
-        self._strangers: dict[str, dict[Peer, float]] = {}
+        # By address, as `address_of` has it, the oldest first; of unauthenticated peers, since when.
+        self._unauthenticated: dict[str, dict[Peer, float]] = {}
         self._known: dict[str, dict[Peer, _Known]] = {}
         self._refused: Counter[Peer] = Counter()
         self._allowances: dict[str, _Allowance] = {}
 
     def __len__(self) -> int:
-        """Strangers, not those who are known."""
-        return sum(map(len, self._strangers.values()))
+        """Unauthenticated peers, not those who are known."""
+        return sum(map(len, self._unauthenticated.values()))
 
     @property
     def is_crowded(self) -> bool:
@@ -97,12 +98,12 @@ class Strangers:
         """Idempotent."""
         address = address_of(peer[0])
         if peer not in self._known.get(address, ()):
-            self._strangers.setdefault(address, {}).setdefault(peer, self._clock())
+            self._unauthenticated.setdefault(address, {}).setdefault(peer, self._clock())
 
     def closed(self, peer: Peer) -> None:
         address = address_of(peer[0])
         self._refused.pop(peer, None)
-        _remove(self._strangers, address, peer)
+        _remove(self._unauthenticated, address, peer)
         _remove(self._known, address, peer)
 
     def accepted(self, peer: Peer, key: bytes) -> None:
@@ -114,7 +115,7 @@ class Strangers:
         if known is not None:
             known.keys.add(key)
             return
-        since = self._strangers.get(address, {}).get(peer)
+        since = self._unauthenticated.get(address, {}).get(peer)
         self.closed(peer)
         self._known.setdefault(address, {})[peer] = _Known(self._clock() if since is None else since, {key})
 
@@ -137,59 +138,66 @@ class Strangers:
 
     def here_before(self, began: float) -> list[Peer]:
         """Those that are here and came before that time, known ones among them."""
-        strangers = [
-            peer for of_address in self._strangers.values() for peer, since in of_address.items() if since < began
+        unauthenticated = [
+            peer for of_address in self._unauthenticated.values() for peer, since in of_address.items() if since < began
         ]
         known = [
             peer for of_address in self._known.values() for peer, known in of_address.items() if known.since < began
         ]
-        return strangers + known
+        return unauthenticated + known
 
     def to_drop(self) -> list[Peer]:
-        """The connections that are too many, or too old for strangers'. They are still to be `closed`."""
+        """The connections that are too many, or too old for unauthenticated peers'. They are still to be `closed`."""
         self._forget_keys()
         now = self._clock()
         self._forget_allowances(now)
         dropped: dict[Peer, None] = {}
-        for address, strangers in self._strangers.items():
-            aged = list(strangers)
+        for address, unauthenticated in self._unauthenticated.items():
+            aged = list(unauthenticated)
             dropped.update(dict.fromkeys(aged[: max(0, len(aged) - MOST_OF_ADDRESS)]))
             dropped.update(
                 dict.fromkeys(
-                    peer for peer in aged[: max(0, len(aged) - KEPT)] if now - strangers[peer] >= PATIENCE_SECONDS
+                    peer for peer in aged[: max(0, len(aged) - KEPT)] if now - unauthenticated[peer] >= PATIENCE_SECONDS
                 )
             )
             dropped.update(dict.fromkeys(self._too_many_of(address, aged)))
         for address in self._known:
-            if address not in self._strangers:
+            if address not in self._unauthenticated:
                 dropped.update(dict.fromkeys(self._too_many_of(address, [])))
         rest = sorted(
             (since, peer)
-            for strangers in self._strangers.values()
-            for peer, since in strangers.items()
+            for unauthenticated in self._unauthenticated.values()
+            for peer, since in unauthenticated.items()
             if peer not in dropped
         )
         dropped.update(dict.fromkeys(peer for _, peer in rest[: max(0, len(rest) - self._most)]))
         return list(dropped)
 
     def oldest(self) -> Peer | None:
-        """The stranger that has been here for longest."""
-        ages = [(since, peer) for strangers in self._strangers.values() for peer, since in strangers.items()]
+        """The unauthenticated peer that has been here for longest."""
+        ages = [
+            (since, peer)
+            for unauthenticated in self._unauthenticated.values()
+            for peer, since in unauthenticated.items()
+        ]
         return min(ages)[1] if ages else None
 
-    def _too_many_of(self, address: str, strangers: list[Peer]) -> list[Peer]:
-        """Beyond what one address may have: strangers, and if that is not enough, who came last."""
+    def _too_many_of(self, address: str, unauthenticated: list[Peer]) -> list[Peer]:
+        """Beyond what one address may have: unauthenticated peers, and if that is not enough, who came last."""
         if not self._most_of_address:
             return []
         known = self._known.get(address, {})
-        excess = len(strangers) + len(known) - self._most_of_address
+        excess = len(unauthenticated) + len(known) - self._most_of_address
         if excess <= 0:
             return []
         newest = sorted(known, key=lambda peer: known[peer].since, reverse=True)
-        return (strangers + newest)[:excess]
+        return (unauthenticated + newest)[:excess]
 
     def _forget_keys(self) -> None:
-        """Those that were taken back. Whose connection no other key has been accepted on is a stranger again."""
+        """Those that were taken back.
+
+        Whose connection no other key has been accepted on is an unauthenticated peer again.
+        """
         changes = self._keys.changes()
         if changes == self._key_changes:
             return
@@ -251,9 +259,11 @@ class GrpcDoor:
     shutting its socket down; gRPC then sees the other side gone.
     """
 
-    def __init__(self, strangers: Strangers, on_drop: Callable[[int], object], clock: Callable[[], float]) -> None:
-        """on_drop: is told how many. clock: that of `strangers`."""
-        self._strangers = strangers
+    def __init__(
+        self, unauthenticated: UnauthenticatedPeers, on_drop: Callable[[int], object], clock: Callable[[], float]
+    ) -> None:
+        """on_drop: is told how many. clock: that of `unauthenticated`."""
+        self._unauthenticated = unauthenticated
         self._clock = clock
         self._on_drop = on_drop
         self._port = 0
@@ -279,12 +289,12 @@ class GrpcDoor:
         """A call was, of the peer as gRPC calls it, with the key of that digest."""
         found = peer_of(peer)
         if found is not None:
-            self._strangers.accepted(found, key)
+            self._unauthenticated.accepted(found, key)
 
     async def refused(self, peer: str) -> None:
         """Returns when the call may be told."""
         found = peer_of(peer)
-        if found is None or not self._strangers.refused(found):
+        if found is None or not self._unauthenticated.refused(found):
             return
         if self._waiting < MOST_WAITING:
             self._waiting += 1
@@ -310,7 +320,7 @@ class GrpcDoor:
             with contextlib.suppress(OSError):
                 self._files = self._find()
                 if peer not in self._files:  # closed by the other side
-                    self._strangers.closed(peer)
+                    self._unauthenticated.closed(peer)
                     self._dropped[peer] = self._clock()
                     return
         self._drop((peer,))
@@ -321,7 +331,7 @@ class GrpcDoor:
             file = self._files.get(peer)
             if file is not None and _shut(file, peer, self._port):
                 self._to_drop.discard(peer)
-                self._strangers.closed(peer)
+                self._unauthenticated.closed(peer)
                 self._dropped[peer] = self._clock()
                 dropped += 1
             else:
@@ -338,7 +348,7 @@ class GrpcDoor:
                 await self._look(began)
             await asyncio.sleep(min(self._looking_seconds / LOOKING_SHARE, CALM_SECONDS))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(BUSY_SECONDS if self._strangers.is_crowded else CALM_SECONDS):
+                async with asyncio.timeout(BUSY_SECONDS if self._unauthenticated.is_crowded else CALM_SECONDS):
                     await self._wake.wait()
             self._wake.clear()
 
@@ -346,14 +356,14 @@ class GrpcDoor:
         files = await asyncio.to_thread(self._find)
         self._dropped = {peer: since for peer, since in self._dropped.items() if began - since < DROPPED_SECONDS}
         for peer in files:
-            self._strangers.opened(peer)
-        for peer in self._strangers.here_before(began):
+            self._unauthenticated.opened(peer)
+        for peer in self._unauthenticated.here_before(began):
             if peer not in files:
-                self._strangers.closed(peer)
+                self._unauthenticated.closed(peer)
         self._files = files
         wanted, self._to_drop = self._to_drop, set()
         self._drop([peer for peer in wanted if peer in files])
-        self._drop(self._strangers.to_drop())
+        self._drop(self._unauthenticated.to_drop())
 
     def _find(self) -> dict[Peer, int]:
         """The connections of our port, and their descriptors. Any thread."""

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from inference_engine.server.auth import Key, KeyRing
-from inference_engine.server.strangers import (
+from inference_engine.server.unauthenticated import (
     ADDRESS_REFUSALS,
     KEPT,
     MOST_OF_ADDRESS,
     MOST_REFUSALS,
     PATIENCE_SECONDS,
     Peer,
-    Strangers,
+    UnauthenticatedPeers,
     peer_of,
 )
 
@@ -30,8 +30,10 @@ class Clock:
         return self.now
 
 
-def strangers(clock: Clock, *, most: int = 10_000, most_of_address: int = 0, keys: KeyRing | None = None) -> Strangers:
-    return Strangers(keys or KeyRing((ALICE,)), most=most, most_of_address=most_of_address, clock=clock)
+def door_with(
+    clock: Clock, *, most: int = 10_000, most_of_address: int = 0, keys: KeyRing | None = None
+) -> UnauthenticatedPeers:
+    return UnauthenticatedPeers(keys or KeyRing((ALICE,)), most=most, most_of_address=most_of_address, clock=clock)
 
 
 def digest(key: str) -> bytes:
@@ -42,16 +44,16 @@ def write(path: Path, *keys: str) -> None:
     path.write_text("".join(f"{Key.of(key).line}\n" for key in keys), encoding="utf-8")
 
 
-def opened(door: Strangers, count: int, address: str = HERE, first_port: int = 1) -> list[Peer]:
+def opened(door: UnauthenticatedPeers, count: int, address: str = HERE, first_port: int = 1) -> list[Peer]:
     peers = [(address, first_port + number) for number in range(count)]
     for peer in peers:
         door.opened(peer)
     return peers
 
 
-def test_strangers_beyond_the_few_that_are_kept_are_dropped_after_a_while() -> None:
+def test_unauthenticated_beyond_the_few_that_are_kept_are_dropped_after_a_while() -> None:
     clock = Clock()
-    door = strangers(clock)
+    door = door_with(clock)
     peers = opened(door, KEPT + 5)
     assert door.to_drop() == []
     clock.now += PATIENCE_SECONDS
@@ -60,22 +62,22 @@ def test_strangers_beyond_the_few_that_are_kept_are_dropped_after_a_while() -> N
 
 def test_an_owners_connection_is_kept_however_old() -> None:
     clock = Clock()
-    door = strangers(clock)
+    door = door_with(clock)
     for peer in opened(door, 1_000):
         door.accepted(peer, digest(ALICE))
     clock.now += 1_000 * PATIENCE_SECONDS
     assert door.to_drop() == []
 
 
-def test_an_address_has_so_many_strangers_and_the_oldest_go_first() -> None:
-    door = strangers(Clock())
+def test_an_address_has_so_many_unauthenticated_peers_and_the_oldest_go_first() -> None:
+    door = door_with(Clock())
     peers = opened(door, MOST_OF_ADDRESS + 3)
     opened(door, MOST_OF_ADDRESS, THERE)
     assert door.to_drop() == peers[:3]
 
 
-def test_half_of_all_connections_are_not_for_strangers() -> None:
-    door = strangers(Clock(), most=100)
+def test_half_of_all_connections_are_not_for_unauthenticated_peers() -> None:
+    door = door_with(Clock(), most=100)
     first = opened(door, 30, HERE)
     second = opened(door, 30, THERE)
     assert door.to_drop() == first[:10]
@@ -84,8 +86,8 @@ def test_half_of_all_connections_are_not_for_strangers() -> None:
     assert door.to_drop() == []
 
 
-def test_beyond_what_an_address_may_have_strangers_go_first_and_then_who_came_last() -> None:
-    door = strangers(Clock(), most_of_address=10)
+def test_beyond_what_an_address_may_have_unauthenticated_peers_go_first_and_then_who_came_last() -> None:
+    door = door_with(Clock(), most_of_address=10)
     known = opened(door, 8)
     for peer in known:
         door.accepted(peer, digest(ALICE))
@@ -99,17 +101,17 @@ def test_beyond_what_an_address_may_have_strangers_go_first_and_then_who_came_la
     assert door.to_drop() == [late[-1]]
 
 
-def test_a_stranger_is_refused_so_often_and_an_owner_without_end() -> None:
-    door = strangers(Clock())
-    stranger, owner = opened(door, 2)
+def test_an_unauthenticated_peer_is_refused_so_often_and_an_owner_without_end() -> None:
+    door = door_with(Clock())
+    unauthenticated, owner = opened(door, 2)
     door.accepted(owner, digest(ALICE))
-    assert [door.refused(stranger) for _ in range(MOST_REFUSALS)] == [False] * (MOST_REFUSALS - 1) + [True]
+    assert [door.refused(unauthenticated) for _ in range(MOST_REFUSALS)] == [False] * (MOST_REFUSALS - 1) + [True]
     assert not any(door.refused(owner) for _ in range(10 * MOST_REFUSALS))
 
 
-def test_whose_key_was_taken_back_is_a_stranger_again(tmp_path: Path) -> None:
+def test_whose_key_was_taken_back_is_an_unauthenticated_peer_again(tmp_path: Path) -> None:
     write(tmp_path / "keys", ALICE, BOB)
-    door = strangers(Clock(), keys=KeyRing.from_file(str(tmp_path / "keys")))
+    door = door_with(Clock(), keys=KeyRing.from_file(str(tmp_path / "keys")))
     first, second = opened(door, 2)
     door.accepted(first, digest(ALICE))
     door.accepted(second, digest(BOB))
@@ -120,7 +122,7 @@ def test_whose_key_was_taken_back_is_a_stranger_again(tmp_path: Path) -> None:
 
 def test_a_connection_of_several_owners_is_known_until_the_last_of_their_keys_is_taken_back(tmp_path: Path) -> None:
     write(tmp_path / "keys", ALICE, BOB)
-    door = strangers(Clock(), keys=KeyRing.from_file(str(tmp_path / "keys")))
+    door = door_with(Clock(), keys=KeyRing.from_file(str(tmp_path / "keys")))
     (proxy,) = opened(door, 1)
     for key in (ALICE, BOB):
         door.accepted(proxy, digest(key))
@@ -137,7 +139,7 @@ def test_a_connection_of_several_owners_is_known_until_the_last_of_their_keys_is
 def test_connections_of_a_key_that_was_taken_back_give_way_like_new_ones_though_nobody_calls(tmp_path: Path) -> None:
     write(tmp_path / "keys", ALICE, BOB)
     clock = Clock()
-    door = strangers(clock, keys=KeyRing.from_file(str(tmp_path / "keys")))
+    door = door_with(clock, keys=KeyRing.from_file(str(tmp_path / "keys")))
     peers = opened(door, KEPT + 5)
     for peer in peers:
         door.accepted(peer, digest(ALICE))
@@ -150,7 +152,7 @@ def test_connections_of_a_key_that_was_taken_back_give_way_like_new_ones_though_
 
 def test_a_call_that_came_in_with_a_key_that_is_taken_back_makes_no_connection_known(tmp_path: Path) -> None:
     write(tmp_path / "keys", ALICE, BOB)
-    door = strangers(Clock(), keys=KeyRing.from_file(str(tmp_path / "keys")))
+    door = door_with(Clock(), keys=KeyRing.from_file(str(tmp_path / "keys")))
     (peer,) = opened(door, 1)
     write(tmp_path / "keys", BOB)
     door.to_drop()
@@ -161,7 +163,7 @@ def test_a_call_that_came_in_with_a_key_that_is_taken_back_makes_no_connection_k
 @pytest.mark.parametrize("hosts", ["2001:db8:1:2::{:x}", "2001:db8:1:2:{:x}::", "fe80::{:x}%eth0"])
 def test_all_addresses_in_a_network_of_64_bits_are_one(hosts: str) -> None:
     clock = Clock()
-    door = strangers(clock, most_of_address=KEPT)
+    door = door_with(clock, most_of_address=KEPT)
     peers = [(hosts.format(number), 5_000) for number in range(1, KEPT + 4)]
     for peer in peers:
         door.opened(peer)
@@ -183,16 +185,16 @@ def test_all_addresses_in_a_network_of_64_bits_are_one(hosts: str) -> None:
 
 
 def test_an_ipv4_address_is_one_however_it_is_written() -> None:
-    door = strangers(Clock())
+    door = door_with(Clock())
     for port in range(ADDRESS_REFUSALS + 50):
         door.refused(("10.0.0.1", port))
     assert door.refused(("::ffff:10.0.0.1", 60_000))
     assert not door.refused(("::ffff:10.0.0.2", 60_000))
 
 
-def test_a_stranger_who_comes_back_again_and_again_is_dropped_at_once_and_others_are_not() -> None:
+def test_an_unauthenticated_peer_who_comes_back_again_and_again_is_dropped_at_once_and_others_are_not() -> None:
     clock = Clock()
-    door = strangers(clock)
+    door = door_with(clock)
     for port in range(ADDRESS_REFUSALS + 50):
         door.refused((HERE, port))
     assert door.refused((HERE, 60_000))
@@ -203,7 +205,7 @@ def test_a_stranger_who_comes_back_again_and_again_is_dropped_at_once_and_others
 
 def test_what_is_remembered_of_addresses_is_forgotten() -> None:
     clock = Clock()
-    door = strangers(clock)
+    door = door_with(clock)
     for number in range(1_000):
         peer = (f"10.1.{number // 256}.{number % 256}", 1)
         door.refused(peer)

@@ -1,4 +1,4 @@
-"""One operation over many lanes gives what attending to each by itself gives, in the reference and in the kernel."""
+"""One operation over many regions gives what attending to each by itself gives, in the reference and in the kernel."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ from torch import Tensor
 from inference_engine.kernels.attention import attend
 from inference_engine.kernels.bounds import block_bounds, bounds_scores
 from inference_engine.kernels.gather import always_read, distant_blocks, gather_attend, select
-from inference_engine.kernels.lane_attention import FIELDS, START, TRUNK_LANE, TRUNK_START, LaneAttention, attend_lanes
+from inference_engine.kernels.ragged_attention import (
+    FIELDS,
+    PREFIX_HEAD_SLOTS,
+    PREFIX_START,
+    START,
+    RaggedAttention,
+    attend_ragged,
+)
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.layout import BlockSelector, LayerRule, Layout
-from inference_engine.kv.numbers import choose_blocks, lane_numbers
+from inference_engine.kv.numbers import choose_blocks, region_lines
 from tests.kernels.own_process import run_with_triton
 
 Build = Callable[[tuple[int, int, int], torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]]
@@ -35,7 +42,7 @@ def geometry(native: int | None, kv_heads: int, query_heads: int, head_dim: int,
         trained_positions=4096,
         page_tokens=4,
         segment_tokens=segment,
-        row_quantum=1,
+        token_quantum=1,
         key_quantum=1,
     )
 
@@ -71,13 +78,13 @@ def held(layout: Layout, length: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("name", "layout"), layouts(), ids=lambda value: value if isinstance(value, str) else "")
 def test_the_numbers_of_a_row_let_it_see_what_its_layout_lets_it_see(name: str, layout: Layout) -> None:
-    from inference_engine.kernels.lane_attention import seen
+    from inference_engine.kernels.ragged_attention import seen
 
     for length in (length for length in LENGTHS if layout.window is not None or length <= layout.capacity):
         for first in {length - 1, max(layout.segment_start(length - 1), length - 3)}:
             queries = np.arange(first, length)
             own = held(layout, length)
-            numbers = lane_numbers(layout, queries, last=length - 1, count=layout.capacity)
+            numbers = region_lines(layout, queries, last=length - 1, count=layout.capacity)
             expected = layout.visible(queries, own)
             for row, line in enumerate(numbers):
                 found = seen(torch.arange(layout.capacity), line.tolist())
@@ -85,8 +92,8 @@ def test_the_numbers_of_a_row_let_it_see_what_its_layout_lets_it_see(name: str, 
 
 
 def line_of(start: int, layout: Layout, queries: np.ndarray, *, count: int) -> np.ndarray:
-    """The lines of queries, the last of which is that of the last position, over lanes that begin at `start`."""
-    lines = lane_numbers(layout, queries, last=int(queries[-1]), count=count)
+    """The lines of queries, the last of which is that of the last position, over regions that begin at `start`."""
+    lines = region_lines(layout, queries, last=int(queries[-1]), count=count)
     lines[:, START] = start
     return lines
 
@@ -104,7 +111,7 @@ def case(
             own = held(layout, length)
             query = torch.randn(1, query_heads, dim).to(dtype)
             lines.append(line_of(start, layout, np.array([length - 1]), count=layout.capacity)[0].tolist())
-            index = start + torch.arange(kv_heads)[:, None] * layout.lane + torch.arange(layout.capacity)
+            index = start + torch.arange(kv_heads)[:, None] * layout.region + torch.arange(layout.capacity)
             mask = torch.zeros(1, layout.capacity)
             mask[0, ~torch.from_numpy(layout.visible(np.array([length - 1]), own)[0])] = float("-inf")
             alone.append(attend(query.float(), keys[index].float(), values[index].float(), mask, scaling=dim**-0.5))
@@ -132,7 +139,7 @@ def chunks(
             own = held(layout, length)
             count = min(length, layout.capacity)
             lines.append(line_of(start, layout, queries, count=count))
-            index = start + torch.arange(kv_heads)[:, None] * layout.lane + torch.arange(count)
+            index = start + torch.arange(kv_heads)[:, None] * layout.region + torch.arange(count)
             mask = torch.zeros(len(queries), count)
             mask[~torch.from_numpy(layout.visible(queries, own[:count]))] = float("-inf")
             asked.append(torch.randn(len(queries), query_heads, dim).to(dtype))
@@ -162,13 +169,13 @@ def keep_sets(
         selector = BlockSelector(block=block, sink=sink, window=20, count=count)
         layout = Layout.of(LayerRule(selector=selector), geometry(None, kv_heads, query_heads, dim), None, 160)
         for length in (41, 97, 160):
-            own = start + torch.arange(kv_heads)[:, None] * layout.lane
+            own = start + torch.arange(kv_heads)[:, None] * layout.region
             rows = own + torch.arange(length)
             whole = rows[:, : length // block * block]
             target = own + layout.summaries_from + torch.arange(length // block)
             keys[target], values[target] = block_bounds(keys[whole], block)
             queries = np.array([length - 1])
-            always = always_read(queries, selector.local_starts(queries), sink=selector.sink_rows, device="cpu")
+            always = always_read(queries, selector.local_starts(queries), sink=selector.sink_tokens, device="cpu")
             candidates = distant_blocks(always, block=block, count=length // block)
             asked.append(torch.randn(1, query_heads, dim).to(dtype))
             low, high = keys[target].float(), values[target].float()
@@ -182,7 +189,7 @@ def keep_sets(
             asked.append(torch.randn(1, query_heads, dim).to(dtype))
             given = (asked[-1].float(), keys[rows].float(), values[rows].float())
             alone.append(attend(*given, None, scaling=dim**-0.5))
-            start += kv_heads * layout.lane
+            start += kv_heads * layout.region
     return torch.cat(asked), keys, values, torch.tensor(lines), alone
 
 
@@ -193,7 +200,7 @@ def forks(
     query_heads, kv_heads, dim = shape
     torch.manual_seed(seed)
     keys, values = (torch.randn(16_000, dim).to(dtype) for _ in range(2))
-    own, limit, trunk, lent = geometry(None, kv_heads, query_heads, dim), 256, 5, 96
+    own, limit, prefix, lent = geometry(None, kv_heads, query_heads, dim), 256, 5, 96
     whole = Layout.of(LayerRule(), own, None, limit)
     tile = max(16, 64 * kv_heads // query_heads)
     heads = torch.arange(kv_heads)[:, None]
@@ -202,27 +209,27 @@ def forks(
         layout = whole.behind(base, own, limit)
         queries = np.arange(length - count, length)
         line = line_of(start, layout, queries, count=length)
-        line[:, TRUNK_START], line[:, TRUNK_LANE] = trunk, lent
-        other = start + kv_heads * layout.lane  # nobody's lane is another's
+        line[:, PREFIX_START], line[:, PREFIX_HEAD_SLOTS] = prefix, lent
+        other = start + kv_heads * layout.region  # nobody's region is another's
         lines += [line, line_of(other, replace(whole, capacity=layout.capacity), np.array([9]), count=10)]
-        before = trunk + heads * lent + torch.arange(base)
-        index = torch.cat([before, start + heads * layout.lane + torch.arange(length - base)], dim=1)
+        before = prefix + heads * lent + torch.arange(base)
+        index = torch.cat([before, start + heads * layout.region + torch.arange(length - base)], dim=1)
         mask = torch.zeros(count, length)
         mask[~torch.from_numpy(whole.visible(queries, np.arange(length)))] = float("-inf")
-        neighbour = other + heads * layout.lane + torch.arange(10)
+        neighbour = other + heads * layout.region + torch.arange(10)
         for rows, read, under in ((count, index, mask), (1, neighbour, None)):
             asked.append(torch.randn(rows, query_heads, dim).to(dtype))
             given = (asked[-1].float(), keys[read].float(), values[read].float())
             alone.append(attend(*given, under, scaling=dim**-0.5))
-        start += 2 * kv_heads * layout.lane
+        start += 2 * kv_heads * layout.region
     return torch.cat(asked), keys, values, torch.from_numpy(np.concatenate(lines)), alone
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_reference_reads_the_keep_set_that_gathering_reads(shape: tuple[int, int, int]) -> None:
-    queries, keys, values, lanes, alone = keep_sets(shape, torch.float32)
+    queries, keys, values, regions, alone = keep_sets(shape, torch.float32)
 
-    out = attend_lanes(queries, keys, values, lanes, kv_heads=shape[1], scaling=shape[2] ** -0.5, blocks=BLOCKS)
+    out = attend_ragged(queries, keys, values, regions, kv_heads=shape[1], scaling=shape[2] ** -0.5, blocks=BLOCKS)
 
     assert torch.allclose(out, torch.cat(alone), atol=1e-5)
 
@@ -230,9 +237,9 @@ def test_the_reference_reads_the_keep_set_that_gathering_reads(shape: tuple[int,
 @pytest.mark.parametrize("build", [case, chunks, forks])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_reference_gives_each_row_what_it_gets_by_itself(shape: tuple[int, int, int], build: Build) -> None:
-    queries, keys, values, lanes, alone = build(shape, torch.float32)
+    queries, keys, values, regions, alone = build(shape, torch.float32)
 
-    out = attend_lanes(queries, keys, values, lanes, kv_heads=shape[1], scaling=shape[2] ** -0.5)
+    out = attend_ragged(queries, keys, values, regions, kv_heads=shape[1], scaling=shape[2] ** -0.5)
 
     assert torch.allclose(out, torch.cat(alone), atol=1e-5)
 
@@ -249,9 +256,9 @@ class _IntOfArray(metaclass=_IsInt):
         return int(np.asarray(number).reshape(()))
 
 
-def kernel_of() -> LaneAttention:
+def kernel_of() -> RaggedAttention:
     """Imported late: Triton decides at that moment whether it interprets."""
-    from inference_engine.kernels.triton.lane_attention import attend_lanes as kernel
+    from inference_engine.kernels.triton.ragged_attention import attend_ragged as kernel
 
     return kernel
 
@@ -262,11 +269,11 @@ def device_of_kernels() -> torch.device:
         return torch.device("cuda")
     from triton.runtime import interpreter
 
-    from inference_engine.kernels.triton import lane_attention
+    from inference_engine.kernels.triton import ragged_attention
 
     interpreter.int = _IntOfArray
     # It takes long for each program: fewer than would fill a GPU.
-    lane_attention._PROGRAMS, lane_attention._SOME_SPLITS = 32, 2
+    ragged_attention._PROGRAMS, ragged_attention._SOME_SPLITS = 32, 2
     return torch.device("cpu")
 
 
@@ -284,12 +291,12 @@ def compare_kernel() -> None:
             parts = (slice(0, 64), slice(64, count)) if is_quick else (slice(0, count, 3),)
             for rows in (*parts, slice(count - 3, count)) if dtype is torch.float32 else (slice(0, 9),):
                 for softcap in (None, 3.0) if rows.start == count - 3 else (None,):
-                    queries, keys, values, lanes = (given[0][rows], *given[1:3], given[3][rows])
+                    queries, keys, values, regions = (given[0][rows], *given[1:3], given[3][rows])
                     heads, scaling = shape[1], shape[2] ** -0.5
-                    expected = attend_lanes(
-                        queries, keys, values, lanes, kv_heads=heads, scaling=scaling, softcap=softcap
+                    expected = attend_ragged(
+                        queries, keys, values, regions, kv_heads=heads, scaling=scaling, softcap=softcap
                     )
-                    moved = [part.to(device) for part in (queries, keys, values, lanes)]
+                    moved = [part.to(device) for part in (queries, keys, values, regions)]
                     out = kernel(*moved, kv_heads=heads, scaling=scaling, softcap=softcap).cpu()
                     assert out.dtype == dtype
                     worst = (out.float() - expected.float()).abs().max().item()
@@ -318,8 +325,8 @@ def compare_alone(
     blocks: int = 0,
 ) -> None:
     """The kernel against what each row gives by itself."""
-    queries, keys, values, lanes, alone = build(shape, dtype)
-    moved = [part.to(device) for part in (queries, keys, values, lanes)]
+    queries, keys, values, regions, alone = build(shape, dtype)
+    moved = [part.to(device) for part in (queries, keys, values, regions)]
     out = kernel_of()(*moved, kv_heads=shape[1], scaling=shape[2] ** -0.5, blocks=blocks).cpu()
     worst = (out.float() - torch.cat(alone).float()).abs().max().item()
     assert worst < tolerance, (build, shape, dtype, worst)

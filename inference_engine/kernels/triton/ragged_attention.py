@@ -1,8 +1,8 @@
-"""`kernels/lane_attention.py` in Triton: split over keys, then merged.
+"""`kernels/ragged_attention.py` in Triton: split over keys, then merged.
 
 A program serves one row, one KV head and one part of the slots; the query heads of the group share what it reads. The
 parts are merged by their log-sum-exp (Flash-Decoding: Dao et al., 2023). Of many rows most belong to a chunk of some
-prefill: they are cut into tiles, and where all rows of a tile look at one lane, a program serves the tile.
+prefill: they are cut into tiles, and where all rows of a tile look at one region, a program serves the tile.
 
     rows    a b c c | c c c c | c c c 0      tiles of four; the first and the last are served row by row
 
@@ -17,28 +17,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inference_engine.kernels.lane_attention import FIELDS
-from inference_engine.kernels.triton.lane_blocks import choose_blocks
+from inference_engine.kernels.ragged_attention import FIELDS
+from inference_engine.kernels.triton.region_blocks import choose_blocks
 
 _PROGRAMS = 256  # enough to fill a GPU; fewer rows are split into more parts
 _MOST_SPLITS = 32
 _SOME_SPLITS = 8
 _LEAST = 16  # rows and columns that a matrix product of Triton has at least
-_FEW_ROWS = 64  # up to these many, each is likely to look at a lane of its own
+_FEW_ROWS = 64  # up to these many, each is likely to look at a region of its own
 
 
-def attend_lanes(
+def attend_ragged(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    lanes: Tensor,
+    regions: Tensor,
     *,
     kv_heads: int,
     scaling: float,
     softcap: float | None = None,
     blocks: int = 0,
 ) -> Tensor:
-    """See `LaneAttention`."""
+    """See `RaggedAttention`."""
     rows, query_heads, head_dim = queries.shape
     group = query_heads // kv_heads
     width = max(_LEAST, triton.next_power_of_2(head_dim))
@@ -50,15 +50,15 @@ def attend_lanes(
         splits = min(_MOST_SPLITS, triton.next_power_of_2(max(1, _PROGRAMS // (rows * kv_heads))))
     else:  # one of two numbers: each is a kernel that has to be compiled
         splits = _SOME_SPLITS if tiles * kv_heads < _PROGRAMS // 2 else 1
-    queries, lanes = queries.contiguous(), lanes.contiguous()
+    queries, regions = queries.contiguous(), regions.contiguous()
     parts = torch.empty((rows, query_heads, splits, head_dim), dtype=torch.float32, device=queries.device)
     sums = torch.empty((rows, query_heads, splits), dtype=torch.float32, device=queries.device)
     out = torch.empty_like(queries)
     block_g = max(_LEAST, triton.next_power_of_2(group))
     chosen = sums  # whatever it is, if no row chooses
     if blocks:
-        chosen = choose_blocks(queries, keys, values, lanes, scaling, kv_heads, blocks, block_g, width)
-    tensors = (queries, keys, values, lanes, parts, sums)
+        chosen = choose_blocks(queries, keys, values, regions, scaling, kv_heads, blocks, block_g, width)
+    tensors = (queries, keys, values, regions, parts, sums)
     numbers = (scaling, 0.0 if softcap is None else softcap)
     constants = {
         "FIELDS": FIELDS,
@@ -85,7 +85,7 @@ def _attend_part(
     p_queries,
     p_keys,
     p_values,
-    p_lanes,
+    p_regions,
     p_parts,
     p_sums,
     p_chosen,
@@ -106,9 +106,9 @@ def _attend_part(
     head = tl.program_id(1)
     split = tl.program_id(2)
     heads = tl.num_programs(1)
-    p_line = p_lanes + row * FIELDS
+    p_line = p_regions + row * FIELDS
     start = tl.load(p_line)
-    lane = tl.load(p_line + 1)
+    region = tl.load(p_line + 1)
     count = tl.load(p_line + 2)
     sink = tl.load(p_line + 3)
     ring = tl.load(p_line + 4)
@@ -118,7 +118,7 @@ def _attend_part(
     sink_floor = tl.load(p_line + 8)
     block = tl.load(p_line + 9)
     local = tl.load(p_line + 11)
-    trunk = tl.load(p_line + 13) + head * tl.load(p_line + 14)
+    prefix = tl.load(p_line + 13) + head * tl.load(p_line + 14)
     begin = tl.load(p_line + 15)
 
     o_g = tl.arange(0, BLOCK_G)
@@ -128,9 +128,9 @@ def _attend_part(
         # What a tile shares is left to the program that serves the tile.
         o_first = row // TILE * TILE
         o_last = tl.minimum(o_first + TILE, tl.num_programs(0)) - 1
-        is_shared = tl.load(p_lanes + o_first * FIELDS) == tl.load(p_lanes + o_last * FIELDS)
+        is_shared = tl.load(p_regions + o_first * FIELDS) == tl.load(p_regions + o_last * FIELDS)
         # Rows of nobody look alike, and one of somebody may be between them.
-        is_shared = is_shared & (tl.load(p_lanes + o_first * FIELDS + 2) > 0) & (block == 0)
+        is_shared = is_shared & (tl.load(p_regions + o_first * FIELDS + 2) > 0) & (block == 0)
         count = tl.where(is_shared, 0, count)
         m_own = m_g & (o_g < tl.where(is_shared, 0, GROUP))
 
@@ -146,7 +146,7 @@ def _attend_part(
     b_top = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros((BLOCK_G,), dtype=tl.float32)
     b_out = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
-    own = start + head * lane - begin
+    own = start + head * region - begin
     step = tl.maximum(ring, 1)
     own_floor = tl.where(ring > 0, tl.maximum(floor, sink), tl.maximum(floor, 0))
     for s in range(first, end, BLOCK_S):
@@ -162,7 +162,7 @@ def _attend_part(
             m_distant = m_seen & (block > 0) & (o_s >= sink) & (o_s < local)
             m_seen = m_seen & (tl.load(p_chosen + o_chosen, mask=m_distant, other=1) != 0)
             m_read = m_seen
-        o_row = tl.where(o_s < begin, trunk, own) + o_s
+        o_row = tl.where(o_s < begin, prefix, own) + o_s
         o_kv = o_row[:, None] * D + o_d[None, :]
         m_kv = m_read[:, None] & m_d[None, :]
         b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
@@ -194,7 +194,7 @@ def _attend_tile_part(
     p_queries,
     p_keys,
     p_values,
-    p_lanes,
+    p_regions,
     p_parts,
     p_sums,
     rows,
@@ -210,31 +210,31 @@ def _attend_tile_part(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """As `_attend_part`, for the rows of a tile that look at one lane: their lines differ only in what they see."""
+    """As `_attend_part`, for the rows of a tile that look at one region: their lines differ only in what they see."""
     o_first = tl.program_id(0).to(tl.int64) * TILE
     head = tl.program_id(1)
     split = tl.program_id(2)
     heads = tl.num_programs(1)
     o_last = tl.minimum(o_first + TILE, rows) - 1
-    p_line = p_lanes + o_first * FIELDS
+    p_line = p_regions + o_first * FIELDS
     start = tl.load(p_line)
-    lane = tl.load(p_line + 1)
+    region = tl.load(p_line + 1)
     count = tl.load(p_line + 2).to(tl.int32)
     sink = tl.load(p_line + 3).to(tl.int32)
     ring = tl.load(p_line + 4).to(tl.int32)
     last = tl.load(p_line + 5).to(tl.int32)
-    trunk = tl.load(p_line + 13) + head * tl.load(p_line + 14)
+    prefix = tl.load(p_line + 13) + head * tl.load(p_line + 14)
     begin = tl.load(p_line + 15)
-    is_shared = (start == tl.load(p_lanes + o_last * FIELDS)) & (count > 0) & (tl.load(p_line + 9) == 0)
+    is_shared = (start == tl.load(p_regions + o_last * FIELDS)) & (count > 0) & (tl.load(p_line + 9) == 0)
 
     # Of each row the query heads of the group, one after another.
     o_q = tl.arange(0, BLOCK_Q)
     o_row = o_first + o_q // GROUP
     m_q = (o_q < tl.where(is_shared, TILE * GROUP, 0)) & (o_row <= o_last)
     o_h = (o_row * heads + head) * GROUP + o_q % GROUP
-    b_upto = tl.load(p_lanes + o_row * FIELDS + 6, mask=m_q, other=-1).to(tl.int32)
-    b_floor = tl.load(p_lanes + o_row * FIELDS + 7, mask=m_q, other=0).to(tl.int32)
-    b_sink_floor = tl.load(p_lanes + o_row * FIELDS + 8, mask=m_q, other=0).to(tl.int32)
+    b_upto = tl.load(p_regions + o_row * FIELDS + 6, mask=m_q, other=-1).to(tl.int32)
+    b_floor = tl.load(p_regions + o_row * FIELDS + 7, mask=m_q, other=0).to(tl.int32)
+    b_sink_floor = tl.load(p_regions + o_row * FIELDS + 8, mask=m_q, other=0).to(tl.int32)
     b_floor = tl.where(ring > 0, tl.maximum(b_floor, sink), tl.maximum(b_floor, 0))
     # Where slots are positions, nobody looks at those after the last row's own.
     count = tl.where(ring > 0, count, tl.minimum(count, tl.max(b_upto, axis=0) + 1))
@@ -250,13 +250,13 @@ def _attend_tile_part(
     b_top = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros((BLOCK_Q,), dtype=tl.float32)
     b_out = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
-    own = start + head * lane - begin
+    own = start + head * region - begin
     step = tl.maximum(ring, 1)
     for s in range(first, end, BLOCK_S):
         o_s = s + tl.arange(0, BLOCK_S)
         m_s = o_s < end
         o_slot = o_s.to(tl.int64)
-        o_kv = (tl.where(o_slot < begin, trunk, own) + o_slot)[:, None] * D + o_d[None, :]
+        o_kv = (tl.where(o_slot < begin, prefix, own) + o_slot)[:, None] * D + o_d[None, :]
         m_kv = m_s[:, None] & m_d[None, :]
         b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
         b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling

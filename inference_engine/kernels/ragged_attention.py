@@ -1,22 +1,23 @@
-"""Attention of single rows, each over a lane of its own: one operation for all rows of a step.
+"""Attention of single rows, each over a region of its own: one operation for all rows of a step.
 
-    queries [N, Hq, D] · keys, values [R, D], the arenas · lanes [N, FIELDS], one line a row, whole numbers
+    queries [N, Hq, D] · keys, values [R, D], the buffers · regions [N, FIELDS], one line a row, whole numbers
 
-A lane is `lane` consecutive arena rows for each KV head, from `start` on. What a row sees there follows from numbers,
-so that nothing as long as a history is built on the host or copied, and a step's shapes do not change with lengths:
+A region is `region` consecutive buffer rows for each KV head, from `start` on. What a row sees there follows from
+numbers, so that nothing as long as a history is built on the host or copied, and a step's shapes do not change with
+lengths:
 
     slot       0 … sink-1 | sink … count-1
     position   its number | the last one up to `last` that falls there, `ring` apart (ring 0: its number)
     seen       from sink_floor on | from max(floor, sink) on, and both up to `upto`
 
 A row may read a keep-set (`kernels/gather.py`): its line then has a block size. Of what it sees it reads the sink, what
-is from `local` on, and the `kept` blocks between of the highest bounds; the bounds are in the lane, from slot `bounds`
-on. Slots are positions there. A line whose block size is 0 reads all it sees.
+is from `local` on, and the `kept` blocks between of the highest bounds; the bounds are in the region, from slot
+`bounds` on. Slots are positions there. A line whose block size is 0 reads all it sees.
 
-A fork's first rows are where the session before it put them: its slots before `base` are those of another lane, of
-`trunk_lane` rows for each KV head from `trunk_start` on, and its own lane begins with slot `base`.
+A fork's first rows are where the session before it put them: its slots before `base` are those of another region, of
+`prefix_region` rows for each KV head from `prefix_start` on, and its own region begins with slot `base`.
 
-This is the reference, row by row in plain torch, and the contract; `triton/lane_attention.py` has the kernel.
+This is the reference, row by row in plain torch, and the contract; `triton/ragged_attention.py` has the kernel.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from inference_engine.kernels.attention import attend
 from inference_engine.kernels.bounds import bounds_scores
 from inference_engine.kernels.gather import masked_attend, select
 
-START, LANE, COUNT, SINK, RING, LAST, UPTO, FLOOR, SINK_FLOOR, BLOCK, KEPT, LOCAL, BOUNDS = range(13)
-TRUNK_START, TRUNK_LANE, BASE = range(13, 16)
+START, HEAD_SLOTS, COUNT, SINK, RING, LAST, UPTO, FLOOR, SINK_FLOOR, BLOCK, KEPT, LOCAL, BOUNDS = range(13)
+PREFIX_START, PREFIX_HEAD_SLOTS, BASE = range(13, 16)
 FIELDS = 16
 
 
-class LaneAttention(Protocol):
+class RaggedAttention(Protocol):
     """`kv_heads`: Hkv. A row whose count is 0 gets zeros. Returns [N, Hq, D] in the dtype of `queries`.
 
     blocks: no row chooses among more than these; 0 if none reads a keep-set.
@@ -46,7 +47,7 @@ class LaneAttention(Protocol):
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        lanes: Tensor,
+        regions: Tensor,
         *,
         kv_heads: int,
         scaling: float,
@@ -55,25 +56,25 @@ class LaneAttention(Protocol):
     ) -> Tensor: ...
 
 
-def attend_lanes(
+def attend_ragged(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    lanes: Tensor,
+    regions: Tensor,
     *,
     kv_heads: int,
     scaling: float,
     softcap: float | None = None,
     blocks: int = 0,
 ) -> Tensor:
-    """The reference of LaneAttention."""
+    """The reference of RaggedAttention."""
     out = torch.zeros_like(queries)
-    for row, numbers in enumerate(lanes.tolist()):
-        start, lane, count = numbers[START], numbers[LANE], numbers[COUNT]
+    for row, numbers in enumerate(regions.tolist()):
+        start, region, count = numbers[START], numbers[HEAD_SLOTS], numbers[COUNT]
         if not count:
             continue
         slots = torch.arange(count, device=queries.device)
-        heads = start + torch.arange(kv_heads, device=queries.device)[:, None] * lane
+        heads = start + torch.arange(kv_heads, device=queries.device)[:, None] * region
         if numbers[BLOCK]:
             assert blocks, "a row reads a keep-set, and nobody said so"
             read = kept(queries[row : row + 1], keys, values, heads, numbers, scaling=scaling)
@@ -84,7 +85,9 @@ def attend_lanes(
         mask = torch.zeros(1, count, dtype=queries.dtype, device=queries.device)
         mask.masked_fill_(~seen(slots, numbers)[None], float("-inf"))
         base = numbers[BASE]
-        before = numbers[TRUNK_START] + torch.arange(kv_heads, device=queries.device)[:, None] * numbers[TRUNK_LANE]
+        before = (
+            numbers[PREFIX_START] + torch.arange(kv_heads, device=queries.device)[:, None] * numbers[PREFIX_HEAD_SLOTS]
+        )
         index = torch.where(slots < base, before + slots, heads + slots - base)  # [Hkv, count]
         out[row : row + 1] = attend(
             queries[row : row + 1], keys[index], values[index], mask, scaling=scaling, softcap=softcap

@@ -18,8 +18,8 @@ from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.decode.draft import Drafter
 from inference_engine.engine import Engine
-from inference_engine.kernels.lane_attention import attend_lanes
 from inference_engine.kernels.ops import DeviceOps, open_ops
+from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv import plan
 from inference_engine.kv.parts.shared_prefix import PrefixView
 from inference_engine.kv.strategies.full import Full
@@ -37,7 +37,7 @@ from tests.tiny import SMALL, tiny_forward_on, tiny_latent
 
 ON_GPU = torch.cuda.is_available()
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
-WAYS = {"lanes": False, "lanes-graphs": True} if ON_GPU else {"lanes": False}
+WAYS = {"regions": False, "regions-graphs": True} if ON_GPU else {"regions": False}
 
 
 @lru_cache(maxsize=3)
@@ -85,9 +85,9 @@ def test_rows_attended_to_together_give_what_they_give_session_by_session(strate
 
 @pytest.mark.parametrize("way", WAYS)
 def test_long_chunks_without_a_mask_give_what_they_give_under_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a first prefill and of one that goes on, beside rows that read lanes."""
+    """Of a first prefill and of one that goes on, beside rows that read regions."""
     expected = conversation("alone", Full())
-    monkeypatch.setattr(plan, "_MOST_LANE_ROWS", 4)
+    monkeypatch.setattr(plan, "_MOST_RAGGED_TOKENS", 4)
 
     found = conversation(way, Full())
 
@@ -96,7 +96,7 @@ def test_long_chunks_without_a_mask_give_what_they_give_under_one(way: str, monk
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_forks_that_read_a_trunk_are_attended_to_with_all_others(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forks_that_read_a_prefix_are_attended_to_with_all_others(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two forks at once, in other words each, beside the session whose rows they read."""
 
     def said(way: str) -> list[list[tuple[int, float | None]]]:
@@ -122,7 +122,7 @@ def test_forks_that_read_a_trunk_are_attended_to_with_all_others(way: str, monke
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strategy", [Full(), SinkWindow(sink=3, window=20)], ids=str)
-def test_drafts_verified_over_lanes_change_no_token(strategy: KVStrategy, way: str) -> None:
+def test_drafts_verified_over_regions_change_no_token(strategy: KVStrategy, way: str) -> None:
     """Blocks of several rows of one session, some of which are dropped again."""
     repeated = text(12) * 4
     found = {}
@@ -135,7 +135,7 @@ def test_drafts_verified_over_lanes_change_no_token(strategy: KVStrategy, way: s
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", [tiny_network, chained_network], ids=["plain", "chained"])
-def test_a_drafter_whose_work_is_recorded_guesses_what_it_guessed_before(
+def test_a_drafter_whose_work_is_recorded_draft_tokens_what_it_guessed_before(
     make: Callable[[], DFlashNetwork], way: str
 ) -> None:
     """Several sessions, which leave one after another: other numbers of blocks and of rows each time."""
@@ -177,13 +177,13 @@ def test_the_rows_of_several_sessions_are_one_operation_a_layer() -> None:
 
     def counted(queries: Tensor, *others: Any, **words: Any) -> Tensor:
         asked.append(len(queries))
-        return attend_lanes(queries, *others, **words)
+        return attend_ragged(queries, *others, **words)
 
-    on_lanes = tiny_forward_on("cpu", ops=DeviceOps(attend_lanes=counted, attends_together=True))
+    on_regions = tiny_forward_on("cpu", ops=DeviceOps(attend_ragged=counted, attends_together=True))
     settings: dict[str, Any] = {**SMALL}
-    with Engine(on_lanes, EngineConfig(**settings)) as engine:
+    with Engine(on_regions, EngineConfig(**settings)) as engine:
         sessions = [opened(engine, strategy, text(40)) for strategy in (Full(), SinkWindow(sink=3, window=20), Full())]
         running = [engine.generate(session, GenerateParams(max_tokens=30)) for session in sessions]
         for generation in running:
             drain(generation)
-    assert asked.count(3) >= 20 * len(on_lanes.seam.layers)
+    assert asked.count(3) >= 20 * len(on_regions.seam.layers)
