@@ -111,16 +111,16 @@ BUGS = (
     ),
     Bug(
         "logits that are not finite are sampled",
-        "inference_engine/decode/verifier.py",
-        "            is_finite = math.isfinite(largest) and math.isfinite(smallest)\n",
-        "            is_finite = True\n",
+        "inference_engine/kernels/sampling.py",
+        "        is_finite = math.isfinite(largest) and math.isfinite(smallest)\n",
+        "        is_finite = True\n",
         ("tests/laboratory/test_scripted.py",),
     ),
     Bug(
         "randomness depends on the place in the batch",
-        "inference_engine/decode/verifier.py",
-        "key(place.sampler.seed, place.position) for place in keyed",
-        "key(place.sampler.seed, number) for number, place in enumerate(keyed)",
+        "inference_engine/kernels/sampling.py",
+        "key(place.draw.sampler.seed, place.draw.position + place.row) for place in keyed",
+        "key(place.draw.sampler.seed, number) for number, place in enumerate(keyed)",
         (CLOSED_FORM,),
     ),
     Bug(

@@ -86,7 +86,12 @@ def told(tokenizer: ChatTokenizer) -> dict[str, Any]:
     turns: list[dict[str, Any]] = [
         turn(tokenizer, messages, after)
         for after in ([], spoken, [*spoken, *ends])
-        for messages in ([user("b?")], [user("b"), {"role": "tool", "content": "c"}], [user(specials[-1] + "b")])
+        for messages in (
+            [user("b?")],
+            [user("b"), {"role": "tool", "content": "c"}],
+            [user(specials[-1] + "b")],
+            [user("Kqzwxjvbmx Kqzwxjvbm Vhgtfyprd")],  # what finds the place after the assistant's words
+        )
     ]
     return {
         "end_of_turn": ends,

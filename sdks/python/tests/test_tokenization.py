@@ -92,6 +92,28 @@ def test_a_reply_cut_short_gets_the_end_of_its_turn(reply: str) -> None:
     assert history == tokens_for_chat([user("a"), assistant(reply), user("b")], BYTE_LEVEL)
 
 
+# What finds the place after the assistant's words may be in a message all the same.
+MARKER_WORDS = ["Kqzwxjvbm", "Vhgtfyprd", "Kqzwxjvbmxx and Kqzwxjvbmx", "KqzwxjvbmKqzwxjvbm Vhgtfyprdxxxx Vhgtfyprd"]
+
+
+@pytest.mark.parametrize("words", MARKER_WORDS)
+def test_a_message_may_hold_any_word(words: str) -> None:
+    generated = [*encode(BYTE_LEVEL, "It is."), BYTE_LEVEL.convert_tokens_to_ids("<|im_end|>")]
+    history = tokens_for_chat([user("a")], BYTE_LEVEL) + generated
+    history += tokens_for_next_turn([user(words)], BYTE_LEVEL, after=generated)
+    assert history == tokens_for_chat([user("a"), assistant("It is."), user(words)], BYTE_LEVEL)
+
+
+@pytest.mark.parametrize("words", MARKER_WORDS)
+def test_a_tool_and_an_option_may_hold_any_word(words: str) -> None:
+    written = "{{ tools[0].function.name }}{{ mood }}"
+    tokenizer = byte_level_tokenizer(written + CHATML)
+    options: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": words}}], "mood": words}
+    turn = tokens_for_next_turn([user("b")], tokenizer, after=[], **options)
+    assert turn == tokens_for_next_turn([user("b")], BYTE_LEVEL, after=[])
+    assert end_of_turn_ids(tokenizer, **options) == end_of_turn_ids(BYTE_LEVEL)
+
+
 def test_nothing_generated_is_cut_short_too() -> None:
     turn = tokens_for_next_turn([user("b")], BYTE_LEVEL, after=[])
     assert BYTE_LEVEL.decode(turn).startswith("<|im_end|>\n<|im_start|>user\nb")

@@ -73,6 +73,26 @@ test("tools reach the template", async () => {
   expect(tokenizer.decode(ids)).toMatch(/<\|im_end\|>\n2$/);
 });
 
+test.each(["Kqzwxjvbm", "Vhgtfyprd", "Kqzwxjvbmxx and Kqzwxjvbmx", "KqzwxjvbmKqzwxjvbm Vhgtfyprdxxxx Vhgtfyprd"])(
+  "a message, a tool and an option may hold any word: %s",
+  async (words) => {
+    const tokenizer = await loadTokenizer(join(folder, "bytes"));
+    const turn = tokensForNextTurn([{ role: "user", content: words }], tokenizer, { after: [] });
+    expect(tokenizer.decode(turn)).toContain(`user\n${words}<|im_end|>`);
+    const calm: Message[] = [{ role: "user", content: "b" }];
+    const told = {
+      ...tokenizer,
+      render: (...[messages, { tools, mood, ...options }]: Parameters<typeof tokenizer.render>) =>
+        `${JSON.stringify(tools)}${String(mood)}${tokenizer.render(messages, options)}`,
+    };
+    const options = { tools: [{ type: "function", function: { name: words } }], templateOptions: { mood: words } };
+    expect(tokensForNextTurn(calm, told, { after: [], ...options })).toEqual(
+      tokensForNextTurn(calm, tokenizer, { after: [] }),
+    );
+    expect(endOfTurnIds(told, options)).toEqual(endOfTurnIds(tokenizer));
+  },
+);
+
 test("what somebody says ends no turn, unless that is asked for", async () => {
   const tokenizer = await loadTokenizer(join(folder, "bytes"));
   const special = (ids: readonly number[]): number[] =>

@@ -181,8 +181,9 @@ export function tokensForNextTurn(
   known(options, "tokensForNextTurn");
   const start: Message[] = [{ role: "user", content: USER }];
   const longer: Message[] = [...start, { role: "assistant", content: USER }, ...start];
-  const [end, turn] = afterAssistant(tokenizer, start, MARKERS[0], messages, options);
-  const [sameEnd, sameTurn] = afterAssistant(tokenizer, longer, MARKERS[1], messages, options);
+  const [one, other] = markersFor([messages, options.tools, options.templateOptions]);
+  const [end, turn] = afterAssistant(tokenizer, start, one, messages, options);
+  const [sameEnd, sameTurn] = afterAssistant(tokenizer, longer, other, messages, options);
   if (!areEqual(end, sameEnd) || !areEqual(turn, sameTurn)) {
     throw new TemplateError(
       "the chat template renders what follows an assistant's turn differently depending on what came before it, " +
@@ -200,10 +201,31 @@ export function tokensForNextTurn(
 export function endOfTurnIds(tokenizer: ChatTokenizer, options: ChatOptions = {}): number[] {
   known(options, "endOfTurnIds");
   const question: Message[] = [{ role: "user", content: USER }];
-  const [, [first]] = renderedAfter(tokenizer, question, MARKERS[0], [], { ...options, addGenerationPrompt: false });
+  const [marker] = markersFor([options.tools, options.templateOptions]);
+  const [, [first]] = renderedAfter(tokenizer, question, marker, [], { ...options, addGenerationPrompt: false });
   // A turn that ends in plain text has no token of its own for it.
   const own = first !== undefined && tokenizer.addedTokens.some(({ id }) => id === first) ? [first] : [];
   return [...new Set([...tokenizer.eosTokenIds, ...own])];
+}
+
+/** The markers, each with as many letters more as it takes to be in no text of what the template is given. */
+function markersFor(given: unknown): [string, string] {
+  const texts = [...textsOf(given)];
+  const marker = (word: string): string => {
+    const runs = texts.flatMap((text) => [...text.matchAll(new RegExp(`${word}(x*)`, "g"))].map(([found]) => found));
+    return runs.reduce((longest, run) => (run.length < longest.length ? longest : `${run}x`), word);
+  };
+  return [marker(MARKERS[0]), marker(MARKERS[1])];
+}
+
+/** Every text within messages and options, names of fields too. */
+function* textsOf(value: unknown): Generator<string> {
+  if (typeof value === "object" && value !== null) {
+    for (const [name, part] of Object.entries(value)) {
+      yield name;
+      yield* textsOf(part);
+    }
+  } else yield String(value);
 }
 
 function requireNew(messages: readonly Message[]): void {

@@ -21,7 +21,8 @@ unless `allow_special_tokens` asks for what the tokenizer would make of it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -125,9 +126,11 @@ def tokens_for_next_turn(
     _require_new(messages)
     start: list[Message] = [{"role": "user", "content": _USER}]
     longer = [*start, {"role": "assistant", "content": _USER}, *start]
-    writer = _Writer(tokenizer, {"tools": tools, **template_options}, allow_special_tokens)
-    end, turn = _after_assistant(writer, start, _MARKERS[0], messages, add_generation_prompt)
-    if (end, turn) != _after_assistant(writer, longer, _MARKERS[1], messages, add_generation_prompt):
+    options = {"tools": tools, **template_options}
+    writer = _Writer(tokenizer, options, allow_special_tokens)
+    one, other = _markers([*_texts(messages), *_texts(options)])
+    end, turn = _after_assistant(writer, start, one, messages, add_generation_prompt)
+    if (end, turn) != _after_assistant(writer, longer, other, messages, add_generation_prompt):
         raise TemplateError(
             "the chat template renders what follows an assistant's turn differently depending on what came before it, "
             "so the next turn cannot be had without rendering the history again; put the ids together yourself"
@@ -145,11 +148,33 @@ def end_of_turn_ids(tokenizer: ChatTokenizer, **template_options: Any) -> tuple[
     ids = [*own] if isinstance(own, (list, tuple)) else [] if own is None else [own]
     question: list[Message] = [{"role": "user", "content": _USER}]
     writer = _Writer(tokenizer, template_options, False)
-    end = _rendered_after(writer, question, _MARKERS[0], [], False)[1]
+    end = _rendered_after(writer, question, _markers([*_texts(template_options)])[0], [], False)[1]
     # A turn that ends in plain text has no token of its own for it.
     if end and end[0] in tokenizer.added_tokens_decoder:
         ids.append(end[0])
     return tuple(dict.fromkeys(ids))
+
+
+def _markers(texts: Sequence[str]) -> list[str]:
+    """The markers, each with as many letters more as it takes to be in none of the texts."""
+    runs = [[len(run) for text in texts for run in re.findall(f"{word}(x*)", text)] for word in _MARKERS]
+    return [
+        word + "x" * max((length + 1 for length in found), default=0)
+        for word, found in zip(_MARKERS, runs, strict=True)
+    ]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text within messages and options, names of fields too."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            yield str(name)
+            yield from _texts(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _texts(part)
+    else:
+        yield str(value)
 
 
 def _require_new(messages: Sequence[Message]) -> None:
