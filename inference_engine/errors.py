@@ -34,19 +34,19 @@ class ModelError(KakeyaError):
     """A model folder is missing, damaged, tampered with, unsafe, or of a kind we cannot serve rightly."""
 
 
-class NonFiniteRows(ModelError):
+class NonFiniteEntries(ModelError):
     """Rows that are coded, or come back from their codes, hold NaN or infinity.
 
     `layer` and `part` ("keys" or "values") say where.
     """
 
     def __init__(self, layer: int, part: str, *, come_back: bool = False) -> None:
-        rows, why = (
+        entries, why = (
             ("that come back", "the codec gave them, these rows cannot be read")
             if come_back
             else ("to be encoded", "the model overflowed, these rows cannot be kept")
         )
-        super().__init__(f"layer {layer}: {part} {rows} hold NaN or infinity; {why}")
+        super().__init__(f"layer {layer}: {part} {entries} hold NaN or infinity; {why}")
         self.layer = layer
         self.part = part
 
@@ -154,12 +154,12 @@ class HistoryLimit(RequestError):
 
     def __init__(self, length: int, adding: int, limit: int, *, setting: str = "") -> None:
         """setting: the operator's, which is the limit; "": it is the session's own."""
-        whose, way_out = f"the session's limit of {limit}", ""
+        bound, advice = f"the session's limit of {limit}", ""
         if setting:
-            whose = f"the {limit} tokens that this server lets one session have"
-            way_out = f". Go on in a new session, or have the operator raise {setting}"
+            bound = f"the {limit} tokens that this server lets one session have"
+            advice = f". Go on in a new session, or have the operator raise {setting}"
         super().__init__(
-            f"{length} tokens and {adding} more would pass {whose}; nothing was appended{way_out}",
+            f"{length} tokens and {adding} more would pass {bound}; nothing was appended{advice}",
             history_length=length,
             limit_tokens=limit,
         )
@@ -271,7 +271,7 @@ class RestorationFailed(RequestError):
         reported = ""
         if isinstance(cause, OSError) and cause.strerror:
             reported = f": {cause.strerror}"
-        elif isinstance(cause, NonFiniteRows):
+        elif isinstance(cause, NonFiniteEntries):
             reported = f": {cause}"
         super().__init__(
             f"the session's evicted rows could not be restored{reported}. The history is kept; generate again, or go "

@@ -116,8 +116,8 @@ class JsonFormatter(logging.Formatter):
 
 def _fields(record: logging.LogRecord) -> Mapping[str, object]:
     """What the record is about; what it does not say itself, the call that it was made in does."""
-    said = {**_current(), **vars(record)}
-    return {name: said[name] for name in FIELDS if said.get(name) not in (None, "")}
+    facts = {**_current(), **vars(record)}
+    return {name: facts[name] for name in FIELDS if facts.get(name) not in (None, "")}
 
 
 def _current() -> dict[str, str]:
@@ -167,7 +167,7 @@ class _BackgroundHandler(logging.Handler):
                 _lost["write"] += 1
                 continue
             if line is None or self._lines.empty():
-                self._tell()
+                self._report_lost()
 
     def _put(self, line: str) -> bool:
         """Whether the line was written. A full disk may have room again; a closed stream only loses lines."""
@@ -178,7 +178,7 @@ class _BackgroundHandler(logging.Handler):
             return False
         return True
 
-    def _tell(self) -> None:
+    def _report_lost(self) -> None:
         """Say once how many lines were lost."""
         dropped, failed = self._dropped - self._reported_dropped, self._failed
         how = "lines of the log were dropped: they came faster than they are read"

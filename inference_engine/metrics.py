@@ -4,8 +4,8 @@ Labels take values from a small fixed set (the tuples below, names of strategies
 never an id, an owner, a label of a client's or a key, hashed or not. Instruments without labels cost about a
 microsecond and may be used for every token; look up a labelled child once.
 
-What is counted as it happens is a counter or a histogram. What is there at a moment (`Census`) is counted when somebody
-looks, so that it is never old.
+Events are counters and histograms, updated as they happen. What exists at a moment (`EngineStatistics`) is counted at
+every scrape, so it is never stale.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEP_PARTS = ("plan", "draft", "forward", "sample", "settle")
 
 # Powers of two, because rows and tokens come in pages and segments.
 _TOKENS = tuple(float(2**power) for power in range(0, 21, 2))
-_ROWS = tuple(float(2**power) for power in range(13))
+_STEP_TOKENS = tuple(float(2**power) for power in range(13))
 _STEP_SECONDS = tuple(
     milliseconds / 1000
     for milliseconds in (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 150, 250, 500, 1000, 2500, 10_000)
@@ -55,7 +55,7 @@ _DRAFTED = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 24.0, 32.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Census:
+class EngineStatistics:
     """What an engine holds at one moment."""
 
     sessions: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by strategy and state
@@ -82,7 +82,7 @@ class EngineMetrics:
         # `session_created` beside `session_total` would read as a count.
         cast("Callable[[], None]", prometheus_client.disable_created_metrics)()
         self.registry = CollectorRegistry()
-        self._census: Callable[[], Census] | None = None
+        self._statistics: Callable[[], EngineStatistics] | None = None
         self._states: dict[tuple[str, str], Gauge] = {}
         # A registry asks its collectors in the order in which they came: what is there is counted before it is shown.
         self.registry.register(_Look(self.look))
@@ -232,7 +232,9 @@ class EngineMetrics:
             registry=self.registry,
         )
         self._step_parts = {part: self.step_parts.labels(part) for part in STEP_PARTS}
-        self.step_rows = self._histogram("engine_step_rows", "Rows in one forward, over all its sessions.", _ROWS)
+        self.step_tokens = self._histogram(
+            "engine_step_rows", "Rows in one forward, over all its sessions.", _STEP_TOKENS
+        )
         self.step_sessions = self._histogram("engine_step_sessions", "Sessions in one forward.", _SESSIONS)
         self.beat_age = self._gauge(
             "engine_beat_age_seconds", "Seconds since the engine last came round, if it has work; else 0."
@@ -301,9 +303,9 @@ class EngineMetrics:
 
     # -- what is there now ------------------------------------------------------------------------------------------
 
-    def watch(self, census: Callable[[], Census], strategies: Iterable[str]) -> None:
-        """`census` is called, from any thread, whenever somebody looks; its strategies are among these."""
-        self._census = census
+    def watch(self, statistics: Callable[[], EngineStatistics], strategies: Iterable[str]) -> None:
+        """`statistics` is called, from any thread, at every scrape; its strategies are among `strategies`."""
+        self._statistics = statistics
         self._states = {
             pair: self.session_states.labels(*pair) for pair in itertools.product(strategies, SESSION_STATES)
         }
@@ -315,9 +317,9 @@ class EngineMetrics:
             for reason, count in lost.items():
                 self.lost_log_lines.labels(reason).inc(count - self._counted_lost[reason])
             self._counted_lost = dict(lost)
-        if self._census is None:
+        if self._statistics is None:
             return
-        now = self._census()
+        now = self._statistics()
         for pair, gauge in self._states.items():
             gauge.set(now.sessions.get(pair, 0))
         self.sessions_active.set(sum(now.sessions.values()))

@@ -43,7 +43,7 @@ class LateParser(argparse.ArgumentParser):
 
 def add_parsers(top: argparse.ArgumentParser, subparsers: Subparsers) -> None:
     """The laboratory's commands, listed under a heading of their own."""
-    lines = (f"  {name:<{_WIDTH}}{says}" for name, says in COMMANDS.items())
+    lines = (f"  {name:<{_WIDTH}}{summary}" for name, summary in COMMANDS.items())
     top.add_argument_group(LABORATORY, "\n".join(lines))
     for name in COMMANDS:
         subparsers.add_parser(name).learn = _learn(name)

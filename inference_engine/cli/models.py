@@ -136,7 +136,7 @@ def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
     layers = text.num_hidden_layers
     kinds: list[str] = list(getattr(text, "layer_types", None) or ["full_attention"] * layers)
     windowed = kinds.count("sliding_attention")
-    row_values = 2 * layers * kv_heads * head_dim
+    entry_values = 2 * layers * kv_heads * head_dim
 
     facts = [
         ("model", checked.model_id),
@@ -146,7 +146,7 @@ def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
         ("heads", f"{heads} for queries, {kv_heads} for K and V, of {head_dim} values"),
         ("trained positions", f"{text.max_position_embeddings:,}"),
         ("vocabulary", f"{text.vocab_size:,}"),
-        ("K/V per token", f"{4 * row_values:,} bytes in float32, {2 * row_values:,} in bfloat16"),
+        ("K/V per token", f"{4 * entry_values:,} bytes in float32, {2 * entry_values:,} in bfloat16"),
     ]
     if (manifest := checked.manifest) is None:
         if checked.ignored:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from inference_engine.kv.context import KVContext
-from inference_engine.metrics import Census
+from inference_engine.metrics import EngineStatistics
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import RequestState
 from inference_engine.session.capacity import orphaned_bytes
@@ -13,7 +13,7 @@ from inference_engine.session.session import Operation, Session
 from inference_engine.session.store import SessionStore
 
 
-def take_census(store: SessionStore, scheduler: Scheduler, context: KVContext, now: float) -> Census:
+def take_census(store: SessionStore, scheduler: Scheduler, context: KVContext, now: float) -> EngineStatistics:
     """Any thread. Sessions may move on while they are counted; each is counted once."""
     requests = scheduler.requests()
     generating = {
@@ -28,7 +28,7 @@ def take_census(store: SessionStore, scheduler: Scheduler, context: KVContext, n
         kv_bytes.update(session.live_kinds)
         tier_bytes += session.tier_live_bytes
     waiting = sum(state == "queued" for state in generating.values())
-    return Census(
+    return EngineStatistics(
         sessions=sessions,
         kv_bytes=kv_bytes,
         kv_reserved_bytes=context.pool.reserved_bytes,

@@ -327,7 +327,7 @@ class Scheduler:
         if is_known:
             self._batching.took(rows, seconds)
             self._last_step = step_began, rows
-        self._metrics.step_rows.observe(rows)
+        self._metrics.step_tokens.observe(rows)
         self._metrics.step_sessions.observe(len(batch))
         if self._drafting is not None and is_decoding and is_known:
             self._drafting.took(len(batch), rows, seconds)

@@ -152,13 +152,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
             guarded = self._guard(refuse, method)
 
-            async def refuse_who_is_there(messages: Any, context: Context) -> None:
+            async def refuse_if_connected(messages: Any, context: Context) -> None:
                 if self._door.has_dropped(context.peer()):
                     # Nobody hears it. There may be hundreds of these in gRPC's queue, before the calls of others.
                     await context.abort(grpc.StatusCode.UNAUTHENTICATED)
                 await guarded(messages, context)
 
-            found = grpc.stream_stream_rpc_method_handler(refuse_who_is_there)
+            found = grpc.stream_stream_rpc_method_handler(refuse_if_connected)
             self._refusals[method] = found
         return found
 

@@ -1,7 +1,7 @@
 """RuntimeService over an Engine: convert, call, convert back.
 
 Unary engine calls take microseconds and run on the event loop. Waiting (for a busy session, for the next token) is done
-here, on the loop; the engine never waits for us. Errors are raised as they are; `interceptors.py` maps them.
+here, on the loop; the engine never waits for the server. Errors are raised as they are; `interceptors.py` maps them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from inference_engine.server import convert
 from inference_engine.server.incoming import MessageLimits, TransportError
 from inference_engine.server.interceptors import caller
 from inference_engine.server.status import SlowConsumer
-from inference_engine.server.stream import Bells, Feed, Stall
+from inference_engine.server.stream import Feed, LoopWaker, Stall
 from inference_engine.types import Failed, Finished, GenerateParams
 from kakeya.v1 import runtime_pb2 as pb
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RuntimeService"].full_name
 
-# A client whose stream takes no frame for this long loses its Generate, not its session.
+# A client that reads no frame for this long loses its Generate, not its session.
 STALL_SECONDS = 30.0
-# A Generate is stopped this part of its time (but at most so long) before the client's deadline, so that the typed
-# error can still reach the client.
+# A Generate is stopped this fraction of its time (but at most this many seconds) before the client's deadline, so that
+# the typed error still reaches the client.
 DEADLINE_MARGIN = 0.1
 MAX_DEADLINE_MARGIN_SECONDS = 0.1
 
@@ -44,7 +44,7 @@ Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 
 class RuntimeService:
-    """The RPCs. What lasts longer than a call lives in the engine."""
+    """The RPCs. State that outlives a call is kept in the engine."""
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self._engine = engine
@@ -56,7 +56,7 @@ class RuntimeService:
             max_append_tokens=info.config.max_append_tokens, max_message_bytes=config.max_message_bytes
         ).promised_bytes
         self._awaited: dict[str, asyncio.Event] = {}  # by session, set when it becomes free
-        self._bells: Bells | None = None  # of the loop that serves
+        self._waker: LoopWaker | None = None  # of the loop that serves
 
     async def create_session(self, request: pb.CreateSessionRequest, context: Context) -> pb.CreateSessionResponse:
         strategy = convert.strategy_from_wire(request.strategy) if request.HasField("strategy") else None
@@ -77,7 +77,7 @@ class RuntimeService:
         return convert.opened_to_wire(opened, mode=self._mode, model_id=self._model_id)
 
     async def append_tokens(self, request: pb.AppendTokensRequest, context: Context) -> pb.AppendTokensResponse:
-        # Too many ids are refused by their count, before they are made into numbers.
+        # Too many ids are refused by their count, before they are converted.
         too_many = len(request.token_ids) > self._max_append_tokens
         token_ids = request.token_ids if too_many else await convert.token_ids_from_wire(request.token_ids)
         expected = convert.optional(request, "expected_history_length")
@@ -110,7 +110,7 @@ class RuntimeService:
             )
 
         generation = await self._when_free(request.session_id, start)
-        feed = Feed(generation, self._bells_here())
+        feed = Feed(generation, self._loop_waker())
         with self._supervised(generation, feed, context) as stall:
             await _send(feed, convert.framer_for(request), context, stall)
 
@@ -166,17 +166,17 @@ class RuntimeService:
             },
         )
 
-    def _bells_here(self) -> Bells:
-        """Those of the loop, which all streams share."""
-        if self._bells is None:
-            self._bells = Bells(asyncio.get_running_loop())
-        return self._bells
+    def _loop_waker(self) -> LoopWaker:
+        """The waker of the loop, which all streams share."""
+        if self._waker is None:
+            self._waker = LoopWaker(asyncio.get_running_loop())
+        return self._waker
 
     def _params(self, request: pb.GenerateRequest, owner: str) -> GenerateParams:
         try:
             return convert.params_from_wire(request)
         except InvalidArgument:
-            # Whether the session exists is said first.
+            # An unknown session is reported before an invalid argument.
             self._engine.session_info(request.session_id, owner=owner)
             raise
 
@@ -200,28 +200,28 @@ class RuntimeService:
         raise SessionBusy(round(loop.time() - began, 3))
 
     async def _free(self, session_id: str, loop: asyncio.AbstractEventLoop) -> None:
-        # One callback for all who wait, so that who gives up leaves nothing behind, however often.
+        # One callback for all waiting calls, so that calls that give up leave none behind.
         is_free = self._awaited.get(session_id)
         if is_free is None:
             is_free = self._awaited[session_id] = asyncio.Event()
-            self._engine.when_free(session_id, lambda: self._tell_free(session_id, loop))
+            self._engine.when_free(session_id, lambda: self._notify_free(session_id, loop))
         await is_free.wait()
 
-    def _tell_free(self, session_id: str, loop: asyncio.AbstractEventLoop) -> None:
+    def _notify_free(self, session_id: str, loop: asyncio.AbstractEventLoop) -> None:
         """Any thread."""
 
-        def tell() -> None:
+        def notify() -> None:
             self._awaited.pop(session_id).set()
 
-        # The loop is closed only when the process ends, and then nobody waits.
+        # The loop is closed only when the process ends, and then no call waits.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(tell)
+            loop.call_soon_threadsafe(notify)
 
     @contextlib.contextmanager
     def _supervised(self, generation: Generation, feed: Feed, context: Context) -> Iterator[Stall]:
-        """Stops the engine's work when the client leaves, stops reading or runs out of time.
+        """Stops the engine's work when the client disconnects, stops reading or reaches its deadline.
 
-        The same call may come again and go on; if it has already, what becomes of this one stops nothing.
+        A repeated call can take the Generate over; then the end of this call stops nothing.
         """
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
@@ -235,7 +235,7 @@ class RuntimeService:
         try:
             yield stall
         except BaseException as error:
-            # A Generate that has ended, or was stopped otherwise, takes no notice.
+            # No effect on a Generate that has ended or was already stopped.
             generation.expire() if context.time_remaining() == 0 else generation.cancel()
             if stall.is_stalled and isinstance(error, asyncio.CancelledError):
                 raise SlowConsumer(STALL_SECONDS, feed.position) from None

@@ -1,14 +1,14 @@
 """The bridge from the engine's thread to one client's stream.
 
-    engine thread ── ring, ring, … wake ──▶ event loop ── read ──▶ frames
+    engine thread ── set, set, … wake ──▶ event loop ── read ──▶ frames
 
-One wakeup of the loop serves every stream that a step has something for, and may carry many events of each. A Feed
-holds none: what its client has not taken yet stays where the engine keeps it, in the session's history, so that a slow
-client costs no memory and the engine waits for nobody. An EventQueue holds those that are pushed to it, at most
-`max_tokens` of one Generate and a report for each prefill chunk.
+One wake-up of the event loop serves all streams with new events, and may carry many events of each. A Feed buffers no
+events: those that its client has not read stay in the session's history, so a slow client costs no memory and never
+blocks the engine. An EventQueue buffers what is pushed to it: at most `max_tokens` of one Generate, and a report for
+each prefill chunk.
 
-A client that stops reading fills the transport's own buffers (thousands of frames) and then one write stalls; `Stall`
-notices that.
+A client that stops reading first fills the transport's buffers (thousands of frames); then a write stalls, and `Stall`
+detects it.
 """
 
 from __future__ import annotations
@@ -23,73 +23,73 @@ from inference_engine.scheduler.transcript import AT_ONCE
 from inference_engine.types import Event, TokenCommitted
 
 
-class Bells:
-    """The bells of one event loop, which are heard together. `wake` from any thread."""
+class LoopWaker:
+    """Delivers the wake-ups of one event loop together. `wake` may be called from any thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._rung: deque[Bell] = deque()
+        self._pending: deque[Wakeup] = deque()
         self._is_waking = False
 
     def wake(self) -> None:
-        """Let the loop hear the bells that were rung."""
-        if self._rung and not self._is_waking:
+        """Have the loop deliver the wake-ups that were set."""
+        if self._pending and not self._is_waking:
             self._is_waking = True
-            # The loop is closed only when the process ends, and then nobody listens.
+            # The loop is closed only when the process ends, and then nothing is left to deliver.
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._hear)
+                self._loop.call_soon_threadsafe(self._deliver)
 
-    def _hear(self) -> None:
-        # First, so that whoever rings after the last bell was heard wakes the loop again.
+    def _deliver(self) -> None:
+        # Cleared first, so that a wake-up set after the last one was delivered schedules another delivery.
         self._is_waking = False
-        while self._rung:
-            self._rung.popleft()._hear()
+        while self._pending:
+            self._pending.popleft()._deliver()
 
 
-class Bell:
-    """Tells a consumer on the loop once of all that has come since it last looked. Rung from any thread."""
+class Wakeup:
+    """Notifies one consumer on the loop, once for everything since it last looked. Set from any thread."""
 
-    def __init__(self, bells: Bells) -> None:
-        self._bells = bells
-        self._is_rung = False
+    def __init__(self, waker: LoopWaker) -> None:
+        self._waker = waker
+        self._is_set = False
         self._waiter: asyncio.Future[None] | None = None
 
-    def ring(self) -> None:
-        """To be rung once there is something, and heard when `Bells.wake` is called."""
-        if not self._is_rung:
-            self._is_rung = True
-            self._bells._rung.append(self)
+    def set(self) -> None:
+        """Call once there is something to read. It is delivered by the next `LoopWaker.wake`."""
+        if not self._is_set:
+            self._is_set = True
+            self._waker._pending.append(self)
 
     async def wait(self) -> None:
-        """Until it is heard. Whoever rings it from now on rings again: to be called before one looks."""
-        if not self._is_rung:
-            self._waiter = self._bells._loop.create_future()
+        """Wait until it is set, and clear it. Call this before reading: what comes later sets it again."""
+        if not self._is_set:
+            self._waiter = self._waker._loop.create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        self._is_rung = False
+        self._is_set = False
 
-    def _hear(self) -> None:
-        if self._is_rung and self._waiter is not None and not self._waiter.done():
+    def _deliver(self) -> None:
+        if self._is_set and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 class Feed:
-    """The events of a Generation. Single consumer, on the bells' loop."""
+    """The events of a Generation. Single consumer, on the waker's loop."""
 
-    def __init__(self, generation: Generation, bells: Bells) -> None:
+    def __init__(self, generation: Generation, waker: LoopWaker) -> None:
         self._generation = generation
-        self._bell = Bell(bells)
+        self._wakeup = Wakeup(waker)
         self.position = generation.position  # of the token that is being sent, or comes next
-        generation.when_news(self._bell.ring, bells.wake)
+        generation.when_news(self._wakeup.set, waker.wake)
 
     async def wait(self) -> None:
         """Until there may be something to pop."""
-        await self._bell.wait()
+        await self._wakeup.wait()
 
     def pop_all(self) -> Iterator[Event]:
-        """What is there. What comes while it is being consumed is there at once the next time."""
+        """The events so far. Those that arrive while they are consumed come with the next call, without waiting."""
         is_more = True
         while is_more:
             events = self._generation.read()
@@ -100,7 +100,7 @@ class Feed:
                     self.position += 1
                 else:
                     yield event
-            # Of what came meanwhile the bell was rung: to look again each time costs a quarter of what a token does.
+            # Events that came meanwhile have set the wake-up: reading again each time costs a quarter of a token.
             is_more = len(events) >= AT_ONCE
 
 
@@ -109,18 +109,18 @@ class EventQueue:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._events: deque[Event] = deque()
-        self._bells = Bells(loop)
-        self._bell = Bell(self._bells)
+        self._waker = LoopWaker(loop)
+        self._wakeup = Wakeup(self._waker)
 
     def push(self, event: Event) -> None:
         """Any thread. Returns at once and never raises."""
         self._events.append(event)
-        self._bell.ring()
-        self._bells.wake()
+        self._wakeup.set()
+        self._waker.wake()
 
     async def wait(self) -> None:
         """Until there may be something to pop."""
-        await self._bell.wait()
+        await self._wakeup.wait()
 
     def pop_all(self) -> Iterator[Event]:
         """As `Feed.pop_all`."""
@@ -131,8 +131,8 @@ class EventQueue:
 class Stall:
     """Calls `on_stall` once if a write has been waiting for `limit_seconds` or more.
 
-    One timer a stream instead of one a write: it looks `limit_seconds` after the last look, so a stall is noticed
-    after one to two limits.
+    It has one timer for each stream, not for each write: the timer checks every `limit_seconds`, so a stall is
+    detected after one to two limits.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limit_seconds: float, on_stall: Callable[[], object]) -> None:

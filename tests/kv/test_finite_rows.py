@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from inference_engine.errors import NonFiniteRows, RestorationFailed
+from inference_engine.errors import NonFiniteEntries, RestorationFailed
 from inference_engine.kv.archives.finite import FiniteRows
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
@@ -36,7 +36,7 @@ def test_they_are_named_again_and_again(bad: float, part: str, come_back: bool, 
     finite.ask(LAYERS, *rows.values(), come_back=come_back)
     finite.send()
     for _ in range(2):
-        with pytest.raises(NonFiniteRows, match=f"layer 5: {part} {'that come back' if come_back else 'to be'}"):
+        with pytest.raises(NonFiniteEntries, match=f"layer 5: {part} {'that come back' if come_back else 'to be'}"):
             finite.require()
     finite.forget()
     finite.send()
@@ -51,7 +51,7 @@ def test_questions_that_could_not_be_sent_are_asked_again(monkeypatch: pytest.Mo
         with pytest.raises(RuntimeError, match="the device failed"):
             finite.send()
     finite.send()
-    with pytest.raises(NonFiniteRows):
+    with pytest.raises(NonFiniteEntries):
         finite.require()
 
 

@@ -137,11 +137,11 @@ def test_an_engine_that_fails_to_answer_fails_that_answer_only(port: MetricsPort
     def broken() -> Any:
         raise RuntimeError("secret-detail")
 
-    census = engine.metrics._census
-    engine.metrics._census = broken
+    statistics = engine.metrics._statistics
+    engine.metrics._statistics = broken
     answer = get(port, "/dashboard/data")
     assert (answer.status, answer.body) == (500, b"internal error\n")
-    engine.metrics._census = census
+    engine.metrics._statistics = statistics
     assert get(port, "/dashboard/data").status == 200
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.server.stream import Bell, Bells, EventQueue, Feed, Stall
+from inference_engine.server.stream import EventQueue, Feed, LoopWaker, Stall, Wakeup
 from inference_engine.types import Event, Finished, GenerateParams, StopReason, TokenCommitted
 from tests.server.wire import HISTORY
 from tests.tiny import tiny_engine
@@ -62,11 +62,11 @@ async def test_many_events_cost_one_wakeup() -> None:
     assert list(queue.pop_all()) == [DONE]
 
 
-async def test_bells_that_were_rung_are_heard_in_one_wakeup(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wakeups_that_were_set_are_delivered_together(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = asyncio.get_running_loop()
-    bells = Bells(loop)
-    rung = [Bell(bells) for _ in range(50)]
-    waiting = [asyncio.ensure_future(bell.wait()) for bell in (*rung, Bell(bells))]
+    waker = LoopWaker(loop)
+    pending = [Wakeup(waker) for _ in range(50)]
+    waiting = [asyncio.ensure_future(wakeup.wait()) for wakeup in (*pending, Wakeup(waker))]
     await asyncio.sleep(0)
     wakeups = 0
     wake_loop = loop.call_soon_threadsafe
@@ -77,24 +77,24 @@ async def test_bells_that_were_rung_are_heard_in_one_wakeup(monkeypatch: pytest.
         return wake_loop(callback)
 
     monkeypatch.setattr(loop, "call_soon_threadsafe", count)
-    for bell in rung:
-        bell.ring()
-        bells.wake()
+    for wakeup in pending:
+        wakeup.set()
+        waker.wake()
     await asyncio.wait(waiting[:-1])
     assert not waiting[-1].done()
     assert wakeups == 1
     waiting[-1].cancel()
 
 
-async def test_a_bell_that_rings_while_its_consumer_looks_is_heard_the_next_time() -> None:
-    bells = Bells(asyncio.get_running_loop())
-    bell = Bell(bells)
-    bell.ring()
-    await bell.wait()
-    bell.ring()
-    bells.wake()
-    await asyncio.wait_for(bell.wait(), 60)
-    waiting = asyncio.ensure_future(bell.wait())
+async def test_a_wakeup_set_while_its_consumer_reads_is_delivered_the_next_time() -> None:
+    waker = LoopWaker(asyncio.get_running_loop())
+    wakeup = Wakeup(waker)
+    wakeup.set()
+    await wakeup.wait()
+    wakeup.set()
+    waker.wake()
+    await asyncio.wait_for(wakeup.wait(), 60)
+    waiting = asyncio.ensure_future(wakeup.wait())
     for _ in range(3):
         await asyncio.sleep(0)
     assert not waiting.done()
@@ -123,7 +123,7 @@ async def test_a_feed_gives_every_event_of_a_generate_once_in_order_and_says_whe
     with tiny_engine() as engine:
         session = engine.create_session(strategy=SinkWindow(sink=4, window=16)).session_id
         engine.append(session, HISTORY)
-        feed = Feed(engine.generate(session, GenerateParams(max_tokens=700)), Bells(asyncio.get_running_loop()))
+        feed = Feed(engine.generate(session, GenerateParams(max_tokens=700)), LoopWaker(asyncio.get_running_loop()))
         received: list[Event] = []
         while not received or not isinstance(received[-1], Finished):
             await feed.wait()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inference_engine.errors import NonFiniteRows
+from inference_engine.errors import NonFiniteEntries
 from inference_engine.kv.memory.events import Wait, mark
 
 
@@ -72,4 +72,4 @@ def _look_at(answer: _Answer) -> None:
         for part, lows, highs in (("keys", least, greatest), ("values", least_value, greatest_value)):
             for layer, *ends in zip(question.layers, lows, highs, strict=True):
                 if not all(ends):
-                    raise NonFiniteRows(layer, part, come_back=question.come_back)
+                    raise NonFiniteEntries(layer, part, come_back=question.come_back)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.errors import NonFiniteRows, RestorationFailed
+from inference_engine.errors import NonFiniteEntries, RestorationFailed
 from inference_engine.kv.archives.restorer import Archive, RowBlock
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import LayerSet, Layout, Positions
@@ -173,7 +173,7 @@ class ArchivedEntries(Part):
     def require_finite(self) -> None:
         try:
             self._archive.require_finite()
-        except NonFiniteRows as error:
+        except NonFiniteEntries as error:
             raise RestorationFailed(error) from error
 
     def _keep(self, leaving: Sequence[Positions], before: int, length: int) -> None:

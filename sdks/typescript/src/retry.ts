@@ -53,7 +53,7 @@ export class Patience {
   readonly #policy: Required<RetryPolicy>;
   readonly #deadline: number | null;
   /** By the server, and not answered since. */
-  #lastTold: KakeyaError | undefined = undefined;
+  #lastReported: KakeyaError | undefined = undefined;
   /** Since the last answer. */
   #timesFull = 0;
   #fullSince = 0;
@@ -88,7 +88,7 @@ export class Patience {
     if (this.isAborted || !(error instanceof KakeyaError)) return undefined;
     if (error.isFull) return this.#fullWaitSeconds();
     attempt -= this.#timesFull;
-    if (error.reason !== undefined) this.#lastTold = error;
+    if (error.reason !== undefined) this.#lastReported = error;
     if (error instanceof TLSFailed || attempt >= this.#policy.attempts) return undefined;
     const asked = error.retryAfterSeconds;
     const isPassing =
@@ -99,7 +99,7 @@ export class Patience {
         PASSING.has(error.code));
     if (!isPassing && asked === undefined) return undefined;
     const longest = Math.min(this.#policy.maxDelaySeconds, this.#policy.firstDelaySeconds * 2 ** (attempt - 1));
-    // Clients that were all told the same do not all come at the same time.
+    // Jitter, so that clients that got the same answer do not all come back at the same time.
     const jitter = Math.random();
     const delay = Math.max(longest * (0.5 + 0.5 * jitter), (asked ?? 0) * (1 + 0.2 * jitter));
     return this.#ifInTime(delay);
@@ -125,15 +125,15 @@ export class Patience {
    * A server that drains says so and then refuses connections: the first is why, the second only what follows.
    */
   verdict(error: unknown): unknown {
-    const told = this.#lastTold;
-    if (told === undefined || told === error || this.isAborted || !isUnexplained(error)) return error;
-    told.cause = error;
-    return told;
+    const reported = this.#lastReported;
+    if (reported === undefined || reported === error || this.isAborted || !isUnexplained(error)) return error;
+    reported.cause = error;
+    return reported;
   }
 
   /** The server answers again: what it said before is no reason for what comes. */
   answered(): void {
-    this.#lastTold = undefined;
+    this.#lastReported = undefined;
     this.#timesFull = 0;
   }
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from inference_engine.errors import ModelError, NonFiniteRows
+from inference_engine.errors import ModelError, NonFiniteEntries
 from kv_cache_proposer.f_theta.errors import LatentError
 from laboratory.training.capture import capture, output_projections
 from laboratory.training.latent import calibrate, collect, measure
@@ -60,7 +60,7 @@ def test_a_model_that_overflows_is_refused_by_layer(kind: str, bad: float) -> No
     with torch.no_grad():
         getattr(model.model.layers[1].self_attn, f"{kind}_proj").weight[3, 2] = bad
     part = {"k": "keys", "v": "values"}[kind]
-    with pytest.raises(NonFiniteRows, match=f"layer 1: {part}") as caught:
+    with pytest.raises(NonFiniteEntries, match=f"layer 1: {part}") as caught:
         next(capture(model, [tokens(2, 5)], layers=[0, 1]))
     assert (caught.value.layer, caught.value.part) == (1, part)
 

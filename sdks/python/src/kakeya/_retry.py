@@ -57,7 +57,7 @@ class Patience:
         self._clock = clock
         self._jitter = jitter
         self._deadline = None if timeout is None else clock() + timeout
-        self._last_told: KakeyaError | None = None  # by the server, and not answered since
+        self._last_reported: KakeyaError | None = None  # by the server, and not answered since
         self._times_full = 0  # since the last answer
         self._full_since = 0.0
 
@@ -71,7 +71,7 @@ class Patience:
             return self._full_wait_seconds()
         attempt -= self._times_full
         if error.reason is not None:
-            self._last_told = error
+            self._last_reported = error
         asked = error.retry_after_seconds
         if isinstance(error, TLSFailed):
             return None
@@ -80,7 +80,7 @@ class Patience:
         )
         if (not is_passing and asked is None) or attempt >= self.policy.attempts:
             return None
-        # Clients that were all told the same do not all come at the same time.
+        # Jitter, so that clients that got the same answer do not all come back at the same time.
         jitter = self._jitter()
         delay = max(self.policy.delay_seconds(attempt, jitter), (asked or 0.0) * (1.0 + 0.2 * jitter))
         return self._if_in_time(delay)
@@ -104,16 +104,16 @@ class Patience:
 
         A server that drains says so and then refuses connections: the first is why, the second only what follows.
         """
-        told = self._last_told
-        if told is None or told is error or not _is_unexplained(error):
+        reported = self._last_reported
+        if reported is None or reported is error or not _is_unexplained(error):
             return error
-        told.add_note(f"tried again since, and at last: {error}")
-        told.__cause__ = error
-        return told
+        reported.add_note(f"tried again since, and at last: {error}")
+        reported.__cause__ = error
+        return reported
 
     def answered(self) -> None:
         """The server answers again: what it said before is no reason for what comes."""
-        self._last_told = None
+        self._last_reported = None
         self._times_full = 0
 
     def extended(self, timeout: float) -> Patience:
