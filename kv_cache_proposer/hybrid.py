@@ -49,8 +49,8 @@ class HybridDrafter:
     def prepare(self, context: KVContext) -> None:
         self._network.prepare(context)
 
-    def way(self, history: Tokens) -> DraftMethod | None:
-        return self._copies.way(history) or self._network.way(history)
+    def method(self, history: Tokens) -> DraftMethod | None:
+        return self._copies.method(history) or self._network.method(history)
 
     def observe(self, seen: Sequence[Seen]) -> None:
         self._network.observe(seen)

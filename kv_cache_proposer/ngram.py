@@ -63,7 +63,7 @@ class NgramDrafter:
     def prepare(self, context: KVContext) -> None:
         pass
 
-    def way(self, history: Tokens) -> DraftMethod | None:
+    def method(self, history: Tokens) -> DraftMethod | None:
         copy = self._copy(history[-self.horizon :])
         if copy is None:
             return None

@@ -39,7 +39,7 @@ class NullGeneration(Generation):
 
     def __init__(self) -> None:
         self._said: SimpleQueue[Event] = SimpleQueue()
-        self._on_news: Callable[[], None] = lambda: None
+        self._on_readable: Callable[[], None] = lambda: None
         self._wake: Callable[[], None] | None = None
 
     @property
@@ -48,17 +48,17 @@ class NullGeneration(Generation):
 
     def say(self, event: Event) -> None:
         self._said.put(event)
-        self._tell()
+        self._notify()
 
     def read(self) -> list[Event]:
         return [self._said.get() for _ in range(self._said.qsize())]
 
-    def when_news(self, callback: Callable[[], None], wake: Callable[[], None] | None = None) -> None:
-        self._on_news, self._wake = callback, wake
-        self._tell()
+    def when_readable(self, callback: Callable[[], None], wake: Callable[[], None] | None = None) -> None:
+        self._on_readable, self._wake = callback, wake
+        self._notify()
 
-    def _tell(self) -> None:
-        self._on_news()
+    def _notify(self) -> None:
+        self._on_readable()
         if self._wake is not None:
             self._wake()
 

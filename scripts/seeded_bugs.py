@@ -137,8 +137,8 @@ BUGS = (
         "a cancel commits one more token",
         "inference_engine/scheduler/commit.py",
         "                if session.is_closed or request.stop is not None:\n"
-        "                    return rows - block.drafted - 1, ()\n",
-        "                if session.is_closed:\n                    return rows - block.drafted - 1, ()\n",
+        "                    return tokens - block.drafted - 1, ()\n",
+        "                if session.is_closed:\n                    return tokens - block.drafted - 1, ()\n",
         (CANCELS,),
     ),
     Bug(

@@ -120,7 +120,7 @@ class StepGraphs:
 
     def run(self, step: Step) -> Result:
         """As `Forward.run`, of a step that `can_run`."""
-        plan, rows = step.plan, step.plan.query_count
+        plan, tokens = step.plan, step.plan.query_count
         kind = _kind(step)
         size = kind[0]
         kept = padded(np.array(step.logit_queries, dtype=np.int64), _logits(size))
@@ -129,7 +129,7 @@ class StepGraphs:
             padded(step.token_ids, size), padded(plan.positions, size), kept, numbers.all
         )
         # Copies: the next step overwrites what the graph gives.
-        return Result(logits[: len(step.logit_queries)].clone(), None if taps is None else taps[:rows].clone())
+        return Result(logits[: len(step.logit_queries)].clone(), None if taps is None else taps[:tokens].clone())
 
 
 def _kind(step: Step) -> Kind:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_EXACT_ROWS = 8
+_EXACT_VECTORS = 8
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -31,12 +31,12 @@ class PackedLinear(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """states [..., in_features]; returns [..., out_features]."""
-        rows = states.numel() // self.in_features
-        padding = kernel_rows(rows) - rows
+        vectors = states.numel() // self.in_features
+        padding = kernel_vectors(vectors) - vectors
         if not padding:
             return self._product(states)
-        padded = F.pad(states.reshape(rows, self.in_features), (0, 0, 0, padding))
-        return self._product(padded)[:rows].view(*states.shape[:-1], self.out_features)
+        padded = F.pad(states.reshape(vectors, self.in_features), (0, 0, 0, padding))
+        return self._product(padded)[:vectors].view(*states.shape[:-1], self.out_features)
 
     def _product(self, states: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(states, self._packed, self.bias, "none", [], "")
@@ -46,16 +46,16 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
-def kernel_rows(rows: int) -> int:
-    """Rows that a product over `rows` is padded to.
+def kernel_vectors(vectors: int) -> int:
+    """Rows that a product over `vectors` is padded to.
 
     oneDNN compiles a kernel for every number of rows it meets and keeps it. Prompts come in all lengths: without this,
     memory would grow by megabytes with each new one.
     """
-    if rows <= _EXACT_ROWS:
-        return rows
-    step = 16 if rows <= 128 else 64
-    return -(-rows // step) * step
+    if vectors <= _EXACT_VECTORS:
+        return vectors
+    step = 16 if vectors <= 128 else 64
+    return -(-vectors // step) * step
 
 
 def can_pack(model: nn.Module) -> bool:

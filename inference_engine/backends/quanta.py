@@ -17,21 +17,21 @@ from inference_engine.errors import BackendError
 from inference_engine.kernels.attention import attend
 from inference_engine.models.seam import Seam
 
-_ROW_QUANTA = (2, 4, 8, 16)
+_TOKEN_QUANTA = (2, 4, 8, 16)
 _KEY_QUANTA = (512, 1024)
-_ROWS = 320  # attention kernels change their blocks at 192 and 768 query rows, a group of heads folded in
+_TOKENS = 320  # attention kernels change their blocks at 192 and 768 query rows, a group of heads folded in
 
 
 def probe_quanta(seam: Seam) -> tuple[int, int]:
     """(row quantum, key quantum) under which rows are bit-identical. Raises BackendError if no candidate is."""
     device = next(seam.model.parameters()).device
-    for rows in _ROW_QUANTA:
-        if all(_linear_agrees(linear, rows, device, seam.dtype) for linear in _distinct_linears(seam)):
+    for tokens in _TOKEN_QUANTA:
+        if all(_linear_agrees(linear, tokens, device, seam.dtype) for linear in _distinct_linears(seam)):
             for keys in _KEY_QUANTA:
-                if all(_attention_agrees(shape, rows, keys, device, seam.dtype) for shape in _head_shapes(seam)):
-                    return rows, keys
+                if all(_attention_agrees(shape, tokens, keys, device, seam.dtype) for shape in _head_shapes(seam)):
+                    return tokens, keys
     raise BackendError(
-        f"fixed-shape mode is not to be had here: with {seam.dtype} on {device} no row quantum of {_ROW_QUANTA} "
+        f"fixed-shape mode is not to be had here: with {seam.dtype} on {device} no row quantum of {_TOKEN_QUANTA} "
         f"and key quantum of {_KEY_QUANTA} gives equal bits; use batched mode"
     )
 
@@ -54,11 +54,11 @@ def _head_shapes(seam: Seam) -> set[tuple[int, int, int]]:
 @torch.inference_mode()
 def _linear_agrees(linear: nn.Linear | PackedLinear, quantum: int, device: torch.device, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
-    states = torch.randn(_ROWS, linear.in_features, generator=generator).to(device, dtype)
+    states = torch.randn(_TOKENS, linear.in_features, generator=generator).to(device, dtype)
     whole = linear(states)
-    for rows in (quantum, 2 * quantum, 3 * quantum, 32):
-        for first in (0, quantum, _ROWS - rows):
-            if not torch.equal(linear(states[first : first + rows].contiguous()), whole[first : first + rows]):
+    for tokens in (quantum, 2 * quantum, 3 * quantum, 32):
+        for first in (0, quantum, _TOKENS - tokens):
+            if not torch.equal(linear(states[first : first + tokens].contiguous()), whole[first : first + tokens]):
                 return False
     return True
 
@@ -73,20 +73,20 @@ def _attention_agrees(
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    queries = random(_ROWS, query_heads, head_dim)
+    queries = random(_TOKENS, query_heads, head_dim)
     keys, values = (random(kv_heads, 3 * key_quantum, head_dim) for _ in range(2))
-    past = key_quantum - _ROWS - 3
+    past = key_quantum - _TOKENS - 3
 
-    def run(first: int, rows: int, count: int) -> Tensor:
-        last = torch.arange(past + first, past + first + rows, device=device)
+    def run(first: int, tokens: int, count: int) -> Tensor:
+        last = torch.arange(past + first, past + first + tokens, device=device)
         visible = torch.arange(count, device=device) <= last[:, None]
-        mask = torch.zeros(rows, count, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
-        return attend(queries[first : first + rows], keys[:, :count], values[:, :count], mask, scaling=head_dim**-0.5)
+        mask = torch.zeros(tokens, count, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
+        return attend(queries[first : first + tokens], keys[:, :count], values[:, :count], mask, scaling=head_dim**-0.5)
 
-    whole = run(0, _ROWS, key_quantum)
+    whole = run(0, _TOKENS, key_quantum)
     return all(
-        torch.equal(run(first, rows, count), whole[first : first + rows])
-        for rows in (token_quantum, 3 * token_quantum)
-        for first in (0, token_quantum, _ROWS - rows)
+        torch.equal(run(first, tokens, count), whole[first : first + tokens])
+        for tokens in (token_quantum, 3 * token_quantum)
+        for first in (0, token_quantum, _TOKENS - tokens)
         for count in (key_quantum, 2 * key_quantum, 3 * key_quantum)
     )

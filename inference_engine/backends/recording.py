@@ -98,7 +98,7 @@ class Recording(Generic[T]):
         return self._result
 
 
-class RowRecording:
+class TensorRecording:
     """`compute(tensors)`, of tensors of the given shapes. It may not wait for the device, nor look at values."""
 
     def __init__(

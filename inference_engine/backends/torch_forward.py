@@ -17,7 +17,7 @@ from inference_engine.backends.base import Result, Step
 from inference_engine.backends.graphs import SIZES, StepGraphs, wants_graphs
 from inference_engine.backends.packed_linear import can_pack, pack_linears
 from inference_engine.backends.quanta import probe_quanta
-from inference_engine.backends.recorded_rows import RecordedRows
+from inference_engine.backends.recorded_compute import RecordedCompute
 from inference_engine.backends.recording import GraphMemory
 from inference_engine.config import ModelConfig
 from inference_engine.errors import BackendError
@@ -123,7 +123,7 @@ class TorchForward:
             most_queries = SIZES[-1]
             segment = geometry.segment_tokens
             # Beyond a segment, fewer rows than are wanted are computed beside them.
-            compute = RecordedRows((segment, 2 * segment, SEGMENTS_IN_A_CHUNK * segment), self._memory)
+            compute = RecordedCompute((segment, 2 * segment, SEGMENTS_IN_A_CHUNK * segment), self._memory)
         return KVContext(
             geometry=geometry,
             pool=pool,

@@ -139,11 +139,11 @@ def _family(found: Settings) -> Finding:
 
 def _model(found: Settings) -> Finding:
     from inference_engine.models import check_model
-    from inference_engine.models.folder import tell_ignored
+    from inference_engine.models.folder import describe_ignored
 
     checked = check_model(found.model.model, cache=found.model.cache_path, thorough=True)
     if checked.manifest is None:
-        ignored = f"; {reported}" if (reported := tell_ignored(checked.ignored)) else ""
+        ignored = f"; {reported}" if (reported := describe_ignored(checked.ignored)) else ""
         return Finding(
             Level.WARN, f"{checked.model_id} in {checked.folder}: no manifest vouches for these files{ignored}"
         )

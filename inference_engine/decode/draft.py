@@ -99,7 +99,7 @@ class Drafter(DraftMemories, Protocol):
     def prepare(self, context: KVContext) -> None:
         """Get ready for the sessions of `context`. Called once, before there are any."""
 
-    def way(self, history: Tokens) -> DraftMethod | None:
+    def method(self, history: Tokens) -> DraftMethod | None:
         """In which way it would draft after this history; None if it has nothing to say. Asked often: cheap."""
 
     def observe(self, seen: Sequence[Seen]) -> None:

@@ -92,32 +92,32 @@ class RecentSeconds:
 class StepSeconds:
     """What steps took, by their rows."""
 
-    _by_rows: dict[int, RecentSeconds] = field(default_factory=dict)
+    _by_tokens: dict[int, RecentSeconds] = field(default_factory=dict)
 
-    def saw(self, rows: int, seconds: float, *, is_plain: bool) -> None:
-        """A step of `rows` took so long. is_plain: it verified no draft token; the others keep their ratios to it."""
-        recent = self._by_rows.setdefault(rows, RecentSeconds())
+    def saw(self, tokens: int, seconds: float, *, is_plain: bool) -> None:
+        """A step of `tokens` took so long. is_plain: it verified no draft token; the others keep their ratios to it."""
+        recent = self._by_tokens.setdefault(tokens, RecentSeconds())
         before = recent.seconds
         recent.saw(seconds)
         if is_plain and before and recent.seconds:
-            for other in self._by_rows.values():
+            for other in self._by_tokens.values():
                 if other is not recent and other.seconds is not None:
                     other.seconds *= recent.seconds / before
 
-    def expected(self, rows: int) -> float | None:
-        """Seconds of a step of `rows`; between known numbers of rows, on the line; None before any is known."""
-        known = sorted(count for count, recent in self._by_rows.items() if recent.seconds is not None)
+    def expected(self, tokens: int) -> float | None:
+        """Seconds of a step of `tokens`; between known numbers of rows, on the line; None before any is known."""
+        known = sorted(count for count, recent in self._by_tokens.items() if recent.seconds is not None)
         if not known:
             return None
-        after = bisect_right(known, rows)
-        if not after or after == len(known) or known[after - 1] == rows:
+        after = bisect_right(known, tokens)
+        if not after or after == len(known) or known[after - 1] == tokens:
             return self._known(known[max(0, after - 1)])
         below, above = known[after - 1], known[after]
-        share = (rows - below) / (above - below)
+        share = (tokens - below) / (above - below)
         return (1 - share) * self._known(below) + share * self._known(above)
 
-    def _known(self, rows: int) -> float:
-        seconds = self._by_rows[rows].seconds
+    def _known(self, tokens: int) -> float:
+        seconds = self._by_tokens[tokens].seconds
         assert seconds is not None
         return seconds
 

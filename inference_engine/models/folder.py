@@ -59,7 +59,7 @@ _OTHER_WEIGHTS = (
     *(".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz"),
     *(".gguf", ".h5", ".msgpack", ".onnx", ".safetensors"),
 )
-_MOST_TOLD = 6
+_MOST_LISTED = 6
 
 _SHARED_BLOB = re.compile("[0-9a-f]{64}")
 _SHARED_BLOBS_MARKER = ".huggingface-shared-blobs"
@@ -122,13 +122,13 @@ def check_names(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(ignored, key=lambda name: (not _may_be_missed(name), name)))
 
 
-def tell_ignored(names: Sequence[str]) -> str:
+def describe_ignored(names: Sequence[str]) -> str:
     """`names` of `check_names` in a line, for a log; "" if none of them could be missed."""
     missed = [name for name in names if _may_be_missed(name)]
     if not missed:
         return ""
-    more = f" and {len(missed) - _MOST_TOLD} more" if len(missed) > _MOST_TOLD else ""
-    return f"code and other formats are ignored: {', '.join(missed[:_MOST_TOLD])}{more}"
+    more = f" and {len(missed) - _MOST_LISTED} more" if len(missed) > _MOST_LISTED else ""
+    return f"code and other formats are ignored: {', '.join(missed[:_MOST_LISTED])}{more}"
 
 
 def check_configuration(folder: Path) -> None:
@@ -249,13 +249,13 @@ def _counts_of_layers(config: Mapping[str, Any]) -> list[tuple[str, int]]:
 def _check_link(path: Path, root: Path) -> None:
     if not path.is_symlink():
         return
-    way_out = "copy the folder with its links followed (cp -rL)"
+    remedy = "copy the folder with its links followed (cp -rL)"
     try:
         target = path.resolve(strict=True)
     except (OSError, RuntimeError) as error:
-        raise ModelError(f"{path}: a link that leads nowhere; {way_out}") from error
+        raise ModelError(f"{path}: a link that leads nowhere; {remedy}") from error
     if not target.is_relative_to(root) and not _is_blob_of(root, target) and not _is_shared_blob(root, path, target):
-        raise ModelError(f"{path}: a link that leads out of the folder, to {target}; {way_out}")
+        raise ModelError(f"{path}: a link that leads out of the folder, to {target}; {remedy}")
 
 
 def _is_blob_of(root: Path, target: Path) -> bool:

@@ -52,15 +52,15 @@ def hub_model(text: str) -> HubModel | None:
 def snapshot(model: HubModel, cache: Path) -> Path:
     """The folder of links of this model and revision. Raises ModelError, with the way to get it, if it is not here."""
     entry = model.entry(cache)
-    way_out = f"get it with: kakeya models fetch {model}"
+    remedy = f"get it with: kakeya models fetch {model}"
     if not entry.is_dir():
-        raise ModelError(f"{model.name} is not in the hub's cache on this machine ({cache}); {way_out}")
+        raise ModelError(f"{model.name} is not in the hub's cache on this machine ({cache}); {remedy}")
     commit = model.revision if _COMMIT.fullmatch(model.revision) else _commit_of(model, entry)
     folder = entry / "snapshots" / commit if commit else None
     if folder is None or not folder.is_dir():
         here = sorted(path.name for path in entry.glob("snapshots/*") if _COMMIT.fullmatch(path.name))
         others = f"; here are {', '.join(f'{model.name}@{name}' for name in here[:3])}" if here else ""
-        raise ModelError(f"{model.name} is in {cache}, but not its revision {model.revision}; {way_out}{others}")
+        raise ModelError(f"{model.name} is in {cache}, but not its revision {model.revision}; {remedy}{others}")
     return folder
 
 

@@ -26,8 +26,8 @@ from inference_engine.models.folder import (
     check_configuration,
     check_names,
     check_weights,
+    describe_ignored,
     read_json,
-    tell_ignored,
     weight_files,
     weights_read,
     without_code,
@@ -186,7 +186,7 @@ def load_model(
 
     _check_device(device)
     library_logging.disable_progress_bar()
-    if reported := tell_ignored(checked.ignored):
+    if reported := describe_ignored(checked.ignored):
         logger.info("%s: %s", checked.model_id, reported)
     model = _from_pretrained(checked.folder, getattr(torch, dtype), attention)
     model.requires_grad_(requires_grad=False)

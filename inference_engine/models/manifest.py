@@ -86,7 +86,7 @@ def read_manifest(folder: Path) -> Manifest:
         files = {str(name): FileRecord(**record) for name, record in content.pop("files").items()}
         manifest = Manifest(**content, files=files)
     except (AttributeError, KeyError, TypeError) as error:
-        raise ModelError(f"{path}: damaged: {error}; {_way_out(content.get('model'))}") from error
+        raise ModelError(f"{path}: damaged: {error}; {_remedy(content.get('model'))}") from error
     return manifest
 
 
@@ -101,25 +101,25 @@ def check_manifest(folder: Path, *, cache: Path, thorough: bool, reads_weights: 
     Raises ModelError naming the file, what was expected, what was found and the way out.
     """
     manifest = read_manifest(folder)
-    way_out = _way_out(manifest.model)
+    remedy = _remedy(manifest.model)
     present = set(list_files(folder)) - {MANIFEST}
     if missing := sorted(set(manifest.files) - present):
-        raise ModelError(f"{folder / missing[0]}: missing, though the manifest lists it; {way_out}")
+        raise ModelError(f"{folder / missing[0]}: missing, though the manifest lists it; {remedy}")
     if extra := sorted(present - set(manifest.files)):
-        raise ModelError(f"{folder / extra[0]}: not in the manifest; remove it, or {way_out}")
+        raise ModelError(f"{folder / extra[0]}: not in the manifest; remove it, or {remedy}")
     for name, record in manifest.files.items():
         path = folder / name
         size = path.stat().st_size
         if size != record.size_bytes:
             raise ModelError(
-                f"{path}: size does not match the manifest: expected {record.size_bytes} bytes, got {size}; {way_out}"
+                f"{path}: size does not match the manifest: expected {record.size_bytes} bytes, got {size}; {remedy}"
             )
         if path.suffix == _WEIGHTS and not reads_weights:
             continue
         sha256 = _digest(path, cache=cache, thorough=thorough)
         if sha256 != record.sha256:
             raise ModelError(
-                f"{path}: SHA-256 does not match the manifest: expected {record.sha256}, got {sha256}; {way_out}"
+                f"{path}: SHA-256 does not match the manifest: expected {record.sha256}, got {sha256}; {remedy}"
             )
     return manifest
 
@@ -140,7 +140,7 @@ def _digest(path: Path, *, cache: Path, thorough: bool) -> str:
     return sha256
 
 
-def _way_out(model: object) -> str:
+def _remedy(model: object) -> str:
     if isinstance(model, str) and is_known(model):
         return f"get it again: kakeya models fetch {model}"
     return "copy the folder again"

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_ROWS = 8
+_SAMPLES_EACH = 8
 # Rounded once, where the model's own rounds up to three times, and summed in another order.
 _MOST_ROUNDINGS = 2.0
 
@@ -80,9 +80,9 @@ def _equal(norm: nn.Module) -> FusedNorm | None:
 def _samples(weight: Tensor, eps: float) -> Tensor:
     """[3 · rows, n], not centred: rows of usual size, rows so small that `eps` counts, and large ones."""
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(3, _ROWS, len(weight), generator=generator) + 0.5
+    samples = torch.randn(3, _SAMPLES_EACH, len(weight), generator=generator) + 0.5
     sizes = torch.tensor([1.0, max(eps, 1e-12) ** 0.5, 100.0])
-    return (rows * sizes[:, None, None]).flatten(0, 1).to(weight.device, weight.dtype)
+    return (samples * sizes[:, None, None]).flatten(0, 1).to(weight.device, weight.dtype)
 
 
 def _is_equal(found: Tensor, expected: Tensor) -> bool:

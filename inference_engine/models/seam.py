@@ -132,7 +132,7 @@ def _attend(
 AttentionInterface.register(ATTENTION, _attend)
 
 
-class RowRotary(nn.Module):
+class TokenRotary(nn.Module):
     """Stands where the model's rotary module stood, and gives each row the angles of its own position.
 
     Past the trained positions the angle is worked out in float64, so that endless sessions keep exact distances: in
@@ -428,7 +428,7 @@ def _rotation_function(
     return cast("Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None", function)
 
 
-def _replace_rotary(model: PreTrainedModel, trained_positions: int, now: _Now) -> RowRotary:
+def _replace_rotary(model: PreTrainedModel, trained_positions: int, now: _Now) -> TokenRotary:
     places = [
         (parent, name) for parent in model.modules() for name, _ in parent.named_children() if name == "rotary_emb"
     ]
@@ -440,6 +440,6 @@ def _replace_rotary(model: PreTrainedModel, trained_positions: int, now: _Now) -
     if len(places) > 1:
         raise ModelError(f"{type(model).__name__} has {len(places)} rotary modules; exactly one can be taken over")
     parent, name = places[0]
-    rotary = RowRotary(getattr(parent, name), trained_positions, now)
+    rotary = TokenRotary(getattr(parent, name), trained_positions, now)
     setattr(parent, name, rotary)
     return rotary

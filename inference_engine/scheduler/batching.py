@@ -71,7 +71,7 @@ class Batching:
         decoders = sum(not request.is_prefilling for request in requests)
         candidates = [
             Candidate(
-                self._rows(request, decoders),
+                self._tokens(request, decoders),
                 request.is_prefilling,
                 request.session.owner,
                 self._turns.last(_turn_of(request)),
@@ -79,28 +79,30 @@ class Batching:
             for request in requests
         ]
         # Where one of them may be longer, its company may, too.
-        step_rows = max(self._most_rows(request) for request in requests)
+        step_tokens = max(self._most_tokens(request) for request in requests)
         prefills = [request for request in requests if request.is_prefilling] if decoders else []
         beside = min(decoders, self._config.max_batch)
         chosen = choose(
             candidates,
-            step_rows=step_rows,
+            step_tokens=step_tokens,
             max_batch=self._config.max_batch,
-            prefill_rows_beside=min((self._prefill_rows_beside(request, beside) for request in prefills), default=0),
+            prefill_tokens_beside=min(
+                (self._prefill_tokens_beside(request, beside) for request in prefills), default=0
+            ),
         )
         self._turns.served(_turn_of(requests[index]) for index in chosen)
-        return {requests[index]: candidates[index].rows for index in chosen}
+        return {requests[index]: candidates[index].tokens for index in chosen}
 
-    def took(self, rows: int, seconds: float) -> None:
+    def took(self, tokens: int, seconds: float) -> None:
         """A step of so many rows took so long."""
-        self._pace.saw(rows, seconds)
+        self._pace.saw(tokens, seconds)
 
-    def block(self, request: Request, rows: int, draft: TokenIds | None = None) -> Block:
-        """The next `rows` tokens of the request that have no K/V yet, and `draft` behind them."""
-        is_last = rows == request.pending_tokens
+    def block(self, request: Request, tokens: int, draft: TokenIds | None = None) -> Block:
+        """The next `tokens` tokens of the request that have no K/V yet, and `draft` behind them."""
+        is_last = tokens == request.pending_tokens
         is_scored = request.forced is not None
-        wanted = rows if request.has_recorded_forced else int(is_last and is_scored)
-        token_ids, generated = request.session.pending_ids(rows), request.session.pending_generated(rows)
+        wanted = tokens if request.has_recorded_forced else int(is_last and is_scored)
+        token_ids, generated = request.session.pending_ids(tokens), request.session.pending_generated(tokens)
         if draft is not None:
             token_ids = np.concatenate([token_ids, draft])
             generated = np.concatenate([generated, np.ones(len(draft), dtype=np.bool_)])
@@ -117,23 +119,23 @@ class Batching:
             and self._drafting.wants_taps(request),
         )
 
-    def _rows(self, request: Request, decoders: int) -> int:
+    def _tokens(self, request: Request, decoders: int) -> int:
         """Rows of the request that would go along in a step in which so many others decode."""
         pending, segment = request.pending_tokens, self._config.segment_tokens
-        most = self._most_rows(request)
+        most = self._most_tokens(request)
         if decoders and request.is_prefilling:
             beside = min(decoders, self._config.max_batch)
-            most = min(self._most_rows(request, beside), self._rows_beside(request, beside))
+            most = min(self._most_tokens(request, beside), self._tokens_beside(request, beside))
         if request.has_recorded_forced:
             most = min(most, segment)  # the logits of all rows are wanted, and they are large
-        rows = min(pending, self._room(request), most)
-        if rows < pending and self._targets.inter_token_seconds:
+        tokens = min(pending, self._room(request), most)
+        if tokens < pending and self._targets.inter_token_seconds:
             # Odd pieces are dearer: segments begin and blocks fill where they always do.
             geometry = request.session.kv.context.geometry
-            rows = cut(request.session.kv.next_position, rows, lcm(geometry.page_tokens, geometry.token_quantum))
-        return rows
+            tokens = cut(request.session.kv.next_position, tokens, lcm(geometry.page_tokens, geometry.token_quantum))
+        return tokens
 
-    def _most_rows(self, request: Request, beside: int = 0) -> int:
+    def _most_tokens(self, request: Request, beside: int = 0) -> int:
         """Rows of the request in one step, beside so many others: all there may be, or as many as run at their best.
 
         Sessions that cannot run at their best, now or at all, would pay for each piece of a prefill and gain nothing.
@@ -144,27 +146,27 @@ class Batching:
             return most
         return min(most, max(at_once - beside, self._config.page_tokens))
 
-    def _prefill_rows_beside(self, request: Request, decoders: int) -> int:
+    def _prefill_tokens_beside(self, request: Request, decoders: int) -> int:
         """Rows of prefills, this one among them, that may go along together beside so many decoders: a segment's."""
-        most = min(self._config.segment_tokens, self._most_rows(request, decoders))
+        most = min(self._config.segment_tokens, self._most_tokens(request, decoders))
         if self._targets.inter_token_seconds:
-            in_time = self._pace.rows_within(self._targets.inter_token_seconds)
+            in_time = self._pace.tokens_within(self._targets.inter_token_seconds)
             most = most if in_time is None else min(most, in_time - decoders)
         return most
 
-    def _rows_beside(self, request: Request, decoders: int) -> int:
+    def _tokens_beside(self, request: Request, decoders: int) -> int:
         """Beside decoders a prefill moves a segment at a time, so that nobody waits long for a token."""
         config, targets = self._config, self._targets
-        in_time = self._pace.rows_within(targets.inter_token_seconds)
+        in_time = self._pace.tokens_within(targets.inter_token_seconds)
         return chunk_beside_decoders(
             targets,
             pending=request.pending_tokens,
             waited_seconds=self._clock() - request.accepted_at,
-            least_rows=config.page_tokens,
-            segment_rows=config.segment_tokens,
+            least_tokens=config.page_tokens,
+            segment_tokens=config.segment_tokens,
             most_queries=config.step_tokens,
             seconds_of_chunk=self._pace.seconds(config.segment_tokens + decoders),
-            rows_in_time=None if in_time is None else in_time - decoders,
+            tokens_in_time=None if in_time is None else in_time - decoders,
         )
 
     @staticmethod

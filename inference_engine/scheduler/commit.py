@@ -87,28 +87,28 @@ class Settling:
 
         A row whose sample nobody takes is not kept: its logits would be lost, and the next Generate needs them.
         """
-        rows, session = len(block.token_ids), request.session
+        tokens, session = len(block.token_ids), request.session
         if block.sampler is not None:
             taken = _up_to_stop(outcome.samples, request.stop_ids)
             if not taken:
                 return 0, ()
             with self._store.locked():
                 if session.is_closed or request.stop is not None:
-                    return rows - block.drafted - 1, ()
+                    return tokens - block.drafted - 1, ()
                 taken = taken[: self._store.history_room(session)]
                 if not taken:
-                    return rows - block.drafted - 1, ()
+                    return tokens - block.drafted - 1, ()
                 ids = np.array([sample.token_id for sample in taken], dtype=np.uint32)
                 session.record(self._journal, ids, Mark.GENERATED)
-            return rows - block.drafted + len(taken) - 1, taken
+            return tokens - block.drafted + len(taken) - 1, taken
         if outcome.logits is not None and request.forced is not None and not request.has_recorded_forced:
             with self._store.locked():
                 if session.is_closed or request.stop is not None:
-                    return rows - 1, ()
+                    return tokens - 1, ()
                 session.record(self._journal, request.forced.token_ids, Mark.GENERATED)
                 request.has_recorded_forced = True
                 request.prefill_tokens += len(request.forced.token_ids) - 1
-        return rows, ()
+        return tokens, ()
 
     def _report_logits(self, request: Request, position: int, logits: Tensor) -> None:
         """Hand over the logits of a block whose last row predicts the token at `position`."""

@@ -47,7 +47,7 @@ class Load(NamedTuple):
     """
 
     owner: str
-    prefill_rows: int
+    prefill_tokens: int
     tokens: float
     all_tokens: float
 
@@ -59,7 +59,7 @@ class Room:
     max_running: int
     max_running_per_owner: int
     max_batch: int
-    segment_rows: int
+    segment_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Ahead:
     """What is done for others before a Generate has its first token."""
 
     steps: float
-    prefill_rows: float
+    prefill_tokens: float
 
 
 def ahead_of(new: Load, running: Sequence[Load], waiting: Sequence[Load], room: Room) -> Ahead:
@@ -157,8 +157,8 @@ class _Play:
     def _end(self, load: Load, now: float) -> tuple[float, str, float]:
         """It begins now. When it ends, for `_ends`."""
         over, tokens = now, load.tokens
-        if load.prefill_rows:
-            segments = load.prefill_rows / self._room.segment_rows
+        if load.prefill_tokens:
+            segments = load.prefill_tokens / self._room.segment_tokens
             self._prefilled_at = max(now, self._prefilled_at) + segments
             self._prefills.append((self._prefilled_at, segments, load.owner))
             # The last piece gives the first token.
@@ -177,12 +177,12 @@ class _Play:
             rest = min(over - now, segments)
             done += segments - rest
             left.setdefault(owner, []).append(rest)
-        own = new.prefill_rows / self._room.segment_rows
+        own = new.prefill_tokens / self._room.segment_tokens
         beside = sum(min(rest, own) for rest in left.pop(new.owner, ()))
         between = sum(min(sum(rests), own + beside) for rests in left.values())
         return Ahead(
             steps=now + beside + between + (1.0 if self._total else 0.0),  # the step under way
-            prefill_rows=(done + beside + between) * self._room.segment_rows,
+            prefill_tokens=(done + beside + between) * self._room.segment_tokens,
         )
 
 
@@ -192,12 +192,12 @@ class Lengths:
 
     _by_size: dict[int, tuple[float, float]] = field(default_factory=dict)  # asked, said
     _count: float = 0.0
-    _said: float = 0.0
+    _generated: float = 0.0
 
-    def saw(self, asked: int, said: int) -> None:
+    def saw(self, asked: int, generated: int) -> None:
         before = self._by_size.get(asked.bit_length(), (0.0, 0.0))
-        self._by_size[asked.bit_length()] = (_MEMORY * before[0] + asked, _MEMORY * before[1] + said)
-        self._count, self._said = _MEMORY * self._count + 1, _MEMORY * self._said + said
+        self._by_size[asked.bit_length()] = (_MEMORY * before[0] + asked, _MEMORY * before[1] + generated)
+        self._count, self._generated = _MEMORY * self._count + 1, _MEMORY * self._generated + generated
 
     def share(self, asked: int) -> float:
         """Of so many tokens, in (0, 1]: many Generates stop before."""
@@ -205,7 +205,7 @@ class Lengths:
             return max(_LEAST_SHARE, seen[1] / seen[0])
         if not self._count:
             return 1.0
-        return min(1.0, _MOST_OVER_MEAN * max(1.0, self._said / self._count) / asked)
+        return min(1.0, _MOST_OVER_MEAN * max(1.0, self._generated / self._count) / asked)
 
 
 @dataclass(slots=True)
@@ -222,13 +222,13 @@ class Foresight:
     _lengths: Lengths = field(default_factory=Lengths)
     _lateness: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # when, ratio
 
-    def stepped(self, rows: int, seconds: float) -> None:
+    def stepped(self, tokens: int, seconds: float) -> None:
         """A step of so many rows began so long before the next one."""
         self._steps += 1
         if self._steps <= _COLD_STEPS:
             return
-        expected = self._pace.seconds(rows)
-        self._pace.saw(rows, min(seconds, _MOST_OVER_LINE * expected) if expected else seconds)
+        expected = self._pace.seconds(tokens)
+        self._pace.saw(tokens, min(seconds, _MOST_OVER_LINE * expected) if expected else seconds)
 
     def ended(self, request: Request) -> None:
         """It gave its place back."""
@@ -248,11 +248,11 @@ class Foresight:
         (load,), ours = self._loads([new]), self._loads(running)
         found = ahead_of(load, ours, self._loads(waiting), self.room)
         step_seconds = self._step_seconds(min(len(ours), self.room.max_batch))
-        row_seconds = self._pace.row_seconds
-        own_steps = ceil(load.prefill_rows / self.room.segment_rows)
+        token_seconds = self._pace.token_seconds
+        own_steps = ceil(load.prefill_tokens / self.room.segment_tokens)
         return Prediction(
-            wait=found.steps * step_seconds + found.prefill_rows * row_seconds,
-            own=own_steps * step_seconds + load.prefill_rows * row_seconds,
+            wait=found.steps * step_seconds + found.prefill_tokens * token_seconds,
+            own=own_steps * step_seconds + load.prefill_tokens * token_seconds,
         )
 
     def longest_seconds(self, running: int) -> float:
@@ -269,8 +269,8 @@ class Foresight:
         least = 1.0 if len(self._lateness) == _REMEMBERED else _UNKNOWN_LATENESS
         return min(max((least, *(ratio for _, ratio in self._lateness))), _MOST_LATENESS)
 
-    def _step_seconds(self, rows: int) -> float:
-        found = self._pace.seconds(rows)
+    def _step_seconds(self, tokens: int) -> float:
+        found = self._pace.seconds(tokens)
         return found if found is not None else self._pace.mean_seconds or 0.0
 
     def _loads(self, requests: Iterable[Request]) -> list[Load]:
@@ -284,12 +284,12 @@ class Foresight:
         return loads
 
 
-def _load(request: Request, share_said: float) -> Load:
+def _load(request: Request, share_generated: float) -> Load:
     forced = 0 if request.forced is None or request.has_recorded_forced else len(request.forced.token_ids)
-    rows = forced
+    tokens = forced
     if request.is_prefilling:
-        rows += max(1, request.prefill_tokens - request.prefilled_tokens)
+        tokens += max(1, request.prefill_tokens - request.prefilled_tokens)
     asked = request.params.max_tokens
-    all_tokens = 1.0 if request.forced is not None else max(1.0, asked * share_said)
-    left = max(1.0, (asked - request.generated) * share_said) if request.generated else all_tokens
-    return Load(request.session.owner, rows, min(left, all_tokens), all_tokens)
+    all_tokens = 1.0 if request.forced is not None else max(1.0, asked * share_generated)
+    left = max(1.0, (asked - request.generated) * share_generated) if request.generated else all_tokens
+    return Load(request.session.owner, tokens, min(left, all_tokens), all_tokens)

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 # torch has a type for what its own allocator of a device refuses. That of the CPU, and a device's libraries that want
 # memory beside it, are told by the text of a RuntimeError.
-_SAYINGS = (
+_ALLOCATION_MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
@@ -60,7 +60,7 @@ class Endings:
     def end(self, request: Request, event: Finished | Failed) -> None:
         request.move(RequestState.ENDED)
         if self._drafting is not None:
-            self._drafting.tell()
+            self._drafting.flush()
             if isinstance(event, Finished):
                 event = replace(event, is_degraded=request.is_degraded)
         if isinstance(event, Failed) and is_out_of_memory(event.error):
@@ -69,10 +69,10 @@ class Endings:
         try:
             if not request.session.is_closed and not request.session.failure_reason:
                 request.session.kv.check()
-                _put_to_sleep(request.session)
+                _make_idle(request.session)
         except InvariantViolated as violation:
             event = Failed(violation)
-            self._condemn(request.session, violation)
+            self._mark_failed(request.session, violation)
         finally:
             self._leave(request)
             request.outcome = event
@@ -80,12 +80,12 @@ class Endings:
             self._store.free(request.session)
             self._metrics.generates.labels(outcome=_outcome(event)).inc()
             self._metrics.history_tokens.observe(len(request.session.history))
-            _tell_observers(request, event)
+            _notify_observers(request, event)
             request.listener(event)
 
     def fail_session(self, request: Request, violation: InvariantViolated) -> None:
         """An invariant is broken: the session fails with its Generate."""
-        self._condemn(request.session, violation)
+        self._mark_failed(request.session, violation)
         self.end(request, Failed(violation))
 
     def fail_all(self, requests: Sequence[Request], error: Exception) -> None:
@@ -126,14 +126,14 @@ class Endings:
                 "a session's rows were dropped, and could not be wiped", extra=about_session(session.session_id)
             )
 
-    def _condemn(self, session: Session, violation: InvariantViolated) -> None:
+    def _mark_failed(self, session: Session, violation: InvariantViolated) -> None:
         logger.error("invariant violated: %s", violation.message, extra=about_session(session.session_id))
         session.violations.count(violation.kind)
         self._metrics.invariant_violations.labels(kind=violation.kind).inc()
         self._store.fail(session, violation.kind)
 
 
-def _put_to_sleep(session: Session) -> None:
+def _make_idle(session: Session) -> None:
     try:
         session.kv.sleep()
     except Exception:
@@ -144,7 +144,7 @@ def _put_to_sleep(session: Session) -> None:
         session.refresh_facts()
 
 
-def _tell_observers(request: Request, event: Finished | Failed) -> None:
+def _notify_observers(request: Request, event: Finished | Failed) -> None:
     """The trace and the log."""
     outcome, reason = _outcome(event), ""
     if isinstance(event, Failed):
@@ -201,12 +201,12 @@ class Beginnings:
         if session.kv.takes_room:
             self._wakeups.release()  # to wake may take a while
         try:
-            is_awake = session.kv.wake(needed)
+            is_active = session.kv.wake(needed)
         except RestorationFailed as failed:
             logger.exception("a session could not wake", extra=request.about)
             self._endings.end(request, Failed(failed))
             return
-        if not is_awake:
+        if not is_active:
             if any(other.session.kv.takes_room for other in running):
                 return  # they give room back when they end
             self._endings.end(request, Failed(_no_room_to_wake(session, needed)))
@@ -246,7 +246,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             return True
-        if isinstance(error, RuntimeError) and any(saying in str(error) for saying in _SAYINGS):
+        if isinstance(error, RuntimeError) and any(message in str(error) for message in _ALLOCATION_MESSAGES):
             return True
         error = error.__cause__
     return False

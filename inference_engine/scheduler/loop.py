@@ -88,7 +88,7 @@ class Scheduler:
             max_running=config.max_running,
             max_running_per_owner=config.max_running_per_owner,
             max_batch=config.max_batch,
-            segment_rows=config.segment_tokens,
+            segment_tokens=config.segment_tokens,
         )
         self._foresight = Foresight(room, config.max_first_token_seconds)
         self._last_step: tuple[float, int] | None = None  # when it began, and its rows, if the next one follows it
@@ -300,10 +300,10 @@ class Scheduler:
         drafts: dict[Request, TokenIds] = {}
         self._timer.lap("plan")
         if self._drafting is not None and is_decoding:
-            rows_left = self._config.step_tokens - len(batch)
-            drafts = self._drafting.draft(batch, rows_left, on_work=self.wakeups.release)
+            tokens_left = self._config.step_tokens - len(batch)
+            drafts = self._drafting.draft(batch, tokens_left, on_work=self.wakeups.release)
         self._timer.lap("draft")
-        blocks = [self._batching.block(request, rows, drafts.get(request)) for request, rows in chosen.items()]
+        blocks = [self._batching.block(request, tokens, drafts.get(request)) for request, tokens in chosen.items()]
         began = self._clock()
         try:
             outcomes = self._verifier.run(blocks, on_planned=self.wakeups.release)
@@ -320,17 +320,17 @@ class Scheduler:
             self._endings.fail_all(batch, error)
             return
         self.failed_steps = 0
-        seconds, rows = self._clock() - began, sum(len(block.token_ids) for block in blocks)
+        seconds, tokens = self._clock() - began, sum(len(block.token_ids) for block in blocks)
         has_waited = self._verifier.waits(blocks)
         is_known = has_waited and self._is_caught_up  # what it took: else some of that was of steps before it or after
         self._is_caught_up = has_waited
         if is_known:
-            self._batching.took(rows, seconds)
-            self._last_step = step_began, rows
-        self._metrics.step_tokens.observe(rows)
+            self._batching.took(tokens, seconds)
+            self._last_step = step_began, tokens
+        self._metrics.step_tokens.observe(tokens)
         self._metrics.step_sessions.observe(len(batch))
         if self._drafting is not None and is_decoding and is_known:
-            self._drafting.took(len(batch), rows, seconds)
+            self._drafting.took(len(batch), tokens, seconds)
         self._move_back(batch, None if last is None else (last[1], step_began - last[0]))
         first = [request for request in batch if not request.generated]
         self.wakeups.hold()
@@ -341,10 +341,10 @@ class Scheduler:
                 self._endings.fail_session(request, violation)
             except Exception as error:
                 self._endings.fail_all([request], error)
-        self._hear_of_first_tokens(first)
+        self._record_first_tokens(first)
         self._timer.lap("settle")
         if self._drafting is not None:
-            self._drafting.tell_if_many()
+            self._drafting.flush_if_many()
             self._timer.lap("draft")
         self._timer.end()
 
@@ -389,7 +389,7 @@ class Scheduler:
             self._running.clear()
             self._running.extend((*others, *batch))
 
-    def _hear_of_first_tokens(self, requests: Sequence[Request]) -> None:
+    def _record_first_tokens(self, requests: Sequence[Request]) -> None:
         """Those of `requests`, which had none before this step, that have one now."""
         answered = [request for request in requests if request.generated]
         if answered:

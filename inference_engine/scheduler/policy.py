@@ -25,19 +25,19 @@ class Candidate:
     turn: the number of the last step that served its owner a request of this kind; smaller ones come first.
     """
 
-    rows: int
+    tokens: int
     is_prefilling: bool
     owner: str = ""
     turn: int = 0
 
 
 def choose(
-    candidates: Sequence[Candidate], *, step_rows: int, max_batch: int, prefill_rows_beside: int = 0
+    candidates: Sequence[Candidate], *, step_tokens: int, max_batch: int, prefill_tokens_beside: int = 0
 ) -> list[int]:
     """Indexes of the candidates to run, at least one and at most `max_batch`.
 
-    Rows together stay within `step_rows`, but for one chunk beside decoders. Further chunks go along beside decoders
-    where prefills together have at most `prefill_rows_beside` rows: one after another, each would cost a step.
+    Rows together stay within `step_tokens`, but for one chunk beside decoders. Further chunks go along beside decoders
+    where prefills together have at most `prefill_tokens_beside` rows: one after another, each would cost a step.
     """
     if max_batch == 1:
         return _in_turn(candidates, range(len(candidates)))[:1]
@@ -45,16 +45,16 @@ def choose(
     prefills = _in_turn(candidates, [index for index, one in enumerate(candidates) if one.is_prefilling])
     # A place is kept for a prefill, else max_batch decoders would starve it.
     chosen = decodes[: max_batch - 1 if prefills else max_batch]
-    rows = sum(candidates[index].rows for index in chosen)
+    tokens = sum(candidates[index].tokens for index in chosen)
     # One prefill always goes along, however full the step is: decoders that keep coming must not starve it.
     for index in prefills[:1]:
         chosen.append(index)
-        rows += candidates[index].rows
-    most = len(decodes) + prefill_rows_beside if decodes else step_rows
+        tokens += candidates[index].tokens
+    most = len(decodes) + prefill_tokens_beside if decodes else step_tokens
     for index in prefills[1:]:
-        if len(chosen) < max_batch and rows + candidates[index].rows <= most:
+        if len(chosen) < max_batch and tokens + candidates[index].tokens <= most:
             chosen.append(index)
-            rows += candidates[index].rows
+            tokens += candidates[index].tokens
     return chosen
 
 
@@ -112,29 +112,29 @@ def chunk_beside_decoders(
     *,
     pending: int,
     waited_seconds: float,
-    least_rows: int,
-    segment_rows: int,
+    least_tokens: int,
+    segment_tokens: int,
     most_queries: int,
     seconds_of_chunk: float | None,
-    rows_in_time: int | None,
+    tokens_in_time: int | None,
 ) -> int:
     """Most rows of a prefill of `pending` tokens to run beside decoding requests.
 
     A segment, unless its first token would come too late then: `most_queries`. Never more than lets the decoding ones
-    have their tokens in time, but `least_rows` in any case. seconds_of_chunk: what a step with a segment takes;
-    rows_in_time: how many fit into one of `inter_token_seconds`; None where that is not known yet.
+    have their tokens in time, but `least_tokens` in any case. seconds_of_chunk: what a step with a segment takes;
+    tokens_in_time: how many fit into one of `inter_token_seconds`; None where that is not known yet.
     """
-    rows = segment_rows
+    tokens = segment_tokens
     if targets.first_token_seconds and seconds_of_chunk is not None:
-        steps = -(-pending // segment_rows)
+        steps = -(-pending // segment_tokens)
         if waited_seconds + steps * seconds_of_chunk > targets.first_token_seconds:
-            rows = most_queries
-    if targets.inter_token_seconds and rows_in_time is not None:
-        rows = min(rows, rows_in_time)
-    return max(least_rows, rows)
+            tokens = most_queries
+    if targets.inter_token_seconds and tokens_in_time is not None:
+        tokens = min(tokens, tokens_in_time)
+    return max(least_tokens, tokens)
 
 
-def cut(position: int, rows: int, unit: int) -> int:
-    """`rows` from `position` on, or fewer, so that they end at a multiple of `unit`, where one is within them."""
-    end = (position + rows) // unit * unit
-    return end - position if end > position else rows
+def cut(position: int, tokens: int, unit: int) -> int:
+    """`tokens` from `position` on, or fewer, so that they end at a multiple of `unit`, where one is within them."""
+    end = (position + tokens) // unit * unit
+    return end - position if end > position else tokens

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _WATCH_SHARE = 0.01
 _PROBE_STEPS, _PROBE_LENGTH = 256, 4
 # Rows of decoding that a drafter is told of together, while nobody needs it to know them.
-_TOLD_TOGETHER = 16
+_REPORTED_TOGETHER = 16
 _NONE: TokenIds = np.zeros(0, dtype=np.uint32)
 
 
@@ -61,7 +61,7 @@ class _Asked:
     """A draft of `length` to ask for, to verify or only to watch."""
 
     request: Request
-    way: DraftMethod
+    method: DraftMethod
     history: Tokens
     length: int
     is_watched: bool
@@ -116,30 +116,30 @@ class Drafting:
     def _paces_of(self, request: Request) -> dict[DraftMethod, _Pace]:
         return self._paces.setdefault(request.session, {})
 
-    def _pace(self, request: Request, way: DraftMethod) -> _Pace:
+    def _pace(self, request: Request, method: DraftMethod) -> _Pace:
         paces = self._paces_of(request)
-        if way not in paces:
-            paces[way] = _Pace(Acceptance(self._acceptance[way]))
-        return paces[way]
+        if method not in paces:
+            paces[method] = _Pace(Acceptance(self._acceptance[method]))
+        return paces[method]
 
     # -- before a step ----------------------------------------------------------------------------------------------
 
     def draft(
-        self, decoding: Sequence[Request], rows_left: int, *, on_work: Callable[[], None] = lambda: None
+        self, decoding: Sequence[Request], tokens_left: int, *, on_work: Callable[[], None] = lambda: None
     ) -> dict[Request, TokenIds]:
         """Draft tokens for the requests that a step decodes, one row each; all draft tokens together at most
-        `rows_left`.
+        `tokens_left`.
 
         on_work: called before the drafter takes the device's time, if it does.
         """
         self._given.clear()
-        asked = [one for request in decoding if (one := self._ask(request, rows_left, len(decoding))) is not None]
+        asked = [one for request in decoding if (one := self._ask(request, tokens_left, len(decoding))) is not None]
         if not asked:
             return {}
         on_work()
         began = self._clock()  # what a drafter has to be told first is part of what its draft costs
-        if any(one.way.needs_entries for one in asked):
-            self.tell()
+        if any(one.method.needs_entries for one in asked):
+            self.flush()
             asked = [one for one in asked if not one.request.is_degraded]
         if not asked:
             return {}
@@ -150,37 +150,37 @@ class Drafting:
             logger.exception("the drafter cannot propose")
             self._degrade([one.request for one in asked])
             return {}
-        self._saw_drafting({one.way for one in asked}, self._clock() - began)
+        self._saw_drafting({one.method for one in asked}, self._clock() - began)
         given: dict[Request, TokenIds] = {}
         for one, whole in zip(asked, drafts, strict=True):
             draft = whole[: one.length]
             if one.is_watched:
-                self._pace(one.request, one.way).watch(draft)
+                self._pace(one.request, one.method).watch(draft)
             elif len(draft):
                 given[one.request] = draft
-                self._given[one.request] = one.way
+                self._given[one.request] = one.method
         return given
 
-    def _ask(self, request: Request, rows_left: int, sessions: int) -> _Asked | None:
+    def _ask(self, request: Request, tokens_left: int, sessions: int) -> _Asked | None:
         """What to ask for, if anything, in a step that decodes so many sessions."""
-        room = min(self._drafter.longest, self._room(request), rows_left // sessions)
+        room = min(self._drafter.longest, self._room(request), tokens_left // sessions)
         if room <= 0 or not self._is_served(request):
             return None
         history = request.session.history
         try:
-            way = self._drafter.way(history)
+            method = self._drafter.method(history)
         except Exception:
             logger.exception("the drafter cannot say how it would draft")
             self._degrade([request])
             return None
-        if way is None:
+        if method is None:
             return None
-        length, is_watched = self._length(request, way, min(room, way.longest), sessions)
-        return _Asked(request, way, history, length, is_watched) if length else None
+        length, is_watched = self._length(request, method, min(room, method.longest), sessions)
+        return _Asked(request, method, history, length, is_watched) if length else None
 
-    def _saw_drafting(self, ways: set[DraftMethod], seconds: float) -> None:
+    def _saw_drafting(self, methods: set[DraftMethod], seconds: float) -> None:
         """Drafts of these ways took so long together. One that reads rows is a network's; others are free beside it."""
-        dear = {way for way in ways if way.needs_entries} or ways
+        dear = {method for method in methods if method.needs_entries} or methods
         if len(dear) == 1:
             self._draft_seconds[dear.pop()].saw(seconds)
 
@@ -204,14 +204,14 @@ class Drafting:
         room = min(session.kv.room() - 1, request.params.max_tokens - request.generated - 1)
         return room if session.longest is None else min(room, session.longest - len(session.history) - 1)
 
-    def _length(self, request: Request, way: DraftMethod, longest: int, sessions: int) -> tuple[int, bool]:
+    def _length(self, request: Request, method: DraftMethod, longest: int, sessions: int) -> tuple[int, bool]:
         """How many draft tokens, and whether only to watch them."""
         if self._fixed:
             return min(self._fixed, longest), False
-        pace, step = self._pace(request, way), self._steps_of(sessions)
+        pace, step = self._pace(request, method), self._steps_of(sessions)
         pace.steps_since_watch += 1
         pace.steps_since_draft += 1
-        cost = (self._draft_seconds[way].seconds or 0.0) / sessions
+        cost = (self._draft_seconds[method].seconds or 0.0) / sessions
         length = best_length(pace.acceptance, step, sessions=sessions, longest=longest, draft_seconds=cost)
         if length or pace.steps_since_draft > _PROBE_STEPS:
             pace.steps_since_draft = 0
@@ -225,9 +225,9 @@ class Drafting:
 
     # -- after a step -----------------------------------------------------------------------------------------------
 
-    def took(self, sessions: int, rows: int, seconds: float) -> None:
+    def took(self, sessions: int, tokens: int, seconds: float) -> None:
         """A step that decoded and did nothing else took so long."""
-        self._steps_of(sessions).saw(rows, seconds, is_plain=rows == sessions)
+        self._steps_of(sessions).saw(tokens, seconds, is_plain=tokens == sessions)
 
     def settle(self, request: Request, block: Block, outcome: Outcome, *, first: int, kept: int, taken: int) -> None:
         """The block's first `kept` rows, from position `first` on, were committed, and `taken` samples recorded."""
@@ -241,8 +241,8 @@ class Drafting:
             self._metrics.accepted_tokens.inc(accepted)
             self._metrics.acceptance_length.observe(accepted + 1)
             request.trace.note("verify", drafted=block.drafted, accepted=accepted)
-            way = self._given[request]
-            for acceptance in (self._pace(request, way).acceptance, self._acceptance[way]):
+            method = self._given[request]
+            for acceptance in (self._pace(request, method).acceptance, self._acceptance[method]):
                 acceptance.saw(block.drafted, right)
         elif request.is_prefilling:
             for pace in self._paces_of(request).values():
@@ -255,12 +255,12 @@ class Drafting:
             taps = None if outcome.taps is None else outcome.taps[:kept]
             self._seen.append((request, Seen(memory, first, block.token_ids[:kept], taps)))
 
-    def tell_if_many(self) -> None:
+    def flush_if_many(self) -> None:
         """A step has ended: tell the drafter of it, now or soon."""
-        if sum(len(seen.token_ids) for _, seen in self._seen) >= _TOLD_TOGETHER:
-            self.tell()
+        if sum(len(seen.token_ids) for _, seen in self._seen) >= _REPORTED_TOGETHER:
+            self.flush()
 
-    def tell(self) -> None:
+    def flush(self) -> None:
         """Tell the drafter what steps committed that it does not know yet."""
         # A session that was closed or has failed meanwhile has no memory any more.
         reported = [

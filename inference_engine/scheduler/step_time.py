@@ -17,26 +17,26 @@ class StepPace:
     """A line through what steps took by their rows, seconds = fixed + rows · each; older steps count less."""
 
     _count: float = 0.0
-    _rows: float = 0.0
+    _tokens: float = 0.0
     _seconds: float = 0.0
-    _rows_rows: float = 0.0
-    _rows_seconds: float = 0.0
+    _tokens_squared: float = 0.0
+    _tokens_seconds: float = 0.0
 
-    def saw(self, rows: int, seconds: float) -> None:
+    def saw(self, tokens: int, seconds: float) -> None:
         """A step of so many rows took so long."""
         for name, value in (
             ("_count", 1.0),
-            ("_rows", float(rows)),
+            ("_tokens", float(tokens)),
             ("_seconds", seconds),
-            ("_rows_rows", float(rows * rows)),
-            ("_rows_seconds", rows * seconds),
+            ("_tokens_squared", float(tokens * tokens)),
+            ("_tokens_seconds", tokens * seconds),
         ):
             setattr(self, name, _MEMORY * getattr(self, name) + value)
 
-    def seconds(self, rows: int) -> float | None:
+    def seconds(self, tokens: int) -> float | None:
         """What a step of so many rows takes; None before there were a few of different sizes."""
         line = self._line()
-        return None if line is None else line[0] + rows * line[1]
+        return None if line is None else line[0] + tokens * line[1]
 
     @property
     def mean_seconds(self) -> float | None:
@@ -44,24 +44,24 @@ class StepPace:
         return None if self._count < _FEW_STEPS - 0.5 else self._seconds / self._count
 
     @property
-    def row_seconds(self) -> float:
+    def token_seconds(self) -> float:
         """What another row adds to a step; 0 where that is not known yet."""
         line = self._line()
         return 0.0 if line is None else line[1]
 
-    def rows_within(self, seconds: float) -> int | None:
+    def tokens_within(self, seconds: float) -> int | None:
         """The most rows of a step that takes `seconds`, 0 if even an empty one takes longer; None as in `seconds`."""
         line = self._line()
         return None if line is None else max(0, math.floor((seconds - line[0]) / line[1]))
 
     def _line(self) -> tuple[float, float] | None:
-        spread = self._count * self._rows_rows - self._rows * self._rows
-        if self._count < _FEW_STEPS or spread <= 1e-9 * self._count * self._rows_rows:
+        spread = self._count * self._tokens_squared - self._tokens * self._tokens
+        if self._count < _FEW_STEPS or spread <= 1e-9 * self._count * self._tokens_squared:
             return None
-        each = (self._count * self._rows_seconds - self._rows * self._seconds) / spread
+        each = (self._count * self._tokens_seconds - self._tokens * self._seconds) / spread
         # More rows never take less: what says so is noise.
         each = max(each, 1e-9)
-        return max(0.0, (self._seconds - each * self._rows) / self._count), each
+        return max(0.0, (self._seconds - each * self._tokens) / self._count), each
 
 
 @dataclass(slots=True)

@@ -101,7 +101,7 @@ class Transcript:
             session=self.session,
             params=replace(self.params, max_tokens=self.params.max_tokens - done.generated),
             seed=self._seed,
-            listener=lambda event: self._hear(request, event),
+            listener=lambda event: self._receive(request, event),
             stop_ids=self.session.eos_token_ids | frozenset(self.params.stop_token_ids),
             accepted_at=now,
             earlier=done,
@@ -118,7 +118,7 @@ class Transcript:
         request = self._request
         assert request is not None
         request.outcome = Failed(error)
-        self._hear(request, request.outcome)
+        self._receive(request, request.outcome)
 
     def stop(self, reader: Reader, how: Callable[[], StopReason | BaseException]) -> None:
         """End it as `how` says, at the next step boundary, if `reader` still is the one to say so."""
@@ -126,14 +126,14 @@ class Transcript:
             if reader is self._reader and self._request is not None:
                 self._request.ask_to_stop(how)
 
-    def _hear(self, request: Request, event: Event) -> None:
+    def _receive(self, request: Request, event: Event) -> None:
         with self._lock:
             if request is not self._request:
                 return  # the last word of a request that another one continues already
             self._note(event)
             reader = self._reader
         if reader is not None:
-            reader._tell(event)
+            reader._notify(event)
 
     def _note(self, event: Event) -> None:
         # Tokens first: there are thousands of them for each of the others.
@@ -163,7 +163,7 @@ class Reader:
         self.is_replayed = is_replayed
         self._transcript = transcript
         self._listener = listener
-        self._on_news: Callable[[], None] | None = None
+        self._on_readable: Callable[[], None] | None = None
         self._first_position = position
         # Reports of a prefill are for those who were there before it gave a token.
         self._begins_with_tokens = position < transcript.end_position
@@ -173,9 +173,9 @@ class Reader:
         self._kept: Stretch | None = None  # of a history that ended
         self._reports = 0
 
-    def when_news(self, callback: Callable[[], None]) -> None:
+    def when_readable(self, callback: Callable[[], None]) -> None:
         """Call back, from any thread, whenever there may be something to read; now, too."""
-        self._on_news = callback
+        self._on_readable = callback
         callback()
 
     def read(self) -> list[Event]:
@@ -254,11 +254,11 @@ class Reader:
             events.append(transcript._truncated)
         return events
 
-    def _tell(self, event: Event) -> None:
+    def _notify(self, event: Event) -> None:
         if self._listener is not None:
             self._listener(event)
-        if self._on_news is not None:
-            self._on_news()
+        if self._on_readable is not None:
+            self._on_readable()
 
     def _lose(self) -> None:
         """Another reader has taken over."""
@@ -267,4 +267,4 @@ class Reader:
             self._kept.give_up()
         self._transcript.session.readers.discard(self)
         if not self._is_over:
-            self._tell(Failed(StreamTakenOver(self.position)))
+            self._notify(Failed(StreamTakenOver(self.position)))

@@ -82,7 +82,7 @@ class Feed:
         self._generation = generation
         self._wakeup = Wakeup(waker)
         self.position = generation.position  # of the token that is being sent, or comes next
-        generation.when_news(self._wakeup.set, waker.wake)
+        generation.when_readable(self._wakeup.set, waker.wake)
 
     async def wait(self) -> None:
         """Until there may be something to pop."""

@@ -79,7 +79,7 @@ class DFlashDrafter:
                 self._network, self._words, buffers, taps_dtype=next(self._network.parameters()).dtype
             )
 
-    def way(self, history: Tokens) -> DraftMethod | None:
+    def method(self, history: Tokens) -> DraftMethod | None:
         return self._way
 
     def observe(self, seen: Sequence[Seen]) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inference_engine.backends.packed_linear import kernel_rows
+from inference_engine.backends.packed_linear import kernel_vectors
 from kv_cache_proposer.dflash.target import TargetWords
 
 # Of a place: rough scores mistake the order by a few places, so as many again as a draft token looks at.
@@ -40,7 +40,7 @@ class Shortlist:
         """Ids [..., K], ascending, of states [..., hidden]; K is SHORTLIST, or the vocabulary if that is smaller."""
         rows = states.reshape(-1, states.shape[-1])
         rounded = ((rows / _scales(rows, _STATE_TOP)).round_() + _STATE_ZERO).to(torch.uint8)
-        padded = F.pad(rounded, (0, 0, 0, kernel_rows(len(rows)) - len(rows)))
+        padded = F.pad(rounded, (0, 0, 0, kernel_vectors(len(rows)) - len(rows)))
         # The scale of a row changes no order within it: 1 will do.
         # fmt: off
         rough: Tensor = torch.ops.onednn.qlinear_pointwise(

@@ -7,20 +7,20 @@ import copy
 import pytest
 import torch
 
-from inference_engine.backends.packed_linear import PackedLinear, can_pack, kernel_rows, pack_linears, takes
+from inference_engine.backends.packed_linear import PackedLinear, can_pack, kernel_vectors, pack_linears, takes
 from inference_engine.backends.quanta import probe_quanta
 from inference_engine.models.seam import ATTENTION, Seam
 from tests.tiny import tiny_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 5, 64, 300])
-def test_packed_gives_the_same_product(dtype: torch.dtype, rows: int) -> None:
+@pytest.mark.parametrize("vectors", [1, 2, 5, 64, 300])
+def test_packed_gives_the_same_product(dtype: torch.dtype, vectors: int) -> None:
     if not takes(dtype):
         pytest.skip(f"this CPU has no instructions for packed {dtype}")
-    generator = torch.Generator().manual_seed(rows)
+    generator = torch.Generator().manual_seed(vectors)
     linear = torch.nn.Linear(200, 120).to(dtype)
-    states = torch.randn(1, rows, 200, generator=generator).to(dtype)
+    states = torch.randn(1, vectors, 200, generator=generator).to(dtype)
     with torch.inference_mode():
         expected, packed = linear(states).float(), PackedLinear(linear)(states).float()
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2  # sums of 200 terms of order 0.05, rounded once
@@ -51,17 +51,17 @@ def test_every_linear_layer_is_replaced_and_logits_stay() -> None:
 
 
 def test_a_server_meets_few_shapes_however_many_lengths_its_prompts_have() -> None:
-    padded = {kernel_rows(rows) for rows in range(1, 4097)}
+    padded = {kernel_vectors(vectors) for vectors in range(1, 4097)}
     assert len(padded) < 90
-    assert len({rows for rows in padded if rows <= 512}) <= 22
-    for rows in range(1, 4097):
-        assert rows <= kernel_rows(rows) < rows + max(1, min(64, rows))
+    assert len({vectors for vectors in padded if vectors <= 512}) <= 22
+    for vectors in range(1, 4097):
+        assert vectors <= kernel_vectors(vectors) < vectors + max(1, min(64, vectors))
 
 
 def test_packed_rows_have_a_quantum() -> None:
     """Fixed-shape mode is to be had with packed layers too."""
     model = tiny_model(attention=ATTENTION)
     pack_linears(model)
-    rows, keys = probe_quanta(Seam(model))
-    assert rows <= 8
+    vectors, keys = probe_quanta(Seam(model))
+    assert vectors <= 8
     assert keys == 512

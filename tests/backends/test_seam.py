@@ -72,7 +72,7 @@ from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategies.full import Full
 from inference_engine.models.layer_traits import find_traits
-from inference_engine.models.seam import ATTENTION, LayerTraits, RowRotary, Seam
+from inference_engine.models.seam import ATTENTION, LayerTraits, Seam, TokenRotary
 from inference_engine.types import Mode, ModelFacts
 from tests.laws.variants import each_mode, generate, text
 from tests.tiny import SMALL, tiny_engine, tiny_model
@@ -272,11 +272,11 @@ def representative(config: PretrainedConfig) -> list[int]:
     return sorted({types.index(kind) for kind in types})
 
 
-def rotary(config: PretrainedConfig, kind: type[PreTrainedModel]) -> tuple[Seam, RowRotary]:
+def rotary(config: PretrainedConfig, kind: type[PreTrainedModel]) -> tuple[Seam, TokenRotary]:
     small = shrunken(config, layers=representative(config))
     small._attn_implementation = ATTENTION
     seam = Seam(kind(copy.deepcopy(small)).eval())
-    found = [module for module in seam.model.modules() if isinstance(module, RowRotary)]
+    found = [module for module in seam.model.modules() if isinstance(module, TokenRotary)]
     return seam, found[0]
 
 

@@ -32,7 +32,7 @@ def test_what_is_known_of_copies_is_kept_apart_by_their_length_and_from_the_netw
     network = Knowing(text=NETWORK_SAYS)
     hybrid = HybridDrafter(network, NgramDrafter(min_ngram=2, max_ngram=4, longest=6))
     repeated, short, longest = [1, 2, 3, 9, 9, 1, 2, 3], [5, 1, 2, 9, 9, 1, 2], [1, 2, 3, 4, 9, 1, 2, 3, 4]
-    ways = [hybrid.way(np.array(ids, dtype=np.uint32)) for ids in (repeated, short, longest, [1, 2, 3, 4])]
+    ways = [hybrid.method(np.array(ids, dtype=np.uint32)) for ids in (repeated, short, longest, [1, 2, 3, 4])]
     assert [way and way.name for way in ways] == ["long copy", "short copy", "longest copy", network.name]
     assert [way and way.longest for way in ways] == [6, 6, 6, network.longest]
 

@@ -35,7 +35,7 @@ class Plain:
     def prepare(self, context: KVContext) -> None:
         pass
 
-    def way(self, history: Tokens) -> DraftMethod | None:
+    def method(self, history: Tokens) -> DraftMethod | None:
         return DraftMethod(self.name, longest=self.longest, needs_entries=bool(self.tap_layers))
 
     def observe(self, seen: Sequence[Seen]) -> None:

@@ -34,7 +34,7 @@ class TwoWays(Plain):
         super().__init__(longest=7)
         self.reported = 0
 
-    def way(self, history: Tokens) -> DraftMethod | None:
+    def method(self, history: Tokens) -> DraftMethod | None:
         return NETWORK if history[-1] % 2 else COPY
 
     def observe(self, seen: Sequence[Seen]) -> None:
@@ -83,7 +83,7 @@ def step(drafting: Drafting, talk: Talk, last: int, right: int) -> int:
     samples = tuple(Sample(token, None, is_finite=True) for token in said)
     drafting.took(1, 1 + len(draft), STEP_SECONDS * (1 + 0.02 * len(draft)))
     drafting.settle(request, block, Outcome(samples), first=len(talk.ids) - 1, kept=1 + accepted, taken=1 + accepted)
-    drafting.tell_if_many()
+    drafting.flush_if_many()
     return len(draft)
 
 
@@ -114,7 +114,7 @@ def test_the_network_is_reported_of_rows_before_it_drafts_and_not_before_a_copy_
 
 def test_a_drafter_that_cannot_say_how_it_would_draft_is_not_asked_again() -> None:
     class Speechless(TwoWays):
-        def way(self, history: Tokens) -> DraftMethod | None:
+        def method(self, history: Tokens) -> DraftMethod | None:
             raise RuntimeError("the drafter cannot say")
 
     drafting, talk = drafting_with(Speechless()), Talk()

@@ -20,7 +20,7 @@ from tests.laws.variants import drain
 from tests.load.scripted import scripted_engine
 
 MOST_SECONDS = 0.005  # of processor time, on an event loop
-ROOM = Room(max_running=2, max_running_per_owner=0, max_batch=2, segment_rows=10)
+ROOM = Room(max_running=2, max_running_per_owner=0, max_batch=2, segment_tokens=10)
 
 
 def decoding(tokens: int, owner: str = "") -> Load:
@@ -47,12 +47,12 @@ def test_a_place_comes_free_when_the_first_of_those_who_run_has_said_what_it_was
 
 def test_prefills_that_others_still_need_come_in_turn_and_no_further_than_ones_own() -> None:
     long, short = Load("", 100, 5, 5), Load("", 20, 5, 5)
-    room = Room(max_running=8, max_running_per_owner=0, max_batch=8, segment_rows=10)
+    room = Room(max_running=8, max_running_per_owner=0, max_batch=8, segment_tokens=10)
     assert steps(short, [long], [], room) == 2 + 1
     assert steps(short, [Load("a", 100, 5, 5), Load("b", 10, 5, 5)], [], room) == 2 + 1 + 1
     assert steps(long, [short], [], room) == 2 + 1
     found = ahead_of(short, [Load("a", 100, 5, 5)], [], room)
-    assert found.prefill_rows == 20
+    assert found.prefill_tokens == 20
 
 
 def test_who_runs_nothing_waits_for_no_place_and_owners_take_turns() -> None:
@@ -66,14 +66,14 @@ def test_who_runs_nothing_waits_for_no_place_and_owners_take_turns() -> None:
 
 
 def test_more_than_fit_into_a_step_say_less_each() -> None:
-    room = Room(max_running=4, max_running_per_owner=0, max_batch=2, segment_rows=10)
+    room = Room(max_running=4, max_running_per_owner=0, max_batch=2, segment_tokens=10)
     assert steps(waiting(5), [decoding(10)] * 4, [], room) == 20 + 1
 
 
 def test_owners_who_have_their_share_count_on_their_own_places_as_others_go_on_asking() -> None:
     assert steps(waiting(5, "a"), [decoding(30, "a"), decoding(4, "b")], []) == 30 + 1
     assert steps(waiting(5, "a"), [decoding(30, "b"), decoding(4, "b")], []) == 1
-    room = Room(max_running=3, max_running_per_owner=0, max_batch=3, segment_rows=10)
+    room = Room(max_running=3, max_running_per_owner=0, max_batch=3, segment_tokens=10)
     assert steps(waiting(5, "a"), [decoding(30, "a"), decoding(4, "b"), decoding(9, "b")], [], room) == 4 + 1
 
 
@@ -86,7 +86,7 @@ def test_places_are_given_as_admission_gives_them(
     running: list[Load], queue: list[Load], new: Load, most: int, most_per_owner: int
 ) -> None:
     """The wait for a place is what playing `admit` itself gives, a step after another."""
-    room = Room(max_running=most, max_running_per_owner=most_per_owner, max_batch=1000, segment_rows=10**9)
+    room = Room(max_running=most, max_running_per_owner=most_per_owner, max_batch=1000, segment_tokens=10**9)
     left = [(load.owner, load.tokens, load.tokens) for load in running]
     line, now = [*queue, new], 0
     while True:
@@ -111,7 +111,7 @@ def test_places_are_given_as_admission_gives_them(
 @pytest.mark.parametrize("owner", ["0", "new"])
 @pytest.mark.parametrize(("waits", "owners"), [(256, 64), (1000, 1000)])
 def test_the_longest_queue_there_may_be_is_played_in_milliseconds(waits: int, owners: int, owner: str) -> None:
-    room = Room(max_running=128, max_running_per_owner=0, max_batch=64, segment_rows=256)
+    room = Room(max_running=128, max_running_per_owner=0, max_batch=64, segment_tokens=256)
     running = [decoding(500 + number, str(number % 16)) for number in range(128)]
     queue = [waiting(500, str(number % owners)) for number in range(waits)]
     taken = []

@@ -22,8 +22,8 @@ from inference_engine.scheduler.policy import (
 owners = st.sampled_from(["", "a", "b", "c"])
 candidates = st.lists(
     st.one_of(
-        st.builds(Candidate, rows=st.just(1), is_prefilling=st.just(False), owner=owners),
-        st.builds(Candidate, rows=st.integers(1, 256), is_prefilling=st.just(True), owner=owners),
+        st.builds(Candidate, tokens=st.just(1), is_prefilling=st.just(False), owner=owners),
+        st.builds(Candidate, tokens=st.integers(1, 256), is_prefilling=st.just(True), owner=owners),
     ),
     min_size=1,
     max_size=40,
@@ -46,7 +46,7 @@ class Line:
         """Who was served."""
         self._steps += 1
         turned = [replace(one, turn=self._turns.get((one.owner, one.is_prefilling), 0)) for _, one in self._line]
-        picked = choose(turned, step_rows=256, max_batch=self._max_batch, prefill_rows_beside=256)
+        picked = choose(turned, step_tokens=256, max_batch=self._max_batch, prefill_tokens_beside=256)
         chosen = [self._line[index] for index in picked]
         for entry in chosen:
             self._turns[entry[1].owner, entry[1].is_prefilling] = self._steps
@@ -57,10 +57,10 @@ class Line:
 
 @given(candidates, st.integers(1, 16))
 def test_a_step_stays_within_its_budgets_and_is_never_empty(waiting: list[Candidate], max_batch: int) -> None:
-    chosen = choose(waiting, step_rows=256, max_batch=max_batch, prefill_rows_beside=256)
+    chosen = choose(waiting, step_tokens=256, max_batch=max_batch, prefill_tokens_beside=256)
     assert 1 <= len(chosen) == len(set(chosen)) <= max_batch
     beside = sum(not waiting[index].is_prefilling for index in chosen)
-    assert sum(waiting[index].rows for index in chosen) <= 256 + beside
+    assert sum(waiting[index].tokens for index in chosen) <= 256 + beside
 
 
 @given(candidates, st.integers(1, 16))
@@ -92,13 +92,13 @@ def test_who_floods_delays_another_owners_only_request_by_a_step_at_most(
 
 def test_within_a_step_owners_share_places_alike_and_take_what_others_leave() -> None:
     waiting = [Candidate(1, False, "a")] * 10 + [Candidate(1, False, "b")] * 3 + [Candidate(1, False, "c")]
-    by_owner = Counter(waiting[index].owner for index in choose(waiting, step_rows=64, max_batch=9))
+    by_owner = Counter(waiting[index].owner for index in choose(waiting, step_tokens=64, max_batch=9))
     assert by_owner == {"a": 5, "b": 3, "c": 1}
 
 
 def test_decoding_requests_run_beside_one_prefill() -> None:
     waiting = [Candidate(256, True), Candidate(1, False), Candidate(256, True), Candidate(1, False)]
-    assert choose(waiting, step_rows=512, max_batch=8) == [1, 3, 0]
+    assert choose(waiting, step_tokens=512, max_batch=8) == [1, 3, 0]
 
 
 def test_short_prefills_share_a_step_beside_decoding_requests_as_far_as_one_long_one_would_go() -> None:
@@ -109,14 +109,14 @@ def test_short_prefills_share_a_step_beside_decoding_requests_as_far_as_one_long
         Candidate(100, True),
         Candidate(9, True),
     ]
-    assert choose(waiting, step_rows=512, max_batch=8, prefill_rows_beside=256) == [0, 1, 2, 4]
-    assert choose(waiting, step_rows=512, max_batch=3, prefill_rows_beside=256) == [0, 1, 2]
-    assert choose(waiting, step_rows=512, max_batch=8, prefill_rows_beside=16) == [0, 1]
+    assert choose(waiting, step_tokens=512, max_batch=8, prefill_tokens_beside=256) == [0, 1, 2, 4]
+    assert choose(waiting, step_tokens=512, max_batch=3, prefill_tokens_beside=256) == [0, 1, 2]
+    assert choose(waiting, step_tokens=512, max_batch=8, prefill_tokens_beside=16) == [0, 1]
 
 
 def test_prefills_share_a_step_when_nobody_decodes() -> None:
     waiting = [Candidate(256, True), Candidate(256, True), Candidate(256, True)]
-    assert choose(waiting, step_rows=512, max_batch=8) == [0, 1]
+    assert choose(waiting, step_tokens=512, max_batch=8) == [0, 1]
 
 
 # -- who begins -------------------------------------------------------------------------------------------------------
@@ -155,38 +155,38 @@ def test_places_go_to_the_owner_with_the_fewest_running() -> None:
 # -- how much ---------------------------------------------------------------------------------------------------------
 
 
-def rows(
+def tokens(
     targets: Targets, *, pending: int = 1000, waited: float = 0.0, chunk: float | None = 0.5, fit: int | None = 64
 ) -> int:
     return chunk_beside_decoders(
         targets,
         pending=pending,
         waited_seconds=waited,
-        least_rows=16,
-        segment_rows=256,
+        least_tokens=16,
+        segment_tokens=256,
         most_queries=512,
         seconds_of_chunk=chunk,
-        rows_in_time=fit,
+        tokens_in_time=fit,
     )
 
 
 def test_without_targets_or_before_anything_was_measured_a_chunk_is_a_segment() -> None:
     both = Targets(first_token_seconds=1.0, inter_token_seconds=0.1)
-    assert rows(Targets()) == 256
-    assert rows(both, chunk=None, fit=None) == 256
+    assert tokens(Targets()) == 256
+    assert tokens(both, chunk=None, fit=None) == 256
 
 
 def test_a_chunk_lets_the_others_have_their_tokens_in_time_and_always_moves() -> None:
-    assert rows(Targets(inter_token_seconds=0.1), fit=64) == 64
-    assert rows(Targets(inter_token_seconds=0.1), fit=1000) == 256
-    assert rows(Targets(inter_token_seconds=0.1), fit=-5) == 16
+    assert tokens(Targets(inter_token_seconds=0.1), fit=64) == 64
+    assert tokens(Targets(inter_token_seconds=0.1), fit=1000) == 256
+    assert tokens(Targets(inter_token_seconds=0.1), fit=-5) == 16
 
 
 def test_a_prefill_that_would_be_late_hurries_but_not_at_the_others_cost() -> None:
     in_time = Targets(first_token_seconds=3.0)
-    assert rows(in_time, waited=0.9) == 256  # four more segments of half a second
-    assert rows(in_time, waited=1.1) == 512
-    assert rows(Targets(first_token_seconds=3.0, inter_token_seconds=0.1), waited=1.1, fit=300) == 300
+    assert tokens(in_time, waited=0.9) == 256  # four more segments of half a second
+    assert tokens(in_time, waited=1.1) == 512
+    assert tokens(Targets(first_token_seconds=3.0, inter_token_seconds=0.1), waited=1.1, fit=300) == 300
 
 
 @given(st.integers(0, 1000), st.integers(1, 600), st.sampled_from([4, 16]))

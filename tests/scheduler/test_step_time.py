@@ -17,15 +17,15 @@ def pace(fixed: float, each: float, sizes: list[int]) -> StepPace:
 def test_steps_of_different_sizes_tell_what_any_other_takes() -> None:
     known = pace(0.010, 0.001, [1, 64, 1, 256, 1, 1, 32, 1])
     assert known.seconds(100) == pytest.approx(0.110)
-    assert known.rows_within(0.1101) == 100
-    assert known.rows_within(0.001) == 0
+    assert known.tokens_within(0.1101) == 100
+    assert known.tokens_within(0.001) == 0
 
 
 def test_too_few_steps_or_steps_of_one_size_tell_nothing() -> None:
     for sizes in ([], [1, 64], [8] * 100):
         known = pace(0.010, 0.001, sizes)
         assert known.seconds(10) is None
-        assert known.rows_within(1.0) is None
+        assert known.tokens_within(1.0) is None
 
 
 def test_older_steps_count_less() -> None:
@@ -42,7 +42,7 @@ def test_larger_steps_are_never_taken_to_be_faster() -> None:
     assert small is not None
     assert large is not None
     assert small <= large
-    assert known.rows_within(1.0)
+    assert known.tokens_within(1.0)
 
 
 def test_a_place_comes_free_as_often_as_one_did_and_later_the_longer_none_does() -> None:

@@ -60,7 +60,7 @@ def test_a_reader_hears_of_a_token_while_the_device_works_on_the_next_one() -> N
     with Engine(forward, EngineConfig(**SMALL)) as engine:
         session = engine.create_session(limit_tokens=200).session_id
         engine.append(session, text(10))
-        engine.generate(session, GenerateParams(max_tokens=20)).when_news(lambda: None, is_reported.set)
+        engine.generate(session, GenerateParams(max_tokens=20)).when_readable(lambda: None, is_reported.set)
         is_listening.set()
         engine.drain(60)
         assert is_reported.wait(60)  # of the end
@@ -86,7 +86,7 @@ def test_generates_that_run_together_wake_their_common_reader_once_a_step() -> N
             session = engine.create_session(limit_tokens=200).session_id
             engine.append(session, text(10, seed=number))
             generation = engine.generate(session, GenerateParams(max_tokens=tokens))
-            generation.when_news(partial(rings.append, number), wake)
+            generation.when_readable(partial(rings.append, number), wake)
         may_go_on.set()
         engine.drain(60)
     assert len(rings) > count * tokens

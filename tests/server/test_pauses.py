@@ -158,7 +158,7 @@ def test_what_a_decode_step_does_with_a_history_at_the_cap_is_short() -> None:
         session, drafter, watch = engine._store.find(session_id, ""), NgramDrafter(), Watch()
         history, end = session.history, len(session.history)
         steps: dict[str, Callable[[object], object]] = {
-            "draft": lambda _: drafter.propose([Wanted(None, history, 16)]) if drafter.way(history) else None,
+            "draft": lambda _: drafter.propose([Wanted(None, history, 16)]) if drafter.method(history) else None,
             "record": lambda _: session.record(engine._journal, history[-1:], Mark.GENERATED),
             "pending": lambda _: (session.pending_ids(512), session.pending_generated(512)),
             "tell": lambda _: history.ids(end - 256, end).tolist(),

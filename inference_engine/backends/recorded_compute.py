@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from inference_engine.backends.recording import GraphMemory, RowRecording
+from inference_engine.backends.recording import GraphMemory, TensorRecording
 from inference_engine.kv.context import OfRows
 
 logger = logging.getLogger(__name__)
@@ -49,13 +49,13 @@ class _Known:
     used_at: int = 0
 
 
-class RecordedRows:
+class RecordedCompute:
     """A `Compute`. Of one thread."""
 
     def __init__(self, sizes: Sequence[int], memory: GraphMemory, record: Record | None = None) -> None:
         """sizes: numbers of rows to record for. record: CUDA's own unless given; raises RuntimeError if it cannot."""
         self._sizes = sorted(sizes)
-        self._record: Record = record or partial(RowRecording, memory=memory)
+        self._record: Record = record or partial(TensorRecording, memory=memory)
         # By name and shapes; what was used last comes last.
         self._known: OrderedDict[Hashable, _Known] = OrderedDict()
         self._recorded: OrderedDict[Hashable, _Known] = OrderedDict()
@@ -72,8 +72,8 @@ class RecordedRows:
         known = self._known.get(key)
         if known is None:
             results = of_rows(tensors)
-            row_bytes = sum(part.nbytes for part in (*tensors, *results)) // count
-            self._remember(key, _Known(can_record=row_bytes * size <= MOST_BYTES))
+            bytes_each = sum(part.nbytes for part in (*tensors, *results)) // count
+            self._remember(key, _Known(can_record=bytes_each * size <= MOST_BYTES))
             return results
         self._known.move_to_end(key)
         if known.recorded is None and known.can_record and self._has_place():

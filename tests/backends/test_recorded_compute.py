@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.backends import recorded_rows
-from inference_engine.backends.recorded_rows import RecordedRows, Shapes
+from inference_engine.backends import recorded_compute
+from inference_engine.backends.recorded_compute import RecordedCompute, Shapes
 from inference_engine.backends.recording import GraphMemory
 from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.context import KVContext, OfRows
@@ -57,15 +57,15 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Shapes]:
     return found
 
 
-def recorder(*sizes: int, record: Any = Overwriting) -> RecordedRows:
-    return RecordedRows(sizes, GraphMemory(), record)
+def recorder(*sizes: int, record: Any = Overwriting) -> RecordedCompute:
+    return RecordedCompute(sizes, GraphMemory(), record)
 
 
 def doubled(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [2 * part for part in tensors]
 
 
-def check(compute: RecordedRows, rows: Tensor) -> None:
+def check(compute: RecordedCompute, rows: Tensor) -> None:
     assert torch.equal(compute("double", doubled, [rows])[0], 2 * rows)
 
 
@@ -121,7 +121,7 @@ def test_a_want_of_memory_passes(made: list[Shapes]) -> None:
 
 
 def test_rows_that_are_too_wide_are_not_recorded(made: list[Shapes], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_rows, "MOST_BYTES", 8 * 2 * 3 * 4)
+    monkeypatch.setattr(recorded_compute, "MOST_BYTES", 8 * 2 * 3 * 4)
     compute = recorder(8)
     for width in (3, 4) * 3:
         check(compute, gaussian(5, width))
@@ -131,8 +131,8 @@ def test_rows_that_are_too_wide_are_not_recorded(made: list[Shapes], monkeypatch
 def test_more_than_can_be_recorded_in_use_by_turns_are_not_made_anew(
     made: list[Shapes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorded_rows, "MOST", 2)
-    monkeypatch.setattr(recorded_rows, "STALE_CALLS", 10)
+    monkeypatch.setattr(recorded_compute, "MOST", 2)
+    monkeypatch.setattr(recorded_compute, "STALE_CALLS", 10)
     compute = recorder(8)
     for width in (1, 2, 3) * 20:
         check(compute, gaussian(5, width))
@@ -171,7 +171,7 @@ def test_a_session_reads_the_same_whether_its_rows_are_recorded_or_not(strategy:
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # of one that reads the same bytes as another type
 @each_compressor
 def test_a_gpu_records_every_compressor(compressor: KVCompressor) -> None:
-    compute = RecordedRows((64,), GraphMemory())
+    compute = RecordedCompute((64,), GraphMemory())
     for head_dim in head_sizes(compressor):
         for seed, count in enumerate((64, 64, 11)):
             rows = [gaussian(count, 3, head_dim, seed=seed).cuda()]
@@ -193,7 +193,7 @@ def test_a_gpu_records_every_compressor(compressor: KVCompressor) -> None:
 @pytest.mark.parametrize("quantiser", QUANTISERS)
 def test_a_gpu_records_every_latent(precision: str, quantiser: str) -> None:
     codec = make_codec(24, precision=precision, quantiser=quantiser, group_layers=3).to("cuda")
-    compute = RecordedRows((64,), GraphMemory())
+    compute = RecordedCompute((64,), GraphMemory())
     half = len(codec.layers)
 
     def encode(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -218,7 +218,7 @@ def test_a_gpu_records_every_latent(precision: str, quantiser: str) -> None:
 
 @needs_gpu
 def test_a_recording_that_fails_leaves_the_device_as_it_was() -> None:
-    compute = RecordedRows((64,), GraphMemory())
+    compute = RecordedCompute((64,), GraphMemory())
 
     def looks(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [part * float(part.sum()) for part in tensors]
