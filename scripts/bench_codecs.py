@@ -173,7 +173,7 @@ def _device_clock() -> float:
 
 
 def bytes_per_token(compressor: KVCompressor, text: Captured) -> int:
-    return sum(rows.shape[1] * compressor.row_bytes(rows.shape[2]) for rows in (*text.keys, *text.values))
+    return sum(rows.shape[1] * compressor.vector_bytes(rows.shape[2]) for rows in (*text.keys, *text.values))
 
 
 def family_of(codec: str) -> str:

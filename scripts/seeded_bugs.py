@@ -84,7 +84,7 @@ BUGS = (
     Bug(
         "a session does not go to sleep after its Generate",
         "inference_engine/scheduler/lifecycle.py",
-        "        session.kv.sleep()\n",
+        "        session.kv.idle()\n",
         "        session.kv.footprint()\n",
         (CANCELS,),
     ),

@@ -85,7 +85,7 @@ class StepGraphs:
 
         def compute(numbers: Tensor) -> tuple[Tensor, Tensor | None]:
             head, rest = numbers[: 2 * size + _logits(size)], numbers[2 * size + _logits(size) :]
-            tables = StepTables.over(rest, geometry, pool, attention, rows=size, selects=selects)
+            tables = StepTables.over(rest, geometry, pool, attention, tokens=size, selects=selects)
             return _forward(seam, head[:size], head[size : 2 * size], head[2 * size :], tables, taps)
 
         nothing = StepNumbers(geometry, size, has_regions=True, scratch=pool.scratch)

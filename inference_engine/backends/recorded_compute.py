@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from inference_engine.backends.recording import GraphMemory, TensorRecording
-from inference_engine.kv.context import OfRows
+from inference_engine.kv.context import BatchFunction
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Recorded(Protocol):
     def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]: ...
 
 
-Record = Callable[[Shapes, torch.device, OfRows], Recorded]
+Record = Callable[[Shapes, torch.device, BatchFunction], Recorded]
 
 
 @dataclass(slots=True)
@@ -61,25 +61,25 @@ class RecordedCompute:
         self._recorded: OrderedDict[Hashable, _Known] = OrderedDict()
         self._calls = 0
 
-    def __call__(self, name: Hashable, of_rows: OfRows, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def __call__(self, name: Hashable, function: BatchFunction, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         count = len(tensors[0])
         size = next((size for size in self._sizes if size >= count), None)
         if size is None or not count:
-            return of_rows(tensors)
+            return function(tensors)
         self._calls += 1
         shapes = tuple((torch.Size((size, *tensor.shape[1:])), tensor.dtype) for tensor in tensors)
         key = (name, shapes)
         known = self._known.get(key)
         if known is None:
-            results = of_rows(tensors)
+            results = function(tensors)
             bytes_each = sum(part.nbytes for part in (*tensors, *results)) // count
             self._remember(key, _Known(can_record=bytes_each * size <= MOST_BYTES))
             return results
         self._known.move_to_end(key)
         if known.recorded is None and known.can_record and self._has_place():
-            self._try_to_record(key, known, shapes, of_rows, tensors[0].device)
+            self._try_to_record(key, known, shapes, function, tensors[0].device)
         if known.recorded is None:
-            return of_rows(tensors)
+            return function(tensors)
         known.used_at = self._calls
         self._recorded.move_to_end(key)
         return [part[:count] for part in known.recorded.run(tensors)]
@@ -91,10 +91,10 @@ class RecordedCompute:
             self._recorded.pop(oldest, None)
 
     def _try_to_record(
-        self, key: Hashable, known: _Known, shapes: Shapes, of_rows: OfRows, device: torch.device
+        self, key: Hashable, known: _Known, shapes: Shapes, function: BatchFunction, device: torch.device
     ) -> None:
         try:
-            known.recorded = self._record(shapes, device, of_rows)
+            known.recorded = self._record(shapes, device, function)
         except torch.OutOfMemoryError:
             logger.warning("no memory to record what is done to rows now; the next time is another try")
         except RuntimeError:

@@ -366,7 +366,7 @@ def _in_segments(twin: _Twin, strategy: KVStrategy) -> Tensor:
         while session.pending_replay:
             step(session.room())
         logits.append(step(min(_SEGMENT, _LENGTH - first)))
-        session.sleep()
+        session.idle()
     session.release()
     return torch.cat(logits)
 

@@ -205,6 +205,6 @@ def _aligned_queries(span: Span, quantum: int, count: int) -> range:
     """The whole quanta of packed rows that the span's last `count` rows belong to."""
     if not count:
         return range(0)
-    start = span.rows.start
+    start = span.packed.start
     first = start + (span.real.stop - count - start) // quantum * quantum
     return range(first, start - (start - span.real.stop) // quantum * quantum)

@@ -31,7 +31,7 @@ QUERIES_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class KeepSet:
+class SelectedBlocks:
     """The blocks each query reads, per KV head, and what finding them took.
 
     blocks: [T, Hkv, min(k, B)] int64, distinct, ascending, -1 where there are fewer candidates.
@@ -48,15 +48,15 @@ class KeepSet:
 class Always:
     """The rows a query reads whatever was selected, worked out on the host once for all layers alike.
 
-    rows: [T, A] int64, first the sink's, then the local ones; -1 is padding. local_starts: [T] int64.
+    positions: [T, A] int64, first the sink's, then the local ones; -1 is padding. local_starts: [T] int64.
     """
 
-    rows: Tensor
+    positions: Tensor
     local_starts: Tensor
     sink: int
 
     def of(self, queries: slice) -> Always:
-        return Always(self.rows[queries], self.local_starts[queries], self.sink)
+        return Always(self.positions[queries], self.local_starts[queries], self.sink)
 
 
 def always_read(
@@ -89,7 +89,7 @@ def distant_blocks(always: Always, *, block: int, count: int) -> Tensor:
     When sink and local start are multiples of `block`, these are the blocks wholly outside both; otherwise the blocks
     they cut are candidates as well, or the rest of such a block could never be read.
     """
-    first = torch.arange(count, device=always.rows.device) * block
+    first = torch.arange(count, device=always.positions.device) * block
     return first.clamp(min=always.sink) < (first + block).minimum(always.local_starts[:, None])
 
 
@@ -101,7 +101,7 @@ def select(
     *,
     capacity: int | None = None,
     searched: bool = True,
-) -> KeepSet:
+) -> SelectedBlocks:
     """The k candidate blocks [T, B] of highest scores [T, Hkv, B]; all of them where there are no more than k.
 
     hint: [T, Hkv, any] or broadcast to it, blocks chosen a step ago, -1 for none. hint and capacity: as in `topk`.
@@ -113,7 +113,7 @@ def select(
     else:
         none = torch.zeros(scores.shape[:-1], dtype=torch.int64, device=scores.device)
         found = TopK(topk_by_sorting(scores, k, candidates=candidates[:, None]), none, none)
-    return KeepSet(found.indices, (found.indices >= 0).sum(-1), found.passes, found.iterations)
+    return SelectedBlocks(found.indices, (found.indices >= 0).sum(-1), found.passes, found.iterations)
 
 
 def gather_attend(
@@ -135,37 +135,37 @@ def gather_attend(
     outs, lses = [], []
     for first in range(0, len(queries), QUERIES_AT_ONCE):
         some = slice(first, first + QUERIES_AT_ONCE)
-        rows, seen = rows_read(kept[some], always.of(some), block=block, count=keys.shape[1])
-        some_keys, some_values = gather_rows(keys, rows), gather_rows(values, rows)
-        out, lse = attend_rows(queries[some], some_keys, some_values, seen, scaling, softcap, head_sinks)
+        rows, seen = entries_read(kept[some], always.of(some), block=block, count=keys.shape[1])
+        some_keys, some_values = gather_vectors(keys, rows), gather_vectors(values, rows)
+        out, lse = attend_entries(queries[some], some_keys, some_values, seen, scaling, softcap, head_sinks)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
 
 
-def rows_read(kept: Tensor, always: Always, *, block: int, count: int) -> tuple[Tensor, Tensor]:
+def entries_read(kept: Tensor, always: Always, *, block: int, count: int) -> tuple[Tensor, Tensor]:
     """The rows [T, Hkv, R] of the union, in `count` rows, and which of them are meant [T, Hkv, R]; others are row 0."""
     in_blocks = kept[..., None] * block + torch.arange(block, device=kept.device)
     distant = (in_blocks >= always.sink) & (in_blocks < always.local_starts[:, None, None, None])
-    besides = always.rows[:, None].expand(-1, kept.shape[1], -1)
+    besides = always.positions[:, None].expand(-1, kept.shape[1], -1)
     rows = torch.cat([besides, in_blocks.flatten(2)], dim=-1)
     seen = torch.cat([besides >= 0, (distant & (kept >= 0)[..., None]).flatten(2)], dim=-1) & (rows < count)
     return rows.where(seen, 0), seen
 
 
-def gather_rows(states: Tensor, rows: Tensor) -> Tensor:
+def gather_vectors(states: Tensor, rows: Tensor) -> Tensor:
     """Rows [T, Hkv, R] of `states` [Hkv, S, D] -> [T, Hkv, R, D], a copy.
 
     A row must lie in one piece, and a whole number of rows apart from every other, as in the buffer or any projection.
     """
     heads, count, head_dim = states.shape
-    by_head, by_row, by_channel = states.stride()
-    assert by_channel == 1 and by_head % head_dim == by_row % head_dim == 0, f"strides {states.stride()}"
+    by_head, by_entry, by_channel = states.stride()
+    assert by_channel == 1 and by_head % head_dim == by_entry % head_dim == 0, f"strides {states.stride()}"
     # Selecting whole rows of one flat view is a memory copy; indexing by head and row goes number by number.
-    last = (heads - 1) * by_head + (count - 1) * by_row
+    last = (heads - 1) * by_head + (count - 1) * by_entry
     flat = states.as_strided((last // head_dim + 1, head_dim), (head_dim, 1))
     regions = torch.arange(heads, device=rows.device)[:, None] * (by_head // head_dim)
-    picked = flat.index_select(0, (regions + rows * (by_row // head_dim)).flatten())
+    picked = flat.index_select(0, (regions + rows * (by_entry // head_dim)).flatten())
     return picked.view(*rows.shape, head_dim)
 
 
@@ -180,10 +180,10 @@ def masked_attend(
     head_sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The definition: attention over all S rows, those outside `seen` [T, Hkv, S] masked."""
-    return attend_rows(queries, keys[None], values[None], seen, scaling, softcap, head_sinks)
+    return attend_entries(queries, keys[None], values[None], seen, scaling, softcap, head_sinks)
 
 
-def attend_rows(
+def attend_entries(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,

@@ -54,7 +54,7 @@ class MacStats:
     hits: Tensor  # bool
     matches: Tensor  # int64: the matched position, -1 on a miss
     distances: Tensor  # float32: to the nearest candidate, taken or not; infinity if there was none
-    rows_read: Tensor  # int64: rows of K and V the head reads. A group that shares them reads its largest number
+    entries_read: Tensor  # int64: rows of K and V the head reads. A group that shares them reads its largest number
     band_mass: Tensor  # float32: on the band before the match; on a miss, on the band before the row itself
     reused_mass: Tensor  # float32: on the rows whose attention was taken over; the error grows with it
 
@@ -63,16 +63,16 @@ class MacStats:
 class MatchTotals:
     """Sums over committed generated rows of one layer. Tensors are on the device, and none is changed later.
 
-    rows_present: rows of K and V that full attention would have read, in each head.
-    group_rows_read: heads that share K and V read them once, as far back as the one that reads most.
+    entries_present: rows of K and V that full attention would have read, in each head.
+    group_entries_read: heads that share K and V read them once, as far back as the one that reads most.
     The masses are those of MacStats.
     """
 
-    rows: int
-    rows_present: int
+    queries: int
+    entries_present: int
     hits: Tensor  # [Hq]
-    rows_read: Tensor  # [Hq]
-    group_rows_read: Tensor  # [Hkv]
+    entries_read: Tensor  # [Hq]
+    group_entries_read: Tensor  # [Hkv]
     band_mass: Tensor  # [Hq]
     reused_mass: Tensor  # [Hq]
 
@@ -80,11 +80,11 @@ class MatchTotals:
     def of(position: int, stats: MacStats, kv_heads: int) -> MatchTotals:
         """Those of one row."""
         return MatchTotals(
-            rows=1,
-            rows_present=position + 1,
+            queries=1,
+            entries_present=position + 1,
             hits=stats.hits.long(),
-            rows_read=stats.rows_read,
-            group_rows_read=stats.rows_read.view(kv_heads, -1).amax(-1),
+            entries_read=stats.entries_read,
+            group_entries_read=stats.entries_read.view(kv_heads, -1).amax(-1),
             band_mass=stats.band_mass,
             reused_mass=stats.reused_mass,
         )
@@ -226,7 +226,7 @@ def mac_attend(
         hits=hits,
         matches=matches,
         distances=distances,
-        rows_read=position + 1 - starts,
+        entries_read=position + 1 - starts,
         band_mass=band_mass,
         reused_mass=reused_mass,
     )

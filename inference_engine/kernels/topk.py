@@ -68,7 +68,7 @@ def topk(
         return TopK(topk_by_sorting(scores, k, candidates=candidates), passes, torch.zeros_like(passes))
     keys = _keys(scores, candidates)
     search = _Search(keys, k, capacity)
-    hinted = search.draft_token(None if hint is None else hint.expand(*shape, -1).reshape(len(keys), -1))
+    hinted = search.estimate(None if hint is None else hint.expand(*shape, -1).reshape(len(keys), -1))
     while bool(search.is_open.any()):
         search.step()
     indices = _ascending(_largest(keys, search.collect(), k), count)
@@ -115,11 +115,11 @@ class _Search:
         self.iterations = torch.zeros_like(self.low_count)
         self._rounds = 0
 
-    def draft_token(self, hint: Tensor | None) -> Tensor:
+    def estimate(self, hint: Tensor | None) -> Tensor:
         """The first round. Returns [R], whether the row had a usable hint [R, any]."""
         values = _values(self._keys).double()
         usable = values.isfinite() & (self._keys != torch.iinfo(self._keys.dtype).min)
-        smallest = mean = self._draft_token_of_row(values, usable)
+        smallest = mean = self._estimate(values, usable)
         hinted = torch.zeros_like(self.is_open)
         if hint is not None and hint.shape[-1]:
             inside = (hint >= 0) & (hint < values.shape[-1])
@@ -129,7 +129,7 @@ class _Search:
             hinted = inside.any(-1)
             smallest = picked.where(inside, float("inf")).amin(-1).where(hinted, smallest)
             mean = _mean(picked, inside).where(hinted, mean)
-        first = [self._clamped(_keys_of_values(draft_token, self._keys.dtype)) for draft_token in (smallest, mean)]
+        first = [self._clamped(_keys_of_values(estimate, self._keys.dtype)) for estimate in (smallest, mean)]
         self._rounds = 1
         self.iterations += self.is_open
         for threshold in first:  # one pass counts at both
@@ -151,13 +151,13 @@ class _Search:
             self._count(threshold.where(value.isfinite(), middle))
         self._close()
 
-    def _draft_token_of_row(self, values: Tensor, usable: Tensor) -> Tensor:
+    def _estimate(self, values: Tensor, usable: Tensor) -> Tensor:
         """What `target` candidates would reach if the row were normal."""
         mean = _mean(values, usable)
         deviation = _mean((values - mean[:, None]).square(), usable).sqrt()
         share = 1 - self._target / self.low_count.clamp(min=int(self._target) + 1)
-        draft_token: Tensor = mean + deviation * torch.special.ndtri(share)
-        return draft_token.nan_to_num()
+        estimate: Tensor = mean + deviation * torch.special.ndtri(share)
+        return estimate.nan_to_num()
 
     def collect(self) -> Tensor:
         """Indices [R, capacity] that hold the answer, ascending, N where there are fewer."""

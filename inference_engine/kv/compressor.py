@@ -3,8 +3,8 @@
 A vector is one head's K or V of one position, the last dimension of a tensor. Each is coded by itself: its bytes depend
 on no other vector and not on how many are given at once, so rows can be coded, moved and read back one by one.
 
-Laws, tested over every registered compressor: `row_bytes` are the bytes `encode` makes, vectors are independent to the
-bit, the error stays within `error_bound`.
+Laws, tested over every registered compressor: `vector_bytes` are the bytes `encode` makes, vectors are independent to
+the bit, the error stays within `error_bound`.
 
 Arithmetic is in float32. A vector with NaN or infinity in it, or with a magnitude above 1e38, comes back as anything,
 NaN and infinity included, and harms no other.
@@ -38,16 +38,16 @@ class KVCompressor(ABC):
         require_head(1 <= head_dim <= LARGEST_HEAD, self.name, f"from 1 to {LARGEST_HEAD}", head_dim)
 
     @abstractmethod
-    def row_bytes(self, head_dim: int) -> int:
+    def vector_bytes(self, head_dim: int) -> int:
         """Bytes one vector takes, scales included."""
 
     @abstractmethod
     def encode(self, vectors: Tensor) -> Tensor:
-        """[..., D] of any float dtype -> uint8 [..., row_bytes(D)] on the same device. Raises as `check` does."""
+        """[..., D] of any float dtype -> uint8 [..., vector_bytes(D)] on the same device. Raises as `check` does."""
 
     @abstractmethod
     def decode(self, codes: Tensor, head_dim: int) -> Tensor:
-        """uint8 [..., row_bytes(D)], as `encode` made them -> float32 [..., D]."""
+        """uint8 [..., vector_bytes(D)], as `encode` made them -> float32 [..., D]."""
 
     @abstractmethod
     def error_bound(self, vectors: Tensor) -> Tensor:

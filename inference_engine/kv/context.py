@@ -22,15 +22,15 @@ from inference_engine.kv.views import OnChoice
 Rotate = Callable[[Tensor, Tensor, str], Tensor]
 
 # What a computation makes of tensors that are all [n, ...]: others that are, row by row, and good until the next one.
-OfRows = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+BatchFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 # compute(name, of_rows, tensors): of_rows(tensors). Whatever has the same name does the same to tensors of the same
 # shapes but for n; it neither waits for the device nor looks at values.
-Compute = Callable[[Hashable, OfRows, Sequence[Tensor]], Sequence[Tensor]]
+Compute = Callable[[Hashable, BatchFunction, Sequence[Tensor]], Sequence[Tensor]]
 
 
-def compute_plainly(_name: Hashable, of_rows: OfRows, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def compute_plainly(_name: Hashable, function: BatchFunction, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """As any `Compute`, with nothing remembered."""
-    return of_rows(tensors)
+    return function(tensors)
 
 
 class TokenCodec(Protocol):

@@ -27,7 +27,7 @@ class LayerGeometry:
     native_window: int | None = None
     rotary: str = "default"
 
-    def row_bytes(self, itemsize: int) -> int:
+    def entry_bytes(self, itemsize: int) -> int:
         """Bytes of one row: K and V of one position in this layer."""
         return 2 * self.kv_heads * self.head_dim * itemsize
 
@@ -55,9 +55,9 @@ class Geometry:
             )
 
     @property
-    def row_bytes(self) -> int:
+    def entry_bytes(self) -> int:
         """Bytes of one position in all layers."""
-        return sum(layer.row_bytes(self.itemsize) for layer in self.layers)
+        return sum(layer.entry_bytes(self.itemsize) for layer in self.layers)
 
     @property
     def alignment(self) -> int:

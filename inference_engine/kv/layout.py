@@ -81,7 +81,7 @@ class BlockSelector:
         return np.maximum(0, (positions - self.window) // self.block * self.block)
 
     @property
-    def most_queries(self) -> int:
+    def most_entries(self) -> int:
         """Rows that a query reads at most, its own included."""
         return self.sink_tokens + self.window + self.block + self.count * self.block
 
@@ -130,13 +130,13 @@ class TierLayout:
 
     block: int
     blocks: int
-    rows: int
+    entries: int
     chunk: int
     fetched: int
 
     @property
     def chunks(self) -> int:
-        return -(-self.rows // self.chunk)
+        return -(-self.entries // self.chunk)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,16 +177,16 @@ class Layout:
             return _tiered(rule.selector, rule.resident, geometry, limit_tokens)
         if window is None:
             assert limit_tokens is not None, "a layer that keeps every row needs a length limit"
-            rows = limit_tokens
+            entries = limit_tokens
         else:
-            rows = sink + window + segment
-            rows = rows if limit_tokens is None else min(rows, limit_tokens)
+            entries = sink + window + segment
+            entries = entries if limit_tokens is None else min(entries, limit_tokens)
         return Layout(
             sink=sink,
             window=window,
             native_window=native_window,
             segment=segment,
-            capacity=geometry.round_up(rows),
+            capacity=geometry.round_up(entries),
             spare=0 if window is None or not moves_sink else sink,
             selector=rule.selector if window is None else None,
             matcher=rule.matcher if window is None else None,
@@ -274,7 +274,7 @@ def _tiered(selector: BlockSelector, resident: int, geometry: Geometry, limit_to
     # A segment may begin within a block, whose first rows then stay as long as its last.
     ring = _round_up(resident + segment + block - math.gcd(block, segment), block)
     before_end = limit_tokens - limit_tokens % segment - resident
-    rows = max(0, before_end // block * block - selector.sink_tokens)
+    entries = max(0, before_end // block * block - selector.sink_tokens)
     return Layout(
         sink=selector.sink_tokens,
         window=resident,
@@ -286,9 +286,9 @@ def _tiered(selector: BlockSelector, resident: int, geometry: Geometry, limit_to
         tier=TierLayout(
             block=block,
             blocks=-(-limit_tokens // block),
-            rows=rows,
+            entries=entries,
             chunk=_round_up(SEGMENTS_IN_A_CHUNK * segment, block),
-            fetched=min(selector.count, rows // block),
+            fetched=min(selector.count, entries // block),
         ),
     )
 

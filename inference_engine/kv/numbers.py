@@ -1,7 +1,7 @@
-"""The numbers that a step's layers read: where each row's K and V go, and which region it attends to.
+"""The numbers that a step's layers read: where the K and V of each token go, and which region its query reads.
 
-They travel to the device together, as one run of whole numbers. A step whose rows all attend to regions is nothing but
-these numbers, so the same forward can be run again over others of the same shape (`backends/graphs.py`).
+They travel to the device together, as one run of integers. A step whose queries all read regions is nothing but these
+numbers, so a recorded forward can be replayed with others of the same shape (`backends/graphs.py`).
 
     writes [Ln, N, Hkv] for each number of KV heads, Ln its layers · regions [L, N, FIELDS]
 """
@@ -46,50 +46,51 @@ Indexes = slice | Numbers
 
 
 class StepNumbers:
-    """The numbers on the host, all zero at first: rows go to row 0 of the buffer, and attend to nothing.
+    """The numbers on the host. They start as zeros: K and V go to vector 0 of the buffer, and queries read nothing.
 
-    writes: by number of KV heads, [Ln, N, Hkv]. regions: [L, N, FIELDS], or [L, 0, FIELDS] where no row has a region.
+    writes: by number of KV heads, [Ln, N, Hkv]. regions: [L, N, FIELDS], or [L, 0, FIELDS] where no query reads a
+    region.
     """
 
-    def __init__(self, geometry: Geometry, rows: int, *, has_regions: bool, scratch: Scratch | None = None) -> None:
+    def __init__(self, geometry: Geometry, tokens: int, *, has_regions: bool, scratch: Scratch | None = None) -> None:
         """scratch: where the memory comes from, and goes to when these numbers go; None: the system."""
         self.geometry = geometry
-        self.rows = rows
-        self.all = (scratch or Scratch()).zeros(_count(geometry, rows, has_regions), self)
-        self.writes, self.regions = _split(self.all, geometry, rows)
+        self.tokens = tokens
+        self.all = (scratch or Scratch()).zeros(_count(geometry, tokens, has_regions), self)
+        self.writes, self.regions = _split(self.all, geometry, tokens)
 
-    def write(self, kv_heads: int, places: Indexes, rows: slice, starts: Numbers, region_offsets: Numbers) -> None:
-        """Say where K and V of `rows` go, in the layers with so many KV heads at `places`.
+    def write(self, kv_heads: int, places: Indexes, tokens: slice, starts: Numbers, region_offsets: Numbers) -> None:
+        """Set where the K and V of `tokens` go, in the layers with so many KV heads at `places`.
 
-        starts: [places], of each layer's regions; region_rows: [rows · Hkv], from there on.
+        starts: [places], of each layer's regions; region_offsets: [tokens · Hkv], counted from there.
         """
-        # All rows and heads as one axis: numpy is slow on short ones.
+        # Tokens and heads as one axis: numpy is slow on short ones.
         writes = self.writes[kv_heads].reshape(len(self.writes[kv_heads]), -1)
-        writes[places, rows.start * kv_heads : rows.stop * kv_heads] = starts[:, None] + region_offsets
+        writes[places, tokens.start * kv_heads : tokens.stop * kv_heads] = starts[:, None] + region_offsets
 
-    def attend(self, layers: Indexes, rows: slice, starts: Numbers, lines: Numbers) -> None:
-        """Say what `rows` see in `layers`, alike in all of them but for the regions' `starts`.
+    def attend(self, layers: Indexes, tokens: slice, starts: Numbers, lines: Numbers) -> None:
+        """Set what `tokens` see in `layers`. Only the regions' `starts` differ between layers.
 
-        lines: [rows, FIELDS], see `region_lines`.
+        lines: [tokens, FIELDS], see `region_lines`.
         """
         regions = self.regions.reshape(len(self.regions), -1)
-        regions[layers, rows.start * FIELDS : rows.stop * FIELDS] = lines.reshape(-1)
-        self.regions[layers, rows, START] = starts[:, None]
+        regions[layers, tokens.start * FIELDS : tokens.stop * FIELDS] = lines.reshape(-1)
+        self.regions[layers, tokens, START] = starts[:, None]
 
-    def padded(self, rows: int, scratch: Scratch) -> StepNumbers:
-        """The same with more rows, which do nothing."""
-        if rows == self.rows:
+    def padded(self, tokens: int, scratch: Scratch) -> StepNumbers:
+        """The same numbers with padding tokens added, which read nothing and write to vector 0."""
+        if tokens == self.tokens:
             return self
-        wider = StepNumbers(self.geometry, rows, has_regions=True, scratch=scratch)
+        wider = StepNumbers(self.geometry, tokens, has_regions=True, scratch=scratch)
         for heads, writes in self.writes.items():
-            wider.writes[heads][:, : self.rows] = writes
-        wider.regions[:, : self.rows] = self.regions
+            wider.writes[heads][:, : self.tokens] = writes
+        wider.regions[:, : self.tokens] = self.regions
         return wider
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTables:
-    """The numbers on the device, and what is done with them in each layer. Fulfils the seam's AttentionPlan."""
+    """The numbers on the device, and the attention of each layer by them. Implements AttentionPlan."""
 
     geometry: Geometry
     pool: Pool
@@ -105,11 +106,11 @@ class StepTables:
         pool: Pool,
         attention: RaggedAttention,
         *,
-        rows: int,
+        tokens: int,
         selects: bool = False,
     ) -> StepTables:
-        """Views of `numbers`, which lie on the device as StepNumbers has them. selects: does a row read a keep-set?"""
-        writes, regions = _split(numbers, geometry, rows)
+        """Views of `numbers`, which lie on the device as StepNumbers has them. selects: as in StepReads."""
+        writes, regions = _split(numbers, geometry, tokens)
         by_layer = {
             layer: writes[heads][place].reshape(-1)
             for heads, layers in _by_heads(geometry).items()
@@ -129,15 +130,15 @@ class StepTables:
         return self.pool.buffers[self.geometry.layers[layer].head_dim]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Put the rows' K and V, [1, Hkv, N, D] each, where they belong."""
+        """Write K and V, [1, Hkv, N, D] each, to where `writes` says."""
         buffer = self.buffer(layer)
-        buffer.keys.index_copy_(0, self.writes[layer], by_row(keys))
-        buffer.values.index_copy_(0, self.writes[layer], by_row(values))
+        buffer.keys.index_copy_(0, self.writes[layer], as_vectors(keys))
+        buffer.values.index_copy_(0, self.writes[layer], as_vectors(values))
 
     def read(
         self, layer: int, queries: Tensor, *, scaling: float, softcap: float | None, head_sinks: Tensor | None
     ) -> Tensor:
-        """[N, Hq, D]: what each row gets from its region, and zeros for rows that have none. queries: [1, Hq, N, D]."""
+        """[N, Hq, D]: attention of each query over its region; zeros without one. queries: [1, Hq, N, D]."""
         if head_sinks is not None:
             raise BackendError("the model's attention has a sink of its own in each head; start with kernels=plain")
         buffer = self.buffer(layer)
@@ -163,16 +164,16 @@ class StepTables:
         softcap: float | None = None,
         head_sinks: Tensor | None = None,
     ) -> Tensor:
-        """Write the rows of `layer` and attend; as `StepPlan.attend`, for steps whose rows all attend to regions."""
+        """Write K and V of `layer` and attend. As `StepPlan.attend`, for steps whose queries all read regions."""
         self.write(layer, keys, values)
         return self.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)[None]
 
 
 def region_lines(layout: Layout, queries: Positions, *, last: int, count: int) -> Numbers:
-    """[n, FIELDS], for each of `queries`, which read every slot that they see; what differs by layer is left 0.
+    """[n, FIELDS]: a line for each of `queries`, which read every slot they see. Fields that differ by layer are 0.
 
-    last: the last position that has an entry. count: slots to look at, those before the layout's base among them. Says
-    of each slot what `layout.visible` says of the position that it holds.
+    last: the last position that has an entry. count: slots to look at, those before the layout's base included. A query
+    sees a slot if `layout.visible` says so of the position that the slot holds.
     """
     window, native = layout.window, layout.native_window
     nearest = np.zeros_like(queries) if native is None else np.maximum(0, queries - native + 1)
@@ -191,7 +192,7 @@ def region_lines(layout: Layout, queries: Positions, *, last: int, count: int) -
 
 
 def choose_blocks(lines: Numbers, layout: Layout, selector: BlockSelector, queries: Positions) -> None:
-    """Let the queries of these lines [..., n, FIELDS] read the blocks that the selector chooses, not every slot."""
+    """Make the queries of these lines [..., n, FIELDS] read only the blocks that the selector chooses."""
     lines[..., SINK] = selector.sink_tokens
     lines[..., BLOCK] = selector.block
     lines[..., KEPT] = selector.count
@@ -200,16 +201,15 @@ def choose_blocks(lines: Numbers, layout: Layout, selector: BlockSelector, queri
 
 
 def most_blocks(geometry: Geometry) -> int:
-    """Among how many blocks a row of a region can choose: those of the smallest size in the longest history, to a
-    limit.
+    """The most blocks that a query can choose from: blocks of the smallest size in the longest history, capped.
 
-    A number that does not follow from who is there, so that what was recorded fits all.
+    It does not depend on the sessions of a step, so a recorded step fits all of them.
     """
     return min(_MOST_BLOCKS, -(-geometry.trained_positions // geometry.page_tokens))
 
 
 def places_of(geometry: Geometry) -> Numbers:
-    """Each layer's place among those with as many KV heads."""
+    """Each layer's index among the layers with the same number of KV heads."""
     places = np.zeros(len(geometry.layers), dtype=np.int64)
     for layers in _by_heads(geometry).values():
         places[layers] = np.arange(len(layers))
@@ -217,14 +217,14 @@ def places_of(geometry: Geometry) -> Numbers:
 
 
 def as_slice(indexes: Numbers) -> Indexes:
-    """What looks up the same, sooner where they ascend evenly."""
+    """The same indexes, as a slice if they ascend evenly: a slice is faster to look up with."""
     first, last = int(indexes[0]), int(indexes[-1])
     step = int(indexes[1]) - first if len(indexes) > 1 else 1
     is_even = step > 0 and bool((np.diff(indexes) == step).all())
     return slice(first, last + 1, step) if is_even else indexes
 
 
-def by_row(states: Tensor) -> Tensor:
+def as_vectors(states: Tensor) -> Tensor:
     """[1, H, N, D] -> [N · H, D], a view when the states came from one projection."""
     return states[0].transpose(0, 1).reshape(-1, states.shape[-1])
 
@@ -237,16 +237,16 @@ def _by_heads(geometry: Geometry) -> dict[int, list[int]]:
     return found
 
 
-def _count(geometry: Geometry, rows: int, has_regions: bool) -> int:
-    return rows * sum(layer.kv_heads + FIELDS * has_regions for layer in geometry.layers)
+def _count(geometry: Geometry, tokens: int, has_regions: bool) -> int:
+    return tokens * sum(layer.kv_heads + FIELDS * has_regions for layer in geometry.layers)
 
 
-def _split(numbers: Array, geometry: Geometry, rows: int) -> tuple[dict[int, Array], Array]:
+def _split(numbers: Array, geometry: Geometry, tokens: int) -> tuple[dict[int, Array], Array]:
     """Views of one run of numbers: the writes by number of KV heads, and the regions of all layers."""
     writes: dict[int, Array] = {}
     first = 0
     for heads, layers in _by_heads(geometry).items():
-        count = len(layers) * rows * heads
-        writes[heads] = numbers[first : first + count].reshape(len(layers), rows, heads)
+        count = len(layers) * tokens * heads
+        writes[heads] = numbers[first : first + count].reshape(len(layers), tokens, heads)
         first += count
     return writes, numbers[first:].reshape(len(geometry.layers), -1, FIELDS)

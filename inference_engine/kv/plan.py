@@ -37,9 +37,9 @@ _MOST_RAGGED_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One session's rows in the packed forward: `rows` includes padding, `real` does not."""
+    """One session's rows in the packed forward: `packed` includes padding, `real` does not."""
 
-    rows: slice
+    packed: slice
     real: slice
     views: dict[int, View]  # by layer; none where the rows are in the step's region rows
 
@@ -99,7 +99,7 @@ class StepPlan:
                 part.read(queries, reads)
         self._device = device
         self.selects = reads.selects  # does a row of the regions choose blocks?
-        self.spans = tuple(Span(queries.packed, queries.rows, queries.views) for queries in staged)
+        self.spans = tuple(Span(queries.packed, queries.real, queries.views) for queries in staged)
         # Is this step nothing but its numbers?
         self.is_numbers_only = not any(span.views for span in self.spans)
 
@@ -107,7 +107,7 @@ class StepPlan:
     def _tables(self) -> StepTables:
         numbers = torch.from_numpy(self.numbers.all).to(self._device)
         return StepTables.over(
-            numbers, self._geometry, self.pool, self._attend_ragged, rows=self.query_count, selects=self.selects
+            numbers, self._geometry, self.pool, self._attend_ragged, tokens=self.query_count, selects=self.selects
         )
 
     def attend(
@@ -139,9 +139,9 @@ class StepPlan:
         for index, (span, view) in enumerate(zip(self.spans, views, strict=True)):
             try:
                 outs.append(
-                    regions[span.rows]
+                    regions[span.packed]
                     if view is None
-                    else view.read(layer, queries[0, :, span.rows].transpose(0, 1), buffer, scoring)
+                    else view.read(layer, queries[0, :, span.packed].transpose(0, 1), buffer, scoring)
                 )
             except RestorationFailed as failure:
                 raise SpanFailed(index, failure) from failure
@@ -156,7 +156,7 @@ def _staged(session: SessionKV, quantum: int, packed: int) -> StagedQueries:
     return StagedQueries(
         positions=np.arange(begin, stop, dtype=np.int64),
         packed=slice(packed, packed + stop - begin),
-        rows=slice(packed + first - begin, packed + end - begin),
+        real=slice(packed + first - begin, packed + end - begin),
         first=first,
         end=end,
         generated=session.staged_generated,

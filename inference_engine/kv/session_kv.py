@@ -71,7 +71,7 @@ class SessionKV:
         self._resident: tuple[LayerEntries, ...] = ()  # those of the parts whose entries stay as they are
         self._archived: tuple[ArchivedEntries, ...] = ()  # that of the parts whose old entries come back, if any do
         self._replayed: int | None = None  # while entries are computed again: how far
-        self._is_awake = False
+        self._is_active = False
         self._tier_bytes = 0  # reserved of the second tier
         self._plan = _placement(strategy, context, limit_tokens, self.base)
         self._has_windows, self._is_selective = self._plan.has_windows, self._plan.is_selective
@@ -99,7 +99,7 @@ class SessionKV:
         needed, pool = self._granted, self.context.pool
         is_granted = False
         try:
-            is_granted = not self.grows or pool.grant(self._granted_rows)
+            is_granted = not self.grows or pool.grant(self._granted_kv_bytes)
             is_reserved = is_granted and self._reserve(self._plan)
         except BaseException:
             self._give_up(is_granted)
@@ -126,7 +126,7 @@ class SessionKV:
     def _give_up(self, is_granted: bool) -> None:
         self.release()
         if self.grows and is_granted:
-            self.context.pool.ungrant(self._granted_rows)
+            self.context.pool.ungrant(self._granted_kv_bytes)
 
     # -- memory that is granted as the history grows ----------------------------------------------------------------
 
@@ -148,11 +148,11 @@ class SessionKV:
         """
         if self.covers(tokens):
             return True
-        before, grown = self._granted_rows, self.bound_at(tokens)
+        before, grown = self._granted_kv_bytes, self.bound_at(tokens)
         if not self.context.pool.grant(grown.sustained_bytes - self._granted.sustained_bytes):
             return False
         self.granted_tokens, self._granted = self._whole(tokens), grown
-        assert self._granted_rows >= before, "a longer history needs no less"
+        assert self._granted_kv_bytes >= before, "a longer history needs no less"
         self._note_grants()
         return True
 
@@ -166,7 +166,7 @@ class SessionKV:
         return self.limit_tokens
 
     @property
-    def _granted_rows(self) -> int:
+    def _granted_kv_bytes(self) -> int:
         """Bytes granted but for those of the drafter, which are reserved by themselves."""
         return self._granted.sustained_bytes - _draft_bytes(self.context)
 
@@ -177,7 +177,7 @@ class SessionKV:
         for group, (layers, layout) in zip(self._resident, plan.resident, strict=True):
             need = LayerEntries.need(geometry, layers, layout)
             group.allocation.nbytes = allocation_bytes(need.demands, itemsize=geometry.itemsize)
-        self._granted_apart = self._granted_rows - sum(group.allocation.nbytes for group in self._resident)
+        self._granted_apart = self._granted_kv_bytes - sum(group.allocation.nbytes for group in self._resident)
 
     @property
     def reserved(self) -> Bound:
@@ -260,7 +260,7 @@ class SessionKV:
             if self.draft_memory is None:
                 return False
             self.parts += (self.draft_memory,)
-        self._is_awake = not self.takes_room
+        self._is_active = not self.takes_room
         return True
 
     @property
@@ -278,7 +278,7 @@ class SessionKV:
     @property
     def pending_replay(self) -> int:
         """Positions whose entries have to be computed again before new ones."""
-        if self._is_awake and self._replayed is None:
+        if self._is_active and self._replayed is None:
             return 0
         return self._replay_end - (self._replayed or 0)
 
@@ -292,7 +292,7 @@ class SessionKV:
         Old entries are restored from the archive, now or in attention, or, where nothing is kept of them, are to be
         staged again from position 0 (`next_position`). Raises RestorationFailed, and the session stays idle as it was.
         """
-        if self._is_awake:
+        if self._is_active:
             return True
         most = max(self.length, tokens if self.limit_tokens is None else min(tokens, self.limit_tokens))
         for index, part in enumerate(self.parts):
@@ -302,7 +302,7 @@ class SessionKV:
                 return False
         if self._replay_end:
             self._replayed = 0
-        self._is_awake = True
+        self._is_active = True
         return True
 
     @property
@@ -323,20 +323,20 @@ class SessionKV:
         for part in self.parts:
             part.require_finite()
 
-    def sleep(self) -> None:
+    def idle(self) -> None:
         """Keep the exact entries, give back what waking took. What was not committed is gone.
 
         Raises as `require_finite`.
         """
         assert self.staged == 0
-        if not self._is_awake or not self.takes_room:
+        if not self._is_active or not self.takes_room:
             return
         self.ask_finite()
         self.require_finite()
         for part in self.parts:
             part.idle(self.length if self._replayed is None else None)
         self._replayed = None
-        self._is_awake = False
+        self._is_active = False
 
     def forget(self) -> None:
         """Drop every entry, as if nothing had been committed: what was kept of them cannot be trusted any more.
@@ -348,7 +348,7 @@ class SessionKV:
         floor = min(length, *(part.floor for part in self.parts)) if self.parts else 0
         self.length, self.staged, self.evicted = floor, 0, 0
         self._replayed = None
-        self._is_awake = not self.takes_room
+        self._is_active = not self.takes_room
         with ExitStack() as stack:
             for part in self.parts:
                 stack.callback(part.forget, floor, length)
@@ -359,7 +359,7 @@ class SessionKV:
         `other` has the same strategy; its limit may differ. Entries in a shared prefix are there already. Raises
         OSError if the second tier cannot take its part; then `forget` is all that is left.
         """
-        assert self.length == self.base and not other.staged and not (other.takes_room and other._is_awake)
+        assert self.length == self.base and not other.staged and not (other.takes_room and other._is_active)
         length = other.length
         if length <= self.base:
             return
@@ -400,7 +400,7 @@ class SessionKV:
         generated: [count], which of them the model generated; None: none. It decides what they read, where a strategy
         makes a difference.
         """
-        assert self._is_awake, "a session has to wake before it stages"
+        assert self._is_active, "a session has to wake before it stages"
         room = self.room(generated=self._is_selective and generated is not None and bool(generated.any()))
         assert self.staged == 0 and 0 < count <= room, (self.staged, count, room)
         first = self.next_position
@@ -463,7 +463,7 @@ class SessionKV:
         prefixes, self._prefixes = self._prefixes, ()
         tier_bytes, self._tier_bytes = self._tier_bytes, 0
         granted, self._granted_apart = self._granted_apart, 0
-        self._is_awake = self._is_reserved = False
+        self._is_active = self._is_reserved = False
         with ExitStack() as stack:
             stack.callback(self.context.pool.ungrant, granted)
             # The last comes first: bytes of the tier are promised to others once what took them is given back.

@@ -19,7 +19,7 @@ from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.allocation import Allocation
 from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.numbers import Indexes, as_slice, places_of
-from inference_engine.kv.views import ChunkView, Portion, Region, RowSource, StagedQueries, StepReads
+from inference_engine.kv.views import ChunkView, EntrySource, Portion, Region, StagedQueries, StepReads
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -65,7 +65,7 @@ class LayerSlots:
         return self.context.pool.buffers[self.head_dim]
 
     @property
-    def row_bytes(self) -> int:
+    def entry_bytes(self) -> int:
         """Bytes of one position in all layers of the set."""
         return 2 * self.kv_heads * self.head_dim * self.context.geometry.itemsize * len(self.layers)
 
@@ -134,7 +134,7 @@ class LayerSlots:
         return mask.masked_fill_(~visible, float("-inf"))
 
     def chunk_view(
-        self, queries: StagedQueries, step: StepReads, source: RowSource, chunks: Sequence[range]
+        self, queries: StagedQueries, step: StepReads, source: EntrySource, chunks: Sequence[range]
     ) -> ChunkView:
         """For queries that read the regions and these chunks: all rows together; in fixed-shape mode quantum by
         quantum, each with as many slots as its last row needs."""
@@ -142,9 +142,9 @@ class LayerSlots:
         size = quantum if quantum > 1 else len(positions)
         portions = []
         for first in range(0, len(positions), size):
-            rows = slice(first, first + size)
-            count = self.slot_count(int(positions[rows][-1]) + 1)
-            portions.append(Portion(rows=rows, count=count, mask=self.mask(positions[rows], count, step)))
+            some = slice(first, first + size)
+            count = self.slot_count(int(positions[some][-1]) + 1)
+            portions.append(Portion(queries=some, count=count, mask=self.mask(positions[some], count, step)))
         return ChunkView(region=self.region, portions=portions, source=source, chunks=chunks)
 
     def copy_slots(self, other: LayerSlots, first: int, source: int, count: int) -> None:

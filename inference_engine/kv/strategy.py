@@ -23,14 +23,14 @@ Option = int | float | str | tuple[int, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SleepingLayout:
+class ArchivedLayout:
     """A layer whose old rows are restored: its exact rows at any time, and every readable row while awake.
 
     Where the restorer streams, no regions are laid out for the latter.
     """
 
     exact: Layout
-    awake: Layout
+    active: Layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +38,8 @@ class Placement:
     """Where the rows of a session lie, by sets of alike layers."""
 
     resident: tuple[tuple[LayerSet, Layout], ...]
-    sleeping: tuple[tuple[LayerSet, SleepingLayout], ...]
-    kept: tuple[KeptLayers, ...]  # one for each of `sleeping`; none for a restorer that replays
+    archived: tuple[tuple[LayerSet, ArchivedLayout], ...]
+    kept: tuple[KeptLayers, ...]  # one for each of `archived`; none for a restorer that replays
     restorer: Restorer | None
 
     @property
@@ -73,23 +73,23 @@ class Placement:
     def bound(self, geometry: Geometry) -> Bound:
         """Bytes of K/V that such a session may hold, as `KVStrategy.bound` says."""
         sustained = _needed(geometry, self.resident)
-        sustained += _needed(geometry, [(layers, pair.exact) for layers, pair in self.sleeping])
-        awake = Need()
+        sustained += _needed(geometry, [(layers, pair.exact) for layers, pair in self.archived])
+        active = Need()
         if self.restorer is not None:
             sustained += self.restorer.need(geometry, self.kept)
             if self.restorer.streams:
-                awake = Need(demands=(chunk_demand(geometry, self.kept),))
+                active = Need(demands=(chunk_demand(geometry, self.kept),))
             else:
-                awake = _needed(geometry, [(layers, pair.awake) for layers, pair in self.sleeping])
+                active = _needed(geometry, [(layers, pair.active) for layers, pair in self.archived])
         return Bound(
             sustained_bytes=2 * sustained.elements * geometry.itemsize,
-            peak_bytes=2 * (sustained.elements + awake.elements) * geometry.itemsize,
+            peak_bytes=2 * (sustained.elements + active.elements) * geometry.itemsize,
             tier_bytes=sustained.tier_bytes,
         )
 
     @property
     def _layouts(self) -> list[Layout]:
-        return [layout for _, layout in self.resident] + [pair.awake for _, pair in self.sleeping]
+        return [layout for _, layout in self.resident] + [pair.active for _, pair in self.archived]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,31 +141,33 @@ class KVStrategy(ABC):
         """Where the rows of a session of at most `limit_tokens` lie."""
         restorer = self.restorer()
         rules = {index: self.rule(index, geometry) for index in range(len(geometry.layers))}
-        sleeping = [index for index, rule in rules.items() if restorer and _sleeps(restorer, rule, geometry, index)]
+        archived = [
+            index for index, rule in rules.items() if restorer and _is_archived(restorer, rule, geometry, index)
+        ]
         keys = {index: (rule, geometry.layers[index].native_window) for index, rule in rules.items()}
-        sleepers = alike(geometry, {index: keys[index] for index in sleeping})
+        archived_sets = alike(geometry, {index: keys[index] for index in archived})
         exact = [
             Layout.of(LayerRule(sink=rule.sink, window=rule.exact), geometry, native, limit_tokens, moves_sink=False)
-            for _, (rule, native) in sleepers
+            for _, (rule, native) in archived_sets
         ]
         return Placement(
             resident=tuple(
                 (layers, Layout.of(rule, geometry, native, limit_tokens))
                 for layers, (rule, native) in alike(
-                    geometry, {index: key for index, key in keys.items() if index not in sleeping}
+                    geometry, {index: key for index, key in keys.items() if index not in archived}
                 )
             ),
-            sleeping=tuple(
-                (layers, SleepingLayout(exact=layout, awake=Layout.of(rule, geometry, native, limit_tokens)))
-                for (layers, (rule, native)), layout in zip(sleepers, exact, strict=True)
+            archived=tuple(
+                (layers, ArchivedLayout(exact=layout, active=Layout.of(rule, geometry, native, limit_tokens)))
+                for (layers, (rule, native)), layout in zip(archived_sets, exact, strict=True)
             ),
             kept=tuple(
                 KeptLayers.of(layers, geometry, layout, rule.window, limit_tokens)
-                for (layers, (rule, _)), layout in zip(sleepers, exact, strict=True)
+                for (layers, (rule, _)), layout in zip(archived_sets, exact, strict=True)
                 if restorer is not None and not restorer.replays
             ),
             # Where every row stays as it is as long as it stays, there is nothing to restore.
-            restorer=restorer if sleeping else None,
+            restorer=restorer if archived else None,
         )
 
     def bound(self, geometry: Geometry, limit_tokens: int | None) -> Bound:
@@ -197,7 +199,7 @@ class KVStrategy(ABC):
         most = 0
         for index in range(len(geometry.layers)):
             rule = self.rule(index, geometry)
-            if restorer is None or rule.exact is None or not _sleeps(restorer, rule, geometry, index):
+            if restorer is None or rule.exact is None or not _is_archived(restorer, rule, geometry, index):
                 continue
             start = query - query % geometry.segment_tokens
             first = rule.sink if rule.window is None else max(rule.sink, start - rule.window)
@@ -223,7 +225,7 @@ def check_strategy(strategy: KVStrategy, geometry: Geometry) -> None:
         for layer in layers.layers
     }
     if plan.restorer is not None and not plan.restorer.replays:
-        moved |= {layer for layers, _ in plan.sleeping for layer in layers.layers}
+        moved |= {layer for layers, _ in plan.archived for layer in layers.layers}
     if hit := sorted(moved & fixed):
         raise InvalidArgument(
             "strategy",
@@ -235,7 +237,7 @@ def check_strategy(strategy: KVStrategy, geometry: Geometry) -> None:
         )
 
 
-def _sleeps(restorer: Restorer, rule: LayerRule, geometry: Geometry, layer: int) -> bool:
+def _is_archived(restorer: Restorer, rule: LayerRule, geometry: Geometry, layer: int) -> bool:
     """Are this layer's regions there only while the session is awake?
 
     A replay runs through every layer, so all need regions of their own then. Otherwise layers with a native window keep

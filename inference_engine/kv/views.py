@@ -47,14 +47,14 @@ class View(Protocol):
 class StagedQueries:
     """What one session has staged in a step.
 
-    positions: those of its packed rows, padding included. packed, rows: its packed rows, with padding and without.
+    packed, real: where its tokens lie in the step, with padding and without. positions: those of `packed`.
     first, end: the positions that are staged. generated: [end - first], which of them the model generated.
     views: by layer; none where the queries read by numbers.
     """
 
     positions: Positions
     packed: slice
-    rows: slice
+    real: slice
     first: int
     end: int
     generated: NDArray[np.bool_]
@@ -69,8 +69,8 @@ class StagedQueries:
     @property
     def generated_queries(self) -> NDArray[np.int64]:
         """Which of the session's rows, counted from its padding on, the model generated."""
-        rows: NDArray[np.int64] = self.rows.start - self.packed.start + np.flatnonzero(self.generated)
-        return rows
+        queries: NDArray[np.int64] = self.real.start - self.packed.start + np.flatnonzero(self.generated)
+        return queries
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,7 +78,7 @@ class StepReads:
     """What the reads of all sessions of a step are written to, and made with.
 
     attends_together: may queries read by numbers, in one operation of the device? Otherwise every session has views.
-    most_rows: sessions that stage more have views, too.
+    most_queries: sessions that stage more have views, too.
     on_choice: told of the blocks that generated tokens read, where they are chosen by plain operations.
     selects: does a query that reads by numbers choose blocks?
     """
@@ -153,7 +153,7 @@ class CausalView:
 # -- entries that are read chunk by chunk ------------------------------------------------------------------------------
 
 
-class RowSource(Protocol):
+class EntrySource(Protocol):
     """Where the entries of a session are that its regions do not hold."""
 
     def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
@@ -175,7 +175,7 @@ class Portion:
     mask: additive, [T, count]; None when each of the rows sees each key.
     """
 
-    rows: slice
+    queries: slice
     count: int
     mask: Tensor | None
 
@@ -197,18 +197,18 @@ class ChunkView:
 
     region: Region
     portions: Sequence[Portion]
-    source: RowSource
+    source: EntrySource
     chunks: Sequence[range]
 
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
         states = [
-            Merging(*self._read_regions(layer, queries[portion.rows], portion, buffer, scoring))
+            Merging(*self._read_regions(layer, queries[portion.queries], portion, buffer, scoring))
             for portion in self.portions
         ]
         for chunk in self.chunks:
             keys, values = self.source.chunk(layer, chunk.start, chunk.stop)
             for portion, state in zip(self.portions, states, strict=True):
-                state.add(*_attend(queries[portion.rows], keys, values, None, scoring))
+                state.add(*_attend(queries[portion.queries], keys, values, None, scoring))
         out, lse = (torch.cat(parts) for parts in zip(*(state.state() for state in states), strict=True))
         if scoring.head_sinks is not None:
             out, _ = with_head_sinks(out, lse, scoring.head_sinks)

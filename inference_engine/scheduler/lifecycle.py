@@ -135,7 +135,7 @@ class Endings:
 
 def _make_idle(session: Session) -> None:
     try:
-        session.kv.sleep()
+        session.kv.idle()
     except Exception:
         # The history is whole; its rows are computed anew by the next Generate.
         logger.exception("a session's rows could not be put away", extra=about_session(session.session_id))

@@ -97,16 +97,16 @@ def layer_lines(engine: Engine, strategy: KVStrategy, passages: Sequence[Passage
 
 def shares(totals: MatchTotals) -> dict[str, float]:
     """The sums as means over rows and heads; the least and the most of the heads' hit rates."""
-    hit_rates = totals.hits.double() / totals.rows
+    hit_rates = totals.hits.double() / totals.queries
     hits = int(totals.hits.sum())
     return {
         "hit rate": float(hit_rates.mean()),
         "hit rate, least head": float(hit_rates.min()),
         "hit rate, most head": float(hit_rates.max()),
-        "skipped by heads": 1 - float(totals.rows_read.double().mean()) / totals.rows_present,
-        "skipped by groups": 1 - float(totals.group_rows_read.double().mean()) / totals.rows_present,
+        "skipped by heads": 1 - float(totals.entries_read.double().mean()) / totals.entries_present,
+        "skipped by groups": 1 - float(totals.group_entries_read.double().mean()) / totals.entries_present,
         "reused mass": float(totals.reused_mass.sum()) / hits if hits else 0.0,
-        "band mass": float(totals.band_mass.double().mean()) / totals.rows,
+        "band mass": float(totals.band_mass.double().mean()) / totals.queries,
     }
 
 

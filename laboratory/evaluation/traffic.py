@@ -41,7 +41,7 @@ def bytes_read(strategy: KVStrategy, geometry: Geometry, length: int) -> int:
     layouts = _layouts(strategy, geometry, length)
     read = {layout: _rows_read(layout, length) for layout in set(layouts)}
     return sum(
-        read[layout] * layer.row_bytes(geometry.itemsize)
+        read[layout] * layer.entry_bytes(geometry.itemsize)
         for layout, layer in zip(layouts, geometry.layers, strict=True)
     )
 

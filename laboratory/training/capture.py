@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from inference_engine.errors import ModelError
-from inference_engine.kv.archives.finite import FiniteRows
+from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.models.layer_traits import TRIAL, watched
 
 _KINDS = ("q", "k", "v")
@@ -84,7 +84,7 @@ def require_stored_keys(model: PreTrainedModel, *, layers: Sequence[int]) -> Non
 
 
 def _require_finite(rows: Sequence[LayerRows]) -> None:
-    finite = FiniteRows()
+    finite = FiniteCheck()
     for one in rows:
         finite.ask([one.layer], one.keys[None], one.values[None], come_back=False)
     finite.send()

@@ -15,7 +15,7 @@ from inference_engine.backends import recorded_compute
 from inference_engine.backends.recorded_compute import RecordedCompute, Shapes
 from inference_engine.backends.recording import GraphMemory
 from inference_engine.kv.compressor import KVCompressor
-from inference_engine.kv.context import KVContext, OfRows
+from inference_engine.kv.context import BatchFunction, KVContext
 from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
@@ -35,9 +35,9 @@ class Overwriting:
     made: list[Shapes]
     given: list[Tensor]
 
-    def __init__(self, shapes: Shapes, device: torch.device, of_rows: OfRows) -> None:
+    def __init__(self, shapes: Shapes, device: torch.device, function: BatchFunction) -> None:
         self._inputs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes]
-        self._of_rows = of_rows
+        self._function = function
         self.made.append(shapes)
 
     def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -45,7 +45,7 @@ class Overwriting:
             mine[: len(given)].copy_(given)
         for part in self.given:
             part.fill_(99)
-        self.given[:] = [part.clone() for part in self._of_rows(self._inputs)]
+        self.given[:] = [part.clone() for part in self._function(self._inputs)]
         return self.given
 
 
@@ -156,7 +156,7 @@ def test_a_session_reads_the_same_whether_its_rows_are_recorded_or_not(strategy:
         kv, rows = SessionKV(strategy, ctx, 200), Rows(200)
         assert kv.wake(200)
         found = feed(kv, rows, 90)
-        kv.sleep()
+        kv.idle()
         assert kv.wake(200)
         return [*found, *feed(kv, rows, 100)]
 
@@ -210,8 +210,8 @@ def test_a_gpu_records_every_latent(precision: str, quantiser: str) -> None:
         codes = encode(rows)
         assert torch.equal(compute("encode", encode, rows)[0], codes[0])
         for layers in (None, codec.layers[:1]):
-            of_rows = partial(decode, layers=layers)
-            for one, other in zip(compute(("decode", layers), of_rows, codes), of_rows(codes), strict=True):
+            function = partial(decode, layers=layers)
+            for one, other in zip(compute(("decode", layers), function, codes), function(codes), strict=True):
                 assert torch.equal(one, other)
     assert all(known.recorded for known in compute._known.values())
 

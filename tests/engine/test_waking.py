@@ -98,7 +98,7 @@ def test_how_many_rows_come_back_at_once_changes_nothing_but_rounding(
             return generate(engine, session, 12)
 
     by_segments = woken()
-    monkeypatch.setattr(RestoredEntries, "_rows_at_once", lambda rows: 3 * rows._context.geometry.segment_tokens)
+    monkeypatch.setattr(RestoredEntries, "_tokens_at_once", lambda rows: 3 * rows._context.geometry.segment_tokens)
     assert same(woken(), by_segments, Mode.BATCHED)
 
 

@@ -19,7 +19,7 @@ from inference_engine.kernels.gather import (
     always_read,
     distant_blocks,
     gather_attend,
-    gather_rows,
+    gather_vectors,
     masked_attend,
     select,
 )
@@ -161,12 +161,12 @@ def test_rows_are_found_in_every_layout_without_copying_the_rest(layout: str) ->
     }[layout]
     rows = torch.randint(0, count, (2, heads, 11), generator=torch.Generator().manual_seed(1))
     expected = states[torch.arange(heads)[:, None], rows]
-    assert torch.equal(gather_rows(states, rows), expected)
+    assert torch.equal(gather_vectors(states, rows), expected)
 
 
 def test_a_row_in_pieces_is_refused() -> None:
     with pytest.raises(AssertionError, match="strides"):
-        gather_rows(draw(2, 8, 10).mT, torch.zeros(1, 2, 1, dtype=torch.int64))
+        gather_vectors(draw(2, 8, 10).mT, torch.zeros(1, 2, 1, dtype=torch.int64))
 
 
 def test_a_padded_query_past_the_last_row_reads_what_there_is() -> None:
@@ -203,7 +203,7 @@ def test_padding_of_any_kind_changes_nothing() -> None:
     kept = torch.tensor([[[1, 2], [3, 1]]]).expand(2, -1, -1)
     padded = torch.cat([torch.full((2, KV_HEADS, 1), -1), kept, torch.full((2, KV_HEADS, 3), -1)], dim=-1)
     narrow, wide = (read_from([90, 95], [80, 80], 4, width=width) for width in (None, 64))
-    assert wide.rows.shape == (2, 64)
+    assert wide.positions.shape == (2, 64)
     expected = gather_attend(queries, keys, values, kept, narrow, block=16, scaling=SCALING)
     result = gather_attend(queries, keys, values, padded, wide, block=16, scaling=SCALING)
     torch.testing.assert_close(result, expected, **ROUNDING)

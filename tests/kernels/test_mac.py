@@ -127,7 +127,7 @@ def test_threshold_zero_is_full_attention(band: int, options: dict[str, Any]) ->
     assert error(outs, full(rows, positions, **options)) < 1e-6
     assert_close(outs, full(rows, positions, **options))
     assert not torch.stack([stat.hits for stat in stats]).any()
-    assert [stat.rows_read.tolist() for stat in stats] == [[position + 1] * HEADS for position in positions]
+    assert [stat.entries_read.tolist() for stat in stats] == [[position + 1] * HEADS for position in positions]
 
 
 def test_a_repeated_query_does_not_match_at_threshold_zero() -> None:
@@ -258,7 +258,7 @@ def test_a_hit_reads_the_band_and_the_tail_and_nothing_before_them() -> None:
     out, entry, stats = step(state, rows, position)
     assert stats.hits.any()
     starts = torch.where(stats.hits, stats.matches - BAND, 0)
-    assert torch.equal(stats.rows_read, position - starts + 1)
+    assert torch.equal(stats.entries_read, position - starts + 1)
     for group in range(KV_HEADS):
         heads = slice(group * HEADS // KV_HEADS, (group + 1) * HEADS // KV_HEADS)
         unread = int(starts[heads].min())

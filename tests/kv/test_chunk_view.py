@@ -36,7 +36,7 @@ def random(*shape: int, seed: int) -> Tensor:
 def portion_of(mask: Tensor, first: int, last: int) -> Portion:
     """The queries [first, last), without the slots that none of them sees."""
     count = RESIDENT - QUERIES + last
-    return Portion(rows=slice(first, last), count=count, mask=mask[first:last, :count])
+    return Portion(queries=slice(first, last), count=count, mask=mask[first:last, :count])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

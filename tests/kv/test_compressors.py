@@ -21,7 +21,7 @@ def test_bytes_reported_are_bytes_made(compressor: KVCompressor, shape: tuple[in
     for head_dim in head_sizes(compressor):
         codes = compressor.encode(gaussian(*shape, head_dim))
         assert codes.dtype == torch.uint8
-        assert codes.shape == (*shape, compressor.row_bytes(head_dim))
+        assert codes.shape == (*shape, compressor.vector_bytes(head_dim))
         decoded = compressor.decode(codes, head_dim)
         assert decoded.dtype == torch.float32
         assert decoded.shape == (*shape, head_dim)
@@ -216,4 +216,4 @@ def test_a_compressor_is_known_by_its_name(compressor: KVCompressor) -> None:
 )
 def test_bytes_are_as_published(name: str, at_64: int, at_256: int) -> None:
     compressor = make_compressor(name)
-    assert (compressor.row_bytes(64), compressor.row_bytes(256)) == (at_64, at_256)
+    assert (compressor.vector_bytes(64), compressor.vector_bytes(256)) == (at_64, at_256)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inference_engine.errors import NonFiniteEntries, RestorationFailed
-from inference_engine.kv.archives.finite import FiniteRows
+from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
 from tests.laws.test_session_kv_laws import SEGMENT, Rows, awake, context, feed
@@ -24,7 +24,7 @@ LAYERS = (2, 5, 7)
 @pytest.mark.parametrize("come_back", [False, True])
 @pytest.mark.parametrize("before", [False, True])
 def test_they_are_named_again_and_again(bad: float, part: str, come_back: bool, before: bool) -> None:
-    finite = FiniteRows()
+    finite = FiniteCheck()
     rows = {"keys": torch.randn(3, 4, 2, 8), "values": torch.randn(3, 4, 2, 8)}
     finite.ask(LAYERS, *rows.values(), come_back=come_back)
     rows[part][1, 2, 0, 3] = bad
@@ -44,7 +44,7 @@ def test_they_are_named_again_and_again(bad: float, part: str, come_back: bool, 
 
 
 def test_questions_that_could_not_be_sent_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    finite = FiniteRows()
+    finite = FiniteCheck()
     finite.ask(LAYERS, torch.full((3, 1, 1, 1), math.nan), torch.zeros(3, 1, 1, 1), come_back=True)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "cat", Mock(side_effect=RuntimeError("the device failed")))
@@ -56,7 +56,7 @@ def test_questions_that_could_not_be_sent_are_asked_again(monkeypatch: pytest.Mo
 
 
 def test_finite_rows_of_any_size_and_none_are_no_matter() -> None:
-    finite = FiniteRows()
+    finite = FiniteCheck()
     finite.ask(
         LAYERS, torch.full((3, 1, 1, 1), torch.finfo(torch.float32).max), torch.zeros(3, 1, 1, 1), come_back=True
     )
@@ -72,7 +72,7 @@ def test_a_session_whose_leaving_rows_are_not_finite_says_so_before_it_sleeps(mo
     strategy = make_strategy("restored", sink=3, window=13, source="latent", bytes_per_token=LATENT_BYTES, mode=mode)
     rows = Rows(90)
     getattr(rows, part)[0][0, 20, 1] = bad
-    for reported in (SessionKV.require_finite, SessionKV.sleep):
+    for reported in (SessionKV.require_finite, SessionKV.idle):
         kv = awake(strategy, context())
         feed(kv, rows, 2 * SEGMENT)
         kv.require_finite()
@@ -85,4 +85,4 @@ def test_a_session_whose_leaving_rows_are_not_finite_says_so_before_it_sleeps(mo
         kv.forget()
         assert kv.wake(90)
         feed(kv, Rows(90), 90)
-        kv.sleep()
+        kv.idle()

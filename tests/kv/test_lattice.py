@@ -92,7 +92,7 @@ def test_half_a_block_of_e8_takes_one_bit_more(reach: int) -> None:
 )
 def test_four_entries_take_the_bits_of_the_recipe(lattice: Lattice, bits: int) -> None:
     assert lattice.word_bits == bits
-    assert lattice.row_bytes(64) == 2 + 16 * bits // 8
+    assert lattice.vector_bytes(64) == 2 + 16 * bits // 8
 
 
 @pytest.mark.parametrize("lattice", [D4(reach=2), D4(reach=151), E8(reach=2), E8(reach=151)], ids=str)

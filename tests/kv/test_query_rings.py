@@ -12,7 +12,7 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.layout import QueryMatcher
 from inference_engine.kv.memory.pool import Pool
-from inference_engine.kv.parts.query_cache import PastQueries, ring_demand
+from inference_engine.kv.parts.query_cache import PastQueries, query_cache_demand
 from inference_engine.kv.strategies.mac import Mac
 from tests.laws.test_session_kv_laws import LAYERS, Rows, awake, context, feed, step, turn
 
@@ -59,12 +59,12 @@ def test_generated_queries_read_what_the_kernel_gives_and_are_counted(layer: int
 
     totals = kv.statistics()[layer]
     hits = torch.stack([stats.hits for stats in reported])
-    read = torch.stack([stats.rows_read for stats in reported])
+    read = torch.stack([stats.entries_read for stats in reported])
     assert 0 < int(hits.sum()) < hits.numel()
     assert torch.equal(totals.hits, hits.sum(0))
-    assert torch.equal(totals.rows_read, read.sum(0))
-    assert torch.equal(totals.group_rows_read, read.view(60, LAYERS[layer].kv_heads, -1).amax(-1).sum(0))
-    assert (totals.rows, totals.rows_present) == (60, sum(range(61, 121)))
+    assert torch.equal(totals.entries_read, read.sum(0))
+    assert torch.equal(totals.group_entries_read, read.view(60, LAYERS[layer].kv_heads, -1).amax(-1).sum(0))
+    assert (totals.queries, totals.entries_present) == (60, sum(range(61, 121)))
     for ours_sum, name in ((totals.band_mass, "band_mass"), (totals.reused_mass, "reused_mass")):
         torch.testing.assert_close(ours_sum, torch.stack([getattr(stats, name) for stats in reported]).sum(0))
 
@@ -89,7 +89,7 @@ def test_rejected_rows_are_not_counted() -> None:
     assert "mac" in kv.footprint().by_kind
     assert kv.footprint().by_kind["mac"] == 0
     step(kv, rows, 4, commit=42, generated=True)
-    assert {totals.rows for totals in kv.statistics().values()} == {2}
+    assert {totals.queries for totals in kv.statistics().values()} == {2}
     assert kv.footprint().by_kind["mac"] > 0
 
 
@@ -112,7 +112,7 @@ def test_a_ring_is_exact_in_a_pool_of_any_type_and_stays_within_its_allocation(
     pool = Pool(geometry, 2**16, lambda count: torch.zeros(count, dtype=dtype))
     device = torch.device("cpu")
     kv_context = KVContext(geometry=geometry, pool=pool, rotate=lambda keys, *_: keys, device=device)
-    demand = ring_demand(geometry, 0, MATCHER)
+    demand = query_cache_demand(geometry, 0, MATCHER)
     taken = pool.reserve([demand] * 3)
     assert taken is not None
     buffer = pool.buffers[head_dim]

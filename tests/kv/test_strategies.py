@@ -229,7 +229,7 @@ def test_bytes_of_sink_window_do_not_grow_with_the_limit() -> None:
 @pytest.mark.parametrize("limit", [1, 15, 16, 17, 2048])
 def test_bytes_of_full_are_rows_rounded_to_pages(limit: int) -> None:
     rows = -(-limit // 16) * 16
-    assert make_strategy("full").bound(GEOMETRY, limit).peak_bytes == rows * GEOMETRY.row_bytes
+    assert make_strategy("full").bound(GEOMETRY, limit).peak_bytes == rows * GEOMETRY.entry_bytes
 
 
 def test_every_strategy_has_a_small_variant_for_the_laws() -> None:

@@ -80,7 +80,7 @@ def largest_in_a_turn(strategy: Any, length: int) -> int:
     """Bytes of the largest tensor made while a session of `length` sleeps, wakes and takes one token."""
     kv, rows = grown(context(), strategy, length), Rows(LIMIT)
     with LargestTensor() as largest:
-        kv.sleep()
+        kv.idle()
         kv.wake(LIMIT)
         step(kv, rows, 1, generated=True)
     made: int = largest.nbytes
@@ -97,7 +97,7 @@ def test_no_tensor_of_a_turn_grows_with_the_rows_that_left() -> None:
 def test_no_more_than_a_chunk_of_one_layer_is_ever_decoded() -> None:
     codec = WatchedTokens()
     kv = grown(replace(context(), latent=codec), STREAM, LONG)
-    kv.sleep()
+    kv.idle()
     kv.wake(LIMIT)
     step(kv, Rows(LIMIT), 1, generated=True)
     assert codec.decoded
@@ -111,7 +111,7 @@ def test_waking_takes_room_for_one_chunk_whatever_the_length(length: int) -> Non
     assert ctx.pool.reserved_bytes == kv.bound.peak_bytes
     assert kv.bound.peak_bytes - kv.bound.sustained_bytes == CHUNK * WIDEST_ROW_BYTES
     assert kv.footprint().by_kind["restored"] == CHUNK * WIDEST_ROW_BYTES
-    kv.sleep()
+    kv.idle()
     assert ctx.pool.reserved_bytes == kv.bound.sustained_bytes
     assert kv.footprint().by_kind["restored"] == 0
 
@@ -165,7 +165,7 @@ def test_latents_read_the_same_wherever_they_lie(mode: str, resident_bytes: int)
     for limited in (make_strategy("restored", **LATENT, mode=mode, resident_latent_bytes=resident_bytes), None):
         kv = grown(context(), limited or make_strategy("restored", **LATENT, mode=mode), 70)
         rows = Rows(LIMIT)
-        kv.sleep()
+        kv.idle()
         kv.wake(LIMIT)
         step(kv, Rows(LIMIT, seed=1), kv.room(), commit=kv.length + 1)
         reported = feed(kv, rows, 120)

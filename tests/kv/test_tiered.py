@@ -31,7 +31,7 @@ READING = {"block": 8, "sink": 4, "window": 16, "budget": 48}  # two distant blo
 GATHER = make_strategy("gather", **READING)
 TIERED = make_strategy("tiered", **READING, resident_tokens=16)
 FAR = make_strategy("tiered", **READING, resident_tokens=512)
-TIERED_ROW_BYTES = sum(layer.row_bytes(4) for layer in LAYERS if layer.native_window is None)
+TIERED_ROW_BYTES = sum(layer.entry_bytes(4) for layer in LAYERS if layer.native_window is None)
 DEVICES = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
 
 
@@ -42,7 +42,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_store_gives_back_the_bits_that_were_put_into_it(tier: Tier, dtype: torch.dtype) -> None:
-    shape = ChunkShape(chunks=3, layers=2, kv_heads=3, chunk_rows=7, head_dim=5, dtype=dtype)
+    shape = ChunkShape(chunks=3, layers=2, kv_heads=3, chunk_tokens=7, head_dim=5, dtype=dtype)
     store = tier.open(shape)
     rows = torch.randn(2, 2, 3, 15, 5).to(dtype)
     for chunk, first, last in ((0, 0, 4), (0, 4, 7), (1, 7, 14), (2, 14, 15)):
@@ -62,7 +62,7 @@ def test_a_store_gives_back_the_bits_that_were_put_into_it(tier: Tier, dtype: to
 def test_a_file_of_rows_has_no_name_and_takes_no_room_before_rows_come(tmp_path: Path) -> None:
     """It may be larger than the disk."""
     chunks = 2 * shutil.disk_usage(tmp_path).total // 2**20
-    shape = ChunkShape(chunks=chunks, layers=2, kv_heads=1, chunk_rows=2**12, head_dim=16, dtype=torch.float32)
+    shape = ChunkShape(chunks=chunks, layers=2, kv_heads=1, chunk_tokens=2**12, head_dim=16, dtype=torch.float32)
     store = FileTier(tmp_path, 2**60).open(shape)
     rows = torch.ones(2, 2, 1, 3, 16)
     store.write(chunks - 1, 5, rows)
@@ -72,7 +72,7 @@ def test_a_file_of_rows_has_no_name_and_takes_no_room_before_rows_come(tmp_path:
 
 
 def test_a_store_without_chunks_opens_no_file(tmp_path: Path) -> None:
-    shape = ChunkShape(chunks=0, layers=2, kv_heads=1, chunk_rows=8, head_dim=16, dtype=torch.float32)
+    shape = ChunkShape(chunks=0, layers=2, kv_heads=1, chunk_tokens=8, head_dim=16, dtype=torch.float32)
     gone = FileTier(tmp_path / "gone", 2**20)
     with pytest.raises(Overloaded, match="No such file or directory"):
         gone.open(replace(shape, chunks=1))
@@ -101,7 +101,7 @@ class PinnedMemory:
         return self.error
 
 
-ONE_CHUNK = ChunkShape(chunks=1, layers=2, kv_heads=1, chunk_rows=8, head_dim=16, dtype=torch.float32)
+ONE_CHUNK = ChunkShape(chunks=1, layers=2, kv_heads=1, chunk_tokens=8, head_dim=16, dtype=torch.float32)
 ROWS = torch.ones(2, 2, 1, 8, 16)
 
 
@@ -188,8 +188,8 @@ def test_bytes_on_the_device_do_not_grow_with_the_limit_but_for_the_bounds() -> 
     geometry = Geometry(layers=(layer,) * 3, itemsize=4, trained_positions=2**20)
     spec = make_strategy("tiered")
     short, long = (spec.bound(geometry, limit) for limit in (2**16, 2**20))
-    assert long.peak_bytes - short.peak_bytes == (2**20 - 2**16) // 128 * geometry.row_bytes
-    assert long.tier_bytes - short.tier_bytes == (2**20 - 2**16) * geometry.row_bytes
+    assert long.peak_bytes - short.peak_bytes == (2**20 - 2**16) // 128 * geometry.entry_bytes
+    assert long.tier_bytes - short.tier_bytes == (2**20 - 2**16) * geometry.entry_bytes
     assert make_strategy("gather").bound(geometry, 2**20).tier_bytes == 0
 
 

@@ -195,14 +195,14 @@ def test_a_draft_is_as_long_as_asked() -> None:
 def test_memory_is_bounded_counted_and_given_back() -> None:
     network = tiny_network()
     drafter, place = make_drafter(network), context()
-    row_bytes = 2 * network.config.row_numbers * place.geometry.itemsize
+    entry_bytes = 2 * network.config.row_numbers * place.geometry.itemsize
     memory = opened(drafter, place)
     reserved = place.pool.reserved_bytes
     assert memory.held_bytes() == 0
     drafter.observe([seen(memory, history(), 0, 5, network)])
-    assert memory.held_bytes() == 8 * row_bytes  # five rows in two pages
+    assert memory.held_bytes() == 8 * entry_bytes  # five rows in two pages
     drafter.observe([seen(memory, history(), 5, LENGTH, network)])
-    assert memory.held_bytes() == WINDOW * row_bytes <= reserved
+    assert memory.held_bytes() == WINDOW * entry_bytes <= reserved
     memory.release()
     memory.release()
     assert place.pool.reserved_bytes == 0

@@ -85,7 +85,7 @@ def context(*, token_quantum: int = 1, key_quantum: int = 1, capacity_rows: int 
         token_quantum=token_quantum,
         key_quantum=key_quantum,
     )
-    pool = Pool(geometry, capacity_rows * geometry.row_bytes, _zeros)
+    pool = Pool(geometry, capacity_rows * geometry.entry_bytes, _zeros)
     return KVContext(
         geometry=geometry,
         pool=pool,
@@ -272,7 +272,7 @@ def test_the_footprint_counts_every_row_that_was_written(strategy: KVStrategy) -
         # What is held beyond that: rows that left within the last segment, page rounding, the values beside sink
         # copies, rings with room for more.
         kinds = kv.footprint().by_kind
-        slack = (SEGMENT + 2 * ctx.geometry.page_tokens) * ctx.geometry.row_bytes + kinds["sink_copy"]
+        slack = (SEGMENT + 2 * ctx.geometry.page_tokens) * ctx.geometry.entry_bytes + kinds["sink_copy"]
         slack += kinds.get("mac", 0)
         assert held - used <= slack
 
@@ -286,7 +286,7 @@ def test_asleep_a_session_holds_no_more_than_is_sustained(strategy: KVStrategy) 
         kv.wake(length)
         feed(kv, Rows(LIMIT), length)
         assert ctx.pool.reserved_bytes <= kv.bound.peak_bytes
-        kv.sleep()
+        kv.idle()
         assert kv.footprint().total_bytes <= kv.bound.sustained_bytes
 
 
@@ -299,7 +299,7 @@ def test_slept_and_woken_is_never_slept(strategy: KVStrategy, naps: tuple[int, .
     outs = []
     for end in [*naps, length]:
         outs.append(feed(kv, rows, end))
-        kv.sleep()
+        kv.idle()
         assert kv.wake(LIMIT)
     for layer in range(len(LAYERS)):
         ours = torch.cat([out[layer] for out in outs])
@@ -326,7 +326,7 @@ def test_a_session_of_any_limit_gives_back_what_it_took(strategy: KVStrategy, li
     kv = SessionKV(strategy, ctx, limit)
     assert kv.wake(limit)
     feed(kv, Rows(limit), limit)
-    kv.sleep()
+    kv.idle()
     kv.release()
     assert ctx.pool.reserved_bytes == 0
     assert SessionKV(Full(), ctx, LIMIT).bound.peak_bytes == ctx.pool.reserved_bytes
@@ -334,7 +334,7 @@ def test_a_session_of_any_limit_gives_back_what_it_took(strategy: KVStrategy, li
 
 def test_a_session_that_does_not_fit_is_refused_and_takes_nothing() -> None:
     one = Full().bound(context().geometry, LIMIT).peak_bytes
-    ctx = context(capacity_rows=one * 3 // 2 // context().geometry.row_bytes)
+    ctx = context(capacity_rows=one * 3 // 2 // context().geometry.entry_bytes)
     kv = SessionKV(Full(), ctx, LIMIT)
     with pytest.raises(NoCapacity, match="limit_tokens") as refusal:
         SessionKV(Full(), ctx, LIMIT)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference_engine.kv.archives.restorer import Archive, KeptLayers, Restorer, RowBlock
+from inference_engine.kv.archives.restorer import Archive, EntryBlock, KeptLayers, Restorer
 from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
@@ -48,7 +48,7 @@ class Coded(Restorer):
     def _demand(self, geometry: Geometry, group: KeptLayers) -> Demand:
         """One layer's codes, and its means in a row of their own."""
         head_dim = group.layers.head_dim
-        code_bytes = group.capacity * group.layers.kv_heads * self.compressor.row_bytes(head_dim)
+        code_bytes = group.capacity * group.layers.kv_heads * self.compressor.vector_bytes(head_dim)
         elements = group.layers.kv_heads * head_dim + -(-code_bytes // geometry.itemsize)
         unit = geometry.alignment
         return Demand(head_dim=head_dim, elements=-(-elements // unit) * unit if group.capacity else 0)
@@ -73,15 +73,15 @@ class _CodedArchive(Archive):
             for group, end in zip(kept, ends.tolist(), strict=True)
         ]
 
-    def begin(self, blocks: Sequence[RowBlock]) -> None:
+    def begin(self, blocks: Sequence[EntryBlock]) -> None:
         for group, block in zip(self._groups, blocks, strict=True):
             group.begin(block)
 
-    def keep(self, blocks: Sequence[RowBlock]) -> None:
+    def keep(self, blocks: Sequence[EntryBlock]) -> None:
         for group, block in zip(self._groups, blocks, strict=True):
             group.keep(block)
 
-    def restore(self, positions: Sequence[Positions]) -> Sequence[RowBlock]:
+    def restore(self, positions: Sequence[Positions]) -> Sequence[EntryBlock]:
         return [group.restore(asked) for group, asked in zip(self._groups, positions, strict=True)]
 
     def save(self, positions: Sequence[Positions]) -> Iterator[tuple[Tensor, ...]]:
@@ -111,7 +111,7 @@ class _CodedGroup:
         self._context = context
         self._kept = kept
         heads, dim = kept.layers.kv_heads, kept.layers.head_dim
-        self._row_bytes = compressor.row_bytes(dim)
+        self._vector_bytes = compressor.vector_bytes(dim)
         self._mean_bytes = 2 * heads * dim * context.geometry.itemsize * len(starts)
         buffer = context.pool.buffers[dim]
         runs = tuple(evenly_apart(starts)) if kept.capacity else ()
@@ -127,15 +127,17 @@ class _CodedGroup:
 
     def _codes_in(self, states: Tensor, row: int, layers: slice, apart: int) -> Tensor:
         """[layers, capacity, Hkv, row bytes] of memory, from buffer row `row` on, and so on `apart` rows further."""
-        heads, width = self._kept.layers.kv_heads, self._row_bytes
+        heads, width = self._kept.layers.kv_heads, self._vector_bytes
         flat = states.view(torch.uint8).view(-1)
-        buffer_row = states.shape[-1] * states.itemsize
+        vector_bytes = states.shape[-1] * states.itemsize
         shape = (layers.stop - layers.start, self._kept.capacity, heads, width)
         return flat.as_strided(
-            shape, (apart * buffer_row, heads * width, width, 1), flat.storage_offset() + row * buffer_row
+            shape,
+            (apart * vector_bytes, heads * width, width, 1),
+            flat.storage_offset() + row * vector_bytes,
         )
 
-    def begin(self, block: RowBlock) -> None:
+    def begin(self, block: EntryBlock) -> None:
         if not len(block.positions):
             return
         for means, rows in zip(self._means, (block.keys, block.values), strict=True):
@@ -143,7 +145,7 @@ class _CodedGroup:
             for layers, place in means:
                 place.copy_(mean[layers])
 
-    def keep(self, block: RowBlock) -> None:
+    def keep(self, block: EntryBlock) -> None:
         if not len(block.positions):
             return
         rows = [(states - self._mean(index)).transpose(0, 1) for index, states in enumerate((block.keys, block.values))]
@@ -160,22 +162,22 @@ class _CodedGroup:
                 place[:, begin:end] = codes[first : first + end - begin, layers].transpose(0, 1)
             first += end - begin
 
-    def restore(self, positions: Positions) -> RowBlock:
+    def restore(self, positions: Positions) -> EntryBlock:
         layers, dim = self._kept.layers, self._kept.layers.head_dim
         if not len(positions):
             device = self._context.device if self._kept.capacity else torch.device("cpu")
             nothing = torch.zeros((len(layers.layers), 0, layers.kv_heads, dim), device=device)
-            return RowBlock(positions, nothing, nothing)
+            return EntryBlock(positions, nothing, nothing)
         name = ("rows of codes", self._compressor, dim)
         codes = [self._codes_of(places, positions) for places in self._codes]
         rows = self._context.compute(name, partial(_decode, self._compressor, dim), codes)
         keys, values = (part.transpose(0, 1) + self._mean(index) for index, part in enumerate(rows))
-        return RowBlock(positions, keys, values)
+        return EntryBlock(positions, keys, values)
 
     def _codes_of(self, places: Sequence[tuple[slice, Tensor]], positions: Positions) -> Tensor:
         """[n, L, Hkv, row bytes]"""
         layers = self._kept.layers
-        found = places[0][1].new_empty((len(positions), len(layers.layers), layers.kv_heads, self._row_bytes))
+        found = places[0][1].new_empty((len(positions), len(layers.layers), layers.kv_heads, self._vector_bytes))
         first = 0
         for begin, end in neighbours(self._kept.slots(positions)):
             for own, place in places:
@@ -204,7 +206,7 @@ class _CodedGroup:
         page = self._context.geometry.page_tokens
         rows = min(self._kept.capacity, -(-count // page) * page)
         heads, layers = self._kept.layers.kv_heads, len(self._kept.layers.layers)
-        return self._mean_bytes + 2 * rows * heads * self._row_bytes * layers
+        return self._mean_bytes + 2 * rows * heads * self._vector_bytes * layers
 
     def _mean(self, index: int) -> Tensor:
         """[layers, 1, Hkv, D] float32."""

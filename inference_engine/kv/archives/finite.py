@@ -30,7 +30,7 @@ class _Answer:
     wait: Wait
 
 
-class FiniteRows:
+class FiniteCheck:
     """Those of one session. Not finite once, they stay so until `forget`."""
 
     def __init__(self) -> None:

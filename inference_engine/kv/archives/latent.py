@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference_engine.errors import InvalidArgument
-from inference_engine.kv.archives.finite import FiniteRows
+from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.archives.latent_codes import LatentCodes, LatentPlaces
-from inference_engine.kv.archives.restorer import Archive, KeptLayers, Restorer, RowBlock
-from inference_engine.kv.context import KVContext, OfRows, TokenCodec
+from inference_engine.kv.archives.restorer import Archive, EntryBlock, KeptLayers, Restorer
+from inference_engine.kv.context import BatchFunction, KVContext, TokenCodec
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand
@@ -39,11 +39,11 @@ def latent_layers(geometry: Geometry) -> tuple[int, ...]:
 
 def exact_bytes_per_token(geometry: Geometry) -> int:
     """Bytes that a latent's rows take in float32; 0 where it would cover no layer."""
-    return sum(geometry.layers[index].row_bytes(_FLOAT32_BYTES) for index in latent_layers(geometry))
+    return sum(geometry.layers[index].entry_bytes(_FLOAT32_BYTES) for index in latent_layers(geometry))
 
 
 def default_bytes_per_token(geometry: Geometry) -> int:
-    rows = sum(geometry.layers[index].row_bytes(_BFLOAT16_BYTES) for index in latent_layers(geometry))
+    rows = sum(geometry.layers[index].entry_bytes(_BFLOAT16_BYTES) for index in latent_layers(geometry))
     return max(1, rows // DEFAULT_COMPRESSION)
 
 
@@ -122,27 +122,27 @@ class _LatentArchive(Archive):
         self._context = context
         self._kept = kept
         self._codes = codes
-        self._finite = FiniteRows()
+        self._finite = FiniteCheck()
         # In which block, and where in it, each of the codec's layers is.
         places = {
             layer: (index, place) for index, group in enumerate(kept) for place, layer in enumerate(group.layers.layers)
         }
         self._places = tuple(places[layer] for layer in codec.layers)
 
-    def begin(self, blocks: Sequence[RowBlock]) -> None:
+    def begin(self, blocks: Sequence[EntryBlock]) -> None:
         pass
 
-    def keep(self, blocks: Sequence[RowBlock]) -> None:
+    def keep(self, blocks: Sequence[EntryBlock]) -> None:
         for group, block in zip(self._kept, blocks, strict=True):
             self._finite.ask(group.layers.layers, block.keys, block.values, come_back=False)
         rows = [states.transpose(0, 1) for block in blocks for states in (block.keys, block.values)]
         [codes] = self._compute("encode", partial(_encode, self._codec, self._places), rows)
         self._codes.put(self._place(blocks[0].positions[0]), codes)
 
-    def restore(self, positions: Sequence[Positions]) -> Sequence[RowBlock]:
+    def restore(self, positions: Sequence[Positions]) -> Sequence[EntryBlock]:
         wanted = positions[0]
         if not len(wanted):
-            return [RowBlock(wanted, *self._empty(group)) for group in self._kept]
+            return [EntryBlock(wanted, *self._empty(group)) for group in self._kept]
         codes = self._codes_of(wanted)
         if self._context.geometry.token_quantum > 1:
             # Rows are decoded as many at a time when they leave and when they come back, or bits would differ.
@@ -150,7 +150,7 @@ class _LatentArchive(Archive):
         groups = tuple(group.layers.layers for group in self._kept)
         found = self._compute("decode", partial(_decode, self._codec, groups), [codes])
         states = [rows[: len(wanted)].transpose(0, 1) for rows in found]
-        blocks = [RowBlock(wanted, *pair) for pair in zip(states[::2], states[1::2], strict=True)]
+        blocks = [EntryBlock(wanted, *pair) for pair in zip(states[::2], states[1::2], strict=True)]
         for layers, block in zip(groups, blocks, strict=True):
             self._finite.ask(layers, block.keys, block.values, come_back=True)
         return blocks
@@ -161,9 +161,9 @@ class _LatentArchive(Archive):
         self._finite.ask([layer], keys[None], values[None], come_back=True)
         return keys, values
 
-    def _compute(self, what: Hashable, of_rows: OfRows, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _compute(self, what: Hashable, function: BatchFunction, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """what: all that it does beside the codec and the layers' sets."""
-        return self._context.compute(("latent", self._codec, self._places, what), of_rows, tensors)
+        return self._context.compute(("latent", self._codec, self._places, what), function, tensors)
 
     def ask_finite(self) -> None:
         self._finite.send()

@@ -57,7 +57,7 @@ class LatentPlaces:
             chunks=-(-pushed_out // self.segment),
             layers=1,
             kv_heads=1,
-            chunk_rows=self.segment,
+            chunk_tokens=self.segment,
             head_dim=self.half,
             dtype=torch.uint8,
         )

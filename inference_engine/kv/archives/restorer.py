@@ -25,7 +25,7 @@ from inference_engine.kv.part import Need
 
 
 @dataclass(frozen=True, slots=True)
-class RowBlock:
+class EntryBlock:
     """Rows of one set of layers: keys and values [layers, n, Hkv, D], float32, keys unrotated."""
 
     positions: Positions
@@ -73,18 +73,18 @@ class Archive(ABC):
     """One session's evicted rows, as the restorer keeps them. Engine's thread only, but for `release`."""
 
     @abstractmethod
-    def begin(self, blocks: Sequence[RowBlock]) -> None:
+    def begin(self, blocks: Sequence[EntryBlock]) -> None:
         """Called before the first rows of a set of layers are kept, with all its rows after the sink so far.
 
         The block of a set that does not begin now is empty.
         """
 
     @abstractmethod
-    def keep(self, blocks: Sequence[RowBlock]) -> None:
+    def keep(self, blocks: Sequence[EntryBlock]) -> None:
         """Store rows that leave the exact window. Per set of layers they follow those kept before."""
 
     @abstractmethod
-    def restore(self, positions: Sequence[Positions]) -> Sequence[RowBlock]:
+    def restore(self, positions: Sequence[Positions]) -> Sequence[EntryBlock]:
         """Rows that were kept, per set of layers; always equal for equal positions."""
 
     def restore_layer(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
@@ -192,13 +192,13 @@ class Recompute(Restorer):
 
 
 class _EmptyArchive(Archive):
-    def begin(self, blocks: Sequence[RowBlock]) -> None:
+    def begin(self, blocks: Sequence[EntryBlock]) -> None:
         pass
 
-    def keep(self, blocks: Sequence[RowBlock]) -> None:
+    def keep(self, blocks: Sequence[EntryBlock]) -> None:
         pass
 
-    def restore(self, positions: Sequence[Positions]) -> Sequence[RowBlock]:
+    def restore(self, positions: Sequence[Positions]) -> Sequence[EntryBlock]:
         raise AssertionError("a restorer that replays is not asked for rows")
 
     def save(self, positions: Sequence[Positions]) -> Iterator[tuple[Tensor, ...]]:

@@ -2,8 +2,8 @@
 
 Vectors are turned on their side, [D, N], so that each operation runs along the batch: many vectors in one go, whatever
 the head size. What a column becomes depends on that column alone, to the bit: families use element-wise operations,
-maxima and `sum_rows`, and never a matrix product or `Tensor.sum`, whose order of summation changes with the batch. Nor
-a root: CPUs and GPUs round it differently, and codes are to be the same on both.
+maxima and `sum_channels`, and never a matrix product or `Tensor.sum`, whose order of summation changes with the batch.
+Nor a root: CPUs and GPUs round it differently, and codes are to be the same on both.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class ColumnCompressor(KVCompressor):
 
     @abstractmethod
     def _encode(self, columns: Tensor, powers: Tensor) -> Tensor:
-        """[D, N] with magnitudes below 2, [1, N] -> uint8 [row_bytes, N], the codes of columns · powers.
+        """[D, N] with magnitudes below 2, [1, N] -> uint8 [vector_bytes, N], the codes of columns · powers.
 
         powers is NaN, and the column 0, where the vector was not finite.
         """
 
     @abstractmethod
     def _decode(self, codes: Tensor, head_dim: int) -> Tensor:
-        """uint8 [row_bytes, N] -> [D, N]."""
+        """uint8 [vector_bytes, N] -> [D, N]."""
 
     @abstractmethod
     def _bound(self, columns: Tensor) -> Tensor:
@@ -49,14 +49,14 @@ class ColumnCompressor(KVCompressor):
         head_dim = vectors.shape[-1]
         self.check(head_dim)
         rows = vectors.reshape(-1, head_dim)
-        codes = rows.new_empty((len(rows), self.row_bytes(head_dim)), dtype=torch.uint8)
+        codes = rows.new_empty((len(rows), self.vector_bytes(head_dim)), dtype=torch.uint8)
         for part in _parts(rows, head_dim):
             codes[part] = self._encode(*_normalised(rows[part].float().t())).t()
         return codes.view(*vectors.shape[:-1], codes.shape[1])
 
     def decode(self, codes: Tensor, head_dim: int) -> Tensor:
         self.check(head_dim)
-        assert codes.dtype == torch.uint8 and codes.shape[-1] == self.row_bytes(head_dim), (codes.dtype, codes.shape)
+        assert codes.dtype == torch.uint8 and codes.shape[-1] == self.vector_bytes(head_dim), (codes.dtype, codes.shape)
         rows = codes.reshape(-1, codes.shape[-1])
         vectors = rows.new_empty((len(rows), head_dim), dtype=torch.float32)
         for part in _parts(rows, head_dim):
@@ -75,7 +75,7 @@ class ColumnCompressor(KVCompressor):
         return bounds.view(vectors.shape[:-1])
 
 
-def sum_rows(columns: Tensor) -> Tensor:
+def sum_channels(columns: Tensor) -> Tensor:
     """[D, N] -> [1, N]: sums by halves, in the same order for every batch."""
     while (count := len(columns)) > 1:
         half = count // 2

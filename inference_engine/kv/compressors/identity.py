@@ -18,7 +18,7 @@ class Identity(KVCompressor):
     def name(self) -> str:
         return "identity"
 
-    def row_bytes(self, head_dim: int) -> int:
+    def vector_bytes(self, head_dim: int) -> int:
         return 4 * head_dim
 
     def encode(self, vectors: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class BFloat16(KVCompressor):
     def name(self) -> str:
         return "bfloat16"
 
-    def row_bytes(self, head_dim: int) -> int:
+    def vector_bytes(self, head_dim: int) -> int:
         return 2 * head_dim
 
     def encode(self, vectors: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class Integer(ColumnCompressor):
     def name(self) -> str:
         return f"int{self.bits}" if self.group is None else f"int{self.bits}g{self.group}"
 
-    def row_bytes(self, head_dim: int) -> int:
+    def vector_bytes(self, head_dim: int) -> int:
         return self._groups(head_dim) * (SCALE_BYTES + _CENTRE_BYTES) + packed_bytes(head_dim, self.bits)
 
     def _encode(self, columns: Tensor, powers: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from inference_engine.kv.compressor import LARGEST_HEAD, require_head
 from inference_engine.kv.compressors.bits import pack, packed_bytes, unpack
-from inference_engine.kv.compressors.columns import ColumnCompressor, sum_rows
+from inference_engine.kv.compressors.columns import ColumnCompressor, sum_channels
 from inference_engine.kv.compressors.hadamard import is_power_of_two, rotate
 from inference_engine.kv.compressors.scales import SCALE_BYTES, load_scales, round_scales, store_scales
 
@@ -68,7 +68,7 @@ class RotatedCompressor(ColumnCompressor):
             head_dim,
         )
 
-    def row_bytes(self, head_dim: int) -> int:
+    def vector_bytes(self, head_dim: int) -> int:
         return SCALE_BYTES + self._points_bytes(head_dim)
 
     def _encode(self, columns: Tensor, powers: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class RotatedCompressor(ColumnCompressor):
 
 def _misfit(turned: Tensor, scale: Tensor, points: Tensor) -> Tensor:
     """The squared error, [1, N]."""
-    return sum_rows((points * scale - turned).square())
+    return sum_channels((points * scale - turned).square())
 
 
 def narrower(scale: Tensor, *, is_fitted: bool) -> list[Tensor]:
@@ -203,7 +203,7 @@ class Lloyd(RotatedCompressor):
 
     def _scales(self, turned: Tensor) -> list[Tensor]:
         # By the mean magnitude: a root is not rounded alike on every device.
-        spread = sum_rows(turned.abs()) * (_GAUSSIAN_SPREAD / len(turned))
+        spread = sum_channels(turned.abs()) * (_GAUSSIAN_SPREAD / len(turned))
         largest = turned.abs().amax(dim=0, keepdim=True) * (1 / _GAUSSIAN_LEVELS[self.bits][-1])
         starts = (spread, spread * 0.87, spread * 1.13, largest, largest * 0.9)
         return [start.clamp(min=2.0**-40) for start in starts]
@@ -212,7 +212,7 @@ class Lloyd(RotatedCompressor):
         return _look_up(_gaussian_tables(self.bits, scaled.device).nearest, _cells(scaled))
 
     def _refit(self, turned: Tensor, points: Tensor, scale: Tensor) -> Tensor:
-        return self._round(sum_rows(turned * points) / sum_rows(points.square()))
+        return self._round(sum_channels(turned * points) / sum_channels(points.square()))
 
     def _misses(self, scaled: Tensor) -> Tensor:
         tables = _gaussian_tables(self.bits, scaled.device)

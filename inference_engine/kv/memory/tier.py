@@ -4,7 +4,7 @@
     device CPU     a sparse file that is mapped to be read; it has no name, so that it goes with its session, or with us
 
 Bytes of it are promised when a session is created, whole. What a session then keeps is a `Store`: chunks of equal
-shape, each of which holds `chunk_rows` consecutive rows of several layers, in the dtype they have on the device.
+shape, each of which holds `chunk_tokens` consecutive rows of several layers, in the dtype they have on the device.
 
     chunk   [layers, K and V, Hkv, chunk_rows, D]
 """
@@ -45,13 +45,13 @@ class ChunkShape:
     chunks: int
     layers: int
     kv_heads: int
-    chunk_rows: int
+    chunk_tokens: int
     head_dim: int
     dtype: torch.dtype
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (self.layers, 2, self.kv_heads, self.chunk_rows, self.head_dim)
+        return (self.layers, 2, self.kv_heads, self.chunk_tokens, self.head_dim)
 
     @property
     def chunk_bytes(self) -> int:
@@ -232,7 +232,7 @@ class _HostStore(Store):
         self._chunks[chunk][:, :, :, first : first + states.shape[3]].copy_(states)
 
     def held_bytes(self, rows: int) -> int:
-        return -(-rows // self._shape.chunk_rows) * self._shape.chunk_bytes
+        return -(-rows // self._shape.chunk_tokens) * self._shape.chunk_bytes
 
     def clear(self) -> None:
         chunks, self._chunks = self._chunks, {}
@@ -311,15 +311,15 @@ class _FileStore(Store):
 
     def write(self, chunk: int, first: int, states: Tensor) -> None:
         shape = self._shape
-        row_bytes = shape.head_dim * shape.dtype.itemsize
+        vector_bytes = shape.head_dim * shape.dtype.itemsize
         # Of each layer, of K and V and of each head the rows lie in one piece.
         pieces = states.to("cpu").contiguous().view(-1, states.shape[3] * shape.head_dim).view(torch.uint8).numpy()
         for index, piece in enumerate(pieces):
-            offset = chunk * shape.chunk_bytes + (index * shape.chunk_rows + first) * row_bytes
+            offset = chunk * shape.chunk_bytes + (index * shape.chunk_tokens + first) * vector_bytes
             _write_all(self._file, memoryview(piece), offset)
 
     def held_bytes(self, rows: int) -> int:
-        return self._shape.chunk_bytes // self._shape.chunk_rows * rows
+        return self._shape.chunk_bytes // self._shape.chunk_tokens * rows
 
     def clear(self) -> None:
         os.ftruncate(self._file, 0)

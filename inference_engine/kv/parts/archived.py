@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import NonFiniteEntries, RestorationFailed
-from inference_engine.kv.archives.restorer import Archive, RowBlock
+from inference_engine.kv.archives.restorer import Archive, EntryBlock
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.transfers import TransferTotals
@@ -30,7 +30,7 @@ from inference_engine.kv.views import StagedQueries, StepReads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ExactRows:
+class ExactEntries:
     """One set of alike layers: the regions that their exact rows are kept in, and which positions leave them."""
 
     layers: LayerSet
@@ -68,16 +68,16 @@ class ExactRows:
         return moved.view(by_head.shape).transpose(1, 2)
 
 
-def reserve_exact_rows(context: KVContext, placement: Placement) -> list[ExactRows] | None:
+def reserve_exact_entries(context: KVContext, placement: Placement) -> list[ExactEntries] | None:
     """Take the regions of exact rows from the pool; None, and nothing taken, if there is no room."""
-    taken: list[ExactRows] = []
-    for layers, sleeping in placement.sleeping:
-        regions = LayerEntries.reserve(context, layers, sleeping.exact)
+    taken: list[ExactEntries] = []
+    for layers, pair in placement.archived:
+        regions = LayerEntries.reserve(context, layers, pair.exact)
         if regions is None:
             for rows in taken:
                 rows.regions.release()
             return None
-        taken.append(ExactRows(layers, regions, sleeping.awake.window))
+        taken.append(ExactEntries(layers, regions, pair.active.window))
     return taken
 
 
@@ -86,7 +86,9 @@ class ArchivedEntries(Part):
 
     takes_room: ClassVar[bool] = True
 
-    def __init__(self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactRows], archive: Archive) -> None:
+    def __init__(
+        self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactEntries], archive: Archive
+    ) -> None:
         restorer = strategy.restorer()
         self._context = context
         self._strategy = strategy
@@ -103,7 +105,7 @@ class ArchivedEntries(Part):
         sustained: the context whose pool it is taken from. What waking takes comes from that of `context`.
         """
         assert placement.restorer is not None
-        sets = reserve_exact_rows(sustained, placement)
+        sets = reserve_exact_entries(sustained, placement)
         if sets is None:
             return None
         archive = None
@@ -244,15 +246,15 @@ class ArchivedEntries(Part):
     def _counts(self, length: int) -> list[int]:
         return [max(0, rows.layout.horizon(length) - rows.layout.sink) for rows in self._sets]
 
-    def _blocks(self, positions: Sequence[Positions]) -> list[RowBlock]:
+    def _blocks(self, positions: Sequence[Positions]) -> list[EntryBlock]:
         blocks = []
         for rows, regions, wanted in zip(self._sets, self.regions, positions, strict=True):
             keys, values = regions.read_entries(wanted)
-            blocks.append(RowBlock(wanted, rows.moved(keys.float(), -wanted), values.float()))
+            blocks.append(EntryBlock(wanted, rows.moved(keys.float(), -wanted), values.float()))
         return blocks
 
 
-def _first_positions(rows: ExactRows, regions: LayerEntries, before: int, length: int) -> Positions:
+def _first_positions(rows: ExactEntries, regions: LayerEntries, before: int, length: int) -> Positions:
     """If these layers' first rows leave the exact window now: every position after the sink that the regions hold."""
     layout = rows.layout
     if not layout.horizon(before) <= layout.sink < layout.horizon(length):

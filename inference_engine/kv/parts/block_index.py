@@ -26,7 +26,7 @@ from inference_engine.kv.parts.layer_part import LayoutPart
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import OnChoice, Region, Scoring, StagedQueries, StepReads, View
 
-_MOST_SELECTING_ROWS = 32
+_MOST_SELECTING_QUERIES = 32
 
 
 def summaries(keys: Tensor, selector: BlockSelector) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ class BlockIndex(LayoutPart):
         if not queries.has_generated:
             return True
         # Rows that choose blocks are served one by one, and not beside others of their session that do not.
-        fits = queries.count <= _MOST_SELECTING_ROWS and self._slots.layout.blocks <= most_blocks(step.geometry)
+        fits = queries.count <= _MOST_SELECTING_QUERIES and self._slots.layout.blocks <= most_blocks(step.geometry)
         return fits and self._selector.scorer == "bounds" and not queries.has_appended
 
     def amend(self, queries: StagedQueries, step: StepReads) -> None:
@@ -72,9 +72,9 @@ class BlockIndex(LayoutPart):
             return
         step.selects = True
         layers, layout = self._slots.layer_index, self._slots.layout
-        lines = step.numbers.regions[layers, queries.rows]
+        lines = step.numbers.regions[layers, queries.real]
         choose_blocks(lines, layout, self._selector, queries.positions)
-        step.numbers.regions[layers, queries.rows] = lines
+        step.numbers.regions[layers, queries.real] = lines
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         if not queries.has_generated:
@@ -98,7 +98,7 @@ class BlockIndex(LayoutPart):
             generated=torch.from_numpy(rows).to(step.device),
             always=always,
             candidates=distant_blocks(always, block=selector.block, count=layout.blocks),
-            row_by_row=step.is_fixed_shape,
+            one_by_one=step.is_fixed_shape,
             dense=dense,
             on_choice=step.on_choice,
         )
@@ -133,7 +133,7 @@ class BlockIndex(LayoutPart):
         self._slots.wipe(self._places(length))
 
     def add_footprint(self, held: Held, length: int, end: int) -> None:
-        held.add(bounds=length // self._selector.block * self._slots.row_bytes)
+        held.add(bounds=length // self._selector.block * self._slots.entry_bytes)
 
     def _places(self, length: int) -> Positions:
         """The slots of the summaries of all whole blocks."""
@@ -151,13 +151,13 @@ class GatherView:
     generated: Tensor  # row numbers [G]
     always: Always  # of these rows
     candidates: Tensor  # [G, B]
-    row_by_row: bool  # shapes that do not depend on which rows share a step
+    one_by_one: bool  # shapes that do not depend on which rows share a step
     dense: View | None  # None: every row is generated
     on_choice: OnChoice | None = None
 
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
         out = torch.zeros_like(queries) if self.dense is None else self.dense.read(layer, queries, buffer, scoring)
-        rows = range(len(self.generated)) if self.row_by_row else (slice(None),)
+        rows = range(len(self.generated)) if self.one_by_one else (slice(None),)
         for row in rows:
             some = slice(row, row + 1) if isinstance(row, int) else row
             place = self.generated[some]

@@ -112,7 +112,7 @@ class LayerEntries(LayerSlots, Part):
 
     def prefix_of(self, pieces: Sequence[Piece]) -> SharedPrefix:
         """A prefix of these pieces, for layers like these."""
-        return SharedPrefix(pieces, self.buffer, row_bytes=self.row_bytes)
+        return SharedPrefix(pieces, self.buffer, entry_bytes=self.entry_bytes)
 
     @property
     def floor(self) -> int:
@@ -140,11 +140,11 @@ class LayerEntries(LayerSlots, Part):
     def read(self, queries: StagedQueries, step: StepReads) -> None:
         staged = np.arange(queries.first, queries.end, dtype=np.int64)
         targets = self.region_offsets(self.layout.slots(staged))
-        step.numbers.write(self.kv_heads, self.place_index, queries.rows, self.starts, targets)
+        step.numbers.write(self.kv_heads, self.place_index, queries.real, self.starts, targets)
         if self._has_numbers(queries, step):
             count = self.slot_count(queries.end) + self.layout.base
             lines = region_lines(self.layout, queries.positions, last=int(queries.positions[-1]), count=count)
-            step.numbers.attend(self.layer_index, queries.rows, self.starts, lines)
+            step.numbers.attend(self.layer_index, queries.real, self.starts, lines)
             for part in self.parts:
                 part.amend(queries, step)
             return
@@ -280,7 +280,9 @@ class LayerEntries(LayerSlots, Part):
     # -- facts -----------------------------------------------------------------------------------------------------
 
     def add_footprint(self, held: Held, length: int, end: int) -> None:
-        held.add(rows=self.paged_slots(end) * self.row_bytes, sink_copy=min(self.layout.spare, end) * self.row_bytes)
+        held.add(
+            rows=self.paged_slots(end) * self.entry_bytes, sink_copy=min(self.layout.spare, end) * self.entry_bytes
+        )
         for part in self.parts:
             part.add_footprint(held, length, end)
 

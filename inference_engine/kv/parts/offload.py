@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import RestorationFailed
-from inference_engine.kernels.gather import attend_rows, gather_rows
+from inference_engine.kernels.gather import attend_entries, gather_vectors
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions, TierLayout
@@ -61,7 +61,7 @@ class OffloadedEntries:
         self._store = context.tier.open(
             chunk_shape(tier, layers=len(layers), kv_heads=kv_heads, head_dim=head_dim, dtype=self._buffer.keys.dtype)
         )
-        self._row_bytes = 2 * head_dim * context.geometry.itemsize  # of one KV head in one layer
+        self._head_bytes = 2 * head_dim * context.geometry.itemsize  # of one KV head in one layer
         self.end = layout.sink  # the first position after the sink that is not here
         self.transfers = Transfers(context.tier.count)
         places = np.full((kv_heads, tier.fetched), -1, dtype=np.int64)
@@ -151,7 +151,7 @@ class OffloadedEntries:
         ):
             target.index_copy_(0, rows, source.reshape(-1, target.shape[-1]))
         fetched = int(np.count_nonzero(blocks >= 0))
-        self.transfers.add(blocks_fetched=fetched, fetched_bytes=fetched * size * self._row_bytes)
+        self.transfers.add(blocks_fetched=fetched, fetched_bytes=fetched * size * self._head_bytes)
 
     def _block(self, layer: int, head: int, block: int) -> Tensor:
         """Keys and values [2, block, D] of one KV head; zeros for no block."""
@@ -194,13 +194,13 @@ class OffloadedEntries:
     def fetched_bytes(self) -> int:
         """Bytes of fetched blocks in the regions."""
         held = sum(int(np.count_nonzero(places >= 0)) for places in self._places.values())
-        return held * self._tier.block * self._row_bytes
+        return held * self._tier.block * self._head_bytes
 
 
 def chunk_shape(tier: TierLayout, *, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> ChunkShape:
     """What a set of so many layers needs of the second tier."""
     return ChunkShape(
-        chunks=tier.chunks, layers=layers, kv_heads=kv_heads, chunk_rows=tier.chunk, head_dim=head_dim, dtype=dtype
+        chunks=tier.chunks, layers=layers, kv_heads=kv_heads, chunk_tokens=tier.chunk, head_dim=head_dim, dtype=dtype
     )
 
 
@@ -228,8 +228,8 @@ class OffloadedBlocks(BlockIndex):
     def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
         assert layout.tier is not None
         rows = layout.tier.chunks * layout.tier.chunk
-        row_bytes = 2 * layers.kv_heads * layers.head_dim * geometry.itemsize * len(layers.layers)
-        return Need(tier_bytes=rows * row_bytes)
+        entry_bytes = 2 * layers.kv_heads * layers.head_dim * geometry.itemsize * len(layers.layers)
+        return Need(tier_bytes=rows * entry_bytes)
 
     @classmethod
     def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
@@ -322,10 +322,10 @@ class TierView(GatherView):
     def of(view: GatherView, tier: OffloadedEntries, positions: Positions) -> TierView:
         """`view`, where its rows are in two tiers."""
         given = {field.name: getattr(view, field.name) for field in fields(view)}
-        rows = view.always.rows
+        rows = view.always.positions
         slots = torch.from_numpy(tier.layout.slots(rows.clamp(min=0).cpu().numpy())).to(rows.device)
         return TierView(
-            **{**given, "row_by_row": True}, tier=tier, positions=tuple(positions.tolist()), always_slots=slots
+            **{**given, "one_by_one": True}, tier=tier, positions=tuple(positions.tolist()), always_slots=slots
         )
 
     def gather(self, layer: int, queries: Tensor, rows: slice, buffer: KVBuffer, scoring: Scoring) -> Tensor:
@@ -333,15 +333,15 @@ class TierView(GatherView):
         firsts = self.tier.fetch(layer, self.positions[rows.start], kept[0].cpu().numpy())
         size = self.selector.block
         in_blocks = torch.from_numpy(firsts).to(kept.device)[None, :, :, None] + torch.arange(size, device=kept.device)
-        always = self.always.rows[rows, None].expand(-1, kept.shape[1], -1)
+        always = self.always.positions[rows, None].expand(-1, kept.shape[1], -1)
         # Sink and window are whole blocks here, so that a distant block is read as a whole.
         meant = (kept >= 0)[..., None].expand(-1, -1, -1, size)
         slots = torch.cat([self.always_slots[rows, None].expand_as(always), in_blocks.flatten(2)], dim=-1)
         seen = torch.cat([always >= 0, meant.flatten(2)], dim=-1)
         slots = slots.where(seen, 0)
         keys, values = (
-            gather_rows(self.region.slots(states, layer, 0, self.region.region), slots)
+            gather_vectors(self.region.slots(states, layer, 0, self.region.region), slots)
             for states in (buffer.keys, buffer.values)
         )
-        out, _ = attend_rows(queries, keys, values, seen, scoring.scaling, scoring.softcap, scoring.head_sinks)
+        out, _ = attend_entries(queries, keys, values, seen, scoring.scaling, scoring.softcap, scoring.head_sinks)
         return out

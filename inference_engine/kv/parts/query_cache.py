@@ -31,7 +31,7 @@ from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import Region, Scoring, StagedQueries, StepReads, View
 
 
-def ring_demand(geometry: Geometry, layer: int, matcher: QueryMatcher) -> Demand:
+def query_cache_demand(geometry: Geometry, layer: int, matcher: QueryMatcher) -> Demand:
     """What the ring of one layer needs of the pool."""
     shape = geometry.layers[layer]
     unit = geometry.alignment * geometry.itemsize
@@ -64,10 +64,10 @@ class PastQueries:
         if not self.is_used:
             self._wipe()
 
-    def state(self, layer: int, rows: int) -> MacState:
-        """What `rows` generated tokens of one step may match. For several it is a copy, to which to add theirs."""
+    def state(self, layer: int, count: int) -> MacState:
+        """What `count` generated tokens of one step may match. For several it is a copy, to which to add theirs."""
         state = self._states[layer]
-        return state if rows == 1 else state.with_pending([])
+        return state if count == 1 else state.with_pending([])
 
     def leave(self, layer: int, left: Sequence[tuple[MacEntry, MacStats]]) -> None:
         """Remember what the step's generated tokens leave, should they be committed."""
@@ -110,9 +110,9 @@ class PastQueries:
 class QueryCache(LayoutPart):
     """The rings of a set of layers as a part of a session."""
 
-    def __init__(self, slots: LayerSlots, rings: PastQueries) -> None:
+    def __init__(self, slots: LayerSlots, past: PastQueries) -> None:
         self._slots = slots
-        self._rings = rings
+        self._past = past
 
     @staticmethod
     def is_in(layout: Layout) -> bool:
@@ -121,7 +121,7 @@ class QueryCache(LayoutPart):
     @staticmethod
     def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
         assert layout.matcher is not None
-        return Need(demands=tuple(ring_demand(geometry, layer, layout.matcher) for layer in layers.layers))
+        return Need(demands=tuple(query_cache_demand(geometry, layer, layout.matcher) for layer in layers.layers))
 
     @classmethod
     def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
@@ -131,7 +131,7 @@ class QueryCache(LayoutPart):
 
     def prepare(self, positions: Positions, generated: NDArray[np.bool_]) -> None:
         if generated.any():
-            self._rings.stage()
+            self._past.stage()
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
         return not queries.has_generated
@@ -142,7 +142,7 @@ class QueryCache(LayoutPart):
         rows = queries.generated_queries
         return MacView(
             region=self._slots.region,
-            rings=self._rings,
+            past=self._past,
             generated=torch.from_numpy(rows).to(step.device),
             positions=queries.positions[rows].tolist(),
             unrotations=_unrotations(self._slots, queries.positions[rows]),
@@ -150,23 +150,23 @@ class QueryCache(LayoutPart):
         )
 
     def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
-        self._rings.commit(length)
+        self._past.commit(length)
 
     def save(self, length: int) -> Saved:
         """What the committed tokens left, as bytes, layer by layer."""
-        return {"query_cache": self._rings.allocations if self._rings.is_used else ()}
+        return {"query_cache": self._past.allocations if self._past.is_used else ()}
 
     def load(self, length: int, saved: Saved) -> None:
-        self._rings.load(saved["query_cache"])
+        self._past.load(saved["query_cache"])
 
     def forget(self, floor: int, length: int) -> None:
-        self._rings.forget()
+        self._past.forget()
 
     def add_footprint(self, held: Held, length: int, end: int) -> None:
-        held.add(mac=self._rings.held_bytes())
+        held.add(mac=self._past.held_bytes())
 
     def match_totals(self) -> Mapping[int, MatchTotals]:
-        return self._rings.totals
+        return self._past.totals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +178,7 @@ class MacView:
     """
 
     region: Region
-    rings: PastQueries
+    past: PastQueries
     generated: Tensor  # row numbers [G]
     positions: Sequence[int]  # of these rows
     unrotations: Tensor  # [G, D, D]: what a rotated query of each row is multiplied by to be as it was before
@@ -186,11 +186,11 @@ class MacView:
 
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
         out = torch.zeros_like(queries) if self.dense is None else self.dense.read(layer, queries, buffer, scoring)
-        matcher = self.rings.matcher
+        matcher = self.past.matcher
         keys, values = (
             self.region.slots(states, layer, 0, self.positions[-1] + 1) for states in (buffer.keys, buffer.values)
         )
-        state = self.rings.state(layer, len(self.positions))
+        state = self.past.state(layer, len(self.positions))
         outs, left = [], []
         for query, unrotation, position in zip(queries[self.generated], self.unrotations, self.positions, strict=True):
             row, entry, stats = mac_attend(
@@ -211,7 +211,7 @@ class MacView:
                 state.commit([entry])
             outs.append(row)
             left.append((entry, stats))
-        self.rings.leave(layer, left)
+        self.past.leave(layer, left)
         out[self.generated] = torch.stack(outs).to(out.dtype)
         return out
 
@@ -229,7 +229,7 @@ def _unrotations(slots: LayerSlots, positions: Positions) -> Tensor:
 
 def _allocation(context: KVContext, layer: int, start: int, matcher: QueryMatcher) -> tuple[Tensor, Tensor]:
     """The bytes of a layer's ring, in K and in V."""
-    demand = ring_demand(context.geometry, layer, matcher)
+    demand = query_cache_demand(context.geometry, layer, matcher)
     buffer = context.pool.buffers[demand.head_dim]
     first = start * demand.head_dim
     keys, values = (

@@ -20,7 +20,7 @@ from inference_engine.kv.archives.restorer import Archive
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.part import Held, Saved
-from inference_engine.kv.parts.archived import ArchivedEntries, ExactRows
+from inference_engine.kv.parts.archived import ArchivedEntries, ExactEntries
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.strategy import KVStrategy
 
@@ -32,10 +32,12 @@ _DECODED_BYTES = 128 * 2**20
 class RestoredEntries(ArchivedEntries):
     """The layers of one session that sleep. Those of a restorer that replays get their old rows by staging."""
 
-    def __init__(self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactRows], archive: Archive) -> None:
+    def __init__(
+        self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactEntries], archive: Archive
+    ) -> None:
         super().__init__(context, strategy, sets, archive)
         self._regions: tuple[LayerEntries, ...] = ()
-        self._slept = 0  # the length when exact rows were last put away
+        self._idle_length = 0  # the length when exact rows were last put away
 
     @property
     def regions(self) -> tuple[LayerEntries, ...]:
@@ -46,9 +48,9 @@ class RestoredEntries(ArchivedEntries):
     def wake(self, tokens: int, length: int) -> bool:
         placement = self._strategy.placement(self._context.geometry, tokens)
         regions: list[LayerEntries] = []
-        for rows, (layers, sleeping) in zip(self._sets, placement.sleeping, strict=True):
+        for rows, (layers, pair) in zip(self._sets, placement.archived, strict=True):
             assert rows.layers == layers
-            group = LayerEntries.reserve(self._context, layers, sleeping.awake)
+            group = LayerEntries.reserve(self._context, layers, pair.active)
             if group is None:
                 for other in regions:
                     other.release()
@@ -63,7 +65,7 @@ class RestoredEntries(ArchivedEntries):
                 self._restore(length)
                 self._archive.ask_finite()
                 self._archive.require_finite()
-            self._take_exact_rows(length)
+            self._take_exact_entries(length)
         except Exception as error:
             self._archive.dismiss()
             self._drop_regions()
@@ -72,7 +74,7 @@ class RestoredEntries(ArchivedEntries):
 
     def end_replay(self, replayed: int, length: int) -> None:
         self._open(replayed, length)
-        self._take_exact_rows(length)
+        self._take_exact_entries(length)
 
     def idle(self, length: int | None) -> None:
         if length is not None:
@@ -80,21 +82,21 @@ class RestoredEntries(ArchivedEntries):
                 positions = rows.positions(length)
                 rows.wipe()
                 rows.regions.write_entries(positions, *regions.read_entries(positions))
-            self._slept = length
+            self._idle_length = length
         self._drop_regions()
 
     def copy_from(self, other: Self, length: int) -> None:
         super().copy_from(other, length)
-        self._slept = length
+        self._idle_length = length
 
     def load(self, length: int, saved: Saved) -> None:
         super().load(length, saved)
-        self._slept = length
+        self._idle_length = length
 
     def forget(self, floor: int, length: int) -> None:
         self._drop_regions()
         super().forget(floor, length)
-        self._slept = 0
+        self._idle_length = 0
 
     def release(self) -> None:
         try:
@@ -109,12 +111,12 @@ class RestoredEntries(ArchivedEntries):
 
     def _restore(self, length: int) -> None:
         # Not all at once: decoding needs some room beside the result.
-        step = self._rows_at_once()
+        step = self._tokens_at_once()
         ranges = [rows.leaving(0, length) for rows in self._sets]
         for first in range(0, max(len(positions) for positions in ranges), step):
             self._replace([positions[first : first + step] for positions in ranges])
 
-    def _rows_at_once(self) -> int:
+    def _tokens_at_once(self) -> int:
         """How many positions are restored together: a whole number of segments."""
         geometry = self._context.geometry
         if self._context.device.type == "cpu" or geometry.token_quantum > 1:
@@ -123,7 +125,7 @@ class RestoredEntries(ArchivedEntries):
         segments = _DECODED_BYTES // (numbers * _FLOAT32_BYTES * geometry.segment_tokens)
         return max(1, segments) * geometry.segment_tokens
 
-    def _take_exact_rows(self, length: int) -> None:
+    def _take_exact_entries(self, length: int) -> None:
         """Put the exact rows into the regions, and let leave what a history of `length` cannot read any more."""
         for rows, regions in zip(self._sets, self._regions, strict=True):
             held = rows.regions.held
@@ -150,10 +152,10 @@ class RestoredEntries(ArchivedEntries):
 
     def add_footprint(self, held: Held, length: int, end: int) -> None:
         held.add(
-            rows=sum(rows.regions.paged_slots(self._slept) * rows.regions.row_bytes for rows in self._sets),
+            rows=sum(rows.regions.paged_slots(self._idle_length) * rows.regions.entry_bytes for rows in self._sets),
             archive=self._archive.held_bytes(self._counts(length)),
             restored=sum(
-                (regions.paged_slots(end) + min(regions.layout.spare, end)) * regions.row_bytes
+                (regions.paged_slots(end) + min(regions.layout.spare, end)) * regions.entry_bytes
                 for regions in self._regions
             ),
         )

@@ -48,11 +48,11 @@ class Piece:
 class SharedPrefix:
     """The pieces of one set of layers, one after another, from position 0 on."""
 
-    def __init__(self, pieces: Sequence[Piece], buffer: KVBuffer, *, row_bytes: int) -> None:
-        """row_bytes: of a position in all its layers."""
+    def __init__(self, pieces: Sequence[Piece], buffer: KVBuffer, *, entry_bytes: int) -> None:
+        """entry_bytes: of a position in all its layers."""
         self.pieces = tuple(pieces)
         self._buffer = buffer
-        self._row_bytes = row_bytes
+        self._entry_bytes = entry_bytes
 
     @property
     def end(self) -> int:
@@ -61,7 +61,7 @@ class SharedPrefix:
 
     @property
     def nbytes(self) -> int:
-        return self.end * self._row_bytes
+        return self.end * self._entry_bytes
 
     def borrow(self) -> None:
         for piece in self.pieces:
@@ -104,8 +104,8 @@ class PrefixEntries(LayerPart):
     def amend(self, queries: StagedQueries, step: StepReads) -> None:
         region, layers = self._prefix.pieces[0].region, self._slots.layer_set.layers
         starts = np.array([region.starts[layer] for layer in layers])
-        step.numbers.regions[self._slots.layer_index, queries.rows, PREFIX_START] = starts[:, None]
-        step.numbers.regions[self._slots.layer_index, queries.rows, PREFIX_HEAD_SLOTS] = region.region
+        step.numbers.regions[self._slots.layer_index, queries.real, PREFIX_START] = starts[:, None]
+        step.numbers.regions[self._slots.layer_index, queries.real, PREFIX_HEAD_SLOTS] = region.region
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         count = self._slots.slot_count(queries.end)

@@ -19,18 +19,20 @@ from inference_engine.kv.archives.restorer import Archive, chunk_demand
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK, Positions
 from inference_engine.kv.part import Held
-from inference_engine.kv.parts.archived import ArchivedEntries, ExactRows
+from inference_engine.kv.parts.archived import ArchivedEntries, ExactEntries
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.parts.layer_part import LayerPart
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.strategy import KVStrategy, Placement
-from inference_engine.kv.views import RowSource, StagedQueries, StepReads, View, chunks_between
+from inference_engine.kv.views import EntrySource, StagedQueries, StepReads, View, chunks_between
 
 
 class StreamedEntries(ArchivedEntries):
-    """The layers of one session whose old rows stay in the archive: a `RowSource` of their regions."""
+    """The layers of one session whose old rows stay in the archive: an `EntrySource` of their regions."""
 
-    def __init__(self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactRows], archive: Archive) -> None:
+    def __init__(
+        self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactEntries], archive: Archive
+    ) -> None:
         super().__init__(context, strategy, sets, archive)
         assert not self._replays, "entries that are computed again are not local in position"
         self._set_of = {layer: rows for rows in sets for layer in rows.layers.layers}
@@ -82,7 +84,7 @@ class StreamedEntries(ArchivedEntries):
     def add_footprint(self, held: Held, length: int, end: int) -> None:
         archived = self._counts(length)
         held.add(
-            rows=sum(rows.regions.paged_slots(end) * rows.regions.row_bytes for rows in self._sets),
+            rows=sum(rows.regions.paged_slots(end) * rows.regions.entry_bytes for rows in self._sets),
             archive=self._archive.held_bytes(archived),
             restored=self._room.nbytes if self._room is not None and any(archived) else 0,
         )
@@ -92,7 +94,7 @@ class StreamedEntries(ArchivedEntries):
 class StreamedReads(LayerPart):
     """The reads of a set of layers whose old entries come chunk by chunk."""
 
-    def __init__(self, slots: LayerSlots, source: RowSource) -> None:
+    def __init__(self, slots: LayerSlots, source: EntrySource) -> None:
         self._slots = slots
         self._source = source
 

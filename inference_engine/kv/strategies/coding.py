@@ -17,7 +17,7 @@ EXACT_SINK = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowKeeping(KVStrategy):
+class CodecStrategy(KVStrategy):
     """codec: the compressor that keeps rows older than `exact_window` positions; None: rows stay as they are.
 
     exact_layers: layers whose rows are never coded.

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
-from inference_engine.kv.strategies.coding import RowKeeping
+from inference_engine.kv.strategies.coding import CodecStrategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Full(RowKeeping):
+class Full(CodecStrategy):
     """Keeps all rows; the session ends at the model's trained positions."""
 
     name: ClassVar[str] = "full"

@@ -43,7 +43,7 @@ class Gather(KVStrategy):
         require(
             self.scorer in _SCORERS, "scorer", f"there is no scorer {self.scorer!r}; there are {', '.join(_SCORERS)}"
         )
-        least = self._selector(0).most_queries
+        least = self._selector(0).most_entries
         require(
             self.budget >= least,
             "budget",
@@ -56,7 +56,7 @@ class Gather(KVStrategy):
 
     @property
     def distant_blocks(self) -> int:
-        return (self.budget - self._selector(0).most_queries) // self.block
+        return (self.budget - self._selector(0).most_entries) // self.block
 
     def check(self, geometry: Geometry) -> None:
         page, segment, room = geometry.page_tokens, geometry.segment_tokens, geometry.trained_positions

@@ -24,13 +24,13 @@ from typing import ClassVar
 
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
-from inference_engine.kv.strategies.coding import RowKeeping
+from inference_engine.kv.strategies.coding import CodecStrategy
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import require
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerWindow(RowKeeping):
+class LayerWindow(CodecStrategy):
     """Keeps every row in `full_layers`, which must be given; `sink` and `window` positions in the others."""
 
     name: ClassVar[str] = "layer_window"
@@ -40,7 +40,7 @@ class LayerWindow(RowKeeping):
     full_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        RowKeeping.__post_init__(self)
+        CodecStrategy.__post_init__(self)
         self._windowed()  # checks its options
         layers = self.full_layers
         require(
@@ -54,7 +54,7 @@ class LayerWindow(RowKeeping):
         require(not twice, "full_layers", f"must name each layer once, got {_listed(twice)} more than once")
 
     def check(self, geometry: Geometry) -> None:
-        RowKeeping.check(self, geometry)
+        CodecStrategy.check(self, geometry)
         self._windowed().check(geometry)
         count = len(geometry.layers)
         absent = [layer for layer in self.full_layers if layer >= count]

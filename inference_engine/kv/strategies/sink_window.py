@@ -14,12 +14,12 @@ from typing import ClassVar
 
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
-from inference_engine.kv.strategies.coding import RowKeeping
+from inference_engine.kv.strategies.coding import CodecStrategy
 from inference_engine.kv.strategy import require
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SinkWindow(RowKeeping):
+class SinkWindow(CodecStrategy):
     """Keeps `sink` first and `window` last positions (and the segment being filled)."""
 
     name: ClassVar[str] = "sink_window"
@@ -28,12 +28,12 @@ class SinkWindow(RowKeeping):
     window: int = 1024
 
     def __post_init__(self) -> None:
-        RowKeeping.__post_init__(self)
+        CodecStrategy.__post_init__(self)
         require(self.sink >= 0, "sink", f"must be ≥ 0, got {self.sink}")
         require(self.window >= 1, "window", f"must be ≥ 1, got {self.window}")
 
     def check(self, geometry: Geometry) -> None:
-        RowKeeping.check(self, geometry)
+        CodecStrategy.check(self, geometry)
         reach = self.sink + self.window + geometry.segment_tokens
         room = geometry.trained_positions
         require(

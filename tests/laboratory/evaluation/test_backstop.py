@@ -94,7 +94,7 @@ def test_each_set_is_reported_beside_full(tmp_path: Path) -> None:
     assert (one.lost, one.differing, one.reach_tokens) == (1, 2, 60)
     assert (every.differing, every.reach_tokens, every.answers_as_full) == (0, 80, True)
     assert none.bytes_per_token < one.bytes_per_token < every.bytes_per_token
-    assert every.bytes_per_token == pytest.approx(geometry(windowed=False).row_bytes)
+    assert every.bytes_per_token == pytest.approx(geometry(windowed=False).entry_bytes)
     reported = values(hits["full"], found)
     assert reported["critical mass, ranked"]["median"] == 3
     assert "critical mass, evenly spaced" not in reported

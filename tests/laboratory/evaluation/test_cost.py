@@ -110,8 +110,8 @@ def test_a_run_leaves_a_record_that_a_regime_map_can_be_made_of(tiny_target: Tar
     assert {image.name for image in path.parent.glob("*.png")} == {"decode.png", "kv_bytes.png"}
     lines = {(line["strategy"], line["length"]): line for line in payload["tables"]["cost"]}
     # Of 200 and one tokens, four more were timed; the layer that slides by itself reads its window.
-    row_bytes = 2 * 2 * 16 * 4
-    assert lines["full", 200]["bytes_read"] == (2 * (202 + 205) / 2 + NATIVE_WINDOW) * row_bytes
+    entry_bytes = 2 * 2 * 16 * 4
+    assert lines["full", 200]["bytes_read"] == (2 * (202 + 205) / 2 + NATIVE_WINDOW) * entry_bytes
     assert lines[str(WINDOW), 200]["bytes_read"] < lines["full", 200]["bytes_read"]
     assert not lines["full", 200]["finds"]
     assert payload["config"]["weight_bytes"] > 0

@@ -72,9 +72,9 @@ def test_rows_read_from_a_file_go_on_as_the_engine_does(target: Target, tmp_path
         token, seconds = saved.first_token(TEXT[150:159], drop_cache=drop_cache)
         assert token == expected
         assert seconds > 0
-    row_bytes = 2 * 2 * 16 * 4
+    entry_bytes = 2 * 2 * 16 * 4
     # The layer that slides by itself holds its window's ring.
-    assert 2 * 150 * row_bytes < saved.file_bytes <= 3 * 150 * row_bytes
+    assert 2 * 150 * entry_bytes < saved.file_bytes <= 3 * 150 * entry_bytes
     saved.close()
     assert not list(tmp_path.iterdir())
 
