@@ -6,7 +6,9 @@ The one place where tests reach into it. What callers can have, tests have from 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +19,7 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import TRASH_UNITS
 from inference_engine.kv.session_kv import SessionKV
+from inference_engine.session.journal import Journal
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
 from inference_engine.types import Mode, ModelFacts
@@ -34,6 +37,10 @@ def context_of(engine: Engine) -> KVContext:
 
 def forward_of(engine: Engine) -> Forward:
     return engine._forward
+
+
+def journal_of(engine: Engine) -> Journal:
+    return engine._journal
 
 
 def session_of(engine: Engine, session_id: str, owner: str = "") -> Session:
@@ -69,6 +76,41 @@ def on_the_engines_thread(engine: Engine, task: Callable[[], object] = lambda: N
 
     soon(engine, run)
     assert is_done.wait(LIMIT_SECONDS)
+
+
+@contextmanager
+def standing_still(engine: Engine) -> Iterator[None]:
+    """Nothing begins meanwhile: what is asked for is there together when the first of it begins."""
+    with engine._scheduler._wake:
+        yield
+
+
+def nudge(engine: Engine) -> None:
+    """Let the loop look whether something changed that nobody told it of."""
+    engine._scheduler.nudge()
+
+
+def end_the_thread(engine: Engine) -> None:
+    engine._scheduler.stop()
+
+
+def drop_rows(engine: Engine, session_id: str, owner: str = "") -> None:
+    """As if another session had needed the memory."""
+    engine._store._admission._drop(session_of(engine, session_id, owner))
+
+
+@contextmanager
+def steps_run_by(engine: Engine, run: Callable[[Step], Result]) -> Iterator[None]:
+    """Each step is run by `run` meanwhile, or fails with what that raises."""
+    with patch.object(engine._forward, "run", run):
+        yield
+
+
+@contextmanager
+def refusing_requests(engine: Engine, error: Exception) -> Iterator[None]:
+    """No Generate gets into the queue meanwhile."""
+    with patch.object(engine._scheduler, "submit", side_effect=error):
+        yield
 
 
 class WatchedForward:

@@ -13,6 +13,7 @@ from inference_engine.backends.recording import GraphMemory
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv.memory.pool import Pool
+from tests.facade import context_of, forward_of
 from tests.tiny import tiny_engine
 
 
@@ -36,7 +37,7 @@ def test_steps_that_cannot_be_recorded_while_serving_are_run_without_and_tried_o
 
     monkeypatch.setattr(graphs, "Recording", NoMemory)
     with tiny_engine() as engine:
-        context, forward = engine._context, engine._forward
+        context, forward = context_of(engine), forward_of(engine)
         assert isinstance(forward, TorchForward)
         memory = GraphMemory()
         recorded = graphs.StepGraphs(forward.seam, context.geometry, context.pool, attend_ragged, memory=memory)

@@ -15,6 +15,7 @@ from inference_engine.kernels.sampling import Sampler, draw, logprobs
 from inference_engine.kv.strategies.full import Full
 from inference_engine.types import GenerateParams, Mode, Sampling
 from tests.decode.plain_sampling import filtered_probabilities, penalised, plainly, seen
+from tests.facade import standing_still
 from tests.kernels.plain_noise import plain_noise
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, engine_for, generate, text, tokens
@@ -176,7 +177,7 @@ def said_together(engine: Engine, count: int) -> list[list[tuple[int, float | No
     sessions = [engine.create_session(strategy=Full()).session_id for _ in WAYS]
     for place, session in enumerate(sessions):
         engine.append(session, text(30 + place, seed=place))
-    with engine._scheduler._wake:  # so that all are there before the first begins
+    with standing_still(engine):  # so that all are there before the first begins
         running = [
             engine.generate(session, GenerateParams(max_tokens=count, sampling=way, logprobs=place % 2 == 0))
             for place, (session, way) in enumerate(zip(sessions, WAYS, strict=True))

@@ -21,6 +21,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.capacity import Admission
 from inference_engine.types import Finished, GenerateParams, Mode, TokenCommitted
 from laboratory.scripted import ScriptedForward
+from tests.facade import drop_rows, store_of
 from tests.laws.drafters import Knowing
 from tests.laws.variants import LENGTH, drain, each_strategy, generate, same, text
 from tests.tiny import TRAINED_POSITIONS, tiny_engine, tiny_forward
@@ -173,7 +174,7 @@ def test_a_session_that_grows_says_what_one_with_a_guarantee_says(strategy: KVSt
                 engine.append(session, text(40, seed=turn))
                 heard += generate(engine, session, 21)
                 if turn == 1 and not guaranteed:
-                    engine._store._admission._drop(engine._store.find(session, ""))
+                    drop_rows(engine, session)
                     assert engine.session_info(session).reserved_bytes == 0
             said.append(heard)
     assert same(said[0], said[1], Mode.BATCHED)
@@ -243,7 +244,7 @@ def test_who_forks_and_closes_leaves_addresses_for_all_others(share_forks: bool)
             for piece in range(MOST_PIECES + 1):
                 engine.append(session, text(4, seed=10 * seed + piece), owner="many")
                 drain(engine.generate(session, GenerateParams(max_tokens=2), owner="many"))
-                if len([one for one in engine._store.sessions() if one.owner == "many"]) == most - 1:
+                if len([one for one in store_of(engine).sessions() if one.owner == "many"]) == most - 1:
                     break  # the last one has no place for its fork
                 fork = engine.fork_session(session, owner="many").session_id
                 engine.close_session(session, owner="many")

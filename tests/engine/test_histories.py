@@ -6,6 +6,7 @@ import random
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
 from inference_engine.engine import Engine
@@ -16,6 +17,7 @@ from inference_engine.session.history import BRANCH_TOKENS, LEAF_TOKENS
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.session.replies import KEEP_SECONDS, MOST_PER_SESSION
 from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason
+from tests.facade import journal_of, session_of, store_of
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, text, tokens
 from tests.load.scripted import scripted_engine
@@ -34,11 +36,11 @@ def opened(engine: Engine, length: int = 0, *, owner: str = "", **options: Any) 
 
 def long(engine: Engine, tokens: int, owner: str = "") -> str:
     """A session with a long history, none of which has K/V. Put there as an append does it."""
-    session = engine._store.find(opened(engine, owner=owner), owner)
-    ids = engine._arguments.ids(text(BRANCH_TOKENS)[: engine.config.max_append_tokens])
-    with engine._store.locked():
+    session = session_of(engine, opened(engine, owner=owner), owner)
+    ids = np.array(text(BRANCH_TOKENS)[: engine.config.max_append_tokens], dtype=np.uint32)
+    with store_of(engine).locked():
         while (missing := tokens - len(session.history)) > 0:
-            session.record(engine._journal, ids[:missing], Mark.APPENDED)
+            session.record(journal_of(engine), ids[:missing], Mark.APPENDED)
     return session.session_id
 
 
@@ -175,13 +177,13 @@ def test_many_generates_of_an_owner_never_pass_the_quota_together() -> None:
 def test_a_session_that_fails_or_is_evicted_gives_its_tokens_back() -> None:
     now = 0.0
     with scripted_engine(clock=lambda: now, session_idle_ttl_seconds=10.0, stall_seconds=1e6) as engine:
-        session = engine._store.find(long(engine, BRANCH_TOKENS + 50), "")
+        session = session_of(engine, long(engine, BRANCH_TOKENS + 50))
         opened(engine, 60)
-        engine._store.fail(session, "INV1")
+        store_of(engine).fail(session, "INV1")
         assert engine.session_info(session.session_id).history_bytes == 0
         assert engine.history_tokens_of("") == 60
         now = 11.0
-        engine._store.expire()
+        store_of(engine).expire()
         assert engine.history_tokens_of("") == 0
 
 
@@ -192,20 +194,20 @@ def test_forks_of_a_long_history_take_no_memory_for_it() -> None:
     journal = MemoryJournal()
     with scripted_engine(journal=journal, history_tokens_per_owner=0) as engine:
         session = long(engine, 1_000_000)
-        before = engine._store.held_history().nbytes
+        before = store_of(engine).held_history().nbytes
         assert 10_000_000 < before < 11_000_000
         forks = [engine.fork_session(session) for _ in range(50)]
         assert all(fork.history_length == 1_000_000 for fork in forks)
-        assert engine._store.held_history().nbytes - before < 50 * 50_000
+        assert store_of(engine).held_history().nbytes - before < 50 * 50_000
         reported = engine.session_info(forks[-1].session_id)
         assert reported.history_bytes == pytest.approx(engine.session_info(session).history_bytes, rel=0.01)
         engine.close_session(session)
         assert engine.append(forks[0].session_id, [1, 2, 3]) == 1_000_003
         for fork in forks:
             engine.close_session(fork.session_id)
-        while engine._store.expire():
+        while store_of(engine).expire():
             pass
-        assert engine._store.held_history().nbytes == 0
+        assert store_of(engine).held_history().nbytes == 0
 
 
 def test_gauges_say_what_histories_hold() -> None:
@@ -220,7 +222,7 @@ def test_gauges_say_what_histories_hold() -> None:
 
         assert gauge("session_history_held_tokens") == 1000
         held = gauge("session_history_held_bytes")
-        assert held == engine._store.held_history().nbytes
+        assert held == store_of(engine).held_history().nbytes
         assert held >= sum(2 * 5 * 500 for _ in range(2))
 
 
@@ -242,7 +244,7 @@ def test_a_gauge_says_how_many_replies_are_remembered_and_no_session_passes_its_
         engine.close_once(session, request_id=b"e" * 16)
         assert remembered() == 2 + MOST_PER_SESSION  # what the Generate said went with the session
         now = KEEP_SECONDS + 1
-        engine._store.expire()
+        store_of(engine).expire()
         assert remembered() == 0
 
 
@@ -275,17 +277,17 @@ def test_what_generates_said_is_read_after_later_appends_generates_and_the_sessi
         for number in range(3):
             generations.append(generated(engine, session, 300 + number))
             engine.append(session, text(LEAF_TOKENS))
-        expected = engine._store.find(session, "").history.ids().tolist()
+        expected = session_of(engine, session).history.ids().tolist()
         began = generations[1].read()
         assert 0 < len(tokens(began)) < 301
         match end:
             case "closed":
                 engine.close_session(session)
             case "failed":
-                engine._store.fail(engine._store.find(session, ""), "INV1")
+                store_of(engine).fail(session_of(engine, session), "INV1")
             case _:
                 now = 11.0
-                engine._store.expire()
+                store_of(engine).expire()
         for number, generation in enumerate(generations):
             events = [*(began if number == 1 else []), *drain(generation)]
             assert isinstance(events[-1], Finished)
@@ -308,8 +310,8 @@ def test_what_readers_of_a_closed_session_have_still_to_read_counts_until_they_h
         session = opened(engine, 30)
         read, left, gone = (generated(engine, session, count) for count in (10, 20, 5))
         engine.close_session(session)
-        assert engine.history_tokens_of("") == engine._store.held_history().tokens == 35
-        assert engine._store.held_history().nbytes > 0
+        assert engine.history_tokens_of("") == store_of(engine).held_history().tokens == 35
+        assert store_of(engine).held_history().nbytes > 0
         other = opened(engine, 60)
         with pytest.raises(QuotaExceeded, match="still to send"):
             engine.append(other, text(6))
@@ -321,7 +323,7 @@ def test_what_readers_of_a_closed_session_have_still_to_read_counts_until_they_h
         del gone
         assert engine.history_tokens_of("") == 66
         engine.close_session(other)
-        assert engine._store.held_history().tokens == 0
+        assert store_of(engine).held_history().tokens == 0
 
 
 def test_of_a_session_whose_generates_were_read_nothing_is_kept() -> None:
@@ -332,9 +334,9 @@ def test_of_a_session_whose_generates_were_read_nothing_is_kept() -> None:
         unread = generated(engine, session, 5)
         unread.leave()
         engine.close_session(session)
-        while engine._store.expire():
+        while store_of(engine).expire():
             pass
-        assert engine._store.held_history().nbytes == 0
+        assert store_of(engine).held_history().nbytes == 0
 
 
 # -- penalties --------------------------------------------------------------------------------------------------------
@@ -372,12 +374,12 @@ def test_a_penalty_of_a_grown_forked_and_cancelled_history_is_that_of_its_tokens
 def test_a_penalty_of_a_long_history_is_that_of_all_its_ids() -> None:
     """The ids that occur only in its first leaf, three branches ago, are penalised as the last ones are."""
     with scripted_engine(history_tokens_per_owner=0) as engine:
-        session = engine._store.find(long(engine, 2 * BRANCH_TOKENS + 1000), "")
+        session = session_of(engine, long(engine, 2 * BRANCH_TOKENS + 1000))
         vocabulary = engine.info().facts.vocab_size
         seen = session.history.seen(vocabulary)
         assert set(seen.nonzero()[0].tolist()) == set(session.history.ids().tolist())
-        with engine._store.locked():
+        with store_of(engine).locked():
             rare = vocabulary - 1
             assert not seen[rare]
-            session.record(engine._journal, engine._arguments.ids([rare]), Mark.APPENDED)
+            session.record(journal_of(engine), np.array([rare], dtype=np.uint32), Mark.APPENDED)
         assert session.history.seen(vocabulary)[rare]

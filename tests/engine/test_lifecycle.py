@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from inference_engine.backends.base import Result, Step
-from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.engine import Engine
 from inference_engine.engine.generation import Generation
 from inference_engine.errors import (
@@ -39,6 +38,7 @@ from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.session.history import TokenIds
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import Event, Failed, Finished, GenerateParams, Mark, Mode, StopReason, TokenCommitted
+from tests.facade import forward_of, session_of, steps_run_by
 from tests.laws.variants import drain, generate, same, text, tokens
 from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_engine, tiny_forward
 
@@ -226,23 +226,22 @@ def test_cancelling_keeps_what_was_committed_and_the_session() -> None:
 
 
 @pytest.mark.parametrize("at_step", [1, 2, 5])
-def test_a_stop_that_comes_while_a_step_runs_loses_nothing(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
+def test_a_stop_that_comes_while_a_step_runs_loses_nothing(at_step: int) -> None:
     """The step's token is not kept, and the next Generate samples it again."""
     with tiny_engine() as engine:
         expected = [token for token, _ in generate(engine, opened(engine), 10)]
         session = opened(engine)
         started: queue.SimpleQueue[Generation] = queue.SimpleQueue()
-        run, steps = TorchForward.run, 0
+        run, steps = forward_of(engine).run, 0
 
-        def stopping(self: TorchForward, step: Step) -> Result:
+        def stopping(step: Step) -> Result:
             nonlocal steps
             steps += 1
             if steps == at_step + 1:  # the history takes two chunks
                 started.get(timeout=30).cancel()
-            return run(self, step)
+            return run(step)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(TorchForward, "run", stopping)
+        with steps_run_by(engine, stopping):
             generation = engine.generate(session, GenerateParams(max_tokens=400))
             started.put(generation)
             events = drain(generation)
@@ -465,7 +464,7 @@ def test_a_failed_session_answers_for_itself_even_when_room_is_needed() -> None:
     clock = Clock()
     with tiny_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(1.5)) as engine:
         failed = opened(engine)
-        engine._store.find(failed, "").cached_tokens += 100
+        session_of(engine, failed).cached_tokens += 100
         with pytest.raises(InvariantViolated):
             drain(engine.generate(failed, GenerateParams(max_tokens=1)))
         clock.now += 70
@@ -574,16 +573,15 @@ def test_logits_that_are_not_finite_end_only_their_generate() -> None:
             assert generate(engine, session, 5) == generate(fresh, opened(fresh), 5)
 
 
-def test_a_forward_that_fails_leaves_every_session_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_fails_leaves_every_session_as_it_was() -> None:
     with tiny_engine() as engine:
         session = opened(engine)
         first = generate(engine, session, 4)
 
-        def fail(step: object) -> torch.Tensor:
+        def fail(step: Step) -> Result:
             raise RuntimeError("device-side assert triggered")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(TorchForward, "run", lambda _, step: fail(step))
+        with steps_run_by(engine, fail):
             with pytest.raises(InternalError) as failure:
                 drain(engine.generate(session, GenerateParams(max_tokens=3)))
             assert "device-side" not in failure.value.message
@@ -603,7 +601,7 @@ def test_a_broken_invariant_fails_the_session_alone_and_frees_it(kind: str) -> N
     with tiny_engine() as engine:
         session = opened(engine)
         generate(engine, session, 3)
-        internal = engine._store.find(session, "")
+        internal = session_of(engine, session)
         if kind == "INV1":
             internal.kv.groups[0].held[0] = -1
         else:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.backends.base import Step
 from inference_engine.engine import Engine
 from inference_engine.engine.generation import Generation
 from inference_engine.errors import (
@@ -49,6 +49,7 @@ from inference_engine.types import (
     TokenCommitted,
     Truncated,
 )
+from tests.facade import refusing_requests, session_of, store_of
 from tests.laws.variants import MODES, drain, each_strategy_with, engine_for, generate, same, text, tokens
 from tests.tiny import tiny_engine
 
@@ -98,7 +99,7 @@ def opened(engine: Engine, length: int = 20, **options: Any) -> str:
 
 
 def history(engine: Engine, session_id: str) -> list[int]:
-    ids: list[int] = engine._store.find(session_id, "").history.ids().tolist()
+    ids: list[int] = session_of(engine, session_id).history.ids().tolist()
     return ids
 
 
@@ -244,10 +245,10 @@ def test_what_was_done_to_a_session_is_still_answered_for_some_time_after_its_en
             gone = SessionNotFound
         elif end == "evicted":
             clock.now += 60
-            engine._store.expire()
+            store_of(engine).expire()
             gone = SessionEvicted
         else:
-            engine._store.fail(engine._store.find(session, ""), "INV1")
+            store_of(engine).fail(session_of(engine, session), "INV1")
             gone = InvariantViolated
         assert engine.append_once(session, [1, 2, 3], request_id=ONE).is_replayed
         assert engine.create_session(request_id=ONE) == dataclasses.replace(created, is_replayed=True)
@@ -260,7 +261,7 @@ def test_what_was_done_to_a_session_is_still_answered_for_some_time_after_its_en
             engine.append_once(session, [1, 2, 3], request_id=ONE, owner="you")
         if end != "failed":
             clock.now += KEEP_SECONDS
-            engine._store.expire()
+            store_of(engine).expire()
             with pytest.raises(gone):
                 engine.append_once(session, [1, 2, 3], request_id=ONE)
             assert engine.create_session(request_id=ONE).session_id != session
@@ -281,7 +282,7 @@ def test_taking_up_a_generate_of_a_session_that_ends_meanwhile_says_how_it_ended
                 engine.close_session(session)
             else:
                 clock.now += 60
-                engine._store.expire()
+                store_of(engine).expire()
 
         monkeypatch.setattr(engine._arguments, "check_params", end_it)
         with pytest.raises(gone):
@@ -474,22 +475,19 @@ def test_a_generate_that_ended_with_an_error_goes_on(how: str) -> None:
         assert tokens(again) == generate_plain(engine, 20, 8)[2:]
 
 
-def test_a_generate_whose_step_failed_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generate_whose_step_failed_goes_on() -> None:
     params = GenerateParams(max_tokens=8)
-    run, steps = TorchForward.run, 0
+    steps = 0
 
-    def breaking(self: TorchForward, step: Any) -> Any:
+    def breaking(_: Step) -> None:
         nonlocal steps
         steps += 1
         if steps == 5:
             raise RuntimeError("the device hiccups")
-        return run(self, step)
 
-    with tiny_engine() as engine:
+    with tiny_engine(on_step=breaking) as engine:
         session = opened(engine)
-        with monkeypatch.context() as patch:
-            patch.setattr(TorchForward, "run", breaking)
-            events, error = failure(engine.generate(session, params, request_id=ONE))
+        events, error = failure(engine.generate(session, params, request_id=ONE))
         assert isinstance(error, InternalError)
         assert 0 < len(tokens(events)) < 8
         again = drain(engine.generate(session, params, request_id=ONE, wait_seconds=30))
@@ -541,18 +539,12 @@ def test_the_counts_of_a_generate_that_went_on_are_those_of_the_whole() -> None:
             assert getattr(end, name) == getattr(calm, name)
 
 
-def test_a_generate_the_queue_had_no_place_for_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generate_the_queue_had_no_place_for_may_come_again() -> None:
     params = GenerateParams(max_tokens=2)
-
-    def full(request: object, *, refuse_late: bool) -> None:
-        raise Overloaded("the queue is full")
-
     with tiny_engine() as engine:
         session = opened(engine)
-        with monkeypatch.context() as patch:
-            patch.setattr(engine._scheduler, "submit", full)
-            with pytest.raises(Overloaded):
-                engine.generate(session, params, request_id=ONE)
+        with refusing_requests(engine, Overloaded("the queue is full")), pytest.raises(Overloaded):
+            engine.generate(session, params, request_id=ONE)
         events = drain(engine.generate(session, params, request_id=ONE))
         assert isinstance(events[-1], Finished)
         assert not events[-1].is_replayed
@@ -659,7 +651,7 @@ def test_what_is_remembered_of_a_generate_holds_no_memory_of_the_device() -> Non
 def test_the_last_word_of_a_request_that_another_continues_is_not_heard_any_more() -> None:
     """The engine frees a session before it says how its Generate ended; the retry may come in between."""
     with tiny_engine() as engine:
-        session = engine._store.find(opened(engine), "")
+        session = session_of(engine, opened(engine))
         transcript = Transcript(session, GenerateParams(max_tokens=4), 0)
         stopped = transcript.run(0.0)
         stopped.outcome = Failed(DeadlineExceeded(20))

@@ -15,6 +15,7 @@ from inference_engine.kv.strategies.layer_window import LayerWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import GenerateParams, Mode
+from tests.facade import session_of, store_of
 from tests.laws.variants import all_strategies, drain, generate, same, text
 from tests.tiny import tiny_engine
 
@@ -95,13 +96,13 @@ def test_rows_stay_until_the_last_fork_is_gone_however_their_session_ended(endin
         if ending == "closed":
             engine.close_session(parent)
         elif ending == "failed":
-            engine._store.fail(engine._store.find(parent, ""), "INV1")
+            store_of(engine).fail(session_of(engine, parent), "INV1")
         else:
             now += 1500.0
             for fork in (first, second):
                 engine.append(fork.session_id, [])
             now += 1000.0
-            engine._store.expire()
+            store_of(engine).expire()
         assert engine.info().kv_reserved_bytes == with_parent
         if ending != "failed":  # which is there, and answers for itself
             kept = engine.metrics.registry.get_sample_value("session_kv_kept_for_forks_bytes")
@@ -152,7 +153,7 @@ def test_neither_a_lent_session_nor_one_with_a_prefix_forgets_what_it_did_not_co
         twins = [engine.rebuild_session(*journal.read(parent)).session_id for _ in range(2)]
         for session_id, twin in zip((parent, fork.session_id), twins, strict=True):
             assert same(grown(engine, session_id, 1), grown(engine, twin, 1), Mode.BATCHED)
-            session = engine._store.find(session_id, "")
+            session = session_of(engine, session_id)
             session.forget_entries()
             assert session.cached_tokens == 104
             assert same(grown(engine, session_id, 2), grown(engine, twin, 2), Mode.BATCHED)

@@ -23,6 +23,7 @@ from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Mode, TokenCommitted
+from tests.facade import kv_of
 from tests.laws.test_session_kv_laws import LAYERS, LIMIT, Rows, awake, context, feed, step
 from tests.laws.variants import drain, engine_for, generate, same, text
 from tests.tiny import SMALL, tiny_forward_on
@@ -286,9 +287,9 @@ def test_resident_rows_for_the_whole_history_move_nothing_and_fewer_move_some() 
         reported = [generate(engine, session) for session in (near, far, gather)]
         assert same(reported[0], reported[2], Mode.BATCHED)
         assert same(reported[1], reported[2], Mode.BATCHED)
-        moved = engine._store.find(near, "").kv.transfers()
+        moved = kv_of(engine, near).transfers()
         assert min(moved.kept_bytes, moved.streamed_bytes, moved.fetched_bytes) > 0
-        still = engine._store.find(far, "").kv.transfers()
+        still = kv_of(engine, far).transfers()
         assert (still.kept_bytes, still.streamed_bytes, still.fetched_bytes) == (0, 0, 0)
         counted = engine.metrics.registry.get_sample_value
         for kind in ("kept", "streamed", "fetched"):
@@ -367,4 +368,4 @@ def test_where_rows_lie_changes_nothing_on_any_device(device: torch.device) -> N
             assert same(generate(engine, tiered, 40), generate(engine, gather, 40), Mode.BATCHED)
             for session in (tiered, gather):
                 engine.append(session, text(50, seed=turn))
-        assert engine._store.find(tiered, "").kv.transfers().fetched_bytes > 0
+        assert kv_of(engine, tiered).transfers().fetched_bytes > 0

@@ -19,6 +19,7 @@ from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Finished, GenerateParams, Mode, Sampling, StopReason, TokenCommitted
 from laboratory.scripted import Fault, Script, ScriptedForward, ScriptedModel
+from tests.facade import context_of, forward_of, kv_of
 from tests.load.scripted import LAYERS, scripted_engine, solo_of
 
 PROMPT = [int(token) for token in np.random.default_rng(3).integers(0, 250, 70)]
@@ -43,7 +44,7 @@ def generated(engine: Engine, session_id: str, count: int = TOKENS, *, sampling:
 
 
 def regions_of(engine: Engine, session_id: str) -> LayerEntries:
-    kv: SessionKV = engine._store.find(session_id, "").kv
+    kv: SessionKV = kv_of(engine, session_id)
     return kv.groups[0]
 
 
@@ -65,7 +66,7 @@ def test_the_engine_gives_the_tokens_of_the_closed_form(strategy: KVStrategy, mo
 def test_what_others_left_in_memory_reaches_nobody(strategy: KVStrategy, mode: Mode) -> None:
     """Not even as NaN, which a mask does not hide: rows are wiped before they are read."""
     with scripted_engine(mode=mode) as engine:
-        for buffer in engine._context.pool.buffers.values():
+        for buffer in context_of(engine).pool.buffers.values():
             buffer.keys.fill_(torch.nan)
             buffer.values.fill_(torch.nan)
         assert generated(engine, opened(engine, strategy)) == solo_of(strategy).continued(PROMPT, TOKENS)
@@ -166,7 +167,7 @@ def test_a_step_that_hangs_goes_on_when_it_is_let_go(engine: Engine) -> None:
 
 
 def script_of(engine: Engine) -> Script:
-    forward = engine._forward
+    forward = forward_of(engine)
     assert isinstance(forward, ScriptedForward)
     return forward.script
 

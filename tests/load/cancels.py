@@ -13,6 +13,7 @@ from inference_engine.engine.generation import Generation
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason, TokenCommitted
 from laboratory.scripted import Script, ScriptedForward
+from tests.facade import forward_of
 from tests.load.alone import Alone
 from tests.load.counted import CountedForward
 from tests.load.scripted import solo_of
@@ -86,8 +87,9 @@ class Cancels:
     """Some sessions that are used, and cancelled, again and again. alone: the law, where there is no closed form."""
 
     def __init__(self, engine: Engine, script: Script, *, alone: Alone | None = None) -> None:
-        assert isinstance(engine._forward, ScriptedForward | CountedForward)
-        self._engine, self._forward, self._script, self._alone = engine, engine._forward, script, alone
+        forward = forward_of(engine)
+        assert isinstance(forward, ScriptedForward | CountedForward)
+        self._engine, self._forward, self._script, self._alone = engine, forward, script, alone
         self._vocab_size = engine.info().facts.vocab_size
         self._sessions: dict[str, tuple[int, list[int]]] = {}  # id -> strategy, history
         self.count = self.tokens = self.before_the_first = 0

@@ -12,6 +12,7 @@ import torch
 from inference_engine.engine import Engine
 from inference_engine.server.status import code_of
 from kakeya.v1 import runtime_pb2 as pb
+from tests.facade import store_of
 from tests.load.messages import Messages
 from tests.load.scripted import scripted_engine
 from tests.load.servicer import Outcome, Servicer, Undecodable
@@ -105,6 +106,6 @@ class Fuzzing:
         return (await self._servicer.call(pb.GenerateRequest(session_id=session_id, max_tokens=6))).tokens
 
     def _close_all(self) -> None:
-        for session in self._engine._store.sessions():
+        for session in store_of(self._engine).sessions():
             self._engine.close_session(session.session_id, owner=session.owner)
         self._session_ids.clear()

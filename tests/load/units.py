@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError, Message
 
 from inference_engine.engine import Engine
 from kakeya.v1 import runtime_pb2 as pb
+from tests.facade import store_of
 from tests.load.fuzzing import check_outcome
 from tests.load.messages import Messages
 from tests.load.servicer import REQUESTS, Servicer, Undecodable
@@ -53,7 +54,7 @@ class Units:
         self._engine.append(sessions[0], HISTORY)
         for method, message in calls_of(unit):
             await self._call(method, _with_real_id(method, message, sessions), sessions)
-        for session in self._engine._store.sessions():
+        for session in store_of(self._engine).sessions():
             self._engine.close_session(session.session_id, owner=session.owner)
 
     def _check(self) -> None:

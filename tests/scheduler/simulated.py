@@ -17,6 +17,7 @@ from inference_engine.engine import Engine
 from inference_engine.errors import Overloaded
 from inference_engine.types import Event, Failed, Finished, GenerateParams, TokenCommitted
 from laboratory.scripted import ScriptedForward, ScriptedModel
+from tests.facade import soon
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +77,7 @@ class Simulation:
                 self._arrive()
 
             self._go_on = go_on
-            engine._scheduler.between_steps(go_on)
+            soon(engine, go_on)
             assert is_over.wait(300)
         return self.seen
 
@@ -119,7 +120,7 @@ class Simulation:
                     engine.close_session(session, owner=arrival.owner)
                 self._open -= 1
                 if not self._open:
-                    engine._scheduler.between_steps(self._go_on)
+                    soon(engine, self._go_on)
 
         self._open += 1
         params = GenerateParams(max_tokens=arrival.max_tokens)

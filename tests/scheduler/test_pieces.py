@@ -22,6 +22,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.scheduler import batching
 from inference_engine.scheduler.batching import Batching
 from inference_engine.types import GenerateParams, Mode
+from tests.facade import standing_still
 from tests.laws.variants import drain, each_strategy, generate, same, text
 from tests.tiny import SMALL, tiny_forward_on, tiny_latent
 
@@ -78,7 +79,7 @@ def test_prefills_are_cut_and_share_steps_that_are_no_longer_than_is_best() -> N
     forward = Pieces(AT_ONCE, windowed=False)
     with engine_on(forward) as engine:
         sessions = [opened(engine, Full(), length, length) for length in (70, 10, 12)]
-        with engine._scheduler._wake:  # so that all are there before the first begins
+        with standing_still(engine):  # so that all are there before the first begins
             running = [engine.generate(session, GenerateParams(max_tokens=4)) for session in sessions]
         for generation in running:
             drain(generation)

@@ -11,6 +11,7 @@ from inference_engine.engine import Engine
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.types import Event, Finished, GenerateParams
 from laboratory.scripted import ScriptedForward, ScriptedModel
+from tests.facade import soon
 from tests.laws.variants import text
 from tests.scheduler.test_fairness import SMALL
 
@@ -58,7 +59,7 @@ def test_a_task_that_hangs_is_an_engine_that_stands_still_and_a_drain_waits_for_
             is_running.set()
             assert may_end.wait(60)
 
-        engine._scheduler.between_steps(hang)
+        soon(engine, hang)
         assert is_running.wait(60)
         now[0] += 2 * CONFIG.stall_seconds
         assert engine.is_stalled()

@@ -1,42 +1,36 @@
 """What breaks under a running Generate reaches its client as a typed error, and nobody else."""
 
-from typing import Any
-
-import pytest
 import torch
 
-from inference_engine.backends.base import Result
+from inference_engine.backends.base import Result, Step
 from inference_engine.engine import Engine
+from inference_engine.kernels.sampling import draw_all
+from tests.facade import forward_of, session_of, steps_run_by
 from tests.server.wire import HISTORY, Client, refused
 
 
-async def test_logits_that_are_not_finite_are_never_sampled(
-    engine: Engine, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_logits_that_are_not_finite_are_never_sampled(engine: Engine, client: Client) -> None:
     session_id = await client.open()
-    run = engine._forward.run
+    run = forward_of(engine).run
 
-    def broken(step: Any) -> Result:
-        return Result(torch.full_like(run(step).logits, torch.nan))
+    def broken(step: Step) -> Result:
+        logits = torch.full_like(run(step).logits, torch.nan)
+        return Result(logits, samples=draw_all(logits, step.draws))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._forward, "run", broken)
+    with steps_run_by(engine, broken):
         details = await refused(client.generate(session_id))
     assert details.reason == "INTERNAL NON_FINITE_LOGITS"
     assert await client.length(session_id) == len(HISTORY)
     assert await client.generate(session_id) == await client.generate(await client.open())
 
 
-async def test_a_step_that_fails_shows_an_incident_id_only(
-    engine: Engine, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_step_that_fails_shows_an_incident_id_only(engine: Engine, client: Client) -> None:
     session_id = await client.open()
 
-    def broken(step: Any) -> torch.Tensor:
+    def broken(step: Step) -> Result:
         raise RuntimeError("secret-detail-of-the-device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._forward, "run", broken)
+    with steps_run_by(engine, broken):
         details = await refused(client.generate(session_id))
     assert details.reason == "INTERNAL INTERNAL"
     assert details.text.startswith("internal error, incident ")
@@ -47,7 +41,7 @@ async def test_a_session_whose_cache_and_history_disagree_fails_alone_and_says_w
     engine: Engine, client: Client
 ) -> None:
     session_id = await client.open()
-    engine._store.find(session_id, "").cached_tokens = 1_000_000
+    session_of(engine, session_id).cached_tokens = 1_000_000
     details = await refused(client.generate(session_id))
     assert details.reason == "FAILED_PRECONDITION INV2"
     for again in (client.generate(session_id), client.append(session_id, [1])):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kakeya.v1 import runtime_pb2 as pb
+from tests.facade import session_of
 from tests.server.wire import Client, connected, read_rest, refused, serving
 from tests.tiny import tiny_engine
 
@@ -95,5 +96,5 @@ async def test_as_many_ids_as_one_append_takes_arrive_in_their_order() -> None:
             session = await client.open_endless([])
             ids = [number * number % 127 for number in range(50_000)]
             assert await client.append(session, ids) == 50_000
-            assert engine._store.find(session, "").history.ids().tolist() == ids
+            assert session_of(engine, session).history.ids().tolist() == ids
             assert (await refused(client.append(session, [*ids[:40_000], 128]))).fields == ["token_ids"]

@@ -24,6 +24,7 @@ from inference_engine.scheduler.lifecycle import is_out_of_memory
 from inference_engine.server.watchdog import EXIT_STALLED, Watchdog
 from kakeya.v1 import runtime_pb2 as pb
 from laboratory.scripted import Fault, Script
+from tests.facade import end_the_thread, kv_of, nudge
 from tests.load.scripted import scripted_engine
 from tests.server.wire import TIMEOUT_SECONDS, Client, connected, read_rest, refused, serving
 
@@ -68,7 +69,7 @@ def engine(script: Script, clock: Clock) -> Iterator[Engine]:
 async def client(engine: Engine) -> AsyncIterator[Client]:
     async with serving(engine) as handle, connected(handle) as client:
         yield client
-        engine._scheduler.nudge()
+        nudge(engine)
 
 
 async def generated(client: Client, session_id: str) -> list[int]:
@@ -194,7 +195,7 @@ async def test_logits_that_are_not_finite_end_their_generate_alone_and_drop_its_
     assert others == expected[0]
     info = await client.info(session_id)
     assert (info.history_length, info.cached_token_count, info.kv_live_bytes) == (len(history), 0, 0)
-    kv = engine._store.find(session_id, "").kv
+    kv = kv_of(engine, session_id)
     for group in kv.groups:
         rows = torch.from_numpy(
             (group.starts[:, None] + group.region_offsets(np.arange(group.layout.region))).reshape(-1)
@@ -289,7 +290,7 @@ async def test_patience_begins_anew_with_every_stall(
 
 
 async def test_an_engine_whose_thread_has_ended_is_stalled(engine: Engine, clock: Clock) -> None:
-    engine._scheduler.stop()
+    end_the_thread(engine)
     assert engine.is_stalled()
     with pytest.raises(EngineStalled):
         engine.create_session()

@@ -30,6 +30,7 @@ from inference_engine.server.watchdog import Watchdog
 from inference_engine.types import GenerateParams, TokenCommitted
 from kakeya.v1 import runtime_pb2 as pb
 from laboratory.scripted import Fault, Script
+from tests.facade import session_of
 from tests.laws.drafters import Failing, Knowing, Wrong
 from tests.load.scripted import scripted_engine
 from tests.server.http_client import asking, http_client, serving_http, tiny_chat
@@ -185,7 +186,7 @@ async def a_broken_invariant(seen: Seen) -> None:
         seen.begin(engine)
         async with serving(engine) as handle, connected(handle) as client:
             session_id = await client.open()
-            engine._store.find(session_id, "").cached_tokens = 1_000_000
+            session_of(engine, session_id).cached_tokens = 1_000_000
             assert (await refused(client.generate(session_id))).reason == "FAILED_PRECONDITION INV2"
         seen.look(engine)
 
@@ -311,7 +312,7 @@ def test_every_byte_that_a_strategy_holds_is_of_a_known_kind() -> None:
             session = engine.create_session(strategy=_strategy(name))
             engine.append(session.session_id, [token % 128 for token in range(100)])
             assert list(engine.generate(session.session_id, GenerateParams(max_tokens=3)))
-            kinds |= set(engine._store.find(session.session_id, "").live_kinds)
+            kinds |= set(session_of(engine, session.session_id).live_kinds)
         value = engine.metrics.registry.get_sample_value
         by_kind = [value("session_kv_bytes", {"kind": kind}) or 0 for kind in KV_KINDS]
         assert sum(by_kind) == value("session_kv_live_bytes")

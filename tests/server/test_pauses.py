@@ -29,6 +29,7 @@ from inference_engine.session.store import SessionStore
 from inference_engine.types import Mark
 from kakeya.v1 import runtime_pb2 as pb
 from kv_cache_proposer.ngram import NgramDrafter
+from tests.facade import journal_of, session_of, store_of
 from tests.load.scripted import scripted_engine
 from tests.server.wire import Client, refused, until_free
 from tests.server_thread import server_thread
@@ -100,11 +101,11 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
 
 def fill(engine: Engine, session_id: str, tokens: int) -> None:
     """Bring a history to so many tokens, as appends do, without their calls."""
-    session = engine._store.find(session_id, "")
+    session = session_of(engine, session_id)
     ids = np.random.default_rng(0).integers(0, engine.info().facts.vocab_size, APPEND, dtype=np.uint32)
-    with engine._store.locked():
+    with store_of(engine).locked():
         while (missing := tokens - len(session.history)) > 0:
-            session.record(engine._journal, ids[:missing], Mark.APPENDED)
+            session.record(journal_of(engine), ids[:missing], Mark.APPENDED)
 
 
 async def test_no_call_on_a_session_at_the_cap_keeps_anybody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,15 +156,15 @@ def test_what_a_decode_step_does_with_a_history_at_the_cap_is_short() -> None:
     with scripted_engine() as engine:
         session_id = engine.create_session(strategy=SinkWindow(sink=4, window=32)).session_id
         fill(engine, session_id, engine.config.history_tokens_per_session - 10)
-        session, drafter, watch = engine._store.find(session_id, ""), NgramDrafter(), Watch()
+        session, drafter, watch = session_of(engine, session_id), NgramDrafter(), Watch()
         history, end = session.history, len(session.history)
         steps: dict[str, Callable[[object], object]] = {
             "draft": lambda _: drafter.propose([Wanted(None, history, 16)]) if drafter.method(history) else None,
-            "record": lambda _: session.record(engine._journal, history[-1:], Mark.GENERATED),
+            "record": lambda _: session.record(journal_of(engine), history[-1:], Mark.GENERATED),
             "pending": lambda _: (session.pending_ids(512), session.pending_generated(512)),
             "tell": lambda _: history.ids(end - 256, end).tolist(),
             "penalty": lambda _: history.seen(engine.info().facts.vocab_size),
-            "room": lambda _: engine._store.history_room(session),
+            "room": lambda _: store_of(engine).history_room(session),
         }
         for name, step in steps.items():
             quickest = Watch()

@@ -15,6 +15,7 @@ from inference_engine.engine import Engine
 from inference_engine.server import service
 from inference_engine.server.run import ServerHandle
 from kakeya.v1 import runtime_pb2 as pb
+from tests.facade import session_of, store_of
 from tests.laws.variants import ROUNDING
 from tests.middle import Fate, Middle, open_middle
 from tests.server.wire import HISTORY, SERVICE, Client, connected, read_rest, refused, serving, until_free
@@ -127,9 +128,9 @@ async def test_over_a_line_that_breaks_a_conversation_is_what_it_is_over_a_calm_
     assert [token.token_id for token in tokens] == [token.token_id for token in expected]
     ours, theirs = ([token.logprob for token in run] for run in (tokens, expected))
     assert np.allclose(ours, theirs, atol=ROUNDING)
-    assert len(engine._store.find(session_id, "").history) == lengths[-1]
+    assert len(session_of(engine, session_id).history) == lengths[-1]
     # Two sessions were opened, and no third by an answer that was lost.
-    assert len(engine._store) == 2
+    assert len(store_of(engine)) == 2
 
 
 # -- one call, twice --------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.server.stream import EventQueue, Feed, LoopWaker, Stall, Wakeup
 from inference_engine.types import Event, Finished, GenerateParams, StopReason, TokenCommitted
+from tests.facade import session_of
 from tests.server.wire import HISTORY
 from tests.tiny import tiny_engine
 
@@ -136,5 +137,5 @@ async def test_a_feed_gives_every_event_of_a_generate_once_in_order_and_says_whe
         first = len(HISTORY)
         tokens = [event for event in received if isinstance(event, TokenCommitted)]
         assert [token.position for token in tokens] == list(range(first, first + 700))
-        assert [token.token_id for token in tokens] == engine._store.find(session, "").history.ids(first).tolist()
+        assert [token.token_id for token in tokens] == session_of(engine, session).history.ids(first).tolist()
         assert feed.position == first + 700

@@ -27,6 +27,7 @@ from inference_engine.server import trace_export
 from inference_engine.server.trace_export import exported
 from inference_engine.tracing import MOST_EVENTS, OFF, Tracing
 from inference_engine.types import GenerateParams, TokenCommitted
+from tests.facade import session_of
 from tests.laws.drafters import Knowing
 from tests.server.wire import HISTORY, connected, held, refused, serving
 from tests.tiny import tiny_engine
@@ -160,7 +161,7 @@ async def test_an_error_is_in_the_trace_by_its_reason_only(engine: Engine, recor
     async with serving(engine) as handle, connected(handle) as client:
         await refused(client.append("no-such-session-id", [1]))
         session_id = await client.open()
-        engine._store.find(session_id, "").cached_tokens = 1_000_000
+        session_of(engine, session_id).cached_tokens = 1_000_000
         await refused(client.generate(session_id))
     call = recorded.spans[0]
     assert (call.attributes or {})["error.type"] == "SESSION_NOT_FOUND"
