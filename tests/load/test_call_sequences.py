@@ -30,3 +30,17 @@ def test_a_generate_ends_at_its_sessions_limit_whatever_the_strategy(pick: int, 
     calls.leave_a_generate(0, 2, has_id=False)
     calls.run_out_of_time(0)
     calls.teardown()
+
+
+@pytest.mark.parametrize("skipped", range(7))
+def test_a_generate_is_told_again_and_taken_up_from_any_token_on(skipped: int) -> None:
+    """What the sequences above do now and then, each time."""
+    calls = Calls()
+    calls.create(0, has_id=False)
+    calls.append(0, [1, 2, 3], has_id=False)
+    calls.generate(0, 6, None, has_id=True)
+    calls.say_it_again(0)
+    calls.take_up_a_generate_again(0, skipped)
+    (known,) = calls._open
+    assert len(known.history) == 9
+    calls.teardown()
