@@ -10,13 +10,21 @@ from hypothesis import strategies as st
 from inference_engine.errors import InvalidArgument
 from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.compressors import compressor_names, make_compressor
-from tests.kv.codec_cases import DEVICES, KINDS, each_compressor, gaussian, head_sizes, lengths, vectors_of
+from tests.kv.codec_cases import (
+    DEVICES,
+    KINDS,
+    each_compressor,
+    each_compressor_with,
+    gaussian,
+    head_sizes,
+    lengths,
+    vectors_of,
+)
 
 NO_HEAD_SIZES = (0, -1, 8192)
 
 
-@each_compressor
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (2, 0), (2, 3, 5)])
+@each_compressor_with(shape=[(), (1,), (7,), (2, 0), (2, 3, 5)])
 def test_bytes_reported_are_bytes_made(compressor: KVCompressor, shape: tuple[int, ...]) -> None:
     for head_dim in head_sizes(compressor):
         codes = compressor.encode(gaussian(*shape, head_dim))
@@ -90,16 +98,14 @@ def test_nothing_comes_back_as_nothing(compressor: KVCompressor) -> None:
         assert torch.equal(compressor.decode(compressor.encode(zeros), head_dim), zeros)
 
 
-@each_compressor
-@pytest.mark.parametrize("exponent", [-60, -3, 60])
+@each_compressor_with(exponent=[-60, -3, 60])
 def test_a_larger_vector_is_coded_as_well_as_a_small_one(compressor: KVCompressor, exponent: int) -> None:
     vectors = gaussian(9, 64)
     one, other = (compressor.decode(compressor.encode(given), 64) for given in (vectors, vectors * 2.0**exponent))
     assert torch.equal(other, one * 2.0**exponent)
 
 
-@each_compressor
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@each_compressor_with(dtype=[torch.bfloat16, torch.float16, torch.float64])
 def test_any_float_may_be_given(compressor: KVCompressor, dtype: torch.dtype) -> None:
     vectors = gaussian(5, 64).to(dtype)
     assert torch.equal(compressor.encode(vectors), compressor.encode(vectors.float()))
@@ -150,8 +156,7 @@ def test_identity_keeps_every_bit() -> None:
     assert torch.equal(make_compressor("identity").decode(make_compressor("identity").encode(vectors), 33), vectors)
 
 
-@each_compressor
-@pytest.mark.parametrize("head_dim", NO_HEAD_SIZES)
+@each_compressor_with(head_dim=NO_HEAD_SIZES)
 def test_a_head_of_no_usable_size_is_refused(compressor: KVCompressor, head_dim: int) -> None:
     with pytest.raises(InvalidArgument, match=str(head_dim)) as refusal:
         compressor.check(head_dim)
