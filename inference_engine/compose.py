@@ -224,8 +224,8 @@ def _drafter(network: DFlashNetwork, model: ModelConfig, forward: Forward, targe
         raise DrafterError(f"the drafter reads layer {last_tap} of its target, this model has {layers}")
     words = words_of(target)
     if model.linear != "plain" and can_shortlist(words):
-        assert words.head_rows is not None
-        words = replace(words, shortlist=Shortlist(words.head_rows))
+        assert words.head_weight is not None
+        words = replace(words, shortlist=Shortlist(words.head_weight))
     drafter = DFlashDrafter(network, words, records_graphs=forward.records_graphs)
     if model.linear != "plain" and can_pack(network):
         pack_linears(network)

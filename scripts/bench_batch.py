@@ -33,7 +33,7 @@ from laboratory.evaluation import record
 SEED = 1
 MOST_ALONE = 8  # sessions that also run one after another; more would say the same
 # What may be switched off on a GPU, and so is compared there.
-WAYS_ON_GPU = {"graphs": {}, "kernels": {"graphs": "off"}, "plain": {"kernels": "plain", "graphs": "off"}}
+METHODS_ON_GPU = {"graphs": {}, "kernels": {"graphs": "off"}, "plain": {"kernels": "plain", "graphs": "off"}}
 
 
 class TimedForward:
@@ -146,7 +146,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", default=None)
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--strategies", nargs="+", default=["full"], help="dealt out to the sessions in turn")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS_ON_GPU), default=list(WAYS_ON_GPU), help="on a GPU")
+    parser.add_argument(
+        "--ways", nargs="+", choices=list(METHODS_ON_GPU), default=list(METHODS_ON_GPU), help="on a GPU"
+    )
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
@@ -156,7 +158,7 @@ def main() -> None:
     arguments = parser.parse_args()
     flags = {name: getattr(arguments, name) for name in ("model", "device", "dtype", "linear")}
     config = resolve(ModelConfig, flags)
-    ways = {way: WAYS_ON_GPU[way] for way in arguments.ways} if config.device != "cpu" else {"batched": {}}
+    ways = {way: METHODS_ON_GPU[way] for way in arguments.ways} if config.device != "cpu" else {"batched": {}}
     engines: dict[str, tuple[Engine, TimedForward]] = {}
     for way, more in ways.items():
         timed = TimedForward(open_backend(resolve(ModelConfig, {**flags, **more})))

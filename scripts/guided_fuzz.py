@@ -34,7 +34,7 @@ UNIT_SECONDS = 30
 UNIT_BYTES = 4096
 MEMORY_MB = 4096
 FIRST_UNITS = 200
-TOLD_EVERY = 64  # units: so many may be missing from the counts, as libFuzzer ends its process at once
+REPORTED_EVERY = 64  # units: so many may be missing from the counts, as libFuzzer ends its process at once
 VOCABULARY = 256
 WATCHED = [
     "inference_engine.server",
@@ -110,7 +110,7 @@ def _fuzz(counts: Path, flags: list[str]) -> None:
         nonlocal done
         units.run(data)
         done += 1
-        if done % TOLD_EVERY == 0:
+        if done % REPORTED_EVERY == 0:
             reported = Counter({"units": done, "messages": units.seen.total()})
             reported.update({f"{method} {reason}": count for (method, reason), count in units.seen.items()})
             counts.write_text(json.dumps(reported), encoding="utf-8")

@@ -55,7 +55,7 @@ class DFlashConfig:
             )
 
     @property
-    def row_numbers(self) -> int:
+    def elements_per_position(self) -> int:
         """Numbers of K, and as many of V, that the drafter keeps of one position."""
         return self.layers * self.kv_heads * self.head_dim
 

@@ -23,10 +23,10 @@ from inference_engine.kernels.noise import key
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Demand, Pool
+from kv_cache_proposer.dflash.choosing import Draws, choose_draft_tokens
 from kv_cache_proposer.dflash.graphs import DrafterGraphs
-from kv_cache_proposer.dflash.guessing import Draws, draft_token
-from kv_cache_proposer.dflash.memory import RingMemory, buffers_of, memory_demand, write_index, write_rows
-from kv_cache_proposer.dflash.network import DFlashNetwork, Rows
+from kv_cache_proposer.dflash.memory import RingMemory, buffers_of, memory_demand, write_entries, write_index
+from kv_cache_proposer.dflash.network import DFlashNetwork, Entries
 from kv_cache_proposer.dflash.target import TargetWords
 from kv_cache_proposer.errors import DrafterError
 
@@ -46,7 +46,7 @@ class DFlashDrafter:
         if config.mask_token_id >= vocab_size:
             raise DrafterError(f"the drafter's mask is id {config.mask_token_id}, the target has {vocab_size} ids")
         self._network = network.eval().requires_grad_(requires_grad=False)
-        self._way = DraftMethod("network", longest=config.block_size - 1, needs_entries=True)
+        self._method = DraftMethod("network", longest=config.block_size - 1, needs_entries=True)
         self._words = words
         self._device = words.embeddings.device
         self._records_graphs = records_graphs
@@ -63,7 +63,7 @@ class DFlashDrafter:
 
     @property
     def longest(self) -> int:
-        return self._way.longest
+        return self._method.longest
 
     def demands(self, geometry: Geometry) -> tuple[Demand, ...]:
         return (memory_demand(self._network.config, geometry),)
@@ -80,7 +80,7 @@ class DFlashDrafter:
             )
 
     def method(self, history: Tokens) -> DraftMethod | None:
-        return self._way
+        return self._method
 
     def observe(self, seen: Sequence[Seen]) -> None:
         seen = [one for one in seen if len(one.token_ids)]
@@ -101,7 +101,7 @@ class DFlashDrafter:
                 return
             states = self._network.context(torch.cat(taps)[None], torch.from_numpy(place).to(self._device)[None])
             keys, values = (torch.stack(part)[:, 0] for part in zip(*states, strict=True))
-            write_rows(memories[0], index, keys, values)
+            write_entries(memories[0], index, keys, values)
 
     def propose(self, wanted: Sequence[Wanted]) -> list[TokenIds]:
         if not wanted:
@@ -126,10 +126,12 @@ class DFlashDrafter:
             if temperatures.any():
                 on_device = (torch.from_numpy(part).to(self._device) for part in (keys[:, :longest], temperatures))
                 draws = Draws(*on_device)
-            draft_tokens = draft_token(self._network, self._words, states[:, 1 : longest + 1], draws).cpu().numpy()
+            draft_tokens = (
+                choose_draft_tokens(self._network, self._words, states[:, 1 : longest + 1], draws).cpu().numpy()
+            )
         return [draft_tokens[place, :limit].astype(np.uint32) for place, limit in enumerate(limits)]
 
-    def _context(self, memories: Sequence[RingMemory], first: NDArray[np.int64]) -> tuple[list[Rows], Tensor]:
+    def _context(self, memories: Sequence[RingMemory], first: NDArray[np.int64]) -> tuple[list[Entries], Tensor]:
         """Every layer's rows of all sessions, padded to the longest ring in use, and what each block may see."""
         config = self._network.config
         count = max(memory.used for memory in memories)
@@ -146,7 +148,7 @@ class DFlashDrafter:
 
 
 def _noise(wanted: Sequence[Wanted], places: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """What `guessing.Draws` holds, for drafts of so many places: keys [N, places] and temperatures [N]."""
+    """What `choosing.Draws` holds, for drafts of so many places: keys [N, places] and temperatures [N]."""
     keys = np.zeros((len(wanted), places), dtype=np.int64)
     for row, one in zip(keys, wanted, strict=True):
         if one.temperature:

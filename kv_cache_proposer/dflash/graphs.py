@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.backends.recording import GraphMemory, Recording, padded
-from kv_cache_proposer.dflash.guessing import Draws, draft_token
+from kv_cache_proposer.dflash.choosing import Draws, choose_draft_tokens
 from kv_cache_proposer.dflash.memory import RingMemory
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import TargetWords
 
 Numbers = NDArray[np.int64]
 BLOCKS = (1, 2, 4, 8, 16)
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+TOKENS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class DrafterGraphs:
@@ -45,12 +45,12 @@ class DrafterGraphs:
         # Of a ring, from its first on; what pads reads the buffer's start, even of one that is too small for a ring.
         # Kept here: a recording reads memory, and what made it may be given to others once nobody holds it.
         ring = torch.arange(self._regions * config.context_window, device=self._device)
-        self._ring_rows = ring.clamp(max=len(buffers[0]) - 1)
+        self._ring_vectors = ring.clamp(max=len(buffers[0]) - 1)
         memory = GraphMemory()
-        shape = (ROWS[-1], len(config.tap_layers), config.hidden)
+        shape = (TOKENS[-1], len(config.tap_layers), config.hidden)
         self._taps = torch.zeros(shape, dtype=taps_dtype, device=self._device)
         self._proposing = {count: self._record_proposing(count, memory) for count in reversed(BLOCKS)}
-        self._observing = {rows: self._record_observing(rows, memory) for rows in reversed(ROWS)}
+        self._observing = {rows: self._record_observing(rows, memory) for rows in reversed(TOKENS)}
 
     @staticmethod
     def can_propose(blocks: int) -> bool:
@@ -58,7 +58,7 @@ class DrafterGraphs:
 
     @staticmethod
     def can_observe(rows: int) -> bool:
-        return rows <= ROWS[-1]
+        return rows <= TOKENS[-1]
 
     def propose(
         self,
@@ -76,7 +76,7 @@ class DrafterGraphs:
         window, size = config.context_window, config.block_size
         count = len(memories)
         visible = np.ones((count, window + size), dtype=np.int64)
-        starts = np.array([memory.first_row for memory in memories], dtype=np.int64)
+        starts = np.array([memory.first_vector for memory in memories], dtype=np.int64)
         for place, (memory, position) in enumerate(zip(memories, first.tolist(), strict=True)):
             visible[place, :window] = memory.visible(position, window)
         blocks = BLOCKS[bisect_left(BLOCKS, count)]
@@ -93,7 +93,7 @@ class DrafterGraphs:
         index: [layers · Hkv, R] rows of the buffers.
         """
         count, first = len(positions), 0
-        rows = ROWS[bisect_left(ROWS, count)]
+        rows = TOKENS[bisect_left(TOKENS, count)]
         for part in taps:
             self._taps[first : first + len(part)].copy_(part)
             first += len(part)
@@ -104,7 +104,7 @@ class DrafterGraphs:
         config = self._network.config
         window, size = config.context_window, config.block_size
         sizes = [count * numbers for numbers in (size, size, 1, size - 1, 1, window + size)]
-        rows = self._ring_rows
+        rows = self._ring_vectors
 
         def compute(numbers: Tensor) -> Tensor:
             ids, positions, starts, keys_of_noise, temperatures, visible = torch.split(numbers, sizes)
@@ -118,7 +118,7 @@ class DrafterGraphs:
             block = self._words.embed(ids.view(count, size), config.embedding_scale)
             states = self._network(block, positions.view(count, size), context, seen)
             draws = Draws(keys_of_noise.view(count, -1), temperatures.view(torch.float64))
-            return draft_token(self._network, self._words, states[:, 1:], draws)
+            return choose_draft_tokens(self._network, self._words, states[:, 1:], draws)
 
         idle = np.zeros(sum(sizes), dtype=np.int64)
         idle[-sizes[-1] :] = 1  # a block sees at least itself

@@ -29,7 +29,7 @@ Positions = NDArray[np.int64]
 def memory_demand(config: DFlashConfig, geometry: Geometry) -> Demand:
     """What one session's memory takes of the pool: its rows, and room to begin them at a multiple of their size."""
     head_dim = geometry.layers[0].head_dim
-    elements = config.row_numbers * config.context_window + config.head_dim
+    elements = config.elements_per_position * config.context_window + config.head_dim
     unit = geometry.alignment
     return Demand(head_dim=head_dim, elements=-(-elements // unit) * unit)
 
@@ -43,7 +43,7 @@ class RingMemory(DraftMemory):
         self._demand = demand
         self._starts: tuple[int, ...] | None = starts
         # In rows of the drafter's own head size, whatever the buffer's is.
-        self.first_row = -(-starts[0] * demand.head_dim // config.head_dim)
+        self.first_vector = -(-starts[0] * demand.head_dim // config.head_dim)
         self.held: Positions = np.full(config.context_window, -1, dtype=np.int64)
         self.used = 0  # slots before this one have been written or wiped
 
@@ -62,7 +62,7 @@ class RingMemory(DraftMemory):
     def held_bytes(self) -> int:
         page = self._context.geometry.page_tokens
         slots = min(self._config.context_window, -(-self.used // page) * page)
-        return slots * 2 * self._config.row_numbers * self._context.geometry.itemsize
+        return slots * 2 * self._config.elements_per_position * self._context.geometry.itemsize
 
     def clear(self) -> None:
         self.held[:] = -1
@@ -95,13 +95,13 @@ class RingMemory(DraftMemory):
     def index(self, slots: Positions) -> NDArray[np.int64]:
         """Rows of the buffer: for each layer and head, those of the slots; flat."""
         regions = np.arange(self._config.layers * self._config.kv_heads, dtype=np.int64) * self._config.context_window
-        return (self.first_row + regions[:, None] + slots[None, :]).reshape(-1)
+        return (self.first_vector + regions[:, None] + slots[None, :]).reshape(-1)
 
     def states(self, count: int) -> tuple[Tensor, Tensor]:
         """K and V of the first `count` slots: [layers, Hkv, count, D] each, views."""
         config = self._config
         shape = (config.layers, config.kv_heads, config.context_window, config.head_dim)
-        own = slice(self.first_row, self.first_row + config.layers * config.kv_heads * config.context_window)
+        own = slice(self.first_vector, self.first_vector + config.layers * config.kv_heads * config.context_window)
         keys, values = (rows[own].view(shape)[:, :, :count] for rows in self.buffers())
         return keys, values
 
@@ -128,7 +128,7 @@ def write_index(memories: Sequence[RingMemory], slots: Sequence[Positions]) -> P
     return np.concatenate(regions, axis=1)
 
 
-def write_rows(memory: RingMemory, index: Positions, keys: Tensor, values: Tensor) -> None:
+def write_entries(memory: RingMemory, index: Positions, keys: Tensor, values: Tensor) -> None:
     """Put rows, keys and values [layers, Hkv, n, D], where `index` says. memory: any of the sessions'."""
     where = torch.from_numpy(index.reshape(-1)).to(keys.device)
     for buffer, rows in zip(memory.buffers(), (keys, values), strict=True):

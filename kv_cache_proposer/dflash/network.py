@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from kv_cache_proposer.dflash.config import DFlashConfig
 
-Rows = tuple[Tensor, Tensor]  # K, rotated, and V: [N, Hkv, S, D] each
+Entries = tuple[Tensor, Tensor]  # K, rotated, and V: [N, Hkv, S, D] each
 Angles = tuple[Tensor, Tensor]  # cos, and sin with the sign of what it adds: [N, 1, S, D] each
 
 
@@ -52,11 +52,11 @@ class Attention(nn.Module):
         self.q_norm = Norm(config.head_dim, config.norm_eps)
         self.k_norm = Norm(config.head_dim, config.norm_eps)
 
-    def rows(self, states: Tensor, angles: Angles) -> Rows:
+    def rows(self, states: Tensor, angles: Angles) -> Entries:
         """K and V of states [N, S, hidden]."""
         return rotate(self.k_norm(self._split(self.k_proj(states))), angles), self._split(self.v_proj(states))
 
-    def forward(self, states: Tensor, angles: Angles, context: Rows, mask: Tensor) -> Tensor:
+    def forward(self, states: Tensor, angles: Angles, context: Entries, mask: Tensor) -> Tensor:
         queries = rotate(self.q_norm(self._split(self.q_proj(states))), angles)
         keys, values = (torch.cat(pair, dim=2) for pair in zip(context, self.rows(states, angles), strict=True))
         if mask.shape[2] == 1:  # the same for every query, so all that share keys are one head's
@@ -96,7 +96,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(config.hidden, config.norm_eps)
         self.mlp = Mlp(config)
 
-    def forward(self, states: Tensor, angles: Angles, context: Rows, mask: Tensor) -> Tensor:
+    def forward(self, states: Tensor, angles: Angles, context: Entries, mask: Tensor) -> Tensor:
         states = states + self.self_attn(self.input_layernorm(states), angles, context, mask)
         out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return out
@@ -133,13 +133,13 @@ class DFlashNetwork(nn.Module):
         self.chain = Chain(config) if config.chain else None
         self._turns: Tensor | None = None
 
-    def context(self, taps: Tensor, positions: Tensor) -> list[Rows]:
+    def context(self, taps: Tensor, positions: Tensor) -> list[Entries]:
         """Every layer's K and V of tokens: taps [N, S, taps, hidden], positions [N, S] absolute."""
         vectors = self.hidden_norm(self.fc(taps.flatten(2)))
         angles = self.angles(positions)
         return [layer.self_attn.rows(vectors, angles) for layer in self._layers()]
 
-    def forward(self, block: Tensor, positions: Tensor, context: Sequence[Rows], mask: Tensor) -> Tensor:
+    def forward(self, block: Tensor, positions: Tensor, context: Sequence[Entries], mask: Tensor) -> Tensor:
         """Final hidden states of blocks [N, T, hidden], of embeddings, at `positions` [N, T]; before any chain.
 
         mask: [N or 1, 1, T or 1, S + T], what may be seen of context and block: bool.

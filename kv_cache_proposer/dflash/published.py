@@ -78,19 +78,19 @@ def _check_layers(own: Mapping[str, Any], path: Path) -> None:
     DFlash makes a layer causal if it slides or if `is_causal` says so. Its configuration is Qwen3's, which without
     `layer_types` makes layers slide from `max_window_layers` on if `use_sliding_window` says so.
     """
-    way_out = "only drafters whose layers all see everything can be run; use another, or --drafter auto"
+    remedy = "only drafters whose layers all see everything can be run; use another, or --drafter auto"
     kinds = own.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
         raise DrafterError(f"{path}: layer_types is {kinds!r}, not a list of names")
     if others := sorted(set(kinds or ()) - {"full_attention"}):
         count = sum(kind != "full_attention" for kind in kinds or ())
-        raise DrafterError(f"{path}: layer_types has {', '.join(others)} in {count} of {len(kinds or ())}; {way_out}")
+        raise DrafterError(f"{path}: layer_types has {', '.join(others)} in {count} of {len(kinds or ())}; {remedy}")
     slides = bool(own.get("use_sliding_window")) and own.get("sliding_window", 4096) is not None
     first = own.get("max_window_layers", 28)
     if kinds is None and slides and first < own.get("num_hidden_layers", 0):
-        raise DrafterError(f"{path}: use_sliding_window is set, so layers slide from number {first} on; {way_out}")
+        raise DrafterError(f"{path}: use_sliding_window is set, so layers slide from number {first} on; {remedy}")
     if own.get("is_causal"):
-        raise DrafterError(f"{path}: is_causal is {own['is_causal']!r}; {way_out}")
+        raise DrafterError(f"{path}: is_causal is {own['is_causal']!r}; {remedy}")
 
 
 def _read_config(content: Mapping[str, Any], path: Path, embedding_scale: float, context_window: int) -> DFlashConfig:

@@ -21,16 +21,16 @@ SHORTLIST = 32
 _WEIGHT_TOP = 127
 # CPUs without VNNI add products in pairs of 16 bits: 2 × 127 × 127 fits, and a state's eighth bit would not.
 _STATE_TOP, _STATE_ZERO = 63, 64
-_PART_ROWS = 4096
+_PART_IDS = 4096
 _TINIEST = 1e-30  # what a row of zeros is divided by
 
 
 class Shortlist:
     """Takes memory of its own: a byte for each of the head's weights, and 4 for each id."""
 
-    def __init__(self, head_rows: Tensor) -> None:
-        """head_rows: [V, hidden], float32 on the CPU."""
-        parts = torch.split(head_rows, _PART_ROWS)  # what is rounded stays small
+    def __init__(self, head_weight: Tensor) -> None:
+        """head_weight: [V, hidden], float32 on the CPU."""
+        parts = torch.split(head_weight, _PART_IDS)  # what is rounded stays small
         self._scales = torch.cat([_scales(part, _WEIGHT_TOP) for part in parts])[:, 0]
         rounded = torch.cat([(part / _scales(part, _WEIGHT_TOP)).round_().to(torch.int8) for part in parts])
         self._packed: Tensor = torch.ops.onednn.qlinear_prepack(rounded, None)
@@ -57,7 +57,7 @@ def can_shortlist(words: TargetWords) -> bool:
 
     Elsewhere it has some that take a hundred times as long.
     """
-    rows = words.head_rows
+    rows = words.head_weight
     if rows is None or rows.device.type != "cpu" or rows.dtype != torch.float32:
         return False
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

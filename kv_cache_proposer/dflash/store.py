@@ -32,9 +32,9 @@ MANIFEST = "drafter.json"
 FORMAT = "kakeya-drafter"
 FORMAT_VERSION = 1
 
-_ROWS, _COLUMNS = ".rows", ".columns"
+_ROW_SCALES, _COLUMN_SCALES = ".rows", ".columns"
 _LARGEST = 127
-_WAY_OUT = "train it again"
+_REMEDY = "train it again"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ def load_drafter(
         manifest = DrafterManifest(**{name: content[name] for name in DrafterManifest.__dataclass_fields__})
         config, stated_sha256 = DFlashConfig.from_json(content["network"]), str(content["tensors_sha256"])
     except (KeyError, TypeError) as error:
-        raise DrafterError(f"{folder / MANIFEST}: damaged: {type(error).__name__}: {error}; {_WAY_OUT}") from error
+        raise DrafterError(f"{folder / MANIFEST}: damaged: {type(error).__name__}: {error}; {_REMEDY}") from error
     if manifest.target_digest != target_digest:
         raise ForeignDrafter(
             f"{folder}: trained for the model with digest {manifest.target_digest}, this one has {target_digest}; "
@@ -93,7 +93,7 @@ def load_drafter(
         network = DFlashNetwork(config)
     found = {name: _take(tensors, name, tensor.shape, path) for name, tensor in network.state_dict().items()}
     if tensors:
-        raise DrafterError(f"{path}: tensors nobody knows: {', '.join(sorted(tensors))}; {_WAY_OUT}")
+        raise DrafterError(f"{path}: tensors nobody knows: {', '.join(sorted(tensors))}; {_REMEDY}")
     network.load_state_dict(found, assign=True)
     return network.to(device=device, dtype=dtype).eval().requires_grad_(False), manifest
 
@@ -116,10 +116,10 @@ def stored_digest(folder: Path) -> str:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
-        raise DrafterError(f"{folder}: no {MANIFEST}, so there is no drafter here; {_WAY_OUT}")
+        raise DrafterError(f"{folder}: no {MANIFEST}, so there is no drafter here; {_REMEDY}")
     content: dict[str, Any] = read_json(path)
     if (stated := (content.get("format"), content.get("format_version"))) != (FORMAT, FORMAT_VERSION):
-        raise DrafterError(f"{path}: format {stated} cannot be read, only {(FORMAT, FORMAT_VERSION)}; {_WAY_OUT}")
+        raise DrafterError(f"{path}: format {stated} cannot be read, only {(FORMAT, FORMAT_VERSION)}; {_REMEDY}")
     return content
 
 
@@ -130,19 +130,23 @@ def _rounded(name: str, tensor: Tensor) -> dict[str, Tensor]:
     columns = tensor.abs().amax(dim=0).clamp(min=1e-12)
     level = tensor / columns
     rows = level.abs().amax(dim=1).clamp(min=1e-12) / _LARGEST
-    return {name: (level / rows[:, None]).round().to(torch.int8), name + _ROWS: rows, name + _COLUMNS: columns}
+    return {
+        name: (level / rows[:, None]).round().to(torch.int8),
+        name + _ROW_SCALES: rows,
+        name + _COLUMN_SCALES: columns,
+    }
 
 
 def _read_tensors(path: Path, stated_sha256: str) -> dict[str, Tensor]:
     if not path.is_file():
-        raise DrafterError(f"{path}: missing; {_WAY_OUT}")
+        raise DrafterError(f"{path}: missing; {_REMEDY}")
     check_safetensors(path)
     if (sha256 := sha256_of(path)) != stated_sha256:
-        raise DrafterError(f"{path}: SHA-256 is {sha256}, {MANIFEST} says {stated_sha256}; {_WAY_OUT}")
+        raise DrafterError(f"{path}: SHA-256 is {sha256}, {MANIFEST} says {stated_sha256}; {_REMEDY}")
     try:
         return load_file(path)
     except (SafetensorError, ValueError, KeyError) as error:
-        raise DrafterError(f"{path}: damaged: {error}; {_WAY_OUT}") from error
+        raise DrafterError(f"{path}: damaged: {error}; {_REMEDY}") from error
 
 
 def _take(tensors: dict[str, Tensor], name: str, shape: torch.Size, path: Path) -> Tensor:
@@ -150,20 +154,22 @@ def _take(tensors: dict[str, Tensor], name: str, shape: torch.Size, path: Path) 
     if len(shape) != 2:
         return _checked(tensors, name, shape, torch.float32, path)
     entries = _checked(tensors, name, shape, torch.int8, path)
-    rows = _checked(tensors, name + _ROWS, torch.Size(shape[:1]), torch.float32, path)
+    rows = _checked(tensors, name + _ROW_SCALES, torch.Size(shape[:1]), torch.float32, path)
     return (
-        entries.float() * rows[:, None] * _checked(tensors, name + _COLUMNS, torch.Size(shape[1:]), torch.float32, path)
+        entries.float()
+        * rows[:, None]
+        * _checked(tensors, name + _COLUMN_SCALES, torch.Size(shape[1:]), torch.float32, path)
     )
 
 
 def _checked(tensors: dict[str, Tensor], name: str, shape: torch.Size, dtype: torch.dtype, path: Path) -> Tensor:
     tensor = tensors.pop(name, None)
     if tensor is None:
-        raise DrafterError(f"{path}: {name} is missing; {_WAY_OUT}")
+        raise DrafterError(f"{path}: {name} is missing; {_REMEDY}")
     if tensor.shape != shape or tensor.dtype != dtype:
         raise DrafterError(
-            f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}; {_WAY_OUT}"
+            f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}; {_REMEDY}"
         )
     if not bool(torch.isfinite(tensor).all()):
-        raise DrafterError(f"{path}: {name} holds NaN or infinity; {_WAY_OUT}")
+        raise DrafterError(f"{path}: {name} holds NaN or infinity; {_REMEDY}")
     return tensor

@@ -16,13 +16,13 @@ from kv_cache_proposer.errors import DrafterError
 class TargetWords:
     """embeddings: [V, hidden], as the weights are, without the model's own scale. head: [..., hidden] → [..., V].
 
-    head_rows: the head as a matrix [V, hidden]; None where it is laid out for products only.
+    head_weight: the head as a matrix [V, hidden]; None where it is laid out for products only.
     shortlist: [..., hidden] → ascending ids [..., C], among which the likeliest are; None where all are looked at.
     """
 
     embeddings: Tensor
     head: Callable[[Tensor], Tensor]
-    head_rows: Tensor | None
+    head_weight: Tensor | None
     shortlist: Callable[[Tensor], Tensor] | None = None
 
     def embed(self, token_ids: Tensor, scale: float) -> Tensor:
@@ -32,9 +32,9 @@ class TargetWords:
 
     def scores(self, states: Tensor, token_ids: Tensor) -> Tensor:
         """What the head gives some tokens: states [..., S, hidden], token_ids [..., K] → [..., S, K]."""
-        if self.head_rows is None:
+        if self.head_weight is None:
             return self.head(states).gather(-1, token_ids[..., None, :].expand(*states.shape[:-1], -1))
-        return states @ F.embedding(token_ids, self.head_rows).transpose(-1, -2)
+        return states @ F.embedding(token_ids, self.head_weight).transpose(-1, -2)
 
     def choices(self, states: Tensor) -> Choices:
         """What each place, states [..., hidden], may say."""

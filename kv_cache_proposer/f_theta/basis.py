@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kv_cache_proposer.f_theta.components import Components
-from kv_cache_proposer.f_theta.rows import Group
+from kv_cache_proposer.f_theta.layout import Group
 
 # Components whose variance is below this share of the largest count as constant.
 _RANK_FLOOR = 1e-12
@@ -50,7 +50,7 @@ class Basis:
 
     def weigh(self, differences: Tensor) -> Tensor:
         """Differences of joined rows [n, W] in the space where squared length is what attention feels, [n, W]."""
-        return _through_rows(differences, self.group, self.weights)
+        return _through_vectors(differences, self.group, self.weights)
 
     def synthesise(self, coefficients: Tensor, index: int) -> tuple[Tensor, Tensor]:
         """K and V [n, Hkv, D] of the group's layer number `index`. The other layers' components are not touched."""
@@ -61,7 +61,7 @@ class Basis:
     def synthesise_all(self, coefficients: Tensor) -> list[tuple[Tensor, Tensor]]:
         """As `synthesise`, for each of the group's layers: in a handful of operations, however many there are."""
         weighted = coefficients @ self.components.whole().T
-        rows = _through_rows(weighted, self.group, self.inverses) + self.mean
+        rows = _through_vectors(weighted, self.group, self.inverses) + self.mean
         parts = torch.split(rows, [shape.width for shape in self.group.shapes], dim=1)
         heads = [
             part.view(-1, 2, shape.kv_heads, shape.head_dim)
@@ -125,8 +125,8 @@ class WeightedSpace:
 
     def covariance(self, covariance: Tensor) -> Tensor:
         """Of weighted rows, from that of rows; [W, W]."""
-        half = _through_rows(covariance, self.group, self._weights)
-        weighted = _through_rows(half.T.contiguous(), self.group, self._weights)
+        half = _through_vectors(covariance, self.group, self._weights)
+        weighted = _through_vectors(half.T.contiguous(), self.group, self._weights)
         return (weighted + weighted.T) / 2
 
     def basis(self, mean: Tensor, components: Tensor, variances: Tensor, analysis: Tensor | None = None) -> Basis:
@@ -153,7 +153,7 @@ def _roots(importance: Tensor) -> tuple[Tensor, Tensor]:
     return (vectors * roots[..., None, :]) @ transposed, (vectors / roots[..., None, :]) @ transposed
 
 
-def _through_rows(matrix: Tensor, group: Group, blocks: Sequence[Tensor]) -> Tensor:
+def _through_vectors(matrix: Tensor, group: Group, blocks: Sequence[Tensor]) -> Tensor:
     if len({shape.head_dim for shape in group.shapes}) == 1:
         return _through(matrix, torch.cat([block.flatten(0, 1) for block in blocks]))
     parts = torch.split(matrix, [shape.width for shape in group.shapes], dim=1)

@@ -27,9 +27,9 @@ from kv_cache_proposer.f_theta import alone, levels
 from kv_cache_proposer.f_theta.allocation import allocate_bytes, allocate_uniformly
 from kv_cache_proposer.f_theta.basis import Basis
 from kv_cache_proposer.f_theta.errors import LatentError
+from kv_cache_proposer.f_theta.layout import LayerShape, join
 from kv_cache_proposer.f_theta.levels import LEADING, MAX_BITS
 from kv_cache_proposer.f_theta.packing import Packing
-from kv_cache_proposer.f_theta.rows import LayerShape, join
 
 # How a token's bits are shared out over components: where they remove most error, or the same to all that get any.
 BITS = {"variance": allocate_bytes, "uniform": allocate_uniformly}

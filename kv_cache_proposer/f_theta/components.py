@@ -47,7 +47,7 @@ class Components:
         entries = self.entries[start:stop].float()
         if self.scales is None:
             return entries
-        return entries * _per_row(self.scales[first:last], self.head_sizes[first:last])
+        return entries * _per_element(self.scales[first:last], self.head_sizes[first:last])
 
     def whole(self) -> Tensor:
         """All rows as float32 [W, C]."""
@@ -68,7 +68,7 @@ class Components:
             return Components(entries=plain.to(dtype), head_sizes=self.head_sizes)
         largest = torch.stack([head.abs().amax(0) for head in torch.split(plain, list(self.head_sizes))])
         scales = (largest / _INT8_MOST).clamp_min(torch.finfo(torch.float32).tiny)
-        entries = (plain / _per_row(scales, self.head_sizes)).round().to(torch.int8)
+        entries = (plain / _per_element(scales, self.head_sizes)).round().to(torch.int8)
         return Components(entries=entries, head_sizes=self.head_sizes, scales=scales)
 
     def to(self, device: torch.device | str) -> Components:
@@ -77,7 +77,7 @@ class Components:
         )
 
 
-def _per_row(scales: Tensor, head_sizes: Sequence[int]) -> Tensor:
+def _per_element(scales: Tensor, head_sizes: Sequence[int]) -> Tensor:
     if len(set(head_sizes)) == 1:
         return scales.repeat_interleave(head_sizes[0], dim=0)
     # Sizes in a tensor would have to travel to the device.

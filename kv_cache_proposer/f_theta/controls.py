@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kv_cache_proposer.f_theta.basis import Basis, WeightedSpace
-from kv_cache_proposer.f_theta.rows import Group
+from kv_cache_proposer.f_theta.layout import Group
 
 # Of the largest variance of the first layer's components: what is added to each before it is divided by.
 _RIDGE = 1e-6

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kv_cache_proposer.f_theta.errors import LatentError
-from kv_cache_proposer.f_theta.rows import Group, LayerShape, join, make_groups
+from kv_cache_proposer.f_theta.layout import Group, LayerShape, join, make_groups
 
 
 class Statistics:

@@ -28,15 +28,15 @@ from kv_cache_proposer.f_theta.basis import Basis
 from kv_cache_proposer.f_theta.codec import BITS, QUANTISERS, LatentCodec, coded
 from kv_cache_proposer.f_theta.components import PRECISIONS, Components
 from kv_cache_proposer.f_theta.errors import ForeignLatent, LatentError
+from kv_cache_proposer.f_theta.layout import Group, LayerShape
 from kv_cache_proposer.f_theta.levels import MAX_BITS
-from kv_cache_proposer.f_theta.rows import Group, LayerShape
 
 TENSORS = "latent.safetensors"
 MANIFEST = "latent.json"
 FORMAT = "kakeya-latent"
 FORMAT_VERSION = 3
 
-_WAY_OUT = "calibrate it again (`kakeya train latent`)"
+_REMEDY = "calibrate it again (`kakeya train latent`)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,22 +85,22 @@ def load_codec(
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise LatentError(f"{folder}: no {MANIFEST}, so there is no latent codec here; {_WAY_OUT}")
+        raise LatentError(f"{folder}: no {MANIFEST}, so there is no latent codec here; {_REMEDY}")
     content = read_json(path)
     stated = (content.get("format"), content.get("format_version"))
     if stated != (FORMAT, FORMAT_VERSION):
-        raise LatentError(f"{path}: format {stated} cannot be read, only {(FORMAT, FORMAT_VERSION)}; {_WAY_OUT}")
+        raise LatentError(f"{path}: format {stated} cannot be read, only {(FORMAT, FORMAT_VERSION)}; {_REMEDY}")
     try:
         manifest = LatentManifest(**{name: content[name] for name in LatentManifest.__dataclass_fields__})
         groups = [Group(tuple(LayerShape(**shape) for shape in shapes)) for shapes in content["groups"]]
         stated_bytes, stated_sha256 = int(content["bytes_per_token"]), str(content["tensors_sha256"])
         bits, quantiser = str(content["bits"]), str(content["quantiser"])
     except (KeyError, TypeError, ValueError) as error:
-        raise LatentError(f"{path}: damaged: {type(error).__name__}: {error}; {_WAY_OUT}") from error
+        raise LatentError(f"{path}: damaged: {type(error).__name__}: {error}; {_REMEDY}") from error
     if bits not in BITS:
-        raise LatentError(f"{path}: bits are shared out by {bits!r}, known are {', '.join(BITS)}; {_WAY_OUT}")
+        raise LatentError(f"{path}: bits are shared out by {bits!r}, known are {', '.join(BITS)}; {_REMEDY}")
     if quantiser not in QUANTISERS:
-        raise LatentError(f"{path}: codes are chosen by {quantiser!r}, known are {', '.join(QUANTISERS)}; {_WAY_OUT}")
+        raise LatentError(f"{path}: codes are chosen by {quantiser!r}, known are {', '.join(QUANTISERS)}; {_REMEDY}")
     if manifest.target_digest != target_digest:
         raise ForeignLatent(
             f"{folder}: calibrated for the model with digest {manifest.target_digest}, this one has {target_digest}; "
@@ -109,12 +109,12 @@ def load_codec(
     tensors = _read(folder / TENSORS, stated_sha256)
     found = [_take_group(tensors, index, group, folder / TENSORS) for index, group in enumerate(groups)]
     if tensors:
-        raise LatentError(f"{folder / TENSORS}: tensors nobody knows: {', '.join(sorted(tensors))}; {_WAY_OUT}")
+        raise LatentError(f"{folder / TENSORS}: tensors nobody knows: {', '.join(sorted(tensors))}; {_REMEDY}")
     codec = coded([basis for basis, _ in found], [widths for _, widths in found], bits, quantiser)
     if codec.bytes_per_token != stated_bytes:
         raise LatentError(
             f"{folder}: its bits take {codec.bytes_per_token} bytes per token, {MANIFEST} says {stated_bytes}; "
-            f"{_WAY_OUT}"
+            f"{_REMEDY}"
         )
     return codec.to(device, kernels), manifest
 
@@ -149,27 +149,27 @@ def _matrices(index: int) -> tuple[tuple[str, str], tuple[str, str]]:
 
 def _read(path: Path, stated_sha256: str) -> dict[str, Tensor]:
     if not path.is_file():
-        raise LatentError(f"{path}: missing; {_WAY_OUT}")
+        raise LatentError(f"{path}: missing; {_REMEDY}")
     check_safetensors(path)
     if (sha256 := sha256_of(path)) != stated_sha256:
-        raise LatentError(f"{path}: SHA-256 is {sha256}, {MANIFEST} says {stated_sha256}; {_WAY_OUT}")
+        raise LatentError(f"{path}: SHA-256 is {sha256}, {MANIFEST} says {stated_sha256}; {_REMEDY}")
     try:
         return load_file(path)
     except (SafetensorError, ValueError, KeyError) as error:
-        raise LatentError(f"{path}: damaged: {error}; {_WAY_OUT}") from error
+        raise LatentError(f"{path}: damaged: {error}; {_REMEDY}") from error
 
 
 def _take_group(tensors: dict[str, Tensor], index: int, group: Group, path: Path) -> tuple[Basis, tuple[int, ...]]:
     def take(name: str, dtypes: tuple[torch.dtype, ...], *shape: int) -> Tensor:
         tensor = tensors.pop(name, None)
         if tensor is None:
-            raise LatentError(f"{path}: {name} is missing; {_WAY_OUT}")
+            raise LatentError(f"{path}: {name} is missing; {_REMEDY}")
         if tensor.shape != shape or tensor.dtype not in dtypes:
             raise LatentError(
-                f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {list(shape)}; {_WAY_OUT}"
+                f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {list(shape)}; {_REMEDY}"
             )
         if not bool(torch.isfinite(tensor).all()):
-            raise LatentError(f"{path}: {name} holds NaN or infinity; {_WAY_OUT}")
+            raise LatentError(f"{path}: {name} holds NaN or infinity; {_REMEDY}")
         return tensor
 
     prefix = f"group.{index}"
@@ -202,5 +202,5 @@ def _take_group(tensors: dict[str, Tensor], index: int, group: Group, path: Path
     )
     bits = tuple(take(f"{prefix}.bits", (torch.uint8,), count).tolist())
     if not bits or not all(MAX_BITS >= a >= b >= 1 for a, b in zip(bits, (*bits[1:], 1), strict=True)):
-        raise LatentError(f"{path}: {prefix}.bits must fall from at most {MAX_BITS} to at least 1; {_WAY_OUT}")
+        raise LatentError(f"{path}: {prefix}.bits must fall from at most {MAX_BITS} to at least 1; {_REMEDY}")
     return basis, bits

@@ -97,7 +97,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     if "acceptance" in arguments.parts:
         texts = accept(target, drafters, asked, tokens=arguments.tokens, draft_tokens=arguments.draft_tokens)
         values |= acceptance_values(texts)
-        tables |= {"acceptance length": acceptance_rows(texts), "by place": place_rows(texts)}
+        tables |= {"acceptance length": acceptance_table(texts), "by place": place_table(texts)}
     if "speed" in arguments.parts:
         paces = draft_speed.time_all(
             target,
@@ -267,7 +267,7 @@ def acceptance_values(found: Mapping[Cell, Sequence[Text]]) -> dict[str, dict[st
     }
 
 
-def acceptance_rows(found: Mapping[Cell, Sequence[Text]]) -> list[dict[str, Any]]:
+def acceptance_table(found: Mapping[Cell, Sequence[Text]]) -> list[dict[str, Any]]:
     """A line for each cell, pooled over its steps; low and high are quartiles of its texts."""
     lines = []
     for cell, texts in found.items():
@@ -291,7 +291,7 @@ def acceptance_rows(found: Mapping[Cell, Sequence[Text]]) -> list[dict[str, Any]
     return lines
 
 
-def place_rows(found: Mapping[Cell, Sequence[Text]]) -> list[dict[str, Any]]:
+def place_table(found: Mapping[Cell, Sequence[Text]]) -> list[dict[str, Any]]:
     return [
         {"drafter": cell.drafter, "kind": cell.kind, "way": cell.way, "place": place, "right": share}
         for cell, texts in found.items()

@@ -230,10 +230,10 @@ def payload(cells: Sequence[Cell], target: Target, *, control: SinkWindow, trial
         "values": _values(cells, str(control)),
         "baseline": "full, on the same prompts",
         "tables": {
-            "recall": [_recall_row(cell, name) for cell in cells for name in cell.grades],
-            "against full": [_paired_row(cell, name) for cell in cells for name in cell.grades if name != str(Full())],
-            "base rate": [_base_row(cell) for cell in cells],
-            "control": [_control_row(cell, str(control)) for cell in cells],
+            "recall": [_recall_line(cell, name) for cell in cells for name in cell.grades],
+            "against full": [_paired_line(cell, name) for cell in cells for name in cell.grades if name != str(Full())],
+            "base rate": [_base_line(cell) for cell in cells],
+            "control": [_control_line(cell, str(control)) for cell in cells],
             "bytes": bytes_table(target, map(parse_strategy, cells[0].grades)),
             **_notes(cells),
         },
@@ -301,7 +301,7 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
         record.save_figure(figure, folder / f"recall_{task}_{kind}.png")
 
 
-def _recall_row(cell: Cell, name: str) -> dict[str, Any]:
+def _recall_line(cell: Cell, name: str) -> dict[str, Any]:
     hits = sum(cell.hits(name))
     trials = len(cell.prompts)
     low, high = wilson(hits, trials)
@@ -318,7 +318,7 @@ def _recall_row(cell: Cell, name: str) -> dict[str, Any]:
     }
 
 
-def _paired_row(cell: Cell, name: str) -> dict[str, Any]:
+def _paired_line(cell: Cell, name: str) -> dict[str, Any]:
     paired = pair(cell.hits(str(Full())), cell.hits(name))
     return {
         **_where(cell),
@@ -332,7 +332,7 @@ def _paired_row(cell: Cell, name: str) -> dict[str, Any]:
     }
 
 
-def _base_row(cell: Cell) -> dict[str, Any]:
+def _base_line(cell: Cell) -> dict[str, Any]:
     """Whether the model itself can do the task: where full is not surely above chance, a cell compares little."""
     hits, chance = sum(cell.hits(str(Full()))), TASKS[cell.task].chance
     low, _ = wilson(hits, len(cell.prompts))
@@ -346,7 +346,7 @@ def _base_row(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _control_row(cell: Cell, name: str) -> dict[str, Any]:
+def _control_line(cell: Cell, name: str) -> dict[str, Any]:
     return {
         **_where(cell),
         "out of its reach": len(cell.eligible),

@@ -16,7 +16,7 @@ FACTS = "finds facts anywhere in the context"
 FLUENT = "goes on fluently; far facts may be lost"
 MOST_PERPLEXITY = 1.02  # ÷ full, of the worst kind of text
 MOST_DIFFERING = 0.03  # of the needles may be found unlike full: 1 in 40, 3 in 100
-NOBODY = "none of those measured"
+NO_STRATEGY = "none of those measured"
 _LATE = 3  # times full's
 _NOISE = 0.05  # of speed: within it, fewer bytes win
 
@@ -110,7 +110,7 @@ def recommend(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
                         "sessions at once": batch,
                         "memory": words,
                         "task": task,
-                        "strategy": best.strategy if best else NOBODY,
+                        "strategy": best.strategy if best else NO_STRATEGY,
                         "because": _because(best, full, small, task),
                     }
                 )

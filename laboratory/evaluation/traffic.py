@@ -39,7 +39,7 @@ def bytes_read(strategy: KVStrategy, geometry: Geometry, length: int) -> int:
     read: rows.
     """
     layouts = _layouts(strategy, geometry, length)
-    read = {layout: _rows_read(layout, length) for layout in set(layouts)}
+    read = {layout: _entries_read(layout, length) for layout in set(layouts)}
     return sum(
         read[layout] * layer.entry_bytes(geometry.itemsize)
         for layout, layer in zip(layouts, geometry.layers, strict=True)
@@ -73,7 +73,7 @@ def _layouts(strategy: KVStrategy, geometry: Geometry, length: int) -> list[Layo
     ]
 
 
-def _rows_read(layout: Layout, length: int) -> int:
+def _entries_read(layout: Layout, length: int) -> int:
     query, held = np.array([length - 1]), np.arange(length)
     visible = layout.visible(query, held)[0]
     selector = layout.selector

@@ -3,7 +3,7 @@
     slept      a session of each strategy: from the append of a few tokens to the first that is generated
     anew       a new session of full, given the whole history: what a runtime without sessions does
     kept       full, every row where it was: the fastest there is, and the most bytes
-    saved      full's rows read back from a file (`saved_rows.py`), from storage and from the system's cache
+    saved      full's rows read back from a file (`saved_entries.py`), from storage and from the system's cache
 
 All go on from histories of the same length, in turns, so what the machine does meanwhile happens to all; a ratio is of
 one round. A session keeps what it was given and what it generated: anew and saved get what the one of full holds.
@@ -34,7 +34,7 @@ from laboratory.evaluation.arguments import geometry_of, require_at_least, strat
 from laboratory.evaluation.haystack import KINDS
 from laboratory.evaluation.idle import Idle, fill
 from laboratory.evaluation.models import Target
-from laboratory.evaluation.saved_rows import CAN_DROP, SavedRows, filesystem
+from laboratory.evaluation.saved_entries import CAN_DROP, SavedEntries, filesystem
 from laboratory.evaluation.sessions import append_all, opened, turned
 from laboratory.evaluation.timing import start
 
@@ -135,8 +135,8 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
         "values": {**_time_values(seconds), **_byte_values(held)},
         "baseline": "full: every row kept, prefilled anew, and read from a file, in the same rounds",
         "tables": {
-            "time to first token": _time_rows(seconds),
-            "idle": _byte_rows(held),
+            "time to first token": _time_table(seconds),
+            "idle": _bytes_table(held),
             "left out": [{"cell": cell, "reason": reason} for cell, reason in left_out.items()],
         },
     }
@@ -236,8 +236,8 @@ def _idle(engine: Engine, strategy: KVStrategy, history: Sequence[int], room: in
 
 
 @contextmanager
-def _saved(target: Target, history: Sequence[int], room: int, folder: Path) -> Iterator[SavedRows]:
-    saved = SavedRows(target.forward, geometry_of(target), history, room=room, path=folder / f"{len(history)}.rows")
+def _saved(target: Target, history: Sequence[int], room: int, folder: Path) -> Iterator[SavedEntries]:
+    saved = SavedEntries(target.forward, geometry_of(target), history, room=room, path=folder / f"{len(history)}.rows")
     try:
         yield saved
     finally:
@@ -278,7 +278,7 @@ def _time_values(found: Mapping[int, Seconds]) -> dict[str, dict[str, Any]]:
     return reported
 
 
-def _time_rows(found: Mapping[int, Seconds]) -> list[dict[str, Any]]:
+def _time_table(found: Mapping[int, Seconds]) -> list[dict[str, Any]]:
     lines = []
     for length, seconds in found.items():
         for name, own in seconds.items():
@@ -310,7 +310,7 @@ def _byte_values(held: Mapping[Cell, Idle]) -> dict[str, dict[str, Any]]:
     return reported
 
 
-def _byte_rows(held: Mapping[Cell, Idle]) -> list[dict[str, Any]]:
+def _bytes_table(held: Mapping[Cell, Idle]) -> list[dict[str, Any]]:
     return [
         {
             "strategy": cell.strategy,

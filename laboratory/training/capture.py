@@ -26,7 +26,7 @@ _KEYS_TOLERANCE = 0.02  # of the largest number: keys in bfloat16, scaled once
 
 
 @dataclass(frozen=True, slots=True)
-class LayerRows:
+class LayerStates:
     """What one layer computed for N tokens: queries [N, Hq, D], keys and values [N, Hkv, D], none of them rotated."""
 
     layer: int
@@ -35,7 +35,7 @@ class LayerRows:
     values: Tensor
 
 
-def capture(model: nn.Module, batches: Iterable[Tensor], *, layers: Sequence[int]) -> Iterator[list[LayerRows]]:
+def capture(model: nn.Module, batches: Iterable[Tensor], *, layers: Sequence[int]) -> Iterator[list[LayerStates]]:
     """Run the model over each batch of token ids [sequences, T] and yield its rows, one entry for each of `layers`.
 
     N is sequences × T, sequence after sequence. The rows stay on the model's device, in its dtype.
@@ -83,7 +83,7 @@ def require_stored_keys(model: PreTrainedModel, *, layers: Sequence[int]) -> Non
             )
 
 
-def _require_finite(rows: Sequence[LayerRows]) -> None:
+def _require_finite(rows: Sequence[LayerStates]) -> None:
     finite = FiniteCheck()
     for one in rows:
         finite.ask([one.layer], one.keys[None], one.values[None], come_back=False)
@@ -130,10 +130,10 @@ class _Recorder:
             if isinstance(norm, nn.Module):
                 self._handles.append(norm.register_forward_hook(self._normed(kind)))
 
-    def take(self) -> LayerRows:
+    def take(self) -> LayerStates:
         if missing := [kind for kind in _KINDS if kind not in self._rows]:
             raise ModelError(f"layer {self._layer} computed no {', '.join(missing)} of its own; it cannot be captured")
-        rows = LayerRows(self._layer, *(self._rows[kind] for kind in _KINDS))
+        rows = LayerStates(self._layer, *(self._rows[kind] for kind in _KINDS))
         self._rows = {}
         return rows
 

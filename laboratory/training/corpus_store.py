@@ -32,7 +32,7 @@ FORMAT_VERSION = 2  # in 1, what a text began with was held out by its place in 
 MAX_FILE_BYTES = 16 * 2**20
 
 _HEADER_BYTES = 2**12
-_WAY_OUT = "make the corpus again, in an empty folder"
+_REMEDY = "make the corpus again, in an empty folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def open_corpus(folder: Path, made: CorpusManifest) -> CorpusManifest:
         return made
     found = read_manifest(folder, target_digest=made.target_digest)
     if replace(found, batches=0, files=()) != made:
-        raise DrafterError(f"{folder}: holds a corpus begun with other settings ({found.recipe}); {_WAY_OUT}")
+        raise DrafterError(f"{folder}: holds a corpus begun with other settings ({found.recipe}); {_REMEDY}")
     return found
 
 
@@ -90,13 +90,13 @@ def read_manifest(folder: Path, *, target_digest: str) -> CorpusManifest:
         raise DrafterError(f"{folder}: no {MANIFEST}, so there is no corpus here; make one with `kakeya train corpus`")
     content = read_json(path)
     if (stated := (content.get("format"), content.get("format_version"))) != (FORMAT, FORMAT_VERSION):
-        raise DrafterError(f"{path}: format {stated} cannot be read, only {(FORMAT, FORMAT_VERSION)}; {_WAY_OUT}")
+        raise DrafterError(f"{path}: format {stated} cannot be read, only {(FORMAT, FORMAT_VERSION)}; {_REMEDY}")
     try:
         manifest = CorpusManifest(**{name: content[name] for name in CorpusManifest.__dataclass_fields__})
         files = tuple((int(texts), int(tokens)) for texts, tokens in manifest.files)
         manifest = replace(manifest, kinds=tuple(manifest.kinds), files=files)
     except (KeyError, TypeError, ValueError) as error:
-        raise DrafterError(f"{path}: damaged: {type(error).__name__}: {error}; {_WAY_OUT}") from error
+        raise DrafterError(f"{path}: damaged: {type(error).__name__}: {error}; {_REMEDY}") from error
     if manifest.target_digest != target_digest:
         raise ForeignDrafter(
             f"{folder}: written by the model with digest {manifest.target_digest}, this one has {target_digest}; "
@@ -156,7 +156,7 @@ def _write_file(folder: Path, index: int, manifest: CorpusManifest, texts: Seque
 def _read_file(folder: Path, index: int, manifest: CorpusManifest) -> Iterator[Text]:
     path = _path(folder, index)
     if not path.is_file():
-        raise DrafterError(f"{path}: missing; {_WAY_OUT}")
+        raise DrafterError(f"{path}: missing; {_REMEDY}")
     check_safetensors(path)
     try:
         tensors = load_file(path)
@@ -164,11 +164,11 @@ def _read_file(folder: Path, index: int, manifest: CorpusManifest) -> Iterator[T
         answers = np.unpackbits(tensors["answers"], count=len(ids)).astype(np.bool_)
         kinds, held_out = tensors["kinds"], tensors["held_out"]
     except (SafetensorError, ValueError, KeyError) as error:
-        raise DrafterError(f"{path}: damaged: {error}; {_WAY_OUT}") from error
+        raise DrafterError(f"{path}: damaged: {error}; {_REMEDY}") from error
     count, tokens = manifest.files[index]
     ends = np.cumsum(lengths)
     if len(lengths) < count or int(lengths[:count].sum()) != tokens or int(lengths.sum()) != len(ids):
-        raise DrafterError(f"{path}: holds {len(lengths)} texts, {MANIFEST} says {count}; {_WAY_OUT}")
+        raise DrafterError(f"{path}: holds {len(lengths)} texts, {MANIFEST} says {count}; {_REMEDY}")
     for place in range(count):
         own = slice(int(ends[place] - lengths[place]), int(ends[place]))
         kind = manifest.kinds[int(kinds[place])]

@@ -110,14 +110,14 @@ def _attend(
             f"{type(module).__name__} gives attention a mask, dropout, soft-capping or sinks; none can be honoured here"
         )
     layer: Any = module.layer_idx
-    heads_per_row = query.shape[1] // key.shape[1]
+    query_heads_per_kv_head = query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     position = torch.arange(query.shape[2], device=query.device)
     distance = position[:, None] - position[None, :]
     visible = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
 
     def spread(rows: Tensor) -> Tensor:
-        return rows.float().repeat_interleave(heads_per_row, dim=1)
+        return rows.float().repeat_interleave(query_heads_per_kv_head, dim=1)
 
     queries = query.float() * scale
     scores = queries @ spread(key).transpose(-1, -2)

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from inference_engine.kv.context import TokenCodec
 from kv_cache_proposer.f_theta.errors import LatentError
-from laboratory.training.capture import LayerRows, capture
+from laboratory.training.capture import LayerStates, capture
 from laboratory.training.distant import Distant, Rotate, seeing
 
 # Tokens [T] and their rows, to what stands in for the rows when seen from afar: keys and values [T, Hkv, D] by layer.
-Restore = Callable[[Tensor, Sequence[LayerRows]], tuple[Sequence[Tensor], Sequence[Tensor]]]
+Restore = Callable[[Tensor, Sequence[LayerStates]], tuple[Sequence[Tensor], Sequence[Tensor]]]
 Advance = Callable[[int], None]  # called with the tokens done since the last call
 
 
@@ -38,7 +38,7 @@ def through(codec: TokenCodec) -> Restore:
     return lambda _tokens, rows: codec.decode(codec.encode([one.keys for one in rows], [one.values for one in rows]))
 
 
-def nothing(_tokens: Tensor, rows: Sequence[LayerRows]) -> tuple[list[Tensor], list[Tensor]]:
+def nothing(_tokens: Tensor, rows: Sequence[LayerStates]) -> tuple[list[Tensor], list[Tensor]]:
     """Rows that are their own mean over the sequence: what is left when nothing of a token is kept."""
 
     def mean(part: Tensor) -> Tensor:

@@ -57,14 +57,14 @@ class _HeadLoss(torch.autograd.Function):
             chances = logits.softmax(-1)
             # The likeliest has a chance of at least 1 / V: its logarithm is never lost to rounding.
             total = best.float() - chances.gather(1, place).float().log()
-            row_loss = (1 - share) * (total - logits.gather(1, target).float())
+            token_loss = (1 - share) * (total - logits.gather(1, target).float())
             gradient = (chances @ head).float() - (1 - share) * head[targets[own]].float()
             if share:
                 wanted = ((teacher[own].to(head.dtype) @ head.T).softmax(-1) @ head).float()
-                row_loss += share * (total - (wanted * state.float()).sum(-1, keepdim=True))
+                token_loss += share * (total - (wanted * state.float()).sum(-1, keepdim=True))
                 gradient -= share * wanted
             gradients[own] = (gradient * weight).to(states.dtype)
-            loss += (row_loss * weight).sum()
+            loss += (token_loss * weight).sum()
         ctx.save_for_backward(gradients)
         ctx.mark_non_differentiable(is_right)
         return loss, is_right

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kv_cache_proposer.dflash.guessing import draft_token
+from kv_cache_proposer.dflash.choosing import choose_draft_tokens
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import TargetWords
 from laboratory.training.drafter_blocks import Blocks, Texts, blocks_at
@@ -56,13 +56,13 @@ def _accepted(model: PreTrainedModel, network: DFlashNetwork, words: TargetWords
         for first in range(0, length, _ANCHORS):
             anchors = torch.arange(first, min(first + _ANCHORS, length), device=device).expand(count, -1)
             blocks = blocks_at(texts, anchors, block_size=network.config.block_size)
-            draft_tokens = draft_token(network, words, draft_states(network, words, texts, blocks, taps))
+            draft_tokens = choose_draft_tokens(network, words, draft_states(network, words, texts, blocks, taps))
             found[:, first : first + anchors.shape[1]] = (draft_tokens == blocks.targets).long().cumprod(-1).sum(-1)
     return found
 
 
 def draft_states(network: DFlashNetwork, words: TargetWords, texts: Texts, blocks: Blocks, taps: Tensor) -> Tensor:
-    """What `draft_token` and the target's head turn into draft tokens: [N, A, B − 1, hidden]."""
+    """What `choose_draft_tokens` and the target's head turn into draft tokens: [N, A, B − 1, hidden]."""
     config = network.config
     count, length = texts.token_ids.shape
     positions = torch.arange(length, device=texts.token_ids.device).expand(count, -1)

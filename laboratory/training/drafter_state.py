@@ -29,7 +29,7 @@ MAX_FILE_BYTES = 16 * 2**20
 _HEADER_BYTES = 2**10
 _FILE_NUMBERS = (MAX_FILE_BYTES - _HEADER_BYTES) // 4
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_WAY_OUT = "train again, in an empty folder"
+_REMEDY = "train again, in an empty folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +78,16 @@ def load_state(folder: Path, network: nn.Module, optimizer: torch.optim.Optimize
     content = read_json(path)
     if content.get("plan") != json.loads(json.dumps(dict(plan))):
         raise DrafterError(
-            f"{folder}: holds a training begun with another plan or other texts ({content.get('plan')}); {_WAY_OUT}"
+            f"{folder}: holds a training begun with another plan or other texts ({content.get('plan')}); {_REMEDY}"
         )
     try:
         numbers = torch.cat([load_file(folder / name)["numbers"] for name in content["files"]])
         progress = Progress(int(content["steps"]), float(content["seconds"]), bool(content["is_finished"]))
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise DrafterError(f"{path}: damaged: {type(error).__name__}: {error}; {_WAY_OUT}") from error
+        raise DrafterError(f"{path}: damaged: {type(error).__name__}: {error}; {_REMEDY}") from error
     parameters = list(network.parameters())
     if len(numbers) != 3 * sum(one.numel() for one in parameters):
-        raise DrafterError(f"{folder}: {len(numbers)} numbers do not fit this drafter; {_WAY_OUT}")
+        raise DrafterError(f"{folder}: {len(numbers)} numbers do not fit this drafter; {_REMEDY}")
     weights, *moments = torch.split(numbers, len(numbers) // 3)
     with torch.no_grad():
         for one, part in zip(parameters, _cut(weights, parameters), strict=True):

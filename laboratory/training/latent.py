@@ -17,9 +17,9 @@ from kv_cache_proposer.f_theta.codec import LatentCodec
 from kv_cache_proposer.f_theta.errors import LatentError
 from kv_cache_proposer.f_theta.fit import fit
 from kv_cache_proposer.f_theta.importance import Importances, from_projections, unweighted
-from kv_cache_proposer.f_theta.rows import LayerShape, join
+from kv_cache_proposer.f_theta.layout import LayerShape, join
 from kv_cache_proposer.f_theta.statistics import Statistics
-from laboratory.training.capture import LayerRows, capture, output_projections
+from laboratory.training.capture import LayerStates, capture, output_projections
 
 Advance = Callable[[int], None]  # called with the tokens done since the last call
 
@@ -125,5 +125,5 @@ def measure(model: nn.Module, batches: Iterable[Tensor], codec: LatentCodec) -> 
     )
 
 
-def _shape(rows: LayerRows) -> LayerShape:
+def _shape(rows: LayerStates) -> LayerShape:
     return LayerShape(layer=rows.layer, kv_heads=rows.keys.shape[1], head_dim=rows.keys.shape[2])

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from kv_cache_proposer.f_theta.codec import GroupCoder, LatentCodec
 from kv_cache_proposer.f_theta.components import Components
 from kv_cache_proposer.f_theta.errors import LatentError
-from kv_cache_proposer.f_theta.rows import join
-from laboratory.training.capture import LayerRows, capture
+from kv_cache_proposer.f_theta.layout import join
+from laboratory.training.capture import LayerStates, capture
 from laboratory.training.distant import seeing
 from laboratory.training.divergence import divergences, log_probabilities, measure_divergence, restored, through
 
@@ -188,7 +188,7 @@ class _Trained:
             ]
         return found
 
-    def through(self, rows: Sequence[LayerRows], rate: int) -> tuple[list[Tensor], list[Tensor]]:
+    def through(self, rows: Sequence[LayerStates], rate: int) -> tuple[list[Tensor], list[Tensor]]:
         """The rows as restored at `rate`, with a gradient for what is trained."""
         codec = self._codec.at(rate)
         keys: list[Tensor] = []
@@ -223,7 +223,7 @@ class _Trained:
         return replace(self._codec, coders=tuple(coders))
 
 
-def _joined(codec: LatentCodec, rows: Sequence[LayerRows]) -> list[Tensor]:
+def _joined(codec: LatentCodec, rows: Sequence[LayerStates]) -> list[Tensor]:
     """The rows as vectors of each of the codec's groups."""
     found, first = [], 0
     for part in codec.coders:

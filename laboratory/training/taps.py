@@ -20,9 +20,9 @@ from kv_cache_proposer.f_theta.codec import LatentCodec
 from kv_cache_proposer.f_theta.errors import LatentError
 from kv_cache_proposer.f_theta.fit import fit
 from kv_cache_proposer.f_theta.importance import Importances
-from kv_cache_proposer.f_theta.rows import LayerShape
+from kv_cache_proposer.f_theta.layout import LayerShape
 from kv_cache_proposer.f_theta.statistics import Statistics
-from laboratory.training.capture import LayerRows, capture
+from laboratory.training.capture import LayerStates, capture
 from laboratory.training.divergence import Restore
 from laboratory.training.drafter_taps import read_taps
 
@@ -97,7 +97,7 @@ def fit_tap_codec(
 
 def _with_rows(
     model: PreTrainedModel, batches: Iterable[Tensor], layers: Sequence[int]
-) -> Iterator[tuple[Tensor, list[LayerRows]]]:
+) -> Iterator[tuple[Tensor, list[LayerStates]]]:
     for tokens in batches:
         (rows,) = capture(model, [tokens], layers=layers)
         yield tokens, rows

@@ -18,8 +18,8 @@ from inference_engine.kernels.noise import key
 from inference_engine.kv.context import KVContext
 from inference_engine.types import Mode
 from kv_cache_proposer.dflash import graphs
+from kv_cache_proposer.dflash.choosing import Draws, choose_draft_tokens
 from kv_cache_proposer.dflash.drafter import DFlashDrafter
-from kv_cache_proposer.dflash.guessing import Draws, draft_token
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import words_of
 from kv_cache_proposer.errors import DrafterError
@@ -74,9 +74,9 @@ def by_training(network: DFlashNetwork, ids: Tensor, *, temperature: float = 0.0
     words = words_of(tiny_model())
     keys = [key(seed, position) for position in range(len(ids), len(ids) + network.config.block_size - 1)]
     draws = Draws(torch.tensor([[keys]]), torch.tensor([[temperature]], dtype=torch.float64)) if temperature else None
-    draft_tokens: list[int] = draft_token(network, words, draft_states(network, words, texts, blocks, taps), draws)[
-        0, 0
-    ].tolist()
+    draft_tokens: list[int] = choose_draft_tokens(
+        network, words, draft_states(network, words, texts, blocks, taps), draws
+    )[0, 0].tolist()
     return draft_tokens
 
 
@@ -195,7 +195,7 @@ def test_a_draft_is_as_long_as_asked() -> None:
 def test_memory_is_bounded_counted_and_given_back() -> None:
     network = tiny_network()
     drafter, place = make_drafter(network), context()
-    entry_bytes = 2 * network.config.row_numbers * place.geometry.itemsize
+    entry_bytes = 2 * network.config.elements_per_position * place.geometry.itemsize
     memory = opened(drafter, place)
     reserved = place.pool.reserved_bytes
     assert memory.held_bytes() == 0

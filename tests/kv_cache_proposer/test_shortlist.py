@@ -14,7 +14,7 @@ from inference_engine import compose
 from inference_engine.config import ModelConfig
 from inference_engine.kernels.noise import key
 from kv_cache_proposer.dflash import shortlist
-from kv_cache_proposer.dflash.guessing import Draws, draft_token
+from kv_cache_proposer.dflash.choosing import Draws, choose_draft_tokens
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.shortlist import SHORTLIST, Shortlist, can_shortlist
 from kv_cache_proposer.dflash.target import TargetWords, words_of
@@ -40,8 +40,8 @@ def words(ids: int = IDS) -> TargetWords:
 
 
 def shortened(whole: TargetWords) -> TargetWords:
-    assert whole.head_rows is not None
-    return replace(whole, shortlist=Shortlist(whole.head_rows))
+    assert whole.head_weight is not None
+    return replace(whole, shortlist=Shortlist(whole.head_weight))
 
 
 def draws(blocks: int, temperature: float) -> Draws:
@@ -58,7 +58,8 @@ def test_draft_tokens_are_those_of_the_whole_head(
     whole, states = words(), random(blocks, PLACES, HIDDEN, seed=blocks)
     drawn = None if temperature is None else draws(blocks, temperature)
     assert torch.equal(
-        draft_token(network, shortened(whole), states, drawn), draft_token(network, whole, states, drawn)
+        choose_draft_tokens(network, shortened(whole), states, drawn),
+        choose_draft_tokens(network, whole, states, drawn),
     )
 
 
@@ -68,7 +69,8 @@ def test_few_numbers_that_are_far_larger_than_the_others_change_no_draft_token()
     states[..., 3] *= 8
     whole = words()
     assert torch.equal(
-        draft_token(tiny_network(), shortened(whole), states), draft_token(tiny_network(), whole, states)
+        choose_draft_tokens(tiny_network(), shortened(whole), states),
+        choose_draft_tokens(tiny_network(), whole, states),
     )
 
 
@@ -79,7 +81,8 @@ def test_a_vocabulary_may_be_smaller_than_the_shortlist(ids: int, temperature: f
     short = shortened(whole)
     assert short.choices(states).scores.shape[-1] == min(ids, SHORTLIST)
     assert torch.equal(
-        draft_token(tiny_network(), short, states, drawn), draft_token(tiny_network(), whole, states, drawn)
+        choose_draft_tokens(tiny_network(), short, states, drawn),
+        choose_draft_tokens(tiny_network(), whole, states, drawn),
     )
 
 
@@ -87,8 +90,8 @@ def test_a_vocabulary_may_be_smaller_than_the_shortlist(ids: int, temperature: f
 def test_of_ids_that_are_as_likely_as_each_other_the_first_is_guessed(drawn: Draws | None) -> None:
     rows = words(200).embeddings.repeat(2, 1)
     twins = shortened(TargetWords(rows, lambda states: states @ rows.T, rows))
-    found = draft_token(tiny_network(), twins, random(5, PLACES, HIDDEN), drawn)
-    assert torch.equal(found, draft_token(tiny_network(), words(200), random(5, PLACES, HIDDEN)))
+    found = choose_draft_tokens(tiny_network(), twins, random(5, PLACES, HIDDEN), drawn)
+    assert torch.equal(found, choose_draft_tokens(tiny_network(), words(200), random(5, PLACES, HIDDEN)))
 
 
 def test_a_place_has_its_shortlist_whatever_stands_beside_it() -> None:
@@ -132,9 +135,9 @@ def test_rows_and_states_of_zeros_have_a_shortlist_too() -> None:
 def test_only_a_plain_float32_matrix_is_copied() -> None:
     whole = words()
     assert can_shortlist(whole)
-    assert not can_shortlist(replace(whole, head_rows=None))
-    assert not can_shortlist(replace(whole, head_rows=whole.embeddings.bfloat16()))
-    assert not can_shortlist(replace(whole, head_rows=whole.embeddings.to("meta")))
+    assert not can_shortlist(replace(whole, head_weight=None))
+    assert not can_shortlist(replace(whole, head_weight=whole.embeddings.bfloat16()))
+    assert not can_shortlist(replace(whole, head_weight=whole.embeddings.to("meta")))
 
 
 def test_a_head_with_a_bias_is_no_plain_matrix() -> None:
@@ -149,9 +152,9 @@ def test_the_head_is_copied_unless_linear_layers_stay_as_they_come(
 ) -> None:
     copied: list[Tensor] = []
 
-    def copy(head_rows: Tensor) -> Shortlist:
-        copied.append(head_rows)
-        return Shortlist(head_rows)
+    def copy(head_weight: Tensor) -> Shortlist:
+        copied.append(head_weight)
+        return Shortlist(head_weight)
 
     monkeypatch.setattr(shortlist, "Shortlist", copy)
     forward = tiny_forward()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kv_cache_proposer.f_theta.errors import LatentError
-from kv_cache_proposer.f_theta.rows import LayerShape, make_groups
+from kv_cache_proposer.f_theta.layout import LayerShape, make_groups
 from kv_cache_proposer.f_theta.statistics import Statistics
 from tests.kv_cache_proposer.correlated import SHAPES, make_rows, make_statistics
 

@@ -181,10 +181,10 @@ def test_who_knows_the_text_is_reported_from_who_does_not(target: Target) -> Non
     plain = write_all(target.engine, ASKED, tokens=LONG, stop_ids=target.stop_ids)
     drafters: dict[str, Drafter] = {"knows": reported(plain), "errs": reported(plain, errs=3), "wrong": Wrong()}
     found = accept(target, drafters, asked, tokens=LONG, draft_tokens=4)
-    knows, errs, wrong = drafting.acceptance_rows(found)
+    knows, errs, wrong = drafting.acceptance_table(found)
     assert knows["acceptance length"] > errs["acceptance length"] > 1.5 > wrong["acceptance length"] >= 1
     assert knows["draft tokens that are right"] == 1
-    assert {line["right"] for line in drafting.place_rows(found) if line["drafter"] == "knows"} == {1.0}
+    assert {line["right"] for line in drafting.place_table(found) if line["drafter"] == "knows"} == {1.0}
     assert [text.token_ids for text in found[Cell(drafter="errs", kind="noise", way="greedy")]] == [
         text.token_ids for text in plain
     ]

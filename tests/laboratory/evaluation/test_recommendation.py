@@ -11,7 +11,7 @@ from laboratory.evaluation.recommendation import (
     FACTS,
     FLUENT,
     MEMORIES,
-    NOBODY,
+    NO_STRATEGY,
     Candidate,
     candidates,
     recommend,
@@ -52,7 +52,7 @@ def test_the_fastest_that_serves_the_task_within_the_memory_is_recommended() -> 
     assert reported[all_words, FLUENT] == "sink_window"
     assert reported[half_words, FACTS] == "layer_window"
     assert reported[tenth_words, FLUENT] == "sink_window"
-    assert reported[tenth_words, FACTS] == NOBODY
+    assert reported[tenth_words, FACTS] == NO_STRATEGY
 
 
 def test_what_was_not_measured_is_not_recommended() -> None:

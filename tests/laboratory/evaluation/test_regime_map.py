@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inference_engine.errors import InvalidArgument
-from laboratory.evaluation.recommendation import FACTS, NOBODY
+from laboratory.evaluation.recommendation import FACTS, NO_STRATEGY
 from laboratory.evaluation.record import VALUE_KEYS, exact, write_record
 from laboratory.evaluation.regime_map import add_arguments, draw, lines, main, plot, steps_of, values
 
@@ -93,7 +93,7 @@ def test_a_map_is_made_from_a_cost_record_alone(tmp_path: Path) -> None:
     assert (path.parent / "regime_map.png").exists()
     assert {row["strategy"] for row in payload["tables"]["recommendation"] if row["task"] == FACTS} == {
         "full",
-        NOBODY,
+        NO_STRATEGY,
     }
     assert len(payload["tables"]["steps"]) == len(ROWS)
     assert set(payload["headlines"]) == set(payload["values"])

@@ -20,7 +20,7 @@ from laboratory.evaluation.arguments import geometry_of
 from laboratory.evaluation.idle import fill
 from laboratory.evaluation.models import Target, open_target
 from laboratory.evaluation.record import VALUE_KEYS, write_record
-from laboratory.evaluation.saved_rows import CAN_DROP, SavedRows, filesystem
+from laboratory.evaluation.saved_entries import CAN_DROP, SavedEntries, filesystem
 from laboratory.evaluation.waking import ANEW, CACHED, KEPT, STORED, add_arguments, draw, main, wake_all
 from tests.tiny import SMALL, VOCABULARY, tiny_latent
 from tests.tiny_folder import save_tiny_chat_model
@@ -59,7 +59,7 @@ def test_what_the_engine_refuses_is_raised(tiny_target: Target) -> None:
 
 @pytest.mark.parametrize("drop_cache", [False, True] if CAN_DROP else [False])
 def test_rows_read_from_a_file_go_on_as_the_engine_does(target: Target, tmp_path: Path, drop_cache: bool) -> None:
-    saved = SavedRows(target.forward, geometry_of(target), TEXT[:150], room=9, path=tmp_path / "rows")
+    saved = SavedEntries(target.forward, geometry_of(target), TEXT[:150], room=9, path=tmp_path / "rows")
     session = target.engine.create_session(limit_tokens=200).session_id
     target.engine.append(session, TEXT[:159])
     (expected, *_) = [
@@ -80,10 +80,10 @@ def test_rows_read_from_a_file_go_on_as_the_engine_does(target: Target, tmp_path
 
 
 def test_rows_are_added_to_a_file_as_if_they_had_been_there(target: Target, tmp_path: Path) -> None:
-    grown = SavedRows(target.forward, geometry_of(target), TEXT[:100], room=60, path=tmp_path / "grown")
+    grown = SavedEntries(target.forward, geometry_of(target), TEXT[:100], room=60, path=tmp_path / "grown")
     grown.extend(TEXT[100:131])
     grown.extend(TEXT[131:150])
-    whole = SavedRows(target.forward, geometry_of(target), TEXT[:150], room=10, path=tmp_path / "whole")
+    whole = SavedEntries(target.forward, geometry_of(target), TEXT[:150], room=10, path=tmp_path / "whole")
     assert grown.file_bytes == whole.file_bytes
     assert (
         grown.first_token(TEXT[150:159], drop_cache=False)[0] == whole.first_token(TEXT[150:159], drop_cache=False)[0]
@@ -91,7 +91,7 @@ def test_rows_are_added_to_a_file_as_if_they_had_been_there(target: Target, tmp_
 
 
 def test_a_file_that_was_cut_short_is_reported(target: Target, tmp_path: Path) -> None:
-    saved = SavedRows(target.forward, geometry_of(target), TEXT[:50], room=3, path=tmp_path / "rows")
+    saved = SavedEntries(target.forward, geometry_of(target), TEXT[:50], room=3, path=tmp_path / "rows")
     (tmp_path / "rows").write_bytes(b"x" * 100)
     with pytest.raises(BackendError, match="ended after 100 of"):
         saved.first_token(TEXT[50:53], drop_cache=False)
@@ -113,7 +113,7 @@ def test_who_is_given_everything_anew_gets_what_full_holds(
     """In every round all of them give the token that full's session gives, from as long a history."""
     said: dict[str, list[int]] = {"session": [], "anew": [], "saved": []}
     lengths: list[int] = []
-    go_on, begin, first_token = waking._go_on, waking._begin, SavedRows.first_token
+    go_on, begin, first_token = waking._go_on, waking._begin, SavedEntries.first_token
 
     def going_on(engine: Any, session: str, ids: Any, **rest: Any) -> tuple[int, float]:
         reported = go_on(engine, session, ids, **rest)
@@ -127,14 +127,14 @@ def test_who_is_given_everything_anew_gets_what_full_holds(
         said["anew"].append(reported[0])
         return reported
 
-    def reading(saved: SavedRows, ids: Any, **rest: Any) -> tuple[int, float]:
+    def reading(saved: SavedEntries, ids: Any, **rest: Any) -> tuple[int, float]:
         reported = first_token(saved, ids, **rest)
         said["saved"].append(reported[0])
         return reported
 
     monkeypatch.setattr(waking, "_go_on", going_on)
     monkeypatch.setattr(waking, "_begin", beginning)
-    monkeypatch.setattr(SavedRows, "first_token", reading)
+    monkeypatch.setattr(SavedEntries, "first_token", reading)
     wake_all(target, {KEPT: Full()}, TEXT, 90, rounds=3, appended=5, folder=tmp_path)
     assert said["session"][1:] == said["anew"]
     ways = 2 if CAN_DROP else 1
@@ -146,18 +146,18 @@ def test_the_cache_is_dropped_for_what_is_read_from_storage_and_only_for_that(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    drop, first_token = SavedRows._drop_cache, SavedRows.first_token
+    drop, first_token = SavedEntries._drop_cache, SavedEntries.first_token
 
-    def dropping(saved: SavedRows) -> None:
+    def dropping(saved: SavedEntries) -> None:
         events.append("dropped")
         drop(saved)
 
-    def reading(saved: SavedRows, ids: Any, *, drop_cache: bool) -> tuple[int, float]:
+    def reading(saved: SavedEntries, ids: Any, *, drop_cache: bool) -> tuple[int, float]:
         events.append(STORED if drop_cache else CACHED)
         return first_token(saved, ids, drop_cache=drop_cache)
 
-    monkeypatch.setattr(SavedRows, "_drop_cache", dropping)
-    monkeypatch.setattr(SavedRows, "first_token", reading)
+    monkeypatch.setattr(SavedEntries, "_drop_cache", dropping)
+    monkeypatch.setattr(SavedEntries, "first_token", reading)
     wake_all(target, {KEPT: Full()}, TEXT, 90, rounds=2, appended=5, folder=tmp_path)
     assert events.count("dropped") == events.count(STORED) == (3 if CAN_DROP else 0)
     assert events.count(CACHED) == 3

@@ -43,7 +43,9 @@ class Draws:
         return (noise(self.keys[..., None], ids) * self.temperatures[..., None, None]).float()
 
 
-def draft_token(network: DFlashNetwork, words: TargetWords, states: Tensor, draws: Draws | None = None) -> Tensor:
+def choose_draft_tokens(
+    network: DFlashNetwork, words: TargetWords, states: Tensor, draws: Draws | None = None
+) -> Tensor:
     """Ids [..., G] of the places whose states are [..., G, hidden]. Nothing waits for the device.
 
     draws: of places as many; None where the target is greedy everywhere.

@@ -36,7 +36,7 @@ def filesystem(folder: Path) -> str:
     return max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else "unknown"
 
 
-class SavedRows:
+class SavedEntries:
     """A session of `full` as rows in a file. Not for use while an engine is working on the same model."""
 
     def __init__(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from inference_engine.kernels.noise import key, noise, noise_of_all
-from kv_cache_proposer.dflash.guessing import Draws, draft_token
+from kv_cache_proposer.dflash.choosing import Draws, choose_draft_tokens
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import words_of
 from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
@@ -43,16 +43,16 @@ def by_hand(network: DFlashNetwork, places: Tensor, keys: Tensor, temperature: f
 
 
 def test_without_a_chain_every_place_says_its_likeliest_id() -> None:
-    assert torch.equal(draft_token(tiny_network(), WORDS, states()), WORDS.head(states()).argmax(-1))
+    assert torch.equal(choose_draft_tokens(tiny_network(), WORDS, states()), WORDS.head(states()).argmax(-1))
 
 
 def test_a_chain_that_has_learnt_nothing_changes_no_draft_token() -> None:
-    assert torch.equal(draft_token(tiny_network(chain=8), WORDS, states()), WORDS.head(states()).argmax(-1))
+    assert torch.equal(choose_draft_tokens(tiny_network(chain=8), WORDS, states()), WORDS.head(states()).argmax(-1))
 
 
 def test_with_a_chain_each_draft_token_knows_the_one_before_it() -> None:
     network, greedy = chained_network(), draws(0, 0, 0, 0, 0)
-    found = draft_token(network, WORDS, states())
+    found = choose_draft_tokens(network, WORDS, states())
     assert found.tolist() == [
         by_hand(network, places, keys, 0.0) for places, keys in zip(states(), greedy.keys, strict=True)
     ]
@@ -61,14 +61,16 @@ def test_with_a_chain_each_draft_token_knows_the_one_before_it() -> None:
 
 def test_a_block_of_one_draft_token_needs_no_chain() -> None:
     one = states()[:, :1]
-    assert torch.equal(draft_token(chained_network(), WORDS, one), WORDS.head(one).argmax(-1))
+    assert torch.equal(choose_draft_tokens(chained_network(), WORDS, one), WORDS.head(one).argmax(-1))
 
 
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
 def test_a_head_that_is_no_matrix_gives_the_same_draft_tokens(is_sampled: bool) -> None:
-    network, laid_out = chained_network(), replace(WORDS, head_rows=None)
+    network, laid_out = chained_network(), replace(WORDS, head_weight=None)
     drawn = draws(*[0.7] * 5) if is_sampled else None
-    assert torch.equal(draft_token(network, laid_out, states(), drawn), draft_token(network, WORDS, states(), drawn))
+    assert torch.equal(
+        choose_draft_tokens(network, laid_out, states(), drawn), choose_draft_tokens(network, WORDS, states(), drawn)
+    )
 
 
 # -- where the target samples -----------------------------------------------------------------------------------------
@@ -78,17 +80,17 @@ def test_a_head_that_is_no_matrix_gives_the_same_draft_tokens(is_sampled: bool) 
 def test_a_draft_token_has_the_largest_score_and_noise_together(network: DFlashNetwork) -> None:
     temperatures = (0.7, 0.1, 1.0, 2.0, 0.3)
     drawn = draws(*temperatures)
-    found = draft_token(network, WORDS, states(), drawn)
+    found = choose_draft_tokens(network, WORDS, states(), drawn)
     assert found.tolist() == [by_hand(network, *one) for one in zip(states(), drawn.keys, temperatures, strict=True)]
-    assert not torch.equal(found, draft_token(network, WORDS, states()))
+    assert not torch.equal(found, choose_draft_tokens(network, WORDS, states()))
 
 
 @EACH_NETWORK
 @pytest.mark.parametrize("places", [1, PLACES])
 def test_beside_others_that_sample_a_greedy_draft_token_stays_what_it_was(network: DFlashNetwork, places: int) -> None:
     drawn = draws(0, 0.7, 0, 1.5, 0)
-    mixed = draft_token(network, WORDS, states()[:, :places], replace(drawn, keys=drawn.keys[:, :places]))
-    greedy = draft_token(network, WORDS, states()[:, :places])
+    mixed = choose_draft_tokens(network, WORDS, states()[:, :places], replace(drawn, keys=drawn.keys[:, :places]))
+    greedy = choose_draft_tokens(network, WORDS, states()[:, :places])
     assert torch.equal(mixed[::2], greedy[::2])
     assert not torch.equal(mixed, greedy)
 
@@ -98,9 +100,11 @@ def test_of_ids_that_are_as_likely_as_each_other_a_greedy_draft_token_is_the_fir
     """As rounded scores often are, and beside others that sample."""
     level = replace(WORDS, head=lambda given: WORDS.head(given).round() / 8)
     drawn = draws(*[0.0] * 4, 1.0)
-    alone = draft_token(tiny_network(), level, states()[:, :places])
+    alone = choose_draft_tokens(tiny_network(), level, states()[:, :places])
     assert torch.equal(alone, level.head(states()[:, :places]).argmax(-1))
-    mixed = draft_token(tiny_network(), level, states()[:, :places], replace(drawn, keys=drawn.keys[:, :places]))
+    mixed = choose_draft_tokens(
+        tiny_network(), level, states()[:, :places], replace(drawn, keys=drawn.keys[:, :places])
+    )
     assert torch.equal(mixed[:4], alone[:4])
 
 
@@ -113,7 +117,7 @@ def test_with_the_targets_noise_draft_tokens_are_right_more_often_than_the_likel
     target = logits + wrong_by * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
     drafter, drawn = replace(WORDS, head=lambda _: logits), draws(*[1.0] * len(blocks))
     sampled = (target + noise_of_all(drawn.keys.flatten(), VOCABULARY).view(target.shape)).argmax(-1)
-    coupled, likeliest = (draft_token(tiny_network(), drafter, blocks, one) == sampled for one in (drawn, None))
+    coupled, likeliest = (choose_draft_tokens(tiny_network(), drafter, blocks, one) == sampled for one in (drawn, None))
     apart = (logits.softmax(-1) - target.softmax(-1)).abs().sum(-1) / 2
     promised = ((1 - apart) / (1 + apart)).mean()
     few = logits.topk(16).indices
