@@ -19,6 +19,7 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import TRASH_UNITS
 from inference_engine.kv.session_kv import SessionKV
+from inference_engine.scheduler.transcript import Transcript
 from inference_engine.session.journal import Journal
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
@@ -104,6 +105,21 @@ def steps_run_by(engine: Engine, run: Callable[[Step], Result]) -> Iterator[None
     """Each step is run by `run` meanwhile, or fails with what that raises."""
     with patch.object(engine._forward, "run", run):
         yield
+
+
+@contextmanager
+def before_each_generate(engine: Engine, task: Callable[[], object]) -> Iterator[None]:
+    """Done meanwhile, when a Generate has found its session and before it is looked whether it may begin."""
+    with patch.object(engine._arguments, "check_params", lambda _: task()):
+        yield
+
+
+def remembered_appends(engine: Engine) -> int:
+    return len(engine._appended)
+
+
+def remembered_generates(engine: Engine) -> list[Transcript]:
+    return [reply.reply for reply in engine._generates._remembered._replies.values()]
 
 
 @contextmanager

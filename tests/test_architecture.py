@@ -15,6 +15,7 @@ SHIPPED = ("inference_engine", "kv_cache_proposer", "laboratory", "sdks/python/s
 OURS = (*SHIPPED, "scripts", "tests", "sdks/python/examples", "sdks/python/tests")
 GENERATED = ROOT / "sdks/python/src/kakeya/v1"
 ENVIRONMENT_READER = ROOT / "inference_engine/config.py"
+FACADE = ROOT / "tests/facade.py"
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 UNSAFE_FORMATS = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
@@ -39,6 +40,17 @@ def environment_access(tree: ast.AST, path: Path) -> Iterator[str]:
         else:
             continue
         yield from (f"os.{name} (line {node.lineno})" for name in sorted(names & ENVIRONMENT))
+
+
+def engine_reached_into(tree: ast.AST, path: Path) -> Iterator[str]:
+    """What an engine keeps to itself, used by a test outside the facade."""
+    if path == FACADE:
+        return
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not node.attr.startswith("_"):
+            continue
+        if isinstance(node.value, ast.Name) and node.value.id == "engine":
+            yield f"engine.{node.attr} (line {node.lineno})"
 
 
 def mlx_outside_its_place(tree: ast.AST, path: Path) -> Iterator[str]:
@@ -92,6 +104,10 @@ def test_only_the_settings_touch_the_environment() -> None:
     assert violations(environment_access, OURS) == []
 
 
+def test_tests_reach_into_an_engine_in_one_place() -> None:
+    assert violations(engine_reached_into, ("tests",)) == []
+
+
 def test_mlx_is_imported_only_where_the_name_says_so() -> None:
     assert violations(mlx_outside_its_place, OURS) == []
 
@@ -118,6 +134,7 @@ def _is_wire_package(path: Path) -> bool:
     [
         (environment_access, "import os; os.environ['HOME']"),
         (environment_access, "from os import getenv"),
+        (engine_reached_into, "session = engine._store.find(session_id, owner)"),
         (mlx_outside_its_place, "import mlx.core as mx"),
         (mlx_outside_its_place, "from mlx_lm import load"),
         (code_from_data, "import pickle"),
@@ -135,6 +152,7 @@ def test_a_rule_finds_what_it_forbids(rule: Rule, line: str) -> None:
     ("rule", "line"),
     [
         (environment_access, "import os; os.replace(a, b)"),
+        (engine_reached_into, "engine.session_info(session_id)"),
         (code_from_data, "model.eval()"),
         (code_from_data, "AutoModel.from_pretrained(path, trust_remote_code=False)"),
     ],

@@ -17,7 +17,7 @@ from inference_engine.session.history import BRANCH_TOKENS, LEAF_TOKENS
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.session.replies import KEEP_SECONDS, MOST_PER_SESSION
 from inference_engine.types import Event, Finished, GenerateParams, Mark, Sampling, StopReason
-from tests.facade import journal_of, session_of, store_of
+from tests.facade import journal_of, remembered_appends, session_of, store_of
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, text, tokens
 from tests.load.scripted import scripted_engine
@@ -253,9 +253,9 @@ def test_a_fork_has_no_part_in_what_is_remembered_of_calls_on_its_parent() -> No
         session = opened(engine)
         for number in range(2 * MOST_PER_SESSION):
             engine.append_once(session, [1], request_id=number.to_bytes(16, "big"))
-        assert len(engine._appended) == MOST_PER_SESSION
+        assert remembered_appends(engine) == MOST_PER_SESSION
         engine.fork_session(session)
-        assert len(engine._appended) == MOST_PER_SESSION
+        assert remembered_appends(engine) == MOST_PER_SESSION
 
 
 def generated(engine: Engine, session: str, count: int, **options: Any) -> Generation:

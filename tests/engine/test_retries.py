@@ -49,7 +49,7 @@ from inference_engine.types import (
     TokenCommitted,
     Truncated,
 )
-from tests.facade import refusing_requests, session_of, store_of
+from tests.facade import before_each_generate, refusing_requests, remembered_generates, session_of, store_of
 from tests.laws.variants import MODES, drain, each_strategy_with, engine_for, generate, same, text, tokens
 from tests.tiny import tiny_engine
 
@@ -269,14 +269,14 @@ def test_what_was_done_to_a_session_is_still_answered_for_some_time_after_its_en
 
 @pytest.mark.parametrize(("end", "gone"), [("closed", SessionNotFound), ("evicted", SessionEvicted)])
 def test_taking_up_a_generate_of_a_session_that_ends_meanwhile_says_how_it_ended(
-    end: str, gone: type[RequestError], monkeypatch: pytest.MonkeyPatch
+    end: str, gone: type[RequestError]
 ) -> None:
     clock, params = Clock(), GenerateParams(max_tokens=2)
     with tiny_engine(clock=clock, session_idle_ttl_seconds=50) as engine:
         session = opened(engine)
         drain(engine.generate(session, params, request_id=ONE))
 
-        def end_it(_params: GenerateParams) -> None:
+        def end_it() -> None:
             """Right after the session was found."""
             if end == "closed":
                 engine.close_session(session)
@@ -284,8 +284,7 @@ def test_taking_up_a_generate_of_a_session_that_ends_meanwhile_says_how_it_ended
                 clock.now += 60
                 store_of(engine).expire()
 
-        monkeypatch.setattr(engine._arguments, "check_params", end_it)
-        with pytest.raises(gone):
+        with before_each_generate(engine, end_it), pytest.raises(gone):
             engine.generate(session, params, request_id=ONE, resume_from=21)
 
 
@@ -640,7 +639,7 @@ def test_what_is_remembered_of_a_generate_holds_no_memory_of_the_device() -> Non
     with tiny_engine() as engine:
         session = opened(engine)
         drain(engine.generate(session, GenerateParams(max_tokens=2, sampling=SAMPLED), request_id=ONE))
-        (transcript,) = [reply.reply for reply in engine._generates._remembered._replies.values()]
+        (transcript,) = remembered_generates(engine)
         request = transcript._request
         assert request is not None
         assert request.sampler is None
