@@ -1,20 +1,19 @@
-"""Where a position's row lies in a layer's allocation, and which rows a query may see.
+"""Where the KV entry of a position lies in a layer's regions, and which entries a query may see.
 
     sink = 4, window = 8, segment = 8            a query at 21, in the segment that starts at 16
     position   0 1 2 3 | 4 … 7 | 8 … 15 | 16 … 21
     sees       ■ ■ ■ ■ |       | ■ ■ ■ ■ | ■ ■ ■ ■
 
-The first `sink` positions stay where they are. The others go round a ring that holds the window and one segment. A
-query at i sees sink ∪ [b(i) − window, i], b(i) being the start of its segment: a function of positions alone, so that
-it does not matter in how many calls the tokens came. Rows leave when the history reaches a segment boundary, never in
-between.
+The first `sink` positions keep their slots. The others use a ring buffer that holds the window and one segment. A query
+at i sees sink ∪ [b(i) − window, i], where b(i) is the start of its segment. That is a function of positions alone, so
+it does not matter in how many calls the tokens came. Entries are evicted when the history reaches a segment boundary,
+never in between.
 
-The distance to the sink is capped (Xiao et al., StreamingLLM, arXiv 2309.17453, section 3.2): sink keys are read as if
-they stood right before the oldest row of the window. All queries of a segment see them at the same place, so their
+The distance to the sink is capped (Xiao et al., StreamingLLM, arXiv 2309.17453, section 3.2): sink keys are
+rotated to the positions right before the oldest entry of the window. All queries of a segment see them there, so the
 keys are rotated once per segment.
 
-Where there is a second tier, rows that leave the ring go there and are still seen; nothing is moved, and they leave in
-whole blocks.
+With a second tier, entries that leave the ring buffer go there in whole blocks and are still seen; sinks do not move.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from numpy.typing import NDArray
 from inference_engine.kv.geometry import Geometry
 
 Positions = NDArray[np.int64]
-# Rows that are elsewhere are read a chunk at a time: few operations for many rows, and little of a layer at once.
+# Entries outside the regions are read in chunks: few operations for many entries, and little memory at once.
 SEGMENTS_IN_A_CHUNK = 4
 Array = Any  # a numpy array or a torch tensor: `visible` is written in operators that both have
 Key = TypeVar("Key", bound=Hashable)
@@ -60,9 +59,9 @@ def alike(geometry: Geometry, keys: Mapping[int, Key]) -> tuple[tuple[LayerSet, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockSelector:
-    """What a generated token reads of a layer that keeps every row: sink, window, and the blocks that matter most.
+    """What a generated token reads in a layer that keeps every entry: sink, window, and the blocks of highest scores.
 
-    sink and the start of the window are taken in whole blocks. count: distant blocks per KV head.
+    The sink and the start of the window are rounded to whole blocks. count: distant blocks per KV head.
     scorer: `bounds` (smallest and largest of each key channel), or `mean`, the ablation that fails.
     """
 
@@ -77,18 +76,18 @@ class BlockSelector:
         return -(-self.sink // self.block) * self.block
 
     def local_starts(self, positions: Positions) -> Positions:
-        """The first row of each query's window."""
+        """The first position of each query's window."""
         return np.maximum(0, (positions - self.window) // self.block * self.block)
 
     @property
     def most_entries(self) -> int:
-        """Rows that a query reads at most, its own included."""
+        """The most entries that a query reads, its own included."""
         return self.sink_tokens + self.window + self.block + self.count * self.block
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueryMatcher:
-    """How a generated token takes over what an earlier one saw; see `kernels/mac.py`, which says what each number does.
+    """How a generated token reuses the attention of an earlier one. `kernels/mac.py` explains each number.
 
     chain_limit: None for no limit.
     """
@@ -101,14 +100,14 @@ class QueryMatcher:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRule:
-    """What a strategy asks of one layer: the first `sink` rows and the last `window` (None: every row) can be read.
+    """What a strategy asks of one layer: the first `sink` and the last `window` entries (None: all) can be read.
 
-    exact: how many of the last rows stay as they are; the readable rows before them are read as the session's restorer
-    gives them back. None: every readable row stays as it is.
-    selector: which of the readable rows a generated token reads; appended ones read all. None: all.
-    matcher: whose attention to the readable rows a generated token may take over; appended ones do not. None: nobody's.
-    resident: with a selector, how many of the last rows stay on the device; those before them, the selector's sink
-    excepted, go to the second tier and are fetched to be read. None: every readable row stays on the device.
+    exact: how many of the last entries stay as they are; readable entries before them are archived, and read as the
+    session's restorer gives them back. None: every readable entry stays as it is.
+    selector: which of the readable entries a generated token reads; appended tokens read all. None: all.
+    matcher: which earlier tokens' attention a generated token may reuse; appended tokens reuse none. None: none.
+    resident: with a selector, how many of the last entries stay on the device. Older ones, except the selector's sink,
+    go to the second tier and are fetched to be read. None: every readable entry stays on the device.
     """
 
     sink: int = 0
@@ -121,11 +120,11 @@ class LayerRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierLayout:
-    """What a layer has beside its resident rows.
+    """What a layer has beside its resident entries.
 
-    blocks: of `block` rows, in the whole history; what is known of each stays on the device.
-    rows: at most so many are in the second tier, the first of them the one after the sink, in chunks of `chunk`.
-    fetched: blocks of those that the region of a KV head has room for.
+    blocks: blocks of `block` entries in the longest history; their summaries stay on the device.
+    entries: the most that lie in the second tier, in chunks of `chunk`. The first is the one after the sink.
+    fetched: how many fetched blocks the region of a KV head has room for.
     """
 
     block: int
@@ -148,11 +147,13 @@ class Layout:
     native_window: int | None
     segment: int
     capacity: int  # slots per KV head that can hold a position
-    spare: int  # slots beyond the capacity that keep the sink's keys where they were, so that they can be moved anew
+    spare: (
+        int  # slots beyond the capacity for sink keys rotated at their own positions, from which they are moved again
+    )
     selector: BlockSelector | None = None
     matcher: QueryMatcher | None = None
     tier: TierLayout | None = None
-    base: int = 0  # the first position that has a slot; those before it lie elsewhere
+    base: int = 0  # the first position that has a slot; earlier ones lie in a shared prefix
 
     @staticmethod
     def of(
@@ -163,20 +164,20 @@ class Layout:
         *,
         moves_sink: bool = True,
     ) -> Layout:
-        """Lay `rule` out for histories of up to `limit_tokens` (None: endless), within the layer's own window.
+        """Lay `rule` out for histories of up to `limit_tokens` (None: endless), within the layer's native window.
 
-        moves_sink: False for rows that are only stored, so that no second copy of the sink's keys is needed.
+        moves_sink: False for entries that are only stored, which need no second copy of the sink's keys.
         """
         sink, window = rule.sink, rule.window
         if native_window is not None and (window is None or window >= native_window):
-            # The model itself never looks further back than this, sinks included.
+            # The model itself never looks further back than its native window, sinks included.
             sink, window = 0, native_window
         segment = geometry.segment_tokens
         if window is None and rule.resident is not None:
             assert rule.selector is not None and limit_tokens is not None
             return _tiered(rule.selector, rule.resident, geometry, limit_tokens)
         if window is None:
-            assert limit_tokens is not None, "a layer that keeps every row needs a length limit"
+            assert limit_tokens is not None, "a layer that keeps every entry needs a length limit"
             entries = limit_tokens
         else:
             entries = sink + window + segment
@@ -194,29 +195,29 @@ class Layout:
 
     @property
     def keeps_every_entry(self) -> bool:
-        """Does each row stay in the slot it was put in, and is it read there by every query?"""
+        """Does each entry stay in its slot, and does every query read it there?"""
         return self.window is None and self.selector is None and self.matcher is None
 
     def behind(self, base: int, geometry: Geometry, limit_tokens: int) -> Layout:
-        """The same layout for a session whose first `base` rows lie elsewhere."""
+        """The same layout for a session whose first `base` entries lie in a shared prefix."""
         assert self.keeps_every_entry
         return replace(self, base=base, capacity=geometry.round_up(limit_tokens - base))
 
     @property
     def blocks(self) -> int:
-        """Slots that hold what is known of each block of rows."""
+        """Slots that hold the summaries of blocks."""
         if self.tier is not None:
             return self.tier.blocks
         return 0 if self.selector is None else -(-self.capacity // self.selector.block)
 
     @property
     def region(self) -> int:
-        """Slots per KV head in all."""
+        """All slots of a KV head."""
         return self.fetched_from + (0 if self.tier is None else self.tier.fetched * self.tier.block)
 
     @property
     def summaries_from(self) -> int:
-        """The first slot of what is known of blocks."""
+        """The first slot of the block summaries."""
         return self.capacity + self.spare
 
     @property
@@ -235,9 +236,9 @@ class Layout:
         return position - position % self.segment
 
     def horizon(self, position: int) -> int:
-        """First position outside the sink whose row is there for queries in the segment of `position`.
+        """First position outside the sink that is resident for queries in the segment of `position`.
 
-        Those before it cannot be seen, or, where there is a second tier, are there.
+        Earlier ones cannot be seen, or lie in the second tier.
         """
         if self.window is None:
             return 0
@@ -247,16 +248,16 @@ class Layout:
         return max(0, first)
 
     def sink_shift(self, position: int) -> int:
-        """How far the sink's keys are moved forward for queries in the segment of `position`.
+        """How many positions the sink's keys are moved forward for queries in the segment of `position`.
 
-        0 as long as nothing was evicted, so that a short session equals full attention, and where sinks do not move.
+        0 until something was evicted, so a short session equals full attention. Always 0 where sinks do not move.
         """
         return max(0, self.horizon(position) - self.sink) if self.spare else 0
 
     def visible(self, queries: Array, held: Array) -> Array:
-        """[T, S]: may the query at queries[t] see the row that holds position held[s]? (-1: an empty slot)
+        """[T, S]: may the query at queries[t] see the slot that holds position held[s]? (-1: an empty slot)
 
-        Both are arrays of whole numbers of one kind, numpy's or torch's; the answer is of the same kind.
+        Both are integer arrays of numpy, or both of torch; so is the result.
         """
         seen = (held >= 0) & (held <= queries[:, None])
         if self.window is not None and self.tier is None:
@@ -268,10 +269,10 @@ class Layout:
 
 
 def _tiered(selector: BlockSelector, resident: int, geometry: Geometry, limit_tokens: int) -> Layout:
-    """Rows leave in whole blocks, so that a block is in one place, and in one piece wherever the ring begins anew."""
+    """Entries leave in whole blocks, so each block is in one place, and in one piece where the ring buffer wraps."""
     block, segment = selector.block, geometry.segment_tokens
     resident = _round_up(resident, block)
-    # A segment may begin within a block, whose first rows then stay as long as its last.
+    # A segment may begin within a block, whose first entries then stay as long as its last.
     ring = _round_up(resident + segment + block - math.gcd(block, segment), block)
     before_end = limit_tokens - limit_tokens % segment - resident
     entries = max(0, before_end // block * block - selector.sink_tokens)

@@ -1,16 +1,16 @@
 """The part interface: one mechanism's share of a session.
 
-A session's entries of alike layers are a part, and so is what a drafter remembers of it; an index of blocks or a cache
-of past queries is a part of the layers it belongs to (`parts/layer_part.py`). `SessionKV` is a loop over parts: a new
+A session's entries in a set of alike layers are a part, and so is a drafter's memory of it. A block index or a query
+cache is a part of the layers it belongs to (`parts/layer_part.py`). `SessionKV` is a loop over parts: a new
 mechanism is one file in `parts/` and, where it belongs to layers, a name in the list of those in `layer_entries.py`.
 
-    wake    idle     what an idle session does without: taken from the pool, given back
-    prepare stage    the next positions are to be computed: room is made, then the tables say so
+    wake    idle     take what only an active session needs from the pool; give it back
+    prepare stage    make room for the next positions; enter them in the tables
     read             how the step's queries read the part: plan numbers, or a view
-    reject  commit   staged positions stay, or were never there: the tables first, the device second
-    evict            entries that no later query reads leave, at a segment boundary
-    save    load     what a history left, as tensors: for a fork's copy, or a file
-    forget  release  back to an empty history; back to the pool
+    reject  commit   drop staged positions, or keep them: the tables first, the device second
+    evict            remove entries that no later query reads, at a segment boundary
+    save    load     the part's state as tensors, for a fork's copy or a file
+    forget  release  go back to an empty history; give everything back to the pool
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from inference_engine.kv.memory.pool import Demand
 from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.views import StagedQueries, StepReads
 
-# By name, what a part saved: tensors in an order that `load` reads again. Made while it is read, a piece at a time.
+# By name, what a part saved: tensors in the order that `load` reads. They are made while they are read, one by one.
 Saved = Mapping[str, Iterable[tuple[Tensor, ...]]]
 
 
 def under(index: int, saved: Saved) -> Saved:
-    """What one of several parts saved, under its number."""
+    """What one of several parts saved, with its number before each name."""
     return {f"{index}/{name}": tensors for name, tensors in saved.items()}
 
 
 def saved_under(index: int, saved: Saved) -> Saved:
-    """The inverse."""
+    """The inverse of `under`."""
     head = f"{index}/"
     return {name.removeprefix(head): tensors for name, tensors in saved.items() if name.startswith(head)}
 
@@ -77,25 +77,25 @@ class Held:
 class Part(ABC):
     """One mechanism's share of a session. Everything but `release` runs on the engine's thread."""
 
-    # Is something of the pool taken to wake, and given back when the session is idle?
+    # Does waking take room in the pool, which the idle session gives back?
     takes_room: ClassVar[bool] = False
 
     # -- idle and active --------------------------------------------------------------------------------------------
 
     def wake(self, tokens: int, length: int) -> bool:
-        """Get ready for histories of up to `tokens`, after one of `length`. False, and nothing taken, if the pool has
-        no room now. Raises RestorationFailed, and nothing is taken."""
+        """Prepare for histories of up to `tokens`, after one of `length`. False, and nothing taken, if the pool has no
+        room now. Raises RestorationFailed, with nothing taken."""
         return True
 
     def idle(self, length: int | None) -> None:
-        """Give back what `wake` took. None: entries are still being computed again, none are new."""
+        """Give back what `wake` took. None: entries are still being recomputed, none are new."""
 
     def replay_end(self, length: int) -> int:
-        """Entries below this are computed again before the session goes on from `length`."""
+        """Entries below this position are recomputed before the session continues from `length`."""
         return 0
 
     def end_replay(self, replayed: int, length: int) -> None:
-        """Entries below `replayed` have been computed again."""
+        """Entries below `replayed` have been recomputed."""
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -109,59 +109,59 @@ class Part(ABC):
         """The positions that were prepared are staged now."""
 
     def read(self, queries: StagedQueries, step: StepReads) -> None:
-        """Say where K and V of the staged positions go, and how their queries read: in numbers, or by a view."""
+        """Set where K and V of the staged positions go, and how their queries read: by numbers, or by a view."""
 
     @property
     def fits_numbers(self) -> bool:
-        """Can its reads be plan numbers alone, whatever is staged?"""
+        """Can all its reads be plan numbers?"""
         return True
 
     def reject(self, positions: Positions) -> None:
-        """Staged positions, the last ones, are not kept: the tables forget them. The device is cleaned in `commit`."""
+        """Remove the last staged positions from the tables. Their slots on the device are wiped in `commit`."""
 
     def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
         """The history, or its replay, went from `before` to `length`; `rejected` are wiped.
 
-        Raises RestorationFailed if entries that leave cannot be kept.
+        Raises RestorationFailed if entries that leave cannot be archived.
         """
 
     def evict(self, before: int, length: int) -> None:
-        """Entries that no query of a history of `length` reads leave. Raises RestorationFailed."""
+        """Evict entries that no query of a history of `length` reads. Raises RestorationFailed."""
 
     def ask_finite(self) -> None:
-        """Let the device tell whether old entries that were read or left so far are finite. Nothing waits for it."""
+        """Start a check on the device that archived and restored entries are finite. Nothing waits for it."""
 
     def require_finite(self) -> None:
-        """Raise RestorationFailed if some of those asked for are not."""
+        """Raise RestorationFailed if a check of `ask_finite` failed."""
 
     # -- as a whole -------------------------------------------------------------------------------------------------
 
     def copy_from(self, other: Self, length: int) -> None:
-        """Hold what `other`, of the same strategy, holds after a history of `length`. Only while empty.
+        """Copy what `other`, of the same strategy, holds of a history of `length`. Only while empty.
 
-        Raises OSError if the second tier cannot take its part.
+        Raises OSError if the second tier cannot store its part.
         """
         self.load(length, other.save(length))
 
     def save(self, length: int) -> Saved:
-        """What a history of `length` left here, while it is idle: enough to go on to the bit."""
+        """The state after a history of `length`, while idle: enough to continue bit for bit."""
         return {}
 
     def load(self, length: int, saved: Saved) -> None:
-        """Hold what was saved after a history of `length`. Only while empty. Raises OSError."""
+        """Restore what was saved after a history of `length`. Only while empty. Raises OSError."""
 
     @property
     def floor(self) -> int:
-        """Entries of positions below this one are not its own to forget: other sessions read them, or hold them."""
+        """`forget` keeps entries of positions below this one: other sessions read or own them."""
         return sys.maxsize
 
     @abstractmethod
     def forget(self, floor: int, length: int) -> None:
-        """Forget what is from `floor` on of a history that reached `length`; idle afterwards."""
+        """Forget entries from `floor` on of a history that reached `length`. Idle afterwards."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give everything back, though some of it fail. Called once."""
+        """Give all memory back; a failure does not stop the rest. Called once."""
 
     # -- facts ------------------------------------------------------------------------------------------------------
 

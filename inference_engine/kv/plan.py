@@ -1,15 +1,15 @@
-"""The plan of one forward: which packed row is whose, where its K and V go, and what it may see.
+"""The plan of one forward: the session of each packed token, where its K and V go, and what its query may see.
 
-    packed rows   | session A: 3 rows | session B: 1 row | …            input_ids [1, N]
+    packed tokens | session A: 3 tokens | session B: 1 token | …        input_ids [1, N]
 
-Everything a layer needs is worked out here once, as host integers and one transfer; `attend` then runs layer after
-layer with no session object, no synchronisation and no decision. In fixed-shape mode each session's rows sit at their
-position modulo the row quantum, padded on both sides, and keys are padded to the key quantum: a row then meets the
-same arithmetic whatever else is in the forward.
+Everything a layer needs is worked out here once, as host integers and one transfer. `attend` then runs layer after
+layer with no session object, no synchronisation and no decision. In fixed-shape mode each session's tokens lie at
+their position modulo the token quantum, padded on both sides, and keys are padded to the key quantum: a token then
+meets the same arithmetic whatever else is in the forward.
 
-Where the device has an operation for it, rows that read regions are attended to all at once, whatever their sessions
-are (`kernels/ragged_attention.py`), but for the longest chunks of prefills: these see every row up to their own, and
-need no mask. A step of nothing but regions is a table of numbers (`StepTables`), and may be run as a graph.
+Where the device has an operation for it, queries that read regions are computed together, whatever their sessions are
+(`kernels/ragged_attention.py`). The longest prefill chunks are not: they see every entry up to their own, and need no
+mask. A step whose queries all read regions is a table of numbers (`StepTables`), and may be run as a graph.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from inference_engine.kv.numbers import StepNumbers, StepTables
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.views import OnChoice, Scoring, StagedQueries, StepReads, View
 
-# Blocks of more rows are attended to session by session: each fills a device, and fused operations are at their best.
+# Longer blocks are computed session by session: each fills a device, and fused operations are fastest then.
 _MOST_RAGGED_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One session's rows in the packed forward: `packed` includes padding, `real` does not."""
+    """One session's tokens in the packed forward: `packed` includes padding, `real` does not."""
 
     packed: slice
     real: slice
-    views: dict[int, View]  # by layer; none where the rows are in the step's region rows
+    views: dict[int, View]  # by layer; none where the queries read by numbers
 
     @property
     def count(self) -> int:
@@ -49,7 +49,10 @@ class Span:
 
 
 class SpanFailed(Exception):
-    """Old rows of span `index` could not be had, or are not finite; the step's other sessions have no part in it."""
+    """Old entries of span `index` could not be restored, or are not finite.
+
+    The step's other sessions are not affected.
+    """
 
     def __init__(self, index: int, failure: RestorationFailed) -> None:
         super().__init__(str(failure))
@@ -58,7 +61,7 @@ class SpanFailed(Exception):
 
 
 class StepPlan:
-    """Built from sessions that have staged their rows; valid until one of them commits."""
+    """Built from sessions that have staged their tokens; valid until one of them commits."""
 
     def __init__(
         self,
@@ -98,9 +101,9 @@ class StepPlan:
             for part in session.parts:
                 part.read(queries, reads)
         self._device = device
-        self.selects = reads.selects  # does a row of the regions choose blocks?
+        self.selects = reads.selects  # does a query that reads by numbers choose blocks?
         self.spans = tuple(Span(queries.packed, queries.real, queries.views) for queries in staged)
-        # Is this step nothing but its numbers?
+        # Do all queries read by numbers?
         self.is_numbers_only = not any(span.views for span in self.spans)
 
     @cached_property
@@ -121,7 +124,7 @@ class StepPlan:
         softcap: float | None = None,
         head_sinks: Tensor | None = None,
     ) -> Tensor:
-        """Write the step's rows of `layer` and attend.
+        """Write the step's K and V of `layer` and attend.
 
         All [1, H, N, D], queries and keys rotated; returns [1, N, Hq, D]. Raises SpanFailed.
         """
@@ -131,7 +134,7 @@ class StepPlan:
         tables.write(layer, keys, values)
         buffer = tables.buffer(layer)
         views = [span.views.get(layer) for span in self.spans]
-        regions = queries  # whatever it is, if no row has one
+        regions = queries  # unused if no query reads by numbers
         if None in views:
             regions = tables.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
         scoring = Scoring(scaling=scaling, softcap=softcap, head_sinks=head_sinks)
@@ -149,7 +152,7 @@ class StepPlan:
 
 
 def _staged(session: SessionKV, quantum: int, packed: int) -> StagedQueries:
-    """What a session has staged, its packed rows beginning with row number `packed`."""
+    """What a session has staged. Its packed tokens begin at index `packed`."""
     first, end = session.next_position, session.next_position + session.staged
     begin, stop = first - first % quantum, -(-end // quantum) * quantum
     has_generated = bool(session.staged_generated.any())

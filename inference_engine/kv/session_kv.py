@@ -1,13 +1,13 @@
-"""One session's K and V: which rows it holds, where, and their life.
+"""The KV cache of one session: which entries it holds, where they lie, and when they come and go.
 
-    stage(n)       the next n positions get slots; their rows are written by this step's attention
-    commit(length) staged rows below `length` stay, the rest are wiped; then, at a segment boundary, rows leave
+    stage(n)       the next n positions get slots; this step's attention writes their entries
+    commit(length) staged entries below `length` stay, the rest are wiped; at a segment boundary, entries are evicted
 
 Eviction happens in `commit`, never before, so a rejected draft leaves no trace. Slots are wiped when they are opened,
-rejected or evicted: the regions' bytes are a function of the committed rows alone.
+rejected or evicted: the regions' bytes are a function of the committed entries alone.
 
-Where a strategy has its old rows restored (`kv/parts/archived.py`), a session wakes for a Generate and sleeps after it.
-Awake, it is a session like any other.
+Where a strategy restores old entries (`kv/parts/archived.py`), a session becomes active for a Generate and idle after
+it. An active session is a session like any other.
 """
 
 from __future__ import annotations
@@ -52,44 +52,44 @@ class SessionKV:
         *,
         tokens: int | None = None,
     ) -> None:
-        """Reserve what is sustained. Raises NoCapacity, with nothing taken, if there is no room for it.
+        """Reserve the sustained memory. Raises NoCapacity, with nothing taken, if there is no room for it.
 
         prefixes: the first entries, for each set of layers; they are borrowed until the session is released.
-        tokens: be granted memory for a history of so many, and more as it grows (`grow`). None: for all it may become.
+        tokens: grant memory for a history of so many tokens, and more as it grows (`grow`). None: for the longest one.
         """
         self.strategy = strategy
         self.context = context
         self.limit_tokens = limit_tokens
-        self.base = prefixes[0].end if prefixes else 0  # positions whose entries other sessions hold
+        self.base = prefixes[0].end if prefixes else 0  # positions whose entries lie in other sessions
         self.length = self.base  # committed positions
         self.staged = 0  # positions staged beyond `next_position`
         self.staged_generated: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self.evicted = 0  # committed positions that no query can read any more
         self.bound = bound_of(strategy, context, limit_tokens, base=self.base)
         self.parts: tuple[Part, ...] = ()  # in the order of a step: what commits after others comes after them
-        self.draft_memory: DraftMemory | None = None  # one of the parts, where a drafter remembers something
-        self._resident: tuple[LayerEntries, ...] = ()  # those of the parts whose entries stay as they are
-        self._archived: tuple[ArchivedEntries, ...] = ()  # that of the parts whose old entries come back, if any do
-        self._replayed: int | None = None  # while entries are computed again: how far
+        self.draft_memory: DraftMemory | None = None  # one of the parts, if a drafter keeps state per session
+        self._resident: tuple[LayerEntries, ...] = ()  # the parts whose entries are not archived
+        self._archived: tuple[ArchivedEntries, ...] = ()  # the part that archives and restores old entries, if any
+        self._replayed: int | None = None  # while entries are recomputed: up to which position
         self._is_active = False
-        self._tier_bytes = 0  # reserved of the second tier
+        self._tier_bytes = 0  # reserved in the second tier
         self._plan = _placement(strategy, context, limit_tokens, self.base)
         self._has_windows, self._is_selective = self._plan.has_windows, self._plan.is_selective
         self._is_reserved = False
         self.is_dropped = False
         self.grows = tokens is not None and grows_with_history(strategy, context, limit_tokens)
-        self.granted_tokens = limit_tokens  # memory is granted for a history of so many; None: for any
-        self._granted = self.bound  # what that may hold
-        self._granted_apart = 0  # bytes granted beside those of resident allocations
+        self.granted_tokens = limit_tokens  # memory is granted for a history of so many tokens; None: for any
+        self._granted = self.bound  # the bytes of that grant
+        self._granted_apart = 0  # bytes granted outside the resident allocations
         self._prefixes = tuple(prefixes)
         for prefix in prefixes:
             prefix.borrow()
         self.reserve(tokens)
 
     def reserve(self, tokens: int | None = None) -> None:
-        """Take what is sustained. Raises NoCapacity, with nothing taken, if there is no room for it.
+        """Reserve the sustained memory. Raises NoCapacity, with nothing taken, if there is no room for it.
 
-        tokens: of the history, where memory is granted as it grows.
+        tokens: length of the history, where memory is granted as it grows.
         """
         assert not self._is_reserved
         if self.grows:
@@ -112,7 +112,7 @@ class SessionKV:
         self._is_reserved, self.is_dropped = True, False
 
     def _refusal(self, needed: Bound) -> NoCapacity:
-        """Nothing is taken, and there was no room."""
+        """The error for a reservation that found no room; nothing is taken."""
         pool = self.context.pool
         if needed.sustained_bytes > pool.capacity_bytes - pool.reserved_bytes:
             return no_capacity(self.context, needed)
@@ -131,20 +131,20 @@ class SessionKV:
     # -- memory that is granted as the history grows ----------------------------------------------------------------
 
     def bound_at(self, tokens: int) -> Bound:
-        """What the session may hold while its history is no longer than `tokens`, in whole segments of them."""
+        """Bytes that the session may hold while its history has at most `tokens` tokens, rounded up to segments."""
         if not self.grows:
             return self.bound
         bound = bound_of(self.strategy, self.context, self._whole(tokens), base=self.base)
         return replace(bound, tier_bytes=self.bound.tier_bytes)
 
     def covers(self, tokens: int) -> bool:
-        """Is memory granted for a history of so many tokens?"""
+        """Is memory granted for a history of `tokens`?"""
         return not self.grows or self.granted_tokens is None or self.granted_tokens >= min(tokens, self._most_tokens)
 
     def grow(self, tokens: int) -> bool:
-        """Be granted memory for a history of `tokens`. False, and nothing changed, if there is none left.
+        """Grant memory for a history of `tokens`. False, and nothing changed, if the pool has none left.
 
-        Under the store's lock; nothing lies elsewhere afterwards.
+        Called under the store's lock. No entry is moved.
         """
         if self.covers(tokens):
             return True
@@ -157,21 +157,21 @@ class SessionKV:
         return True
 
     def _whole(self, tokens: int) -> int:
-        """`tokens` in whole segments, past the rows that others hold."""
+        """`tokens` rounded up to segments, and beyond the shared prefix."""
         return whole_segments(max(tokens, self.base + 1), self.context.geometry, self._most_tokens)
 
     @property
     def _most_tokens(self) -> int:
-        assert self.limit_tokens is not None, "what has no limit is granted whole"
+        assert self.limit_tokens is not None, "a session without a limit is granted all its memory at once"
         return self.limit_tokens
 
     @property
     def _granted_kv_bytes(self) -> int:
-        """Bytes granted but for those of the drafter, which are reserved by themselves."""
+        """Bytes granted, without those of the drafter, which are reserved separately."""
         return self._granted.sustained_bytes - _draft_bytes(self.context)
 
     def _note_grants(self) -> None:
-        """Share what is granted out to the allocations, which may outlive the session."""
+        """Divide the grant among the allocations, which may outlive the session."""
         plan = _placement(self.strategy, self.context, self.granted_tokens, self.base)
         geometry = self.context.geometry
         for group, (layers, layout) in zip(self._resident, plan.resident, strict=True):
@@ -181,13 +181,13 @@ class SessionKV:
 
     @property
     def reserved(self) -> Bound:
-        """What is granted, and may be needed to wake: nothing once the session was released or dropped."""
+        """Bytes that are granted, and the peak that waking may need. Zero once the session was released or dropped."""
         return self._granted if self._is_reserved else Bound(sustained_bytes=0, peak_bytes=0)
 
     def drop(self) -> None:
-        """Give everything back, to `reserve` it again later: the session is empty then, and its tokens are staged anew.
+        """Give all memory back, to `reserve` it again later. The session is then empty, and its tokens are staged anew.
 
-        Any thread, while nothing else touches the session.
+        Safe from any thread that has the session to itself.
         """
         prefixes, self._prefixes = self._prefixes, ()
         self.release()
@@ -198,7 +198,7 @@ class SessionKV:
 
     @property
     def freeable(self) -> Bound:
-        """What `drop` would give back: nothing of what forks read."""
+        """What `drop` would give back. Nothing while forks read the entries."""
         is_lent = any(allocation.is_lent for allocation in self.allocations)
         return Bound(sustained_bytes=0, peak_bytes=0) if is_lent else self.reserved
 
@@ -207,8 +207,8 @@ class SessionKV:
     def share(self) -> tuple[SharedPrefix, ...]:
         """The committed entries for a fork of this session, by set of layers; () if it has to copy them.
 
-        Rows are read where they lie only where each stays there as it is, and sums may be taken in another order; a few
-        of them are copied sooner than read apart. Nothing is borrowed yet.
+        Entries are shared only if all of them stay in place unchanged and the order of summation is free. A short
+        history is copied: that is cheaper than reading one more piece. Nothing is borrowed yet.
         """
         geometry = self.context.geometry
         if not self._plan.keeps_every_entry or geometry.token_quantum > 1 or geometry.key_quantum > 1:
@@ -218,39 +218,42 @@ class SessionKV:
             lent = [(*pieces, group.piece(self.length)) for pieces, group in zip(lent, self._resident, strict=True)]
         if not lent[0]:
             return ()
-        if not self._resident:  # its own rows were dropped
+        if not self._resident:  # its own entries were dropped
             return self._prefixes
         return tuple(group.prefix_of(pieces) for group, pieces in zip(self._resident, lent, strict=True))
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of rows that are read where other sessions hold them. They are in no bound of this one."""
+        """Bytes of entries that lie in other sessions' memory and are read there.
+
+        This session's bound excludes them.
+        """
         return sum(prefix.nbytes for prefix in self._prefixes)
 
     @property
     def allocations(self) -> list[Allocation]:
-        """What was reserved for this session and may be lent."""
+        """The allocations reserved for this session, which forks may borrow."""
         return [group.allocation for group in self._resident]
 
     @property
     def borrowed(self) -> list[Allocation]:
-        """What was reserved for other sessions and is read by this one."""
+        """The allocations of other sessions that this one reads."""
         return [piece.allocation for prefix in self._prefixes for piece in prefix.pieces]
 
     def _reserve(self, plan: Placement) -> bool:
         context = self.context
-        rows = replace(context, pool=context.pool.ungranted()) if self.grows else context
+        sustained = replace(context, pool=context.pool.ungranted()) if self.grows else context
         context.tier.reserve(self.bound.tier_bytes)
         self._tier_bytes = self.bound.tier_bytes
         for (layers, layout), prefix in zip(plan.resident, self._prefixes or repeat(None), strict=False):
-            entries = LayerEntries.reserve(rows, layers, layout, prefix)
+            entries = LayerEntries.reserve(sustained, layers, layout, prefix)
             if entries is None:
                 return False
             self.parts += (entries,)
             self._resident += (entries,)
         if plan.restorer is not None:
             kind = StreamedEntries if plan.restorer.streams else RestoredEntries
-            archived = kind.reserve(context, self.strategy, plan, sustained=rows)
+            archived = kind.reserve(context, self.strategy, plan, sustained=sustained)
             if archived is None:
                 return False
             self.parts += (archived,)
@@ -268,16 +271,16 @@ class SessionKV:
         """The regions that attention reads."""
         return (*self._resident, *(group for archived in self._archived for group in archived.regions))
 
-    # -- waking and sleeping ----------------------------------------------------------------------------------------
+    # -- active and idle --------------------------------------------------------------------------------------------
 
     @property
     def next_position(self) -> int:
-        """The position whose row comes next: `length`, unless rows are being computed again."""
+        """The next position to compute: `length`, unless entries are being recomputed."""
         return self.length if self._replayed is None else self._replayed
 
     @property
     def pending_replay(self) -> int:
-        """Positions whose entries have to be computed again before new ones."""
+        """Positions whose entries must be recomputed before new ones."""
         if self._is_active and self._replayed is None:
             return 0
         return self._replay_end - (self._replayed or 0)
@@ -287,9 +290,10 @@ class SessionKV:
         return max((part.replay_end(self.length) for part in self.parts), default=0)
 
     def wake(self, tokens: int) -> bool:
-        """Get ready for histories of up to `tokens`. False, and nothing taken, if the pool has no room now.
+        """Make the session active, for histories of up to `tokens`. False, and nothing taken, if the pool has no room
+        now.
 
-        Old entries are restored from the archive, now or in attention, or, where nothing is kept of them, are to be
+        Old entries are restored from the archive, now or in attention. Where the archive keeps nothing, they are
         staged again from position 0 (`next_position`). Raises RestorationFailed, and the session stays idle as it was.
         """
         if self._is_active:
@@ -307,24 +311,24 @@ class SessionKV:
 
     @property
     def takes_room(self) -> bool:
-        """Does the session need room to wake, and give it back when it is idle?"""
+        """Does waking take room in the pool, which the idle session gives back?"""
         return any(part.takes_room for part in self.parts)
 
     def ask_finite(self) -> None:
-        """Let the device tell whether old entries that were read or left so far are finite. Nothing waits for it."""
+        """Start a check on the device that archived and restored entries are finite. Nothing waits for it."""
         for part in self.parts:
             part.ask_finite()
 
     def require_finite(self) -> None:
-        """Raise RestorationFailed if some of those asked for are not finite; then `forget` is all that is left.
+        """Raise RestorationFailed if a check of `ask_finite` failed. After that, only `forget` can be called.
 
-        To be called before anything that a step computed from them reaches a client.
+        Call it before any result that was computed from those entries reaches a client.
         """
         for part in self.parts:
             part.require_finite()
 
     def idle(self) -> None:
-        """Keep the exact entries, give back what waking took. What was not committed is gone.
+        """Make the session idle: keep the exact entries, give back what waking took. Uncommitted entries are lost.
 
         Raises as `require_finite`.
         """
@@ -339,10 +343,10 @@ class SessionKV:
         self._is_active = False
 
     def forget(self) -> None:
-        """Drop every entry, as if nothing had been committed: what was kept of them cannot be trusted any more.
+        """Drop every entry, because the stored ones cannot be trusted any more.
 
-        Entries that forks read, or that this one reads where others hold them, stay: no step since could write to them.
-        Should the device fail meanwhile, the session is empty all the same: slots are wiped again when they are opened.
+        Entries of a shared prefix stay, and so do those that forks read: no later step could write to them. If the
+        device fails here, the session is still empty: slots are wiped again when they are opened.
         """
         length = max(self.length, self.next_position + self.staged)
         floor = min(length, *(part.floor for part in self.parts)) if self.parts else 0
@@ -354,10 +358,10 @@ class SessionKV:
                 stack.callback(part.forget, floor, length)
 
     def copy_from(self, other: SessionKV) -> None:
-        """Hold the committed entries of `other`, which is idle, as if they had been computed here. Only while empty.
+        """Copy the committed entries of `other`, which is idle, into this empty session.
 
-        `other` has the same strategy; its limit may differ. Entries in a shared prefix are there already. Raises
-        OSError if the second tier cannot take its part; then `forget` is all that is left.
+        `other` has the same strategy; its limit may differ. Entries of a shared prefix are not copied. Raises OSError
+        if the second tier cannot store its part; after that, only `forget` can be called.
         """
         assert self.length == self.base and not other.staged and not (other.takes_room and other._is_active)
         length = other.length
@@ -367,23 +371,23 @@ class SessionKV:
             part.copy_from(theirs, length)
         self.length, self.evicted = length, other.evicted
 
-    # -- the life of rows -------------------------------------------------------------------------------------------
+    # -- a step -----------------------------------------------------------------------------------------------------
 
     @property
     def fits_numbers(self) -> bool:
-        """Are all rows that it reads in regions, so that steps of it can be nothing but numbers?"""
+        """Do all its queries read regions, so that its steps can be plan numbers alone?"""
         return all(part.fits_numbers for part in self.parts)
 
     @property
     def is_selective(self) -> bool:
-        """Does it matter to `room` whether the model generated a token?"""
+        """Does `room` depend on whether the model generated a token?"""
         return self._is_selective
 
     def room(self, *, generated: bool = True) -> int:
         """Positions that can be staged in one step, within the limit; generated: the model generated some of them.
 
-        Where rows leave, or generated ones read selectively, that is up to the end of the open segment; otherwise
-        segments are no concern.
+        If entries are evicted, or generated tokens read selected blocks, a step ends at the end of the open segment.
+        Otherwise segments do not limit it.
         """
         segment = self.context.geometry.segment_tokens
         at = self.next_position
@@ -397,8 +401,7 @@ class SessionKV:
     def stage(self, count: int, generated: NDArray[np.bool_] | None = None) -> None:
         """Give the next `count` positions their slots. They are not committed yet.
 
-        generated: [count], which of them the model generated; None: none. It decides what they read, where a strategy
-        makes a difference.
+        generated: [count], which of them the model generated; None: none. Some strategies let those read less.
         """
         assert self._is_active, "a session has to wake before it stages"
         room = self.room(generated=self._is_selective and generated is not None and bool(generated.any()))
@@ -413,10 +416,10 @@ class SessionKV:
         self.staged = count
 
     def commit(self, length: int) -> None:
-        """Keep staged entries below `length`, wipe the others, and evict what no later query may see.
+        """Keep staged entries below `length`, wipe the others, and evict entries that no later query may see.
 
-        Raises RestorationFailed if entries that leave the exact window cannot be kept, or those of an earlier step turn
-        out not to be finite; then `forget` is all that is left.
+        Raises RestorationFailed if entries that leave the exact window cannot be archived, or those of an earlier step
+        are not finite. After that, only `forget` can be called.
         """
         before = self.next_position
         if not before <= length <= before + self.staged:
@@ -430,7 +433,7 @@ class SessionKV:
             self.length = length
             if length // self.context.geometry.segment_tokens > before // self.context.geometry.segment_tokens:
                 self.evicted = self.strategy.evicted(self.context.geometry, length)
-        # The tables first, the device second: should the device fail, the tables are right.
+        # The tables first, the device second: if the device fails, the tables are right.
         if len(rejected):
             for part in self.parts:
                 part.reject(rejected)
@@ -444,11 +447,11 @@ class SessionKV:
             self._replayed = None
 
     def statistics(self) -> dict[int, MatchTotals]:
-        """What matching past queries saved and missed, by layer; empty where a strategy does not match any."""
+        """What matching past queries saved and missed, by layer. Empty if the strategy matches none."""
         return {layer: totals for part in self.parts for layer, totals in part.match_totals().items()}
 
     def transfers(self) -> TransferTotals:
-        """What moved between the device and the second tier; nothing where a strategy has none."""
+        """What moved between the device and the second tier. Zero if the strategy has none."""
         return TransferTotals.together(part.transfers() for part in self.parts)
 
     def check(self) -> None:
@@ -457,7 +460,7 @@ class SessionKV:
             part.check(self.next_position, self.next_position + self.staged)
 
     def release(self) -> None:
-        """Give everything back, though some of it fail; the entries are unreachable afterwards. Safe to call twice."""
+        """Give all memory back; a part that fails does not stop the others. Safe to call twice."""
         parts, self.parts = self.parts, ()
         self._resident, self._archived, self.draft_memory = (), (), None
         prefixes, self._prefixes = self._prefixes, ()
@@ -466,7 +469,8 @@ class SessionKV:
         self._is_active = self._is_reserved = False
         with ExitStack() as stack:
             stack.callback(self.context.pool.ungrant, granted)
-            # The last comes first: bytes of the tier are promised to others once what took them is given back.
+            # Callbacks run last to first: the parts free their tier memory before its bytes are promised to other
+            # sessions.
             stack.callback(self.context.tier.release, tier_bytes)
             for prefix in prefixes:
                 stack.callback(prefix.give_back)
@@ -476,9 +480,8 @@ class SessionKV:
     # -- facts ------------------------------------------------------------------------------------------------------
 
     def footprint(self) -> Footprint:
-        """Bytes of opened pages by kind: entries, the sink's second copies, bounds of blocks, the cache of past
-        queries, the archive, the regions of an active session, what a drafter remembers, blocks fetched from the second
-        tier."""
+        """Bytes of opened pages by kind: entries, second copies of the sink, block bounds, the query cache, the
+        archive, the regions of an active session, a drafter's memory, and blocks fetched from the second tier."""
         held = Held(by_kind={"rows": 0, "sink_copy": 0})
         end = self.next_position + self.staged
         for part in self.parts:
@@ -487,20 +490,20 @@ class SessionKV:
 
 
 def grows_with_history(strategy: KVStrategy, context: KVContext, limit_tokens: int | None) -> bool:
-    """Can memory be granted as the history grows? Where there is no limit, windows bound it from the start."""
+    """Can memory be granted as the history grows? Without a limit, windows bound it from the start."""
     return limit_tokens is not None and strategy.length_limit(context.geometry) is not None
 
 
 def whole_segments(tokens: int, geometry: Geometry, limit_tokens: int) -> int:
-    """`tokens` rounded up to segments, and to rows that are opened together; at most `limit_tokens`."""
+    """`tokens` rounded up to segments, and to slots that are opened together; at most `limit_tokens`."""
     unit = math.lcm(geometry.segment_tokens, geometry.opening_tokens)
     return min(limit_tokens, -(-tokens // unit) * unit)
 
 
 def no_capacity(context: KVContext, needed: Bound) -> NoCapacity:
     return NoCapacity(
-        f"the session needs {needed.peak_bytes} bytes of K/V, and of the server's {context.pool.capacity_bytes} not so "
-        "many are free now. Close sessions, or ask for a smaller limit_tokens or another strategy",
+        f"the session needs {needed.peak_bytes} bytes of K/V; the server has {context.pool.capacity_bytes}, too few of "
+        "them free now. Close sessions, or ask for a smaller limit_tokens or another strategy",
         retry_after_seconds=1.0,
         needed_bytes=needed.peak_bytes,
         capacity_bytes=context.pool.capacity_bytes,
@@ -508,13 +511,13 @@ def no_capacity(context: KVContext, needed: Bound) -> NoCapacity:
 
 
 def bound_of(strategy: KVStrategy, context: KVContext, limit_tokens: int | None, *, base: int = 0) -> Bound:
-    """Bytes that a session may hold: its rows by its strategy, and what a drafter remembers of it.
+    """Bytes that a session may hold: its entries by its strategy, and the drafter's memory of it.
 
-    base: so many of its first rows others hold.
+    base: positions at its start that lie in a shared prefix.
     """
-    rows = _placement(strategy, context, limit_tokens, base).bound(context.geometry)
+    entries = _placement(strategy, context, limit_tokens, base).bound(context.geometry)
     draft = _draft_bytes(context)
-    return replace(rows, sustained_bytes=rows.sustained_bytes + draft, peak_bytes=rows.peak_bytes + draft)
+    return replace(entries, sustained_bytes=entries.sustained_bytes + draft, peak_bytes=entries.peak_bytes + draft)
 
 
 def _draft_bytes(context: KVContext) -> int:
@@ -525,5 +528,5 @@ def _placement(strategy: KVStrategy, context: KVContext, limit_tokens: int | Non
     plan = strategy.placement(context.geometry, limit_tokens)
     if not base:
         return plan
-    assert limit_tokens is not None, "where every row stays there is a limit"
+    assert limit_tokens is not None, "a strategy that keeps every entry has a limit"
     return plan.behind(base, context.geometry, limit_tokens)

@@ -1,7 +1,7 @@
 """Where the entries of alike layers lie in the pool, and which position is in which slot.
 
-Layers that share a layout and a shape share every slot. They are reserved whole and given back whole; writing, reading
-and wiping go by position or slot, for all of them at once.
+Layers that share a layout and a shape use the same slots. Their regions are reserved and given back together; writing,
+reading and wiping go by position or slot, for all of them at once.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from inference_engine.kv.views import ChunkView, EntrySource, Portion, Region, S
 class LayerSlots:
     """The regions of a set of layers. `held` says which position each slot holds, -1 for none.
 
-    layer_index, place_index: the layers' numbers, and their places among those with as many KV heads, to look up with.
+    layer_index: the layers' numbers. place_index: their places among the layers with as many KV heads.
     """
 
     context: KVContext
     layer_set: LayerSet
     layout: Layout
     allocation: Allocation
-    starts: NDArray[np.int64]  # first buffer row of each layer's regions
+    starts: NDArray[np.int64]  # first buffer vector of each layer's regions
     layers: NDArray[np.int64] = field(init=False)
     held: Positions = field(init=False)
     layer_index: Indexes = field(init=False)
@@ -70,7 +70,7 @@ class LayerSlots:
         return 2 * self.kv_heads * self.head_dim * self.context.geometry.itemsize * len(self.layers)
 
     def region_offsets(self, slots: Positions) -> NDArray[np.int64]:
-        """How far from a layer's start `slots` lie in every head: [slots · Hkv]."""
+        """Offsets of `slots` in every head from a layer's start: [slots · Hkv]."""
         heads = np.arange(self.kv_heads, dtype=np.int64) * self.layout.region
         return (slots[:, None] + heads).reshape(-1)
 
@@ -86,8 +86,8 @@ class LayerSlots:
     def open(self, first: int, end: int) -> None:
         """Wipe the slots from `first` to `end`."""
         for states in (self.buffer.keys, self.buffer.values):
-            for _, rows in self._views(states, first, end):
-                rows.zero_()
+            for _, views in self._views(states, first, end):
+                views.zero_()
 
     def wipe(self, slots: Positions) -> None:
         for first, end in neighbours(slots):
@@ -100,7 +100,7 @@ class LayerSlots:
         return self.gather(self.buffer.keys, own), self.gather(self.buffer.values, slots)
 
     def write_entries(self, positions: Positions, keys: Tensor, values: Tensor) -> None:
-        """Put entries [layers, n, Hkv, D], keys rotated at their own positions, where they belong, and hold them.
+        """Write entries [layers, n, Hkv, D], keys rotated at their own positions, to the slots of `positions`.
 
         The positions ascend.
         """
@@ -119,7 +119,7 @@ class LayerSlots:
         return min(self.layout.capacity, -(-self.open_slots(length) // quantum) * quantum)
 
     def mask(self, positions: Positions, count: int, step: StepReads) -> Tensor | None:
-        """[T, count] additive. None when every query sees every key, which a lone decode row often does."""
+        """[T, count] additive. None when every query sees every key, as a single decoding query often does."""
         held = self.held[:count]
         if len(positions) == 1:
             seen = self.layout.visible(positions, held)
@@ -136,8 +136,8 @@ class LayerSlots:
     def chunk_view(
         self, queries: StagedQueries, step: StepReads, source: EntrySource, chunks: Sequence[range]
     ) -> ChunkView:
-        """For queries that read the regions and these chunks: all rows together; in fixed-shape mode quantum by
-        quantum, each with as many slots as its last row needs."""
+        """The view of queries that read the regions and these chunks: all queries together. In fixed-shape mode, one
+        token quantum at a time, each with as many slots as its last query needs."""
         positions, quantum = queries.positions, step.geometry.token_quantum
         size = quantum if quantum > 1 else len(positions)
         portions = []
@@ -148,12 +148,12 @@ class LayerSlots:
         return ChunkView(region=self.region, portions=portions, source=source, chunks=chunks)
 
     def copy_slots(self, other: LayerSlots, first: int, source: int, count: int) -> None:
-        """The bytes of `count` slots of `other`, from its slot `source` on, into those from `first` on."""
+        """Copy the bytes of `count` slots of `other`, from its slot `source` on, to the slots from `first` on."""
         for layer in self.layer_set.layers:
             for states in (self.buffer.keys, self.buffer.values):
                 self.region.slots(states, layer, first, count).copy_(other.region.slots(states, layer, source, count))
 
-    # Slots are read and written run by run, layers that lie evenly apart at once: no table goes to the device, and
+    # Slots are read and written run by run, for evenly spaced layers at once: no index table goes to the device, and
     # nothing waits for one.
 
     def gather(self, states: Tensor, slots: Positions) -> Tensor:
@@ -161,21 +161,21 @@ class LayerSlots:
         found = states.new_empty((len(self.layers), len(slots), self.kv_heads, self.head_dim))
         place = 0
         for first, end in neighbours(slots):
-            for layers, rows in self._views(states, first, end):
-                found[layers, place : place + end - first] = rows.transpose(1, 2)
+            for layers, views in self._views(states, first, end):
+                found[layers, place : place + end - first] = views.transpose(1, 2)
             place += end - first
         return found
 
     def put(self, states: Tensor, slots: Positions, fresh: Tensor) -> None:
-        """The inverse; rounded to the buffer's type."""
+        """The inverse of `gather`; rounded to the buffer's dtype."""
         place = 0
         for first, end in neighbours(slots):
-            for layers, rows in self._views(states, first, end):
-                rows.copy_(fresh[layers, place : place + end - first].transpose(1, 2))
+            for layers, views in self._views(states, first, end):
+                views.copy_(fresh[layers, place : place + end - first].transpose(1, 2))
             place += end - first
 
     def _views(self, states: Tensor, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
-        """The slots from `first` to `end` of all layers, [some layers, Hkv, slots, D] at a time."""
+        """Views of the slots from `first` to `end`, [some layers, Hkv, slots, D] at a time."""
         dim = self.head_dim
         for layers, apart in self._even:
             shape = (layers.stop - layers.start, self.kv_heads, end - first, dim)
@@ -184,7 +184,7 @@ class LayerSlots:
 
 
 def evenly_apart(starts: Sequence[int]) -> Iterator[tuple[slice, int]]:
-    """`starts` as runs that ascend evenly: which of them, and how far apart they are (0 for a lone one)."""
+    """`starts` as evenly spaced runs: the indexes of each, and the spacing (0 for a single one)."""
     first = 0
     while first < len(starts):
         end = first + 1
@@ -196,7 +196,7 @@ def evenly_apart(starts: Sequence[int]) -> Iterator[tuple[slice, int]]:
 
 
 def neighbours(slots: Positions) -> Iterator[tuple[int, int]]:
-    """`slots` as runs of neighbours: the first of each, and the slot behind its last."""
+    """`slots` as runs of neighbours: the first slot of each run, and the slot behind its last."""
     breaks = (np.flatnonzero(np.diff(slots) != 1) + 1).tolist()
     for first, end in zip((0, *breaks), (*breaks, len(slots)), strict=True):
         if end > first:

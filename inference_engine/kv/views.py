@@ -1,8 +1,8 @@
 """How one session's queries of a step read its entries, in one set of layers.
 
-Where the device has an operation for it, what they read is plan numbers (`kv/numbers.py`). Otherwise it is a view: made
-once a step, on the host, and then asked layer after layer. A view holds no session. Those of a mechanism lie beside it
-in `parts/`; here are the views that read every entry, in regions or chunk by chunk.
+Where the device has an operation for it, they read by plan numbers (`kv/numbers.py`). Otherwise they read by a view,
+which is made once a step, on the host, and then read layer after layer. A view holds no session. The views of a
+mechanism lie beside it in `parts/`; those here read every entry, in regions or chunk by chunk.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ class Scoring:
     head_sinks: Tensor | None
 
 
-# on_choice(layer, scores [T, Hkv, B], candidates [T, B], chosen [T, Hkv, K]): told of every choice of blocks.
+# on_choice(layer, scores [T, Hkv, B], candidates [T, B], chosen [T, Hkv, K]): called with every selection of blocks.
 OnChoice = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 class View(Protocol):
-    """`read(layer, queries [T, Hq, D], buffer, scoring)` gives [T, Hq, D]; the step's own rows are written already."""
+    """`read(layer, queries [T, Hq, D], buffer, scoring)` gives [T, Hq, D].
+
+    The step's own entries are written before.
+    """
 
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor: ...
 
@@ -48,7 +51,7 @@ class StagedQueries:
     """What one session has staged in a step.
 
     packed, real: where its tokens lie in the step, with padding and without. positions: those of `packed`.
-    first, end: the positions that are staged. generated: [end - first], which of them the model generated.
+    [first, end): the staged positions. generated: [end - first], which of them the model generated.
     views: by layer; none where the queries read by numbers.
     """
 
@@ -68,18 +71,18 @@ class StagedQueries:
 
     @property
     def generated_queries(self) -> NDArray[np.int64]:
-        """Which of the session's rows, counted from its padding on, the model generated."""
+        """Indexes of the queries that the model generated, counted from `packed.start`."""
         queries: NDArray[np.int64] = self.real.start - self.packed.start + np.flatnonzero(self.generated)
         return queries
 
 
 @dataclass(kw_only=True, slots=True)
 class StepReads:
-    """What the reads of all sessions of a step are written to, and made with.
+    """What all sessions of a step share to plan their reads.
 
     attends_together: may queries read by numbers, in one operation of the device? Otherwise every session has views.
-    most_queries: sessions that stage more have views, too.
-    on_choice: told of the blocks that generated tokens read, where they are chosen by plain operations.
+    most_queries: sessions that stage more queries have views, too.
+    on_choice: called with the blocks that generated tokens read, if plain operations choose them.
     selects: does a query that reads by numbers choose blocks?
     """
 
@@ -101,7 +104,7 @@ class StepReads:
 class Region:
     """Where the keys of one session lie in a set of layers: `region` slots for each KV head, from a layer's start."""
 
-    starts: Mapping[int, int]  # first buffer row, by layer
+    starts: Mapping[int, int]  # first buffer vector, by layer
     heads: int
     region: int
 
@@ -134,7 +137,7 @@ class DenseView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CausalView:
-    """Reads the first `count` slots, where each holds its own position and the step's rows are the last of them."""
+    """Reads the first `count` slots, where slot i holds position i and the step's own entries are the last."""
 
     region: Region
     count: int
@@ -154,12 +157,12 @@ class CausalView:
 
 
 class EntrySource(Protocol):
-    """Where the entries of a session are that its regions do not hold."""
+    """Gives the entries of a session that its regions do not hold."""
 
     def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Keys, rotated at their own positions, and values of the positions [first, last): [Hkv, n, D] each.
 
-        In any float dtype, and good until the next call. Raises RestorationFailed if they cannot be had.
+        In any float dtype, and valid until the next call. Raises RestorationFailed if they cannot be restored.
         """
 
 
@@ -170,9 +173,9 @@ def chunks_between(first: int, last: int, size: int) -> tuple[range, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Portion:
-    """Consecutive rows of the step that are read in one operation: the first `count` slots under a mask.
+    """Consecutive queries of the step that are computed in one operation: the first `count` slots under a mask.
 
-    mask: additive, [T, count]; None when each of the rows sees each key.
+    mask: additive, [T, count]; None if each query sees each key.
     """
 
     queries: slice
@@ -182,17 +185,17 @@ class Portion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkView:
-    """Reads resident entries as `DenseView` does, and merges in those that are elsewhere, chunk by chunk.
+    """Reads resident entries as `DenseView` does, and merges in those of `source`, chunk by chunk.
 
         regions      ■ ■ ■ ■                       | ■ ■ ■ ■ ■      resident, one state
-        elsewhere            | c c c | c c c | c |                a state for each chunk: fetched, attended to, let go
+        elsewhere            | c c c | c c c | c |                a state for each chunk: fetched, attended to, dropped
 
-    The states are merged by their log-sum-exps (`kernels/merge.py`), so that the result is attention over all entries,
-    and no more than one chunk of one layer is there at a time. Where chunks begin and end is a function of positions
-    alone, and each query sees every entry of every chunk: they are in an earlier segment.
+    The states are merged by their log-sum-exps (`kernels/merge.py`), so the result is attention over all entries, and
+    only one chunk of one layer is decoded at a time. Where chunks begin and end is a function of positions alone. Each
+    query sees every entry of every chunk: chunks lie in earlier segments.
 
-    portions: all rows of the step; one portion, or in fixed-shape mode one for each row quantum, so that the shape of
-    each operation depends on a row's position alone.
+    portions: all queries of the step. One portion, or in fixed-shape mode one for each token quantum, so that the
+    shape of each operation depends on positions alone.
     """
 
     region: Region
@@ -224,5 +227,5 @@ class ChunkView:
 def _attend(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """The state of these rows. Head sinks are left out of it: they count once, in the end."""
+    """The state of these queries, without head sinks: those are added once, in the end."""
     return attend_state(queries, keys, values, mask, scaling=scoring.scaling, softcap=scoring.softcap)

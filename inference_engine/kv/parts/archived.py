@@ -1,8 +1,8 @@
-"""Layers whose old rows are restored: what a session asks of them, whichever way the rows come back.
+"""Layers whose old entries are archived and restored: what the two kinds have in common.
 
-Rows leave the exact window at a segment boundary, whole segments at once, and go into the archive
-(`kv/archives/restorer.py`). The two kinds differ in how later queries read them: from regions into which they were
-restored (`restored.py`), or from the archive itself, chunk by chunk (`streamed.py`).
+Entries leave the exact window at a segment boundary, whole segments at once, and go into the archive
+(`kv/archives/restorer.py`). Later queries read them from regions into which they were restored (`restored.py`), or
+from the archive itself, chunk by chunk (`streamed.py`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from inference_engine.kv.views import StagedQueries, StepReads
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExactEntries:
-    """One set of alike layers: the regions that their exact rows are kept in, and which positions leave them."""
+    """One set of alike layers: the regions that hold their exact entries, and which positions leave them."""
 
     layers: LayerSet
     regions: LayerEntries
-    window: int | None  # how far back rows can be read
+    window: int | None  # how far back entries can be read
 
     @property
     def layout(self) -> Layout:
@@ -48,7 +48,7 @@ class ExactEntries:
         return np.concatenate([sink, recent])
 
     def leaving(self, before: int, length: int) -> Positions:
-        """Readable positions that leave the exact window while the history goes from `before` to `length`."""
+        """Readable positions that leave the exact window as the history grows from `before` to `length`."""
         first = max(self.layout.sink, self.layout.horizon(before))
         if self.window is not None:
             first = max(first, self.layout.segment_start(length) - self.window)
@@ -59,7 +59,7 @@ class ExactEntries:
         self.regions.held[:] = -1
 
     def moved(self, keys: Tensor, shifts: Positions) -> Tensor:
-        """Keys [layers, n, Hkv, D] of any of these layers, each moved by its shift."""
+        """Keys [layers, n, Hkv, D] of any of these layers, each rotated by its shift."""
         if not len(shifts):
             return keys
         by_head = keys.transpose(1, 2)
@@ -69,13 +69,13 @@ class ExactEntries:
 
 
 def reserve_exact_entries(context: KVContext, placement: Placement) -> list[ExactEntries] | None:
-    """Take the regions of exact rows from the pool; None, and nothing taken, if there is no room."""
+    """Reserve the regions of exact entries; None, and nothing taken, if the pool has no room."""
     taken: list[ExactEntries] = []
     for layers, pair in placement.archived:
         regions = LayerEntries.reserve(context, layers, pair.exact)
         if regions is None:
-            for rows in taken:
-                rows.regions.release()
+            for exact in taken:
+                exact.regions.release()
             return None
         taken.append(ExactEntries(layers, regions, pair.active.window))
     return taken
@@ -94,15 +94,15 @@ class ArchivedEntries(Part):
         self._strategy = strategy
         self._sets = sets
         self._archive = archive
-        self._replays = restorer is not None and restorer.replays  # entries come back by running the model again
+        self._replays = restorer is not None and restorer.replays  # entries are recomputed by the model
 
     @classmethod
     def reserve(
         cls, context: KVContext, strategy: KVStrategy, placement: Placement, *, sustained: KVContext
     ) -> ArchivedEntries | None:
-        """Take what is sustained from the pool; None, and nothing taken, if there is no room.
+        """Reserve the sustained memory; None, and nothing taken, if the pool has no room.
 
-        sustained: the context whose pool it is taken from. What waking takes comes from that of `context`.
+        sustained: the context whose pool it comes from. What waking takes comes from the pool of `context`.
         """
         assert placement.restorer is not None
         sets = reserve_exact_entries(sustained, placement)
@@ -113,8 +113,8 @@ class ArchivedEntries(Part):
             archive = placement.restorer.open(sustained, placement.kept)
         finally:
             if archive is None:
-                for rows in sets:
-                    rows.regions.release()
+                for exact in sets:
+                    exact.regions.release()
         return None if archive is None else cls(context, strategy, sets, archive)
 
     @property
@@ -145,9 +145,9 @@ class ArchivedEntries(Part):
             regions.reject(positions)
 
     def commit(self, before: int, length: int, rejected: Positions, *, is_replay: bool = False) -> None:
-        """Entries that left the exact window go into the archive, and are read as it gives them back.
+        """Archive the entries that left the exact window. From then on, queries read what the archive restores.
 
-        Whether they are finite is found out later.
+        `require_finite` reports later whether they are finite.
         """
         for regions in self.regions:
             regions.commit(before, length, rejected, is_replay=is_replay)
@@ -155,7 +155,7 @@ class ArchivedEntries(Part):
             return
         if length > before:
             self.require_finite()
-        leaving = [rows.leaving(before, length) for rows in self._sets]
+        leaving = [exact.leaving(before, length) for exact in self._sets]
         if not self._replays and any(len(positions) for positions in leaving):
             self._keep(leaving, before, length)
         self._archive.commit(length)
@@ -166,8 +166,8 @@ class ArchivedEntries(Part):
             regions.evict(before, length)
 
     def replay_end(self, length: int) -> int:
-        """Every layer has its exact entries from there on."""
-        return min(rows.layout.horizon(length) for rows in self._sets) if self._replays else 0
+        """From that position on, every layer has its exact entries."""
+        return min(exact.layout.horizon(length) for exact in self._sets) if self._replays else 0
 
     def ask_finite(self) -> None:
         self._archive.ask_finite()
@@ -181,8 +181,8 @@ class ArchivedEntries(Part):
     def _keep(self, leaving: Sequence[Positions], before: int, length: int) -> None:
         try:
             firsts = [
-                _first_positions(rows, regions, before, length)
-                for rows, regions in zip(self._sets, self.regions, strict=True)
+                _first_positions(exact, regions, before, length)
+                for exact, regions in zip(self._sets, self.regions, strict=True)
             ]
             if any(len(positions) for positions in firsts):
                 self._archive.begin(self._blocks(firsts))
@@ -193,46 +193,46 @@ class ArchivedEntries(Part):
 
     @abstractmethod
     def _replace(self, leaving: Sequence[Positions]) -> None:
-        """See to it that these entries are read as the archive gives them back."""
+        """Make later queries read these entries as the archive restores them."""
 
     # -- as a whole ------------------------------------------------------------------------------------------------
 
     def copy_from(self, other: Self, length: int) -> None:
-        for rows, theirs in zip(self._sets, other._sets, strict=True):
-            rows.regions.copy_from(theirs.regions, length)
+        for exact, theirs in zip(self._sets, other._sets, strict=True):
+            exact.regions.copy_from(theirs.regions, length)
         kept = self._kept(length)
         self._archive.load(kept, other._archive.save(kept))
 
     def save(self, length: int) -> Saved:
         """The exact entries, and what the archive keeps."""
         saved: Saved = {"archive": self._archive.save(self._kept(length))}
-        for index, rows in enumerate(self._sets):
-            saved = {**saved, **under(index, rows.regions.save(length))}
+        for index, exact in enumerate(self._sets):
+            saved = {**saved, **under(index, exact.regions.save(length))}
         return saved
 
     def load(self, length: int, saved: Saved) -> None:
-        for index, rows in enumerate(self._sets):
-            rows.regions.load(length, saved_under(index, saved))
+        for index, exact in enumerate(self._sets):
+            exact.regions.load(length, saved_under(index, saved))
         self._archive.load(self._kept(length), saved["archive"])
 
     def _kept(self, length: int) -> list[Positions]:
-        """What a history of `length` has in the archive, per set of layers."""
-        return [rows.leaving(0, length) for rows in self._sets]
+        """The archived positions of a history of `length`, per set of layers."""
+        return [exact.leaving(0, length) for exact in self._sets]
 
     @property
     def floor(self) -> int:
         return 0
 
     def forget(self, floor: int, length: int) -> None:
-        for rows in self._sets:
-            rows.wipe()
+        for exact in self._sets:
+            exact.wipe()
         self._archive.forget()
 
     def release(self) -> None:
         with ExitStack() as stack:
             stack.callback(self._archive.release)
-            for rows in self._sets:
-                stack.callback(rows.regions.release)
+            for exact in self._sets:
+                stack.callback(exact.regions.release)
 
     # -- facts -----------------------------------------------------------------------------------------------------
 
@@ -244,19 +244,19 @@ class ArchivedEntries(Part):
             regions.check(length, cached)
 
     def _counts(self, length: int) -> list[int]:
-        return [max(0, rows.layout.horizon(length) - rows.layout.sink) for rows in self._sets]
+        return [max(0, exact.layout.horizon(length) - exact.layout.sink) for exact in self._sets]
 
     def _blocks(self, positions: Sequence[Positions]) -> list[EntryBlock]:
         blocks = []
-        for rows, regions, wanted in zip(self._sets, self.regions, positions, strict=True):
+        for exact, regions, wanted in zip(self._sets, self.regions, positions, strict=True):
             keys, values = regions.read_entries(wanted)
-            blocks.append(EntryBlock(wanted, rows.moved(keys.float(), -wanted), values.float()))
+            blocks.append(EntryBlock(wanted, exact.moved(keys.float(), -wanted), values.float()))
         return blocks
 
 
-def _first_positions(rows: ExactEntries, regions: LayerEntries, before: int, length: int) -> Positions:
-    """If these layers' first rows leave the exact window now: every position after the sink that the regions hold."""
-    layout = rows.layout
+def _first_positions(exact: ExactEntries, regions: LayerEntries, before: int, length: int) -> Positions:
+    """Every position after the sink in the regions, if the first entries of these layers leave now; otherwise none."""
+    layout = exact.layout
     if not layout.horizon(before) <= layout.sink < layout.horizon(length):
         return np.zeros(0, dtype=np.int64)
     first = max(layout.sink, regions.layout.horizon(length - 1))

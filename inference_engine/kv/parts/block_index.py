@@ -1,8 +1,8 @@
-"""What is known of each block of entries, and queries that read the blocks that matter most to them.
+"""A summary of each block of entries, and queries that read only the blocks with the highest scores.
 
 A block's summary lies in the regions, behind the entries: the smallest and largest of each key channel, or the mean. It
-is made when the block is whole, from committed keys. Generated tokens read sink, window and the blocks of the highest
-scores (`kernels/gather.py`); appended tokens read everything.
+is made from committed keys when the block is full. Generated tokens read the sink, the window and the blocks with the
+highest scores (`kernels/gather.py`); appended tokens read everything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_SELECTING_QUERIES = 32
 
 
 def summaries(keys: Tensor, selector: BlockSelector) -> tuple[Tensor, Tensor]:
-    """What the selector's scorer wants to know of each block: [..., S, D] -> two of [..., B, D]."""
+    """The summary of each block for the selector's scorer: [..., S, D] -> two of [..., B, D]."""
     if selector.scorer == "mean":
         means = block_means(keys, selector.block)
         return means, means
@@ -51,7 +51,7 @@ class BlockIndex(LayoutPart):
 
     @staticmethod
     def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:  # noqa: ARG004
-        """Summaries lie in the regions."""
+        """Nothing: summaries lie in the regions."""
         return Need()
 
     @classmethod
@@ -63,7 +63,7 @@ class BlockIndex(LayoutPart):
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
         if not queries.has_generated:
             return True
-        # Rows that choose blocks are served one by one, and not beside others of their session that do not.
+        # The operation over regions takes few queries that choose blocks, and none of the same session that do not.
         fits = queries.count <= _MOST_SELECTING_QUERIES and self._slots.layout.blocks <= most_blocks(step.geometry)
         return fits and self._selector.scorer == "bounds" and not queries.has_appended
 
@@ -82,10 +82,10 @@ class BlockIndex(LayoutPart):
         return self.gather_view(queries, step, inner() if queries.has_appended else None)
 
     def gather_view(self, queries: StagedQueries, step: StepReads, dense: View | None) -> GatherView:
-        """dense: for the rows that read everything; None if there are none."""
+        """dense: the view of queries that read everything; None if there are none."""
         selector, layout = self._selector, self._slots.layout
-        rows = queries.generated_queries
-        positions = queries.positions[rows]
+        generated = queries.generated_queries
+        positions = queries.positions[generated]
         width = selector.sink_tokens + selector.window + selector.block if step.is_fixed_shape else None
         always = always_read(
             positions, selector.local_starts(positions), sink=selector.sink_tokens, device=step.device, width=width
@@ -95,7 +95,7 @@ class BlockIndex(LayoutPart):
             selector=selector,
             capacity=layout.capacity,
             summaries_from=layout.summaries_from,
-            generated=torch.from_numpy(rows).to(step.device),
+            generated=torch.from_numpy(generated).to(step.device),
             always=always,
             candidates=distant_blocks(always, block=selector.block, count=layout.blocks),
             one_by_one=step.is_fixed_shape,
@@ -142,36 +142,36 @@ class BlockIndex(LayoutPart):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatherView:
-    """Reads the chosen blocks for the rows `generated`, and as `dense` does for the others."""
+    """Reads the chosen blocks for the queries `generated`, and as `dense` for the others."""
 
     region: Region
     selector: BlockSelector
     capacity: int
     summaries_from: int  # first slot of the blocks' summaries
-    generated: Tensor  # row numbers [G]
-    always: Always  # of these rows
+    generated: Tensor  # indexes of queries [G]
+    always: Always  # of these queries
     candidates: Tensor  # [G, B]
-    one_by_one: bool  # shapes that do not depend on which rows share a step
-    dense: View | None  # None: every row is generated
+    one_by_one: bool  # shapes that do not depend on which queries share a step
+    dense: View | None  # None: every query is generated
     on_choice: OnChoice | None = None
 
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
         out = torch.zeros_like(queries) if self.dense is None else self.dense.read(layer, queries, buffer, scoring)
-        rows = range(len(self.generated)) if self.one_by_one else (slice(None),)
-        for row in rows:
-            some = slice(row, row + 1) if isinstance(row, int) else row
+        indexes = range(len(self.generated)) if self.one_by_one else (slice(None),)
+        for index in indexes:
+            some = slice(index, index + 1) if isinstance(index, int) else index
             place = self.generated[some]
             out[place] = self.gather(layer, queries[place], some, buffer, scoring).to(out.dtype)
         return out
 
-    def gather(self, layer: int, queries: Tensor, rows: slice, buffer: KVBuffer, scoring: Scoring) -> Tensor:
-        """[T, Hq, D] for the queries of the generated rows `rows`."""
+    def gather(self, layer: int, queries: Tensor, some: slice, buffer: KVBuffer, scoring: Scoring) -> Tensor:
+        """[T, Hq, D] for the generated queries `some`."""
         out, _ = gather_attend(
             queries,
             self.region.slots(buffer.keys, layer, 0, self.capacity),
             self.region.slots(buffer.values, layer, 0, self.capacity),
-            self.select(layer, queries, rows, buffer, scoring),
-            self.always.of(rows),
+            self.select(layer, queries, some, buffer, scoring),
+            self.always.of(some),
             block=self.selector.block,
             scaling=scoring.scaling,
             softcap=scoring.softcap,
@@ -179,8 +179,8 @@ class GatherView:
         )
         return out
 
-    def select(self, layer: int, queries: Tensor, rows: slice, buffer: KVBuffer, scoring: Scoring) -> Tensor:
-        """The distant blocks that these rows read: [T, Hkv, K], -1 for none."""
+    def select(self, layer: int, queries: Tensor, some: slice, buffer: KVBuffer, scoring: Scoring) -> Tensor:
+        """The distant blocks that these queries read: [T, Hkv, K], -1 for none."""
         blocks = self.candidates.shape[1]
         low = self.region.slots(buffer.keys, layer, self.summaries_from, blocks)
         if self.selector.scorer == "mean":
@@ -188,7 +188,7 @@ class GatherView:
         else:
             high = self.region.slots(buffer.values, layer, self.summaries_from, blocks)
             scores = bounds_scores(queries, low, high, scoring.scaling)
-        candidates = self.candidates[rows]
+        candidates = self.candidates[some]
         chosen = select(scores, candidates, self.selector.count, searched=False).blocks
         if self.on_choice is not None:
             self.on_choice(layer, scores, candidates, chosen)

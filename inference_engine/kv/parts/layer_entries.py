@@ -1,8 +1,8 @@
-"""The entries of alike layers of one session: their slots, and what leaves, stays and is read.
+"""The entries of alike layers of one session: which are written, read and evicted.
 
 Slots are wiped when they are opened, rejected or evicted, so that the regions' bytes are a function of the committed
-entries alone. Entries leave at segment boundaries, whole segments at once (`kv/layout.py` says which), and the sink is
-moved up to the oldest entry that stays. What a strategy adds to that, an index of blocks say, is a `LayerPart`.
+entries alone. Entries are evicted at segment boundaries, whole segments at once (`kv/layout.py` says which). The sink
+then moves up to the oldest entry that stays. What a strategy adds, such as a block index, is a `LayerPart`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from inference_engine.kv.views import CausalView, DenseView, StagedQueries, Step
 
 
 def region_demand(geometry: Geometry, layers: LayerSet, layout: Layout) -> Demand:
-    """What the regions of one layer of the set need of the pool."""
+    """The memory that the regions of one layer of the set need."""
     unit = geometry.alignment
     elements = layers.kv_heads * layout.region * layers.head_dim
     return Demand(head_dim=layers.head_dim, elements=-(-elements // unit) * unit)
@@ -48,14 +48,14 @@ def region_demand(geometry: Geometry, layers: LayerSet, layout: Layout) -> Deman
 class LayerEntries(LayerSlots, Part):
     """A set of alike layers, and the mechanisms that belong to them."""
 
-    # A new mechanism of layers is a file and its name here.
+    # To add a mechanism of layers, add its file and its name here.
     KINDS: ClassVar[tuple[type[LayoutPart], ...]] = (BlockIndex, OffloadedBlocks, QueryCache)
 
     parts: list[LayerPart] = field(default_factory=list)
 
     @classmethod
     def need(cls, geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
-        """What a set takes: each layer's regions, then what its parts take."""
+        """The memory of a set: each layer's regions, then its parts."""
         regions = Need(demands=(region_demand(geometry, layers, layout),) * len(layers.layers))
         return sum((kind.need(geometry, layers, layout) for kind in cls._kinds(layout)), start=regions)
 
@@ -67,10 +67,10 @@ class LayerEntries(LayerSlots, Part):
     def reserve(
         cls, context: KVContext, layers: LayerSet, layout: Layout, prefix: SharedPrefix | None = None
     ) -> LayerEntries | None:
-        """Take the regions from the pool; None, and nothing taken, if there is no room.
+        """Reserve the regions; None, and nothing taken, if the pool has no room.
 
-        prefix: where the entries before `layout.base` are; its allocations are the caller's to borrow. Raises
-        Overloaded, with nothing taken, if the second tier cannot be had after all.
+        prefix: where the entries before `layout.base` lie; the caller borrows its allocations. Raises Overloaded, with
+        nothing taken, if the second tier has no room after all.
         """
         assert layout.base == (0 if prefix is None else prefix.end)
         need = cls.need(context.geometry, layers, layout)
@@ -106,7 +106,7 @@ class LayerEntries(LayerSlots, Part):
     # -- entries that other sessions read --------------------------------------------------------------------------
 
     def piece(self, length: int) -> Piece:
-        """The entries that the regions hold of a history of `length`, for a fork to read. All of them have to stay."""
+        """The entries of a history of `length` in these regions, for a fork to read. None of them may be evicted."""
         base = self.layout.base
         return Piece(allocation=self.allocation, region=self.region, base=base, first=base, last=length)
 
@@ -154,22 +154,23 @@ class LayerEntries(LayerSlots, Part):
         queries.views.update(dict.fromkeys(self.layer_set.layers, view()))
 
     def _has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
-        """May the step's one operation over regions do what a view would?"""
+        """Can these queries read by numbers, in the step's one operation over regions?"""
         if not step.attends_together or queries.count > step.most_queries:
             return False
         return all(part.has_numbers(queries, step) for part in self.parts)
 
     def _dense_view(self, queries: StagedQueries, step: StepReads) -> View:
-        """For queries that read every entry, all of them in the regions."""
+        """The view of queries that read every entry, all of them in regions."""
         count = self.slot_count(queries.end)
         if self._is_causal(queries.positions, count, step):
             return CausalView(region=self.region, count=count)
         return DenseView(region=self.region, count=count, mask=self.mask(queries.positions, count, step))
 
     def _is_causal(self, positions: Positions, count: int, step: StepReads) -> bool:
-        """Are the first `count` slots the positions up to the last of these rows, and do rows see all up to their own?
+        """Do the first `count` slots hold all positions up to the last query, and does each query see all up to its
+        own?
 
-        Only where the device's operations are used: others give other bits than under a mask.
+        Only where the device's fused operations are used: without a mask, results differ in their last bits.
         """
         if not step.attends_together or len(positions) == 1:
             return False
@@ -195,7 +196,7 @@ class LayerEntries(LayerSlots, Part):
             part.evict(before, length)
 
     def let_leave(self, length: int) -> None:
-        """Wipe what no query of a history of `length` reads here; the sink moves up to the oldest entry that stays."""
+        """Evict what no query of a history of `length` reads here; move the sink up to the oldest entry that stays."""
         leaving = np.flatnonzero((self.held >= self.layout.sink) & (self.held < self.layout.horizon(length)))
         for part in self.parts:
             part.leave(np.sort(self.held[leaving]))
@@ -204,13 +205,13 @@ class LayerEntries(LayerSlots, Part):
         self._move_sink(length)
 
     def _keep_sink(self, before: int, length: int) -> None:
-        """Keep the sink's keys where they are, too, while the history goes from `before` to `length`."""
+        """Copy new keys of the sink to the spare slots, rotated at their own positions."""
         sink = np.arange(before, min(length, self.layout.spare), dtype=np.int64)
         if len(sink):
             self.put(self.buffer.keys, self.layout.capacity + sink, self.gather(self.buffer.keys, sink))
 
     def _move_sink(self, length: int) -> None:
-        """Let the sink's keys stand right before the oldest entry. Always from the copies, so no error adds up."""
+        """Rotate the sink's keys to right before the oldest entry. Always from the copies, so no error adds up."""
         shift = self.layout.sink_shift(length)
         if not shift:
             return
@@ -236,7 +237,7 @@ class LayerEntries(LayerSlots, Part):
                 part.copy_from(theirs[type(part)], length)
 
     def _has_slots_of(self, other: LayerEntries) -> bool:
-        """Is each position in the same slot?"""
+        """Do both have each position in the same slot?"""
         ours, theirs = self.layout, other.layout
         return ours.base == theirs.base and (ours.window is None or ours.capacity == theirs.capacity)
 
@@ -247,7 +248,7 @@ class LayerEntries(LayerSlots, Part):
         return saved
 
     def _saved_entries(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Positions [n], and keys and values [layers, n, Hkv, D], a segment of them at a time."""
+        """Positions [n], keys and values [layers, n, Hkv, D], one segment at a time."""
         for part in self.parts:
             for positions, keys, values in part.earlier_entries():
                 yield torch.from_numpy(positions), keys, values
@@ -260,7 +261,7 @@ class LayerEntries(LayerSlots, Part):
     def load(self, length: int, saved: Saved) -> None:
         self.wipe(np.arange(self.paged_slots(length), dtype=np.int64))
         for positions, keys, values in saved["entries"]:
-            own = positions.numpy() >= self.layout.base  # of others a shared prefix holds the entries
+            own = positions.numpy() >= self.layout.base  # the others lie in a shared prefix
             if own.any():
                 first = int(own.argmax())
                 self.write_entries(positions.numpy()[first:], keys[:, first:], values[:, first:])

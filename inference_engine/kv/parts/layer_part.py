@@ -16,47 +16,47 @@ from inference_engine.kv.views import StagedQueries, StepReads, View
 
 
 class LayerPart(Part):
-    """An index, a cache, entries that lie elsewhere."""
+    """A block index, a query cache, or entries that lie outside the regions."""
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
-        """Can these queries' reads be plan numbers?"""
+        """Can these queries read by plan numbers?"""
         return True
 
     def amend(self, queries: StagedQueries, step: StepReads) -> None:
-        """Change the numbers that say that these queries read all slots of the regions."""
+        """Change the numbers of these queries, which so far read all slots of the regions."""
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
-        """How these queries read; inner: how they would without this part."""
+        """The view by which these queries read; inner: the view without this part."""
         return inner()
 
     def earlier_entries(self) -> Iterator[tuple[Positions, Tensor, Tensor]]:
-        """Entries before those of the regions: positions, and keys and values [layers, n, Hkv, D], a few at a time."""
+        """Entries before those of the regions: positions, keys and values [layers, n, Hkv, D], a chunk at a time."""
         return iter(())
 
     def leave(self, positions: Positions) -> None:
         """These positions are about to be wiped from the regions. Raises RestorationFailed."""
 
     def release(self) -> None:
-        """Its share of the pool goes with that of its layers."""
+        """Nothing to do: its memory is released with its layers."""
 
 
 class LayoutPart(LayerPart):
-    """One that a layout asks for, and that is opened with its layers."""
+    """A part that a layout asks for, opened with its layers."""
 
     @staticmethod
     @abstractmethod
     def is_in(layout: Layout) -> bool:
-        """Does a layout ask for it?"""
+        """Does the layout ask for this part?"""
 
     @staticmethod
     @abstractmethod
     def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
-        """What it takes beside the regions of its layers."""
+        """The memory it takes beside the regions of its layers."""
 
     @classmethod
     @abstractmethod
     def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
-        """Open it for layers that are reserved. starts: the first buffer row of each of its demands.
+        """Open it for layers that are reserved. starts: the first buffer vector of each of its demands.
 
-        Raises Overloaded if the second tier cannot be had after all.
+        Raises Overloaded if the second tier has no room after all.
         """

@@ -1,12 +1,12 @@
-"""Offloaded entries of one session and set of layers: those in the second tier, and the blocks fetched of them.
+"""Offloaded entries of one session and set of layers: those in the second tier, and the blocks fetched from it.
 
-    keep      entries that leave the device, at a segment boundary
-    chunk     all entries of a layer, chunk by chunk, for tokens that read everything
-    fetch     the blocks that a generated token reads, into slots of the session's own regions
+    keep      store entries that leave the device, at a segment boundary
+    chunk     read all entries of a layer, chunk by chunk, for tokens that read everything
+    fetch     copy the blocks that a generated token reads into slots of the session's own regions
 
-Fetched blocks stay where they are until another one needs the place, so that a token which reads what the one before
-it read fetches nothing. Which block is in which place is a function of the committed tokens alone: a rejected one takes
-what it fetched away with it, and what it drove out comes back.
+A fetched block stays in its place until another one needs it, so a token that reads the blocks of the token before
+fetches nothing. Which block is in which place is a function of the committed tokens alone: when a draft token is
+rejected, the blocks that it fetched leave and those that it displaced come back.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OffloadedEntries:
         kv_heads: int,
         head_dim: int,
     ) -> None:
-        """Opens a store for the entries. starts: the first buffer row of each layer's regions. Raises Overloaded."""
+        """Opens a store for the entries. starts: the first buffer vector of each layer's regions. Raises Overloaded."""
         self._buffer: KVBuffer = context.pool.buffers[head_dim]
         self._device = context.device
         self.layout = layout
@@ -61,20 +61,20 @@ class OffloadedEntries:
         self._store = context.tier.open(
             chunk_shape(tier, layers=len(layers), kv_heads=kv_heads, head_dim=head_dim, dtype=self._buffer.keys.dtype)
         )
-        self._head_bytes = 2 * head_dim * context.geometry.itemsize  # of one KV head in one layer
-        self.end = layout.sink  # the first position after the sink that is not here
+        self._head_bytes = 2 * head_dim * context.geometry.itemsize  # of one entry's KV head in one layer
+        self.end = layout.sink  # the first position after the sink that is not stored
         self.transfers = Transfers(context.tier.count)
         places = np.full((kv_heads, tier.fetched), -1, dtype=np.int64)
         self._places: dict[int, Blocks] = {layer: places.copy() for layer in layers}
-        # Of the running step and each layer: which blocks were where before it, and after each generated row.
+        # By layer, for the running step: the block in each place before it, and after each generated token.
         self._trail: dict[int, list[tuple[int, Blocks]]] = {}
 
-    # -- rows that leave --------------------------------------------------------------------------------------------
+    # -- entries that leave ----------------------------------------------------------------------------------------
 
     def keep(self, positions: Positions, keys: Tensor, values: Tensor) -> None:
-        """Store rows [layers, n, Hkv, D] of `positions`, which follow those that are here.
+        """Store entries [layers, n, Hkv, D] of `positions`, which follow those stored so far.
 
-        Raises RestorationFailed; the session's rows cannot be trusted any more.
+        Raises RestorationFailed; the session's entries are then unusable.
         """
         if not len(positions):
             return
@@ -92,18 +92,18 @@ class OffloadedEntries:
         self.transfers.add(kept_bytes=states.numel() * states.itemsize)
 
     def save(self) -> Iterator[tuple[Tensor]]:
-        """The stored entries, [layers, 2, Hkv, n, D] of a chunk at a time: views. Fetched blocks are none of them."""
-        rows = self.end - self.layout.sink
-        for chunk, first in enumerate(range(0, rows, self._tier.chunk)):
-            yield (self._store.read(chunk)[:, :, :, : min(self._tier.chunk, rows - first)],)
+        """The stored entries, [layers, 2, Hkv, n, D] of a chunk at a time: views. Without the fetched blocks."""
+        count = self.end - self.layout.sink
+        for chunk, first in enumerate(range(0, count, self._tier.chunk)):
+            yield (self._store.read(chunk)[:, :, :, : min(self._tier.chunk, count - first)],)
 
     def load(self, chunks: Iterable[tuple[Tensor, ...]]) -> None:
-        """Store what was saved of another session of the same rule. Raises OSError."""
+        """Store what another session of the same rule saved. Raises OSError."""
         for chunk, (states,) in enumerate(chunks):
             self._store.write(chunk, 0, states)
             self.end += states.shape[3]
 
-    # -- rows that are read -----------------------------------------------------------------------------------------
+    # -- entries that are read -------------------------------------------------------------------------------------
 
     def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the positions [first, last), which lie in one chunk: [Hkv, n, D] each, on the device."""
@@ -115,9 +115,9 @@ class OffloadedEntries:
         return keys, values
 
     def fetch(self, layer: int, position: int, wanted: Blocks) -> Positions:
-        """Let the blocks [Hkv, K] be in the regions, for the row of `position`: the first slot of each, 0 for none.
+        """Have the blocks [Hkv, K] in the regions, for the query at `position`. Returns their first slots, 0 for none.
 
-        Blocks that never left are where they always were.
+        Blocks that never left the device stay in their own slots.
         """
         size = self._tier.block
         here = (wanted >= 0) & (wanted * size < self.end)
@@ -135,21 +135,21 @@ class OffloadedEntries:
         return slots
 
     def _load(self, layer: int, before: Blocks) -> None:
-        """Copy blocks to their places, where those differ from `before`; wipe what became empty."""
+        """Copy blocks to the places that differ from `before`; wipe those that became empty."""
         places, size = self._places[layer], self._tier.block
         heads, changed = np.nonzero(places != before)
         if not len(heads):
             return
         blocks = places[heads, changed]
         starts = self._starts[layer] + heads * self.layout.region + self.layout.fetched_from + changed * size
-        rows = torch.from_numpy((starts[:, None] + np.arange(size)).reshape(-1)).to(self._device)
+        targets = torch.from_numpy((starts[:, None] + np.arange(size)).reshape(-1)).to(self._device)
         states = torch.stack(
             [self._block(layer, *place) for place in zip(heads.tolist(), blocks.tolist(), strict=True)]
         )
         for target, source in zip(
             (self._buffer.keys, self._buffer.values), states.to(self._device).unbind(1), strict=True
         ):
-            target.index_copy_(0, rows, source.reshape(-1, target.shape[-1]))
+            target.index_copy_(0, targets, source.reshape(-1, target.shape[-1]))
         fetched = int(np.count_nonzero(blocks >= 0))
         self.transfers.add(blocks_fetched=fetched, fetched_bytes=fetched * size * self._head_bytes)
 
@@ -161,10 +161,10 @@ class OffloadedEntries:
         number, begin = divmod(block * size - self.layout.sink, self._tier.chunk)
         return self._store.read(number)[self._index[layer], :, head, begin : begin + size]
 
-    # -- the life of a step -----------------------------------------------------------------------------------------
+    # -- the end of a step ------------------------------------------------------------------------------------------
 
     def commit(self, length: int) -> None:
-        """Have fetched blocks as the last generated row below `length` left them, and count what the step moved."""
+        """Restore the places as the last generated token below `length` left them, and count what the step moved."""
         for layer, trail in self._trail.items():
             after = next(places for position, places in reversed(trail) if position < length)
             before, self._places[layer] = self._places[layer], after
@@ -173,7 +173,7 @@ class OffloadedEntries:
         self.transfers.commit(length)
 
     def forget(self) -> None:
-        """Hold no row any more."""
+        """Drop all entries and fetched blocks."""
         self.end = self.layout.sink
         for layer, before in self._places.items():
             self._places[layer] = np.full_like(before, -1)
@@ -198,23 +198,23 @@ class OffloadedEntries:
 
 
 def chunk_shape(tier: TierLayout, *, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> ChunkShape:
-    """What a set of so many layers needs of the second tier."""
+    """The chunks that a set of so many layers needs in the second tier."""
     return ChunkShape(
         chunks=tier.chunks, layers=layers, kv_heads=kv_heads, chunk_tokens=tier.chunk, head_dim=head_dim, dtype=dtype
     )
 
 
 def _make_room(asked: Blocks, held: Blocks) -> None:
-    """Put the blocks `asked` for [K] (-1: none) that are not in `held` [P] where others are that nobody asked for."""
+    """Put the blocks `asked` for [K] (-1: none) that are not in `held` [P] in places of blocks not asked for."""
     missing = np.setdiff1d(asked[asked >= 0], held)
     free = np.flatnonzero(~np.isin(held, asked[asked >= 0]))
-    # Empty places first: what is there may be asked for again.
+    # Empty places first: the other blocks may be asked for again.
     free = free[np.argsort(held[free] >= 0, kind="stable")]
     held[free[: len(missing)]] = missing
 
 
 class OffloadedBlocks(BlockIndex):
-    """The block index of layers whose distant entries are in the second tier, and those entries."""
+    """The block index of layers whose distant entries lie in the second tier, and those entries."""
 
     def __init__(self, slots: LayerSlots, offloaded: OffloadedEntries) -> None:
         super().__init__(slots)
@@ -227,9 +227,9 @@ class OffloadedBlocks(BlockIndex):
     @staticmethod
     def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
         assert layout.tier is not None
-        rows = layout.tier.chunks * layout.tier.chunk
+        entries = layout.tier.chunks * layout.tier.chunk
         entry_bytes = 2 * layers.kv_heads * layers.head_dim * geometry.itemsize * len(layers.layers)
-        return Need(tier_bytes=rows * entry_bytes)
+        return Need(tier_bytes=entries * entry_bytes)
 
     @classmethod
     def open(cls, slots: LayerSlots, starts: Sequence[int]) -> Self:
@@ -265,7 +265,7 @@ class OffloadedBlocks(BlockIndex):
         return TierView.of(view, self._offloaded, queries.positions[queries.generated_queries])
 
     def _chunks(self, position: int) -> tuple[range, ...]:
-        """Positions that queries in the segment of `position` read from the second tier, chunk by chunk."""
+        """The chunks of positions that queries in the segment of `position` read from the second tier."""
         layout = self._slots.layout
         assert layout.tier is not None
         return chunks_between(layout.sink, layout.horizon(position), layout.tier.chunk)
@@ -304,39 +304,39 @@ class OffloadedBlocks(BlockIndex):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierView(GatherView):
-    """Reads each row's blocks from the regions, after those that were not there were fetched into them.
+    """Reads each query's blocks from the regions; blocks in the second tier are fetched into them first.
 
         position   0 … 127 | 128 … 255 | 256 … 383 | 384 … 895 | 896 … 1500     sink, window 512, resident from 896 on
         a block    at hand | fetched   |           | fetched   | at hand
 
-    What is read, and in which order, is what `GatherView` reads. A row is read at a time: its blocks have to be in the
-    regions together, and there is room for those of one row. Which blocks they are has to be known on the host, which
-    asks the second tier for them: one synchronisation for each layer and row.
+    It reads the same entries in the same order as `GatherView`, one query at a time: the regions have room for the
+    fetched blocks of one query. The host must know which blocks to ask the second tier for: one synchronisation for
+    each layer and query.
     """
 
     tier: OffloadedEntries
-    positions: tuple[int, ...]  # of the generated rows
-    always_slots: Tensor  # [G, A]: where the rows that are always read lie; 0 for padding
+    positions: tuple[int, ...]  # of the generated queries
+    always_slots: Tensor  # [G, A]: slots of the entries that are always read; 0 for padding
 
     @staticmethod
     def of(view: GatherView, tier: OffloadedEntries, positions: Positions) -> TierView:
-        """`view`, where its rows are in two tiers."""
+        """`view` over entries in two tiers."""
         given = {field.name: getattr(view, field.name) for field in fields(view)}
-        rows = view.always.positions
-        slots = torch.from_numpy(tier.layout.slots(rows.clamp(min=0).cpu().numpy())).to(rows.device)
+        always = view.always.positions
+        slots = torch.from_numpy(tier.layout.slots(always.clamp(min=0).cpu().numpy())).to(always.device)
         return TierView(
             **{**given, "one_by_one": True}, tier=tier, positions=tuple(positions.tolist()), always_slots=slots
         )
 
-    def gather(self, layer: int, queries: Tensor, rows: slice, buffer: KVBuffer, scoring: Scoring) -> Tensor:
-        kept = self.select(layer, queries, rows, buffer, scoring)  # [1, Hkv, K]
-        firsts = self.tier.fetch(layer, self.positions[rows.start], kept[0].cpu().numpy())
+    def gather(self, layer: int, queries: Tensor, some: slice, buffer: KVBuffer, scoring: Scoring) -> Tensor:
+        kept = self.select(layer, queries, some, buffer, scoring)  # [1, Hkv, K]
+        firsts = self.tier.fetch(layer, self.positions[some.start], kept[0].cpu().numpy())
         size = self.selector.block
         in_blocks = torch.from_numpy(firsts).to(kept.device)[None, :, :, None] + torch.arange(size, device=kept.device)
-        always = self.always.positions[rows, None].expand(-1, kept.shape[1], -1)
-        # Sink and window are whole blocks here, so that a distant block is read as a whole.
+        always = self.always.positions[some, None].expand(-1, kept.shape[1], -1)
+        # Sink and window are whole blocks here, so a distant block is read whole.
         meant = (kept >= 0)[..., None].expand(-1, -1, -1, size)
-        slots = torch.cat([self.always_slots[rows, None].expand_as(always), in_blocks.flatten(2)], dim=-1)
+        slots = torch.cat([self.always_slots[some, None].expand_as(always), in_blocks.flatten(2)], dim=-1)
         seen = torch.cat([always >= 0, meant.flatten(2)], dim=-1)
         slots = slots.where(seen, 0)
         keys, values = (

@@ -1,11 +1,11 @@
-"""A cache of past queries: what generated tokens leave for later ones that match them, a ring for each layer.
+"""The query cache: past queries of generated tokens, which later ones may match. A ring buffer for each layer.
 
     in K   queries [Hq, ring, D] float32 · lses [Hq, ring] float32
     in V   positions [ring] int64 · outs [Hq, ring, D] float32 · depths [Hq, ring] int32
 
-It lies in the session's allocation. What a step leaves waits here and is written when its tokens are committed; that of
-rejected ones was never there. Zeros are an empty ring: an entry of position 0 has no prefix to give, and is never
-matched (`kernels/mac.py`). Queries are kept in float32 whatever the model computes in, for K and V have equal room.
+It lies in the session's allocation. A step's queries are written when their tokens are committed, those of rejected
+tokens never. Zeros mean an empty ring buffer: the query of position 0 has no prefix to reuse, and is never matched
+(`kernels/mac.py`). Queries are float32 whatever the model's dtype, so that K and V need equal room.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from inference_engine.kv.views import Region, Scoring, StagedQueries, StepReads,
 
 
 def query_cache_demand(geometry: Geometry, layer: int, matcher: QueryMatcher) -> Demand:
-    """What the ring of one layer needs of the pool."""
+    """The memory that the query cache of one layer needs."""
     shape = geometry.layers[layer]
     unit = geometry.alignment * geometry.itemsize
     value_bytes = matcher.ring * (8 + shape.query_heads * (shape.head_dim + 1) * 4)  # K takes a little less
@@ -40,10 +40,10 @@ def query_cache_demand(geometry: Geometry, layer: int, matcher: QueryMatcher) ->
 
 
 class PastQueries:
-    """The rings of some layers."""
+    """The ring buffers of some layers."""
 
     def __init__(self, matcher: QueryMatcher, starts: Mapping[int, int], context: KVContext) -> None:
-        """starts: the first buffer row of each layer's ring."""
+        """starts: the first buffer vector of each layer's ring buffer."""
         self.matcher = matcher
         self.totals: dict[int, MatchTotals] = {}
         shapes = context.geometry.layers
@@ -55,26 +55,26 @@ class PastQueries:
         }
         self._pending: dict[int, list[tuple[MacEntry, MacStats]]] = {}
         self._is_staged = False
-        self.is_used = False  # was an entry ever committed?
+        self.is_used = False  # was a query ever committed?
 
     def stage(self) -> None:
-        """Get ready for generated tokens. What an earlier session left in the allocation is wiped before the first."""
+        """Prepare for generated tokens. Before the first, wipe what an earlier session left in the allocation."""
         self._pending = {}
         self._is_staged = True
         if not self.is_used:
             self._wipe()
 
     def state(self, layer: int, count: int) -> MacState:
-        """What `count` generated tokens of one step may match. For several it is a copy, to which to add theirs."""
+        """What `count` generated tokens of one step may match. For several it is a copy, to which theirs are added."""
         state = self._states[layer]
         return state if count == 1 else state.with_pending([])
 
     def leave(self, layer: int, left: Sequence[tuple[MacEntry, MacStats]]) -> None:
-        """Remember what the step's generated tokens leave, should they be committed."""
+        """Hold the queries of the step's generated tokens until they are committed."""
         self._pending[layer] = list(left)
 
     def commit(self, length: int) -> None:
-        """Write what tokens below `length` leave; forget the others."""
+        """Write the queries of tokens below `length`; drop the others."""
         pending, self._pending, self._is_staged = self._pending, {}, False
         for layer, left in pending.items():
             accepted = [(entry, stats) for entry, stats in left if entry.position < length]
@@ -85,14 +85,14 @@ class PastQueries:
                 self.totals[layer] = self.totals[layer].plus(totals) if layer in self.totals else totals
 
     def load(self, allocations: Iterable[tuple[Tensor, ...]]) -> None:
-        """Hold what the committed tokens of another session left, as bytes. The totals of its matches stay its own."""
+        """Copy the query cache of another session, as bytes, without the totals of its matches."""
         for own, given in zip(self.allocations, allocations, strict=False):
             for half, source in zip(own, given, strict=True):
                 half.copy_(source)
             self.is_used = True
 
     def forget(self) -> None:
-        """Remember nothing any more. The totals of past matches stay."""
+        """Empty the cache. The totals of past matches stay."""
         if self.is_used:
             self._wipe()
         self._pending, self._is_staged, self.is_used = {}, False, False
@@ -103,12 +103,12 @@ class PastQueries:
                 half.zero_()
 
     def held_bytes(self) -> int:
-        """Rings are held whole from the first generated token on."""
+        """Whole ring buffers, from the first generated token on."""
         return sum(state.nbytes for state in self._states.values()) if self.is_used or self._is_staged else 0
 
 
 class QueryCache(LayoutPart):
-    """The rings of a set of layers as a part of a session."""
+    """The query cache of a set of layers, as a part of a session."""
 
     def __init__(self, slots: LayerSlots, past: PastQueries) -> None:
         self._slots = slots
@@ -139,13 +139,13 @@ class QueryCache(LayoutPart):
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         if not queries.has_generated:
             return inner()
-        rows = queries.generated_queries
+        generated = queries.generated_queries
         return MacView(
             region=self._slots.region,
             past=self._past,
-            generated=torch.from_numpy(rows).to(step.device),
-            positions=queries.positions[rows].tolist(),
-            unrotations=_unrotations(self._slots, queries.positions[rows]),
+            generated=torch.from_numpy(generated).to(step.device),
+            positions=queries.positions[generated].tolist(),
+            unrotations=_unrotations(self._slots, queries.positions[generated]),
             dense=inner() if queries.has_appended else None,
         )
 
@@ -153,7 +153,7 @@ class QueryCache(LayoutPart):
         self._past.commit(length)
 
     def save(self, length: int) -> Saved:
-        """What the committed tokens left, as bytes, layer by layer."""
+        """The cache as bytes, layer by layer."""
         return {"query_cache": self._past.allocations if self._past.is_used else ()}
 
     def load(self, length: int, saved: Saved) -> None:
@@ -171,18 +171,18 @@ class QueryCache(LayoutPart):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MacView:
-    """Lets the rows `generated` take over what earlier ones saw, one after another; reads as `dense` for the others.
+    """Lets the queries `generated` reuse the attention of earlier ones, one by one; reads as `dense` for the others.
 
-    What a row leaves is found by the later rows of the step at once, and by later steps if the row is committed. Each
-    row is an operation of its own, with shapes that depend on its position alone.
+    A later query of the same step can match an earlier one at once; later steps can, if its token is committed. Each
+    query is an operation of its own, with shapes that depend on its position alone.
     """
 
     region: Region
     past: PastQueries
-    generated: Tensor  # row numbers [G]
-    positions: Sequence[int]  # of these rows
-    unrotations: Tensor  # [G, D, D]: what a rotated query of each row is multiplied by to be as it was before
-    dense: View | None  # None: every row is generated
+    generated: Tensor  # indexes of queries [G]
+    positions: Sequence[int]  # of these queries
+    unrotations: Tensor  # [G, D, D]: by query, the matrix that undoes its rotation
+    dense: View | None  # None: every query is generated
 
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
         out = torch.zeros_like(queries) if self.dense is None else self.dense.read(layer, queries, buffer, scoring)
@@ -193,7 +193,7 @@ class MacView:
         state = self.past.state(layer, len(self.positions))
         outs, left = [], []
         for query, unrotation, position in zip(queries[self.generated], self.unrotations, self.positions, strict=True):
-            row, entry, stats = mac_attend(
+            attended, entry, stats = mac_attend(
                 state,
                 query.float() @ unrotation,
                 query,
@@ -209,7 +209,7 @@ class MacView:
             )
             if len(self.positions) > 1:
                 state.commit([entry])
-            outs.append(row)
+            outs.append(attended)
             left.append((entry, stats))
         self.past.leave(layer, left)
         out[self.generated] = torch.stack(outs).to(out.dtype)
@@ -217,18 +217,18 @@ class MacView:
 
 
 def _unrotations(slots: LayerSlots, positions: Positions) -> Tensor:
-    """[n, D, D], the matrices that undo the rotations of `positions`, so that no layer has to ask for one."""
+    """[n, D, D], the matrices that undo the rotations of `positions`, made once for all layers."""
     context, rotary = slots.context, slots.layer_set.rotary
-    units = torch.eye(slots.head_dim, device=context.device)[:, None]  # [D, 1, D], as if each were a head
+    units = torch.eye(slots.head_dim, device=context.device)[:, None]  # [D, 1, D], each as a head
     shifts = torch.from_numpy(-positions)
     if context.geometry.token_quantum == 1:
         return context.rotate(units.expand(-1, len(shifts), -1), shifts, rotary).transpose(0, 1)
-    # One at a time: an angle's cosine may depend, in its last digit, on those that come with it.
+    # One at a time: the last digit of a cosine may depend on the batch that it is computed in.
     return torch.stack([context.rotate(units, shift, rotary)[:, 0] for shift in shifts[:, None]])
 
 
 def _allocation(context: KVContext, layer: int, start: int, matcher: QueryMatcher) -> tuple[Tensor, Tensor]:
-    """The bytes of a layer's ring, in K and in V."""
+    """The bytes of a layer's ring buffer, in K and in V."""
     demand = query_cache_demand(context.geometry, layer, matcher)
     buffer = context.pool.buffers[demand.head_dim]
     first = start * demand.head_dim
@@ -239,7 +239,7 @@ def _allocation(context: KVContext, layer: int, start: int, matcher: QueryMatche
 
 
 def _state(query_heads: int, head_dim: int, ring: int, allocation: tuple[Tensor, Tensor]) -> MacState:
-    """The allocation's bytes as numbers: views, in the order that the head of this file shows."""
+    """Views of the allocation's bytes, in the order that the head of this file shows."""
     wide, narrow = (query_heads, ring, head_dim), (query_heads, ring)
     queries, lses = _pieces(allocation[0], (torch.float32, wide), (torch.float32, narrow))
     positions, outs, depths = _pieces(

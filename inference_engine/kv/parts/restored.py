@@ -1,11 +1,10 @@
-"""Old rows that are restored into regions when the session wakes.
+"""Old entries that are restored into regions when the session becomes active.
 
-    asleep   exact rows (sink, window) · the archive: codes of the rows between        sustained
-    awake    the same, and regions that hold every readable row, the old ones restored   until it sleeps
+    idle     exact entries (sink, window) · the archive: codes of the entries between        sustained
+    active   the same, and regions that hold every readable entry, the old ones restored     until it is idle
 
-Awake, the regions are all that attention and the life of rows know of. Rows that leave the exact window are put into
-the archive at once, and replaced in the regions by what the archive gives back: a session that was woken reads what one
-that never slept reads.
+While the session is active, attention reads the regions alone. Entries that leave the exact window are archived at
+once, and the regions get what the archive restores: a session reads the same entries whether it was idle or not.
 """
 
 from __future__ import annotations
@@ -25,31 +24,31 @@ from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.strategy import KVStrategy
 
 _FLOAT32_BYTES = 4
-# Decoded rows that an accelerator makes at once: by segments the host would take longer than the device.
+# Decoded entries made at once on an accelerator. In single segments, launching would take longer than the work.
 _DECODED_BYTES = 128 * 2**20
 
 
 class RestoredEntries(ArchivedEntries):
-    """The layers of one session that sleep. Those of a restorer that replays get their old rows by staging."""
+    """The archived layers of one session. With a restorer that replays, their old entries are staged again."""
 
     def __init__(
         self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactEntries], archive: Archive
     ) -> None:
         super().__init__(context, strategy, sets, archive)
         self._regions: tuple[LayerEntries, ...] = ()
-        self._idle_length = 0  # the length when exact rows were last put away
+        self._idle_length = 0  # the length when the session was last idle
 
     @property
     def regions(self) -> tuple[LayerEntries, ...]:
         return self._regions
 
-    # -- waking and sleeping ----------------------------------------------------------------------------------------
+    # -- active and idle --------------------------------------------------------------------------------------------
 
     def wake(self, tokens: int, length: int) -> bool:
         placement = self._strategy.placement(self._context.geometry, tokens)
         regions: list[LayerEntries] = []
-        for rows, (layers, pair) in zip(self._sets, placement.archived, strict=True):
-            assert rows.layers == layers
+        for exact, (layers, pair) in zip(self._sets, placement.archived, strict=True):
+            assert exact.layers == layers
             group = LayerEntries.reserve(self._context, layers, pair.active)
             if group is None:
                 for other in regions:
@@ -78,10 +77,10 @@ class RestoredEntries(ArchivedEntries):
 
     def idle(self, length: int | None) -> None:
         if length is not None:
-            for rows, regions in zip(self._sets, self._regions, strict=True):
-                positions = rows.positions(length)
-                rows.wipe()
-                rows.regions.write_entries(positions, *regions.read_entries(positions))
+            for exact, regions in zip(self._sets, self._regions, strict=True):
+                positions = exact.positions(length)
+                exact.wipe()
+                exact.regions.write_entries(positions, *regions.read_entries(positions))
             self._idle_length = length
         self._drop_regions()
 
@@ -105,14 +104,14 @@ class RestoredEntries(ArchivedEntries):
             super().release()
 
     def _open(self, opened: int, length: int) -> None:
-        """Wipe the pages a history of `length` has beyond those of one of `opened`."""
+        """Wipe the pages that a history of `length` has beyond those of one of `opened`."""
         for regions in self._regions:
             regions.open(regions.paged_slots(opened), regions.paged_slots(length))
 
     def _restore(self, length: int) -> None:
-        # Not all at once: decoding needs some room beside the result.
+        # In parts: decoding needs memory beside its result.
         step = self._tokens_at_once()
-        ranges = [rows.leaving(0, length) for rows in self._sets]
+        ranges = [exact.leaving(0, length) for exact in self._sets]
         for first in range(0, max(len(positions) for positions in ranges), step):
             self._replace([positions[first : first + step] for positions in ranges])
 
@@ -121,19 +120,20 @@ class RestoredEntries(ArchivedEntries):
         geometry = self._context.geometry
         if self._context.device.type == "cpu" or geometry.token_quantum > 1:
             return geometry.segment_tokens
-        numbers = sum(2 * len(rows.layers.layers) * rows.layers.kv_heads * rows.layers.head_dim for rows in self._sets)
+        sets = [exact.layers for exact in self._sets]
+        numbers = sum(2 * len(layers.layers) * layers.kv_heads * layers.head_dim for layers in sets)
         segments = _DECODED_BYTES // (numbers * _FLOAT32_BYTES * geometry.segment_tokens)
         return max(1, segments) * geometry.segment_tokens
 
     def _take_exact_entries(self, length: int) -> None:
-        """Put the exact rows into the regions, and let leave what a history of `length` cannot read any more."""
-        for rows, regions in zip(self._sets, self._regions, strict=True):
-            held = rows.regions.held
+        """Copy the exact entries into the regions, and evict what a history of `length` cannot read any more."""
+        for exact, regions in zip(self._sets, self._regions, strict=True):
+            held = exact.regions.held
             positions = np.sort(held[held >= 0])
-            # A layer with a narrower window of its own has no place for the strategy's sink.
+            # A layer with a narrower native window has no slots for the strategy's sink.
             horizon = regions.layout.horizon(length)
             positions = positions[(positions < regions.layout.sink) | (positions >= horizon)]
-            regions.write_entries(positions, *rows.regions.read_entries(positions))
+            regions.write_entries(positions, *exact.regions.read_entries(positions))
             regions.let_leave(length)
 
     def _drop_regions(self) -> None:
@@ -141,18 +141,18 @@ class RestoredEntries(ArchivedEntries):
         for regions in dropped:
             regions.release()
 
-    # -- rows that leave the exact window ---------------------------------------------------------------------------
+    # -- entries that leave the exact window ------------------------------------------------------------------------
 
     def _replace(self, leaving: Sequence[Positions]) -> None:
-        """Put these archived rows into the regions."""
-        for rows, regions, block in zip(self._sets, self._regions, self._archive.restore(leaving), strict=True):
-            regions.write_entries(block.positions, rows.moved(block.keys, block.positions), block.values)
+        """Write these archived entries, restored, into the regions."""
+        for exact, regions, block in zip(self._sets, self._regions, self._archive.restore(leaving), strict=True):
+            regions.write_entries(block.positions, exact.moved(block.keys, block.positions), block.values)
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
     def add_footprint(self, held: Held, length: int, end: int) -> None:
         held.add(
-            rows=sum(rows.regions.paged_slots(self._idle_length) * rows.regions.entry_bytes for rows in self._sets),
+            rows=sum(exact.regions.paged_slots(self._idle_length) * exact.regions.entry_bytes for exact in self._sets),
             archive=self._archive.held_bytes(self._counts(length)),
             restored=sum(
                 (regions.paged_slots(end) + min(regions.layout.spare, end)) * regions.entry_bytes

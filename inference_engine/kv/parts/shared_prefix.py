@@ -1,12 +1,11 @@
-"""A shared prefix: the entries that a fork reads where the sessions before it hold them.
+"""A shared prefix: entries of earlier sessions that a fork reads in place.
 
-    parent      ■ ■ ■ ■ ■ ■ | ■ ■ ■              goes on behind what it lent
+    parent      ■ ■ ■ ■ ■ ■ | ■ ■ ■              continues behind what it lent
     fork        · · · · · ·   □ □ □ | □          its own regions begin where the prefix ends
     its fork    · · · · · ·   · · ·   ▫ ▫        a prefix of two pieces
 
-Attention reads the pieces where they are: views of the buffer, of which nothing is copied, and to which nothing writes.
-Entries stay where they are as long as a fork borrows the allocation they lie in, whatever becomes of the session it was
-reserved for.
+Attention reads the pieces in place, as views of the buffer: nothing is copied, and nothing writes to them. An
+allocation stays as long as a fork borrows it, even after the session that it was reserved for has ended.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from inference_engine.kv.parts.layer_part import LayerPart
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import Region, Scoring, StagedQueries, StepReads, View, chunks_between
 
-# Each piece is an operation in each layer of each step: a fork of many generations copies instead.
+# Each piece is one operation in each layer of each step. A fork with more ancestors copies instead.
 MOST_PIECES = 4
-# Of a long prefill so many rows are read at a time that there are no more scores at once.
+# A long prefill reads with so few queries at a time that there are no more scores than this.
 _MOST_SCORES = 2**26
 
 
@@ -49,14 +48,14 @@ class SharedPrefix:
     """The pieces of one set of layers, one after another, from position 0 on."""
 
     def __init__(self, pieces: Sequence[Piece], buffer: KVBuffer, *, entry_bytes: int) -> None:
-        """entry_bytes: of a position in all its layers."""
+        """entry_bytes: of one position in all its layers."""
         self.pieces = tuple(pieces)
         self._buffer = buffer
         self._entry_bytes = entry_bytes
 
     @property
     def end(self) -> int:
-        """The first position that is not in it."""
+        """The first position behind the prefix."""
         return self.pieces[-1].last
 
     @property
@@ -87,7 +86,7 @@ class SharedPrefix:
 
 
 class PrefixEntries(LayerPart):
-    """A shared prefix as a part of the layers that go on behind it. What it is made of belongs to others."""
+    """A shared prefix as a part of the layers that continue behind it. Its memory belongs to other sessions."""
 
     def __init__(self, slots: LayerSlots, prefix: SharedPrefix) -> None:
         self._slots = slots
@@ -95,7 +94,7 @@ class PrefixEntries(LayerPart):
 
     @property
     def fits_numbers(self) -> bool:
-        """In the regions of one other session? Then a region goes on from another."""
+        """Is there one piece? Then a region continues another one."""
         return len(self._prefix.pieces) == 1
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
@@ -117,18 +116,18 @@ class PrefixEntries(LayerPart):
         for piece in self._prefix.pieces:
             for chunk in chunks_between(piece.first, piece.last, step):
                 states = [self._prefix.chunk(layer, chunk.start, chunk.stop) for layer in layers]
-                keys, values = (torch.stack(rows).transpose(1, 2) for rows in zip(*states, strict=True))
+                keys, values = (torch.stack(by_layer).transpose(1, 2) for by_layer in zip(*states, strict=True))
                 yield np.array(chunk, dtype=np.int64), keys, values
 
     def forget(self, floor: int, length: int) -> None:
-        """Others hold it."""
+        """Nothing to do: other sessions own the entries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixView:
     """Reads the prefix and the regions behind it, the first `count` slots under a mask, with one softmax.
 
-    mask: [T, count]; None: each query sees each key. Every row of the step is behind the prefix and sees all of it.
+    mask: [T, count]; None: each query sees each key. Every query of the step is behind the prefix and sees all of it.
     """
 
     region: Region
@@ -139,10 +138,10 @@ class PrefixView:
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
         held = [AttentionPart(*states) for states in self.prefix.parts(layer)]
         keys, values = (self.region.slots(states, layer, 0, self.count) for states in (buffer.keys, buffer.values))
-        rows, heads, _ = queries.shape
+        count, heads, _ = queries.shape
         step = max(1, _MOST_SCORES // (heads * (self.prefix.end + self.count)))
         outs = []
-        for first in range(0, rows, step):
+        for first in range(0, count, step):
             some = slice(first, first + step)
             own = AttentionPart(keys, values, None if self.mask is None else self.mask[some])
             outs.append(

@@ -1,10 +1,10 @@
-"""Old rows that are read where they are kept: decoded in attention, a chunk of one layer at a time.
+"""Old entries that stay in the archive: attention decodes them, a chunk of one layer at a time.
 
-    asleep   exact rows (sink, window) · the archive: codes of the rows between        sustained
-    awake    the same, and room for a chunk of one layer: four segments, decoded       until it sleeps
+    idle     exact entries (sink, window) · the archive: codes of the entries between        sustained
+    active   the same, and room for a chunk of one layer: four segments, decoded             until it is idle
 
-Attention reads the exact rows in their regions, which are there at any time, and merges the others in, as described in
-`kv/views.py`. So waking costs nothing, and each step decodes every old row again, in each layer.
+Attention reads the exact entries in their regions, which are always resident, and merges the decoded chunks in
+(`kv/views.py`). So waking costs nothing, and each step decodes every old entry again, in each layer.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from inference_engine.kv.views import EntrySource, StagedQueries, StepReads, Vie
 
 
 class StreamedEntries(ArchivedEntries):
-    """The layers of one session whose old rows stay in the archive: an `EntrySource` of their regions."""
+    """The layers of one session whose old entries stay in the archive: an `EntrySource` for their regions."""
 
     def __init__(
         self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactEntries], archive: Archive
     ) -> None:
         super().__init__(context, strategy, sets, archive)
         assert not self._replays, "entries that are computed again are not local in position"
-        self._set_of = {layer: rows for rows in sets for layer in rows.layers.layers}
+        self._set_of = {layer: exact for exact in sets for layer in exact.layers.layers}
         self._room: _ChunkRoom | None = None
-        for rows in sets:
-            rows.regions.parts.append(StreamedReads(rows.regions, self))
+        for exact in sets:
+            exact.regions.parts.append(StreamedReads(exact.regions, self))
 
     @property
     def regions(self) -> tuple[LayerEntries, ...]:
-        return tuple(rows.regions for rows in self._sets)
+        return tuple(exact.regions for exact in self._sets)
 
     def wake(self, tokens: int, length: int) -> bool:
         placement = self._strategy.placement(self._context.geometry, tokens)
@@ -63,8 +63,8 @@ class StreamedEntries(ArchivedEntries):
             super().release()
 
     def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """The rows of [first, last) in `layer`, as they would be in regions: [Hkv, n, D], in the buffer's type."""
-        assert self._room is not None, "the session sleeps"
+        """The entries of [first, last) in `layer`, as regions would hold them: [Hkv, n, D], in the buffer's dtype."""
+        assert self._room is not None, "the session is idle"
         positions = np.arange(first, last, dtype=np.int64)
         try:
             keys, values = self._archive.restore_layer(layer, positions)
@@ -74,7 +74,7 @@ class StreamedEntries(ArchivedEntries):
             raise RestorationFailed(error) from error
 
     def _replace(self, leaving: Sequence[Positions]) -> None:
-        """Rows that leave the regions are read from the archive from then on."""
+        """Nothing to do: entries that leave the regions are read from the archive."""
 
     def _drop_room(self) -> None:
         room, self._room = self._room, None
@@ -84,7 +84,7 @@ class StreamedEntries(ArchivedEntries):
     def add_footprint(self, held: Held, length: int, end: int) -> None:
         archived = self._counts(length)
         held.add(
-            rows=sum(rows.regions.paged_slots(end) * rows.regions.entry_bytes for rows in self._sets),
+            rows=sum(exact.regions.paged_slots(end) * exact.regions.entry_bytes for exact in self._sets),
             archive=self._archive.held_bytes(archived),
             restored=self._room.nbytes if self._room is not None and any(archived) else 0,
         )
@@ -92,7 +92,7 @@ class StreamedEntries(ArchivedEntries):
 
 
 class StreamedReads(LayerPart):
-    """The reads of a set of layers whose old entries come chunk by chunk."""
+    """The reads of a set of layers whose old entries are decoded chunk by chunk."""
 
     def __init__(self, slots: LayerSlots, source: EntrySource) -> None:
         self._slots = slots
@@ -110,17 +110,17 @@ class StreamedReads(LayerPart):
         return self._slots.chunk_view(queries, step, self._source, chunks) if chunks else inner()
 
     def chunks(self, position: int) -> tuple[range, ...]:
-        """Positions that queries in the segment of `position` read from the archive, chunk by chunk."""
+        """The chunks of positions that queries in the segment of `position` read from the archive."""
         layout = self._slots.layout
         size = SEGMENTS_IN_A_CHUNK * self._slots.context.geometry.segment_tokens
         return chunks_between(layout.sink, layout.horizon(position), size)
 
     def forget(self, floor: int, length: int) -> None:
-        """The archive forgets."""
+        """Nothing to do: the archive forgets."""
 
 
 class _ChunkRoom:
-    """Room in the pool for one decoded chunk. Sets of layers of any shape take turns in it."""
+    """Room in the pool for one decoded chunk, shared by sets of layers of any shape."""
 
     def __init__(self, context: KVContext, placement: Placement, start: int) -> None:
         self._context = context
@@ -142,11 +142,11 @@ class _ChunkRoom:
         return sum(half.nbytes for half in self._halves)
 
     def hold(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [n, Hkv, D] as [Hkv, n, D], here until the next are held."""
+        """Copy keys and values [n, Hkv, D] here as [Hkv, n, D]. The next call overwrites them."""
         held = []
-        for half, rows in zip(self._halves, (keys, values), strict=True):
-            place = half[: rows.numel()].view(rows.shape[1], rows.shape[0], rows.shape[2])
-            held.append(place.copy_(rows.transpose(0, 1)))
+        for half, fresh in zip(self._halves, (keys, values), strict=True):
+            place = half[: fresh.numel()].view(fresh.shape[1], fresh.shape[0], fresh.shape[2])
+            held.append(place.copy_(fresh.transpose(0, 1)))
         return held[0], held[1]
 
     def release(self) -> None:
