@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             limit = "no length limit" if session.limit_tokens is None else f"at most {session.limit_tokens:,} tokens"
             console.print(
                 f"A session with {session.model_id} at {target}: {engine.strategy}, {limit}, "
-                f"{decimal(session.sustained_bytes)} of K/V reserved, {decimal(session.peak_bytes)} at most.\n",
+                f"{decimal(session.reserved_bytes)} of K/V reserved, {decimal(session.peak_bytes)} at most.\n",
                 markup=False,
                 soft_wrap=True,
             )
