@@ -1,1 +1,1 @@
-"""Drafters and what they need: they sit above the engine and fulfil its protocols."""
+"""Drafters and latent codecs: they depend on the engine and implement its protocols."""

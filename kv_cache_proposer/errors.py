@@ -1,4 +1,4 @@
-"""What can be wrong with a drafter: with a stored one, or with what it is trained on."""
+"""Errors of drafters: of a stored one, or of what one is trained on."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """A long copy first, else the network: prompt lookup where the history repeats itself, a trained drafter elsewhere.
 
     history ends like an earlier part of it, for `min_ngram` ids or more   → what followed there
-    it does not                                                            → what the network draft tokens
+    it does not                                                            → what the network drafts
 
 A long copy is right more often than any network, costs nothing, and reaches further than a block; a short one is not.
-Which of the two drafts is asked anew each time, so the network is told of every row, as it would be alone.
+The choice is made anew for each draft, so the network observes every committed token, as it would alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LONG_COPY = NgramDrafter(min_ngram=3)
 
 
 class HybridDrafter:
-    """network: has the say wherever `copies` has none; what sessions remember is its memory."""
+    """network: drafts wherever `copies` has no copy; a session's drafter memory is the network's."""
 
     def __init__(self, network: Drafter, copies: NgramDrafter = LONG_COPY) -> None:
         self._network = network
@@ -58,7 +58,7 @@ class HybridDrafter:
     def propose(self, wanted: Sequence[Wanted]) -> list[TokenIds]:
         drafts = self._copies.propose(wanted)
         without = [place for place, draft in enumerate(drafts) if not len(draft)]
-        draft_tokens = self._network.propose([wanted[place] for place in without])
-        for place, guessed in zip(without, draft_tokens, strict=True):
-            drafts[place] = guessed
+        drafts_of_network = self._network.propose([wanted[place] for place in without])
+        for place, draft in zip(without, drafts_of_network, strict=True):
+            drafts[place] = draft
         return drafts

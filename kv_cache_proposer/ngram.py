@@ -4,8 +4,8 @@
                 └───────┬────────┘              └────┬────┘
                 the latest earlier copy of the end   ends here: propose "the mat and …"
 
-Costs one comparison of the history with its last id, remembers nothing, and needs no training: it drafts well where
-text is quoted, edited or called again, and has nothing to say elsewhere.
+It costs one comparison of the history with its last id, keeps no state and needs no training. It drafts well where
+text is quoted, edited or called again, and drafts nothing elsewhere.
 Source: Saxena, Prompt Lookup Decoding, 2023.
 """
 
@@ -22,7 +22,7 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Demand
 
-_SHORT = 2  # ids of a copy that may well be chance
+_SHORT = 2  # ids of a copy that is likely chance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class NgramDrafter:
         copy = self._copy(history[-self.horizon :])
         if copy is None:
             return None
-        # What follows two ids that came before is another draft token than what follows eight.
+        # A copy of two ids has another acceptance rate than one of eight.
         _, length = copy
         kind = "short" if length <= _SHORT else "longest" if length == self.max_ngram else "long"
         return DraftMethod(f"{kind} copy", longest=self.longest, needs_entries=False)

@@ -1,1 +1,1 @@
-"""DFlash: a small network that draft tokens a whole block of tokens at once, from hidden states of the target."""
+"""DFlash: a small network that drafts a whole block of tokens at once, from hidden states of the target."""

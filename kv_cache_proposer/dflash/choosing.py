@@ -1,15 +1,15 @@
-"""From the states of a block's places to its draft tokens.
+"""Chooses a block's draft tokens from the hidden states of its places.
 
-without a chain   each place's best id, whatever its neighbours say
+without a chain   each place's best id, independent of its neighbours
 with one          from place to place, the best after the draft token before it
 
-       place 1   place 2   place 3         each place's likeliest few ids as it knows them alone, every pair of
-         a ─┬───── b         c             neighbours scored at once; then the best way from the first one on
+       place 1   place 2   place 3         the likeliest few ids of each place alone, every pair of neighbours
+         a ─┬───── b         c             scored at once; then the best path from the first place on
          ·  └───── d ─────── e
 
-The best is the likeliest where the target is greedy. Where it samples, it is the one with the largest score and noise
-together: the noise that the target will draw with, so that both come to the same id more often than the likeliest is
-drawn. What else shapes the target's samples (top_k, penalties, …) is not known here: a draft is a draft token.
+The best id is the likeliest where the target is greedy. Where it samples, it is the one with the largest sum of score
+and noise: the noise that the target will draw with, so that both choose the same id more often than the likeliest is
+drawn. What else shapes the target's samples (top_k, penalties, …) is not known here.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from inference_engine.kernels.noise import noise
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import TargetWords
 
-# Of a place, that a way may go through: noise lifts ids from further down than a greedy way ever looks. The pairs that
-# are scored grow with the square.
+# Ids of a place that a path may use: noise raises ids that a greedy path never reaches. The number of scored pairs
+# grows with the square.
 _LIKELIEST = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What the target will draw the places of some blocks with.
+    """The noise that the target will draw the places of some blocks with.
 
     keys: [..., G] of the noise. temperatures: [...] of the blocks, float64; 0 adds nothing at all.
     """
@@ -46,9 +46,9 @@ class Draws:
 def choose_draft_tokens(
     network: DFlashNetwork, words: TargetWords, states: Tensor, draws: Draws | None = None
 ) -> Tensor:
-    """Ids [..., G] of the places whose states are [..., G, hidden]. Nothing waits for the device.
+    """Ids [..., G] of the places whose states are [..., G, hidden]. Does not synchronise with the device.
 
-    draws: of places as many; None where the target is greedy everywhere.
+    draws: for as many places; None where the target is greedy everywhere.
     """
     choices = words.choices(states)
     chain = network.chain if states.shape[-2] > 1 else None
@@ -60,7 +60,7 @@ def choose_draft_tokens(
     if chain is None:
         assert draws is not None and added is not None
         best = ids.gather(-1, (likeliest + added).argmax(-1, keepdim=True))[..., 0]
-        # Of ids that are as likely as each other the first is meant, which topk does not promise.
+        # Ties go to the first id, which topk does not guarantee.
         return torch.where(draws.temperatures[..., None] == 0, choices.best(), best)
     before = words.embed(ids[..., :-1, :], network.config.embedding_scale)
     after = chain(states[..., 1:, None, :], before)  # [..., G − 1, K, hidden]
@@ -68,7 +68,7 @@ def choose_draft_tokens(
     if added is not None:
         first, onward = first + added[..., 0, :], onward + added[..., 1:, None, :]
     steps = onward.argmax(-1)  # [..., G − 1, K], from each id to a place among the next
-    way = [first.argmax(-1, keepdim=True)]
+    path = [first.argmax(-1, keepdim=True)]
     for place in range(steps.shape[-2]):
-        way.append(steps[..., place, :].gather(-1, way[-1]))
-    return ids.gather(-1, torch.stack(way, dim=-2))[..., 0]
+        path.append(steps[..., place, :].gather(-1, path[-1]))
+    return ids.gather(-1, torch.stack(path, dim=-2))[..., 0]

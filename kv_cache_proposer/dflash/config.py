@@ -1,4 +1,4 @@
-"""The shape of a DFlash drafter, and what it must know of its target."""
+"""The shape of a DFlash drafter, and the properties of its target that it depends on."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class DFlashConfig:
 
     tap_layers: the target's layers whose outputs it sees, ascending. block_size: the last token and the masks after
     it. mask_token_id: an id of the target's that texts do not contain. context_window: positions before the block that
-    it may look at. chain: width of the part that lets a draft token know the one before it; 0: none, as in published
-    ones.
+    it may look at. chain: width of the module that conditions a draft token on the one before it; 0: none, as in
+    published drafters.
     """
 
     hidden: int

@@ -1,10 +1,11 @@
-"""DFlash as the engine sees it: committed rows become the drafter's rows, a block of masks becomes a draft.
+"""DFlash as the engine sees it: committed tokens become the drafter's KV entries, a block of masks becomes a draft.
 
-    observe   taps of all sessions' rows ── one product ── rows of K and V, into each session's ring
-    propose   [last token, MASK × (B − 1)] of all sessions ── one forward over their rings ── the best ids
+    observe   taps of all sessions' tokens ── one product ── K and V, into each session's ring buffer
+    propose   [last token, MASK × (B − 1)] of all sessions ── one forward over their ring buffers ── the best ids
 
-Sessions are drafted for together: shorter rings are padded and masked. A draft for a greedy target is greedy; one for a
-target that samples is drawn with the target's own noise, which is known before what it will be added to.
+All sessions are drafted for in one batch: shorter ring buffers are padded and masked. A draft for a greedy target is
+greedy; one for a target that samples is drawn with the target's own noise, which is known before the target's logits
+are.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class DFlashDrafter:
         self._words = words
         self._device = words.embeddings.device
         self._records_graphs = records_graphs
-        # Of each pool its own: graphs read and write where they were recorded.
+        # One per pool: graphs read and write where they were recorded.
         self._graphs: WeakKeyDictionary[Pool, DrafterGraphs] = WeakKeyDictionary()
 
     @property
@@ -89,10 +90,10 @@ class DFlashDrafter:
         memories = [_ring(one.memory) for one in seen]
         kept = [memory.hold(one.first, len(one.token_ids)) for memory, one in zip(memories, seen, strict=True)]
         taps, positions = [], []
-        for one, (rows, _) in zip(seen, kept, strict=True):
+        for one, (places, _) in zip(seen, kept, strict=True):
             assert one.taps is not None, "taps were asked for"
-            taps.append(one.taps[int(rows[0]) :])
-            positions.append(one.first + rows)
+            taps.append(one.taps[int(places[0]) :])
+            positions.append(one.first + places)
         index, place = write_index(memories, [slots for _, slots in kept]), np.concatenate(positions)
         with torch.inference_mode():
             graphs = self._graphs.get(memories[0].pool)
@@ -111,14 +112,14 @@ class DFlashDrafter:
         first = np.array([len(one.history) - 1 for one in wanted], dtype=np.int64)
         ids = np.full((len(wanted), size), self._network.config.mask_token_id, dtype=np.int64)
         ids[:, 0] = [int(one.history[-1]) for one in wanted]
-        rings = [_ring(one.memory) for one in wanted]
+        memories = [_ring(one.memory) for one in wanted]
         keys, temperatures = _noise(wanted, self.longest)
         with torch.inference_mode():
-            graphs = self._graphs.get(rings[0].pool)
-            if graphs is not None and graphs.can_propose(len(rings)):
-                draft_tokens = graphs.propose(rings, ids, first, keys, temperatures)
+            graphs = self._graphs.get(memories[0].pool)
+            if graphs is not None and graphs.can_propose(len(memories)):
+                draft_tokens = graphs.propose(memories, ids, first, keys, temperatures)
                 return [draft_tokens[place, :limit].astype(np.uint32) for place, limit in enumerate(limits)]
-            context, mask = self._context(rings, first)
+            context, mask = self._context(memories, first)
             block = self._words.embed(torch.from_numpy(ids).to(self._device), self._network.config.embedding_scale)
             positions = torch.from_numpy(first[:, None] + np.arange(size)).to(self._device)
             states = self._network(block, positions, context, mask)
@@ -132,7 +133,7 @@ class DFlashDrafter:
         return [draft_tokens[place, :limit].astype(np.uint32) for place, limit in enumerate(limits)]
 
     def _context(self, memories: Sequence[RingMemory], first: NDArray[np.int64]) -> tuple[list[Entries], Tensor]:
-        """Every layer's rows of all sessions, padded to the longest ring in use, and what each block may see."""
+        """Every layer's entries of all sessions, padded to the longest ring buffer in use, and each block's mask."""
         config = self._network.config
         count = max(memory.used for memory in memories)
         visible = np.ones((len(memories), count + config.block_size), dtype=np.bool_)
@@ -150,10 +151,10 @@ class DFlashDrafter:
 def _noise(wanted: Sequence[Wanted], places: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """What `choosing.Draws` holds, for drafts of so many places: keys [N, places] and temperatures [N]."""
     keys = np.zeros((len(wanted), places), dtype=np.int64)
-    for row, one in zip(keys, wanted, strict=True):
+    for own, one in zip(keys, wanted, strict=True):
         if one.temperature:
             first = len(one.history)
-            row[:] = [key(one.seed, position) for position in range(first, first + places)]
+            own[:] = [key(one.seed, position) for position in range(first, first + places)]
     return keys, np.array([one.temperature for one in wanted], dtype=np.float64)
 
 

@@ -1,12 +1,13 @@
-"""The drafter's two computations as recordings: for so many blocks, and for so many rows, each recorded once.
+"""The drafter's two computations as recorded graphs, one per number of blocks and one per number of tokens.
 
-    propose   ids [N, B] | positions [N, B] | where each ring begins
+    propose   ids [N, B] | positions [N, B] | where each ring buffer begins
               | keys of noise [N, B − 1] | temperatures [N] | what each block sees   → draft tokens [N, B − 1]
-    observe   positions [R] | buffer rows to write                       beside them taps [R, taps, hidden]
+    observe   positions [R] | buffer vectors to write                    beside them taps [R, taps, hidden]
 
-A draft for a small target is a few dozen launches that take the host longer than the device, like a decode step
-(`inference_engine/backends/graphs.py`). Every ring is read whole, so that shapes do not depend on histories. Noise is
-worked out for every block, and none of it added at temperature 0; temperatures are float64, told by their bits.
+A draft for a small target is a few dozen launches, which take the host longer than the device, like a decode step
+(`inference_engine/backends/graphs.py`). Every ring buffer is read whole, so that shapes do not depend on histories.
+Noise is worked out for every block, and none of it added at temperature 0; temperatures are float64, passed as their
+bits.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class DrafterGraphs:
-    """Records everything when it is made. `buffers`: K and V of the pool, as rows of the drafter's head size."""
+    """Records everything when it is made. `buffers`: K and V of the pool, as vectors of the drafter's head size."""
 
     def __init__(
         self, network: DFlashNetwork, words: TargetWords, buffers: tuple[Tensor, Tensor], *, taps_dtype: torch.dtype
@@ -42,23 +43,23 @@ class DrafterGraphs:
         self._buffers = buffers
         self._device = buffers[0].device
         self._regions = config.layers * config.kv_heads
-        # Of a ring, from its first on; what pads reads the buffer's start, even of one that is too small for a ring.
-        # Kept here: a recording reads memory, and what made it may be given to others once nobody holds it.
-        ring = torch.arange(self._regions * config.context_window, device=self._device)
-        self._ring_vectors = ring.clamp(max=len(buffers[0]) - 1)
+        # Offsets of a ring buffer's vectors; padding reads the start of the buffer, however small it is.
+        # Kept here: a recording reads this memory, which would be reused once no reference holds it.
+        offsets = torch.arange(self._regions * config.context_window, device=self._device)
+        self._ring_vectors = offsets.clamp(max=len(buffers[0]) - 1)
         memory = GraphMemory()
         shape = (TOKENS[-1], len(config.tap_layers), config.hidden)
         self._taps = torch.zeros(shape, dtype=taps_dtype, device=self._device)
         self._proposing = {count: self._record_proposing(count, memory) for count in reversed(BLOCKS)}
-        self._observing = {rows: self._record_observing(rows, memory) for rows in reversed(TOKENS)}
+        self._observing = {count: self._record_observing(count, memory) for count in reversed(TOKENS)}
 
     @staticmethod
     def can_propose(blocks: int) -> bool:
         return blocks <= BLOCKS[-1]
 
     @staticmethod
-    def can_observe(rows: int) -> bool:
-        return rows <= TOKENS[-1]
+    def can_observe(tokens: int) -> bool:
+        return tokens <= TOKENS[-1]
 
     def propose(
         self,
@@ -88,29 +89,29 @@ class DrafterGraphs:
         return found
 
     def observe(self, taps: Sequence[Tensor], positions: Numbers, index: Numbers) -> None:
-        """Write the rows of taps, R in all, [r, taps, hidden] each, at `positions` [R].
+        """Write the K and V of taps, R in all, [r, taps, hidden] each, at `positions` [R].
 
-        index: [layers · Hkv, R] rows of the buffers.
+        index: [layers · Hkv, R] vectors of the buffers.
         """
         count, first = len(positions), 0
-        rows = TOKENS[bisect_left(TOKENS, count)]
+        size = TOKENS[bisect_left(TOKENS, count)]
         for part in taps:
             self._taps[first : first + len(part)].copy_(part)
             first += len(part)
-        where = padded(index.T.copy(), rows).T  # what pads it writes to row 0, which is nobody's
-        self._observing[rows].run(padded(positions, rows), where.reshape(-1))
+        where = padded(index.T.copy(), size).T  # padding writes to vector 0, which belongs to no session
+        self._observing[size].run(padded(positions, size), where.reshape(-1))
 
     def _record_proposing(self, count: int, memory: GraphMemory) -> Recording[Tensor]:
         config = self._network.config
         window, size = config.context_window, config.block_size
         sizes = [count * numbers for numbers in (size, size, 1, size - 1, 1, window + size)]
-        rows = self._ring_vectors
+        offsets = self._ring_vectors
 
         def compute(numbers: Tensor) -> Tensor:
             ids, positions, starts, keys_of_noise, temperatures, visible = torch.split(numbers, sizes)
-            index = starts[:, None] + rows
+            index = starts[:, None] + offsets
             seen = visible.view(count, 1, 1, -1).bool()
-            # What was never written may be anything, and what is not a number does not go away under a mask.
+            # Vectors that were never written may hold NaN, which a mask does not remove.
             unseen = ~seen[..., :window, None]  # [N, 1, 1, window, 1]
             shape = (count, config.layers, config.kv_heads, window, config.head_dim)
             keys, values = (buffer[index].view(shape).masked_fill(unseen, 0) for buffer in self._buffers)
@@ -124,13 +125,13 @@ class DrafterGraphs:
         idle[-sizes[-1] :] = 1  # a block sees at least itself
         return Recording(idle, self._device, compute, memory)
 
-    def _record_observing(self, rows: int, memory: GraphMemory) -> Recording[None]:
-        taps = self._taps[:rows]
+    def _record_observing(self, count: int, memory: GraphMemory) -> Recording[None]:
+        taps = self._taps[:count]
 
         def compute(numbers: Tensor) -> None:
-            states = self._network.context(taps[None], numbers[None, :rows])
+            states = self._network.context(taps[None], numbers[None, :count])
             for buffer, part in zip(self._buffers, zip(*states, strict=True), strict=True):
                 written = torch.stack(part)[:, 0].to(buffer.dtype).reshape(-1, buffer.shape[1])
-                buffer.index_copy_(0, numbers[rows:], written)
+                buffer.index_copy_(0, numbers[count:], written)
 
-        return Recording(np.zeros(rows * (1 + self._regions), dtype=np.int64), self._device, compute, memory)
+        return Recording(np.zeros(count * (1 + self._regions), dtype=np.int64), self._device, compute, memory)

@@ -1,12 +1,12 @@
-"""What a DFlash drafter remembers of a session: K and V of the last `context_window` positions, in every draft layer.
+"""A DFlash drafter's cache for one session: K and V of the last `context_window` positions, in every draft layer.
 
     buffer of K   [layers, Hkv, window, D]   a position's slot is its remainder by the window
     buffer of V   likewise
 
-The memory lies in the sessions' pool, is reserved for the session's life, and its slots are written over as the history
-goes on. `held` says which position each slot has: positions that were never observed leave older ones there, which no
-block may see any more. Slots that were never written are zeros where they are read beside others: the pool's bytes may
-be anything, and what is not a number does not go away under a mask.
+The memory is part of the sessions' pool and reserved while the session exists. Its slots are overwritten as the history
+grows. `held` gives the position in each slot: where a position was never observed the slot keeps an older one, which is
+masked. Slots that were never written are zeroed where they are read beside others: the pool's memory may hold NaN,
+which a mask does not remove.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Positions = NDArray[np.int64]
 
 
 def memory_demand(config: DFlashConfig, geometry: Geometry) -> Demand:
-    """What one session's memory takes of the pool: its rows, and room to begin them at a multiple of their size."""
+    """One session's share of the pool: its entries, and room to begin them at a multiple of their size."""
     head_dim = geometry.layers[0].head_dim
     elements = config.elements_per_position * config.context_window + config.head_dim
     unit = geometry.alignment
@@ -35,21 +35,21 @@ def memory_demand(config: DFlashConfig, geometry: Geometry) -> Demand:
 
 
 class RingMemory(DraftMemory):
-    """One session's rows. Only the engine's thread touches them; `reserve` may be called from any."""
+    """One session's entries. Only the engine's thread accesses them; `reserve` may be called from any thread."""
 
     def __init__(self, config: DFlashConfig, context: KVContext, demand: Demand, starts: tuple[int, ...]) -> None:
         self._config = config
         self._context = context
         self._demand = demand
         self._starts: tuple[int, ...] | None = starts
-        # In rows of the drafter's own head size, whatever the buffer's is.
+        # In vectors of the drafter's head size, whatever the buffer's is.
         self.first_vector = -(-starts[0] * demand.head_dim // config.head_dim)
         self.held: Positions = np.full(config.context_window, -1, dtype=np.int64)
-        self.used = 0  # slots before this one have been written or wiped
+        self.used = 0  # slots before this one have been written or zeroed
 
     @staticmethod
     def reserve(config: DFlashConfig, context: KVContext) -> RingMemory | None:
-        """None, and nothing taken, if the pool has no room."""
+        """None, with nothing reserved, if the pool has no room."""
         demand = memory_demand(config, context.geometry)
         starts = context.pool.reserve((demand,))
         return None if starts is None else RingMemory(config, context, demand, starts)
@@ -74,13 +74,13 @@ class RingMemory(DraftMemory):
             self._starts = None
 
     def hold(self, first: int, count: int) -> tuple[Positions, Positions]:
-        """Make room for `count` positions from `first` on, and take them as held.
+        """Make room for `count` positions from `first` on, and mark them as held.
 
-        Returns which of the `count` rows are to be written, the last ones, and their slots; then the caller writes.
+        Returns which of the `count` entries are to be written, the last ones, and their slots. The caller writes them.
         """
         window = self._config.context_window
-        rows = np.arange(max(0, count - window), count, dtype=np.int64)
-        slots = (first + rows) % window
+        places = np.arange(max(0, count - window), count, dtype=np.int64)
+        slots = (first + places) % window
         reach = int(slots.max()) + 1
         if reach > self.used:
             if np.count_nonzero(slots >= self.used) < reach - self.used:
@@ -89,11 +89,11 @@ class RingMemory(DraftMemory):
                 for buffer in self.buffers():
                     buffer.index_fill_(0, index, 0)
             self.used = reach
-        self.held[slots] = first + rows
-        return rows, slots
+        self.held[slots] = first + places
+        return places, slots
 
     def index(self, slots: Positions) -> NDArray[np.int64]:
-        """Rows of the buffer: for each layer and head, those of the slots; flat."""
+        """Vectors of the buffer: for each layer and head, those of the slots; flat."""
         regions = np.arange(self._config.layers * self._config.kv_heads, dtype=np.int64) * self._config.context_window
         return (self.first_vector + regions[:, None] + slots[None, :]).reshape(-1)
 
@@ -102,7 +102,7 @@ class RingMemory(DraftMemory):
         config = self._config
         shape = (config.layers, config.kv_heads, config.context_window, config.head_dim)
         own = slice(self.first_vector, self.first_vector + config.layers * config.kv_heads * config.context_window)
-        keys, values = (rows[own].view(shape)[:, :, :count] for rows in self.buffers())
+        keys, values = (part[own].view(shape)[:, :, :count] for part in self.buffers())
         return keys, values
 
     def visible(self, position: int, count: int) -> NDArray[np.bool_]:
@@ -116,20 +116,20 @@ class RingMemory(DraftMemory):
 
 
 def buffers_of(config: DFlashConfig, context: KVContext) -> tuple[Tensor, Tensor]:
-    """All of the pool, K and V, as rows of the drafter's head size: [R, D] each."""
+    """All of the pool, K and V, as vectors of the drafter's head size: [R, D] each."""
     buffer, size = context.pool.buffers[context.geometry.layers[0].head_dim], config.head_dim
     whole = buffer.keys.numel() // size * size
     return buffer.keys.view(-1)[:whole].view(-1, size), buffer.values.view(-1)[:whole].view(-1, size)
 
 
 def write_index(memories: Sequence[RingMemory], slots: Sequence[Positions]) -> Positions:
-    """[layers · Hkv, n], rows of the buffers: those of one memory after those of another."""
+    """[layers · Hkv, n], vectors of the buffers, memory after memory."""
     regions = [memory.index(own).reshape(-1, len(own)) for memory, own in zip(memories, slots, strict=True)]
     return np.concatenate(regions, axis=1)
 
 
 def write_entries(memory: RingMemory, index: Positions, keys: Tensor, values: Tensor) -> None:
-    """Put rows, keys and values [layers, Hkv, n, D], where `index` says. memory: any of the sessions'."""
+    """Write keys and values [layers, Hkv, n, D] at `index`. memory: that of any session."""
     where = torch.from_numpy(index.reshape(-1)).to(keys.device)
-    for buffer, rows in zip(memory.buffers(), (keys, values), strict=True):
-        buffer.index_copy_(0, where, rows.to(buffer.dtype).reshape(-1, buffer.shape[1]))
+    for buffer, states in zip(memory.buffers(), (keys, values), strict=True):
+        buffer.index_copy_(0, where, states.to(buffer.dtype).reshape(-1, buffer.shape[1]))

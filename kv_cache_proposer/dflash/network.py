@@ -1,12 +1,12 @@
 """The network of a DFlash drafter.
 
-    taps of a token ── fc ── norm ── one context vector ── k_proj, v_proj of every layer ── rows of K and V
+    taps of a token ── fc ── norm ── one context vector ── k_proj, v_proj of every layer ── entries (K, V)
                                                                                              │ read by
     [last token, MASK, MASK, …] ── target's embedding ── layers ── norm ── (chain) ── target's head ── the draft tokens
 
 Layers are those of Qwen3 (norm of each query and key head before rotation). Queries come from the block alone; keys and
-values from the context and the block, all of which a block sees of itself. A token's rows depend on nothing but its own
-taps, so they are worked out once and kept. Parameters are named as in published checkpoints; these have no chain.
+values from the context and the block, with no causal mask within the block. A token's entries depend only on its own
+taps, so they are computed once and cached. Parameters are named as in published checkpoints; these have no chain.
 Source: DFlash: Block Diffusion for Flash Speculative Decoding, arXiv 2602.06036.
 """
 
@@ -36,7 +36,7 @@ class Norm(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         if states.dtype == self.weight.dtype:
             return F.rms_norm(states, self.weight.shape, self.weight, self.eps)
-        # In training weights are wider than what they are applied to.
+        # In training the weights have a wider dtype than the states.
         return F.rms_norm(states.float(), self.weight.shape, self.weight.float(), self.eps).to(states.dtype)
 
 
@@ -52,16 +52,16 @@ class Attention(nn.Module):
         self.q_norm = Norm(config.head_dim, config.norm_eps)
         self.k_norm = Norm(config.head_dim, config.norm_eps)
 
-    def rows(self, states: Tensor, angles: Angles) -> Entries:
+    def entries(self, states: Tensor, angles: Angles) -> Entries:
         """K and V of states [N, S, hidden]."""
         return rotate(self.k_norm(self._split(self.k_proj(states))), angles), self._split(self.v_proj(states))
 
     def forward(self, states: Tensor, angles: Angles, context: Entries, mask: Tensor) -> Tensor:
         queries = rotate(self.q_norm(self._split(self.q_proj(states))), angles)
-        keys, values = (torch.cat(pair, dim=2) for pair in zip(context, self.rows(states, angles), strict=True))
+        keys, values = (torch.cat(pair, dim=2) for pair in zip(context, self.entries(states, angles), strict=True))
         if mask.shape[2] == 1:  # the same for every query, so all that share keys are one head's
             together = queries.reshape(*keys.shape[:2], -1, self.head_dim)
-            # Few queries of few heads: products over all keys at once end before one kernel has walked along them.
+            # Few queries of few heads: products over all keys at once are faster than one fused kernel.
             scores = torch.add(mask, together @ keys.transpose(-1, -2), alpha=self.head_dim**-0.5)
             out = scores.softmax(-1) @ values
             heads = out.view(*keys.shape[:2], self.group, -1, self.head_dim).permute(0, 3, 1, 2, 4)
@@ -103,7 +103,7 @@ class Layer(nn.Module):
 
 
 class Chain(nn.Module):
-    """What a place makes of the draft token before it, which its layers, all places at once, could not know.
+    """Conditions a place on the draft token before it, which the layers, computing all places at once, cannot do.
 
     Adding it to a place's state adds a score to each pair of neighbours: a bigram model that the state steers.
     """
@@ -137,7 +137,7 @@ class DFlashNetwork(nn.Module):
         """Every layer's K and V of tokens: taps [N, S, taps, hidden], positions [N, S] absolute."""
         vectors = self.hidden_norm(self.fc(taps.flatten(2)))
         angles = self.angles(positions)
-        return [layer.self_attn.rows(vectors, angles) for layer in self._layers()]
+        return [layer.self_attn.entries(vectors, angles) for layer in self._layers()]
 
     def forward(self, block: Tensor, positions: Tensor, context: Sequence[Entries], mask: Tensor) -> Tensor:
         """Final hidden states of blocks [N, T, hidden], of embeddings, at `positions` [N, T]; before any chain.
@@ -148,8 +148,8 @@ class DFlashNetwork(nn.Module):
         states = block
         if mask.shape[2] == 1:  # as it is added to scores: what takes a bool makes it so again in every layer
             mask = torch.zeros(mask.shape, dtype=block.dtype, device=mask.device).masked_fill_(~mask, -math.inf)
-        for layer, rows in zip(self._layers(), context, strict=True):
-            states = layer(states, angles, rows, mask)
+        for layer, entries in zip(self._layers(), context, strict=True):
+            states = layer(states, angles, entries, mask)
         out: Tensor = self.norm(states)
         return out
 

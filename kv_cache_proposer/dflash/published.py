@@ -3,9 +3,9 @@
     config.json          block_size, sizes of the layers, and in dflash_config: target_layer_ids, mask_token_id
     model.safetensors    fc, hidden_norm, layers.N.…, norm; the embedding and the head are the target's
 
-Nothing but these two is read and no code of the folder runs. Every weight must be there and none besides, and every
-layer must see the whole context and block: a drafter with a part left random, or with layers that were trained to see
-less, would draft all the same, and badly.
+Only these two files are read, and no code of the folder runs. The weights must be exactly these, and every layer must
+attend to the whole context and block: a drafter with random parts, or with layers trained with a narrower mask, would
+run without an error and draft badly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kv_cache_proposer.dflash.config import DFlashConfig
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.errors import DrafterError
 
-# Published drafters were trained with whole contexts; what lies further back helps a draft token little.
+# Published drafters were trained with whole contexts; earlier positions improve a draft little.
 CONTEXT_WINDOW = 2048
 
 
@@ -39,7 +39,7 @@ def load_published(
 ) -> DFlashNetwork:
     """embedding_scale: the target's, for a configuration that does not state one.
 
-    Raises ModelError naming what is missing, unknown, of wrong shape, not finite, or of a kind we do not run.
+    Raises ModelError naming what is missing, unknown, of wrong shape, not finite, or not supported.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -73,12 +73,12 @@ def load_published(
 
 
 def _check_layers(own: Mapping[str, Any], path: Path) -> None:
-    """Raise DrafterError unless every layer sees the whole context and block, as ours do.
+    """Raise DrafterError unless every layer attends to the whole context and block.
 
     DFlash makes a layer causal if it slides or if `is_causal` says so. Its configuration is Qwen3's, which without
     `layer_types` makes layers slide from `max_window_layers` on if `use_sliding_window` says so.
     """
-    remedy = "only drafters whose layers all see everything can be run; use another, or --drafter auto"
+    remedy = "only drafters whose layers attend to the whole context can be run; use another, or --drafter auto"
     kinds = own.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
         raise DrafterError(f"{path}: layer_types is {kinds!r}, not a list of names")

@@ -1,6 +1,6 @@
 """A trained drafter on disk: int8 weights in safetensors, everything else in JSON beside them.
 
-    drafter.safetensors   each matrix in int8, and what its rows and columns are multiplied by; vectors in float32
+    drafter.safetensors   each matrix in int8, with scales of its rows and of its columns; vectors in float32
     drafter.json          format and version, the target's digest, the network's shape, how it was made, what was
                           measured, SHA-256 of the tensors
 
@@ -93,7 +93,7 @@ def load_drafter(
         network = DFlashNetwork(config)
     found = {name: _take(tensors, name, tensor.shape, path) for name, tensor in network.state_dict().items()}
     if tensors:
-        raise DrafterError(f"{path}: tensors nobody knows: {', '.join(sorted(tensors))}; {_REMEDY}")
+        raise DrafterError(f"{path}: unknown tensors: {', '.join(sorted(tensors))}; {_REMEDY}")
     network.load_state_dict(found, assign=True)
     return network.to(device=device, dtype=dtype).eval().requires_grad_(False), manifest
 
@@ -126,13 +126,14 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 def _rounded(name: str, tensor: Tensor) -> dict[str, Tensor]:
     if tensor.ndim != 2:
         return {name: tensor.contiguous()}
-    # Columns too: those that read taps are as far apart as the taps are, and a row would keep the largest only.
+    # Scales of columns too: columns that read taps differ in size as the taps do, so row scales alone keep the largest
+    # only.
     columns = tensor.abs().amax(dim=0).clamp(min=1e-12)
     level = tensor / columns
-    rows = level.abs().amax(dim=1).clamp(min=1e-12) / _LARGEST
+    row_scales = level.abs().amax(dim=1).clamp(min=1e-12) / _LARGEST
     return {
-        name: (level / rows[:, None]).round().to(torch.int8),
-        name + _ROW_SCALES: rows,
+        name: (level / row_scales[:, None]).round().to(torch.int8),
+        name + _ROW_SCALES: row_scales,
         name + _COLUMN_SCALES: columns,
     }
 
@@ -154,10 +155,10 @@ def _take(tensors: dict[str, Tensor], name: str, shape: torch.Size, path: Path) 
     if len(shape) != 2:
         return _checked(tensors, name, shape, torch.float32, path)
     entries = _checked(tensors, name, shape, torch.int8, path)
-    rows = _checked(tensors, name + _ROW_SCALES, torch.Size(shape[:1]), torch.float32, path)
+    row_scales = _checked(tensors, name + _ROW_SCALES, torch.Size(shape[:1]), torch.float32, path)
     return (
         entries.float()
-        * rows[:, None]
+        * row_scales[:, None]
         * _checked(tensors, name + _COLUMN_SCALES, torch.Size(shape[1:]), torch.float32, path)
     )
 

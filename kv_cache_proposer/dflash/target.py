@@ -1,4 +1,4 @@
-"""What a drafter shares with its target: how tokens become vectors, and vectors scores of tokens."""
+"""What a drafter shares with its target: the embedding and the output head."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kv_cache_proposer.errors import DrafterError
 class TargetWords:
     """embeddings: [V, hidden], as the weights are, without the model's own scale. head: [..., hidden] → [..., V].
 
-    head_weight: the head as a matrix [V, hidden]; None where it is laid out for products only.
-    shortlist: [..., hidden] → ascending ids [..., C], among which the likeliest are; None where all are looked at.
+    head_weight: the head as a matrix [V, hidden]; None where its layout allows products only.
+    shortlist: [..., hidden] → ascending ids [..., C], that include the likeliest; None: all ids are scored.
     """
 
     embeddings: Tensor
@@ -31,13 +31,13 @@ class TargetWords:
         return found if scale == 1.0 else found * scale
 
     def scores(self, states: Tensor, token_ids: Tensor) -> Tensor:
-        """What the head gives some tokens: states [..., S, hidden], token_ids [..., K] → [..., S, K]."""
+        """The head's scores of some tokens: states [..., S, hidden], token_ids [..., K] → [..., S, K]."""
         if self.head_weight is None:
             return self.head(states).gather(-1, token_ids[..., None, :].expand(*states.shape[:-1], -1))
         return states @ F.embedding(token_ids, self.head_weight).transpose(-1, -2)
 
     def choices(self, states: Tensor) -> Choices:
-        """What each place, states [..., hidden], may say."""
+        """The candidate ids of each place, states [..., hidden], and their scores."""
         if self.shortlist is None:
             return Choices(self.head(states), None)
         ids = self.shortlist(states)
@@ -56,7 +56,7 @@ class Choices:
         return places if self.token_ids is None else self.token_ids.gather(-1, places)
 
     def best(self) -> Tensor:
-        """Of each place the likeliest id [...]; of ids that are as likely as each other the first."""
+        """The likeliest id [...] of each place; ties go to the first."""
         return self.named(self.scores.argmax(-1, keepdim=True))[..., 0]
 
 
@@ -66,11 +66,11 @@ def words_of(model: PreTrainedModel) -> TargetWords:
     if head is None:
         raise DrafterError(f"{type(model).__name__} has no output head to draft with")
     embeddings = model.get_input_embeddings().weight.detach()
-    rows = getattr(head, "weight", None)
-    if not isinstance(rows, Tensor) and getattr(model.config.get_text_config(), "tie_word_embeddings", False):
-        rows = embeddings
-    is_plain = isinstance(rows, Tensor) and getattr(head, "bias", None) is None
-    return TargetWords(embeddings, head, rows.detach() if is_plain and isinstance(rows, Tensor) else None)
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, Tensor) and getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        weight = embeddings
+    is_plain = isinstance(weight, Tensor) and getattr(head, "bias", None) is None
+    return TargetWords(embeddings, head, weight.detach() if is_plain and isinstance(weight, Tensor) else None)
 
 
 def embedding_scale_of(model: PreTrainedModel) -> float:

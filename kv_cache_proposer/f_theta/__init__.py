@@ -1,4 +1,4 @@
-"""The latent codec: K and V of all layers of an evicted token as one thin code, and f_θ, which turns it back.
+"""The latent codec: K and V of all layers of an evicted token as one small code, and f_θ, which decodes it.
 
 `statistics` → `fit` (`basis`, `allocation`, `levels`) → `codec` (`packing`) → `store`. Everything is in closed form.
 """

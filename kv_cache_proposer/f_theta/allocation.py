@@ -15,23 +15,23 @@ from kv_cache_proposer.f_theta.errors import LatentError
 
 
 def allocate(variances: Tensor, bits: int, distortions: Sequence[float]) -> Tensor:
-    """Share out exactly `bits` bits. variances [C]; distortions: D(0), D(1), … for variance 1. Returns int64 [C].
+    """Allocate exactly `bits` bits. variances [C]; distortions: D(0), D(1), … for variance 1. Returns int64 [C].
 
-    Ties go to the component that comes first. Raises LatentError if the components cannot take that many.
+    Ties go to the component that comes first. Raises LatentError if the components cannot hold that many.
     """
     most = len(distortions) - 1
     varying = int((variances > 0).sum())
     if bits > most * varying:
-        raise LatentError(f"{bits} bits are more than {varying} components that vary can take, at {most} bits each")
+        raise LatentError(f"{bits} bits are more than {varying} components that vary can hold, at {most} bits each")
     table = torch.tensor(distortions, dtype=torch.float64)
-    # On the CPU, so that every machine shares out alike.
+    # On the CPU, so that every machine allocates alike.
     gains = variances.double().cpu()[:, None] * (table[:-1] - table[1:])
     order = gains.flatten().sort(descending=True, stable=True).indices[:bits]
     return torch.bincount(order // most, minlength=len(variances))
 
 
 def allocate_bytes(variances: Sequence[Tensor], total_bytes: int, distortions: Sequence[float]) -> list[Tensor]:
-    """Share out `total_bytes` over groups of components, whole bytes to each group. Raises LatentError as `allocate`.
+    """Allocate `total_bytes` to groups of components, whole bytes to each group. Raises LatentError as `allocate`.
 
     Groups are compared bit by bit first; what they would get is then rounded to bytes. There must be as many bytes as
     groups.
@@ -44,7 +44,7 @@ def allocate_bytes(variances: Sequence[Tensor], total_bytes: int, distortions: S
 def allocate_uniformly(variances: Sequence[Tensor], total_bytes: int, distortions: Sequence[float]) -> list[Tensor]:
     """As `allocate_bytes`, but every component that gets bits gets as many: of all widths the one that loses least.
 
-    The last of a group takes what is left of its bytes. This shows what sharing out bits by variance is worth.
+    The last of a group takes what is left of its bytes. The control for allocation by variance.
     """
     joint = torch.cat(list(variances)).double().cpu()
     order = joint.sort(descending=True, stable=True).indices
@@ -75,7 +75,7 @@ def _filled(count: int, width: int, bits: int) -> Tensor:
 def _whole_bytes(joint: Tensor, sizes: Sequence[int], total_bytes: int) -> list[int]:
     """The groups' bits as bytes, `total_bytes` in all: the largest remainders are rounded up.
 
-    No group goes empty: one that would takes a byte from the richest.
+    No group stays empty: it gets a byte of the group that has most.
     """
     shares = [int(part.sum()) for part in torch.split(joint, list(sizes))]
     whole = [share // 8 for share in shares]

@@ -1,7 +1,7 @@
-"""Each number coded by itself, as the nearest of as many levels as it has codes: shows what a trellis is worth.
+"""Each number coded by itself, as the nearest of as many levels as it has codes: the control for the trellis.
 
 Up to 6 bits the levels are the best there are for a Gaussian variable (Max, IRE Trans. Inf. Theory 6(1), 1960), found
-by Lloyd's iteration; beyond, they lie as those of the trellis do, half as dense.
+by Lloyd's iteration; beyond, they are those of the trellis at half the density.
 """
 
 from __future__ import annotations

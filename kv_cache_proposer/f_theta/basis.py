@@ -1,10 +1,10 @@
-"""A group's basis: rows → weighted deviations from the mean → coefficients, and back.
+"""A group's basis: token vectors → weighted deviations from the mean → coefficients, and back.
 
     vector [W]  −  mean  →  · weights (per layer, K or V, and head)  →  · components [W, C]  →  coefficients [C]
 
 Weights are square roots of importances (`importance.py`), so that plain squared error in the weighted space is the
 error the model feels. The components are the leading eigenvectors of the weighted covariance: orthonormal, so that they
-serve both ways. A basis that was refined, or that sees part of a row only, has an `analysis` of its own for the way in.
+analyse as well as synthesise. A basis that was refined, or that reads only part of a vector, has its own `analysis`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _RANK_FLOOR = 1e-12
 class Basis:
     """mean [W]; weights and inverses per layer [2 (K, V), Hkv, D, D]; components [W, C]; deviations [C]. float32.
 
-    deviations: standard deviation of each coefficient over the calibration text, never rising. analysis: what makes
-    coefficients of weighted rows; None: the components, which make weighted rows of coefficients.
+    deviations: standard deviation of each coefficient over the calibration text, in descending order. analysis: maps
+    weighted vectors to coefficients; None: the components do, which map coefficients to weighted vectors.
     """
 
     group: Group
@@ -45,24 +45,24 @@ class Basis:
         return self.components.nbytes + analysis + sum(tensor.nbytes for tensor in plain)
 
     def analyse(self, vectors: Tensor) -> Tensor:
-        """Joined rows [n, W], float32, to coefficients [n, C]."""
+        """Token vectors [n, W], float32, to coefficients [n, C]."""
         return self.weigh(vectors - self.mean) @ (self.analysis or self.components).whole()
 
     def weigh(self, differences: Tensor) -> Tensor:
-        """Differences of joined rows [n, W] in the space where squared length is what attention feels, [n, W]."""
+        """Differences of token vectors [n, W] in the space where squared length is the error in attention, [n, W]."""
         return _through_vectors(differences, self.group, self.weights)
 
     def synthesise(self, coefficients: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        """K and V [n, Hkv, D] of the group's layer number `index`. The other layers' components are not touched."""
+        """K and V [n, Hkv, D] of the group's layer number `index`. The other layers' components are not read."""
         shape = self.group.shapes[index]
         first = sum(2 * before.kv_heads for before in self.group.shapes[:index])
         return self.unweigh(coefficients @ self.components.heads(first, first + 2 * shape.kv_heads).T, index)
 
     def synthesise_all(self, coefficients: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """As `synthesise`, for each of the group's layers: in a handful of operations, however many there are."""
+        """As `synthesise`, for each of the group's layers, in a few operations whatever their number."""
         weighted = coefficients @ self.components.whole().T
-        rows = _through_vectors(weighted, self.group, self.inverses) + self.mean
-        parts = torch.split(rows, [shape.width for shape in self.group.shapes], dim=1)
+        vectors = _through_vectors(weighted, self.group, self.inverses) + self.mean
+        parts = torch.split(vectors, [shape.width for shape in self.group.shapes], dim=1)
         heads = [
             part.view(-1, 2, shape.kv_heads, shape.head_dim)
             for part, shape in zip(parts, self.group.shapes, strict=True)
@@ -72,9 +72,9 @@ class Basis:
     def unweigh(self, weighted: Tensor, index: int) -> tuple[Tensor, Tensor]:
         """K and V [n, Hkv, D] of the group's layer number `index` from its weighted deviations [n, its width]."""
         shape, start = self.group.shapes[index], self.group.offsets[index]
-        rows = _through(weighted, self.inverses[index]) + self.mean[start : start + shape.width]
-        rows = rows.view(-1, 2, shape.kv_heads, shape.head_dim)
-        return rows[:, 0], rows[:, 1]
+        vectors = _through(weighted, self.inverses[index]) + self.mean[start : start + shape.width]
+        vectors = vectors.view(-1, 2, shape.kv_heads, shape.head_dim)
+        return vectors[:, 0], vectors[:, 1]
 
     def truncated(self, count: int) -> Basis:
         """The first `count` components."""
@@ -115,7 +115,7 @@ def fit_basis(group: Group, mean: Tensor, covariance: Tensor, importances: Seque
 
 
 class WeightedSpace:
-    """A group's rows where squared length is what the model feels of them."""
+    """A group's vectors, weighted so that squared error is the error of the model's output."""
 
     def __init__(self, group: Group, importances: Sequence[Tensor]) -> None:
         self.group = group
@@ -124,13 +124,13 @@ class WeightedSpace:
         self._inverses = [inverse for _, inverse in roots]
 
     def covariance(self, covariance: Tensor) -> Tensor:
-        """Of weighted rows, from that of rows; [W, W]."""
+        """Covariance [W, W] of weighted vectors, from that of the vectors."""
         half = _through_vectors(covariance, self.group, self._weights)
         weighted = _through_vectors(half.T.contiguous(), self.group, self._weights)
         return (weighted + weighted.T) / 2
 
     def basis(self, mean: Tensor, components: Tensor, variances: Tensor, analysis: Tensor | None = None) -> Basis:
-        """From components [W, C] in this space and the variances [C] of their coefficients, never rising."""
+        """From components [W, C] in this space and the variances [C] of their coefficients, in descending order."""
         # What is left of exact zeros after rounding is not worth a bit.
         kept = torch.where(variances > variances[0] * _RANK_FLOOR, variances, 0.0)
         sizes = self.group.head_sizes

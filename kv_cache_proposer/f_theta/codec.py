@@ -1,6 +1,6 @@
-"""One thin latent per token: K and V of all covered layers as `bytes_per_token` bytes, and back.
+"""One small latent per token: K and V of all covered layers as `bytes_per_token` bytes, and back.
 
-    encode   rows → Basis.analyse → coefficients ÷ (deviation · scale) → path through a trellis → codes → packed bits
+    encode   entries → Basis.analyse → coefficients ÷ (deviation · scale) → path through a trellis → codes → packed bits
     decode   the same, backwards
 
     one token   | group 0: scale, codes of component 0, 1, 2, … | group 1: scale, codes … |
@@ -8,9 +8,9 @@
 A group begins on a whole byte, so a layer is restored from its own group's bytes.
 
 The scale says how large the token's coefficients are compared with their deviations: 8 bits, sixteen steps to a
-doubling. It goes three quarters of the way, in logarithm, from 1 to their root mean square: coefficients of one token
-rise and fall together, but not all of them. Going half the way loses more on text unlike the
-calibration text, going all the way at few bits.
+doubling. Its logarithm is three quarters of that of their root mean square: coefficients of one token
+rise and fall together, but not all of them. One half loses more on text unlike the calibration text, the whole loses
+more at few bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kv_cache_proposer.f_theta.layout import LayerShape, join
 from kv_cache_proposer.f_theta.levels import LEADING, MAX_BITS
 from kv_cache_proposer.f_theta.packing import Packing
 
-# How a token's bits are shared out over components: where they remove most error, or the same to all that get any.
+# How a token's bits are allocated to components: where they remove most error, or equally to all that get any.
 BITS = {"variance": allocate_bytes, "uniform": allocate_uniformly}
 # How a component's codes are chosen, with levels of their own: along a path, or each by itself.
 QUANTISERS = {"trellis": levels, "alone": alone}
@@ -45,7 +45,7 @@ _MOST_RATES = 16  # that are remembered
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GroupCoder:
-    """A basis and the bits of each of its components, never rising, none of them 0."""
+    """A basis and the bits of each of its components, in descending order, none of them 0."""
 
     basis: Basis
     packing: Packing
@@ -88,7 +88,7 @@ class GroupCoder:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LatentCodec:
-    """A calibrated code for the rows of one model. Its tensors lie on one device; rows to encode must too.
+    """A calibrated code for the KV entries of one model. Its tensors and the entries to encode are on one device.
 
     bits: how `at` shares them out, one of BITS. quantiser: one of QUANTISERS. kernels: as for an engine,
     `ModelConfig.kernels`.
@@ -98,7 +98,7 @@ class LatentCodec:
     bits: str = "variance"
     quantiser: str = "trellis"
     kernels: str = "auto"
-    # By bytes per token. To share bits out takes longer than to open a session.
+    # By bytes per token. Allocating bits takes longer than opening a session.
     _lower: dict[int, LatentCodec] = field(init=False, repr=False, default_factory=dict)
 
     @property
@@ -135,7 +135,7 @@ class LatentCodec:
         return replace(self, coders=tuple(part.to(place, trellis) for part in self.coders), kernels=chosen)
 
     def at(self, bytes_per_token: int) -> LatentCodec:
-        """The same bases, in the same memory, at fewer bytes: bits shared out again, components without bits left out.
+        """The same bases, in the same memory, at fewer bytes: bits allocated again, components without bits removed.
 
         Raises LatentError for more bytes than this codec has: their components are gone.
         """
@@ -154,10 +154,10 @@ class LatentCodec:
         return lower
 
     def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-        """Unrotated rows of each covered layer, [n, Hkv, D] in any float dtype, as uint8 [n, bytes_per_token].
+        """Unrotated KV entries of each covered layer, [n, Hkv, D] in any float dtype, as uint8 [n, bytes_per_token].
 
-        A row's code depends on that row alone, up to rounding in matrix products; of one that is not finite it is
-        anything.
+        An entry's code depends on that entry alone, up to rounding in matrix products. The code of an entry that is not
+        finite is undefined.
         """
         if not len(keys) == len(values) == len(self.layers):
             raise LatentError(
@@ -174,8 +174,8 @@ class LatentCodec:
     def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """K and V, unrotated, float32 [n, Hkv, D], of each layer asked for, in that order; None asks for all.
 
-        Only the groups of those layers are unpacked, and only those layers' part of the basis is used: rows of a layer
-        asked for alone may round otherwise than among all of its group.
+        Only the groups of those layers are unpacked, and only those layers' part of the basis is used. Entries
+        of a layer decoded alone may round differently from those decoded with the whole group.
         """
         if codes.dtype != torch.uint8 or codes.ndim != 2 or codes.shape[1] != self.bytes_per_token:
             raise LatentError(
@@ -190,10 +190,10 @@ class LatentCodec:
         for part, own in zip(self.coders, packed, strict=True):
             shapes = part.basis.group.shapes
             indices = [index for index, shape in enumerate(shapes) if shape.layer in wanted]
-            # A CPU's caches hold what one layer takes, not what all take; a GPU waits for launches.
+            # One layer fits in a CPU's caches, all layers do not; on a GPU launches dominate.
             if len(indices) == len(shapes) and self.device.type != "cpu":
-                rows = part.basis.synthesise_all(part.coefficients(own))
-                found |= {shape.layer: pair for shape, pair in zip(shapes, rows, strict=True)}
+                states = part.basis.synthesise_all(part.coefficients(own))
+                found |= {shape.layer: pair for shape, pair in zip(shapes, states, strict=True)}
             elif indices:
                 coefficients = part.coefficients(own)
                 found |= {shapes[index].layer: part.basis.synthesise(coefficients, index) for index in indices}
@@ -250,7 +250,7 @@ def _trellis(quantiser: str, kernels: str, device: torch.device) -> Trellis:
 
 
 def _scale_codes(units: Tensor) -> Tensor:
-    """The scale of each row [n, C], uint8 [n, 1]."""
+    """The scale of each vector, [n, C] → uint8 [n, 1]."""
     energy = units.square().mean(dim=1, keepdim=True)
     steps = energy.clamp_min(torch.finfo(torch.float32).tiny).log2() * (_SCALE_STEPS * _FOLLOWED / 2)
     return (steps.round() + _SCALE_ONE).clamp(0, 255).to(torch.uint8)

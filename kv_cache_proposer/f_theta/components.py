@@ -1,4 +1,4 @@
-"""A basis's components, held in as few bytes as one likes: float32, float16, or int8 with a scale per head.
+"""A basis's components, stored as float32, float16, or int8 with a scale per head.
 
 Entries are at most 1, so float16 loses 4e-8 of the energy (measured on SmolLM2). int8 needs a scale for each head and
 component: components concentrate on few heads, and one scale for all of a component loses ten times as much.
@@ -19,9 +19,10 @@ _INT8_MOST = 127
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Components:
-    """entries [W, C], a row for each number of a joined row; head_sizes: how many rows each head has, in order.
+    """entries [W, C], one vector [C] per number of a token vector; head_sizes: how many of the W each head has, in
+    order.
 
-    scales [heads, C] float32: what int8 entries are multiplied with; None for the others.
+    scales [heads, C] float32: factors of int8 entries; None for the other precisions.
     """
 
     entries: Tensor
@@ -42,7 +43,7 @@ class Components:
         return self.entries.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def heads(self, first: int, last: int) -> Tensor:
-        """The rows of heads first … last − 1 as float32."""
+        """The vectors of heads first … last − 1 as float32."""
         start, stop = sum(self.head_sizes[:first]), sum(self.head_sizes[:last])
         entries = self.entries[start:stop].float()
         if self.scales is None:
@@ -50,11 +51,11 @@ class Components:
         return entries * _per_element(self.scales[first:last], self.head_sizes[first:last])
 
     def whole(self) -> Tensor:
-        """All rows as float32 [W, C]."""
+        """All vectors as float32 [W, C]."""
         return self.heads(0, len(self.head_sizes))
 
     def truncated(self, count: int) -> Components:
-        """The first `count` components, in the same memory: each rate that a session asks for is such a part."""
+        """The first `count` components, in the same memory: each rate that a session requests is such a part."""
         return replace(
             self,
             entries=self.entries[:, :count],

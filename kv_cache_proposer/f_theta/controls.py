@@ -1,8 +1,8 @@
-"""Bases that must do worse than the fitted one, and so show what it is worth: same bytes, same bits, same coding.
+"""Control bases: each must do worse than the fitted one at the same bytes, bits and coding.
 
-random        an orthonormal basis drawn blindly: nothing is concentrated in few components
-first-layer   the code sees the first layer's rows alone. They are a function of the token's embedding, and know nothing
-              of what was said before it: all that a drafter knows that is not conditioned on the target
+random        an orthonormal basis drawn at random: no energy is concentrated in few components
+first-layer   the code reads the first layer's entries alone. They are a function of the token's embedding and hold
+              nothing of its context: the knowledge of a drafter that is not conditioned on the target
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def random_basis(group: Group, mean: Tensor, covariance: Tensor, importances: Se
 
 
 def first_layer_basis(group: Group, mean: Tensor, covariance: Tensor, importances: Sequence[Tensor]) -> Basis:
-    """As `fit_basis`: principal components of the first layer's weighted rows, and all layers from them by ridge."""
+    """As `fit_basis`: principal components of the first layer's weighted vectors, and ridge regression on them."""
     space = WeightedSpace(group, importances)
     weighted = space.covariance(covariance)
     width = group.shapes[0].width

@@ -1,4 +1,4 @@
-"""What can be wrong with a latent: with the rows that go in, or with a stored codec."""
+"""Errors of latent codecs: of the KV entries they encode, or of a stored codec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From statistics of a text, and what matters of its rows, to a codec: in closed form."""
+"""Fits a codec to statistics of a text and importances of its KV entries, in closed form."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """How much an error in K or V matters: per layer, for K and V of each KV head, a matrix M; an error δ costs δᵀ M δ.
 
-Two ways to get them. `laboratory/training/sensitivity.py` measures them: the curvature of KL(exact ‖ restored) in each
-head's rows, all layers in one unit. `from_projections` needs no gradient: for K the squared error of the scores,
+Two methods give them. `laboratory/training/sensitivity.py` measures them: the curvature of KL(exact ‖ restored) in each
+head's entries, all layers in one unit. `from_projections` needs no gradient: for K the squared error of the scores,
 E[(q·δk)²]; for V that of what leaves the layer, |Wo δv|². Those of different layers cannot be compared, so each is
-scaled to its rows' variance: no head is given up for a louder one. On SmolLM2 the measured ones lose a third less.
+scaled to its entries' variance: no head loses its bits to one of larger values. On SmolLM2 the measured ones lose a
+third less.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kv_cache_proposer.f_theta.statistics import Statistics
 # By layer of the model: [2 (K, V), Hkv, D, D], symmetric, float64.
 Importances = Mapping[int, Tensor]
 
-# A head whose rows hardly vary is scaled as if they varied by this share of the layer's largest variance.
+# The least variance a head is scaled by, as a share of the layer's largest.
 _VARIANCE_FLOOR = 1e-6
 # Of the mean importance of all heads: what each head has at least.
 _HEAD_FLOOR = 1e-6

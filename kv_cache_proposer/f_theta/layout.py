@@ -28,7 +28,7 @@ class LayerShape:
 
     @property
     def width(self) -> int:
-        """Numbers in one row: K and V of one token."""
+        """Numbers in one KV entry: K and V of one token."""
         return 2 * self.kv_heads * self.head_dim
 
 
@@ -63,16 +63,16 @@ def make_groups(shapes: Sequence[LayerShape], group_layers: int) -> tuple[Group,
 
 
 def join(group: Group, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Rows of the group's layers, each [n, Hkv, D] of any float dtype, as float32 vectors [n, width]."""
+    """KV entries of the group's layers, each [n, Hkv, D] of any float dtype, as float32 vectors [n, width]."""
     for shape, key, value in zip(group.shapes, keys, values, strict=True):
-        for part, rows in (("keys", key), ("values", value)):
-            if rows.shape[1:] != (shape.kv_heads, shape.head_dim):
+        for part, states in (("keys", key), ("values", value)):
+            if states.shape[1:] != (shape.kv_heads, shape.head_dim):
                 raise LatentError(
                     f"layer {shape.layer}: {part} must be [n, {shape.kv_heads}, {shape.head_dim}], "
-                    f"got {list(rows.shape)}"
+                    f"got {list(states.shape)}"
                 )
-    parts = [rows for pair in zip(keys, values, strict=True) for rows in pair]
-    if len({rows.shape for rows in parts}) == 1:
+    parts = [states for pair in zip(keys, values, strict=True) for states in pair]
+    if len({states.shape for states in parts}) == 1:
         # One operation, not two for each layer's keys and values.
         return torch.stack(parts, dim=1).float().flatten(1)
-    return torch.cat([rows.float().flatten(1) for rows in parts], dim=1)
+    return torch.cat([states.float().flatten(1) for states in parts], dim=1)

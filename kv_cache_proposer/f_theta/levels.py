@@ -1,4 +1,4 @@
-"""The values a coefficient of variance 1 may be coded as, and what is lost: see `inference_engine/kernels/trellis.py`.
+"""The values that code a coefficient of variance 1, and their distortion: see `inference_engine/kernels/trellis.py`.
 
 Levels lie as densely as a quantiser of many levels wants them, in proportion to the cube root of the variable's density
 (Panter and Dite, Proc. IRE 39(1), 1951), drawn together where levels are few. Coefficients of a token, divided by the

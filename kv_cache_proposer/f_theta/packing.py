@@ -3,9 +3,9 @@
 widths   3 3 2 1 1 …      codes   5 2 3 0 1 …
 bits     101 010 11 0 1 … the most significant bit of each code first; the last byte is filled up with zeros
 
-All codes of all rows go through a handful of operations, whatever their widths: a GPU's host would take longer to
-launch more of them than the device to run them. Each bit knows the code that it is of, and each code the three bytes
-that it lies in.
+All codes of all vectors are packed in a few operations, whatever their widths: more launches would take a GPU's host
+longer than the device takes to run them. A table maps each bit to its code, and each code to the three bytes that
+hold it.
 """
 
 from __future__ import annotations

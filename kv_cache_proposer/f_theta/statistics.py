@@ -1,6 +1,6 @@
-"""What calibration remembers of a text: sums over its tokens, never the tokens or their rows.
+"""Statistics that calibration keeps of a text: sums over its tokens, never the tokens or their KV entries.
 
-Per group of layers the mean and covariance of the joined rows; per layer and KV head E[q qᵀ] of the queries that read
+Per group of layers the mean and covariance of the token vectors; per layer and KV head E[q qᵀ] of the queries that read
 it. Products are formed in float32 around the first batch's mean, so that they do not cancel, and summed in float64.
 """
 
@@ -47,9 +47,9 @@ class Statistics:
             centred = vectors - self._shifts[index]
             self._sums[index] += centred.sum(0)
             self._products[index] += centred.T @ centred
-        for shape, rows in zip(self.shapes, queries, strict=True):
+        for shape, vectors in zip(self.shapes, queries, strict=True):
             # Query heads of one group are neighbours: [n, Hq, D] → [Hkv, n · group, D].
-            grouped = rows.to(self._device).float().reshape(len(rows), shape.kv_heads, -1, shape.head_dim)
+            grouped = vectors.to(self._device).float().reshape(len(vectors), shape.kv_heads, -1, shape.head_dim)
             per_head = grouped.transpose(0, 1).flatten(1, 2)
             self._queries[shape.layer] += per_head.transpose(1, 2) @ per_head
         self.tokens += len(joined[0])
@@ -72,7 +72,7 @@ class Statistics:
 
     def _check(self) -> None:
         if not self.tokens:
-            raise LatentError("no token was counted yet; add rows of a calibration text first")
+            raise LatentError("no token was counted yet; add entries of a calibration text first")
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self._device)

@@ -109,7 +109,7 @@ def load_codec(
     tensors = _read(folder / TENSORS, stated_sha256)
     found = [_take_group(tensors, index, group, folder / TENSORS) for index, group in enumerate(groups)]
     if tensors:
-        raise LatentError(f"{folder / TENSORS}: tensors nobody knows: {', '.join(sorted(tensors))}; {_REMEDY}")
+        raise LatentError(f"{folder / TENSORS}: unknown tensors: {', '.join(sorted(tensors))}; {_REMEDY}")
     codec = coded([basis for basis, _ in found], [widths for _, widths in found], bits, quantiser)
     if codec.bytes_per_token != stated_bytes:
         raise LatentError(
