@@ -1,13 +1,13 @@
-"""What a server is made of, from its settings: the model on its device, the latent, the drafter, the engine on them.
+"""Builds a server's parts from its settings: the model on its device, the latent codec, the drafter, the engine.
 
-The one place that knows every part. A latent or a drafter that was trained is a model's if it names the digest of the
-model's weights; nothing else about a model is trusted. Of drafters:
+A trained codec or drafter belongs to a model if its manifest has the digest of the model's weights; nothing else about
+a model is trusted. Drafters:
 
-    auto     long copies first, else a trained one of this model's, in the cache or else among those that come with the
-             package; without a trained one, ngram
+    auto     long copies first, else the model's trained drafter, from the cache or from the package; without a trained
+             one, ngram
     ngram    prompt lookup
     none     no drafting
-    FOLDER   the trained or published one there, by itself
+    FOLDER   the trained or published drafter there, alone
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ SHIPPED = Path(kv_cache_proposer.__file__).parent / "checkpoints"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Parts:
-    """What an engine is made of, besides its own settings."""
+    """What an engine needs besides its settings."""
 
     forward: Forward
     latent: TokenCodec | None
     drafter: Drafter | None
 
     def engine(self, config: EngineConfig, *, tracing: Tracing | None = None) -> Engine:
-        """Raises ConfigError or BackendError for what cannot be had."""
+        """Raises ConfigError or BackendError for what is not available."""
         from inference_engine.engine import Engine
 
         return Engine(self.forward, config, latent=self.latent, drafter=self.drafter, tracing=tracing)
 
 
 def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
-    """Everything that `model` asks for. Raises ModelError or BackendError; what is sooner refused is asked for first.
+    """Everything that `model` asks for. Raises ModelError or BackendError; the cheapest check comes first.
 
-    admitted: what `admit` gave for this configuration, if it was asked already.
+    admitted: the result of `admit` for this configuration, if available.
     """
     latent = find_latent(model)
     forward = open_backend(model, admitted)
@@ -70,7 +70,7 @@ def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
 
 
 def admit(config: ModelConfig) -> Admitted:
-    """Find out from a model's configuration whether it can be served, and how. No weights are read or hashed.
+    """Check by a model's configuration whether it can be served, and how. No weights are read or hashed.
 
     Raises ModelError with the reason why it cannot.
     """
@@ -87,7 +87,7 @@ def admit(config: ModelConfig) -> Admitted:
 
 
 def open_backend(config: ModelConfig, admitted: Admitted | None = None) -> Forward:
-    """Load the model and make it ready to run. Raises ModelError or BackendError.
+    """Load the model. Raises ModelError or BackendError.
 
     admitted: what `admit` gave for this configuration, if it was asked already. The architecture is admitted by test
     (`backends/twin.py`) before weights are read.
@@ -102,7 +102,7 @@ def _open_torch(config: ModelConfig, admitted: Admitted) -> Forward:
     return open_torch(config, admitted)
 
 
-# How a model is loaded and run, by name.
+# Functions that load a model, by name of the backend.
 BACKENDS: Mapping[str, Callable[[ModelConfig, Admitted], Forward]] = {"torch": _open_torch}
 
 
@@ -114,7 +114,7 @@ def latent_folder(model_id: str, cache: Path) -> Path:
 
 
 def find_latent(model: ModelConfig) -> LatentCodec | None:
-    """The codec that `model.latent` asks for, on the model's device.
+    """The codec that `model.latent` selects, on the model's device.
 
     `auto`: the one in the cache, if there is one. `none`: none. Else a folder. Raises ModelError for one that is not
     there, damaged, or made for other weights.
@@ -131,9 +131,9 @@ def find_latent(model: ModelConfig) -> LatentCodec | None:
 
 
 def latent_identity(model: ModelConfig) -> Mapping[str, Any]:
-    """What tells the codec that `find_latent` gives from others: its tensors' digest, its bytes, how it was made.
+    """Identifies the codec of `find_latent`: its tensors' digest, its bytes, its recipe.
 
-    Nothing where there is none. Raises ModelError for a manifest that cannot be read.
+    Empty without a codec. Raises ModelError for a manifest that cannot be read.
     """
     folder = _latent_of(model)
     if folder is None:
@@ -149,7 +149,7 @@ def latent_identity(model: ModelConfig) -> Mapping[str, Any]:
 
 
 def _latent_of(model: ModelConfig) -> Path | None:
-    """Where the codec lies that `model.latent` asks for; None for none."""
+    """The folder of the codec that `model.latent` selects; None for none."""
     if model.latent == "none":
         return None
     if model.latent != "auto":
@@ -166,7 +166,7 @@ def drafter_folder(model_id: str, cache: Path) -> Path:
 
 
 def find_drafter(model: ModelConfig, forward: Forward) -> Drafter | None:
-    """The drafter that `model.drafter` asks for, on the device and in the dtype of `forward`, which runs the model.
+    """The drafter that `model.drafter` selects, on the device and in the dtype of `forward`, which runs the model.
 
     Raises ModelError for one that is not there, damaged, or made for other weights.
     """
@@ -188,10 +188,9 @@ def find_drafter(model: ModelConfig, forward: Forward) -> Drafter | None:
 
 
 def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
-    """What tells the drafter that `find_drafter` gives from others: a trained or published one's digest, how copies are
-    looked up.
+    """Identifies the drafter of `find_drafter`: a trained or published one's digest, how copies are looked up.
 
-    Nothing where there is none. Raises ModelError as `find_drafter` does.
+    Empty without a drafter. Raises ModelError as `find_drafter` does.
     """
     if model.drafter == "none":
         return {}
@@ -243,12 +242,12 @@ def _trained_for(model: ModelConfig, forward: Forward, target: PreTrainedModel) 
 
 
 def _trained_folder(model: ModelConfig, target: PreTrainedModel) -> Path | None:
-    """The first that names the digest of the model's weights."""
+    """The first folder whose manifest has the digest of the model's weights."""
     from kv_cache_proposer.dflash.store import stored_shape, stored_target
 
     checked = check_model(model.model, cache=model.cache_path)
     hidden = target.config.get_text_config().hidden_size
-    # What cannot fit is told by its shape: the digest of large weights without a manifest takes a while.
+    # The shape is compared first: hashing large weights without a manifest takes long.
     folders = [
         folder
         for folder in (drafter_folder(checked.model_id, model.cache_path), *sorted(SHIPPED.glob("*")))

@@ -1,4 +1,4 @@
-"""All settings, and the only place that reads files, flags or the environment.
+"""All settings. The only place that reads files, flags or the environment.
 
 A setting is looked up in this order, first hit wins: command-line flag, environment (`KAKEYA_<NAME>` in capitals),
 TOML file (`--config`, or `KAKEYA_CONFIG`), the default below. Unknown keys in the file are refused, so that a typo
@@ -25,7 +25,7 @@ T = TypeVar("T", bound="EngineConfig | ModelConfig | ServerConfig")
 _SIZE = re.compile(r"(\d+)\s*(|B|KiB|MiB|GiB|TiB)", re.ASCII)
 _LARGEST = 2.0**50  # of anything: bytes, seconds, tokens
 _LONGEST_SECONDS = 10.0 * 365 * 86_400
-_WIRE_LARGEST = 2**31 - 1  # what gRPC and the wire contract can say
+_WIRE_LARGEST = 2**31 - 1  # the range of gRPC and the wire contract
 _BOOLEANS = {"true": True, "false": False}
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -46,7 +46,7 @@ def _at_most(config: object, **ceilings: float) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """What the engine promises and how much it may use."""
+    """Limits and behaviour of the engine."""
 
     mode: Mode = Mode.BATCHED
     strategy: str = "full"
@@ -54,37 +54,37 @@ class EngineConfig:
     # "best_effort": memory is granted as histories grow; "guaranteed": all at creation; "auto": the former on a CPU
     growth: str = "auto"
     default_limit_tokens: int = 0  # of sessions that ask for none; 0: as long as their strategy and the model allow
-    tier_bytes: int = 0  # for rows off the device; 0: a quarter of free host memory, or on a CPU of the folder's disk
-    tier_dir: str = ""  # the folder for rows that leave a CPU's memory; "": the system's for temporary files
+    tier_bytes: int = 0  # K/V off the device; 0: a quarter of free host memory, or on a CPU of free disk space
+    tier_dir: str = ""  # the folder for K/V that leaves a CPU's memory; "": the system's folder for temporary files
     max_sessions: int = 1024
-    max_running: int = 128  # Generates that have begun and not ended; others wait, but one of each owner never does
+    max_running: int = 128  # Generates in progress; others wait, but one of each owner never does
     max_queued: int = 256  # Generates that wait
-    # A call that would wait longer for others until its first token is refused; 0: none is. Two seconds: a person still
-    # waits, an agent loses less than by asking again, and the queue is long enough to keep every place filled.
+    # A Generate whose first token would wait longer for others is refused; 0: no limit. Two seconds: a person still
+    # waits, retrying would cost an agent more, and the queue is long enough to keep the batch full.
     max_first_token_seconds: float = 2.0
-    # Of one owner; 0: no limit but those of the server.
+    # For one owner; 0: only the server's limits apply.
     max_sessions_per_owner: int = 0
     kv_bytes_per_owner: int = 0
     max_running_per_owner: int = 0
     max_queued_per_owner: int = 0
-    # Token ids take ten bytes each of the process's memory, under every strategy; 0: no limit. At 100 tokens a second a
-    # session lasts for two days.
+    # A token id takes ten bytes of host memory under every strategy; 0: no limit. At 100 tokens per second, a session
+    # lasts two days.
     history_tokens_per_session: int = 2**24
     history_tokens_per_owner: int = 2**26  # in all sessions of one owner; what forks share counts once
-    share_forks: bool = True  # forks read the rows they have in common with others where these hold them, if they can
-    # What prefills beside decoding sessions are sized by; 0: a segment each.
+    share_forks: bool = True  # forks read common KV entries from the session that holds them, where possible
+    # Targets for the size of prefill chunks beside decoding sessions; 0: one segment each.
     first_token_target_seconds: float = 0.0
     inter_token_target_seconds: float = 0.0
     max_batch: int = 64  # Generates in one forward
-    draft_tokens: int = 0  # draft tokens in each draft, where there is a drafter; 0: as many as pay, none among them
-    step_tokens: int = 0  # rows in one forward, of prefills and decodes; 0: 512 on a CPU, 4096 elsewhere
+    draft_tokens: int = 0  # in each draft, if there is a drafter; 0: chosen by cost, possibly none
+    step_tokens: int = 0  # tokens in one forward, of prefills and decodes; 0: 512 on a CPU, 4096 elsewhere
     segment_tokens: int = 256
     page_tokens: int = 16
     max_append_tokens: int = 65_536
     max_generate_tokens: int = 32_768
     session_idle_ttl_seconds: float = 1800.0
     session_evictable_seconds: float = 60.0
-    stall_seconds: float = 60.0  # a step that takes longer counts as an engine that stands still
+    stall_seconds: float = 60.0  # the engine counts as stalled if a step takes longer
 
     def __post_init__(self) -> None:
         _at_least(
@@ -111,7 +111,7 @@ class EngineConfig:
             max_generate_tokens=1,
             session_idle_ttl_seconds=0.001,
             session_evictable_seconds=0,
-            stall_seconds=2,  # a loop without work comes round every second
+            stall_seconds=2,  # an idle loop iterates every second
         )
         _at_most(
             self,
@@ -141,19 +141,19 @@ class ModelConfig:
     device: str = "cpu"
     dtype: str = "float32"
     kernels: str = "auto"  # "triton" on a GPU; "plain": plain torch everywhere
-    graphs: str = "auto"  # on a GPU, steps that only decode are recorded once and run again; "off": never
-    linear: str = "auto"  # packed for oneDNN where it can be (on a CPU); "packed" insists, "plain" never
-    threads: int = 0  # 0: as many as the machine has cores
+    graphs: str = "auto"  # CUDA graphs for decode steps on a GPU; "off": never
+    linear: str = "auto"  # weights packed for oneDNN where supported (on a CPU); "packed": required; "plain": never
+    threads: int = 0  # 0: one for each core
     cache_dir: str = ""  # "": the user's cache folder
     latent: str = "auto"  # the latent codec: a folder, "auto" for the one in the cache if there is one, or "none"
-    drafter: str = "auto"  # "ngram", a trained one's folder, "auto": long copies, then a trained one if any; or "none"
+    drafter: str = "auto"  # "ngram", a trained drafter's folder, "auto": long copies, then a trained drafter, or "none"
 
     def __post_init__(self) -> None:
         _at_least(self, threads=0)
         if not self.latent:
-            raise ConfigError("latent must be auto, none or a folder, got an empty text")
+            raise ConfigError("latent must be auto, none or a folder, got an empty string")
         if not self.drafter:
-            raise ConfigError("drafter must be auto, none, ngram or a folder, got an empty text")
+            raise ConfigError("drafter must be auto, none, ngram or a folder, got an empty string")
         if self.kernels not in ("auto", "plain", "triton"):
             raise ConfigError(f"kernels must be auto, plain or triton, got {self.kernels!r}")
         if self.graphs not in ("auto", "on", "off"):
@@ -173,31 +173,33 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
-    """Where the server listens, and who may call it."""
+    """Where the server listens, its access control and its limits."""
 
     bind: str = "127.0.0.1:50051"
     metrics_bind: str = ""  # "": no metrics port
-    trace_endpoint: str = ""  # where spans go by OTLP over gRPC, such as http://127.0.0.1:4317; "": nowhere
+    trace_endpoint: str = ""  # OTLP collector over gRPC, such as http://127.0.0.1:4317; "": no traces
     log_format: str = "text"  # or "json", an object a line
     http_bind: str = ""  # chat completions over HTTP, deprecated; "": none
     api_key_file: str = ""  # as `kakeya keys` writes it; "": no key needed (loopback, or with tls_client_ca_file)
     tls_cert_file: str = ""
     tls_key_file: str = ""
-    tls_client_ca_file: str = ""  # every client needs a certificate that one of these signed; "": none does
-    allow_plaintext: bool = False  # beyond loopback without TLS: something in front of this server ends it
+    tls_client_ca_file: str = ""  # client certificates must be signed by one of these; "": none required
+    allow_plaintext: bool = False  # beyond loopback without TLS, behind a proxy that terminates it
     max_connections: int = 0  # 0: as many as file descriptors allow, 10,000 at most
     max_connections_per_address: int = 0  # 0: half of max_connections beyond loopback, no limit on it
-    max_connection_calls: int = 256  # on one connection at the same time; a client's further ones wait in its library
-    max_connection_idle_seconds: float = 300.0  # without a call; clients connect anew with the next; 0: never
-    max_connection_age_seconds: float = 0.0  # then clients connect anew, and certificates are looked at; 0: never
-    max_owner_calls: int = 1024  # of one owner at the same time, those among them whose message is still to come
-    owner_calls_per_second: float = 0.0  # that one owner may start; 0: 1,000 beyond loopback, else no limit
+    max_connection_calls: int = (
+        256  # on one connection at the same time; further ones wait in the client's gRPC library
+    )
+    max_connection_idle_seconds: float = 300.0  # without a call; clients reconnect with the next one; 0: never
+    max_connection_age_seconds: float = 0.0  # then clients reconnect, and certificates are checked; 0: never
+    max_owner_calls: int = 1024  # of one owner at the same time, including calls whose message has not arrived
+    owner_calls_per_second: float = 0.0  # starts of one owner; 0: 1,000 beyond loopback, else no limit
     max_header_bytes: int = 4096  # of one call, and 32 for each header, as HTTP/2 counts them
-    max_message_bytes: int = 4 * 2**20  # no method of ours takes as much; see `server/incoming.py`
+    max_message_bytes: int = 4 * 2**20  # upper limit for all methods; see `server/incoming.py`
     busy_wait_seconds: float = 2.0
     drain_seconds: float = 30.0
-    stall_exit_seconds: float = 120.0  # a stalled engine that is not back by then ends the process; 0: it never does
-    watch_weights: bool = True  # files of weights that are written to while their pages are in use end the process
+    stall_exit_seconds: float = 120.0  # the process ends if the engine stalls for so long; 0: never
+    watch_weights: bool = True  # the process ends if files of weights in use are overwritten
 
     def __post_init__(self) -> None:
         _at_least(
@@ -232,28 +234,28 @@ class ServerConfig:
         if self.log_format not in ("text", "json"):
             raise ConfigError(f"log_format must be text or json, got {self.log_format!r}")
         if bool(self.tls_cert_file) != bool(self.tls_key_file):
-            raise ConfigError("tls_cert_file and tls_key_file come together; only one of them is set")
+            raise ConfigError("only one of tls_cert_file and tls_key_file is set; set both or none")
         if self.tls_client_ca_file and not self.tls_cert_file:
-            raise ConfigError("tls_client_ca_file asks clients for certificates, which needs tls_cert_file and its key")
+            raise ConfigError("tls_client_ca_file needs tls_cert_file and tls_key_file; set them or leave it unset")
 
 
 def configure_threads_environment() -> None:
-    """Let idle OpenMP threads sleep. To be called before torch is imported.
+    """Make idle OpenMP threads block instead of spin. Call it before torch is imported.
 
-    Two processes whose OpenMP threads spin while idle slow each other 3 to 15 times on two cores. A value the user
-    set stays.
+    Two processes with spinning OpenMP threads slow each other down 3 to 15 times on two cores. A value set by the user
+    is kept.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def forbid_model_hub() -> None:
-    """Keep model libraries from reaching for a network. To be called before they are imported."""
+    """Keep model libraries from using a network. Call it before they are imported."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
 def hub_cache() -> Path:
-    """Where huggingface_hub keeps what it downloads, by the variables that it goes by."""
+    """The cache folder of huggingface_hub, from the same environment variables."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{home}/huggingface"
     cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
@@ -261,20 +263,20 @@ def hub_cache() -> Path:
 
 
 def quiet_grpc() -> None:
-    """Keep gRPC's remarks, one for each client that hangs up, from between the lines of the log.
+    """Suppress gRPC's own log lines, one for each client that disconnects.
 
-    To be called before it is imported. A value the user set stays.
+    Call it before grpc is imported. A value set by the user is kept.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
 def child_environment(**overrides: str) -> dict[str, str]:
-    """The environment for a process we start: this one's, changed by `overrides`."""
+    """The environment for a child process: this one's, changed by `overrides`."""
     return {**os.environ, **overrides}
 
 
 def resolve(kind: type[T], flags: Mapping[str, Any] | None = None, *, file: str | None = None) -> T:
-    """One settings object from flags, environment, file and defaults. `flags` that are None count as not given.
+    """One settings object from flags, environment, file and defaults. A flag that is None counts as not given.
 
     Raises ConfigError for a value that does not parse, an unknown key in the file, or a file that cannot be read.
     """
@@ -305,7 +307,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read the settings file {path}: {error}") from error
     known = {spec.name for kind in (EngineConfig, ModelConfig, ServerConfig) for spec in fields(kind)}
     if unknown := sorted(set(content) - known):
-        raise ConfigError(f"{path}: unknown settings {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        raise ConfigError(f"{path}: unknown settings {', '.join(unknown)}; the settings are {', '.join(sorted(known))}")
     return content
 
 

@@ -2,10 +2,10 @@
 
     KakeyaError
     ├── ConfigError          the operator's settings
-    ├── ModelError           weights or an architecture we will not run
-    │   └── NonFiniteRows    what they give cannot be kept
-    ├── BackendError         the device cannot keep a promise (quanta, memory)
-    └── RequestError         the caller's request, or what befell it; has a wire `reason`
+    ├── ModelError           weights or an architecture that is refused
+    │   └── NonFiniteEntries keys or values hold NaN or infinity
+    ├── BackendError         the device cannot do what is required (quanta, memory)
+    └── RequestError         one request; has a wire `reason`
         ├── InvalidArgument ── TokenOutOfRange, RequestIdReused
         ├── SessionNotFound ── SessionEvicted
         ├── SessionBusy, HistoryLengthMismatch, SessionClosed, StreamTakenOver
@@ -14,7 +14,7 @@
         ├── InvariantViolated, NonFiniteLogits, RestorationFailed
         └── InternalError
 
-Each says what was wrong, the value, and the way out. `server/status.py` alone turns them into gRPC statuses.
+Each message states the problem, the value and the remedy. Only `server/status.py` turns them into gRPC statuses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import ClassVar
 
 
 class KakeyaError(Exception):
-    """Base of every error below."""
+    """Base of all errors below."""
 
 
 class ConfigError(KakeyaError):
@@ -31,22 +31,20 @@ class ConfigError(KakeyaError):
 
 
 class ModelError(KakeyaError):
-    """A model folder is missing, damaged, tampered with, unsafe, or of a kind we cannot serve rightly."""
+    """A model folder is missing, damaged, tampered with, unsafe, or of a kind that cannot be served correctly."""
 
 
 class NonFiniteEntries(ModelError):
-    """Rows that are coded, or come back from their codes, hold NaN or infinity.
-
-    `layer` and `part` ("keys" or "values") say where.
-    """
+    """KV entries to be encoded, or decoded ones, hold NaN or infinity: in `layer`, in `part` ("keys" or "values")."""
 
     def __init__(self, layer: int, part: str, *, come_back: bool = False) -> None:
-        entries, why = (
-            ("that come back", "the codec gave them, these rows cannot be read")
+        """come_back: the entries were decoded; else they are about to be encoded."""
+        state, why = (
+            ("decoded by the codec", "these KV entries cannot be read")
             if come_back
-            else ("to be encoded", "the model overflowed, these rows cannot be kept")
+            else ("to be encoded", "the model overflowed and these KV entries cannot be stored")
         )
-        super().__init__(f"layer {layer}: {part} {entries} hold NaN or infinity; {why}")
+        super().__init__(f"layer {layer}: {part} {state} hold NaN or infinity; {why}")
         self.layer = layer
         self.part = part
 
@@ -84,18 +82,18 @@ class TokenOutOfRange(InvalidArgument):
 
 
 class RequestIdReused(InvalidArgument):
-    """A retry has to say what the first call said."""
+    """A retry must have the same content as the first call with its request id."""
 
     reason = "REQUEST_ID_REUSED"
 
     def __init__(self) -> None:
         super().__init__(
-            "request_id", "a call with this id and another content was made before; nothing was done. Make up a new id"
+            "request_id", "an earlier call used this id with other content; nothing was done. Use a new id"
         )
 
 
 class SessionNotFound(RequestError):
-    """Unknown, closed, or somebody else's: the three are told apart nowhere."""
+    """The session is unknown, closed, or another owner's; the error does not say which of the three."""
 
     reason = "SESSION_NOT_FOUND"
 
@@ -138,13 +136,14 @@ class SessionClosed(RequestError):
 
 
 class StreamTakenOver(RequestError):
-    """A newer call with the request id of a Generate has its stream now."""
+    """A newer call with the same request id has taken over the stream of the Generate."""
 
     reason = "STREAM_TAKEN_OVER"
 
     def __init__(self, position: int) -> None:
         super().__init__(
-            f"another call attached to this Generate and gets its tokens; this stream ended before position {position}",
+            f"another call attached to this Generate and receives its tokens; this stream ended before position "
+            f"{position}",
             position=position,
         )
 
@@ -153,13 +152,13 @@ class HistoryLimit(RequestError):
     reason = "HISTORY_LIMIT"
 
     def __init__(self, length: int, adding: int, limit: int, *, setting: str = "") -> None:
-        """setting: the operator's, which is the limit; "": it is the session's own."""
-        bound, advice = f"the session's limit of {limit}", ""
+        """setting: the name of the server setting that is the limit; "": the session's own limit."""
+        bound, advice = f"the session's limit of {limit}", "; continue in a session with a larger limit_tokens"
         if setting:
-            bound = f"the {limit} tokens that this server lets one session have"
-            advice = f". Go on in a new session, or have the operator raise {setting}"
+            bound = f"the {limit} tokens that this server allows in one session"
+            advice = f"; continue in a new session, or ask the operator to raise {setting}"
         super().__init__(
-            f"{length} tokens and {adding} more would pass {bound}; nothing was appended{advice}",
+            f"the history has {length} tokens; {adding} more would exceed {bound}; nothing was appended{advice}",
             history_length=length,
             limit_tokens=limit,
         )
@@ -172,7 +171,8 @@ class AppendTooLarge(RequestError):
 
     def __init__(self, count: int, limit: int) -> None:
         super().__init__(
-            f"{count} token ids in one append, at most {limit} are taken; send them in several", max_append_tokens=limit
+            f"{count} token ids in one append; the limit is {limit}: split them over several appends",
+            max_append_tokens=limit,
         )
 
 
@@ -185,9 +185,9 @@ class Overloaded(RequestError):
 
 
 class QuotaExceeded(RequestError):
-    """The owner has as much as the operator lets one owner have; what others have does not matter.
+    """The owner has reached a limit per owner that the operator set. Other owners have no part in it.
 
-    quota: the setting that says so. Waiting helps where `retry_after_seconds` is there; else closing sessions.
+    quota: the name of the setting. If `retry_after_seconds` is set, waiting helps; otherwise, closing sessions does.
     """
 
     reason = "QUOTA"
@@ -200,27 +200,27 @@ class Draining(RequestError):
     reason = "DRAINING"
 
     def __init__(self) -> None:
-        super().__init__("the server is shutting down; retry against another or later", retry_after_seconds=5.0)
+        super().__init__("the server is shutting down; retry later or on another server", retry_after_seconds=5.0)
 
 
 class EngineStalled(RequestError):
-    """The engine's thread has stood still for too long. It may come back; if not, the process ends."""
+    """The engine's thread has made no progress for too long. It may recover; if not, the process ends."""
 
     reason = "ENGINE_STALLED"
 
     def __init__(self) -> None:
-        super().__init__("the engine stands still; retry against another server or later", retry_after_seconds=5.0)
+        super().__init__("the engine has stalled; retry later or on another server", retry_after_seconds=5.0)
 
 
 class OutOfMemory(RequestError):
-    """The device ran out of memory in a step. The rows of its sessions were dropped, their histories are kept."""
+    """The device ran out of memory in a step. Its sessions lost their KV entries and keep their histories."""
 
     reason = "OUT_OF_MEMORY"
 
     def __init__(self) -> None:
         super().__init__(
-            "the device had no memory for this step; the session's history is kept and its rows are computed again: "
-            "retry later",
+            "the device ran out of memory in this step; the session's history is kept and its KV entries will be "
+            "recomputed; retry later",
             retry_after_seconds=1.0,
         )
 
@@ -254,15 +254,15 @@ class NonFiniteLogits(RequestError):
 
     def __init__(self, position: int) -> None:
         super().__init__(
-            f"the model gave NaN or infinity for position {position}; nothing was sampled", position=position
+            f"the model's logits for position {position} hold NaN or infinity; nothing was sampled", position=position
         )
 
 
 class RestorationFailed(RequestError):
-    """Rows that had left the exact window could not be kept or brought back. The history is kept.
+    """KV entries outside the exact window could not be stored or restored. The history is kept.
 
-    The text says what the system said of a file or a disk, or which rows were not finite, and no more; the log has the
-    rest of `cause`.
+    The message has the system's error text for a file or disk, or which entries were not finite, and nothing else of
+    `cause`; the log has the rest.
     """
 
     reason = "RESTORATION_FAILED"
@@ -274,13 +274,13 @@ class RestorationFailed(RequestError):
         elif isinstance(cause, NonFiniteEntries):
             reported = f": {cause}"
         super().__init__(
-            f"the session's evicted rows could not be restored{reported}. The history is kept; generate again, or go "
-            "on with it in a session of another strategy"
+            f"the session's evicted KV entries could not be restored{reported}. The history is kept: generate again, "
+            "or append it to a session with another strategy"
         )
 
 
 class InternalError(RequestError):
-    """A bug of ours. The text shows an incident id only; the log has the rest."""
+    """A bug in the server. The message has an incident id only; the log has the rest."""
 
     reason = "INTERNAL"
 

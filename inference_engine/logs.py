@@ -1,10 +1,10 @@
-"""The log: lines of text or of JSON, each with short hashes that say which session and which call it is about.
+"""Logging: lines of text or JSON, each with short hashes of the session and the call that it is about.
 
     2026-11-21 14:02:11,120 INFO inference_engine.scheduler.lifecycle: a Generate ended session=5f0c… request=91ab… …
     {"time": "2026-11-21T14:02:11.120Z", "level": "INFO", "logger": "…", "message": "a Generate ended", "session": …}
 
-Of what code hands over beside the message, a line shows what `FIELDS` names and nothing else: no token ids, keys, ids
-or labels. Lines are written by a thread of their own, so that a reader who does not read stops nobody.
+Besides the message, a line has the fields in `FIELDS` and nothing else: no token ids, keys, ids or labels. A separate
+thread writes the lines, so that a blocked output blocks no other thread.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import TextIO
 from inference_engine.tracing import current_trace_id, describe
 
 TAG_CHARACTERS = 12
-# What a line may say beside its message, in this order.
+# The fields of a line, in this order.
 FIELDS = ("session", "request", "trace_id", "owner", "method", "reason", "incident", "outcome", "tokens", "seconds")
 _QUEUED_LINES = 10_000
 _LAST_LINES_SECONDS = 5.0  # to write what is left when the process ends
 
-# Lines that nobody will read, by why, since the process began.
+# Lost lines since the process began, by cause.
 LOST_REASONS = ("queue", "write")
 _lost = dict.fromkeys(LOST_REASONS, 0)
 
@@ -44,13 +44,13 @@ def tag(identifier: str | bytes) -> str:
 
 
 def lost_lines() -> Mapping[str, int]:
-    """Lines of the log that were lost since the process began, by LOST_REASONS."""
+    """Log lines lost since the process began, by LOST_REASONS."""
     return dict(_lost)
 
 
 @contextmanager
 def about_request() -> Iterator[None]:
-    """What is logged within this block, and in no other task, is about one call, under a tag of its own."""
+    """Log lines of this task within this block belong to one call and carry its tag."""
     token = _request.set(secrets.token_hex(TAG_CHARACTERS // 2))
     try:
         yield
@@ -59,13 +59,13 @@ def about_request() -> Iterator[None]:
 
 
 def name_request(request_id: bytes) -> None:
-    """From now on, the call that this is has the tag of its client's id for it."""
+    """Tag the current call with the hash of its client's request id."""
     _request.set(tag(request_id))
     describe(request=_request.get())
 
 
 def about_session(session_id: str) -> dict[str, str]:
-    """What to hand over as `extra` with a record about this session, on whichever thread."""
+    """The `extra` of a log record about this session. Any thread."""
     return {"session": tag(session_id), **_current()}
 
 
@@ -115,7 +115,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, object]:
-    """What the record is about; what it does not say itself, the call that it was made in does."""
+    """The fields of a record; missing ones come from the call that it was made in."""
     facts = {**_current(), **vars(record)}
     return {name: facts[name] for name in FIELDS if facts.get(name) not in (None, "")}
 
@@ -126,14 +126,14 @@ def _current() -> dict[str, str]:
 
 
 class _BackgroundHandler(logging.Handler):
-    """Formats where the record is made, and writes elsewhere. Lines that come faster than they can be written, and
-    lines whose write fails, are lost: counted at once, and told in a line of their own when writing works again."""
+    """Formats in the calling thread and writes in another. Lines that come faster than they can be written, and lines
+    whose write fails, are lost: they are counted, and reported in a line when writing works again."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._stream = stream
         self._lines: queue.Queue[str | None] = queue.Queue(_QUEUED_LINES)
-        self._dropped = 0  # lines that found no place; `emit` counts, only the writer tells
+        self._dropped = 0  # lines that did not fit the queue; `emit` counts them, only the writer reports them
         self._reported_dropped = 0
         self._failed = 0  # lines whose write failed
         self._writer = threading.Thread(target=self._write, name="log", daemon=True)
@@ -145,7 +145,7 @@ class _BackgroundHandler(logging.Handler):
         except queue.Full:
             self._dropped += 1
             _lost["queue"] += 1
-        except Exception:  # noqa: BLE001 - as logging does it: a record that cannot be formatted ends nobody's work
+        except Exception:  # noqa: BLE001 - as logging does it: a record that cannot be formatted raises no error in its caller
             self.handleError(record)
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class _BackgroundHandler(logging.Handler):
         return True
 
     def _report_lost(self) -> None:
-        """Say once how many lines were lost."""
+        """Report lost lines, once each."""
         dropped, failed = self._dropped - self._reported_dropped, self._failed
         how = "lines of the log were dropped: they came faster than they are read"
         if dropped and self._put(self._reported(f"{dropped} {how}")):

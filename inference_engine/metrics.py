@@ -1,7 +1,7 @@
-"""Every number the runtime shows to Prometheus, as attributes of one object with its own registry.
+"""All Prometheus metrics, as attributes of one object with its own registry.
 
 Labels take values from a small fixed set (the tuples below, names of strategies and methods, status codes and reasons):
-never an id, an owner, a label of a client's or a key, hashed or not. Instruments without labels cost about a
+never ids, owners, client labels or keys, hashed or not. Instruments without labels cost about a
 microsecond and may be used for every token; look up a labelled child once.
 
 Events are counters and histograms, updated as they happen. What exists at a moment (`EngineStatistics`) is counted at
@@ -26,18 +26,18 @@ SESSION_OUTCOMES = ("closed", "evicted", "failed")
 TRANSFERS = ("kept", "streamed", "fetched")
 EVICTION_REASONS = ("ttl", "lru", "close")  # `close`: by their client; the others by the server
 GENERATE_OUTCOMES = ("max_tokens", "eos", "truncated", "cancelled", "deadline", "closed", "draining", "failed")
-# Why a Generate was not taken: it would wait too long, the queue or its owner's part of it is full, the server ends.
+# Why a Generate was refused: it would wait too long, the queue or its owner's part of it is full, the server drains.
 REFUSALS = ("first_token", "queue", "owner_queue", "draining")
 INVARIANTS = ("INV1", "INV2", "INV3")
 # `dropped`: idle, and no more than its token ids.
 PORTS = ("grpc", "http", "metrics")
 SESSION_STATES = ("idle", "dropped", "appending", "queued", "prefilling", "decoding", "failed")
-# What a session's bytes are; `SessionKV.footprint` says the same words.
+# Kinds of a session's bytes, as in `SessionKV.footprint`.
 KV_KINDS = ("rows", "sink_copy", "bounds", "mac", "fetched", "archive", "restored", "draft")
-# Where the seconds of a step go, in this order. What is not the model's is `plan`, `draft` and `settle`.
+# Parts of a step's time, in order. `plan`, `draft` and `settle` are not the model's.
 STEP_PARTS = ("plan", "draft", "forward", "sample", "settle")
 
-# Powers of two, because rows and tokens come in pages and segments.
+# Powers of two, because tokens come in pages and segments.
 _TOKENS = tuple(float(2**power) for power in range(0, 21, 2))
 _STEP_TOKENS = tuple(float(2**power) for power in range(13))
 _STEP_SECONDS = tuple(
@@ -97,35 +97,37 @@ class EngineMetrics:
         self.sessions_active = self._gauge("session_active", "Sessions open now.")
         self.session_states = Gauge(
             "session_state",
-            "Sessions open now, by strategy and by what they do.",
+            "Sessions open now, by strategy and state.",
             ("strategy", "state"),
             registry=self.registry,
         )
-        self.sessions_total = self._counter("session_total", "Sessions that ended, by how.", outcome=SESSION_OUTCOMES)
+        self.sessions_total = self._counter(
+            "session_total", "Sessions that ended, by outcome.", outcome=SESSION_OUTCOMES
+        )
         self.evicted = self._counter(
             "session_evicted_total",
-            "Sessions that gave their memory back, by cause: idle for too long, to make room, closed by their client.",
+            "Sessions that released their memory, by cause: idle for too long, to make room, closed by the client.",
             reason=EVICTION_REASONS,
         )
         self.dropped = self._counter(
-            "session_dropped_total", "Times a session's K/V were dropped to its token ids to make room."
+            "session_dropped_total", "Times a session's K/V was dropped to make room; its token ids are kept."
         )
         self.history_tokens = self._histogram(
             "session_history_tokens", "Tokens in a session's history when a Generate ends.", _TOKENS
         )
         self.held_history_tokens = self._gauge(
             "session_history_held_tokens",
-            "Tokens in the histories of open sessions, what forks share once, and those that streams of "
-            "closed ones have still to send.",
+            "Tokens in the histories of open sessions, shared ones of forks counted once, and those that streams of "
+            "closed sessions have still to send.",
         )
         self.held_history_bytes = self._gauge(
             "session_history_held_bytes",
-            "Bytes that histories take in the process's memory: token ids, marks, which ids occur, the journal.",
+            "Host memory of histories in bytes: token ids, marks, which ids occur, the journal.",
         )
         self.remembered_replies = self._gauge(
             "session_remembered_replies",
-            "Answers that are remembered by request ids, some 600 bytes each: of a session the last 64 of each kind of"
-            " call, and of one owner's ended sessions the last 4,096.",
+            "Replies stored by request id, some 600 bytes each: the last 64 of each kind of call of a session, and the"
+            " last 4,096 of one owner's ended sessions.",
         )
         self.invariant_violations = self._counter(
             "cache_invariant_violations_total", "Sessions failed because cache and history disagreed.", kind=INVARIANTS
@@ -135,30 +137,30 @@ class EngineMetrics:
         self.kv_live_bytes = self._gauge("session_kv_live_bytes", "Bytes of K/V held, summed over sessions.")
         self.kv_bytes = Gauge(
             "session_kv_bytes",
-            "Bytes of K/V held on the device, by what they are.",
+            "Bytes of K/V held on the device, by kind.",
             ("kind",),
             registry=self.registry,
         )
         for kind in KV_KINDS:
             self.kv_bytes.labels(kind)
-        self.kv_reserved_bytes = self._gauge("session_kv_reserved_bytes", "Bytes of K/V promised to open sessions.")
+        self.kv_reserved_bytes = self._gauge("session_kv_reserved_bytes", "Bytes of K/V reserved for open sessions.")
         self.kv_kept_for_forks_bytes = self._gauge(
             "session_kv_kept_for_forks_bytes",
-            "Of the reserved bytes of K/V, those of sessions that ended, kept for forks that read them.",
+            "Reserved bytes of K/V of ended sessions, kept for forks that read them.",
         )
-        self.kv_capacity_bytes = self._gauge("session_kv_capacity_bytes", "Bytes of K/V that may be promised.")
+        self.kv_capacity_bytes = self._gauge("session_kv_capacity_bytes", "Bytes of K/V that may be reserved.")
         self.tier_live_bytes = self._gauge(
             "session_tier_live_bytes", "Bytes of K/V held off the device, summed over sessions."
         )
         self.tier_reserved_bytes = self._gauge(
-            "session_tier_reserved_bytes", "Bytes off the device promised to open sessions."
+            "session_tier_reserved_bytes", "Bytes off the device reserved for open sessions."
         )
         self.tier_capacity_bytes = self._gauge(
-            "session_tier_capacity_bytes", "Bytes off the device that may be promised."
+            "session_tier_capacity_bytes", "Bytes off the device that may be reserved."
         )
         self.tier_transfers = self._counter(
             "session_tier_transfer_bytes_total",
-            "Bytes of K/V that left the device, came by to be read whole, or were fetched as selected blocks.",
+            "Bytes of K/V that left the device, were streamed back whole, or were fetched as selected blocks.",
             transfer=TRANSFERS,
         )
         self._tier_transfers = {kind: self.tier_transfers.labels(kind) for kind in TRANSFERS}
@@ -168,22 +170,22 @@ class EngineMetrics:
         self.queue_depth = self._gauge("generate_queue_depth", "Generates waiting for their first step.")
         self.queue_seconds = self._histogram(
             "generate_queue_seconds",
-            "Seconds from accepting a Generate to where it begins, waiting for room to wake included.",
+            "Seconds from accepting a Generate to its start, waiting for memory to wake included.",
             _WAIT_SECONDS,
         )
         self.predicted_wait_seconds = self._histogram(
             "generate_predicted_wait_seconds",
-            "Seconds that a Generate would wait for others until its first token, as predicted when it came; those of"
-            " refused ones, too.",
+            "Predicted seconds that a Generate's first token waits for other Generates, when it arrives; refused ones"
+            " included.",
             _WAIT_SECONDS,
         )
         self.refused = self._counter(
-            "generate_refused_total", "Generates that were not taken, by reason.", reason=REFUSALS
+            "generate_refused_total", "Generates that were refused, by reason.", reason=REFUSALS
         )
         self.wake_seconds = self._histogram(
-            "generate_wake_seconds", "Seconds it took to get a session's old rows ready for a Generate.", _WAIT_SECONDS
+            "generate_wake_seconds", "Seconds to restore a session's old KV entries for a Generate.", _WAIT_SECONDS
         )
-        self.generates = self._counter("generate_total", "Generates that ended, by how.", outcome=GENERATE_OUTCOMES)
+        self.generates = self._counter("generate_total", "Generates that ended, by outcome.", outcome=GENERATE_OUTCOMES)
         self.generated_tokens = self._counter("generate_tokens_total", "Tokens generated and committed.")
         self.prefilled_tokens = self._counter("generate_prefilled_tokens_total", "Tokens of history forwarded.")
         self.prefill_tokens = self._histogram("generate_prefill_tokens", "Tokens one Generate had to prefill.", _TOKENS)
@@ -194,7 +196,7 @@ class EngineMetrics:
         )
         self.prefill_rate = self._histogram(
             "generate_prefill_tokens_per_second",
-            "Tokens a Generate prefilled, divided by the seconds that took; batched prefills share theirs.",
+            "Tokens that a Generate prefilled per second; batched prefills share the time.",
             _RATES,
         )
         self.first_token_seconds = self._histogram(
@@ -206,40 +208,40 @@ class EngineMetrics:
             "generate_inter_token_seconds", "Seconds between two tokens of one Generate.", _STEP_SECONDS
         )
         self.drafted_tokens = self._counter("generate_drafted_tokens_total", "Draft tokens that were verified.")
-        self.accepted_tokens = self._counter("generate_accepted_tokens_total", "Draft tokens that were right.")
+        self.accepted_tokens = self._counter("generate_accepted_tokens_total", "Draft tokens that were accepted.")
         self.acceptance_length = self._histogram(
             "generate_acceptance_length",
-            "Tokens that a step with a draft gave: draft tokens accepted, and one.",
+            "Tokens from a step with a draft: the accepted draft tokens, and one.",
             _DRAFTED,
         )
         self.drafter_failures = self._counter(
-            "generate_drafter_failures_total", "Generates that went on without the drafter because it raised."
+            "generate_drafter_failures_total", "Generates that continued without the drafter after it raised an error."
         )
         self.non_finite_logits = self._counter(
-            "generate_non_finite_logits_total", "Generates failed because the model gave NaN or infinity."
+            "generate_non_finite_logits_total", "Generates that failed because the logits held NaN or infinity."
         )
 
     def _add_steps(self) -> None:
         self.step_seconds = self._histogram(
-            "engine_step_seconds", "Seconds of one step, from choosing who runs to the last commit.", _STEP_SECONDS
+            "engine_step_seconds", "Seconds of one step, from scheduling to the last commit.", _STEP_SECONDS
         )
         self.step_parts = Histogram(
             "engine_step_part_seconds",
-            "Seconds of one step by where they went: planning on the host, drafting, the forward until the host is free"
-            " again, sampling until the ids are there, settling. They add up to engine_step_seconds.",
+            "Seconds of one step by part: planning on the host, drafting, the forward until the host is free again,"
+            " sampling until the ids arrive, settling. They add up to engine_step_seconds.",
             ("part",),
             buckets=_PART_SECONDS,
             registry=self.registry,
         )
         self._step_parts = {part: self.step_parts.labels(part) for part in STEP_PARTS}
         self.step_tokens = self._histogram(
-            "engine_step_rows", "Rows in one forward, over all its sessions.", _STEP_TOKENS
+            "engine_step_rows", "Tokens in one forward, over all its sessions.", _STEP_TOKENS
         )
         self.step_sessions = self._histogram("engine_step_sessions", "Sessions in one forward.", _SESSIONS)
         self.beat_age = self._gauge(
-            "engine_beat_age_seconds", "Seconds since the engine last came round, if it has work; else 0."
+            "engine_beat_age_seconds", "Seconds since the engine's last iteration, if it has work; else 0."
         )
-        self.stalls = self._counter("engine_stalls_total", "Times the engine was found to stand still.")
+        self.stalls = self._counter("engine_stalls_total", "Times the engine was found stalled.")
 
     def _add_server(self) -> None:
         self.rpc_total = Counter(
@@ -254,7 +256,7 @@ class EngineMetrics:
         )
         self.rpc_errors = Counter(
             "rpc_error_total",
-            "Calls that ended with an error of ours, by its reason: refused, given up or failed.",
+            "Calls that ended with a runtime error, by its reason: refused, abandoned or failed.",
             ("reason",),
             registry=self.registry,
         )
@@ -266,23 +268,23 @@ class EngineMetrics:
         )
         self.connections_dropped = self._counter(
             "server_connection_dropped_total",
-            "Connections that were dropped: no call on them was accepted, and there were too many of them.",
+            "Connections dropped because there were too many without an accepted call.",
             port=PORTS,
         )
         self.replays = self._counter(
-            "rpc_replayed_total", "Calls that came again with their request id: answered as before, or attached."
+            "rpc_replayed_total", "Calls repeated with their request id: answered as before, or attached."
         )
         self.lost_log_lines = self._counter(
             "log_lost_lines_total",
-            "Lines of the log that nobody will read: they came faster than they are read, or writing them failed.",
+            "Log lines lost: they came faster than they are read, or writing them failed.",
             reason=LOST_REASONS,
         )
         self._counting = threading.Lock()
-        self._counted_lost = dict(lost_lines())  # those of the process before this engine are not counted
+        self._counted_lost = dict(lost_lines())  # lines lost before this engine are not counted
         self.draining = self._gauge("server_draining", "1 while the server shuts down, else 0.")
         self.build_info = Gauge(
             "server_build_info",
-            "Always 1; the labels say what runs.",
+            "Always 1; the labels describe the server.",
             ("version", "model", "device", "dtype", "mode"),
             registry=self.registry,
         )
@@ -296,12 +298,12 @@ class EngineMetrics:
         self._tier_transfers[kind].inc(count)
 
     def observe_step(self, parts: Mapping[str, float]) -> None:
-        """One step is over. parts: its seconds, by STEP_PARTS."""
+        """Record a step. parts: its seconds, by STEP_PARTS."""
         self.step_seconds.observe(sum(parts.values()))
         for part, seconds in parts.items():
             self._step_parts[part].observe(seconds)
 
-    # -- what is there now ------------------------------------------------------------------------------------------
+    # -- the current state ------------------------------------------------------------------------------------------
 
     def watch(self, statistics: Callable[[], EngineStatistics], strategies: Iterable[str]) -> None:
         """`statistics` is called, from any thread, at every scrape; its strategies are among `strategies`."""
@@ -311,8 +313,8 @@ class EngineMetrics:
         }
 
     def look(self) -> None:
-        """Bring the gauges up to date, and the count of lines that the log lost."""
-        with self._counting:  # readers come in threads of their own
+        """Update the gauges, and the count of lost log lines."""
+        with self._counting:  # scrapes run in threads of their own
             lost = lost_lines()
             for reason, count in lost.items():
                 self.lost_log_lines.labels(reason).inc(count - self._counted_lost[reason])
@@ -344,7 +346,7 @@ class EngineMetrics:
         return Histogram(name, help_text, buckets=buckets, registry=self.registry)
 
     def _counter(self, name: str, help_text: str, **labels: tuple[str, ...]) -> Counter:
-        """A counter with at most one label, every known value of which is shown from the start, as 0."""
+        """A counter with at most one label, every known value of which starts as 0."""
         counter = Counter(name, help_text, tuple(labels), registry=self.registry)
         for values in labels.values():
             for value in values:
@@ -353,10 +355,10 @@ class EngineMetrics:
 
 
 class StepTimer:
-    """Splits the seconds of a step into parts, so that each moment belongs to exactly one. Engine's thread.
+    """Splits the time of a step into disjoint parts. Engine's thread.
 
-    On a CUDA device the host goes on while the model runs: `forward` is then what launching takes, and `sample` waits
-    for the rest.
+    On a CUDA device the host continues while the model runs: `forward` is then the time of the launches, and `sample`
+    includes the rest.
     """
 
     def __init__(self, metrics: EngineMetrics, clock: Callable[[], float]) -> None:
@@ -366,12 +368,12 @@ class StepTimer:
         self._parts = dict.fromkeys(STEP_PARTS, 0.0)
 
     def begin(self) -> None:
-        """A step begins; one that did not end is forgotten."""
+        """Begin a step; one that did not end is discarded."""
         self._parts = dict.fromkeys(STEP_PARTS, 0.0)
         self._at = self._clock()
 
     def lap(self, part: str) -> None:
-        """What passed since the last call belongs to `part`, one of STEP_PARTS."""
+        """Count the time since the last call as `part`, one of STEP_PARTS."""
         now = self._clock()
         self._parts[part] += now - self._at
         self._at = now
@@ -381,7 +383,7 @@ class StepTimer:
 
 
 class _Look(Collector):
-    """Shows nothing of its own."""
+    """Has no metrics of its own; updates the others before a scrape."""
 
     def __init__(self, look: Callable[[], None]) -> None:
         self._look = look

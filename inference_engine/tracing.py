@@ -1,14 +1,14 @@
-"""Spans of OpenTelemetry: a call, and in it the parts of a Generate.
+"""OpenTelemetry spans of calls and of the parts of a Generate.
 
     kakeya.v1.RuntimeService/Generate       a child of the client's own span, if its metadata names one (`traceparent`)
-      └─ generate                           what was asked for, what came of it
-           ├─ queue                         until the engine takes it up
-           ├─ wake                          old rows are restored, where a strategy has them restored
-           ├─ prefill                       until the first token; an event a chunk
+      └─ generate                           its parameters and its outcome
+           ├─ queue                         until the engine starts it
+           ├─ wake                          old KV entries are restored, if the strategy restores them
+           ├─ prefill                       until the first token; one event per chunk
            └─ decode                        until the end; an event `verify` for each step that verified a draft
 
-Without a tracer nothing is recorded and next to nothing is done. Spans hold counts, names and short hashes (those of
-`logs.tag`): never token ids, keys or labels. How spans leave the process is the business of whoever makes the tracer.
+Without a tracer nothing is recorded, at almost no cost. Spans hold counts, names and short hashes (those of
+`logs.tag`): never token ids, keys or labels. The tracer's owner exports them (`server/trace_export.py`).
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 Value = str | bool | int | float
 
-# Of one span; what comes after is in its counts alone. A long Generate verifies thousands of drafts.
+# Per span; later events are only counted. A long Generate verifies thousands of drafts.
 MOST_EVENTS = 100
 _W3C = TraceContextTextMapPropagator()
 
 
 class GenerateTrace:
-    """The spans of one Generate. This one records nothing; see `Tracing.generate`."""
+    """The spans of one Generate. This class records nothing; see `Tracing.generate`."""
 
     def enter(self, part: str, *, ago_seconds: float = 0.0) -> None:
-        """A part begins, or began so long ago; the one before it has ended."""
+        """A part begins, or began so many seconds ago; the previous one ends."""
 
     def note(self, event: str, **facts: Value) -> None:
-        """Something happened in the part that is running."""
+        """Record an event in the current part."""
 
     def end(self, *, error: str = "", **facts: Value) -> None:
-        """It is over. error: the reason, if it failed."""
+        """The Generate ended. error: the reason, if it failed."""
 
 
 OFF = GenerateTrace()
 
 
 class _Recorded(GenerateTrace):
-    """`enter` and `end` are the engine thread's, but for the first `enter`."""
+    """`enter` and `end` run on the engine's thread, except the first `enter`."""
 
     def __init__(self, tracer: Tracer, facts: Mapping[str, Value]) -> None:
         self._tracer = tracer
@@ -91,7 +91,7 @@ class Tracing:
     @contextmanager
     def call(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[None]:
         """A span around a call of `method` (`package.Service/Method`), current while it runs."""
-        assert self._tracer is not None, "a call is traced where tracing is on"
+        assert self._tracer is not None, "`call` needs a tracer"
         carrier = {name: value for name, value in metadata if isinstance(value, str)}
         service, _, name = method.partition("/")
         with self._tracer.start_as_current_span(
@@ -112,7 +112,7 @@ class Tracing:
 
 
 def end_call(code: int, error: str = "") -> None:
-    """Tell the current span how its call ended: a gRPC status code, and the reason if it is an error of ours."""
+    """Record on the current span how its call ended: a gRPC status code, and the reason of a runtime error."""
     span = trace.get_current_span()
     span.set_attribute("rpc.grpc.status_code", code)
     if code:
@@ -120,14 +120,14 @@ def end_call(code: int, error: str = "") -> None:
 
 
 def describe(**facts: Value) -> None:
-    """Say something about the current span, if it is recorded."""
+    """Set attributes of the current span, if it is recorded."""
     span = trace.get_current_span()
     if span.is_recording():
         span.set_attributes(_attributes(facts))
 
 
 def current_trace_id() -> str:
-    """Of the span that is current here, as 32 hex digits; "" if there is none."""
+    """The trace id of the current span, as 32 hex digits; "" if there is none."""
     context = trace.get_current_span().get_span_context()
     return trace.format_trace_id(context.trace_id) if context.is_valid else ""
 

@@ -1,6 +1,6 @@
-"""Words shared by every room: what a request asks, what a Generate reports, what a session is made of.
+"""Types shared by all packages: parameters of a request, events of a Generate, memory of a session.
 
-Frozen values only. They cross threads freely; nobody edits one, `dataclasses.replace` makes another.
+Frozen values only, safe to pass between threads; `dataclasses.replace` makes a changed copy.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from inference_engine.errors import InvalidArgument
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**64 - 1
-# Below these, logits overflow. Powers of two, so that float32 on the wire can say them.
+# Below these, logits overflow. Powers of two, which float32 on the wire represents exactly.
 SMALLEST_TEMPERATURE = 2.0**-20
 SMALLEST_PENALTY = 2.0**-7
 
 
 class Mark(enum.IntEnum):
-    """How a token came into the history. What a query may read can depend on it; call sizes never count."""
+    """The origin of a token in the history. What a query may read can depend on it, but not on the sizes of calls."""
 
     APPENDED = 0
     GENERATED = 1
 
 
 class Mode(enum.Enum):
-    """What equal histories promise: equal up to rounding, or equal to the bit."""
+    """How equal the results of equal histories are: up to rounding, or to the bit."""
 
     BATCHED = "batched"
     FIXED_SHAPE = "fixed-shape"
@@ -104,14 +104,14 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateParams:
-    """One Generate as asked for. Ids are checked against the vocabulary by the engine, which knows it."""
+    """The parameters of one Generate. The engine checks ids against the vocabulary."""
 
     max_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
     expected_history_length: int | None = None
-    drafting: bool = True  # may a drafter be used? It changes no token, only how fast they come
+    drafting: bool = True  # may a drafter be used? It changes the speed, never a token
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", f"must be ≥ 1, got {self.max_tokens}")
@@ -127,7 +127,7 @@ class GenerateParams:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """first_position: of the first token that will come. is_replayed: the Generate was there already."""
+    """first_position: of the first token to come. is_replayed: the Generate already existed."""
 
     queue_position: int
     prefill_tokens: int
@@ -143,14 +143,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """Positions that no query of this session can read any more, counted at the first token."""
+    """Number of positions that no query of this session can read any more, at the first token."""
 
     dropped_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCommitted:
-    """A token that is in the history (and its journal) before anybody sees this event."""
+    """A token. It is in the history and its journal before this event is emitted."""
 
     token_id: int
     position: int
@@ -170,10 +170,10 @@ class Finished:
     attended_positions: int
     evicted_positions: int
     restored_positions: int = 0  # of the attended ones, those read in coded or restored form
-    drafted_tokens: int = 0  # draft tokens of a drafter that were verified, and how many of them were right
+    drafted_tokens: int = 0  # draft tokens that were verified, and how many of them were accepted
     accepted_tokens: int = 0
-    is_degraded: bool = False  # the drafter failed; the tokens are what they would have been
-    is_replayed: bool = False  # told to a call that attached to a Generate that was there already
+    is_degraded: bool = False  # the drafter failed; the tokens are not affected
+    is_replayed: bool = False  # the call attached to an existing Generate
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +188,9 @@ Event = Accepted | Progress | Truncated | TokenCommitted | Finished | Failed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """Bytes of K/V a session may hold: between Generates, and ever.
+    """The most bytes of K/V that a session holds: between Generates, and at any time.
 
-    tier_bytes: beside those, at any time in the second tier: host memory where the device is another, else a file.
+    tier_bytes: in addition, in the second tier: host memory if the device is another, else a file.
     """
 
     sustained_bytes: int
@@ -204,7 +204,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes actually held on the device, by kind (`rows`, `sink_copy`, …), and beside those in the second tier."""
+    """Bytes held on the device, by kind (`rows`, `sink_copy`, …), and in the second tier."""
 
     by_kind: Mapping[str, int]
     tier_bytes: int = 0
@@ -216,12 +216,12 @@ class Footprint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """What callers need to know of the model being served."""
+    """Facts about the served model for callers."""
 
     model_id: str
     vocab_size: int
     trained_positions: int
     device: str
     dtype: str
-    # Names of strategies that this model cannot have, and why: a twin of it gave other logits, or none.
+    # Strategies that this model does not support, and why: its admission twin gave other logits, or none.
     refused_strategies: tuple[tuple[str, str], ...] = ()

@@ -1,12 +1,12 @@
-"""`kakeya audit`: does a server give the same tokens for a history, however that history came about? (INV-3)
+"""`kakeya audit`: does a server give the same tokens for a history, however it was split into appends? (INV-3)
 
     in one piece    append 37         generate    append 5      generate    append 64              generate
     in pieces       append 11, 0, 26  generate    append 2, 3   generate    append 9, 30, 1, 24    generate
 
-The same ids, cut at random, are appended to many sessions, some of them at a time, so that their batches differ, too;
-and every session is asked whether it found an invariant broken. In fixed-shape mode tokens and log-probabilities have
-to be equal to the bit; in batched mode the tokens, and a difference at two tokens that were as likely to within
-NEAR_TIE is told apart and is none.
+The same ids, split at random, are appended to many sessions, several at a time, so that their batches differ, too.
+Every session also reports the invariants it found violated. In fixed-shape mode, tokens and log-probabilities must be
+bit-identical. In batched mode, tokens must be equal; a difference between two tokens whose log-probabilities are within
+NEAR_TIE is reported as a near-tie, not as a violation.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 NEAR_TIE = 1e-3  # of log-probability
-CUTS_AT_MOST = 5  # of what is appended in a turn
+CUTS_AT_MOST = 5  # of one turn
 TEMPERATURE = 0.8
-MISSING = (-1, math.nan)  # a stream that ended earlier
+MISSING = (-1, math.nan)  # for a stream that ended earlier
 
 Stream = list[list[tuple[int, float]]]  # by turn, each token with its log-probability
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """What a session is told, turn by turn, and how it answers. seed: None for greedy tokens."""
+    """The ids appended in each turn, and how tokens are generated. seed: None for greedy decoding."""
 
     turns: tuple[tuple[int, ...], ...]
     generate_tokens: int
@@ -52,14 +52,14 @@ class History:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Where two streams of one history part; after that their histories are not the same any more."""
+    """The first difference between two streams of one history; after it, their histories differ."""
 
     history: int
     turn: int
     token: int
     whole: tuple[int, float]  # the token and its log-probability, in one piece
     split: tuple[int, float]
-    pieces: tuple[int, ...]  # what this turn was appended in
+    pieces: tuple[int, ...]  # sizes of this turn's appends
     is_near_tie: bool
 
     def __str__(self) -> str:
@@ -72,12 +72,12 @@ class Difference:
 
 @dataclass
 class Found:
-    """What an audit came to."""
+    """The result of an audit."""
 
-    is_exact: bool  # equal to the bit was promised
+    is_exact: bool  # bit-identical results are promised
     streams: int = 0
     tokens: int = 0
-    broken: int = 0  # invariants, by the server's own count
+    broken: int = 0  # invariants violated, as counted by the server
     differences: list[Difference] = field(default_factory=list)
 
     @property
@@ -112,7 +112,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Audit, show what was found, and return 1 if a promise is broken."""
+    """Audit, print the result, and return 1 if there are violations."""
     from inference_engine.cli.child import child_server
     from inference_engine.cli.conversation import sdk_strategy
 
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     mode = "equal to the bit" if found.is_exact else "equal tokens"
     console.print(
         f"{engine.strategy}, {mode}: {found.streams} streams of {args.histories} histories, "
-        f"{found.tokens} tokens: {found.violations} violations, {found.broken} of them told by the server, "
+        f"{found.tokens} tokens: {found.violations} violations, {found.broken} of them reported by the server, "
         f"{found.near_ties} near-ties",
         markup=False,
         soft_wrap=True,
@@ -168,7 +168,7 @@ async def _audit(args: argparse.Namespace, target: str, strategy: Strategy | Non
 
 
 def _some_history(args: argparse.Namespace, rng: random.Random, vocab_size: int, *, is_sampled: bool) -> History:
-    """Random ids. Sampled only where bits are equal: elsewhere rounding may move a draw, which tells nothing."""
+    """Random ids. Sampled only in fixed-shape mode: in batched mode rounding may change a draw."""
     turns = tuple(
         tuple(rng.randrange(vocab_size) for _ in range(rng.randint(1, args.turn_tokens))) for _ in range(args.turns)
     )
@@ -177,7 +177,7 @@ def _some_history(args: argparse.Namespace, rng: random.Random, vocab_size: int,
 
 
 def _cut(history: History, rng: random.Random) -> list[tuple[int, ...]]:
-    """How many ids each append has, for every turn; some have none."""
+    """The sizes of the appends of every turn; some are empty."""
     cut = []
     for turn in history.turns:
         inner = sorted(rng.randint(0, len(turn)) for _ in range(rng.randint(1, CUTS_AT_MOST)))
@@ -188,7 +188,7 @@ def _cut(history: History, rng: random.Random) -> list[tuple[int, ...]]:
 async def _stream(
     client: AsyncClient, strategy: Strategy | None, history: History, cut: Sequence[tuple[int, ...]], found: Found
 ) -> Stream | None:
-    """Play the history in these pieces, in a session of its own. None if the server found an invariant broken."""
+    """Run the history in these pieces, in a new session. None if the server found an invariant violated."""
     from kakeya import InvariantViolated
 
     async with await client.create_session(strategy, label="audit") as session:
@@ -217,7 +217,7 @@ async def _played(session: AsyncSession, history: History, cut: Sequence[tuple[i
             seed=history.seed,
         )
         result = await generated.result()
-        assert result.logprobs is not None, "they were asked for"
+        assert result.logprobs is not None, "logprobs were requested"
         stream.append(list(zip(result.token_ids, result.logprobs, strict=True)))
     return stream
 
@@ -225,7 +225,7 @@ async def _played(session: AsyncSession, history: History, cut: Sequence[tuple[i
 def compare(
     whole: Stream, split: Stream, cut: Sequence[tuple[int, ...]], *, history: int, is_exact: bool
 ) -> Difference | None:
-    """The first place where they differ; None if there is none. Batched, numbers may differ where tokens do not."""
+    """The first difference, or None. In batched mode, log-probabilities may differ where tokens are equal."""
     for turn, (one, other, pieces) in enumerate(zip(whole, split, cut, strict=True)):
         pairs = zip_longest(one, other, fillvalue=MISSING)
         for token, (expected, given) in enumerate(pairs):

@@ -1,4 +1,4 @@
-"""`kakeya chat`: talk to a model in the terminal, or through a pipe, and see what each turn costs.
+"""`kakeya chat`: chat with a model in the terminal, or through a pipe, and see the cost of each turn.
 
 The command renders and decodes text, with the tokenizer in the model's folder; the server sees token ids.
 """
@@ -34,21 +34,23 @@ PROMPT = "> "
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "chat",
-        help="talk to a model in the terminal",
-        description=f"Talk to a model. {COMMANDS}. Reads messages from standard input, one a line, if it is a pipe.",
+        help="chat with a model in the terminal",
+        description=f"Chat with a model. {COMMANDS}. Reads messages from standard input, one a line, if it is a pipe.",
     )
     add_config_file(parser)
     add_connection(parser)
     add_settings(parser, ModelConfig)
     add_settings(parser, EngineConfig, only=CONVERSATION)
     answer = parser.add_argument_group("answers")
-    answer.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    answer.add_argument("--system", metavar="TEXT", help="a system message for the start")
     answer.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longest answer (default: 512)")
-    answer.add_argument("--temperature", type=float, metavar="T", help="0: the likeliest token (default)")
-    answer.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that make up P")
-    answer.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    answer.add_argument("--temperature", type=float, metavar="T", help="0: greedy decoding (default)")
+    answer.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the most likely tokens with total probability P"
+    )
+    answer.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
     answer.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1: repeat less")
-    answer.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same tokens")
+    answer.add_argument("--seed", type=int, metavar="N", help="equal seeds sample equal tokens")
     parser.set_defaults(run=run)
 
 
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
                 case ["/info"]:
                     console.print(_facts(conversation), style="dim", markup=False, soft_wrap=True)
                 case [word] if word.startswith("/"):
-                    console.print(f"there is no {word}; {COMMANDS}", style="dim", markup=False)
+                    console.print(f"unknown command {word}; {COMMANDS}", style="dim", markup=False)
                 case _:
                     turn = _answer(conversation, message, args, console)
                     if turn.result is None and not is_interactive:
@@ -86,7 +88,7 @@ def _open(args: argparse.Namespace, stack: ExitStack) -> Conversation:
         tokenizer = _tokenizer(args.model or client.server_info().model_id, model)
     else:
         child = stack.enter_context(child_server(model, engine))
-        # Its libraries load while the server loads its model.
+        # The tokenizer loads while the server loads its model.
         tokenizer = _tokenizer(model.model, model)
         client = stack.enter_context(connect(args, child.wait_ready()))
     return _conversation(client, tokenizer, args, stack)
@@ -135,7 +137,7 @@ def _answer(conversation: Conversation, message: str, args: argparse.Namespace, 
 
 
 def cost(turn: Turn) -> str:
-    """What a turn cost, in one line."""
+    """The cost of a turn, in one line."""
     ending = "stopped" if turn.result is None else turn.result.stop_reason.value
     return " · ".join(
         (

@@ -1,7 +1,7 @@
-"""A server of our own: `kakeya serve` as a child process on a free loopback port, which never outlives us.
+"""Runs `kakeya serve` as a child process on a free loopback port, which never outlives its parent.
 
-The child gets every setting as a flag and none of our KAKEYA_… variables, so it runs with what we resolved. It stops
-when asked to, and also when the pipe to it closes because we are gone.
+The child gets every setting as a flag and no KAKEYA_… variables, so it runs with the parent's resolved settings. It
+stops when asked to, and also when the pipe to it closes because the parent has ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KEPT_LINES = 200
 
 
 class ChildServer:
-    """A server process and what it says. Both outputs are read all the time, so that it never blocks on a full pipe."""
+    """A server process and its output. Both streams are always read, so that it never blocks on a full pipe."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.pid = process.pid
@@ -58,8 +58,8 @@ class ChildServer:
         return status
 
     def last_words(self) -> str:
-        """The last line on standard error, where a command says what is at fault."""
-        line = next((line for line in reversed(self._errors) if line.strip()), "it said nothing")
+        """The last line on standard error, where a command reports its error."""
+        line = next((line for line in reversed(self._errors) if line.strip()), "it printed no error")
         return line.strip().removeprefix("kakeya serve: ")
 
     def _read_output(self) -> None:
@@ -76,9 +76,9 @@ class ChildServer:
 
 
 def start_child(module: str, *arguments: str) -> subprocess.Popen[str]:
-    """`python -P -m module` with these arguments and none of our settings, its three streams ours.
+    """`python -P -m module` with these arguments, without KAKEYA_… variables, with pipes for its three streams.
 
-    -P: without it, files of the current folder are imported in the place of libraries.
+    -P: without it, files of the current folder are imported instead of libraries.
     """
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, *arguments],
@@ -89,16 +89,16 @@ def start_child(module: str, *arguments: str) -> subprocess.Popen[str]:
         encoding="utf-8",
         errors="replace",
         env={name: value for name, value in child_environment().items() if not name.startswith("KAKEYA_")},
-        # Ctrl-C in our terminal is for us alone: it may mean no more than "stop talking".
+        # Ctrl-C in the terminal must not reach the child: it may only stop an answer.
         start_new_session=True,
     )
 
 
 @contextmanager
 def child_server(model: ModelConfig, engine: EngineConfig) -> Iterator[ChildServer]:
-    """Start a server; it may be loading still (see `wait_ready`). Stops it at the end.
+    """Start a server, which may still be loading (see `wait_ready`). Stops it at the end.
 
-    Raises KakeyaError if it ends badly although nothing went wrong here.
+    Raises KakeyaError if its exit status is not 0.
     """
     server = ServerConfig(bind="127.0.0.1:0", drain_seconds=5.0)
     flags = [flag for config in (model, engine, server) for flag in as_flags(config)]

@@ -1,4 +1,4 @@
-"""Where a client command finds its server: flags for one that runs already, and the SDK client they lead to."""
+"""Connection of client commands: flags for a running server, and the SDK client for them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("connection")
     group.add_argument("--target", metavar="HOST:PORT", help="a running server (default: start one, and stop it after)")
     group.add_argument("--api-key-file", metavar="FILE", help="the key for that server, on the file's first line")
-    group.add_argument("--tls", action="store_true", help="encrypt, and trust the usual authorities")
-    group.add_argument("--tls-ca-file", metavar="FILE", help="encrypt, and trust this certificate, in PEM format")
-    group.add_argument("--tls-client-cert-file", metavar="FILE", help="your own, for a server that asks for one")
+    group.add_argument("--tls", action="store_true", help="use TLS and trust the system's authorities")
+    group.add_argument("--tls-ca-file", metavar="FILE", help="use TLS and trust this certificate, in PEM format")
+    group.add_argument(
+        "--tls-client-cert-file", metavar="FILE", help="client certificate, for a server that requires one"
+    )
     group.add_argument("--tls-client-key-file", metavar="FILE", help="its private key")
 
 
@@ -64,6 +66,6 @@ def _first_line(path: str) -> str:
         raise ConfigError(f"{path} holds no key on its first line")
     if lines[0].startswith(("sha256:", "#")):
         raise ConfigError(
-            f"{path} is a server's: it has digests of keys. Give a file with the key that was made for you"
+            f"{path} is a server's key file: it holds digests. Pass a file with the key that `kakeya keys add` printed"
         )
     return lines[0].strip()

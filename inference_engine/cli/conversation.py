@@ -1,4 +1,4 @@
-"""A chat over one session: text in, text out, token ids in between; and what each turn cost."""
+"""A chat over one session: text in, text out, token ids in between; and the cost of each turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kakeya import Client, GenerateResult, Session, SessionInfo, Strategy, token
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """One exchange. Seconds are the client's; `result` is None if the answer was cut short from here."""
+    """One exchange. Seconds are the client's; `result` is None if the user interrupted the answer."""
 
     appended_ids: tuple[int, ...]
     generated_ids: tuple[int, ...]
@@ -27,13 +27,13 @@ class Turn:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the tokens after the first, which alone waits for the prefill."""
+        """Decode speed: without the first token, which waits for the prefill."""
         seconds = self.total_seconds - self.first_token_seconds
         return (len(self.generated_ids) - 1) / seconds if seconds > 0 else 0.0
 
 
 class Conversation:
-    """Renders each message once and appends it; nothing of the history is sent or computed again."""
+    """Renders each message once and appends it; the history is neither sent nor computed again."""
 
     def __init__(self, session: Session, tokenizer: Any, *, system: str | None = None) -> None:
         self.session = session
@@ -93,9 +93,7 @@ def load_chat_tokenizer(folder: Path) -> Any:
     """The tokenizer in a model's folder. Raises ModelError if it has no chat template."""
     tokenizer: Any = tokenization.load_tokenizer(folder)
     if not getattr(tokenizer, "chat_template", None):
-        raise ModelError(
-            f"{folder.name} has no chat template: it continues text, it cannot chat; choose an instruct model"
-        )
+        raise ModelError(f"{folder.name} has no chat template, so it cannot chat; choose an instruct model")
     return tokenizer
 
 

@@ -1,7 +1,7 @@
-"""`kakeya demo`: an agent's conversation with a real model, over gRPC, with what every turn cost.
+"""`kakeya demo`: an agent's conversation with a real model, over gRPC, with the cost of every turn.
 
-Fetches the model if it is not here, starts a server of its own, and checks what it claims: a turn computes its own new
-tokens and nothing of the history before them.
+Fetches the model if it is missing, starts a server, and checks what it demonstrates: a turn computes its new tokens and
+nothing of the history before them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_settings(parser, EngineConfig, only=CONVERSATION)
     parser.add_argument("--max-tokens", type=int, default=48, metavar="N", help="longest answer (default: 48)")
     parser.add_argument(
-        "--recall", action="store_true", help="instead: tell a fact, push it out of the window, ask for it"
+        "--recall", action="store_true", help="instead: state a fact, let it leave the window, ask for it"
     )
     parser.set_defaults(run=run)
 
@@ -107,7 +107,7 @@ def _hold(conversation: Conversation, message: str, max_tokens: int, console: Co
 
 
 def check(turn: Turn) -> None:
-    """Raise KakeyaError unless the turn computed its own tokens only and held no more than it may."""
+    """Raise KakeyaError unless the turn computed its new tokens only and stayed within its bound on memory."""
     result, info = turn.result, turn.info
     if result is None:
         raise KeyboardInterrupt
@@ -115,7 +115,7 @@ def check(turn: Turn) -> None:
         raise KakeyaError(f"no token was generated; the Generate ended with {result.stop_reason.value}")
     # The token sampled last has no K/V yet: it is computed with the tokens appended after it.
     new = len(turn.appended_ids) + (result.cached_tokens > 0)
-    # Where evicted rows are computed again, they are prefilled beside the new ones.
+    # If evicted KV entries are recomputed, they are prefilled with the new tokens.
     if result.prefilled_tokens < new or (result.prefilled_tokens > new and not result.restored_positions):
         raise KakeyaError(f"{result.prefilled_tokens} tokens were prefilled, {new} were new")
     if info.kv_live_bytes > info.peak_bytes:
@@ -159,7 +159,7 @@ def _closing(turns: Sequence[Turn]) -> str:
     new = sum(len(turn.appended_ids) for turn in turns)
     begun = "Each turn prefilled its new tokens only"
     if paid > new + len(turns):
-        begun = "Each turn prefilled its new tokens, and computed again those whose rows had left"
+        begun = "Each turn prefilled its new tokens and recomputed evicted KV entries"
     text = (
         f"{begun}: {paid} in all, and {spared} were read from the session's K/V. "
         f"Sending the whole conversation every turn would have prefilled {paid + spared}."
@@ -167,5 +167,5 @@ def _closing(turns: Sequence[Turn]) -> str:
     if restored := max(result.restored_positions for result in results):
         text += f"\nUp to {restored} positions were read in coded or restored form."
     if evicted:
-        text += f"\n{evicted} positions left the session's memory on the way and can no longer be read."
+        text += f"\n{evicted} positions were evicted and can no longer be read."
     return text

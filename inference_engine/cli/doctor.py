@@ -1,4 +1,4 @@
-"""`kakeya doctor`: what is here, whether it works, what to do if it does not. One line a check: ok, warn or fail."""
+"""`kakeya doctor`: checks an installation and suggests fixes. One line for each check: ok, warn or fail."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a server started now would run with."""
+    """The settings that a server started now would use."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(found: Settings) -> Iterator[tuple[str, Finding]]:
-    """Every check with its finding, one at a time. A check never raises: what it raises is its finding."""
+    """Every check with its finding, one at a time. An error that a check raises becomes its finding."""
     for name, check in CHECKS.items():
         try:
             yield name, check(found)
@@ -112,7 +112,9 @@ def _machine(found: Settings) -> Finding:
         f"{decimal(memory.available)} of {decimal(memory.total)} memory free"
     )
     if found.model.threads > (psutil.cpu_count() or 1):
-        return Finding(Level.WARN, f"{text}; threads is {found.model.threads}, more than there are cores")
+        return Finding(
+            Level.WARN, f"{text}; threads is {found.model.threads}, more than the cores; set 0 for one per core"
+        )
     return Finding(Level.OK, text)
 
 
@@ -133,7 +135,7 @@ def _family(found: Settings) -> Finding:
 
     refused = dict(admit(found.model).refused)
     if not refused:
-        return Finding(Level.OK, "served with every strategy that its layers can have")
+        return Finding(Level.OK, "served with every strategy that its layers support")
     return Finding(Level.WARN, f"served, but not with {', '.join(refused)}: {next(iter(refused.values()))}")
 
 
@@ -145,7 +147,7 @@ def _model(found: Settings) -> Finding:
     if checked.manifest is None:
         ignored = f"; {reported}" if (reported := describe_ignored(checked.ignored)) else ""
         return Finding(
-            Level.WARN, f"{checked.model_id} in {checked.folder}: no manifest vouches for these files{ignored}"
+            Level.WARN, f"{checked.model_id} in {checked.folder}: no manifest to verify these files by{ignored}"
         )
     size = decimal(checked.manifest.total_bytes)
     return Finding(Level.OK, f"{checked.model_id}: {size} in {checked.folder}, every byte checked")
@@ -160,7 +162,7 @@ def _tokenizer(found: Settings) -> Finding:
         load_chat_tokenizer(folder)
     except ModelError as error:
         return Finding(Level.WARN, f"`kakeya chat` and `kakeya demo` cannot use this model: {error}")
-    return Finding(Level.OK, "there, with a chat template")
+    return Finding(Level.OK, "present, with a chat template")
 
 
 def _port(found: Settings) -> Finding:
@@ -169,14 +171,14 @@ def _port(found: Settings) -> Finding:
 
 def _metrics(found: Settings) -> Finding:
     if not found.server.metrics_bind:
-        return Finding(Level.OK, "neither metrics nor the dashboard are served; --metrics-bind says where to")
+        return Finding(Level.OK, "metrics and the dashboard are off; --metrics-bind turns them on")
     refuse_unless_loopback(resolve_bind("metrics_bind", found.server.metrics_bind), found.server.metrics_bind)
     return _bindable("metrics-bind", found.server.metrics_bind)
 
 
 def _traces(found: Settings) -> Finding:
     check_exporter(found.server.trace_endpoint)
-    return Finding(Level.OK, f"go to {found.server.trace_endpoint}" if found.server.trace_endpoint else "go nowhere")
+    return Finding(Level.OK, f"go to {found.server.trace_endpoint}" if found.server.trace_endpoint else "off")
 
 
 def _bindable(flag: str, bind: str) -> Finding:
@@ -191,7 +193,7 @@ def _bindable(flag: str, bind: str) -> Finding:
 
 
 def _self_test(found: Settings) -> Finding:
-    """Generate one token, in this process, with the settings a server would have."""
+    """Generate one token, in this process, with a server's settings."""
     from inference_engine.compose import open_backend
     from inference_engine.engine import Engine
     from inference_engine.types import GenerateParams, TokenCommitted

@@ -1,7 +1,7 @@
-"""`kakeya keys`: who may call a server that asks for keys.
+"""`kakeya keys`: the API keys of a server.
 
-A server sees a change at once, for the next call, and nothing else is interrupted. Keys are shown once, when they are
-made; the file has their digests.
+A running server applies a change with the next call, without interruption. A key is shown once, when it is made; the
+file holds its digest only.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _HEAD = "# Made by `kakeya keys`. One key a line: its SHA-256 digest and its own
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "keys",
-        help="make, list and take back keys of a server",
-        description="The keys in a server's api_key_file. A server that runs sees every change at once.",
+        help="make, list and remove the API keys of a server",
+        description="The keys in a server's api_key_file. A running server applies every change at once.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     add = _action(actions, "add", run_add, "make a key and print it, this once")
-    add.add_argument("owner", help="who will use it; several keys may have one owner, who sees the same sessions")
+    add.add_argument("owner", help="name of the user; several keys may have one owner and then share its sessions")
     _action(actions, "list", run_list, "show owners and the ids of their keys")
-    remove = _action(actions, "remove", run_remove, "take keys back: the next call with them is refused")
+    remove = _action(actions, "remove", run_remove, "remove keys: the next call with them is refused")
     remove.add_argument("key", metavar="KEY_ID|OWNER", help="one key by its id, or all keys of an owner")
-    _action(actions, "hash", run_hash, "put digests in the place of keys that stand in the file as they are")
+    _action(actions, "hash", run_hash, "replace plain-text keys in the file by their digests")
 
 
 def _action(
@@ -62,14 +62,14 @@ def run_add(args: argparse.Namespace) -> int:
 
     if OWNER_NAME.fullmatch(args.owner) is None:
         raise ConfigError(
-            f"an owner is a letter or digit and up to 63 more, or any of . _ @ -, of ASCII, got {args.owner!r}"
+            f"an owner is an ASCII letter or digit, then up to 63 letters, digits or . _ @ -, got {args.owner!r}"
         )
     key = f"kakeya_{secrets.token_urlsafe(KEY_BYTES)}"
     made = Key.of(key, args.owner)
     with _changing(_path(args)) as lines:
         lines.append(made.line)
     print(key)
-    print(f"key {made.key_id} of {made.owner}: it is shown this once, so keep it now", file=sys.stderr)
+    print(f"key {made.key_id} of {made.owner}: it will not be shown again, so store it now", file=sys.stderr)
     return 0
 
 
@@ -82,10 +82,10 @@ def run_list(args: argparse.Namespace) -> int:
         try:
             key = parse_line(line)
         except ValueError as complaint:
-            table.add_row("", "", f"line {number} opens nothing: {complaint}")
+            table.add_row("", "", f"line {number} is ignored: {complaint}")
         else:
             if key is not None:
-                table.add_row(key.owner, key.key_id, "the key itself: see `kakeya keys hash`" if key.is_plain else "")
+                table.add_row(key.owner, key.key_id, "in plain text: run `kakeya keys hash`" if key.is_plain else "")
     Console().print(table)
     return 0
 
@@ -114,7 +114,7 @@ def run_remove(args: argparse.Namespace) -> int:
 
 
 def run_hash(args: argparse.Namespace) -> int:
-    """Raises ConfigError for a line that is no key."""
+    """Raises ConfigError for an invalid line."""
     from inference_engine.server.auth import parse_line
 
     path, hashed = _path(args), 0
@@ -134,7 +134,7 @@ def run_hash(args: argparse.Namespace) -> int:
 def _path(args: argparse.Namespace) -> Path:
     path = settings(args, ServerConfig).api_key_file
     if not path:
-        raise ConfigError("which file? Give --api-key-file, as the server has it, or --config")
+        raise ConfigError("no key file given: pass --api-key-file with the server's value, or --config")
     return Path(path).expanduser()
 
 
@@ -147,9 +147,9 @@ def _lines(path: Path) -> list[str]:
 
 @contextmanager
 def _changing(path: Path) -> Iterator[list[str]]:
-    """The lines of the file, to be changed in place and written as a whole: nobody ever reads half of it."""
+    """The lines of the file, to be changed in place. The file is replaced at once, so no reader sees half of it."""
     try:
-        # What a link leads to is replaced, not the link.
+        # The target of a link is replaced, not the link.
         path = path.resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock", mode=0o600):
@@ -161,7 +161,7 @@ def _changing(path: Path) -> Iterator[list[str]]:
 
 
 def _replace(path: Path, lines: Sequence[str]) -> None:
-    """A file that was there keeps its mode and its owner, so that its server can read it; a new one is for us alone.
+    """An existing file keeps its mode and owner, so that its server can read it; a new one is private to this user.
 
     Raises OSError.
     """

@@ -1,7 +1,7 @@
-"""Commands that are loaded when they are typed: those of the laboratory, which serving does without.
+"""Commands of the laboratory, imported on demand: serving does not need them.
 
-The laboratory (measuring, training) lies above the runtime. It is known here by name only, so that nothing of it is
-imported before somebody asks for one of its commands, and nothing at all where it is not installed.
+The laboratory (measuring, training) is layered on the runtime. Here it is referred to by name only, so it is imported
+when one of its commands is used, and need not be installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LABORATORY = "laboratory"
 COMMANDS = {
     "evaluate": "measure strategies against full, and keep the records",
     "bench": "measure a server under load",
-    "train": "calibrate what restores evicted rows; train a drafter",
+    "train": "calibrate the latent codec that restores evicted KV entries; train a drafter",
 }
 _WIDTH = max(map(len, COMMANDS)) + 2
 
@@ -31,7 +31,7 @@ class LateParser(argparse.ArgumentParser):
     learn: Callable[[Any], None] | None = None
 
     def complete(self) -> None:
-        """Learn it now, if that has not happened yet."""
+        """Load its arguments now, if that has not happened yet."""
         learn, self.learn = self.learn, None
         if learn is not None:
             learn(self)

@@ -1,6 +1,6 @@
 """`kakeya`: the command line.
 
-Exit status: 0 done; 1 something is at fault, and one line on standard error says what; 2 wrong usage; 130 interrupted.
+Exit status: 0 done; 1 an error, in one line on standard error; 2 wrong usage; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. Wrong usage raises SystemExit(2), as argparse does."""
     args = parser().parse_args(arguments)
-    # Before anything imports torch, transformers or grpc, which each command does only when it needs them.
+    # Before torch, transformers or grpc are imported; each command imports them only when it needs them.
     configure_threads_environment()
     forbid_model_hub()
     quiet_grpc()

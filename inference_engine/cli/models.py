@@ -1,10 +1,10 @@
-"""`kakeya models`: which models there are, get one, look at one.
+"""`kakeya models`: list, fetch and inspect models.
 
     kakeya models list
     kakeya models fetch NAME                      a known name, or org/name[@revision] from the Hugging Face hub
     kakeya models show NAME|PATH [--verify]
 
-Exit status: 0 done, 1 the model or the settings are at fault (one line says how), 2 wrong usage.
+Exit status: 0 done, 1 an error of the model or the settings (in one line), 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from inference_engine.models import (
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-MOST_NAMES = 20  # of files that are ignored
+MOST_NAMES = 20  # of ignored files
 
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("models", help="list, fetch and inspect models")
     commands = parser.add_subparsers(dest="models_command", required=True, metavar="COMMAND")
-    list_ = commands.add_parser("list", help="the models known by name, and whether they are here")
+    list_ = commands.add_parser("list", help="the models known by name, and whether they are downloaded")
     fetch_ = commands.add_parser("fetch", help="download a model, and check it")
     fetch_.add_argument(
         "name", metavar="NAME", help=f"{', '.join(known_names())}, or org/name[@revision] from the Hugging Face hub"
@@ -59,7 +59,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what `args` of `add_parser` ask for, print to standard output, return the exit status."""
+    """Run the command of `args`, print to standard output, return the exit status."""
     console, errors = Console(), Console(stderr=True)
     try:
         cache = resolve(ModelConfig, {"cache_dir": args.cache_dir}, file=args.config).cache_path
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         errors.print(f"kakeya models {args.models_command}: {error}", soft_wrap=True, markup=False, highlight=False)
         return 1
     except KeyboardInterrupt:
-        errors.print("interrupted; no half file is left behind")
+        errors.print("interrupted; no partial file is left")
         return 130
     return 0
 
@@ -151,7 +151,7 @@ def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
     if (manifest := checked.manifest) is None:
         if checked.ignored:
             facts.append(("ignored", _in_lines(checked.ignored)))
-        facts.append(("manifest", "none: nothing vouches for these files"))
+        facts.append(("manifest", "none: these files cannot be verified"))
         return facts
     return [
         *facts,

@@ -1,4 +1,4 @@
-"""Whether a port can be had, found out before a model is loaded for it."""
+"""Checks that a port is free, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from inference_engine.server.address import Address
 
 
 def bind_error(address: Address) -> OSError | None:
-    """What the system says to somebody who wants to listen there; None if nothing is in the way."""
+    """The system's error for listening on `address`; None if it is free."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,9 +1,9 @@
-"""`kakeya demo --recall`: a fact is told, pushed out of the window, and asked for, under several strategies.
+"""`kakeya demo --recall`: a fact is stated, leaves the window, and is asked for, under several strategies.
 
-    told | filler … filler … filler | asked for        the window holds the end of it
+    fact | filler … filler … filler | question         the window holds the end of it
 
-Every session is told and asked the same ids. What differs is what it holds while it waits, and whether the fact comes
-back.
+Every session gets the same ids. Sessions differ in the memory that they hold in between, and in whether they recall the
+fact.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ANSWER_TOKENS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recalled:
-    """One session's answer, and what it held while it waited for the question."""
+    """One session's answer, and the bytes that it held before the question."""
 
     strategy: str
     answer: str
@@ -52,16 +52,16 @@ def strategies(has_latent: bool) -> list[Strategy]:
 
 
 def recall(client: Client, tokenizer: Any, chosen: Sequence[Strategy]) -> list[Recalled]:
-    """Tell, push out, ask; one session after the other."""
-    reported, asked = _ids(tokenizer)
+    """Append the fact and filler, then the question; one session after the other."""
+    fact, question = _ids(tokenizer)
     found = []
     for strategy in chosen:
-        with client.create_session(strategy, limit_tokens=len(reported) + len(asked) + 2 * _ANSWER_TOKENS) as session:
-            # A first token is generated and so the text is read; the question comes later, as in a conversation.
-            session.append(reported)
+        with client.create_session(strategy, limit_tokens=len(fact) + len(question) + 2 * _ANSWER_TOKENS) as session:
+            # Generating one token prefills the text; the question comes later, as in a conversation.
+            session.append(fact)
             session.generate(1).result()
             held = session.info().kv_live_bytes
-            session.append(asked)
+            session.append(question)
             result = session.generate(_ANSWER_TOKENS).result()
             found.append(
                 Recalled(
@@ -76,8 +76,8 @@ def recall(client: Client, tokenizer: Any, chosen: Sequence[Strategy]) -> list[R
 
 
 def show(found: Sequence[Recalled], console: Console) -> None:
-    reported = f"The pass key is {KEY}."
-    console.print(f"{reported} Then {REPEATS} times the same five sentences, then the question.\n", markup=False)
+    fact = f"The pass key is {KEY}."
+    console.print(f"{fact} Then {REPEATS} times the same five sentences, then the question.\n", markup=False)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("strategy", "answer", "K/V held meanwhile", "restored", "evicted"):
         table.add_column(name, justify="left" if name in ("strategy", "answer") else "right")
@@ -89,7 +89,7 @@ def show(found: Sequence[Recalled], console: Console) -> None:
 
 
 def _ids(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What is told, and what is asked with the opening of the answer."""
+    """The ids of the fact with filler, and those of the question with the opening of the answer."""
     from kakeya.tokenization import tokens_for_chat
 
     text = f"The pass key is {KEY}. Remember it. {KEY} is the pass key.{FILLER * REPEATS}{QUESTION}"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_STANDARD_ERROR = 2  # the file itself: whatever stands for it in Python cannot be used in a fault
+_STANDARD_ERROR = 2  # the descriptor: Python's file object cannot be used in a fault
 _READY = re.compile(r"ready at (\S+): ")
 
 
@@ -41,17 +41,17 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "serve",
         help="serve a model until SIGTERM or Ctrl-C",
-        description="Serve a model over gRPC. It must be here already: see `kakeya models fetch`.",
+        description="Serve a model over gRPC. It must be downloaded first: see `kakeya models fetch`.",
     )
     add_config_file(parser)
-    parser.add_argument("--until-eof", action="store_true", help="stop, too, when standard input ends")
+    parser.add_argument("--until-eof", action="store_true", help="stop also when standard input ends")
     for kind in (ModelConfig, EngineConfig, ServerConfig):
         add_settings(parser, kind)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until told to stop. Raises ConfigError, ModelError or BackendError for what is refused."""
+    """Serve until stopped. Raises ConfigError, ModelError or BackendError."""
     model, engine_config = settings(args, ModelConfig), settings(args, EngineConfig)
     server = settings(args, ServerConfig)
     with logs.written(server.log_format):
@@ -59,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace, model: ModelConfig, engine_config: EngineConfig, server: ServerConfig) -> int:
-    # What can be refused at once is refused before libraries and weights are loaded.
+    # Cheap checks first, before libraries and weights are loaded.
     check_exporter(server.trace_endpoint)
     found = find_model(model.model, cache=model.cache_path)
     for setting, bind in (("bind", server.bind), ("http_bind", server.http_bind)):
         if bind and bind_error(address := resolve_bind(setting, bind)):
             raise cannot_bind(setting, address)
 
-    # A page of a file that is gone (SIGBUS) or a fault in a library ends the process: it says where on standard error.
+    # A truncated file of weights (SIGBUS) or a fault in a library ends the process, with a stack on standard error.
     faulthandler.enable(_STANDARD_ERROR)
     with MappedWeights(found.folder) if server.watch_weights else nullcontext() as weights:
         return _serve_model(args, model, engine_config, server, weights)
@@ -114,13 +114,13 @@ def ready_line(handle: ServerHandle, engine: Engine) -> str:
 
 
 def ready_target(line: str) -> str | None:
-    """The address in what `ready_line` wrote; None if it is some other line."""
+    """The address in a line of `ready_line`; None for any other line."""
     match = _READY.match(line)
     return match[1] if match else None
 
 
 def stop_at_eof() -> None:
-    # Not through the buffer of sys.stdin, whose lock this thread would still hold when the interpreter ends.
+    # Not through sys.stdin, whose lock this thread would still hold when the interpreter ends.
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""Settings as command-line flags: one flag a field of config.py, `--kv-bytes` for `kv_bytes`, and back again.
+"""Settings as command-line flags, one for each field of config.py (`--kv-bytes` for `kv_bytes`), and back.
 
-Flags hold the text as it was typed; `config.resolve` parses it and knows the defaults. A field without a line in HELP
-still gets its flag.
+Flags hold the unparsed text; `config.resolve` parses it and has the defaults. A field without a line in HELP gets a
+flag, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T", bound=Config)
 
 TITLES: dict[type[Config], str] = {ModelConfig: "model", EngineConfig: "engine", ServerConfig: "server"}
 
-# Of the engine's settings, those that somebody who starts a server for one conversation may want.
+# The engine settings of commands that start a server for one conversation.
 CONVERSATION = ("strategy", "mode", "kv_bytes")
 
 HELP = {
@@ -30,37 +30,43 @@ HELP = {
     "device": ("DEVICE", "cpu, cuda, cuda:1, …"),
     "dtype": ("DTYPE", "float32 or bfloat16"),
     "kernels": ("KIND", "triton, plain torch (plain), or auto: triton on a GPU"),
-    "graphs": ("WHEN", "on, off, or auto: decode steps are recorded and run again where the device can"),
+    "graphs": ("WHEN", "on, off, or auto: CUDA graphs for decode steps, where the device supports them"),
     "linear": (
         "KIND",
-        "packed: laid out for this CPU; plain: as they come; auto: packed where it can be",
+        "packed: weights laid out for this CPU; plain: as stored; auto: packed where supported",
     ),
-    "threads": ("N", "CPU threads; 0: one a core"),
+    "threads": ("N", "CPU threads; 0: one for each core"),
     "cache_dir": ("FOLDER", "where fetched models are kept; empty: the user's cache folder"),
-    "latent": ("FOLDER", "what `kakeya train latent` made; auto: the one in the cache, if there is one; none: none"),
-    "drafter": ("NAME|FOLDER", "what drafts tokens: ngram, what `kakeya train drafter` made, auto or none"),
-    "mode": ("MODE", "batched, or fixed-shape: equal histories give equal bits, at a price per token"),
+    "latent": (
+        "FOLDER",
+        "latent codec from `kakeya train latent`; auto: the one in the cache, if there is one; none: no codec",
+    ),
+    "drafter": ("NAME|FOLDER", "drafter: ngram, the output of `kakeya train drafter`, auto or none"),
+    "mode": ("MODE", "batched, or fixed-shape: equal histories give bit-identical results, at a cost per token"),
     "strategy": (
         "SPEC",
         "what sessions keep: full, sink_window:sink=4,window=1024, layer_window:full_layers=5+11, restored",
     ),
-    "kv_bytes": ("SIZE", "memory for K/V, such as 4GiB; 0: a quarter of what is free"),
+    "kv_bytes": ("SIZE", "memory for K/V, such as 4GiB; 0: a quarter of the free memory"),
     "growth": (
         "WHEN",
-        "best_effort: sessions are granted memory as they grow; guaranteed: all of it at creation; auto: by the device",
+        "best_effort: sessions get memory as they grow; guaranteed: all of it at creation; auto: by device",
     ),
-    "default_limit_tokens": ("N", "of sessions that ask for no limit_tokens; 0: as long as strategy and model allow"),
+    "default_limit_tokens": (
+        "N",
+        "for sessions without limit_tokens of their own; 0: as long as strategy and model allow",
+    ),
     "tier_bytes": (
         "SIZE",
-        "for rows off the device: host memory, or on a CPU a file; 0: a quarter of what is free there",
+        "K/V off the device: in host memory, or on a CPU in a file; 0: a quarter of the free space there",
     ),
-    "tier_dir": ("FOLDER", "for rows that leave a CPU's memory; empty: the system's folder for temporary files"),
+    "tier_dir": ("FOLDER", "for K/V that leaves a CPU's memory; empty: the system's folder for temporary files"),
     "max_sessions": ("N", "sessions open at the same time"),
     "max_running": ("N", "Generates at the same time; others wait, but one of each owner begins at once"),
     "max_queued": ("N", "Generates that may wait for their turn"),
     "max_first_token_seconds": (
         "S",
-        "Generates that would wait longer for others, until their first token, are refused; 0: no limit",
+        "Generates whose first token would wait longer for others are refused; 0: no limit",
     ),
     "max_sessions_per_owner": ("N", "sessions of one owner; 0: no limit"),
     "kv_bytes_per_owner": ("SIZE", "memory for K/V of one owner's sessions; 0: no limit"),
@@ -71,32 +77,35 @@ HELP = {
     ),
     "max_running_per_owner": ("N", "Generates of one owner at the same time, others wait; 0: no limit"),
     "max_queued_per_owner": ("N", "Generates of one owner that may wait; 0: no limit"),
-    "share_forks": ("BOOL", "forks read common rows where the first session holds them; false: every fork copies"),
-    "first_token_target_seconds": ("S", "a prefill that would take longer beside others moves faster; 0: none does"),
+    "share_forks": ("BOOL", "forks read common KV entries from the first session; false: every fork copies them"),
+    "first_token_target_seconds": (
+        "S",
+        "target for the first token: prefills that would miss it get larger chunks; 0: no target",
+    ),
     "inter_token_target_seconds": (
         "S",
-        "prefills beside decoding sessions let a step take no longer; 0: a segment each",
+        "longest step with prefills beside decoding sessions; 0: one segment each",
     ),
     "max_batch": ("N", "Generates in one forward"),
-    "draft_tokens": ("N", "draft tokens in each draft; 0: as many as pay, none among them"),
-    "step_tokens": ("N", "rows in one forward, of prefills and decodes; 0: 512 on a CPU, 4096 elsewhere"),
+    "draft_tokens": ("N", "draft tokens in each draft; 0: chosen by cost, possibly none"),
+    "step_tokens": ("N", "tokens in one forward, of prefills and decodes; 0: 512 on a CPU, 4096 elsewhere"),
     "segment_tokens": ("N", "the unit of prefill and eviction; a multiple of page_tokens"),
     "page_tokens": ("N", "the unit of allocation"),
-    "max_append_tokens": ("N", "most ids in one append"),
-    "max_generate_tokens": ("N", "most tokens of one Generate"),
+    "max_append_tokens": ("N", "maximum ids in one append"),
+    "max_generate_tokens": ("N", "maximum tokens of one Generate"),
     "session_idle_ttl_seconds": ("S", "a session idle for longer is evicted"),
-    "stall_seconds": ("S", "a step that takes longer counts as an engine that stands still"),
-    "session_evictable_seconds": ("S", "a session idle for longer makes room for new ones of its owner"),
-    "bind": ("HOST:PORT", "where to listen; port 0: any free one; beyond loopback, a key and TLS are needed"),
+    "stall_seconds": ("S", "the engine counts as stalled if a step takes longer"),
+    "session_evictable_seconds": ("S", "a session idle for longer may be evicted for a new one of its owner"),
+    "bind": ("HOST:PORT", "where to listen; port 0: any free one; beyond loopback, API keys and TLS are required"),
     "metrics_bind": ("HOST:PORT", "where to serve Prometheus metrics and the dashboard; empty: nowhere"),
     "trace_endpoint": ("URL", "an OTLP collector for traces, such as http://127.0.0.1:4317; empty: none"),
-    "log_format": ("KIND", "text, or json: an object a line"),
+    "log_format": ("KIND", "text, or json: one object per line"),
     "http_bind": ("HOST:PORT", "where to serve chat completions over HTTP (deprecated); empty: nowhere"),
-    "api_key_file": ("FILE", "keys that open the server, see `kakeya keys`; empty: none needed"),
+    "api_key_file": ("FILE", "accepted API keys, see `kakeya keys`; empty: none required"),
     "tls_cert_file": ("FILE", "certificate chain in PEM format"),
     "tls_key_file": ("FILE", "its private key"),
-    "tls_client_ca_file": ("FILE", "who signs the certificates that clients must have; empty: they need none"),
-    "allow_plaintext": ("BOOL", "true: beyond loopback without TLS, because something in front of this server ends it"),
+    "tls_client_ca_file": ("FILE", "authorities of client certificates; empty: clients need none"),
+    "allow_plaintext": ("BOOL", "true: allow no TLS beyond loopback, behind a proxy that terminates it"),
     "max_connections": ("N", "connections at the same time; 0: as many as file descriptors allow, 10000 at most"),
     "max_connections_per_address": (
         "N",
@@ -104,15 +113,18 @@ HELP = {
     ),
     "max_connection_calls": ("N", "calls on one connection at the same time; further ones wait in the client"),
     "max_connection_idle_seconds": ("S", "a connection without a call is closed after this; 0: never"),
-    "max_connection_age_seconds": ("S", "clients connect anew after this, running calls end in peace; 0: never"),
+    "max_connection_age_seconds": ("S", "clients reconnect after this; running calls are completed; 0: never"),
     "max_owner_calls": ("N", "calls of one owner at the same time"),
-    "owner_calls_per_second": ("N", "calls that one owner may start; 0: 1000 beyond loopback, else no limit"),
-    "max_header_bytes": ("SIZE", "headers of one call, 32 bytes more for each of them"),
-    "max_message_bytes": ("SIZE", "largest message, out, or in where a method takes as much; body over HTTP"),
-    "busy_wait_seconds": ("S", "how long a call waits for a session that is in use"),
-    "drain_seconds": ("S", "how long running Generates may go on after SIGTERM"),
-    "stall_exit_seconds": ("S", "an engine that stalled and is not back by then ends the process; 0: never"),
-    "watch_weights": ("BOOL", "files of weights that are written to while their pages are in use end the process"),
+    "owner_calls_per_second": (
+        "N",
+        "calls that one owner may start per second; 0: 1000 beyond loopback, else no limit",
+    ),
+    "max_header_bytes": ("SIZE", "headers of one call, plus 32 bytes for each header"),
+    "max_message_bytes": ("SIZE", "largest message sent, or received where a method takes as much; body over HTTP"),
+    "busy_wait_seconds": ("S", "how long a call waits for a busy session"),
+    "drain_seconds": ("S", "how long running Generates may continue after SIGTERM"),
+    "stall_exit_seconds": ("S", "the process ends if the engine stalls for so long; 0: never"),
+    "watch_weights": ("BOOL", "true: the process ends if files of weights in use are overwritten"),
 }
 
 
@@ -137,7 +149,7 @@ def settings(args: argparse.Namespace, kind: type[T]) -> T:
 
 
 def as_flags(config: Config) -> list[str]:
-    """Flags that give exactly `config`, whatever the environment says."""
+    """Flags that reproduce `config` in any environment."""
     return [f"{_flag(field.name)}={_text(getattr(config, field.name))}" for field in fields(config)]
 
 

@@ -1,4 +1,4 @@
-"""Token ids to text as they come, for a terminal: no broken characters, nothing that would steer the terminal."""
+"""Streams token ids as text to a terminal: no broken characters, no control sequences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-# Control characters, except tab and newline, as the pictures Unicode has for them.
+# Control characters, except tab and newline, as Unicode's control pictures.
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
 _VISIBLE |= dict.fromkeys(range(0x80, 0xA0), ord(_BROKEN))
 
@@ -16,8 +16,8 @@ _VISIBLE |= dict.fromkeys(range(0x80, 0xA0), ord(_BROKEN))
 class TextStream:
     """Decodes one Generate's ids piece by piece.
 
-    A character can be spread over several tokens, and how a token reads can depend on the one before it. So a piece is
-    what decoding adds to the tokens shown last, and it waits while its last character is incomplete.
+    A character can be spread over several tokens, and the text of a token can depend on the one before it. So a piece
+    is what decoding adds to the tokens shown last, and is held back while its last character is incomplete.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -36,7 +36,7 @@ class TextStream:
         return text.translate(_VISIBLE)
 
     def end(self) -> str:
-        """What is left, its incomplete character shown as broken. The stream is then over."""
+        """The rest, with an incomplete character replaced. Ends the stream."""
         text = self._added()
         self._start = self._shown = len(self._ids)
         return text.translate(_VISIBLE)
@@ -50,7 +50,7 @@ class TextStream:
 
 
 def shown_on(console: Console) -> Callable[[str], None]:
-    """What writes pieces of text to `console` as they come, without breaking lines or reading markup into them."""
+    """A function that writes pieces of text to `console` as they come, without line breaks or markup."""
 
     def show(piece: str) -> None:
         console.out(piece, end="", highlight=False)

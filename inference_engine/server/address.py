@@ -1,6 +1,6 @@
-"""Where to listen, and whether only this machine can reach it.
+"""Where to listen, and whether the address is reachable from other machines.
 
-A name is resolved here, once: all of its addresses are judged, and the first is the one that is bound.
+A name is resolved here, once: all its addresses are checked, and the first one is bound.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from inference_engine.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """A numeric address to bind. `is_loopback` speaks for every address the given name stands for."""
+    """A numeric address to bind. `is_loopback`: all addresses of the given name are loopback ones."""
 
     host: str
     port: int
@@ -51,8 +51,8 @@ def resolve_bind(setting: str, bind: str) -> Address:
 def names_this_machine(host: str, names: Collection[str] = ("localhost",)) -> bool:
     """Does a request's `Host`, port and brackets included, name a loopback address, or one of `names`?
 
-    A browser may be led to a loopback port by a name that somebody else's page resolves to it; its requests carry that
-    name.
+    A hostile web page can resolve its own name to a loopback address (DNS rebinding); requests of the browser then
+    carry that name.
     """
     name = host.lower()
     # A port is what follows the last colon, unless that is inside an IPv6 address.
@@ -72,7 +72,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def cannot_bind(setting: str, address: Address) -> ConfigError:
-    """Why `address` could not be bound, found out by trying once more with a plain socket."""
+    """Why `address` could not be bound, found by trying again with a plain socket."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as trial:

@@ -1,16 +1,16 @@
-"""Who is calling: bearer keys with owners, of which only SHA-256 digests are kept, and the subjects of certificates.
+"""Authentication: bearer keys with owners, stored as SHA-256 digests only, and the subjects of certificates.
 
 The key file is what `kakeya keys` writes, one key a line, and is read again whenever it changes:
 
     # comment
     sha256:<64 hexadecimal digits> alice       several lines may name one owner
     sha256:<64 hexadecimal digits>             without a name, the owner is the start of the digest
-    <the key itself>                           as older files have it: it works, and the log asks to hash it
+    <the key itself>                           plain text, as in older files: it works, and the log asks to hash it
 
-A fast hash is right here, where it would be wrong for passwords: a key is 256 random bits, so nobody finds it by
-guessing, however cheap a draft token is, and a slow hash would be paid for with every call, wrong keys included.
+A fast hash is enough here, unlike for passwords: a key is 256 random bits, so it cannot be found by trying, however
+cheap one attempt is. A slow hash would cost every call, calls with wrong keys included.
 
-Owners of keys and of certificates (`cert:…`) never meet. With neither (a loopback server) everyone is the owner "".
+Owners of keys and of certificates (`cert:…`) are disjoint. With neither (a loopback server) all callers are owner "".
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What is known of a key."""
+    """A key as the server knows it."""
 
     digest: bytes
     owner: str
-    is_plain: bool = False  # it stands in the file as it is
+    is_plain: bool = False  # stored in plain text
 
     @staticmethod
     def of(key: str, owner: str = "", *, is_plain: bool = False) -> Key:
@@ -58,7 +58,7 @@ class Key:
 
     @property
     def key_id(self) -> str:
-        """What to call it by: the start of its digest, which tells nothing of the key."""
+        """The start of its digest, by which it is listed and removed. It reveals nothing of the key."""
         return self.digest.hex()[:OWNER_CHARACTERS]
 
     @property
@@ -67,7 +67,7 @@ class Key:
         return f"sha256:{self.digest.hex()} {self.owner}"
 
 
-NO_KEY = Key(b"", "")  # of everybody, where none is needed
+NO_KEY = Key(b"", "")  # of all callers, where no key is needed
 
 
 def parse_line(line: str) -> Key | None:
@@ -79,27 +79,27 @@ def parse_line(line: str) -> Key | None:
         hashed = _HASHED.fullmatch(text)
         if hashed is None:
             raise ValueError(
-                "a hashed key is sha256: and 64 lower-case hexadecimal digits, and then, if you like, an owner: a "
-                "letter or digit and up to 63 more, or any of . _ @ -"
+                "a hashed key is sha256: and 64 lower-case hexadecimal digits, optionally followed by an owner: a "
+                "letter or digit, then up to 63 letters, digits or . _ @ -"
             )
         digest = bytes.fromhex(hashed[1])
         return Key(digest, hashed[2] or hashed[1][:OWNER_CHARACTERS])
     if len(text) < MIN_KEY_CHARACTERS or not text.isascii() or not text.isprintable() or " " in text:
         raise ValueError(
             f"a key is at least {MIN_KEY_CHARACTERS} printable ASCII characters without spaces; `kakeya keys add` "
-            "makes a good one"
+            "makes one"
         )
     return Key.of(text, is_plain=True)
 
 
 class KeyRing:
-    """The keys that open this server. One that never had any, and has no file, lets everybody in.
+    """The keys that this server accepts. Without keys and without a key file, every caller is accepted.
 
     Safe to use from any thread.
     """
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
-        """keys: as their owners know them."""
+        """keys: in plain text."""
         self._keys = _by_digest(Key.of(key) for key in keys)
         self._changes = 0
         self._path: Path | None = None
@@ -108,11 +108,11 @@ class KeyRing:
 
     @classmethod
     def from_file(cls, path: str) -> KeyRing:
-        """The keys of a file, and from then on always those that are in it.
+        """The keys of a file, read again whenever the file changes.
 
-        Raises ConfigError, which never shows a key, for a file that cannot be meant. Later, when somebody may be half
-        way through a change, a line that is not right opens nothing and goes to the log by its number; a file that
-        cannot be read leaves the keys as they were, and the log says so; one that is empty lets nobody in.
+        Raises ConfigError, which never shows a key, if the file is invalid now. Later, while it may be half edited, an
+        invalid line is ignored and logged by its number; an unreadable file leaves the keys unchanged and is logged; an
+        empty file accepts no caller.
         """
         ring = cls()
         ring._path = Path(path).expanduser()
@@ -135,20 +135,20 @@ class KeyRing:
 
     @property
     def is_open(self) -> bool:
-        """Is everybody let in?"""
+        """Is every caller accepted, with or without a key?"""
         return self._path is None and not self._keys
 
     def changes(self) -> int:
-        """How often keys were added or taken back until now."""
+        """How often keys were added or removed so far."""
         self._refresh()
         return self._changes
 
     def opens(self, digest: bytes) -> bool:
-        """Does the key with that digest open this server, as far as the file has been read?"""
+        """Is the key with that digest accepted, as far as the file has been read?"""
         return self.is_open or digest in self._keys
 
     def key_of(self, metadata: Metadata) -> Key:
-        """The key in these call headers, which says whose they are; NO_KEY where none is needed.
+        """The key in these call headers; NO_KEY where none is needed.
 
         Raises Unauthenticated without saying which part was wrong.
         """
@@ -162,39 +162,39 @@ class KeyRing:
         if not value.startswith(_SCHEME):
             raise Unauthenticated
         given = hashlib.sha256(value[len(_SCHEME) :]).digest()
-        # Looked up by digest: what the time of it tells is of a digest, and nobody gets from there to 256 random bits.
+        # Looked up by digest: its timing reveals digests at most, and 256 random bits cannot be derived from those.
         key = self._keys.get(given)
         if key is None:
             raise Unauthenticated
         return key
 
     def _refresh(self) -> None:
-        """Read the file if it is another one than before. To look is one call of the system's, so every call does."""
+        """Read the file if it has changed. The check is one system call, so it is made for every call."""
         if self._path is None or (seen := state_of(self._path)) == self._seen:
             return
         try:
             keys, wrong = _read(self._path)
         except (OSError, UnicodeDecodeError) as error:
-            # The next call tries again: it may have been want of descriptors, and a key was to be taken back.
+            # The next call tries again: descriptors may have run out, and the change may remove a key.
             if seen != self._unreadable:
                 self._unreadable = seen
                 _log.error(
-                    "the key file %s cannot be read, keys stay as they were: %s", self._path, type(error).__name__
+                    "the key file %s cannot be read (%s); the keys stay unchanged", self._path, type(error).__name__
                 )
             return
         self._seen, self._unreadable = seen, ()
         for number, complaint in wrong.items():
-            _log.error("%s, line %d opens nothing: %s", self._path, number, complaint)
+            _log.error("%s, line %d is ignored: %s", self._path, number, complaint)
         self._take(keys)
-        _log.info("%s changed: %d keys open this server now", self._path, len(keys))
+        _log.info("%s changed: %d keys are accepted now", self._path, len(keys))
 
     def _take(self, keys: Sequence[Key]) -> None:
         self._keys = _by_digest(keys)
         self._changes += 1
         if plain := sum(key.is_plain for key in keys):
             _log.warning(
-                "%s holds %d keys as they are, for whoever can read it; `kakeya keys hash --api-key-file %s` leaves "
-                "their digests, and the keys go on working",
+                "%s holds %d keys in plain text; `kakeya keys hash --api-key-file %s` replaces them by their digests, "
+                "and the keys keep working",
                 self._path,
                 plain,
                 self._path,
@@ -202,14 +202,14 @@ class KeyRing:
 
 
 def _warn_of_writers(path: Path) -> None:
-    """Who can write the file can let anybody in."""
+    """A user who can write the file can add keys."""
     with contextlib.suppress(OSError):
         if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            _log.warning("the key file %s can be written by others than its owner; chmod go-w %s", path, path)
+            _log.warning("the key file %s is writable by other users than its owner; run chmod go-w %s", path, path)
 
 
 def _by_digest(keys: Iterable[Key]) -> dict[bytes, Key]:
-    """A key that is there twice belongs to the first."""
+    """A key that is listed twice belongs to its first owner."""
     found: dict[bytes, Key] = {}
     for key in keys:
         found.setdefault(key.digest, key)
@@ -217,7 +217,7 @@ def _by_digest(keys: Iterable[Key]) -> dict[bytes, Key]:
 
 
 def _read(path: Path) -> tuple[list[Key], dict[int, str]]:
-    """The keys, and what is wrong with other lines, by number. Raises OSError or UnicodeDecodeError."""
+    """The keys, and the errors of invalid lines by line number. Raises OSError or UnicodeDecodeError."""
     keys: list[Key] = []
     wrong: dict[int, str] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -233,12 +233,12 @@ def _read(path: Path) -> tuple[list[Key], dict[int, str]]:
 def owner_of_certificate(facts: Mapping[str, Iterable[bytes]]) -> str:
     """The owner named by a client's certificate: its SPIFFE id if it has one, else its whole subject.
 
-    facts: what gRPC found in a certificate it has verified. Raises Unauthenticated if that names nobody.
+    facts: what gRPC found in a certificate it has verified. Raises Unauthenticated if they name no owner.
     """
     for name in ("peer_spiffe_id", "x509_subject"):
         values = [value for value in facts.get(name, ()) if value]
         if len(values) == 1:
-            # Named by a digest: subjects are long, and people's names belong in no log.
+            # Named by a digest: subjects are long, and personal names do not belong in logs.
             digest = hashlib.sha256(name.encode() + b"\0" + values[0]).hexdigest()
             return f"cert:{digest[:CERTIFICATE_OWNER_CHARACTERS]}"
     raise Unauthenticated

@@ -1,8 +1,8 @@
-"""Wire messages to engine values and back.
+"""Converts wire messages to engine values and back.
 
 Strategies need no code here: an arm of the `Strategy` oneof is named like the strategy, its fields like the options. A
-strategy without an arm goes by `named`, as text. `check_strategies` finds one that does not fit its arm.
-Checks that need only the message are made while converting; InvalidArgument names the field as the wire does.
+strategy without an arm is sent as text in the arm `named`. `check_strategies` finds one that does not match its arm.
+Checks that need only the message are made while converting; InvalidArgument has the field's name on the wire.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ _STOP_REASONS = {
 
 
 def strategy_from_wire(message: pb.Strategy) -> KVStrategy:
-    """What the caller asks for. Raises InvalidArgument with the path of what is wrong."""
+    """The strategy of a request. Raises InvalidArgument with the path of the invalid field."""
     arm = message.WhichOneof("kind")
     if arm is None:
         raise InvalidArgument(
-            "strategy", f"no strategy this server knows is set; it knows {', '.join(strategy_names())}"
+            "strategy", f"no strategy that this server supports is set; it supports {', '.join(strategy_names())}"
         )
     try:
         if arm == _NAMED:
@@ -86,7 +86,7 @@ def strategy_from_wire(message: pb.Strategy) -> KVStrategy:
 
 
 def in_strategy(error: InvalidArgument, given: pb.Strategy) -> InvalidArgument:
-    """The same error with the option's full path on the wire in place of its own name.
+    """The same error with the option's full path on the wire instead of its name.
 
     An error that is not about an option of the strategy is returned as it is.
     """
@@ -112,11 +112,13 @@ def strategy_to_wire(strategy: KVStrategy) -> pb.Strategy:
 def check_strategies(default: KVStrategy) -> None:
     """Raise ConfigError if a registered strategy, or the server's default, does not fit its arm on the wire.
 
-    What has no arm goes as text, which the engine's start has checked (`check_registry`).
+    Strategies without an arm are sent as text, which `check_registry` has checked at the engine's start.
     """
     for name in strategy_names():
         if name == _NAMED:
-            raise ConfigError(f"a strategy cannot be named {_NAMED}: that arm of the wire contract is for all of them")
+            raise ConfigError(
+                f"a strategy cannot be named {_NAMED}: the wire contract uses that name for strategies without an arm"
+            )
         if name in _ARMS and (problem := _misfit(_ARMS[name], option_types(name))):
             raise ConfigError(f"strategy {name} does not fit its arm in the wire contract: {problem}")
     try:
@@ -141,7 +143,7 @@ def _misfit(arm: Descriptor, options: Mapping[str, object]) -> str | None:
 
 
 def _refuse_uncarried(strategy: KVStrategy) -> None:
-    """Raise InvalidArgument for a number, come as text, that its field of the strategy's own arm has no room for."""
+    """Raise InvalidArgument for a number, sent as text, that its field of the strategy's arm cannot hold."""
     if strategy.name not in _ARMS:
         return
     for name, value in strategy.options().items():
@@ -149,12 +151,12 @@ def _refuse_uncarried(strategy: KVStrategy) -> None:
         try:
             pb.Strategy(**arm)
         except ValueError:
-            raise InvalidArgument(name, f"is beyond what the wire contract has room for, got {value}") from None
+            raise InvalidArgument(name, f"is out of the range of its field in the wire contract, got {value}") from None
 
 
 def params_from_wire(request: pb.GenerateRequest) -> GenerateParams:
     if request.logprobs and not request.token_details:
-        raise InvalidArgument("logprobs", "needs token_details, whose frames carry them")
+        raise InvalidArgument("logprobs", "requires token_details, whose frames carry them; set both")
     return GenerateParams(
         max_tokens=request.max_tokens,
         sampling=Sampling(
@@ -174,7 +176,7 @@ def params_from_wire(request: pb.GenerateRequest) -> GenerateParams:
 
 
 async def token_ids_from_wire(token_ids: Sequence[int]) -> TokenIds:
-    """The ids of a message as an array. Others have their turn on the event loop in between: many take milliseconds."""
+    """The ids of a message as an array. Yields to the event loop in between: many ids take milliseconds."""
     ids = np.empty(len(token_ids), dtype=np.uint32)
     for start in range(0, len(token_ids), _IDS_AT_ONCE):
         ids[start : start + _IDS_AT_ONCE] = token_ids[start : start + _IDS_AT_ONCE]
@@ -184,20 +186,20 @@ async def token_ids_from_wire(token_ids: Sequence[int]) -> TokenIds:
 
 
 def optional(message: Message, field: str) -> Any:
-    """The value of a field that says whether it is there; None if it is not."""
+    """The value of a field with presence; None if it is absent."""
     return getattr(message, field) if message.HasField(field) else None
 
 
-# What one event becomes on the wire. None: this client did not ask for such frames. (`Failed` becomes the status.)
+# Converts one event to a frame; None: the client did not request such frames. (`Failed` becomes the status.)
 Framer = Callable[[Event], pb.GenerateResponse | None]
 
 
 def framer_for(request: pb.GenerateRequest) -> Framer:
-    """How the events of this request become frames. A request that asks for nothing new gets frozen frames only."""
+    """The converter for a request's events. Without optional flags it gives the frozen frame types only."""
     show_progress, show_details = request.progress, request.token_details
 
     def frame(event: Event) -> pb.GenerateResponse | None:
-        # Tokens first: there are thousands of them for each of the others.
+        # Tokens first: there are thousands for each other event.
         if isinstance(event, TokenCommitted):
             if not show_details:
                 return pb.GenerateResponse(token_id=event.token_id)
@@ -314,7 +316,7 @@ def session_info_to_wire(info: SessionInfo) -> pb.GetSessionInfoResponse:
 def server_info_to_wire(
     info: EngineInfo, own: Bound, *, history_tokens: int, version: str, max_message_bytes: int
 ) -> pb.GetServerInfoResponse:
-    """own: what the caller's sessions have reserved. history_tokens: that their histories have."""
+    """own: bytes reserved by the caller's sessions. history_tokens: tokens in their histories."""
     return pb.GetServerInfoResponse(
         version=version,
         model_id=info.facts.model_id,

@@ -1,9 +1,9 @@
-"""What the live page shows: facts of now, and the last ten minutes as one point every two seconds.
+"""The data of the dashboard: the current state, and the last ten minutes as one point every two seconds.
 
     counters and histograms ── a Reading every 2 s ──▶ the last of them and one from 30 s before ──▶ a Point
 
-Rates, shares and percentiles belong to the time between two readings, so the page shows what is going on, not averages
-since the start. Percentiles are read off histogram buckets, straight lines within a bucket, as Prometheus does it.
+Rates, shares and percentiles cover the time between two readings, so the page shows the current load, not averages
+since the start. Percentiles are interpolated linearly within histogram buckets, like in Prometheus.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from inference_engine.metrics import STEP_PARTS, EngineMetrics
 
 SAMPLE_SECONDS = 2.0
 POINTS = 300
-WINDOW_POINTS = 15  # over how many of them a rate or a percentile is taken
+WINDOW_POINTS = 15  # covered by a rate or a percentile
 PERCENTILES = (50, 95, 99)
 _DIGITS = 4
 
@@ -41,7 +41,7 @@ class Buckets:
         return Buckets(self.bounds, tuple(now - then for now, then in zip(self.counts, earlier.counts, strict=True)))
 
     def percentile(self, percent: float) -> float | None:
-        """None if nothing was observed. What lies beyond the last finite bound counts as that bound."""
+        """None without observations. Values beyond the last finite bound count as that bound."""
         total = self.counts[-1] if self.counts else 0.0
         if total <= 0:
             return None
@@ -55,7 +55,7 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was counted until a moment (monotonic seconds)."""
+    """The counts at a moment (monotonic seconds)."""
 
     at: float
     counts: Mapping[str, float]
@@ -80,7 +80,7 @@ class Dashboard:
         self._points: deque[Point] = deque(maxlen=POINTS)
 
     def sample(self) -> None:
-        """Add a point. To be called every SAMPLE_SECONDS."""
+        """Add a point. Call it every SAMPLE_SECONDS."""
         self._metrics.look()
         with self._lock:
             reading = self._read()
@@ -89,7 +89,7 @@ class Dashboard:
                 self._points.append(self._point(self._readings[0], reading))
 
     def data(self) -> dict[str, Any]:
-        """Everything the page draws. Values are counts, bytes, seconds, tokens per second, or shares of 1."""
+        """All data of the page. Values are counts, bytes, seconds, tokens per second, or shares of 1."""
         metrics = self._metrics
         metrics.look()
         with self._lock:
@@ -174,7 +174,7 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _rounded(value: float | None) -> float | None:
-    """To as many digits as a chart can show."""
+    """Rounded to the digits that a chart can show."""
     return None if value is None else float(f"{value:.{_DIGITS}g}")
 
 

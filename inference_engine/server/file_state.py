@@ -1,4 +1,4 @@
-"""Whether a file is still the one that was read."""
+"""Detects that a file has changed since it was read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def state_of(path: Path) -> tuple[int, ...] | None:
-    """What tells one content of the file from another, without reading it; None if there is no such file."""
+    """A fingerprint that changes with the file's content, made without reading it; None if there is no such file."""
     try:
         facts = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""grpc.health.v1 for the whole server ("") and for RuntimeService: serving while the engine lives and nobody drains."""
+"""grpc.health.v1 for the server ("") and for RuntimeService: SERVING while the engine is alive and not draining."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class _Servicer(HealthServicer):
-    """The library's, with the method that it leaves out."""
+    """The library's servicer, with `List`, which it lacks."""
 
     async def List(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         asked = {service: health_pb2.HealthCheckRequest(service=service) for service in _SERVICES}
@@ -31,7 +31,7 @@ class _Servicer(HealthServicer):
 
 
 class Health:
-    """Keeps the health service in step with an engine, from `follow` until `drain`."""
+    """Reports an engine's state to the health service, from `follow` until `drain`."""
 
     def __init__(self, engine: Engine) -> None:
         self.servicer = _Servicer()
@@ -39,7 +39,7 @@ class Health:
         self._following: asyncio.Task[None] | None = None
 
     async def follow(self) -> None:
-        """Show the engine's state now, and again every LOOK_SECONDS."""
+        """Report the engine's state now, and again every LOOK_SECONDS."""
         await self._look()
         self._following = asyncio.create_task(self._keep_looking(), name="health")
 

@@ -1,7 +1,7 @@
-"""The HTTP shim: chat completions for clients that have not moved to sessions yet. Deprecated, frozen, single-shot.
+"""The HTTP shim: chat completions for clients that do not use sessions yet. Deprecated, frozen, single-shot.
 
-It runs in the server's process and on its event loop, over the same engine. Each request is a session that lives as
-long as the request. What it honours, refuses and why it will go: docs/http.md.
+It runs in the server's process and event loop, on the same engine. Each request has a session of its own, which ends
+with the request. What is supported and refused, and why the shim is deprecated: docs/http.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from inference_engine.server.limits import OwnerLimits
 from inference_engine.server.tls import Certificates
 from inference_engine.server.unauthenticated import UnauthenticatedPeers
 
-# How long answers may take to leave once no Generate runs any more.
+# How long sending answers may take once no Generate runs any more.
 LEAVE_SECONDS = 5
 
 _log = logging.getLogger(__name__)
@@ -41,24 +41,24 @@ class HttpShim:
     """A running shim."""
 
     def __init__(self, *, url: str, server: uvicorn.Server, sock: socket.socket, desk: Desk, state: State) -> None:
-        self.url = url  # "http://127.0.0.1:8000/v1": what a client calls its base
+        self.url = url  # "http://127.0.0.1:8000/v1": the base URL for clients
         self._state = state
         self._server = server
         self._desk = desk
         self._serving = asyncio.create_task(server.serve(sockets=[sock]), name="http")
 
     def refuse_work(self) -> None:
-        """From now on health says 503 and completions are refused; what is being answered goes on."""
+        """From now on health returns 503 and completions are refused; requests in progress continue."""
         self._state.is_draining = True
 
     def give_up(self, error: RequestError) -> None:
-        """End what is being answered with `error`; an answer that has begun just ends."""
+        """End requests in progress with `error`; a streamed answer that has begun just ends."""
         self.refuse_work()
         if not self._desk.given_up.done():
             self._desk.given_up.set_result(error)
 
     async def stop(self) -> None:
-        """Let answers leave, for LEAVE_SECONDS at most, and close the port."""
+        """Let answers end, for LEAVE_SECONDS at most, and close the port."""
         self.refuse_work()
         self._server.should_exit = True
         await self._serving
@@ -83,7 +83,9 @@ async def start_http(
     connections: at the same time; unauthenticated peers: of this port. Raises ConfigError if it cannot.
     """
     if chat is None:
-        raise ConfigError("http_bind needs the model's tokenizer and chat template, and this server was given none")
+        raise ConfigError(
+            "http_bind needs the model's tokenizer and chat template, but this server has none; leave http_bind unset"
+        )
     engine_config = engine.info().config
     await asyncio.to_thread(chat.start)
     desk = Desk(
@@ -109,7 +111,7 @@ async def start_http(
 
 
 class _Server(uvicorn.Server):
-    """Signals are for whoever runs the process."""
+    """Leaves signals to the process that embeds it."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -139,7 +141,7 @@ def _settings(app: Any, context: ssl.SSLContext | None, connection: type[Connect
 
 
 def _renewing_context(certificates: Certificates) -> ssl.SSLContext:
-    """What each handshake begins with; it goes on with the certificates as the files have them then."""
+    """The context that handshakes begin with; each continues with the current certificates."""
 
     def renew(connection: ssl.SSLObject, _server_name: str, _context: ssl.SSLContext) -> None:
         connection.context = certificates.context()
@@ -150,7 +152,7 @@ def _renewing_context(certificates: Certificates) -> ssl.SSLContext:
 
 
 def _listen(address: Address) -> socket.socket:
-    """A socket that listens already, so that who connects right after the start waits instead of being refused."""
+    """A socket that already listens, so that early clients wait instead of being refused."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -1,8 +1,7 @@
-"""The message of a call: read when the headers have been accepted, within a size, a time and a number of readers.
+"""The message of a call: read after its headers are accepted, within limits on size, time and number of readers.
 
-A call is decided on its headers: whose it is, whether they may call now, and how large its message may be. Only then is
-the message read. A message that does not come keeps its place among the owner's calls, and loses it after
-MESSAGE_SECONDS.
+The headers decide on a call: its owner, whether the owner may call now, and how large the message may be. Only then is
+the message read. While it does not arrive, the call counts among the owner's calls, for MESSAGE_SECONDS at most.
 
     headers ──▶ owner ──▶ rate and number of calls ──▶ message (bytes, seconds) ──▶ parsed ──▶ the call
 """
@@ -21,20 +20,20 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 # Every method but AppendTokens: a Generate with 1,024 biases and 64 stop ids takes half of it.
 MESSAGE_BYTES = 32 * 1024
-# An append of as many ids as are taken: five bytes each at most, the session's id, the request's.
+# The largest append: five bytes at most for each id, the session's id, the request's.
 BYTES_PER_TOKEN_ID = 5
 APPEND_ENVELOPE_BYTES = 4 * 1024
-# Twice as many ids are still parsed and counted, so that their sender gets APPEND_TOO_LARGE.
+# Up to twice as many ids are parsed and counted, so that the sender gets APPEND_TOO_LARGE.
 APPEND_SLACK = 2
 MESSAGE_SECONDS = 30.0
-# Messages that may be on their way at the same time: of callers without a key, and of one owner. Until it is read, a
-# message stays with its sender, but for what a stream's window lets through.
+# Messages read at the same time: of callers without a key, and of one owner. Until it is read, a message stays with its
+# sender, except for what the HTTP/2 stream's window lets through.
 OPEN_READERS = 16
 OWNER_READERS = 64
 
 
 class TransportError(Exception):
-    """What is wrong with the message itself. Like all errors of the transport, it comes without details."""
+    """An error of the message itself. Like all errors of the transport, it has no details."""
 
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
         super().__init__(text)
@@ -43,11 +42,11 @@ class TransportError(Exception):
 
 
 class MessageLimits:
-    """How large the message of each method may be, of a server that takes so many ids in one append."""
+    """How large the message of each method may be. max_append_tokens: ids in one append."""
 
     def __init__(self, *, max_append_tokens: int, max_message_bytes: int) -> None:
         needed = max_append_tokens * BYTES_PER_TOKEN_ID + APPEND_ENVELOPE_BYTES
-        # What a client may count on, and what the transport lets through at all.
+        # What clients are promised, and what the transport accepts at all.
         self.promised_bytes = min(max_message_bytes, max(MESSAGE_BYTES, needed))
         self.largest_bytes = min(max_message_bytes, max(MESSAGE_BYTES, needed * APPEND_SLACK))
         self._other_bytes = min(max_message_bytes, MESSAGE_BYTES)
@@ -58,9 +57,9 @@ class MessageLimits:
 
 
 class OpenReaders:
-    """Those who wait for messages of callers without a key: one too many, and the one that waits longest gives up.
+    """Readers of messages from callers without a key. Beyond the limit, the one that has waited longest gives up.
 
-    A message that is sent at once comes with its headers, so who waits longest is never in a hurry. Event loop only.
+    A client that sends its message at once is read at once, so the longest wait is a stalled client's. Event loop only.
     """
 
     def __init__(self, most: int = OPEN_READERS) -> None:
@@ -90,7 +89,7 @@ class OwnerReaders:
 
     @asynccontextmanager
     async def one(self, owner: str) -> AsyncIterator[None]:
-        """Around one reading, once it is its turn."""
+        """Around one reading; waits for its turn."""
         turns = self._turns.get(owner)
         if turns is None:
             turns = self._turns[owner] = asyncio.Semaphore(self._most)
@@ -105,7 +104,7 @@ class OwnerReaders:
 
 
 async def read_message(context: Context, limit_bytes: int, seconds: float, readers: OpenReaders | None = None) -> bytes:
-    """The call's one message. Raises TransportError if there is none, it is too large, or it does not come."""
+    """The call's one message. Raises TransportError if it is missing, too large or too late."""
     try:
         async with asyncio.timeout(seconds) as scope:
             if readers is None:
@@ -115,13 +114,13 @@ async def read_message(context: Context, limit_bytes: int, seconds: float, reade
                     raw = await context.read()
     except TimeoutError:
         raise TransportError(
-            grpc.StatusCode.DEADLINE_EXCEEDED, f"the message of the call did not come within {seconds:g} s"
+            grpc.StatusCode.DEADLINE_EXCEEDED, f"the message of the call did not arrive within {seconds:g} s"
         ) from None
     if not isinstance(raw, bytes):
         raise TransportError(grpc.StatusCode.INVALID_ARGUMENT, "the call ended without a message")
     if len(raw) > limit_bytes:
         raise TransportError(
             grpc.StatusCode.RESOURCE_EXHAUSTED,
-            f"the message has {len(raw)} bytes, and this method takes {limit_bytes} at most",
+            f"the message has {len(raw)} bytes; this method takes {limit_bytes} at most",
         )
     return raw

@@ -1,8 +1,8 @@
-"""What happens around every call: who is calling, whether they may now, how long it took, what its error becomes.
+"""Around every call: authentication, limits per owner, metrics, and errors turned into statuses.
 
 Default-deny: with keys set, every method needs one, known or not, except those in OPEN_METHODS, matched by exact path.
-Without keys, the certificate that a client had to show names the owner; without either, everybody is the same one.
-All of that is decided on the headers: the message of a call is read afterwards (`incoming.py`).
+Without keys, the client's certificate names the owner; without either, all callers are one owner. All of this is
+decided on the headers; the message of a call is read afterwards (`incoming.py`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _key: ContextVar[Key] = ContextVar("key", default=NO_KEY)
 
 
 def caller() -> str:
-    """The owner on whose behalf the current call runs."""
+    """The owner that the current call runs for."""
     return _key.get().owner
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """One for the server: authenticates, maps errors, measures, and knows how many calls are running."""
+    """One for each server: authenticates, maps errors, measures, and counts running calls."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         door: GrpcDoor,
         has_certificates: bool = False,
     ) -> None:
-        """door: is told whose connections calls are accepted on. has_certificates: every client had to show one."""
+        """door: gets the peers of accepted and refused calls. has_certificates: every client has shown one."""
         self._keys = keys
         self._metrics = metrics
         self._tracing = tracing
@@ -68,8 +68,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         for reason in CODES:
             metrics.rpc_errors.labels(reason)
         self._guarded: dict[str, Handler] = {}
-        self._refusals: dict[str, Handler] = {}  # by method, as many as there are methods, and one for all others
-        self._running: set[asyncio.Task[Any]] = set()  # calls of ours
+        self._refusals: dict[str, Handler] = {}  # by method; all unknown methods share one
+        self._running: set[asyncio.Task[Any]] = set()  # calls of the runtime's own methods
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._ending: RequestError | None = None
@@ -88,11 +88,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return handler
 
     async def wait_idle(self) -> None:
-        """Until no call of ours runs. (`grpc.aio.Server.stop` may return while handlers still do.)"""
+        """Wait until no own call runs. (`grpc.aio.Server.stop` may return while handlers still run.)"""
         await self._is_idle.wait()
 
     def end_all(self, error: RequestError) -> None:
-        """End every call of ours that is running with `error`."""
+        """End every running call of the runtime with `error`."""
         self._ending = error
         for task in tuple(self._running):
             task.cancel()
@@ -102,7 +102,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """The guarded handler of a method, made once. Unknown methods are not remembered: anybody can invent them."""
+        """The guarded handler of a method, made once. Unknown methods are not stored: their number has no limit."""
         found = self._guarded.get(details.method)
         if found is None:
             handler = await continuation(details)
@@ -113,13 +113,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def _guard_handler(self, handler: Handler, method: str) -> Handler:
         if handler.request_streaming:
-            return handler  # server reflection: a library's, with no errors of ours
+            return handler  # server reflection: the library's own, without typed errors
         behaviour: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
         is_open = method in OPEN_METHODS
         behaviour = self._with_message(behaviour, handler.request_deserializer, method, is_open=is_open)
         if not is_open:
             behaviour = self._admitted(behaviour)
-        # Streaming requests, though there is one message: grpc reads that of others before it asks us anything.
+        # Streaming requests, though there is one message: grpc reads a unary message before it calls the handler.
         make = (
             grpc.stream_stream_rpc_method_handler
             if handler.response_streaming
@@ -154,7 +154,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
             async def refuse_if_connected(messages: Any, context: Context) -> None:
                 if self._door.has_dropped(context.peer()):
-                    # Nobody hears it. There may be hundreds of these in gRPC's queue, before the calls of others.
+                    # The client is gone. Hundreds of such calls may be in gRPC's queue, ahead of other clients' calls.
                     await context.abort(grpc.StatusCode.UNAUTHENTICATED)
                 await guarded(messages, context)
 
@@ -163,7 +163,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return found
 
     def _observed(self, behaviour: Behaviour, method: str) -> Behaviour:
-        """`behaviour` in a span of its own, where calls are traced, and with a tag for what it logs."""
+        """`behaviour` in a span of its own, if calls are traced, and with a tag for its log lines."""
         name, is_traced = method.removeprefix("/"), self._tracing.is_on and method.startswith(OUR_METHODS)
 
         async def observed(request: Any, context: Context) -> Any:
@@ -176,7 +176,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return observed
 
     def _admitted(self, behaviour: Any) -> Behaviour:
-        """`behaviour` for owners who may call now."""
+        """`behaviour` within the owner's limits."""
 
         async def admitted(request: Any, context: Context) -> Any:
             if self._is_by_certificate:
@@ -206,7 +206,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 code = error.code
                 await context.abort(code, error.text)
             except (asyncio.CancelledError, grpc.aio.InternalError):
-                # The client is gone (a write to it may fail before the cancellation comes), or the server stops.
+                # The client is gone (a write may fail before the cancellation arrives), or the server stops.
                 # Either way the call must end here: grpc hangs if a handler's own CancelledError reaches it.
                 if self._ending is None:
                     code = grpc.StatusCode.CANCELLED
@@ -214,7 +214,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 else:
                     code, reason = code_of(self._ending), reason_of(self._ending)
                     await context.abort(code, self._ending.message, to_trailers(self._ending))
-            except Exception as error:  # noqa: BLE001 - the last one who can answer the client
+            except Exception as error:  # noqa: BLE001 - the last place that can answer the client
                 known = as_request_error(error, name)
                 code = code_of(known)
                 reason = reason_of(known)

@@ -1,12 +1,12 @@
-"""What one owner may ask of the server, and how many connections there may be.
+"""Limits on the calls of one owner, and on the number of connections.
 
-An owner may have so many calls at the same time, and so many started in a second. A bucket holds a second's worth of
-calls, so that a burst after a pause is served at once:
+The calls of an owner are limited in number at the same time, and in starts per second. A token bucket holds one second
+of starts, so that a burst after a pause is served at once:
 
     calls left   ████████░░   +1 every 1/rate seconds, at most `rate`, −1 for every call that starts
 
-Owners are as many as there are keys or certificates, so what is remembered of them is bounded. A connection takes a
-file descriptor, and the system gives a process so many.
+There are at most as many owners as keys or certificates, so the state kept for them is bounded. A connection takes a
+file descriptor, which the system limits per process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from inference_engine.errors import Overloaded
 
-# For files of models and of rows, logs, pipes, and the ports themselves.
+# For files of models and of the second tier, logs, pipes, and the ports themselves.
 OWN_DESCRIPTORS = 256
 # An idle one takes about 14 kB.
 MOST_CONNECTIONS = 10_000
@@ -29,7 +29,7 @@ FEW_CONNECTIONS = 128
 
 _log = logging.getLogger(__name__)
 
-# When a place at the same time becomes free is not known.
+# It is unknown when a running call will end.
 _RETRY_SECONDS = 1.0
 
 
@@ -43,7 +43,7 @@ class OwnerLimits:
     """Event loop only. `clock` gives monotonic seconds."""
 
     def __init__(self, *, calls: int, calls_per_second: float, clock: Callable[[], float]) -> None:
-        """calls: at the same time. calls_per_second: started; 0: no limit."""
+        """calls: at the same time. calls_per_second: starts; 0: no limit."""
         self._calls = calls
         self._rate = calls_per_second
         self._clock = clock
@@ -52,10 +52,10 @@ class OwnerLimits:
 
     @contextmanager
     def call(self, owner: str) -> Iterator[None]:
-        """Around one call. Raises Overloaded, and the call has not begun."""
+        """Around one call. Raises Overloaded before the call begins."""
         if self._running[owner] >= self._calls:
             raise Overloaded(
-                f"{self._calls} of your calls are running already, as many as one owner may have; retry later",
+                f"{self._calls} of your calls are running, the limit of one owner (max_owner_calls); retry later",
                 retry_after_seconds=_RETRY_SECONDS,
                 max_owner_calls=self._calls,
             )
@@ -77,7 +77,7 @@ class OwnerLimits:
         bucket.filled_at = now
         if bucket.calls < 1.0:
             raise Overloaded(
-                f"more than {self._rate:g} calls a second, as many as one owner may start; retry later",
+                f"more than {self._rate:g} calls per second, the limit of one owner; retry later",
                 retry_after_seconds=(1.0 - bucket.calls) / self._rate,
                 owner_calls_per_second=f"{self._rate:g}",
             )
@@ -85,17 +85,16 @@ class OwnerLimits:
 
 
 def allowed_connections(max_connections: int, *, ports: int = 1) -> int:
-    """What of `max_connections` to each port (0: as many as is reasonable) the system can give.
+    """How many of `max_connections` to each port (0: MOST_CONNECTIONS) the limit on open files allows.
 
-    Warns if that is less, or little.
+    Warns if that is fewer, or few.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = math.inf if soft == resource.RLIM_INFINITY else soft
     available = max(1, (limit - OWN_DESCRIPTORS) / ports)
     if available < (max_connections or FEW_CONNECTIONS):
         _log.warning(
-            "this process may open %d files, so that there can be %d connections to a port%s; allow it more "
-            "(ulimit -n %d)",
+            "this process may open %d files, which allows %d connections to a port%s; raise the limit (ulimit -n %d)",
             soft,
             available,
             f" instead of {max_connections}" if max_connections else "",

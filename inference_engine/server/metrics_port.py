@@ -1,12 +1,12 @@
-"""The operator's port: Prometheus metrics, and a live page of them, over HTTP, for this machine only.
+"""The operator's port: Prometheus metrics and a dashboard over HTTP, on loopback only.
 
     GET /metrics           Prometheus' text format
     GET /dashboard         the page; its parts lie under /dashboard/
     GET /dashboard/data    what the page draws, as JSON
 
-Nothing here asks for a key, so nothing here is for other machines: the address has to be a loopback one, and a request
-has to name one in its `Host`, lest a page of somebody else's in the operator's browser reads along under a name of its
-own that resolves to us. Everything is read-only.
+The port has no authentication, so it must not be reachable from other machines: the address must be a loopback one, and
+so must the `Host` of each request, so that a hostile page in the operator's browser cannot read it under a name of its
+own (DNS rebinding). Everything is read-only.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ PAGE = {
     "/dashboard/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
     "/dashboard/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
-# Sent with everything: the page loads its own parts and data, and is part of nobody else's page.
+# Sent with every answer: the page loads only its own parts and data, and no other page may embed it.
 HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-_QUIET_SECONDS = 10.0  # in which nothing of a request comes, or nothing of its answer is taken
-_MOST_READERS = 64  # at the same time; one more takes the place of who has been there for longest
+_QUIET_SECONDS = 10.0  # without a byte of a request received or of its answer sent
+_MOST_READERS = 64  # at the same time; one more replaces the oldest
 
 _log = logging.getLogger(__name__)
 
@@ -58,10 +58,10 @@ class _Answer:
 
 
 class MetricsPort:
-    """Listens from the start until `stop`."""
+    """Listens from construction until `stop`."""
 
     def __init__(self, metrics: EngineMetrics, bind: str) -> None:
-        """Raises ConfigError if `bind` cannot be had, or can be reached from other machines."""
+        """Raises ConfigError if `bind` is not available, or can be reached from other machines."""
         address = resolve_bind("metrics_bind", bind)
         refuse_unless_loopback(address, bind)
         self._metrics = metrics
@@ -94,7 +94,7 @@ class MetricsPort:
             self._dashboard.sample()
 
     def _answer(self, path: str, query: str, accept: str) -> _Answer | None:
-        """None: there is no such page."""
+        """None if there is no such page."""
         if path == "/metrics":
             encode, content_type = choose_encoder(accept)
             self._metrics.look()
@@ -115,19 +115,19 @@ def refuse_unless_loopback(address: Address, bind: str) -> None:
     if not address.is_loopback:
         raise ConfigError(
             f"metrics_bind {bind} can be reached from other machines, and metrics have no access control; bind "
-            "127.0.0.1 and let a local agent collect them"
+            "127.0.0.1 and collect them with a local agent"
         )
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 2 * _MOST_READERS  # beyond it the system lets clients wait a second or more
+    request_queue_size = 2 * _MOST_READERS  # beyond it, clients wait for a second or more
 
     def __init__(self, address: Address, handler: type[BaseHTTPRequestHandler], on_drop: Callable[[], object]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self._on_drop = on_drop
         self._lock = threading.Lock()
-        self._readers: dict[socket.socket, None] = {}  # those who are served, the first one first
+        self._readers: dict[socket.socket, None] = {}  # connections being served, the oldest first
         super().__init__((address.host, address.port), handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -137,7 +137,7 @@ class _Server(ThreadingHTTPServer):
                 first = next(iter(self._readers))
                 del self._readers[first]
                 self._on_drop()
-                # Its thread finds that nobody is there, and closes it.
+                # Its thread sees the end of the connection, and closes it.
                 with contextlib.suppress(OSError):
                     first.shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
@@ -152,7 +152,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request. Subclasses know what to answer."""
+    """One request. Subclasses set `answer`."""
 
     timeout = _QUIET_SECONDS
     server_version, sys_version = "kakeya", ""
@@ -168,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             found = self.answer(url.path, url.query, self.headers.get("Accept", ""))
-        except Exception:  # noqa: BLE001 - the reader is told, and the log says what went wrong
+        except Exception:  # noqa: BLE001 - the client gets status 500, the log the error
             _log.exception("the metrics port cannot answer")
             found = _Answer("text/plain", b"internal error\n", HTTPStatus.INTERNAL_SERVER_ERROR)
         self._send(found or _Answer("text/plain", b"see /metrics and /dashboard\n", HTTPStatus.NOT_FOUND))
@@ -177,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def _is_for_us(self) -> bool:
-        """Does the request name a loopback address? One without a Host comes from no browser."""
+        """Does the request name a loopback address? Browsers always send a Host, so none is accepted."""
         host = self.headers.get("Host")
         return host is None or names_this_machine(host, self.names)
 

@@ -1,7 +1,7 @@
-"""Starts the server, and ends it so that nothing is lost.
+"""Starts the server, and shuts it down gracefully.
 
 Draining, in order: health says NOT_SERVING; the engine refuses new work and lets running Generates end (at most
-`drain_seconds`, then they end with DRAINING); every call of ours has returned; the port closes.
+`drain_seconds`, then they end with DRAINING); every call has returned; the port closes.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from inference_engine.server.http.chat_text import ChatText
     from inference_engine.server.http_shim import HttpShim
 
-# How long finished calls may take to leave, and their last bytes to be sent, once the engine has drained.
+# Once the engine has drained: how long calls may take to return, and their last bytes to be sent.
 LEAVE_SECONDS = 5.0
 FLUSH_SECONDS = 1.0
-# Where others can reach the server, unless the settings say something else.
+# The default if the server can be reached from other machines.
 OWNER_CALLS_PER_SECOND = 1000.0
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class ServerHandle:
         self._http = http
 
     async def drain_and_stop(self) -> None:
-        """Refuse new work, let running Generates end, close the port. The engine is left to its owner, drained."""
+        """Refuse new work, let running Generates end, close the port. The drained engine stays with its owner."""
         self._engine.metrics.draining.set(1)
         await self._health.drain()
         if self._http:
@@ -97,7 +97,7 @@ class ServerHandle:
             await asyncio.to_thread(self._metrics_port.stop)
 
     async def abandon(self, error: RequestError) -> None:
-        """End every call with `error` and close the ports, without the engine: it may stand still, and never drain."""
+        """End every call with `error` and close the ports, without draining the engine, which may have stalled."""
         await self._health.drain()
         self._calls.end_all(error)
         if self._http:
@@ -111,7 +111,7 @@ class ServerHandle:
 
 
 async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText | None = None) -> ServerHandle:
-    """Listen as `config` says; `chat` is for `http_bind`. Raises ConfigError if it must not or cannot."""
+    """Listen as `config` says; `chat` is for `http_bind`. Raises ConfigError if that is unsafe or impossible."""
     check_strategies(engine.info().default_strategy)
     address = resolve_bind("bind", config.bind)
     http_address = resolve_bind("http_bind", config.http_bind) if config.http_bind else None
@@ -154,7 +154,7 @@ async def start_server(engine: Engine, config: ServerConfig, *, chat: ChatText |
         target = _bind(server, address, None if certificates is None else certificates.for_grpc())
         http = None
         if http_address is not None:
-            # A second of imports, for those who want it.
+            # Imported here: it takes a second.
             from inference_engine.server.http_shim import start_http
 
             http = await start_http(
@@ -198,7 +198,7 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return. A second signal ends the process at once.
 
-    weights: of the engine's model; if somebody writes into them, the process ends with status EXIT_SPOILED, because
+    weights: of the engine's model. If their files are overwritten, the process ends with status EXIT_SPOILED, because
     tokens would be wrong from then on. `on_ready` is called once, when clients can connect. Raises ConfigError as
     `start_server` does.
     """
@@ -218,8 +218,8 @@ async def _serve(
     for number in signals:
         loop.add_signal_handler(number, stop.set)
     handle = await start_server(engine, config, chat=chat)
-    # What is here now (the libraries, the model) stays. Walking all of it takes the collector a tenth of a second, in
-    # which no token moves.
+    # Objects of this point (the libraries, the model) are permanent. Scanning them takes the garbage collector a tenth
+    # of a second, in which no token is generated.
     gc.collect()
     gc.freeze()
     on_ready(handle)
@@ -230,7 +230,7 @@ async def _serve(
         await _end_process(handle, gave_up.result())
     for number in signals:
         loop.remove_signal_handler(number)
-        # The system's own handler works even if the loop is stuck.
+        # The system's default handler works even if the loop is blocked.
         signal.signal(number, signal.SIG_DFL)
     _log.info("draining for at most %g s; a second signal ends at once", config.drain_seconds)
     draining = asyncio.create_task(handle.drain_and_stop())
@@ -242,7 +242,7 @@ async def _serve(
 
 
 async def _end_process(handle: ServerHandle, reason: GaveUp) -> NoReturn:
-    """Without waiting for the engine, which may never come."""
+    """Does not wait for the engine, which may have stalled."""
     _log.critical("%s: ending with status %d", reason.text, reason.status)
     await handle.abandon(reason.error)
     logging.shutdown()
@@ -251,16 +251,16 @@ async def _end_process(handle: ServerHandle, reason: GaveUp) -> NoReturn:
 
 
 def _refuse_open_doors(bind: str, config: ServerConfig, keys: KeyRing) -> None:
-    """Where others can reach the server, they have to say who they are, and nobody may listen in."""
+    """Beyond loopback, the server needs authentication and encryption. Raises ConfigError without."""
     has_owners = not keys.is_open or bool(config.tls_client_ca_file)
     if not has_owners or not (config.tls_cert_file or config.allow_plaintext):
         raise ConfigError(
-            f"{bind} can be reached from other machines, which needs both api_key_file and tls_cert_file "
-            "with tls_key_file. (In place of keys, tls_client_ca_file asks clients for certificates; where something "
-            "in front of this server ends TLS, allow_plaintext says so.) Or bind 127.0.0.1"
+            f"{bind} can be reached from other machines: set both api_key_file and tls_cert_file with tls_key_file, "
+            "or bind 127.0.0.1. (tls_client_ca_file, which requires client certificates, can replace the keys; set "
+            "allow_plaintext if a proxy in front of this server terminates TLS.)"
         )
     if not config.tls_cert_file:
-        _log.warning("%s can be reached from other machines, and keys cross the network as they are", bind)
+        _log.warning("%s can be reached from other machines, and keys cross the network unencrypted", bind)
 
 
 def _limits(config: ServerConfig, *, is_reachable: bool) -> OwnerLimits:
@@ -289,23 +289,23 @@ def _options(config: ServerConfig, connections: int, messages: MessageLimits) ->
         *(age if config.max_connection_age_seconds else ()),
         *(idle if config.max_connection_idle_seconds else ()),
         ("grpc.max_allowed_incoming_connections", connections),
-        ("grpc.server_handshake_timeout_ms", 20_000),  # who connects and says nothing holds a descriptor
+        ("grpc.server_handshake_timeout_ms", 20_000),  # a silent connection holds a file descriptor
         ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
         ("grpc.max_receive_message_length", messages.largest_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
-        # A stream's window stays at 64 KiB until its message is read, whatever its connection could carry.
+        # A stream's window stays at 64 KiB until its message is read, whatever the bandwidth of its connection.
         ("grpc.http2.bdp_probe", 0),
-        # To refuse headers takes gRPC time that grows with the limit, so it takes its time to say so, and a stream that
-        # waits for its refusal is one of those its connection may have.
+        # Refusing headers costs time that grows with this limit, so refusals are delayed; a delayed one counts among
+        # the streams of its connection.
         ("grpc.max_metadata_size", config.max_header_bytes),
         ("grpc.absolute_max_metadata_size", config.max_header_bytes),
         ("grpc.http.tarpit_min_duration_ms", 1_000),
         ("grpc.http.tarpit_max_duration_ms", 2_000),
         ("grpc.max_concurrent_streams", config.max_connection_calls),
-        # A long prefill is a silent call. Clients may ping through it, every 10 s (a common setting) or less often.
+        # A call is silent during a long prefill. Clients may ping then, every 10 s (a common setting) or less often.
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        # And we find out about clients that vanished.
+        # The server detects clients that vanished.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.max_pings_without_data", 0),

@@ -1,6 +1,6 @@
 """The one place where errors become gRPC statuses, by one table from reason to code.
 
-A status of ours carries google.rpc.Status: always ErrorInfo, RetryInfo where waiting helps, BadRequest where it fits.
+Each status carries google.rpc.Status: always ErrorInfo, RetryInfo if waiting helps, BadRequest for bad arguments.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class SlowConsumer(RequestError):
-    """The client did not read its stream. The server alone can see that; it cancels the Generate.
+    """The client did not read its stream; the server cancelled the Generate.
 
     position: of the token whose frame was being sent.
     """
@@ -69,8 +69,8 @@ class SlowConsumer(RequestError):
 
 
 def as_request_error(error: BaseException, method: str) -> RequestError:
-    """The error itself if it was raised on purpose for this request. Anything else is a bug: it goes to the log with
-    its traceback under a new incident id, and the client learns the id alone."""
+    """The error itself if it is a RequestError. Any other one is a bug: it is logged with its traceback under a new
+    incident id, and the client gets the id only."""
     if isinstance(error, RequestError):
         return error
     incident = secrets.token_hex(8)
@@ -83,7 +83,7 @@ def code_of(error: RequestError) -> grpc.StatusCode:
 
 
 def reason_of(error: RequestError) -> str:
-    """Clients branch on this word."""
+    """The code that clients branch on."""
     return error.kind if isinstance(error, InvariantViolated) else error.reason
 
 

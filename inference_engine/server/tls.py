@@ -1,8 +1,8 @@
-"""The server's certificate, its key, and who may sign its clients' certificates: read again when the files change.
+"""The server's certificate and key, and the authorities of its clients' certificates, read again when files change.
 
-The files are looked at before every handshake, so a renewed certificate serves the next connection, and connections
-that are open stay as they are. Files that do not fit each other (half way through a renewal) change nothing: what was
-read last goes on, the log says so once, and every handshake tries them again.
+The files are checked before every handshake, so a renewed certificate is used for the next connection; open connections
+are not affected. Files that do not match each other (in the middle of a renewal) change nothing: the last valid ones
+stay in use, the log reports it once, and every handshake tries the new ones again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Certificates:
     """The files that `config` names. Safe to use from any thread."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """config: with tls_cert_file and tls_key_file. Raises ConfigError for files that do not serve."""
+        """config: with tls_cert_file and tls_key_file. Raises ConfigError for unusable files."""
         self._certificate = Path(config.tls_cert_file).expanduser()
         self._key = Path(config.tls_key_file).expanduser()
         self._client_ca = Path(config.tls_client_ca_file).expanduser() if config.tls_client_ca_file else None
         self._lock = threading.Lock()
-        # What the files looked like when they were read, and when they failed.
+        # The state of the files when they were last read, and when reading them last failed.
         self._seen = self._refused = self._look()
         self._context, self._for_grpc = self._read()
         self._given = self._for_grpc  # what gRPC has
@@ -56,7 +56,7 @@ class Certificates:
             return self._context
 
     def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
-        """What gRPC does not have yet; None if it has everything. Called by gRPC's threads; never raises."""
+        """The configuration if gRPC does not have it yet, else None. Called by gRPC's threads; never raises."""
         with self._lock:
             self._refresh()
             if self._given is self._for_grpc:
@@ -65,7 +65,7 @@ class Certificates:
             return self._given
 
     def _refresh(self) -> None:
-        """Read the files if they are others than before."""
+        """Read the files if they have changed."""
         seen = self._look()
         if seen == self._seen:
             return
@@ -73,14 +73,14 @@ class Certificates:
             self._context, self._for_grpc = self._read()
         except ConfigError as error:
             if seen != self._refused:
-                _log.error("certificates stay as they were: %s", error)
+                _log.error("the certificates stay unchanged: %s", error)
             self._refused = seen
             return
         self._seen = seen
         _log.info("certificates were read again")
 
     def _read(self) -> tuple[ssl.SSLContext, grpc.ServerCertificateConfiguration]:
-        """Raises ConfigError for files that do not serve."""
+        """Raises ConfigError for unusable files."""
         context = self._read_context()
         try:
             return context, grpc.ssl_server_certificate_configuration(
@@ -93,7 +93,7 @@ class Certificates:
     def _read_context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            # gRPC would say no more than "cannot bind". An encrypted key must fail too, not ask for a password.
+            # gRPC would only report "cannot bind". An encrypted key must fail too, not ask for a password.
             context.load_cert_chain(self._certificate, self._key, password=lambda: b"")
         except OSError as error:
             raise ConfigError(
@@ -109,8 +109,8 @@ class Certificates:
                     f"{error.strerror}"
                 ) from error
             context.verify_mode = ssl.CERT_REQUIRED
-            # A session that is resumed shows no certificate, and would outlast its authority. TLS 1.2 keeps sessions
-            # whatever is asked of it here.
+            # A resumed session presents no certificate, so it would outlast its authority. TLS 1.2 would still resume
+            # sessions with these options.
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.num_tickets = 0
         return context

@@ -1,6 +1,6 @@
-"""Spans on their way out: to a collector that speaks OTLP over gRPC, if `trace_endpoint` names one.
+"""Export of spans to a collector that speaks OTLP over gRPC, if `trace_endpoint` names one.
 
-The exporter's packages are not among what the runtime needs. They read OpenTelemetry's own environment variables, for
+The exporter's packages are optional. They read OpenTelemetry's own environment variables, for
 headers, sampling and resource attributes.
 """
 
@@ -24,7 +24,7 @@ _EXPORTER = "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"
 def exported(endpoint: str) -> Iterator[Tracing]:
     """Tracing whose spans go to `endpoint` (http:// or https://, host, port), in the background, until the end.
 
-    "" traces nothing. Raises ConfigError for an endpoint that is none, or if the exporter is not installed.
+    "" traces nothing. Raises ConfigError for an invalid endpoint, or if the exporter is not installed.
     """
     if not endpoint:
         yield Tracing()
@@ -37,17 +37,17 @@ def exported(endpoint: str) -> Iterator[Tracing]:
 
 
 def check_exporter(endpoint: str) -> None:
-    """Raises what `exported` would, and opens nothing."""
+    """Raises what `exported` would, without opening anything."""
     if not endpoint:
         return
     url = urlsplit(endpoint)
     if url.scheme not in ("http", "https") or not url.hostname or url.path not in ("", "/"):
-        raise ConfigError(f"trace_endpoint must be such as http://127.0.0.1:4317 (OTLP over gRPC), got {endpoint!r}")
+        raise ConfigError(f"trace_endpoint must be a URL like http://127.0.0.1:4317 (OTLP over gRPC), got {endpoint!r}")
     try:
         import_module(_EXPORTER)  # brings the SDK along
     except ImportError as error:
         raise ConfigError(
-            f"trace_endpoint is set, and {error.name} is not installed: pip install {INSTALL}, or leave it unset"
+            f"trace_endpoint is set, but {error.name} is not installed: pip install {INSTALL}, or leave it unset"
         ) from error
 
 

@@ -1,20 +1,19 @@
-"""Connections on which nobody has shown a key yet: how many there may be, for how long, and what they may cost.
+"""Limits on connections without an accepted call: their number, their age and the cost of their refusals.
 
-A connection is an unauthenticated peer's until a call on it is accepted; from then on it is known, and stays as long as
-it likes, or until the last of the keys that were accepted on it is taken back: then it is an unauthenticated peer's
-again, which has just come. What is dropped is always an unauthenticated peer, and the oldest first: a client with a key
-is known milliseconds after it connects.
+A connection is an unauthenticated peer until a call on it is accepted. From then on it is known, and stays open until
+the client closes it. If all keys that were accepted on it are removed, it is a new unauthenticated peer again. Only
+unauthenticated peers are dropped, the oldest first: a client with a key is known milliseconds after it connects.
 
     connects ──▶ unauthenticated peer ──▶ known                        a call was accepted
                     │  ▲        │
-                    │  └────────┘                          its keys were taken back
+                    │  └────────┘                          its keys were removed
                     ├──▶ dropped                           one of more than KEPT of its address, after PATIENCE_SECONDS
                     ├──▶ dropped                           too many of its address, or in all, the oldest first
                     └──▶ waits for each further refusal    refused too often; dropped if too many wait, or if one
                                                            cancels its call to make another at once
 
-An address is the peer's as the system knows it: behind a proxy, the proxy's. In IPv6 it is a network of 64 bits: there
-one host has as many addresses as it likes.
+An address is the peer's as the system reports it: behind a proxy, the proxy's. In IPv6 it is a network of 64 bits,
+because one host may use any of its addresses.
 """
 
 from __future__ import annotations
@@ -39,22 +38,22 @@ from inference_engine.server.auth import KeyRing
 Peer: TypeAlias = tuple[str, int]  # address and port of the other side
 
 PATIENCE_SECONDS = 20.0
-KEPT = 16  # of each address, for as long as they like: probes of health have no key
+KEPT = 16  # of each address, without a time limit: health probes have no key
 MOST_OF_ADDRESS = 128
 MOST_REFUSALS = 16  # on one connection
-# On all connections of unauthenticated peers at one address together; then one refusal is too many.
+# On all unauthenticated connections of one address together; beyond that, one refusal is too many.
 ADDRESS_REFUSALS = 128
 ADDRESS_REFUSALS_PER_SECOND = 16.0
-# How often gRPC's connections are looked at: with few unauthenticated peers, and with more than KEPT.
+# How often gRPC's connections are scanned: with few unauthenticated peers, and with more than KEPT.
 CALM_SECONDS, BUSY_SECONDS = 1.0, 0.25
-# Of the time of one thread, what looking may take; and how long it may last for the event loop to wait for it.
+# The share of one thread's time that scans may take; and the longest scan that the event loop may wait for.
 LOOKING_SHARE = 0.05
 QUICK_SECONDS = 0.003
-# Who is refused too often waits for it: until then their call is one of those a connection may have at a time, and gRPC
-# refuses further ones by itself, which costs little. A connection is dropped when too many wait.
+# A peer that is refused too often waits for each refusal. Meanwhile its call counts among the calls of its connection,
+# and gRPC refuses further ones cheaply. A connection is dropped when too many wait.
 REFUSAL_SECONDS = 1.0
 MOST_WAITING = 512
-# For so long, calls of a connection that was dropped may still come out of gRPC's queue.
+# How long calls of a dropped connection may still come out of gRPC's queue.
 DROPPED_SECONDS = 5.0
 
 
@@ -80,14 +79,14 @@ class UnauthenticatedPeers:
         self._most = max(1, most // 2)
         self._most_of_address = most_of_address
         self._clock = clock
-        # By address, as `address_of` has it, the oldest first; of unauthenticated peers, since when.
+        # By address (see `address_of`), the oldest first, with the time since which they are unauthenticated.
         self._unauthenticated: dict[str, dict[Peer, float]] = {}
         self._known: dict[str, dict[Peer, _Known]] = {}
         self._refused: Counter[Peer] = Counter()
         self._allowances: dict[str, _Allowance] = {}
 
     def __len__(self) -> int:
-        """Unauthenticated peers, not those who are known."""
+        """The number of unauthenticated peers; known ones do not count."""
         return sum(map(len, self._unauthenticated.values()))
 
     @property
@@ -107,8 +106,8 @@ class UnauthenticatedPeers:
         _remove(self._known, address, peer)
 
     def accepted(self, peer: Peer, key: bytes) -> None:
-        """A call on this connection was, with the key of that digest."""
-        if not self._keys.opens(key):  # taken back since the call was let in
+        """A call on this connection was accepted, with the key of that digest."""
+        if not self._keys.opens(key):  # removed since the call was accepted
             return
         address = address_of(peer[0])
         known = self._known.get(address, {}).get(peer)
@@ -120,11 +119,11 @@ class UnauthenticatedPeers:
         self._known.setdefault(address, {})[peer] = _Known(self._clock() if since is None else since, {key})
 
     def refused(self, peer: Peer) -> bool:
-        """A call on this connection was. Was that too often?"""
+        """A call on this connection was refused. Returns whether that happened too often."""
         self._forget_keys()
         address = address_of(peer[0])
         if peer in self._known.get(address, ()):
-            return False  # a proxy's, perhaps, with others' calls on it
+            return False  # perhaps a proxy's, shared by several clients
         self.opened(peer)
         self._refused[peer] += 1
         now = self._clock()
@@ -137,7 +136,7 @@ class UnauthenticatedPeers:
         return is_too_many or self._refused[peer] >= MOST_REFUSALS
 
     def here_before(self, began: float) -> list[Peer]:
-        """Those that are here and came before that time, known ones among them."""
+        """Connections opened before that time, known ones included."""
         unauthenticated = [
             peer for of_address in self._unauthenticated.values() for peer, since in of_address.items() if since < began
         ]
@@ -147,7 +146,10 @@ class UnauthenticatedPeers:
         return unauthenticated + known
 
     def to_drop(self) -> list[Peer]:
-        """The connections that are too many, or too old for unauthenticated peers'. They are still to be `closed`."""
+        """Connections to drop: beyond a limit, or unauthenticated for too long.
+
+        The caller must call `closed` for each.
+        """
         self._forget_keys()
         now = self._clock()
         self._forget_allowances(now)
@@ -174,7 +176,7 @@ class UnauthenticatedPeers:
         return list(dropped)
 
     def oldest(self) -> Peer | None:
-        """The unauthenticated peer that has been here for longest."""
+        """The unauthenticated peer that has been connected for longest."""
         ages = [
             (since, peer)
             for unauthenticated in self._unauthenticated.values()
@@ -183,7 +185,7 @@ class UnauthenticatedPeers:
         return min(ages)[1] if ages else None
 
     def _too_many_of(self, address: str, unauthenticated: list[Peer]) -> list[Peer]:
-        """Beyond what one address may have: unauthenticated peers, and if that is not enough, who came last."""
+        """The peers beyond the limit of one address: unauthenticated ones first, then the newest known ones."""
         if not self._most_of_address:
             return []
         known = self._known.get(address, {})
@@ -194,10 +196,7 @@ class UnauthenticatedPeers:
         return (unauthenticated + newest)[:excess]
 
     def _forget_keys(self) -> None:
-        """Those that were taken back.
-
-        Whose connection no other key has been accepted on is an unauthenticated peer again.
-        """
+        """Forget removed keys. A connection without another accepted key is an unauthenticated peer again."""
         changes = self._keys.changes()
         if changes == self._key_changes:
             return
@@ -210,7 +209,7 @@ class UnauthenticatedPeers:
                     self.opened(peer)
 
     def _forget_allowances(self, now: float) -> None:
-        """Those that are full again: addresses are as many as there are in the world."""
+        """Forget allowances that are full again, because the number of addresses has no limit."""
         whole = ADDRESS_REFUSALS / ADDRESS_REFUSALS_PER_SECOND
         for address in [each for each, old in self._allowances.items() if now - old.filled_at >= whole]:
             del self._allowances[address]
@@ -228,7 +227,7 @@ def _remove(connections: dict[str, dict[Peer, _Entry]], address: str, peer: Peer
 
 @functools.lru_cache(4096)
 def peer_of(text: str) -> Peer | None:
-    """What gRPC calls a peer: `ipv4:10.0.0.7:5123`, `ipv6:%5B::1%5D:5123`. None for what has no address."""
+    """Parses gRPC's peer names: `ipv4:10.0.0.7:5123`, `ipv6:%5B::1%5D:5123`. None for one without an address."""
     kind, _, rest = unquote(text).partition(":")
     host, _, port = rest.rpartition(":")
     return _peer(host.strip("[]"), int(port)) if kind in ("ipv4", "ipv6") and port.isdigit() else None
@@ -243,7 +242,7 @@ def _peer(host: str, port: int) -> Peer:
 
 @functools.lru_cache(4096)
 def address_of(host: str) -> str:
-    """What limits of an address are kept by: an IPv4 address, or the /64 of an IPv6 one."""
+    """The key for limits per address: an IPv4 address, or the /64 of an IPv6 one."""
     if ":" not in host:
         return host
     address = ipaddress.IPv6Address(host.partition("%")[0])
@@ -253,31 +252,31 @@ def address_of(host: str) -> str:
 
 
 class GrpcDoor:
-    """Drops connections of a gRPC server, which takes them by itself and closes none when asked to.
+    """Drops connections of a gRPC server, which has no interface for closing them.
 
-    Its connections are found among the files of this process: sockets whose own end is our port. One is dropped by
-    shutting its socket down; gRPC then sees the other side gone.
+    They are found among the open files of this process: sockets whose local port is the server's. One is dropped by
+    shutting its socket down; gRPC then sees a closed connection.
     """
 
     def __init__(
         self, unauthenticated: UnauthenticatedPeers, on_drop: Callable[[int], object], clock: Callable[[], float]
     ) -> None:
-        """on_drop: is told how many. clock: that of `unauthenticated`."""
+        """on_drop: called with the number of dropped connections. clock: that of `unauthenticated`."""
         self._unauthenticated = unauthenticated
         self._clock = clock
         self._on_drop = on_drop
         self._port = 0
         self._files: Mapping[Peer, int] = {}
-        self._seen: dict[int, tuple[int, Peer | None]] = {}  # by descriptor: its inode, and who is there
+        self._seen: dict[int, tuple[int, Peer | None]] = {}  # by descriptor: its inode and its peer
         self._to_drop: set[Peer] = set()
-        self._looking_seconds = 0.0  # of a processor, the last time
-        self._waiting = 0  # calls, for their refusal
-        self._dropped: dict[Peer, float] = {}  # and when: calls of theirs may still be on their way here
+        self._looking_seconds = 0.0  # CPU time of the last scan
+        self._waiting = 0  # calls that wait for their refusal
+        self._dropped: dict[Peer, float] = {}  # and when: gRPC may still have calls of theirs in its queue
         self._wake = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
 
     def follow(self, port: int) -> None:
-        """Look after the connections of this port until `stop`."""
+        """Watch the connections of this port until `stop`."""
         self._port = port
         self._looking = asyncio.create_task(self._keep_looking(), name="door")
 
@@ -286,13 +285,13 @@ class GrpcDoor:
             self._looking.cancel()
 
     def accepted(self, peer: str, key: bytes) -> None:
-        """A call was, of the peer as gRPC calls it, with the key of that digest."""
+        """A call was accepted, from gRPC's `peer`, with the key of that digest."""
         found = peer_of(peer)
         if found is not None:
             self._unauthenticated.accepted(found, key)
 
     async def refused(self, peer: str) -> None:
-        """Returns when the call may be told."""
+        """Returns when the refusal may be sent."""
         found = peer_of(peer)
         if found is None or not self._unauthenticated.refused(found):
             return
@@ -301,7 +300,8 @@ class GrpcDoor:
             try:
                 await asyncio.sleep(REFUSAL_SECONDS)
             except asyncio.CancelledError:
-                # Calls that are cancelled make room for others on their connection, so waiting holds nobody up.
+                # A cancelled call makes room for another one on its connection, so waiting would not slow the peer
+                # down.
                 self._drop_soon(found)
                 raise
             finally:
@@ -310,12 +310,12 @@ class GrpcDoor:
             self._drop_soon(found)
 
     def has_dropped(self, peer: str) -> bool:
-        """Was the peer's connection dropped while this call of it was on its way?"""
+        """Was the peer's connection dropped while this call was queued?"""
         return bool(self._dropped) and peer_of(peer) in self._dropped
 
     def _drop_soon(self, peer: Peer) -> None:
-        """Drop a connection that may be too young to be among our files yet."""
-        # Until it is dropped, each of its calls is refused, which takes longer than to find it.
+        """Drop a connection that may be newer than the last scan."""
+        # Until it is dropped, each of its calls is refused, which takes longer than a scan.
         if peer not in self._files and self._looking_seconds <= QUICK_SECONDS:
             with contextlib.suppress(OSError):
                 self._files = self._find()
@@ -343,7 +343,7 @@ class GrpcDoor:
     async def _keep_looking(self) -> None:
         while True:
             began = self._clock()
-            # Without a descriptor left, the files cannot be listed; they can when one is closed.
+            # Without a free descriptor the files cannot be listed; they can again when one is closed.
             with contextlib.suppress(OSError):
                 await self._look(began)
             await asyncio.sleep(min(self._looking_seconds / LOOKING_SHARE, CALM_SECONDS))
@@ -366,7 +366,7 @@ class GrpcDoor:
         self._drop(self._unauthenticated.to_drop())
 
     def _find(self) -> dict[Peer, int]:
-        """The connections of our port, and their descriptors. Any thread."""
+        """The connections of the server's port, and their descriptors. Any thread."""
         began = time.thread_time()
         seen: dict[int, tuple[int, Peer | None]] = {}
         for entry in _FILES.iterdir():
@@ -377,7 +377,7 @@ class GrpcDoor:
                 if not stat.S_ISSOCK(facts.st_mode):
                     continue
                 is_same = before is not None and before[0] == facts.st_ino
-                # A socket is not connected yet, or not any more: it is asked again.
+                # A socket that was not connected may be now: check it again.
                 peer = before[1] if is_same and before is not None else None
                 seen[file] = (facts.st_ino, peer or _peer_at(file, self._port))
         self._seen = seen
@@ -389,24 +389,24 @@ _FILES = Path("/proc/self/fd") if Path("/proc/self/fd").exists() else Path("/dev
 
 
 def _peer_at(file: int, port: int) -> Peer | None:
-    """Who is at the other end of a socket whose own end is `port`; None for every other socket.
+    """The peer of a socket whose local port is `port`; None for every other socket.
 
-    Raises OSError for what is no connection.
+    Raises OSError for a socket that is not connected.
     """
     at = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=file)
     try:
         own, other = at.getsockname(), at.getpeername()
     finally:
         at.detach()
-    # Sockets of the system's own kind have names that are no pairs.
+    # Names of Unix sockets are not pairs.
     if not isinstance(own, tuple) or own[1] != port:
         return None
     return _peer(other[0], other[1])
 
 
 def _shut(file: int, peer: Peer, port: int) -> bool:
-    """Shut the connection down, if that is still the one."""
-    # A descriptor of our own: gRPC may close its own in the meantime, and the system give its number to another file.
+    """Shut the connection down, if the descriptor still belongs to it."""
+    # A duplicate: gRPC may close its descriptor meanwhile, and the system may reuse the number for another file.
     with (
         contextlib.suppress(OSError),
         socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=os.dup(file)) as connection,

@@ -1,11 +1,11 @@
-"""Notices what no call can tell of: an engine that stands still, and weights that somebody writes into.
+"""Detects what no call can report: a stalled engine, and weights that are overwritten while they are served.
 
     running ──▶ stalled (health: not serving; calls: ENGINE_STALLED) ──▶ running
        │           └─ for `exit_seconds` ──▶ the process ends with status EXIT_STALLED
        └─ weights written to ──▶ the process ends with status EXIT_SPOILED
 
-A thread that hangs in a device's driver cannot be ended from outside, so only a new process helps. One that goes on
-with other weights would give wrong tokens without an error.
+A thread that hangs in a device's driver cannot be ended from outside, so only a new process helps. An engine that
+continues with changed weights would give wrong tokens without an error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GaveUp:
 
 
 class Watchdog:
-    """Looks at an engine and its weights now and then. `clock` gives monotonic seconds."""
+    """Checks an engine and its weights every LOOK_SECONDS. `clock` gives monotonic seconds."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Watchdog:
         clock: Callable[[], float],
         weights: MappedWeights | None = None,
     ) -> None:
-        """exit_seconds: 0 for patience without end."""
+        """exit_seconds: how long the engine may stall before the process ends; 0: no limit."""
         self._weights = weights
         self._engine = engine
         self._exit_seconds = exit_seconds
@@ -56,27 +56,29 @@ class Watchdog:
         self._stalled_at: float | None = None
 
     async def gave_up(self) -> GaveUp:
-        """Returns when the engine has stood still for too long, or is not the one that was loaded any more."""
+        """Returns when the engine has stalled for too long, or its weights were changed."""
         while True:
             if self._weights is not None and (what := self._weights.spoiled()) is not None:
-                text = f"{what} while the model is served: its tokens would be wrong; start again with whole files"
+                text = (
+                    f"{what} while the model is served: its tokens would be wrong; restart the server with intact files"
+                )
                 return GaveUp(text, EXIT_SPOILED, Draining())
             if self.look():
-                return GaveUp("the engine did not come back", EXIT_STALLED, EngineStalled())
+                return GaveUp("the engine did not recover", EXIT_STALLED, EngineStalled())
             await asyncio.sleep(LOOK_SECONDS)
 
     def look(self) -> bool:
-        """Has the engine stood still for too long by now?"""
+        """Has the engine stalled for too long?"""
         if not self._engine.is_stalled():
             if self._stalled_at is not None:
-                _log.warning("the engine is back")
+                _log.warning("the engine has recovered")
             self._stalled_at = None
             return False
         now = self._clock()
         if self._stalled_at is None:
             self._stalled_at = now
             self._engine.metrics.stalls.inc()
-            _log.critical("the engine stands still\n%s", _where_engines_are())
+            _log.critical("the engine has stalled\n%s", _where_engines_are())
         return bool(self._exit_seconds) and now - self._stalled_at >= self._exit_seconds
 
 

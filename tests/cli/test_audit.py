@@ -61,7 +61,7 @@ def test_what_the_server_itself_finds_broken_counts_and_the_rest_is_reported_all
     monkeypatch.setattr(SessionKV, "stage", once_broken)
     with tiny_engine() as engine, server_thread(engine) as target:
         assert main(["audit", "--target", target, *FEW]) == 1
-    assert "1 violations, 1 of them told by the server" in capsys.readouterr().out
+    assert "1 violations, 1 of them reported by the server" in capsys.readouterr().out
 
 
 def test_a_stream_equals_itself() -> None:

@@ -62,7 +62,7 @@ def test_info_shows_the_session_and_quit_ends_the_chat(chat: Chat, server: Serve
     assert status == 0
     assert "on tiny, SinkWindow(sink=4, window=40)" in printed
     assert "history   0 tokens (no limit); 0 evicted" in printed
-    assert "there is no /help; /info shows the session" in printed
+    assert "unknown command /help; /info shows the session" in printed
     assert COST.search(printed) is None
 
 
@@ -81,7 +81,7 @@ def test_a_message_that_does_not_fit_ends_the_chat_with_the_reason(
     )
     assert status == 1
     assert len(COST.findall(printed)) == 1
-    assert "would pass the session's limit of 512" in said
+    assert "would exceed the session's limit of 512" in said
 
 
 def test_a_folder_without_a_tokenizer_is_refused(chat: Chat, server: Server, tmp_path: Path) -> None:

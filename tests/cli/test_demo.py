@@ -36,11 +36,11 @@ def test_a_fact_that_left_the_window_is_lost_to_it_and_comes_back_to_a_restored_
 def test_a_window_forgets_and_the_demo_says_so(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--kv-bytes=64MiB", "--max-tokens=4", "--strategy=sink_window:window=32")
     assert main(("demo", "--model", str(tiny_folder), *arguments)) == 0
-    assert re.search(r"^\d+ positions left the session's memory", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^\d+ positions were evicted", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_conversation_that_cannot_go_on_fails_the_demo(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("demo", "--model", str(tiny_folder), "--kv-bytes=64MiB", "--max-tokens=100")) == 1
     printed = capsys.readouterr()
-    assert "would pass the session's limit of 512" in printed.err
+    assert "would exceed the session's limit of 512" in printed.err
     assert CLOSING.search(printed.out) is None

@@ -51,7 +51,7 @@ def test_the_list_names_owners_and_ids_and_no_key(path: Path, capsys: pytest.Cap
     assert keys(path, "list") == 0
     shown = capsys.readouterr().out
     assert "alice" in shown and Key.of(key).key_id in shown and Key.of(PLAIN).key_id in shown
-    assert "line 4 opens nothing" in shown
+    assert "line 4 is ignored" in shown
     assert key not in shown and PLAIN not in shown and "short" not in shown
 
 
@@ -135,7 +135,7 @@ def test_what_cannot_be_done_changes_nothing_and_says_why(path: Path, capsys: py
 def test_without_a_file_it_asks_which(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("KAKEYA_API_KEY_FILE", raising=False)
     assert main(["keys", "list"]) == 1
-    assert "which file?" in capsys.readouterr().err
+    assert "no key file given" in capsys.readouterr().err
 
 
 def test_a_key_file_of_a_server_is_no_key_for_a_client(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

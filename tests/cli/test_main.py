@@ -62,7 +62,7 @@ def test_wrong_usage_is_status_2(arguments: tuple[str, ...], capsys: pytest.Capt
         (("serve", "--kv-bytes", "lots"), "'lots' is not a whole number or a size such as 512MiB"),
         (("serve", "--config", "no-such.toml"), "cannot read the settings file no-such.toml"),
         (("serve", "--strategy", "sink_window:windows=1"), "has no option 'windows'; it has "),
-        (("serve", "--tls-cert-file", "cert.pem"), "tls_cert_file and tls_key_file come together"),
+        (("serve", "--tls-cert-file", "cert.pem"), "only one of tls_cert_file and tls_key_file is set"),
         (("chat", "--target", "far.example:1", "--api-key-file", "no-such-file"), "cannot read the key"),
         (("demo", "--model", "no-such-model"), "neither a known model (smollm2-135m"),
     ],

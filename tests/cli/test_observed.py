@@ -56,7 +56,10 @@ def test_every_line_of_a_servers_log_is_an_object(tiny_folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flag", "said"),
-    [("--trace-endpoint=somewhere", "trace_endpoint must be such as http"), ("--log-format=xml", "log_format must be")],
+    [
+        ("--trace-endpoint=somewhere", "trace_endpoint must be a URL like http"),
+        ("--log-format=xml", "log_format must be"),
+    ],
 )
 def test_settings_that_make_no_sense_stop_the_start(tiny_folder: Path, flag: str, said: str) -> None:
     done = kakeya("serve", "--model", tiny_folder, "--bind=127.0.0.1:0", flag)
@@ -90,4 +93,4 @@ def test_the_doctor_finds_what_would_keep_a_server_from_being_observed(
     assert main(("doctor", *arguments, "--metrics-bind=0.0.0.0:0", "--trace-endpoint=somewhere")) == 1
     failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fail")]
     assert [line.split()[1] for line in failed] == ["metrics", "traces"]
-    assert "no access control" in failed[0] and "trace_endpoint must be such as http" in failed[1]
+    assert "no access control" in failed[0] and "trace_endpoint must be a URL like http" in failed[1]

@@ -119,7 +119,7 @@ def test_rows_that_come_back_as_no_numbers_are_named_and_nothing_is_generated_fr
         codec.fails_in = "numbers"
         heard, failure = until_it_fails(engine, ill, 10)
         assert not heard
-        assert "layer 1: keys that come back hold NaN or infinity" in str(failure)
+        assert "layer 1: keys decoded by the codec hold NaN or infinity" in str(failure)
         assert engine.session_info(ill).history_length == 65
         codec.fails_in = ""
         assert same(generate(engine, ill, 10), generate(engine, well, 10), Mode.BATCHED)
@@ -139,7 +139,7 @@ def test_what_was_reported_before_rows_came_back_as_no_numbers_stands_and_no_mor
         expected = [token for token, _ in generate(engine, well, 150)]
         codec.well_before, codec.fails_in = well_before, "numbers"
         heard, failure = until_it_fails(engine, ill, 150)
-        assert "that come back hold NaN or infinity" in str(failure)
+        assert "decoded by the codec hold NaN or infinity" in str(failure)
         assert len(heard) < 150
         assert heard == expected[: len(heard)]
         codec.fails_in = ""

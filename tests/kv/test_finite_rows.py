@@ -36,7 +36,7 @@ def test_they_are_named_again_and_again(bad: float, part: str, come_back: bool, 
     finite.ask(LAYERS, *rows.values(), come_back=come_back)
     finite.send()
     for _ in range(2):
-        with pytest.raises(NonFiniteEntries, match=f"layer 5: {part} {'that come back' if come_back else 'to be'}"):
+        with pytest.raises(NonFiniteEntries, match=f"layer 5: {part} {'decoded' if come_back else 'to be'}"):
             finite.require()
     finite.forget()
     finite.send()

@@ -31,7 +31,7 @@ def test_show_prints_what_a_token_costs(folder: Path, cache: Path, capsys: pytes
     printed = capsys.readouterr().out
     # K and V of 2 layers, 2 heads of 8 values, 4 bytes each.
     assert "256 bytes in float32" in printed
-    assert "nothing vouches for these files" in printed
+    assert "these files cannot be verified" in printed
 
 
 def test_show_lists_what_is_ignored(folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -324,7 +324,7 @@ def test_a_folder_that_takes_for_ever_or_all_memory_to_load_is_refused(
         with (tmp_path / "vocab.json").open("wb") as sparse:
             sparse.truncate(2**28)
     began = time.monotonic()
-    with pytest.raises(ModelError, match=r"cannot be used|more than the"):
+    with pytest.raises(ModelError, match=r"cannot be used|the limit is"):
         load_chat_text(tmp_path)
     assert time.monotonic() - began < 30.0
 
@@ -332,6 +332,6 @@ def test_a_folder_that_takes_for_ever_or_all_memory_to_load_is_refused(
 def test_limits_hold_for_texts_too(make: Callable[..., ChatText]) -> None:
     """The time is one for rendering and encoding together."""
     chat = make(growing("9"), max_render_seconds=1.0)
-    with pytest.raises(RenderLimit, match="did not end within 1 s"):
+    with pytest.raises(RenderLimit, match="exceeded the limit of 1 s"):
         chat.prompt_ids([{"role": "user", "content": "9"}])
     assert len(chat.prompt_ids([{"role": "user", "content": "y"}]))

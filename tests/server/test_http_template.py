@@ -66,7 +66,7 @@ def test_what_a_template_refuses_is_the_callers_and_the_next_conversation_is_ren
     make: Callable[..., ChatTemplate],
 ) -> None:
     template = make("{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}fine")
-    with pytest.raises(InvalidArgument, match="refuses them: one at a time"):
+    with pytest.raises(InvalidArgument, match="rejects them: one at a time"):
         template.render(MESSAGES)
     assert template.render(MESSAGES[:1]) == "fine"
 
@@ -84,7 +84,7 @@ def test_what_a_template_refuses_is_the_callers_and_the_next_conversation_is_ren
     ],
 )
 def test_a_template_reaches_nothing_but_its_values(make: Callable[..., ChatTemplate], escape: str) -> None:
-    with pytest.raises(InvalidArgument, match="refuses them"):
+    with pytest.raises(InvalidArgument, match="rejects them"):
         make(escape).render(MESSAGES)
 
 
@@ -95,7 +95,7 @@ def test_a_template_that_does_not_end_is_ended_and_the_next_conversation_is_rend
     make: Callable[..., ChatTemplate],
 ) -> None:
     template = make("{% if messages|length > 1 %}" + ENDLESS + "{% endif %}fine", max_seconds=1.0)
-    with pytest.raises(RenderLimit, match="did not end within 1 s"):
+    with pytest.raises(RenderLimit, match="exceeded the limit of 1 s"):
         template.render(MESSAGES)
     assert template.render(MESSAGES[:1]) == "fine"
 

@@ -260,18 +260,18 @@ async def test_the_watchdog_says_where_the_engine_hangs_and_gives_up_only_if_it_
     assert not watchdog.look()
     async with stalled(engine, client, script, clock) as stream:
         assert not watchdog.look()
-        assert "the engine stands still" in caplog.text
+        assert "the engine has stalled" in caplog.text
         assert "let_go.wait" in caplog.text
         clock.now += 9.9
         assert not watchdog.look()
         clock.now += 0.1
         assert watchdog.look()
-        assert caplog.text.count("the engine stands still") == 1
+        assert caplog.text.count("the engine has stalled") == 1
         assert not Watchdog(engine, 0.0, clock).look(), "patience without end"
         script.let_go.set()
         await read_rest(stream)
     assert not watchdog.look()
-    assert "the engine is back" in caplog.text
+    assert "the engine has recovered" in caplog.text
 
 
 async def test_patience_begins_anew_with_every_stall(
@@ -330,7 +330,7 @@ async def test_a_process_whose_engine_does_not_come_back_ends_with_a_status_of_i
             assert (await reading).reason == "UNAVAILABLE ENGINE_STALLED"
             assert await asyncio.to_thread(child.wait, TIMEOUT_SECONDS) == EXIT_STALLED
     text = await asyncio.to_thread(log.read_text, encoding="utf-8")
-    assert "the engine did not come back" in text
+    assert "the engine did not recover" in text
 
 
 @contextmanager

@@ -180,7 +180,7 @@ async def test_a_message_of_exactly_the_limit_is_taken_and_one_byte_more_is_not(
     assert await client.raw(method, message)
     details = await refused(client.raw(method, message + b"\0"))
     assert details.reason == "RESOURCE_EXHAUSTED"
-    assert details.text == f"the message has {MESSAGE_BYTES + 1} bytes, and this method takes {MESSAGE_BYTES} at most"
+    assert details.text == f"the message has {MESSAGE_BYTES + 1} bytes; this method takes {MESSAGE_BYTES} at most"
 
 
 async def test_a_limit_on_messages_in_the_settings_holds_for_every_method(engine: Engine) -> None:

@@ -77,7 +77,7 @@ async def test_files_that_do_not_serve_leave_the_certificates_as_they_were(
             (tmp_path / name).write_bytes(content)
         async with encrypted(handle, credentials) as client:
             assert len(await client.generate(await client.open())) == 8
-        assert "certificates stay as they were" in caplog.text
+        assert "certificates stay unchanged" in caplog.text
         assert "BEGIN" not in caplog.text
 
 
@@ -159,7 +159,7 @@ async def test_beyond_loopback_plaintext_needs_a_word_of_its_own(
     with pytest.raises(ConfigError, match="allow_plaintext"):
         await start_server(engine, ServerConfig(**settings))
     async with serving(engine, **settings, allow_plaintext=True) as handle:
-        assert "keys cross the network as they are" in caplog.text
+        assert "keys cross the network unencrypted" in caplog.text
         loopback = "127.0.0.1" if address.startswith("0") else "[::1]"
         async with grpc.aio.insecure_channel(f"{loopback}:{handle.target.rpartition(':')[2]}") as channel:
             assert await Client(channel, [("authorization", f"Bearer {KEY}")]).open()

@@ -320,7 +320,7 @@ def test_a_collector_that_is_not_there_changes_nothing() -> None:
 
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:4317", "ftp://host:1", "http://", "http://host/v1/traces", "nonsense"])
 def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match="trace_endpoint must be such as http"), exported(endpoint):
+    with pytest.raises(ConfigError, match="trace_endpoint must be a URL like http"), exported(endpoint):
         pass
 
 

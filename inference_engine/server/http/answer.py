@@ -1,4 +1,4 @@
-"""What the events of one Generate say to the client: text, why it ended, what it took."""
+"""Turns the events of one Generate into an answer: text, finish reason, usage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FINISH_REASONS = {
 
 
 class Answer:
-    """Takes events until `is_finished`: the Generate ended, or a stop string is complete."""
+    """Consumes events until `is_finished`: the Generate has ended, or a stop string is complete."""
 
     def __init__(self, prompt: Prompt, chat: ChatText) -> None:
         self.finish_reason = ""
@@ -38,11 +38,11 @@ class Answer:
 
     @property
     def usage(self) -> Usage:
-        """Of the tokens so far, one that ended the answer included."""
+        """The usage so far. A token that ended the answer counts."""
         return Usage(prompt_tokens=len(self._prompt.token_ids), completion_tokens=self._completion_tokens)
 
     def take(self, event: Event) -> str:
-        """The text that can be shown now. Raises the error of a Failed."""
+        """The text that can be sent now. Raises the error of a Failed."""
         if isinstance(event, TokenCommitted):
             return self._take_token(event)
         if isinstance(event, Finished):
@@ -55,7 +55,7 @@ class Answer:
         return ""
 
     def pop_logprobs(self) -> list[Json] | None:
-        """Those of the tokens taken since the last call, a token that ended the answer left out; None: not asked for.
+        """The logprobs since the last call, without the token that ended the answer; None: not requested.
 
         Text may wait for a stop string or the rest of a character; logprobs do not.
         """
@@ -77,9 +77,9 @@ class Answer:
 
 
 async def until_work_begins(events: EventQueue) -> list[Event]:
-    """The first events, up to one that says more than that the request waits. Raises the error of a Failed.
+    """The events up to the first one that is not Accepted. Raises the error of a Failed.
 
-    A client whose answer has not begun can still be given a status.
+    Until the answer begins, an error can still be sent as an HTTP status.
     """
     first: list[Event] = []
     while all(isinstance(event, Accepted) for event in first):
@@ -92,7 +92,7 @@ async def until_work_begins(events: EventQueue) -> list[Event]:
 
 
 async def follow(first: list[Event], events: EventQueue) -> AsyncIterator[Event]:
-    """`first`, then what comes, without end."""
+    """`first`, then all further events, without end."""
     for event in first:
         yield event
     while True:

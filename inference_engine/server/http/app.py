@@ -1,4 +1,4 @@
-"""The shim as an ASGI application: its routes, who may use them, and what every answer carries."""
+"""The shim as an ASGI application: routes, authentication, and the headers of every answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROUTES = (ROUTE, MODELS, HEALTH, METRICS, deprecation.PAGE)
 
 @dataclass(slots=True)
 class State:
-    """What an operator changes while the shim runs."""
+    """State that changes while the shim runs."""
 
     is_draining: bool = field(default=False)
 
@@ -38,8 +38,8 @@ class State:
 def create_app(
     desk: Desk, keys: KeyRing, address: Address, state: State, unauthenticated: UnauthenticatedPeers
 ) -> ASGIApp:
-    """The whole application, to be served at `address`; `unauthenticated` is told whose requests are accepted."""
-    # No pages that describe it to machines: it is frozen, and others have described it.
+    """The whole application, for `address`. `unauthenticated` gets the peers of accepted and refused requests."""
+    # No OpenAPI pages: the interface is frozen, and documented by others.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.include_router(_open_routes(desk, state))
     app.include_router(_guarded_routes(desk, keys, state, unauthenticated, is_loopback=address.is_loopback))
@@ -95,10 +95,10 @@ def _guarded_routes(
 
     @router.get(METRICS)
     async def metrics() -> Response:
-        # They tell what everybody does. Who is anybody on this machine may ask `metrics_bind` as well.
+        # Metrics cover all owners. Without keys on loopback, any local caller could read `metrics_bind` as well.
         if not (is_loopback and keys.is_open):
             raise OperatorsOnly(METRICS)
-        # It reads the process's own numbers from the system.
+        # In a thread: it reads the process's own numbers from the system.
         page = await asyncio.to_thread(prometheus_client.generate_latest, desk.engine.metrics.registry)
         return Response(page, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
@@ -115,12 +115,12 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path} is not served here; there are {', '.join(ROUTES)}"
+    message = f"{request.method} {request.url.path} is not served here; the routes are {', '.join(ROUTES)}"
     return JSONResponse(envelope(error.status_code, message), error.status_code, error.headers)
 
 
 async def _forget(_request: Request, _error: Exception) -> Response:
-    """Nobody is there to read it."""
+    """The client has disconnected, so this is never read."""
     return Response(status_code=400)
 
 
@@ -129,10 +129,10 @@ async def _report(request: Request, error: Exception) -> Response:
 
 
 class _Frame:
-    """Around everything: the host is checked, the answer counted and marked as deprecated, the log's lines tagged.
+    """Around every request: checks the host, counts the answer, marks it as deprecated, tags log lines.
 
-    On loopback a browser may be led here by a name that somebody else's page resolves to 127.0.0.1; its requests carry
-    that name. So there, only names of this machine are answered.
+    On loopback, a hostile web page can resolve its own name to 127.0.0.1 (DNS rebinding); requests of the browser then
+    carry that name. So on loopback, only names of this machine are answered.
     """
 
     def __init__(self, app: ASGIApp, metrics: EngineMetrics, address: Address) -> None:
@@ -151,13 +151,13 @@ class _Frame:
             await send(message)
 
         if self._is_loopback and not _is_of_this_machine(scope):
-            text = "the host is not this machine's; call it 127.0.0.1 or localhost"
+            text = "the Host header does not name this machine; use 127.0.0.1 or localhost"
             await JSONResponse(envelope(421, text), 421)(scope, receive, marked)
             return
         try:
             with about_request():
                 await self._app(scope, receive, marked)
-        except Exception:  # noqa: BLE001 - `_report` has answered and logged it; starlette raises it once more
+        except Exception:  # noqa: BLE001 - `_report` has answered and logged it; starlette raises it again
             return
 
 

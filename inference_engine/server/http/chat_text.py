@@ -1,8 +1,7 @@
-"""What the shim knows of text: the tokenizer and the chat template in the model's folder.
+"""Text in the shim: the tokenizer and the chat template in the model's folder.
 
-Ids are what the tokenizer gives for the rendered messages, as the Python SDK has them, so an answer over HTTP is that
-of a session whose history is these ids. They are made in processes with limits on time and memory; here, ids become
-text.
+Ids are those of the tokenizer for the rendered messages, equal to the Python SDK's, so an answer over HTTP equals that
+of a session with this history. Encoding runs in processes with limits on time and memory; decoding runs here.
 """
 
 from __future__ import annotations
@@ -17,32 +16,33 @@ from inference_engine.server.http.template import MAX_SECONDS, MAX_TEMPLATE_CHAR
 from inference_engine.server.http.text import TextStream
 from inference_engine.session.history import TokenIds
 
-# Words that no template trims, escapes or takes for markup.
+# Texts that no template trims, escapes or reads as markup.
 _QUESTION, _ANSWER = "The quick brown fox", "Kqzwxjvbm"
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-# Of each file that is read for the tokenizer; that of a large vocabulary has 40 MB.
+# Per file of the tokenizer; a large vocabulary takes 40 MB.
 _MAX_FILE_BYTES = 2**27
 
-# While one owner's slow text holds a process, another's is rendered by the other.
+# While one owner's slow text occupies a process, other owners' texts are rendered by the other.
 PROCESSES = 2
 
 
 class ChatText:
-    """`prompt_ids` belongs to one thread for each process and may block it; the rest is quick and safe from any."""
+    """`prompt_ids` blocks, one thread for each process. All other methods are fast and safe from any thread."""
 
     def __init__(
         self, tokenizer: Any, *, name: str, max_render_seconds: float = MAX_SECONDS, processes: int = PROCESSES
     ) -> None:
-        """Raises ModelError if `tokenizer` (transformers') cannot chat. `name` says whose it is."""
+        """Raises ModelError if `tokenizer` (transformers') has no chat template. name: of its model."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise ModelError(f"{name}: its tokenizer has no tokenizer.json, which chatting over HTTP needs")
+            raise ModelError(
+                f"{name}: its tokenizer has no tokenizer.json, which chat over HTTP needs; leave http_bind unset"
+            )
         if not getattr(tokenizer, "chat_template", None):
             raise ModelError(
-                f"{name} has no chat template: it continues text, it cannot chat; leave http_bind unset, or serve an "
-                "instruct model"
+                f"{name} has no chat template, so it cannot chat; leave http_bind unset, or serve an instruct model"
             )
-        # Set once: from here on the tokenizer only reads itself, so threads may share it.
+        # Set once: from here on the tokenizer is only read, so threads may share it.
         backend.no_truncation()
         backend.no_padding()
         self._tokens = backend
@@ -78,11 +78,11 @@ class ChatText:
         allow_special_tokens: bool = False,
         process: int = 0,
     ) -> TokenIds:
-        """The conversation up to where the assistant is to speak. Raises what `ChatTemplate.encode` does."""
+        """The conversation up to the assistant's turn. Raises what `ChatTemplate.encode` does."""
         return self._templates[process].encode(messages, most_ids, allow_special_tokens=allow_special_tokens)
 
     def start(self) -> None:
-        """Have every process ready. Blocks. Raises ModelError."""
+        """Start every process. Blocks. Raises ModelError."""
         for template in self._templates:
             template.start()
 
@@ -90,7 +90,7 @@ class ChatText:
         return TextStream(self._decode)
 
     def token_id(self, text: str) -> int | None:
-        """The id of a text that is an added token on its own, such as `<|im_end|>`; such ids never show as text."""
+        """The id of a text that is an added token on its own, such as `<|im_end|>`; such ids never appear as text."""
         return self._added.get(text)
 
     def token_text(self, token_id: int) -> tuple[str, list[int] | None]:
@@ -107,20 +107,20 @@ class ChatText:
             template.close()
 
     def _end_ids(self) -> tuple[int, ...]:
-        """Ids that end the assistant's turn: the tokenizer's own, and what the template puts after its words."""
+        """Ids that end the assistant's turn: the tokenizer's own, and what the template writes after the answer."""
         ids = list(self._own_ends)
         conversation = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
         try:
             text = self._templates[0].render(conversation, add_generation_prompt=False)
             head, found, _ = text.rpartition(_ANSWER)
             if not found:
-                raise ModelError("the model's chat template does not show what the assistant said")
-            # The template has written all special tokens.
+                raise ModelError("the model's chat template drops the assistant's messages")
+            # All special tokens were written by the template.
             begun, whole = (self._templates[0].encode_text(each) for each in (head + found, text))
         except RequestError as error:
-            raise ModelError(f"the model's chat template renders no plain conversation: {error.message}") from None
+            raise ModelError(f"the model's chat template cannot render a plain conversation: {error.message}") from None
         after = whole[len(begun) : len(begun) + 1].tolist()
-        # A turn that ends in plain text has no token of its own for that.
+        # A turn that ends in plain text has no end token.
         ids += [token_id for token_id in after if token_id in self._added.values()]
         return tuple(dict.fromkeys(ids))
 
@@ -131,7 +131,7 @@ class ChatText:
 
 @contextmanager
 def _panics_are_errors() -> Iterator[None]:
-    """A panic of the tokenizers' library is a BaseException, which would pass by everything that answers errors."""
+    """Turns a panic of the tokenizers' library, a BaseException that no error handler catches, into RuntimeError."""
     try:
         yield
     except BaseException as error:
@@ -141,11 +141,11 @@ def _panics_are_errors() -> Iterator[None]:
 
 
 def load_chat_text(folder: Path) -> ChatText:
-    """The tokenizer and template in a model's folder, which was checked before. Runs no code from it, asks no network.
+    """The tokenizer and template in a model's folder, which was checked before. Runs no code of it, uses no network.
 
     Raises ModelError if they cannot be loaded or cannot chat.
     """
-    # In this process it would take what time and memory it likes.
+    # Tried in a limited process first: in this one, loading could take any time and memory.
     for path in (*folder.glob("*.json"), *folder.glob("*.txt")):
         _check_size(path, _MAX_FILE_BYTES)
     for path in folder.rglob("*.jinja"):
@@ -162,10 +162,10 @@ def load_chat_text(folder: Path) -> ChatText:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} holds no tokenizer that can be loaded: {error}") from error
+        raise ModelError(f"{folder} has no tokenizer that can be loaded: {error}") from error
     return ChatText(tokenizer, name=folder.name)
 
 
 def _check_size(path: Path, most: int) -> None:
     if path.is_file() and (size := path.stat().st_size) > most:
-        raise ModelError(f"{path}: {size} bytes, more than the {most} such a file may have")
+        raise ModelError(f"{path} has {size} bytes; the limit is {most}")

@@ -1,4 +1,4 @@
-"""One chat completion, from its body to the last byte of its answer; given up as soon as the client is gone."""
+"""One chat completion, from its body to the last byte of its answer; cancelled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ MAX_BODY_SECONDS = 30.0
 
 @dataclass(slots=True)
 class Slots:
-    """Requests that may be inside at the same time, so that bodies and prompts of others need no memory.
+    """Limits the requests in progress, so that further bodies and prompts take no memory.
 
-    Who has none inside is let in all the same, so that nobody can keep everybody out.
+    An owner without a request in progress always gets a slot, so no owner can lock the others out.
     """
 
     limit: int
@@ -45,10 +45,11 @@ class Slots:
 
     @contextlib.contextmanager
     def one(self, owner: str) -> Iterator[None]:
-        """Raises Overloaded if there is none for the owner."""
+        """Raises Overloaded if no slot is free for the owner."""
         if self._taken[owner] and self._taken.total() >= self.limit:
             raise Overloaded(
-                f"{self._taken.total()} requests are being answered already; retry later", retry_after_seconds=1.0
+                f"{self._taken.total()} requests are in progress, the limit of this server; retry later",
+                retry_after_seconds=1.0,
             )
         self._taken[owner] += 1
         try:
@@ -61,9 +62,9 @@ class Slots:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Desk:
-    """What every completion needs. turns: whose messages are rendered and encoded now, and in which process.
+    """What every completion needs. turns: schedules rendering and encoding over owners and processes.
 
-    given_up: has an error as its result once no answer will come any more, and then that is the answer.
+    given_up: its result is the error that ends all requests once the server gives up.
     """
 
     engine: Engine
@@ -77,7 +78,7 @@ class Desk:
 
 
 class Completion(Response):
-    """A response that does the work when it is sent, because only then it learns whether somebody still listens."""
+    """A response that does the work when it is sent: only then it can see that the client disconnects."""
 
     def __init__(self, desk: Desk, owner: str) -> None:
         super().__init__()
@@ -121,7 +122,7 @@ async def _whole(answer: Answer, replies: Replies, events: EventQueue) -> Json:
 
 
 async def _stream(answer: Answer, replies: Replies, events: EventQueue, send: Send) -> None:
-    """Server-sent events. What goes wrong after the first one is the last one."""
+    """Server-sent events. An error after the first event is sent as the last event."""
     first = await until_work_begins(events)
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -146,7 +147,7 @@ async def _stream(answer: Answer, replies: Replies, events: EventQueue, send: Se
 
 @contextlib.contextmanager
 def _writing(send: Send) -> Iterator[Callable[[Json | str], Coroutine[Any, Any, None]]]:
-    """What sends one event, and ends this task if the client does not read for long."""
+    """A function that sends one event. Cancels this task if the client stops reading."""
     task = asyncio.current_task()
     assert task is not None
     stall = Stall(asyncio.get_running_loop(), STALL_SECONDS, task.cancel)
@@ -166,7 +167,7 @@ def _writing(send: Send) -> Iterator[Callable[[Json | str], Coroutine[Any, Any, 
 async def _while_connected(
     receive: Receive, given_up: asyncio.Future[RequestError], work: Coroutine[Any, Any, None]
 ) -> None:
-    """Run `work` to its end, or until the client is gone: then it is cancelled, and has ended when this returns.
+    """Run `work` to its end, or until the client disconnects: then it is cancelled, and has ended on return.
 
     Raises the error of `given_up`, if that comes first.
     """
@@ -192,7 +193,7 @@ async def _disconnect(receive: Receive) -> None:
 
 async def read_json_body(request: Request, limit_bytes: int) -> bytes:
     """The bytes as they came. Raises NotJson, BodyTooLarge, BodyTooSlow; starlette's ClientDisconnect."""
-    # Asked for by name, so that a page in a browser cannot send one here without asking first.
+    # Required, so that a browser's page cannot send a request here without a preflight.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise NotJson

@@ -1,6 +1,6 @@
-"""A connection to the shim: there are only so many, one on which nobody asks is closed, what is no HTTP refused.
+"""A connection to the shim: limited in number, closed when idle, refused if it does not speak HTTP.
 
-Those on which nobody has shown a key yet give way, the oldest first: see `server/unauthenticated.py`.
+Connections without an accepted key are dropped first, the oldest first: see `server/unauthenticated.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from inference_engine.server.http import deprecation
 from inference_engine.server.http.errors import envelope
 from inference_engine.server.unauthenticated import Peer, UnauthenticatedPeers
 
-_BODY = json.dumps(envelope(400, "this is no HTTP request that can be read", code="bad_http")).encode()
+_BODY = json.dumps(envelope(400, "this is not a valid HTTP request", code="bad_http")).encode()
 _HEADERS = (
     (b"content-type", b"application/json"),
     (b"content-length", str(len(_BODY)).encode()),
@@ -26,21 +26,21 @@ _HEADERS = (
 _LINES = (b"HTTP/1.1 400 Bad Request", *(b": ".join(header) for header in _HEADERS), b"", _BODY)
 _NOT_HTTP = b"\r\n".join(_LINES)
 
-# uvicorn waits without end for a first request, and for the rest of one that has begun.
+# uvicorn has no time limit for a first request, nor for the rest of one that has begun.
 HEAD_SECONDS = 20.0
 
 
 class Connection(H11Protocol):
-    """Closed after one to two times HEAD_SECONDS in which no answer was due and no request's head was complete."""
+    """Closed after one to two times HEAD_SECONDS without a complete request head and without an answer in progress."""
 
-    most: ClassVar[int]  # at the same time; one more takes the place of an unauthenticated peer's, or is closed at once
+    most: ClassVar[int]  # connections; one more replaces an unauthenticated peer's, or is closed at once
     unauthenticated: ClassVar[UnauthenticatedPeers]
     by_peer: ClassVar[dict[Peer, Connection]]
     dropped: ClassVar[Counter]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._quiet_since: object = None  # the last request when it was last looked at, if it was answered
+        self._quiet_since: object = None  # the last request at the last check, if it was answered
         self._timer = self.loop.call_later(HEAD_SECONDS, self._look)
         self._peer: Peer = transport.get_extra_info("peername")[:2]
         self.by_peer[self._peer] = self
@@ -64,7 +64,7 @@ class Connection(H11Protocol):
                 self.dropped.inc()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP gets what everything else gets: the envelope, and that this interface is deprecated."""
+        """Answer what is not HTTP like every other error: with the envelope and the deprecation headers."""
         if self.cycle is None or self.cycle.response_complete:
             self.transport.write(_NOT_HTTP)
         self.transport.close()

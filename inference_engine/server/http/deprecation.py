@@ -1,4 +1,4 @@
-"""What every answer of the HTTP shim says about itself: deprecated since its first day, and until when it stays.
+"""The deprecation headers and page of the HTTP shim: since when it is deprecated, and when it may be removed.
 
 Source: RFC 9745 (Deprecation), RFC 8594 (Sunset), RFC 8288 (Link).
 """
@@ -19,11 +19,11 @@ HEADERS: tuple[tuple[bytes, bytes], ...] = (
 )
 
 PAGE_TEXT = f"""\
-This HTTP interface is deprecated and frozen. It is here so that clients of chat completions can move at their own pace.
+This HTTP interface is deprecated and frozen. It lets clients of chat completions migrate at their own pace.
 
-Each request opens a session, renders and computes its whole conversation again, answers, and closes the session.
-The sessions that make this runtime what it is (a history that stays between calls, a known memory bound, each call
-paying for its new tokens only) are reached over gRPC, through the Python and TypeScript SDKs.
+Each request opens a session, renders and prefills its whole conversation again, answers, and closes the session.
+Persistent sessions (a history that stays between calls, a known memory bound, prefill of new tokens only) are available
+over gRPC, through the Python and TypeScript SDKs.
 
-It takes no new features. It may be removed from {SUNSET:%d %B %Y} on.
+It gets no new features. It may be removed from {SUNSET:%d %B %Y} on.
 """

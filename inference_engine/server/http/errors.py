@@ -1,4 +1,4 @@
-"""Errors as clients of chat completions know them: an HTTP status, and a body with message, type, param and code."""
+"""Errors in the form of chat completions: an HTTP status, and a body with message, type, param and code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import grpc
 from inference_engine.errors import InvalidArgument, RequestError
 from inference_engine.server.status import CODES, reason_of
 
-# By `reason`: our own, and those that mean something else here than over gRPC, where sessions live on.
+# By `reason`: the shim's own, and those whose status differs from gRPC's, where sessions persist.
 _STATUSES: dict[str, int] = {
     "BAD_JSON": 400,
     "HISTORY_LIMIT": 400,
@@ -23,14 +23,14 @@ _STATUSES: dict[str, int] = {
     "OUT_OF_MEMORY": 503,
     "SESSION_CLOSED": 503,
 }
-# By gRPC code. What is not here cannot befall a session that lives for one request, or is a bug of ours: 500.
+# By gRPC code. Others cannot occur in a session of one request, or are bugs of the server: 500.
 _STATUSES_OF_CODES = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.UNAUTHENTICATED: 401,
     grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
     grpc.StatusCode.UNAVAILABLE: 503,
 }
-# Where clients of chat completions branch on another word than ours.
+# Reasons for which clients of chat completions expect another code.
 _CODES = {
     "INVALID_ARGUMENT": None,
     "HISTORY_LIMIT": "context_length_exceeded",
@@ -54,7 +54,7 @@ class OperatorsOnly(RequestError):
 
     def __init__(self, route: str) -> None:
         super().__init__(
-            f"{route} is for operators: it is served here on loopback without keys only; ask the port of metrics_bind"
+            f"{route} is for operators: here it is served on loopback without keys only; use the port of metrics_bind"
         )
 
 
@@ -66,14 +66,16 @@ class BodyTooLarge(RequestError):
     reason = "BODY_TOO_LARGE"
 
     def __init__(self, limit_bytes: int) -> None:
-        super().__init__(f"the body is larger than the {limit_bytes} bytes this server takes (max_message_bytes)")
+        super().__init__(
+            f"the body is larger than the limit of {limit_bytes} bytes (max_message_bytes); send a shorter one"
+        )
 
 
 class BodyTooSlow(RequestError):
     reason = "REQUEST_TIMEOUT"
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(f"the body did not arrive within {seconds:g} s")
+        super().__init__(f"the body did not arrive within {seconds:g} s; send it faster or retry")
 
 
 class NotJson(RequestError):
@@ -84,14 +86,14 @@ class NotJson(RequestError):
 
 
 class RenderLimit(RequestError):
-    """Rendering and encoding the messages took too long, and was ended."""
+    """Rendering and encoding the messages exceeded its limit on time or memory."""
 
     reason = "RENDER_LIMIT"
 
     def __init__(self, limit_seconds: float) -> None:
         super().__init__(
-            f"messages: rendering and encoding them did not end within {limit_seconds:g} s and the memory it may have; "
-            "send shorter ones",
+            f"messages: rendering and encoding them exceeded the limit of {limit_seconds:g} s or its limit on memory; "
+            "send shorter messages",
             field="messages",
             limit_seconds=f"{limit_seconds:g}",
         )
@@ -104,8 +106,8 @@ class ContextLengthExceeded(RequestError):
 
     def __init__(self, prompt_tokens: int, limit_tokens: int) -> None:
         super().__init__(
-            f"messages: they are at least {prompt_tokens} tokens when rendered, and a session holds {limit_tokens} at "
-            "most, the answer among them; send fewer",
+            f"messages: they have at least {prompt_tokens} tokens when rendered; a session holds at most "
+            f"{limit_tokens}, the answer included; send fewer or shorter messages",
             field="messages",
             prompt_tokens=prompt_tokens,
             limit_tokens=limit_tokens,

@@ -1,10 +1,10 @@
-"""The program that renders chat templates and encodes their texts, in a process of its own.
+"""The program that renders chat templates and encodes their texts, in a separate process.
 
-It imports jinja2, tokenizers, and of ours the one file whose path it is given, which imports nothing of ours.
+It imports jinja2, tokenizers, and one file of the SDK by its path, which imports nothing else of the project.
 
 A template and a tokenizer come with a model's folder, so they may be slow, huge or hostile, and so may texts. Here they
-can hold neither the event loop nor the engine's interpreter lock, their memory is limited by the system, and whoever
-started us ends us when it takes too long.
+block neither the event loop nor the engine's interpreter lock, the system limits their memory, and the parent ends the
+process when it takes too long.
 
 Frames on standard input and output are a length (4 bytes, big-endian) and JSON:
 
@@ -14,17 +14,17 @@ Frames on standard input and output are a length (4 bytes, big-endian) and JSON:
                 {"messages": […], …, "encode": "apart", "most_ids": n or null}            out  {"ids": n}, ids
                 {"messages": […], …, "encode": "together", "most_ids": n or null}         out  {"ids": n}, ids
                 {"text": …}                                                               out  {"ids": n}, ids
-    of text that has more ids than asked for                                              {"too_long": at least so many}
+    if the text has more ids than `most_ids`                                              {"too_long": at least so many}
     instead of any answer                                                                 {"refused": why}
     the tokenizer failed in itself                                                        {"failed": why}
 
 ids: a frame of its own, unsigned 32-bit integers of this machine. A million numbers as JSON would hold the lock of the
 interpreter that reads them for a tenth of a second.
 tokenizer: null, {"file": path}, or {"specification": …, "added": […], "end_ids": […], "unknown_id": …}.
-encode: "apart" makes special tokens of what the template writes alone, "together" of what messages say, too.
-max_load_bytes: until template and tokenizer are loaded; max_bytes: beyond what is held then.
+encode: "apart" makes special tokens of the template's text only, "together" of the messages' text, too.
+max_load_bytes: until template and tokenizer are loaded; max_bytes: on top of what is held then.
 
-The template finds what transformers documents for chat templates: the jinja sandbox for immutable values, loop
+Templates get what transformers documents for chat templates: the jinja sandbox for immutable values, loop
 controls, `{% generation %}`, `raise_exception`, `strftime_now`, and `tojson` without HTML escapes.
 """
 
@@ -71,7 +71,7 @@ def write_frame(stream: IO[bytes], body: bytes) -> None:
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks what the assistant said, for training; here it is its content."""
+    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; here it renders its content."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
@@ -83,7 +83,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """`dict` for templates: something to call, not a class whose attributes lead elsewhere."""
+    """`dict` for templates: a callable, not a class whose attributes give access to internals."""
 
     def __call__(self, *values: Any, **named: Any) -> dict[Any, Any]:
         return dict(*values, **named)
@@ -93,7 +93,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """jinja's namespace without names that begin with an underscore, by which Python's internals could be had."""
+    """jinja's namespace without names with a leading underscore, which would give access to Python's internals."""
 
     def __init__(*args: Any, **named: Any) -> None:
         self, *values = args
@@ -143,7 +143,7 @@ def compile_template(text: str) -> jinja2.Template:
 
 
 def render(template: jinja2.Template, max_characters: int, variables: dict[str, Any]) -> str:
-    """Raises TemplateError, or whatever the template's expressions raise, and ValueError for too long a text."""
+    """Raises TemplateError, anything that the template's expressions raise, and ValueError if the text is too long."""
     pieces: list[str] = []
     characters = 0
     for piece in template.generate(**variables):
@@ -155,7 +155,7 @@ def render(template: jinja2.Template, max_characters: int, variables: dict[str, 
 
 
 class Encoder:
-    """Texts of a template to ids, in which special tokens come out of the template alone."""
+    """Encodes rendered texts; special tokens come from the template only."""
 
     def __init__(self, given: dict[str, Any], template: str, special_text: Any) -> None:
         from tokenizers import Tokenizer
@@ -173,7 +173,7 @@ class Encoder:
             template=template,
             unknown_id=given.get("unknown_id"),
         )
-        # Now and not when it is needed first: with a large vocabulary it takes longer than a request may.
+        # Now, not on first use: with a large vocabulary it takes longer than a request may.
         self._copy = special_text.Respelled(specification, self._special) if self._special.ids else None
         self._fewest = fewest_ids(json.loads(specification))
         self.plain("The quick brown fox: 1 + 1 = 2.\n")
@@ -209,9 +209,9 @@ class Encoder:
 
 
 def fewest_ids(specification: dict[str, Any]) -> Callable[[str], int] | None:
-    """How many ids a text has at least, by its number of characters: no id stands for more than the longest token does.
+    """A lower bound on a text's ids from its number of characters: no id stands for more than the longest token.
 
-    None where the tokenizer may leave characters out, or where that is not known.
+    None if the tokenizer may drop characters, or if that is unknown.
     """
     parts = _parts(specification.get("normalizer"), "normalizers")
     parts += _parts(specification.get("pre_tokenizer"), "pretokenizers")
@@ -268,7 +268,7 @@ def _answers(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
         template = compile_template(given["template"])
         if given["tokenizer"] is not None:
             encoder = Encoder(given["tokenizer"], given["template"], special_text)
-    except BaseException as error:  # noqa: BLE001 - whatever loading them raises, a panic too, they cannot be used
+    except BaseException as error:  # noqa: BLE001 - anything that loading raises, a panic too, makes them unusable
         yield {"refused": _reason(error)}
         return
     if held := _held_bytes():
@@ -293,12 +293,12 @@ def _answers(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _seen(asked: dict[str, Any]) -> dict[str, Any]:
-    """What a template sees of it."""
+    """The part of a request that templates see."""
     return {name: asked[name] for name in ("messages", "tools", "documents", "add_generation_prompt")}
 
 
 def _load(path: str) -> Any:
-    """The module in that file, without its package. What it needs beside is loaded before memory is limited."""
+    """The module in that file, without its package. Its imports are loaded before memory is limited."""
     import tokenizers  # noqa: F401
 
     spec = importlib.util.spec_from_file_location("special_text", path)
@@ -316,7 +316,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _held_bytes() -> int:
-    """The address space of this process; 0 where the system does not say."""
+    """The address space of this process; 0 where the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except (OSError, ValueError):
@@ -327,7 +327,7 @@ def _held_bytes() -> int:
 def _limit_memory(max_bytes: int) -> None:
     import resource
 
-    # Some systems know no such limit. The one on time holds everywhere.
+    # Some systems have no such limit. The one on time holds everywhere.
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
 

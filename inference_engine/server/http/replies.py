@@ -1,7 +1,7 @@
-"""The JSON of answers, as clients of chat completions read it, whole and in chunks.
+"""The JSON of chat completions, whole and in chunks.
 
-One field is ours, `kakeya.dropped_tokens`: how many tokens of the conversation the session's strategy could not read
-any more when it answered. It is part of the last word of every answer, because nothing is dropped silently.
+One field is an extension, `kakeya.dropped_tokens`: how many tokens of the conversation the session's strategy had
+evicted when it answered. The end of every answer has it, so that nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Replies:
         self, delta: Mapping[str, str], logprobs: Sequence[Json] | None = None, finish_reason: str | None = None
     ) -> Json:
         choice = {"index": 0, "delta": delta, "logprobs": _logprobs(logprobs), "finish_reason": finish_reason}
-        # With usage asked for, every chunk has the field, and all but the last say null.
+        # If usage is requested, every chunk has the field; it is null in all but the last.
         usage = {"usage": None} if self.include_usage else {}
         return {**self._head("chat.completion.chunk", [choice]), **usage}
 

@@ -1,6 +1,6 @@
-"""A chat completions request, read strictly: what is not honoured is refused by its name, never ignored.
+"""Parses a chat completions request strictly: an unsupported parameter is refused by name, never ignored.
 
-Each value is checked once, here or where it is used: the ranges of sampling are those of `types.Sampling`.
+Each value is checked once, here or where it is used: `types.Sampling` checks the sampling ranges.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ HONOURED = (
     "stream",
     "stream_options",
 )
-# Of ours, beside those of chat completions.
+# Extensions to chat completions.
 OWN = ("allow_special_tokens",)
-# Parameters that are not honoured, at the values that ask for what happens anyway.
+# Unsupported parameters are accepted at these values, which request the behaviour there is.
 _OFF: dict[str, Any] = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
@@ -55,7 +55,7 @@ _MAY_BE_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRequest:
-    """max_tokens None: as many as there is room for. `max_tokens_name`: under which name the caller gave it."""
+    """max_tokens: None for as many as fit. max_tokens_name: the name of the parameter that the caller used."""
 
     model: str
     messages: tuple[Mapping[str, str], ...]
@@ -70,7 +70,7 @@ class ChatRequest:
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Raises BadJson, or InvalidArgument that names the parameter."""
+    """Raises BadJson, or InvalidArgument with the parameter's name."""
     given = {name: value for name, value in _object(body).items() if value is not None}
     _refuse_not_honoured(given)
     name, max_tokens = _max_tokens(given)
@@ -104,12 +104,12 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _refuse_half_names(value: object) -> None:
-    """Raise BadJson for a name that holds half of a surrogate pair: it could be in no answer. Values are looked at
-    where they are used, under the path they have."""
+    """Raise BadJson for a name with an unpaired surrogate, which no answer could quote. Values are checked where they
+    are used, with their path."""
     if isinstance(value, dict):
         for name, item in value.items():
             if any("\ud800" <= character <= "\udfff" for character in name):
-                raise BadJson("a name in the body holds half of a surrogate pair, which is no character")
+                raise BadJson("a name in the body has an unpaired surrogate, which is not a valid character")
             _refuse_half_names(item)
     elif isinstance(value, list):
         for item in value:
@@ -125,8 +125,8 @@ def _refuse_not_honoured(given: Mapping[str, Any]) -> None:
     if refused:
         raise InvalidArgument(
             refused[0],
-            f"this interface is frozen and does not honour {', '.join(refused)}; leave that out. It honours "
-            f"{', '.join((*HONOURED, *OWN))}; sessions over gRPC do more",
+            f"this interface is frozen and does not support {', '.join(refused)}; leave it out. It supports "
+            f"{', '.join((*HONOURED, *OWN))}; sessions over gRPC support more",
         )
     if (count := given.get("n", 1)) != 1 or isinstance(count, bool):
         raise InvalidArgument("n", f"must be 1, got {count!r}; send one request for each answer")
@@ -144,11 +144,13 @@ def _required(given: Mapping[str, Any], name: str) -> Any:
 
 
 def _max_tokens(given: Mapping[str, Any]) -> tuple[str, int | None]:
-    """The older name and the newer one mean the same."""
+    """The old and the new name of the parameter are synonyms."""
     names = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
     values = {_whole(given[name], name) for name in names}
     if len(values) > 1:
-        raise InvalidArgument("max_tokens", f"is {given['max_tokens']}, but max_completion_tokens is another number")
+        raise InvalidArgument(
+            "max_tokens", f"is {given['max_tokens']}, but max_completion_tokens has another value; send one of them"
+        )
     if not names:
         return "max_tokens", None
     if (value := values.pop()) < 1:
@@ -179,7 +181,7 @@ def _logit_bias(value: object) -> dict[int, float]:
 def _stops(value: object) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or len(values) > MAX_STOPS:
-        raise InvalidArgument("stop", f"must be a text or a list of at most {MAX_STOPS}")
+        raise InvalidArgument("stop", f"must be a string or a list of at most {MAX_STOPS} strings")
     for stop in values:
         if not 1 <= len(_text(stop, "stop")) <= MAX_STOP_CHARACTERS:
             raise InvalidArgument("stop", f"each must have 1 to {MAX_STOP_CHARACTERS} characters, got {len(stop)}")
@@ -190,7 +192,7 @@ def _include_usage(options: object, *, stream: bool) -> bool:
     if options is None:
         return False
     if not stream:
-        raise InvalidArgument("stream_options", "is for streams; set stream, or leave it out")
+        raise InvalidArgument("stream_options", "requires stream: true; set it, or leave stream_options out")
     if not isinstance(options, dict):
         raise InvalidArgument("stream_options", f"must be an object, got {_kind(options)}")
     given = {name: value for name, value in options.items() if value is not None}
@@ -215,14 +217,14 @@ def _message(value: object, path: str) -> Mapping[str, str]:
     if (role := given.get("role")) not in ROLES:
         raise InvalidArgument(f"{path}.role", f"must be {', '.join(ROLES[:-1])} or {ROLES[-1]}, got {role!r:.40}")
     for name, item in given.items():
-        # An answer sent back as it came carries lists of nothing, such as `"annotations": []`.
+        # An answer that is sent back unchanged has empty lists, such as `"annotations": []`.
         if name not in ("role", "content") and item not in ([], ""):
             raise InvalidArgument(f"{path}.{name}", "is not honoured; a message has a role and content")
     return {"role": role, "content": _content(given.get("content"), f"{path}.content")}
 
 
 def _content(value: object, path: str) -> str:
-    """Text, or text parts, which are joined by line ends as the Python SDK joins them."""
+    """A string, or text parts, joined by line breaks like in the Python SDK."""
     if not isinstance(value, list):
         return _text(value, path)
     if not value:
@@ -242,7 +244,7 @@ def _text(value: object, path: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise InvalidArgument(path, "holds half of a surrogate pair, which is no character") from None
+        raise InvalidArgument(path, "has an unpaired surrogate, which is not a valid character") from None
     return value
 
 

@@ -1,4 +1,4 @@
-"""One request, one session: opened, filled, asked, and closed whatever happens."""
+"""One request, one session: opened, appended to, generated from, and always closed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from inference_engine.server.stream import EventQueue
 from inference_engine.session.history import TokenIds
 from inference_engine.types import GenerateParams
 
-_IDS_AT_ONCE = 16_384  # of a prompt: between two pieces the event loop does something else
+_IDS_AT_ONCE = 16_384  # of a prompt; between two pieces the event loop runs other tasks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """A request that is ready to run. limit_tokens: what its session reserves; None: a session without an end."""
+    """A request that is ready to run.
+
+    limit_tokens: what its session reserves; None: a session without a length limit.
+    """
 
     asked: ChatRequest
     token_ids: TokenIds
@@ -32,7 +35,7 @@ class Prompt:
 
 
 def prepare(asked: ChatRequest, chat: ChatText, info: EngineInfo, *, process: int = 0) -> Prompt:
-    """Render, encode and measure a request, in that process of `chat`. Blocks.
+    """Render, encode and check a request, in that process of `chat`. Blocks.
 
     Raises InvalidArgument or ContextLengthExceeded, and what `ChatTemplate.encode` does.
     """
@@ -54,7 +57,7 @@ def prepare(asked: ChatRequest, chat: ChatText, info: EngineInfo, *, process: in
         raise ContextLengthExceeded(error.at_least, info.limit_tokens) from None
     room = most if info.limit_tokens is None else info.limit_tokens - len(token_ids)
     max_tokens = min(most, room) if asked.max_tokens is None else asked.max_tokens
-    # A stop string that is a token of its own is never seen as text.
+    # A stop string that is a special token never appears as text.
     stop_ids = [token_id for stop in asked.stops if (token_id := chat.token_id(stop)) is not None]
     params = GenerateParams(
         max_tokens=max_tokens,
@@ -72,14 +75,14 @@ async def single_shot(
 ) -> AsyncIterator[EventQueue]:
     """A session that answers `prompt`, and the events of its Generate.
 
-    Leaving closes the session, which ends a Generate that still runs at its next step. Raises what the engine does.
+    Leaving closes the session; a running Generate ends at its next step. Raises what the engine does.
     """
     try:
         opened = engine.create_session(
             eos_token_ids=end_ids,
             limit_tokens=prompt.limit_tokens,
             owner=owner,
-            # Who says how long the answer may be gets it whole, or is refused before it begins.
+            # An explicit max_tokens is guaranteed in full, or refused before the answer begins.
             guaranteed=None if prompt.asked.max_tokens is None else True,
         )
     except NoCapacity as error:
@@ -98,7 +101,7 @@ async def single_shot(
         engine.generate(opened.session_id, prompt.params, listener=events.push, owner=owner, refuse_late=True)
         yield events
     finally:
-        # Gone is what it is meant to be.
+        # It may have been evicted already.
         with contextlib.suppress(SessionNotFound, SessionEvicted):
             engine.close_session(opened.session_id, owner=owner)
 

@@ -29,14 +29,14 @@ MAX_CHARACTERS = 2**22
 # While template and tokenizer are loaded, and beyond what they hold after that.
 MAX_LOAD_BYTES = 2**31
 MAX_BYTES = 2**29
-# The longest known are some 30,000.
+# The longest known templates have some 30,000.
 MAX_TEMPLATE_CHARACTERS = 2**20
 
 Message = Mapping[str, str]
 
 
 class PromptTooLong(Exception):
-    """The rendered messages have at least so many ids, which is more than were asked for."""
+    """The rendered messages have at least `at_least` ids, more than the limit."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__(at_least)
@@ -44,7 +44,7 @@ class PromptTooLong(Exception):
 
 
 class ChatTemplate:
-    """One call at a time, `close` from any thread. The process starts when it is needed, and again after it ended."""
+    """One call at a time, `close` from any thread. The process starts on demand, and again after it has ended."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class ChatTemplate:
         """
         if len(template) > MAX_TEMPLATE_CHARACTERS:
             raise ModelError(
-                f"the model's chat template has {len(template)} characters, more than the {MAX_TEMPLATE_CHARACTERS} it "
-                "may have; use a shorter one"
+                f"the model's chat template has {len(template)} characters, more than the limit of "
+                f"{MAX_TEMPLATE_CHARACTERS}; use a shorter one"
             )
-        # Its package, which the process does not import, would take half a second more.
+        # A path, because importing its package in the process would take half a second more.
         path = None if tokenizer is None else _special_text.__file__
         self._start = {"max_load_bytes": MAX_LOAD_BYTES, "max_bytes": max_bytes, "special_text": path}
         self._load = {
@@ -76,7 +76,7 @@ class ChatTemplate:
         }
         self._max_seconds = max_seconds
         self._talking = threading.RLock()  # to the process, through its pipes
-        self._changing = threading.Lock()  # what follows; never held while something is waited for
+        self._changing = threading.Lock()  # guards what follows; never held while waiting
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
 
@@ -92,7 +92,7 @@ class ChatTemplate:
     def encode(
         self, messages: Sequence[Message], most_ids: int | None, *, allow_special_tokens: bool = False
     ) -> TokenIds:
-        """The ids of the conversation up to where the assistant is to speak.
+        """The ids of the conversation up to the assistant's turn.
 
         Special ones come from the template alone, or with `allow_special_tokens` from the messages, too. Raises as
         `render`; PromptTooLong for more than `most_ids`; RuntimeError if the tokenizer fails in itself.
@@ -105,12 +105,12 @@ class ChatTemplate:
         return ids
 
     def encode_text(self, text: str) -> TokenIds:
-        """The ids of a text that the template made; raises as `encode`."""
+        """The ids of a text that the template rendered; raises as `encode`."""
         ids: TokenIds = self._answer({"text": text})["ids"]
         return ids
 
     def start(self) -> None:
-        """Have the process ready, also after `close`. Raises ModelError for what cannot be loaded within the limits."""
+        """Start the process, also after `close`. Raises ModelError for what cannot be loaded within the limits."""
         with self._talking:
             with self._changing:
                 self._is_closed = False
@@ -120,7 +120,7 @@ class ChatTemplate:
         with self._talking:
             answer = self._ask(self._started(), asked, self._max_seconds)
             if answer is None:
-                # So that the next one need not wait for it. What fails now fails then, and is told then.
+                # Restarted now, so that the next call need not wait. An error will be raised again there.
                 with contextlib.suppress(ModelError):
                     self._started()
                 raise RenderLimit(self._max_seconds)
@@ -129,7 +129,7 @@ class ChatTemplate:
         if "failed" in answer:
             raise RuntimeError(f"the model's tokenizer failed: {answer['failed']}")
         if "refused" in answer:
-            raise InvalidArgument("messages", f"the model's chat template refuses them: {answer['refused']}")
+            raise InvalidArgument("messages", f"the model's chat template rejects them: {answer['refused']}")
         return answer
 
     def close(self) -> None:
@@ -156,12 +156,13 @@ class ChatTemplate:
         with self._changing:
             if self._is_closed:
                 raise Draining
-            # Isolated: neither the caller's folder nor PYTHON… variables decide what it imports; Ctrl-C is not for it.
+            # Isolated: the current folder and PYTHON… variables do not affect its imports, and Ctrl-C does not reach
+            # it.
             process = self._process = subprocess.Popen(
                 (sys.executable, "-I", str(Path(render_process.__file__))),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                # A panic of the tokenizers' library would write what it was reading.
+                # A panic of the tokenizers' library would print its input.
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -201,7 +202,7 @@ class ChatTemplate:
         if frame is None:
             self._end_process()
             with self._changing:
-                if self._is_closed:  # which has ended the process, not the time
+                if self._is_closed:  # `close` has ended the process, not the timer
                     raise Draining
             return None
         return answer

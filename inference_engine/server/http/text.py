@@ -1,13 +1,13 @@
-"""From token ids to the text a client sees, as it comes: no halves of characters, nothing of a stop string."""
+"""From token ids to streamed text: no incomplete characters, no part of a stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-# A character has at most four bytes, and a token at least one: these many may wait for the one that ends it.
+# A character has at most four bytes, and a token at least one: so many may wait for the last one.
 _MAX_WAITING_IDS = 3
-# Decoding begins anew after so many ids, where a character ends; after so many without such a place, anywhere.
+# Decoding restarts after so many ids at the end of a character; after _MAX_WINDOW_IDS ids, anywhere.
 _WINDOW_IDS = 16
 _MAX_WINDOW_IDS = 64
 
@@ -17,8 +17,8 @@ Decode = Callable[[Sequence[int]], str]
 class TextStream:
     """Decodes ids one by one. The pieces joined are what decoding all ids at once gives.
 
-    A character may be spread over several ids. Its piece waits until the last one is there; what is still unfinished
-    at the end is left out, and so is a replacement character that the model really wrote there: they look alike.
+    A character may be spread over several ids. Its piece waits for the last one. An incomplete character at the
+    end is left out, and so is a replacement character that the model generated there: the two look alike.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -53,16 +53,16 @@ class TextStream:
             before = self._decode(self._ids[:-waiting])
             if not before.endswith(_BROKEN):
                 return len(before)
-        # Either these bytes are no text, or each token begins the character that the next one ends.
+        # Either these bytes are not valid text, or each token begins the character that the next one ends.
         common = zip(text, before, strict=False)
         return next((at for at, (one, other) in enumerate(common) if one != other), min(len(text), len(before)))
 
 
 class StopStrings:
-    """Passes text on until it contains one of `stops`, and from there on nothing.
+    """Passes text on until it contains one of `stops`, and nothing after that.
 
-    Whatever way the text is cut into pieces: the stop string that is complete first counts, of several the longest.
-    The end of a text that could be the beginning of a stop string waits.
+    The result does not depend on how the text is cut into pieces: the stop string that is complete first counts, of
+    several the longest. A suffix that could begin a stop string is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -71,7 +71,7 @@ class StopStrings:
         self.is_matched = False
 
     def push(self, piece: str) -> str:
-        """The text that is safe to show now."""
+        """The text that can be sent now."""
         if self.is_matched:
             return ""
         text = self._waiting + piece
@@ -85,7 +85,7 @@ class StopStrings:
         return text[:cut]
 
     def end(self) -> str:
-        """What waited in vain."""
+        """The text that was held back."""
         text, self._waiting = self._waiting, ""
         return text
 

@@ -1,9 +1,9 @@
-"""Whose texts are rendered now: places that owners take in turn, so that one owner's slow texts delay that owner.
+"""Fair scheduling of rendering: owners take places in turn, so that slow texts delay only their owner.
 
     places     two processes; one owner uses all but one of them at the same time
-    waiting    each owner has a queue of its own, of bounded length; a free place goes to the owner who waited longest
-    slow       owners whose text took longer than a second have all but one of the places together, for a minute: so
-               there is always a place for the others, whatever the number of slow owners
+    waiting    each owner has its own queue, of bounded length; a free place goes to the owner that waited longest
+    slow       owners with a text that took longer than a second share all but one of the places, for a minute, so
+               one place is always left for the others, whatever the number of slow owners
 
 Event loop only; the work runs in threads.
 """
@@ -22,7 +22,7 @@ from inference_engine.errors import Overloaded
 MAX_WAITING = 64
 MAX_WAIT_SECONDS = 20.0
 _RETRY_SECONDS = 1.0
-# An ordinary conversation takes milliseconds, the longest some tenths of a second.
+# A typical conversation takes milliseconds, the longest some tenths of a second.
 SLOW_SECONDS = 1.0
 SLOW_FOR_SECONDS = 60.0
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Turns:
-    """max_waiting: requests of one owner that wait for a place, and max_wait_seconds: for how long."""
+    """max_waiting: waiting requests of one owner. max_wait_seconds: how long each may wait."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Turns:
         self._threads = ThreadPoolExecutor(places, "chat-text")
 
     async def run(self, owner: str, work: Callable[[int], T]) -> T:
-        """What `work` returns for its place, which it has until it ends, even if nobody waits for it any more.
+        """Run `work` with its place, which it keeps until it ends, even if the caller is cancelled.
 
         Raises Overloaded if the owner has too many waiting, or waited too long; else what `work` does.
         """
@@ -65,7 +65,7 @@ class Turns:
 
         def end(done: asyncio.Future[T]) -> None:
             if not done.cancelled():
-                done.exception()  # looked at, also if nobody waits any more
+                done.exception()  # retrieved, also if the caller was cancelled
             now = self._clock()
             if now - began > SLOW_SECONDS:
                 self._slow_until[owner] = now + SLOW_FOR_SECONDS
@@ -75,14 +75,14 @@ class Turns:
         return await asyncio.shield(working)
 
     def close(self) -> None:
-        """Work that has begun ends by itself."""
+        """Running work ends by itself."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _take(self, owner: str) -> int:
         queue = self._waiting.setdefault(owner, deque())
         if len(queue) >= self._max_waiting:
             raise Overloaded(
-                f"{len(queue)} of your requests wait to be rendered already, as many as one owner may; retry later",
+                f"{len(queue)} of your requests already wait to be rendered, the limit of one owner; retry later",
                 retry_after_seconds=_RETRY_SECONDS,
             )
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -94,7 +94,7 @@ class Turns:
         except TimeoutError:
             self._leave(owner, turn)
             raise Overloaded(
-                f"your requests before this one were not rendered within {self._max_wait_seconds:g} s; retry later",
+                f"your earlier requests were not rendered within {self._max_wait_seconds:g} s; retry later",
                 retry_after_seconds=_RETRY_SECONDS,
             ) from None
         except BaseException:
@@ -102,7 +102,7 @@ class Turns:
             raise
 
     def _leave(self, owner: str, turn: asyncio.Future[int]) -> None:
-        """Nobody waits for this turn any more; the place it may have got meanwhile is for the next."""
+        """The caller was cancelled; a place that its turn got meanwhile goes to the next one."""
         if turn.done() and not turn.cancelled():
             self._give_back(owner, turn.result())
             return
@@ -126,7 +126,7 @@ class Turns:
                 return
             queue = self._waiting[owner]
             turn = queue.popleft()
-            # Behind everybody else who waits, or out, until the owner comes again.
+            # To the end of the queue of owners, or out of it until the owner's next request.
             self._waiting.move_to_end(owner)
             if not queue:
                 del self._waiting[owner]

@@ -108,4 +108,4 @@ def test_the_bench_records_what_it_has_when_a_session_cannot_go_on(
     assert status == 1
     assert len(record["turns"]) == 10  # 48 tokens each; 512 is the model's limit
     assert record["values"]["errors"]["median"] == 1
-    assert "would pass the session's limit of 512" in capsys.readouterr().err
+    assert "would exceed the session's limit of 512" in capsys.readouterr().err
