@@ -141,4 +141,4 @@ def test_without_a_file_it_asks_which(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_a_key_file_of_a_server_is_no_key_for_a_client(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made(path, "alice", capsys)
     assert main(["chat", "--target=127.0.0.1:1", f"--api-key-file={path}"]) == 1
-    assert "it has digests of keys" in capsys.readouterr().err
+    assert "it holds digests" in capsys.readouterr().err

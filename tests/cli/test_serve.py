@@ -230,5 +230,5 @@ def test_a_server_whose_weights_are_written_into_ends_and_says_so(how: str, tiny
             generate_until_refused(session)
         status = server.wait()
     said = log.read_text(encoding="utf-8")
-    noticed = status == EXIT_SPOILED and "model.safetensors was written to" in said and "whole files" in said
+    noticed = status == EXIT_SPOILED and "model.safetensors was written to" in said and "intact files" in said
     assert noticed or (how == "cut" and status == -signal.SIGBUS and "Bus error" in said), (status, said)

@@ -324,7 +324,7 @@ def test_a_folder_that_takes_for_ever_or_all_memory_to_load_is_refused(
         with (tmp_path / "vocab.json").open("wb") as sparse:
             sparse.truncate(2**28)
     began = time.monotonic()
-    with pytest.raises(ModelError, match=r"cannot be used|the limit is"):
+    with pytest.raises(ModelError, match=r"cannot be used|the limit (is|of)"):
         load_chat_text(tmp_path)
     assert time.monotonic() - began < 30.0
 
