@@ -1,4 +1,4 @@
-"""What callers give the engine, checked. Each error names the field, what was given, and what can be."""
+"""Checks of the arguments of engine calls. Each error names the field, the value given, and the values allowed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Arguments:
         self._vocab_size = vocab_size
 
     def limit(self, strategy: KVStrategy, limit_tokens: int | None) -> int | None:
-        """The length limit of a session that asks for `limit_tokens`. None: there is none.
+        """The length limit of a session created with `limit_tokens`. None: no limit.
 
-        One that asks for None has the setting's, or, without one, is as long as can be; endless strategies stay so.
+        With `limit_tokens` None it is the setting `default_limit_tokens`, or else the longest that the strategy allows.
         """
         longest = strategy.length_limit(self._geometry)
         if limit_tokens is None:
@@ -41,7 +41,7 @@ class Arguments:
         return limit_tokens
 
     def ids(self, token_ids: Sequence[int] | TokenIds) -> TokenIds:
-        """As an array, if the server takes so many and each is in the vocabulary."""
+        """The ids as an array. Raises AppendTooLarge, or TokenOutOfRange for one outside the vocabulary."""
         if len(token_ids) > self._config.max_append_tokens:
             raise AppendTooLarge(len(token_ids), self._config.max_append_tokens)
         return self.check_ids("token_ids", token_ids).astype(np.uint32)
@@ -49,7 +49,7 @@ class Arguments:
     def check_ids(
         self, field: str, token_ids: Sequence[int] | TokenIds, at_most: int | None = None
     ) -> NDArray[np.int64]:
-        """The ids as an array, if they are in the vocabulary and not too many."""
+        """The ids as an array. Raises InvalidArgument for too many, TokenOutOfRange for one outside the vocabulary."""
         if at_most is not None and len(token_ids) > at_most:
             raise InvalidArgument(field, f"at most {at_most} ids, got {len(token_ids)}")
         ids = np.array(token_ids, dtype=np.int64)

@@ -46,7 +46,7 @@ _FAILED_STEPS = 3  # in a row: the device, not a request, is at fault
 class Engine:
     """One model, one device thread, many sessions.
 
-    Every method raises RequestError kinds for what callers get wrong.
+    Every method raises kinds of RequestError for mistakes of the caller.
     """
 
     THREAD_NAME = Scheduler.THREAD_NAME
@@ -66,9 +66,9 @@ class Engine:
     ) -> None:
         """Allocate the pool and start the engine's thread.
 
-        latent: serves sessions that restore rows from a latent. drafter: drafts tokens for Generates that allow
-        it. on_choice: is told, on the engine's thread, which blocks generated rows read (see `kv/views.py`). Raises
-        ConfigError or BackendError for what cannot be had.
+        latent: serves sessions that restore KV entries from a latent. drafter: drafts tokens for Generates that allow
+        it. on_choice: called on the engine's thread with the blocks that generated tokens read (see `kv/views.py`).
+        Raises ConfigError or BackendError if a setting cannot be served.
         """
         config = config or EngineConfig()
         step_tokens = config.step_tokens or max(config.segment_tokens, 512 if forward.device.type == "cpu" else 4096)
@@ -158,8 +158,8 @@ class Engine:
     ) -> SessionOpened:
         """Open a session. Raises InvalidArgument, NoCapacity or Draining.
 
-        request_id: of a call that may come again; it is answered as it was, and opens no second session.
-        guaranteed: reserve all that it may hold now, or be granted memory as it grows; None: as the settings say.
+        request_id: makes a retry safe: a second call with it returns the first reply and opens no other session.
+        guaranteed: True reserves all its memory now, False grants memory as it grows; None: as the settings say.
         """
         self._refuse_when_draining()
         spec = (strategy or self._default_strategy).resolved(self._geometry)
@@ -202,12 +202,13 @@ class Engine:
         wait_seconds: float = 0.0,
         request_id: bytes = b"",
     ) -> SessionForked:
-        """A new session that goes on from where this one is; it has memory for that history, and rows follow at once.
+        """A new session that continues from this one's history. It has memory for that history, and its KV entries
+        follow at once.
 
-        Memory for more is reserved, or granted as it grows, as for the session it is made from.
+        Memory for more is reserved, or granted as it grows, as for the parent.
 
-        limit_tokens: None for that of the session it is made from. request_id: of a call that may come again; it is
-        answered as it was. Raises what `create_session` and `append` raise.
+        limit_tokens: None for the parent's. request_id: makes a retry safe: a second call with it returns the first
+        reply. Raises what `create_session` and `append` raise.
         """
         with self._store.locked():
             if not self._forked.knows(request_id, owner=owner):
@@ -243,7 +244,7 @@ class Engine:
         return None if reply is None else self._again(reply)
 
     def rebuild_session(self, began: SessionRecord, records: Sequence[TokensRecord]) -> SessionOpened:
-        """A new session with the history of a recorded one, marks included, so that it goes on as that one would."""
+        """A new session with the history of a recorded one, marks included, so that it continues as that one would."""
         opened = self.create_session(
             strategy=parse_strategy(began.strategy),
             eos_token_ids=began.eos_token_ids,
@@ -288,7 +289,7 @@ class Engine:
         owner: str = "",
         wait_seconds: float = 0.0,
     ) -> HistoryLength:
-        """As `append`; a call with the request id of an earlier one does nothing and answers as that one did."""
+        """As `append`; a call with the request id of an earlier one does nothing and returns the earlier reply."""
         appended, named = self._appended, {"owner": owner, "session_id": session_id}
         with self._store.locked():
             if not appended.knows(request_id, **named):
@@ -326,13 +327,13 @@ class Engine:
         wait_seconds: float = 0.0,
         refuse_late: bool = False,
     ) -> Generation:
-        """Start generating. What is wrong with the call is raised here; what befalls it later comes as Failed.
+        """Start generating. Errors of the call are raised here; later errors come as the event Failed.
 
         request_id: of an earlier Generate with the same parameters, to get its tokens from the position `resume_from`
-        on. If it runs, this call takes its stream over; if it was stopped before it was through, it goes on, provided
-        the history still ends there: else HistoryLengthMismatch.
-        refuse_late: raise Overloaded if others would be served for more than `max_first_token_seconds` before its first
-        token. A server says so; who calls from this process waits.
+        on. If it runs, this call takes its stream over. If it was stopped early, it continues, provided that the
+        history still ends there; else HistoryLengthMismatch.
+        refuse_late: raise Overloaded if the wait for others would exceed `max_first_token_seconds`. The server sets it;
+        in-process callers wait instead.
         listener: called with each event on the engine's thread; must return at once and never raise.
         """
         session = self._store.find_healthy(session_id, owner)
@@ -357,7 +358,7 @@ class Engine:
         owner: str = "",
         wait_seconds: float = 0.0,
     ) -> Generation:
-        """Add `token_ids` to the history as if the model had generated them, in blocks, and show what it thought.
+        """Add `token_ids` to the history as generated tokens, in blocks, and report the logits that predict them.
 
         `on_logits(position, logits)` is called on the engine's thread for each block in order: float32 [n, V] on the
         device, row j predicts the token at `position + j`; each given token is predicted exactly once. The tensor is
@@ -376,7 +377,7 @@ class Engine:
         return SessionInfo.of(session, now=self._clock(), history_bytes=self._store.history_bytes(session))
 
     def match_statistics(self, session_id: str, *, owner: str = "") -> dict[int, MatchTotals]:
-        """What matching past queries saved and missed, by layer; empty where a strategy matches none. Never waits."""
+        """What the query cache saved and missed, by layer; empty for a strategy without one. Never waits."""
         return self._store.find(session_id, owner).kv.statistics()
 
     def close_session(self, session_id: str, *, owner: str = "") -> int:
@@ -391,7 +392,7 @@ class Engine:
         expected_history_length: int | None = None,
         owner: str = "",
     ) -> HistoryLength:
-        """As `close_session`; a call with the request id of an earlier one does nothing and answers as that one did."""
+        """As `close_session`; a call with the request id of an earlier one does nothing and returns its reply."""
         closed = self._closed
         with self._store.locked():
             if not closed.knows(request_id, owner=owner):
@@ -406,11 +407,11 @@ class Engine:
         return length
 
     def when_free(self, session_id: str, callback: Callable[[], None]) -> None:
-        """Call back once, from any thread, when nothing holds the session (at once if nothing does, or it is gone)."""
+        """Call back once, from any thread, when the session is free (at once if it is, or does not exist)."""
         self._store.when_free(session_id, callback)
 
     def _again(self, reply: Reply) -> Reply:
-        """The answer to a call that came before."""
+        """The remembered reply, marked as replayed."""
         self.metrics.replays.inc()
         return replace(reply, is_replayed=True)
 
@@ -435,15 +436,15 @@ class Engine:
         )
 
     def reserved_by(self, owner: str) -> Bound:
-        """What the owner's sessions have reserved between Generates; of what others have, nothing is said."""
+        """Bytes that the owner's sessions have reserved between Generates."""
         return self._store.reserved_by(owner)
 
     def history_tokens_of(self, owner: str) -> int:
-        """Tokens in the histories of the owner's sessions, what forks share counted once."""
+        """Tokens in the histories of the owner's sessions; tokens shared by forks count once."""
         return self._store.history_tokens_of(owner)
 
     def is_stalled(self) -> bool:
-        """The engine's thread has ended, or has work and did not come round for `stall_seconds`."""
+        """The engine's thread has ended, or has work and finished no round for `stall_seconds`."""
         scheduler = self._scheduler
         is_late = scheduler.has_work and self._clock() - scheduler.beat_at > self.config.stall_seconds
         return is_late or not scheduler.is_alive
@@ -473,9 +474,9 @@ class Engine:
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def _check_possible(self, strategy: KVStrategy) -> None:
-        """Raise InvalidArgument if this model cannot be served this way."""
+        """Raise InvalidArgument if this model cannot be served with `strategy`."""
         if why := self._refused_strategies.get(strategy.name):
-            raise InvalidArgument("strategy", f"{strategy.name} cannot be had with this model: {why}")
+            raise InvalidArgument("strategy", f"{strategy.name} is not available with this model: {why}")
         check_strategy(strategy, self._geometry)
 
     def _check_ready(self, strategy: KVStrategy) -> None:
@@ -483,7 +484,7 @@ class Engine:
             restorer.ready(self._context)
 
     def _refuse_when_draining(self) -> None:
-        """Refuse work, too, that nobody would do."""
+        """Raise Draining, or EngineStalled if the engine's thread does not run."""
         if self._is_draining:
             raise Draining
         if self.is_stalled():

@@ -1,7 +1,7 @@
-"""A session made from another one: open at once, its rows copied by the engine's thread between two steps.
+"""Fork of a session: open at once; the engine's thread copies its KV entries between two steps.
 
-Nothing that is asked of the fork later begins before its rows are there. If they cannot be copied, it computes them
-from its history, as a session does whose rows were dropped.
+No later request on the fork begins before its entries are copied. If they cannot be copied, the fork computes them from
+its history, like a session whose entries were dropped.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 def open_fork(store: SessionStore, scheduler: Scheduler, parent: Session, limit_tokens: int | None) -> Session:
     """A fork of `parent`, which the caller holds.
 
-    Raises InvalidArgument, NoCapacity, QuotaExceeded or, if the engine's thread takes no more work, Draining; there is
-    no fork then.
+    Raises InvalidArgument, NoCapacity, QuotaExceeded, or Draining if the engine's thread takes no more work; then there
+    is no fork.
     """
     length = len(parent.history)
     if limit_tokens is not None and limit_tokens < length:
@@ -42,7 +42,7 @@ def _copy_entries(store: SessionStore, parent: Session, fork: Session) -> None:
             fork.kv.copy_from(parent.kv)
             fork.refresh_facts()
     except Exception:
-        logger.exception("the rows of a fork could not be copied")
+        logger.exception("the KV entries of a fork could not be copied")
         fork.forget_entries()
     finally:
         store.unpin(parent, fork)

@@ -1,9 +1,9 @@
-"""A Generate as its caller holds it, and how one starts: anew, where it was stopped, or by being told again.
+"""A Generate as its caller holds it, and how one starts: new, continued after a stop, or attached to.
 
     what is remembered of the call       the transcript      a request
     nothing                              a new one           its first
-    it ended before it was through       the same            one more, for what is left
-    it runs, or is through               the same            none: the new reader is told what there is
+    it was stopped early                 the same            one more, for the rest
+    it runs, or is complete              the same            none: the new reader gets the tokens there are
 
 Decided under the store's lock, so that of two equal calls one begins and the other attaches.
 """
@@ -54,22 +54,22 @@ class Generation:
     def when_readable(self, callback: Callable[[], None], wake: Callable[[], None] | None = None) -> None:
         """Call back, from any thread, whenever there may be something to read; now, too. It must return at once.
 
-        wake: called after that. For what a step gives it is called while the device is at work on the next one, and
-        once for all who gave an equal one.
+        wake: called after `callback`. After a step it is called while the device works on the next one, and equal ones
+        are called once.
         """
         if wake is None:
             self._reader.when_readable(callback)
             return
-        news = self._scheduler.wakeups
+        wakeups = self._scheduler.wakeups
 
         def notify() -> None:
             callback()
-            news.wake(wake)
+            wakeups.wake(wake)
 
         self._reader.when_readable(notify)
 
     def leave(self) -> None:
-        """Nobody will read it any more: what a closed session keeps for that goes. It stops nothing; idempotent."""
+        """Stop reading: frees what a closed session keeps for this reader. The Generate goes on; idempotent."""
         self._reader.leave()
 
     def __del__(self) -> None:
@@ -88,11 +88,11 @@ class Generation:
         self._stop(lambda: error)
 
     def __iter__(self) -> Iterator[Event]:
-        news = threading.Event()
-        self.when_readable(news.set)
+        readable = threading.Event()
+        self.when_readable(readable.set)
         while True:
-            news.wait()
-            news.clear()
+            readable.wait()
+            readable.clear()
             while events := self.read():
                 for event in events:
                     if isinstance(event, Failed):
@@ -107,7 +107,7 @@ class Generation:
 
 
 class Generates:
-    """Those of one engine. `refuse` raises while no new work is taken."""
+    """The Generates of one engine. `refuse` raises while no new work is taken."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Generates:
         self._tracing = tracing
         self._clock = clock
         self._refuse = refuse
-        # Their tokens are in the history, which goes with the session.
+        # Their tokens are in the history, so they are forgotten with the session.
         self._remembered: Replies[Transcript] = store.replies.page(most_per_session=_REMEMBERED, keep_seconds=0.0)
 
     def start(
@@ -142,7 +142,7 @@ class Generates:
     ) -> Generation:
         """Start one once nothing else holds the session, or attach to the one that `call` names.
 
-        Raises SessionBusy once `wait_seconds` are over; what is refused is not remembered.
+        Raises SessionBusy once `wait_seconds` are over. A refused call is not remembered.
         """
         transcript, reader, request = when_not_busy(
             self._store,
@@ -175,17 +175,17 @@ class Generates:
         resume_from: int | None,
         forced: Forced | None,
     ) -> tuple[Transcript, Reader, Request | None]:
-        """A request that is returned holds the session, and is to be submitted."""
+        """A transcript, a reader and, if there is work, a request. It holds the session, and the caller submits it."""
         with self._store.locked():
             known = self._remembered.recall(call)
             if known is None and resume_from is not None:
-                # It may have ended since it was found, and its Generates went with it; then this says how.
+                # The session may have ended meanwhile, and its Generates with it; then this raises how.
                 self._store.find_healthy(session.session_id, session.owner)
                 raise InvalidArgument("resume_from", "needs the request_id of a Generate that is remembered")
             if known is not None and not known.can_continue:
                 if known.is_stopping:
                     raise SessionBusy(0.0)
-                # It may have failed since it was found, and its tokens went with it.
+                # The session may have failed meanwhile, and its tokens are gone.
                 self._store.find_healthy(session.session_id, session.owner)
                 return known, known.attach(position=resume_from, is_replayed=True, listener=listener), None
             self._refuse()
@@ -207,9 +207,9 @@ class Generates:
             return transcript, reader, request
 
     def _refuse_without_place(self, session: Session, known: Transcript | None, forced: Forced | None) -> None:
-        """Raise HistoryLimit or QuotaExceeded for want of a place in the history, before anything is done.
+        """Raise HistoryLimit or QuotaExceeded if the history cannot grow, before anything is done.
 
-        A limit of the session's own ends a Generate without an error.
+        The session's own limit is no error: it ends the Generate.
         """
         if forced is None:
             is_at_limit = session.limit_tokens is not None and len(session.history) >= session.limit_tokens
@@ -219,7 +219,7 @@ class Generates:
             self._store.check_history(session, len(forced.token_ids))
 
     def _follow(self, request: Request) -> None:
-        """Let its spans and its lines in the log say what it is about."""
+        """Label the request's trace spans and log lines with its session."""
         session = request.session
         request.about = about_session(session.session_id)
         request.trace = self._tracing.generate(

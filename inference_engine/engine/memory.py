@@ -1,4 +1,4 @@
-"""The memory that sessions live in: the pool of K/V on the device and the second tier, as large as the settings say."""
+"""The memory of sessions: the pool of K/V on the device and the second tier, sized by the settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.kv.views import OnChoice
 from inference_engine.metrics import EngineMetrics
 
-_SHARE = 4  # of what is free, one part in this many is taken unless the settings say
+_SHARE = 4  # without a setting, one part in this many of the free memory is taken
 
 
 def open_memory(
@@ -33,11 +33,11 @@ def open_memory(
     drafter: Drafter | None,
     on_choice: OnChoice | None,
 ) -> KVContext:
-    """Allocate it, and let the drafter know. Raises ConfigError or BackendError for what cannot be had.
+    """Allocate the pool and the tier, and prepare the drafter. Raises ConfigError or BackendError if it is impossible.
 
-    Where sessions grow, there is address space for as many of the longest as there may be sessions: a grant bounds the
-    memory of one, and nothing but its limit the addresses that it takes. And for those that ended, whose rows forks
-    still read: each session reads those of so many at most.
+    If sessions grow, the address space holds `max_sessions` of the longest ones: a grant bounds the memory of a
+    session, but only its length limit bounds its addresses. With shared forks it also holds ended sessions whose
+    entries forks still read, at most MOST_PIECES for each session.
     """
     tap_layers = () if drafter is None else drafter.tap_layers
     capacity = config.kv_bytes or forward.free_bytes() // _SHARE
@@ -62,10 +62,10 @@ def open_memory(
 
 
 def _longest_bytes(default_strategy: KVStrategy, geometry: Geometry) -> int:
-    """Of K/V, of a session that grows, whichever strategy a client asks for.
+    """Most bytes of K/V of a session that grows, with any strategy.
 
-    No strategy keeps more of a history than every row, and bounds of blocks, which are whole pages. What others take
-    beside that, however long a history is, is granted from the start, so that `kv_bytes` bounds it.
+    No strategy keeps more of a history than every entry, and the bounds of its blocks, which are whole pages. Memory
+    that does not depend on the length of the history is granted from the start, so `kv_bytes` bounds it.
     """
     entries = Full().bound(geometry, geometry.trained_positions).peak_bytes
     bounds = -(-entries // geometry.page_tokens)
@@ -74,7 +74,7 @@ def _longest_bytes(default_strategy: KVStrategy, geometry: Geometry) -> int:
 
 
 def grows(config: EngineConfig, forward: Forward) -> bool:
-    """Is memory granted as histories grow, unless a session asks otherwise? Raises ConfigError if it cannot be."""
+    """Is memory granted as histories grow, unless a session asks otherwise? Raises ConfigError if impossible."""
     if config.growth == "best_effort" and not forward.has_address_space:
         raise ConfigError(
             f"growth=best_effort needs address space beyond memory, which {forward.device} does not give; leave it at "
@@ -86,7 +86,7 @@ def grows(config: EngineConfig, forward: Forward) -> bool:
 def refuse_if_too_small(
     strategy: KVStrategy, context: KVContext, limit_tokens: int | None, *, is_growing: bool
 ) -> None:
-    """Raise ConfigError if not one session of the default strategy fits: as it begins, or as it may become."""
+    """Raise ConfigError if not even one session of the default strategy fits: its start if it grows, else all of it."""
     is_growing = is_growing and grows_with_history(strategy, context, limit_tokens)
     tokens = min(context.geometry.segment_tokens, limit_tokens or 0) if is_growing else limit_tokens
     needed, capacity = bound_of(strategy, context, tokens).peak_bytes, context.pool.capacity_bytes

@@ -1,4 +1,4 @@
-"""What the engine answers: facts about a session, and about itself, as frozen values."""
+"""Results of engine calls: facts about a session and about the engine, as frozen values."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from inference_engine.types import Bound, Mode, ModelFacts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionOpened:
-    """What a new session was promised. `limit_tokens` None: it can go on for ever.
+    """A new session and its guarantees. `limit_tokens` None: its history has no limit.
 
-    bound: what it may hold at most. reserved_bytes: of its sustained bytes, those that are its own already.
+    bound: the most memory it may hold. reserved_bytes: the part of its sustained bytes that is reserved already.
     """
 
     session_id: str
@@ -27,10 +27,10 @@ class SessionOpened:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionForked(SessionOpened):
-    """As SessionOpened, of a session that begins with another one's history.
+    """As SessionOpened, for a fork, which begins with the history of its parent.
 
-    shared_bytes: of K/V that it reads where the other one holds them; they are in no bound of its own.
-    is_replayed: an earlier call with the same request id had made it.
+    shared_bytes: bytes of K/V that it reads in the parent's memory; its own bound does not include them.
+    is_replayed: an earlier call with the same request id made it.
     """
 
     history_length: int
@@ -40,7 +40,7 @@ class SessionForked(SessionOpened):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HistoryLength:
-    """Of a session after an append, or in the end."""
+    """The history length of a session, after an append or a close."""
 
     tokens: int
     is_replayed: bool = False  # an earlier call with the same request id did it
@@ -50,7 +50,7 @@ class HistoryLength:
 class SessionInfo:
     """Facts about a session; a failed one answers too, with its `failure_reason`.
 
-    history_bytes: that its token ids take, the journal's and those that it shares with forks included.
+    history_bytes: memory of its token ids, including the journal's and those shared with forks.
     """
 
     history_length: int
@@ -75,7 +75,7 @@ class SessionInfo:
 
     @staticmethod
     def of(session: Session, *, now: float, history_bytes: int) -> SessionInfo:
-        """now: on the clock that the session's use is noted on."""
+        """now: on the clock of `session.used_at`."""
         return SessionInfo(
             history_length=len(session.history),
             history_bytes=history_bytes,

@@ -1,4 +1,4 @@
-"""What an engine holds at this moment, for whoever looks at its gauges."""
+"""Statistics of an engine at this moment, for the gauges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inference_engine.session.store import SessionStore
 
 
 def collect_statistics(store: SessionStore, scheduler: Scheduler, context: KVContext, now: float) -> EngineStatistics:
-    """Any thread. Sessions may move on while they are counted; each is counted once."""
+    """Any thread. Sessions may change state while they are counted; each is counted once."""
     requests = scheduler.requests()
     generating = {
         request.session: _state(request.state is RequestState.QUEUED, is_prefilling=request.is_prefilling)

@@ -1,1 +1,1 @@
-"""Who runs when: the request's states, the choice of each step, the loop that owns the device."""
+"""Scheduling: the states of a request, the choice of requests for each step, the loop that owns the device."""

@@ -1,8 +1,8 @@
-"""The next step: which requests go along in it, and with which rows.
+"""Batching: which requests are in the next step, and how many tokens of each.
 
-`scheduler/policy.py` says who and how many, from numbers; here is where these come from, and what becomes of them: a
-`Block` of each request's tokens for the verifier. Of owners, who waited longest comes first, for prefilling and for
-decoding.
+`scheduler/policy.py` chooses from plain numbers. This module collects those numbers and turns the choice into a `Block`
+of tokens per request for the verifier. The owner that was served longest ago comes first, for prefill and for decode
+separately.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_TURNS = 4096  # beyond these, who was served longest ago counts as never s
 
 
 class Turns:
-    """When an owner was last served. Bounded, whoever comes."""
+    """The step that last served each owner. Bounded in size, for any number of owners."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -39,7 +39,7 @@ class Turns:
         return self._last.get(turn, 0)
 
     def served(self, turns: Iterable[Turn]) -> None:
-        """One more step has served these."""
+        """Count one more step, which served these."""
         self._steps += 1
         for turn in turns:
             self._last[turn] = self._steps
@@ -63,10 +63,11 @@ class Batching:
         )
 
     def choose(self, requests: Sequence[Request]) -> dict[Request, int]:
-        """Who runs in the next step, in this order, and how many rows of each, draft tokens apart. They have had their
-        turn.
+        """The requests of the next step, in order, each with its number of tokens (draft tokens not counted).
 
-        requests: those that run, longest unserved first; at least one.
+        Their turns count as taken.
+
+        requests: the running ones, longest unserved first; at least one.
         """
         decoders = sum(not request.is_prefilling for request in requests)
         candidates = [
@@ -78,7 +79,7 @@ class Batching:
             )
             for request in requests
         ]
-        # Where one of them may be longer, its company may, too.
+        # The longest step that any of them may be part of.
         step_tokens = max(self._most_tokens(request) for request in requests)
         prefills = [request for request in requests if request.is_prefilling] if decoders else []
         beside = min(decoders, self._config.max_batch)
@@ -94,7 +95,7 @@ class Batching:
         return {requests[index]: candidates[index].tokens for index in chosen}
 
     def took(self, tokens: int, seconds: float) -> None:
-        """A step of so many rows took so long."""
+        """Record that a step of `tokens` took `seconds`."""
         self._pace.saw(tokens, seconds)
 
     def block(self, request: Request, tokens: int, draft: TokenIds | None = None) -> Block:
@@ -120,25 +121,26 @@ class Batching:
         )
 
     def _tokens(self, request: Request, decoders: int) -> int:
-        """Rows of the request that would go along in a step in which so many others decode."""
+        """Tokens that the request would contribute to a step in which `decoders` requests decode."""
         pending, segment = request.pending_tokens, self._config.segment_tokens
         most = self._most_tokens(request)
         if decoders and request.is_prefilling:
             beside = min(decoders, self._config.max_batch)
             most = min(self._most_tokens(request, beside), self._tokens_beside(request, beside))
         if request.has_recorded_forced:
-            most = min(most, segment)  # the logits of all rows are wanted, and they are large
+            most = min(most, segment)  # the logits of all its tokens are wanted, and they are large
         tokens = min(pending, self._room(request), most)
         if tokens < pending and self._targets.inter_token_seconds:
-            # Odd pieces are dearer: segments begin and blocks fill where they always do.
+            # A chunk that ends between page boundaries costs more: segments and blocks always begin at the same places.
             geometry = request.session.kv.context.geometry
             tokens = cut(request.session.kv.next_position, tokens, lcm(geometry.page_tokens, geometry.token_quantum))
         return tokens
 
     def _most_tokens(self, request: Request, beside: int = 0) -> int:
-        """Rows of the request in one step, beside so many others: all there may be, or as many as run at their best.
+        """Most tokens of the request in one step beside `beside` others: `step_tokens`, or as many as one recorded
+        step takes.
 
-        Sessions that cannot run at their best, now or at all, would pay for each piece of a prefill and gain nothing.
+        A session whose steps cannot be recorded, now or at all, gains nothing from shorter chunks.
         """
         kv, most = request.session.kv, self._config.step_tokens
         at_once = kv.context.most_tokens_at_once
@@ -147,7 +149,7 @@ class Batching:
         return min(most, max(at_once - beside, self._config.page_tokens))
 
     def _prefill_tokens_beside(self, request: Request, decoders: int) -> int:
-        """Rows of prefills, this one among them, that may go along together beside so many decoders: a segment's."""
+        """Most prefill tokens, of this request and others together, beside `decoders` decoding requests."""
         most = min(self._config.segment_tokens, self._most_tokens(request, decoders))
         if self._targets.inter_token_seconds:
             in_time = self._pace.tokens_within(self._targets.inter_token_seconds)
@@ -155,7 +157,7 @@ class Batching:
         return most
 
     def _tokens_beside(self, request: Request, decoders: int) -> int:
-        """Beside decoders a prefill moves a segment at a time, so that nobody waits long for a token."""
+        """Most tokens of a prefill chunk beside decoding requests: short chunks keep their inter-token latency low."""
         config, targets = self._config, self._targets
         in_time = self._pace.tokens_within(targets.inter_token_seconds)
         return chunk_beside_decoders(
@@ -177,5 +179,5 @@ class Batching:
 
 
 def _turn_of(request: Request) -> Turn:
-    """Whose turn it is that the request waits for: its owner's, to prefill or to decode."""
+    """The turn that the request waits for: its owner's, to prefill or to decode."""
     return request.session.owner, request.is_prefilling

@@ -1,4 +1,4 @@
-"""After a step: what it gave a request is recorded, its rows are committed, its client hears of it; in this order."""
+"""After a step: its tokens are recorded in the history, its KV entries committed, its events sent. In this order."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Settling:
         self._drafting = drafting
 
     def settle(self, request: Request, block: Block, outcome: Outcome) -> None:
-        """Commit what this step gave the request: history first, then rows, then the client hears of it."""
+        """Commit the result of this step: the history first, then the KV entries, then the events for the client."""
         session, kv = request.session, request.session.kv
         first, is_replayed = kv.next_position, kv.pending_replay > 0
         try:
@@ -64,7 +64,7 @@ class Settling:
         self._report_tokens(request, taken)
         if outcome.samples and not outcome.samples[-1].is_finite and request.state is RequestState.RUNNING:
             self._metrics.non_finite_logits.inc()
-            # Some row of the session holds what led there. It must lead nowhere else.
+            # Some entry of the session may be the cause. It must not be read again.
             self._endings.forget_entries(session)
             self._endings.end(request, Failed(NonFiniteLogits(len(session.history))))
         if failure is not None and request.state is RequestState.RUNNING:
@@ -72,20 +72,21 @@ class Settling:
 
     @staticmethod
     def _commit(session: Session, length: int) -> RestorationFailed | None:
-        """Commit the session's rows. If old ones could not be kept, all are dropped: the history has them still."""
+        """Commit the session's entries. If old ones could not be archived, all are dropped: the history stays."""
         try:
             session.kv.commit(length)
         except RestorationFailed as failed:
-            logger.exception("rows could not be kept")
+            logger.exception("old KV entries could not be archived")
             session.forget_entries()
             return failed
         session.refresh_facts()
         return None
 
     def _accept(self, request: Request, block: Block, outcome: Outcome) -> tuple[int, Sequence[Sample]]:
-        """Record the samples, unless the request was stopped while the step ran; how many rows to keep, and for what.
+        """Record the samples, unless the request was stopped while the step ran.
 
-        A row whose sample nobody takes is not kept: its logits would be lost, and the next Generate needs them.
+        Returns how many of the block's entries to keep, and the recorded samples. An entry whose sample was not
+        recorded is not kept: the next Generate needs the logits that were computed with it.
         """
         tokens, session = len(block.token_ids), request.session
         if block.sampler is not None:
@@ -111,7 +112,7 @@ class Settling:
         return tokens, ()
 
     def _report_logits(self, request: Request, position: int, logits: Tensor) -> None:
-        """Hand over the logits of a block whose last row predicts the token at `position`."""
+        """Pass on the logits of a block whose last token predicts the one at `position`."""
         assert request.forced is not None
         request.last_query = position - 1
         request.forced.on_logits(position - len(logits) + 1, logits)
@@ -119,7 +120,7 @@ class Settling:
             self._endings.end(request, request.finished(StopReason.MAX_TOKENS, self._clock()))
 
     def _report_tokens(self, request: Request, samples: Sequence[Sample]) -> None:
-        """Tell of tokens that are at the history's end."""
+        """Report the tokens that were appended to the history."""
         session, now = request.session, self._clock()
         if samples and request.generated == 0:
             request.prefill_seconds = now - request.started_at

@@ -1,13 +1,13 @@
-"""How long a Generate will wait for its first token: the queue is played forward, with what steps take here.
+"""Predicted time to first token: the queue is simulated with the measured duration of steps.
 
-    places    ├ running, until it has said what it was asked for ┤├ the next: of the owner with the fewest running ┤
-    prefill   ├ a segment a step beside those who decode, owners in turn ┤
+    places    ├ running, until all its tokens are generated ┤├ the next: of the owner with the fewest running ┤
+    prefill   ├ one segment per step beside decoding requests, owners in turn ┤
 
-Other owners do not stop asking: one of whose Generates ends, and who has none waiting, is taken to send another one. So
-an owner who has its share of the places counts on its own to come free.
+Other owners are assumed to keep sending: when a Generate of an owner ends and none of its own is waiting, another one
+is assumed to arrive. So an owner that has its share of the places waits for one of its own to end.
 
-Only what others cause counts as waiting. A prompt takes its own time whoever else is there, so an engine without work
-refuses nothing.
+Only work for other requests counts as waiting, not the prefill of the request itself. So an idle engine refuses
+nothing.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from typing import NamedTuple
 from inference_engine.scheduler.request import Prediction, Request
 from inference_engine.scheduler.step_time import StepPace
 
-_MEMORY = 0.98  # what an ended Generate counts when the next one of its kind has ended
-_MOST_OVER_MEAN = 4.0  # what a Generate of another size than any before says, over what they said on average
+_MEMORY = 0.98  # decay: the weight of an ended Generate when the next one of its kind has ended
+_MOST_OVER_MEAN = 4.0  # most tokens assumed for a Generate of a new size, over the mean of those before
 _LEAST_SHARE = 0.01
-_MOST_ENDS = 256  # of Generates that are played, so that it takes milliseconds at most; the wait is at least that long
-# Predictions of short waits say little: one below this part of the limit is compared as if it were that long.
+_MOST_ENDS = 256  # simulated ends of Generates: bounds the time of a prediction to milliseconds, a lower bound then
+# Predictions of short waits are imprecise: one below this part of the limit is compared as if it were that long.
 _TELLING = 1 / 8
-# Waits that are over, and how far their predictions were off: so many, and for so long, or one pause would keep others
-# out for ever.
+# Past waits and the errors of their predictions are remembered up to this number and age: otherwise one pause would
+# make the engine refuse requests for ever.
 _REMEMBERED, _REMEMBERED_SECONDS = 64, 30.0
 _UNKNOWN_LATENESS = 1.25  # until so many are known
 _MOST_LATENESS = 4.0
-# Steps that were measured first are those that loaded and compiled; of later ones, a pause is none.
+# The first steps include loading and compiling, so they are not measured. A later step that takes far longer than
+# expected was a pause, and is capped.
 _COLD_STEPS = 2
 _MOST_OVER_LINE = 4.0
-# A wait for the step under way and the next one is never refused, however long steps take: that is no queue.
+# Waiting for the current step and the next one is never refused, however long steps take: that is no queue.
 _FREE_STEPS = 2.0
 
 
 class Load(NamedTuple):
-    """What a Generate still needs: rows to prefill, then tokens. all_tokens: and those that it has generated.
+    """Work that a Generate still needs: tokens to prefill, then tokens to decode. all_tokens: decoded ones included.
 
-    A tuple, because a prediction makes one for each Generate there is.
+    A tuple, because a prediction makes one for each open Generate.
     """
 
     owner: str
@@ -54,7 +55,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """How many Generates run at the same time, and how much prefill goes along in a step beside them."""
+    """How many Generates run at the same time, and how much prefill a step takes beside them."""
 
     max_running: int
     max_running_per_owner: int
@@ -64,14 +65,14 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What is done for others before a Generate has its first token."""
+    """Work for other requests before a Generate has its first token."""
 
     steps: float
     prefill_tokens: float
 
 
 def ahead_of(new: Load, running: Sequence[Load], waiting: Sequence[Load], room: Room) -> Ahead:
-    """What comes before `new`, which arrives last. running: as they are served, longest unserved first."""
+    """The work before `new`, which arrives last. running: in the order they are served, longest unserved first."""
     return _Play(running, waiting, room).until(new)
 
 
@@ -79,24 +80,24 @@ _NEW, _LATER = 1 << 62, 1 << 63  # in the order of arrival
 
 
 class _Play:
-    """The queue, played forward in steps, as `scheduler/policy.py` would run it."""
+    """A simulation of the queue in steps, under the rules of `scheduler/policy.py`."""
 
     def __init__(self, running: Sequence[Load], waiting: Sequence[Load], room: Room) -> None:
         self._room = room
         self._counts = Counter(load.owner for load in running)
         self._total = len(running)
-        # Where more run than fit into a step, a Generate has a token every few steps.
+        # If more Generates run than fit into a step, each gets a token every few steps.
         self._steps_a_token = max(1.0, len(running) / room.max_batch)
         self._prefilled_at = 0.0
-        self._prefills: list[tuple[float, float, str]] = []  # when it is done, segments of it, whose it is
-        self._ends: list[tuple[float, str, float]] = []  # when, whose, and how many tokens it had
+        self._prefills: list[tuple[float, float, str]] = []  # when it is done, its segments, its owner
+        self._ends: list[tuple[float, str, float]] = []  # when, the owner, and how many tokens it had
         for load in running:
             self._ends.append(self._end(load, 0.0))
         self._lines: dict[str, deque[tuple[int, Load]]] = {}
         begun: set[str] = set()
         for index, load in enumerate(waiting):
-            # Who has none running begins with the first, before all others and wherever it stands: there may be
-            # thousands of these owners.
+            # An owner with none running begins at once, wherever its request is in the queue. Handled here, without
+            # the heap, since there may be thousands of such owners.
             if load.owner not in begun and not self._counts[load.owner]:
                 begun.add(load.owner)
                 self._ends.append(self._end(load, 0.0))
@@ -106,13 +107,13 @@ class _Play:
             self._counts[owner] = 1
         self._total += len(begun)
         heapq.heapify(self._ends)
-        # Who comes next, by running ones and arrival; entries that are no longer true are passed over.
+        # Which owner comes next, by number of running Generates and arrival; outdated items are skipped.
         self._order: list[tuple[int, int, str]] = []
         for owner in self._lines:
             self._stand_in_line(owner)
 
     def until(self, new: Load) -> Ahead:
-        """`new` arrives now, behind all others of its owner; what is done before its first token."""
+        """`new` arrives now, behind all others of its owner. Returns the work before its first token."""
         line = self._lines.setdefault(new.owner, deque())
         line.append((_NEW, new))
         if len(line) == 1:
@@ -136,7 +137,7 @@ class _Play:
         return self._ahead(new, now)
 
     def _next(self) -> Load | None:
-        """Who begins now, as `policy.admit` says; None if nobody may."""
+        """The Generate that begins now, by the rules of `policy.admit`; None if none may."""
         while self._order:
             count, index, owner = self._order[0]
             line = self._lines[owner]
@@ -155,19 +156,19 @@ class _Play:
             heapq.heappush(self._order, (self._counts[owner], line[0][0], owner))
 
     def _end(self, load: Load, now: float) -> tuple[float, str, float]:
-        """It begins now. When it ends, for `_ends`."""
+        """`load` begins now. Returns when it ends, as an item of `_ends`."""
         over, tokens = now, load.tokens
         if load.prefill_tokens:
             segments = load.prefill_tokens / self._room.segment_tokens
             self._prefilled_at = max(now, self._prefilled_at) + segments
             self._prefills.append((self._prefilled_at, segments, load.owner))
-            # The last piece gives the first token.
+            # The last chunk gives the first token.
             over, tokens = max(now + 1, self._prefilled_at), load.tokens - 1
         end = over + tokens * self._steps_a_token if tokens > 0 else over
         return end, load.owner, load.all_tokens
 
     def _ahead(self, new: Load, now: float) -> Ahead:
-        """`new` begins now. Owners take turns with their prefills, and so do an owner's Generates."""
+        """`new` begins now. Owners take turns with their prefills, and so do the Generates of one owner."""
         left: dict[str, list[float]] = {}
         done = 0.0
         for over, segments, owner in self._prefills:
@@ -181,16 +182,16 @@ class _Play:
         beside = sum(min(rest, own) for rest in left.pop(new.owner, ()))
         between = sum(min(sum(rests), own + beside) for rests in left.values())
         return Ahead(
-            steps=now + beside + between + (1.0 if self._total else 0.0),  # the step under way
+            steps=now + beside + between + (1.0 if self._total else 0.0),  # the current step
             prefill_tokens=(done + beside + between) * self._room.segment_tokens,
         )
 
 
 @dataclass(slots=True)
 class Lengths:
-    """How many tokens Generates say of those they are asked for, by how many that are: in powers of two."""
+    """The share of `max_tokens` that Generates use, by `max_tokens` in powers of two."""
 
-    _by_size: dict[int, tuple[float, float]] = field(default_factory=dict)  # asked, said
+    _by_size: dict[int, tuple[float, float]] = field(default_factory=dict)  # asked, generated
     _count: float = 0.0
     _generated: float = 0.0
 
@@ -200,7 +201,7 @@ class Lengths:
         self._count, self._generated = _MEMORY * self._count + 1, _MEMORY * self._generated + generated
 
     def share(self, asked: int) -> float:
-        """Of so many tokens, in (0, 1]: many Generates stop before."""
+        """The expected share of `asked` tokens, in (0, 1]: many Generates stop early."""
         if (seen := self._by_size.get(asked.bit_length())) is not None:
             return max(_LEAST_SHARE, seen[1] / seen[0])
         if not self._count:
@@ -210,7 +211,7 @@ class Lengths:
 
 @dataclass(slots=True)
 class Foresight:
-    """Predicts waits from what steps took, what Generates said of what they were asked for, and how right it was.
+    """Predicts waits from the duration of steps, the lengths of Generates, and the errors of earlier predictions.
 
     Not thread-safe: the scheduler's lock is held.
     """
@@ -223,7 +224,7 @@ class Foresight:
     _lateness: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # when, ratio
 
     def stepped(self, tokens: int, seconds: float) -> None:
-        """A step of so many rows began so long before the next one."""
+        """Record that a step of `tokens` began `seconds` before the next one."""
         self._steps += 1
         if self._steps <= _COLD_STEPS:
             return
@@ -242,7 +243,7 @@ class Foresight:
             self._lateness.append((now, waited / max(predicted.wait, _TELLING * self.limit_seconds)))
 
     def predict(self, new: Request, running: Iterable[Request], waiting: Iterable[Request]) -> Prediction | None:
-        """What `new` would wait if it came now and nobody after it; None until a few steps were measured."""
+        """The wait of `new` if it came now and no request after it; None until a few steps were measured."""
         if self._pace.mean_seconds is None:
             return None
         (load,), ours = self._loads([new]), self._loads(running)
@@ -256,13 +257,14 @@ class Foresight:
         )
 
     def longest_seconds(self, running: int) -> float:
-        """What one may wait beside so many: the limit, or two steps where that is more."""
+        """The longest wait allowed beside `running` Generates: the limit, or two steps if that is more."""
         return max(self.limit_seconds, _FREE_STEPS * self._step_seconds(min(running, self.room.max_batch)))
 
     def lateness(self, now: float) -> float:
-        """The longest of the last waits over its prediction, at least 1: others came who had an earlier turn.
+        """The largest ratio of a recent wait to its prediction, at least 1: later arrivals may have an earlier turn.
 
-        It is what keeps all but one in a hundred in time; a place stays filled, as a shorter queue fills it too.
+        Predictions times this ratio keep 99 of 100 requests within the limit. No place stays empty: a shorter queue
+        fills it too.
         """
         while self._lateness and now - self._lateness[0][0] > _REMEMBERED_SECONDS:
             self._lateness.popleft()
@@ -274,7 +276,7 @@ class Foresight:
         return found if found is not None else self._pace.mean_seconds or 0.0
 
     def _loads(self, requests: Iterable[Request]) -> list[Load]:
-        shares: dict[int, float] = {}  # many ask for as many
+        shares: dict[int, float] = {}  # many requests have the same max_tokens
         loads = []
         for request in requests:
             asked = request.params.max_tokens

@@ -1,7 +1,7 @@
 """How a Generate begins and how it ends.
 
-It runs once its session is awake; how long it waited is told. At the end its session is checked, put to sleep and
-freed, and only then its client hears of it.
+It runs once its session is active; the time it waited is reported. At the end its session is checked, made idle and
+freed, and only then is the end reported to the client.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from inference_engine.types import Event, Failed, Finished, StopReason
 
 logger = logging.getLogger(__name__)
 
-# torch has a type for what its own allocator of a device refuses. That of the CPU, and a device's libraries that want
-# memory beside it, are told by the text of a RuntimeError.
+# torch has an exception type for its own device allocator. Failures of the CPU allocator, and of libraries that
+# allocate device memory themselves, are recognised by the text of a RuntimeError.
 _ALLOCATION_MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -76,7 +76,7 @@ class Endings:
         finally:
             self._leave(request)
             request.outcome = event
-            # The session is free before the client hears of the end: its next call must not find it busy.
+            # The session is free before the end is reported: the client's next call must not find it busy.
             self._store.free(request.session)
             self._metrics.generates.labels(outcome=_outcome(event)).inc()
             self._metrics.history_tokens.observe(len(request.session.history))
@@ -89,7 +89,7 @@ class Endings:
         self.end(request, Failed(violation))
 
     def fail_all(self, requests: Sequence[Request], error: Exception) -> None:
-        """A bug of ours ends `requests`; their sessions stay. So does want of memory, and then it is nobody's bug."""
+        """End `requests` after an internal error or out of memory; their sessions stay."""
         if is_out_of_memory(error):
             self._run_out(requests, error)
             return
@@ -105,7 +105,7 @@ class Endings:
                     )
 
     def _run_out(self, requests: Sequence[Request], error: Exception) -> None:
-        """What a step without memory left of rows is not trusted: its sessions go back to their tokens."""
+        """Entries that an out-of-memory step left are not trusted: its sessions drop all K/V and keep their tokens."""
         logger.error("a step of %d Generates ran out of memory", len(requests), exc_info=error)
         for request in requests:
             if request.state is not RequestState.ENDED:
@@ -116,14 +116,14 @@ class Endings:
 
     @staticmethod
     def forget_entries(session: Session) -> None:
-        """Drop a session to its tokens, even if the device cannot wipe its rows now."""
+        """Drop the session's K/V, even if the device cannot zero its entries now."""
         if session.is_closed or session.failure_reason:
             return
         try:
             session.forget_entries()
         except Exception:
             logger.exception(
-                "a session's rows were dropped, and could not be wiped", extra=about_session(session.session_id)
+                "a session's KV entries were dropped, and could not be zeroed", extra=about_session(session.session_id)
             )
 
     def _mark_failed(self, session: Session, violation: InvariantViolated) -> None:
@@ -137,8 +137,8 @@ def _make_idle(session: Session) -> None:
     try:
         session.kv.idle()
     except Exception:
-        # The history is whole; its rows are computed anew by the next Generate.
-        logger.exception("a session's rows could not be put away", extra=about_session(session.session_id))
+        # The history is complete; the next Generate computes its entries again.
+        logger.exception("a session could not become idle", extra=about_session(session.session_id))
         session.forget_entries()
     else:
         session.refresh_facts()
@@ -174,7 +174,7 @@ def _outcome(event: Event) -> str:
 
 
 class Beginnings:
-    """Engine's thread. `enter` moves a request from those that wait to those that run."""
+    """Engine's thread. `enter` moves a request from the waiting ones to the running ones."""
 
     def __init__(
         self,
@@ -194,7 +194,8 @@ class Beginnings:
         self._vocab_size = vocab_size
 
     def begin(self, request: Request, running: Iterable[Request]) -> None:
-        """Let it run, or end it. It goes on waiting if there is no room to wake now and some of `running` give room."""
+        """Let it run, or end it. It keeps waiting if there is no memory to wake its session now, but some of `running`
+        will give memory back."""
         session = request.session
         needed = len(session.history) + request.params.max_tokens
         began = self._clock()
@@ -208,7 +209,7 @@ class Beginnings:
             return
         if not is_active:
             if any(other.session.kv.takes_room for other in running):
-                return  # they give room back when they end
+                return  # they give memory back when they end
             self._endings.end(request, Failed(_no_room_to_wake(session, needed)))
             return
         request.move(RequestState.RUNNING)
@@ -233,16 +234,16 @@ class Beginnings:
 def _no_room_to_wake(session: Session, tokens: int) -> NoCapacity:
     pool = session.kv.context.pool
     return NoCapacity(
-        f"restoring the session's rows for {tokens} tokens needs up to "
-        f"{session.kv.bound.peak_bytes - session.kv.bound.sustained_bytes} bytes of K/V, and of the server's "
-        f"{pool.capacity_bytes} not so many are free now. Close sessions, or ask for fewer max_tokens",
+        f"restoring the session's KV entries for {tokens} tokens needs up to "
+        f"{session.kv.bound.peak_bytes - session.kv.bound.sustained_bytes} bytes of K/V, and fewer of the server's "
+        f"{pool.capacity_bytes} are free now. Close sessions, or ask for fewer max_tokens",
         retry_after_seconds=1.0,
         capacity_bytes=pool.capacity_bytes,
     )
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Of the error itself, or of what it was raised from."""
+    """Is the error, or one that it was raised from, a failed allocation?"""
     while error is not None:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             return True

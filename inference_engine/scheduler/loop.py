@@ -44,7 +44,7 @@ _HOUSEKEEPING_SECONDS = 1.0
 _DRAFT_TOKENS = 16  # draft tokens that a session is granted memory for at most, if any is free
 _CLEAN_BYTES = 32 * 2**20  # of memory given back, zeroed before a step: a few milliseconds on a CPU
 _LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 0.05, 60.0
-_STUCK_SECONDS = 30.0  # a step that takes longer keeps nobody from shutting down
+_STUCK_SECONDS = 30.0  # a step that takes longer does not block a shutdown
 
 
 class Scheduler:
@@ -91,9 +91,9 @@ class Scheduler:
             segment_tokens=config.segment_tokens,
         )
         self._foresight = Foresight(room, config.max_first_token_seconds)
-        self._last_step: tuple[float, int] | None = None  # when it began, and its rows, if the next one follows it
+        self._last_step: tuple[float, int] | None = None  # when it began, and its tokens, if the next one follows it
         self._is_caught_up = True  # is the device done with all steps so far?
-        self._is_ending = False  # has a request left in this round, and perhaps not been told yet?
+        self._is_ending = False  # has a request left in this round, whose end may not be reported yet?
         self._is_draining = False
         self._is_stopping = False
         self.beat_at = clock()  # when the loop last came round
@@ -118,7 +118,7 @@ class Scheduler:
                 raise Draining
             ahead = self._places_ahead(request.session.owner)
             self._foresee(request, is_alone=not ahead, refuse_late=refuse_late)
-            # Said before the loop can know of the request, so that it comes first.
+            # Sent before the loop can see the request, so that it is the first event.
             request.listener(Accepted(ahead, request.pending_tokens))
             self._queued.append(request)
             self._wake.notify_all()
@@ -137,7 +137,7 @@ class Scheduler:
                 f"{waiting[owner]} Generates of yours are waiting, as many as one owner's may; retry later",
                 retry_after_seconds=self._seconds_until_next(waiting),
             )
-        # Who has nothing waiting is never refused for those of others, so that nobody can keep everybody out.
+        # An owner with nothing waiting is never refused because of others: one owner cannot block all others.
         room = config.max_queued + max(0, config.max_running - running.total())
         if waiting[owner] and waiting.total() >= room:
             self._metrics.refused.labels("queue").inc()
@@ -148,7 +148,7 @@ class Scheduler:
         return waiting[owner] + running[owner]
 
     def _foresee(self, request: Request, *, is_alone: bool, refuse_late: bool) -> None:
-        """Predict its wait. Raises Overloaded if that is too long; who has no other Generate is never refused so."""
+        """Predict its wait. Raises Overloaded if that is too long, but never for an owner's only Generate."""
         request.prefill_tokens = request.pending_tokens
         if not self._config.max_first_token_seconds:
             return
@@ -161,13 +161,13 @@ class Scheduler:
         if refuse_late and wait > limit and not is_alone:
             self._metrics.refused.labels("first_token").inc()
             raise Overloaded(
-                f"others are served for another {wait:.1f} s before this Generate would have its first token, and the "
-                f"server lets nobody wait for more than {limit:g} s; retry later",
+                f"this Generate would wait {wait:.1f} s for others before its first token, and the server allows "
+                f"{limit:g} s; retry later",
                 retry_after_seconds=min(max(wait - limit, _LEAST_RETRY_SECONDS), _MOST_RETRY_SECONDS),
             )
 
     def _seconds_until_next(self, waiting: Counter[str]) -> float:
-        """When one more of an owner's will have begun: owners take turns."""
+        """When one more Generate of an owner will have begun: owners take turns."""
         return self._ends.seconds_for(len(waiting), self._clock())
 
     def between_steps(self, task: Callable[[], None]) -> None:
@@ -181,7 +181,7 @@ class Scheduler:
             self._wake.notify_all()
 
     def nudge(self) -> None:
-        """Something changed that the loop should look at: a stop was asked for."""
+        """Wake the loop: a stop was requested."""
         with self._wake:
             self._wake.notify_all()
 
@@ -216,7 +216,7 @@ class Scheduler:
         return not self._queued and not self._running and not self._tasks
 
     def _is_done(self) -> bool:
-        """Idle, and whatever ended is over: its session is free and its client was told."""
+        """Idle, and every end is complete: its session is free and its last event was sent."""
         return self._is_idle() and not (self._is_ending and self._thread.is_alive())
 
     def requests(self) -> tuple[Request, ...]:
@@ -230,7 +230,7 @@ class Scheduler:
         is_clean = True
         while True:
             if not self._running:
-                self.wakeups.release()  # nobody knows when the device works again
+                self.wakeups.release()  # it is not known when the device works again
             with self._wake:
                 self._is_ending = False
                 if self._is_idle():
@@ -284,7 +284,7 @@ class Scheduler:
                 self._beginnings.begin(request, self._running)
             except Exception as error:
                 self._endings.fail_all([request], error)
-            # Who waits for room to wake is not overtaken by others who need some, too.
+            # A request that waits for memory to wake is not overtaken by others that need memory too.
             is_waited_for |= request.state is RequestState.QUEUED
 
     def _step(self) -> None:
@@ -311,18 +311,19 @@ class Scheduler:
             self._endings.fail_session(batch[failed.index], failed.violation)
             return
         except SpanFailed as failed:
-            logger.exception("a session's old rows could not be read", extra=batch[failed.index].about)
+            logger.exception("a session's old KV entries could not be read", extra=batch[failed.index].about)
             self._endings.end(batch[failed.index], Failed(failed.failure))
             return
         except Exception as error:
-            # Want of memory is the step's fault, and the next may be smaller.
+            # Out of memory does not count: the next step may be smaller.
             self.failed_steps += not is_out_of_memory(error)
             self._endings.fail_all(batch, error)
             return
         self.failed_steps = 0
         seconds, tokens = self._clock() - began, sum(len(block.token_ids) for block in blocks)
         has_waited = self._verifier.waits(blocks)
-        is_known = has_waited and self._is_caught_up  # what it took: else some of that was of steps before it or after
+        # Otherwise the measured time includes work of the steps before it, or misses some of its own.
+        is_known = has_waited and self._is_caught_up
         self._is_caught_up = has_waited
         if is_known:
             self._batching.took(tokens, seconds)
@@ -351,7 +352,7 @@ class Scheduler:
     def _is_secured(self, request: Request) -> bool:
         """Is there a place for its next token, and memory for those before it? If not, it ends.
 
-        Draft tokens behind them have memory only where some is free: nobody's K/V is dropped for them.
+        Draft tokens after them get memory only if some is free: no K/V is dropped for them.
         """
         session = request.session
         if request.forced is None:
@@ -377,9 +378,9 @@ class Scheduler:
         return True
 
     def _move_back(self, batch: Sequence[Request], last: tuple[int, float] | None) -> None:
-        """Served: to the back of the line, in this order. At once, or a drain would see nobody running.
+        """Move the served requests to the end of the queue, in this order. In one go: a drain must not see it empty.
 
-        last: rows of the step before this one, and seconds from its beginning to this one's.
+        last: tokens of the step before this one, and seconds from its beginning to this one's.
         """
         served = set(batch)
         with self._wake:
@@ -390,7 +391,7 @@ class Scheduler:
             self._running.extend((*others, *batch))
 
     def _record_first_tokens(self, requests: Sequence[Request]) -> None:
-        """Those of `requests`, which had none before this step, that have one now."""
+        """Record the waits of those `requests` that have a token now. None had one before this step."""
         answered = [request for request in requests if request.generated]
         if answered:
             now = self._clock()

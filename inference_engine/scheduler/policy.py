@@ -1,11 +1,12 @@
-"""Who begins, who runs in the next step, and how many rows each: pure functions.
+"""Scheduling policy: which requests begin, which run in the next step, and with how many tokens. Pure functions.
 
-Owners take turns, and within an owner its Generates do: who has a hundred of them gets as much as who has one.
+Owners take turns, and the Generates of one owner take turns: an owner with a hundred Generates gets as much as one with
+a single Generate.
 
-    begin   the owner with the fewest running ones comes first; who has none running waits for nobody
-    step    decoding ones first, one row each, so that a long prefill never keeps others from their next token; beside
-            them one chunk of prefill, or several short ones that together are no longer than one may be; as many as fit
-            otherwise. Each time the owner comes first who waited longest
+    begin   the owner with the fewest running Generates comes first; an owner with none running never waits for others
+    step    decoding requests first, one token each, so that a long prefill never delays their next token. Beside them
+            one chunk of prefill, or several short ones of at most the same total length. Without decoding requests as
+            many chunks as fit. The owner that waited longest comes first
 
 Candidates come in the order in which they were last served, longest ago first.
 """
@@ -20,7 +21,7 @@ from itertools import zip_longest
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A request that could run: the rows it wants now (1 while decoding, a chunk while prefilling).
+    """A request that could run, and the tokens it has for the step (1 while decoding, a chunk while prefilling).
 
     turn: the number of the last step that served its owner a request of this kind; smaller ones come first.
     """
@@ -36,17 +37,17 @@ def choose(
 ) -> list[int]:
     """Indexes of the candidates to run, at least one and at most `max_batch`.
 
-    Rows together stay within `step_tokens`, but for one chunk beside decoders. Further chunks go along beside decoders
-    where prefills together have at most `prefill_tokens_beside` rows: one after another, each would cost a step.
+    All tokens together stay within `step_tokens`, but for one chunk beside decoders. Further chunks join a step with
+    decoders if prefills together have at most `prefill_tokens_beside` tokens: run one by one, each would cost a step.
     """
     if max_batch == 1:
         return _in_turn(candidates, range(len(candidates)))[:1]
     decodes = _in_turn(candidates, [index for index, one in enumerate(candidates) if not one.is_prefilling])
     prefills = _in_turn(candidates, [index for index, one in enumerate(candidates) if one.is_prefilling])
-    # A place is kept for a prefill, else max_batch decoders would starve it.
+    # One place is kept for a prefill, else max_batch decoders would starve it.
     chosen = decodes[: max_batch - 1 if prefills else max_batch]
     tokens = sum(candidates[index].tokens for index in chosen)
-    # One prefill always goes along, however full the step is: decoders that keep coming must not starve it.
+    # One prefill always joins, however full the step is: a stream of new decoders must not starve it.
     for index in prefills[:1]:
         chosen.append(index)
         tokens += candidates[index].tokens
@@ -59,7 +60,7 @@ def choose(
 
 
 def _in_turn(candidates: Sequence[Candidate], indexes: Sequence[int]) -> list[int]:
-    """The candidates `indexes`, one of each owner after another, the owner first who was served longest ago."""
+    """The candidates `indexes`, round-robin over owners, the owner that was served longest ago first."""
     lines: dict[str, list[int]] = {}
     for index in indexes:
         lines.setdefault(candidates[index].owner, []).append(index)
@@ -70,8 +71,8 @@ def _in_turn(candidates: Sequence[Candidate], indexes: Sequence[int]) -> list[in
 def admit(waiting: Sequence[str], running: Mapping[str, int], *, most: int, most_per_owner: int) -> list[int]:
     """Indexes of the waiting requests to begin now, in this order.
 
-    waiting: the owner of each, in order of arrival. running: how many of each owner run already. most: may run in all,
-    and beyond it one of each owner who has none; most_per_owner: 0 for no limit.
+    waiting: the owner of each, in order of arrival. running: how many of each owner run already. most: how many may run
+    in total; beyond it, one of each owner that has none running. most_per_owner: 0 for no limit.
     """
     counts = Counter(running)
     lines: dict[str, deque[int]] = {}
@@ -81,7 +82,7 @@ def admit(waiting: Sequence[str], running: Mapping[str, int], *, most: int, most
     while lines:
         owner = min(lines, key=lambda owner: (counts[owner], lines[owner][0]))
         if counts[owner] and total >= most:
-            break  # whoever comes next has as many
+            break  # every other owner has at least as many
         if most_per_owner and counts[owner] >= most_per_owner:
             break
         begun.append(lines[owner].popleft())
@@ -93,7 +94,7 @@ def admit(waiting: Sequence[str], running: Mapping[str, int], *, most: int, most
 
 
 def places(owner: str, running: Mapping[str, int], *, most: int, most_per_owner: int) -> int:
-    """How many more requests of `owner` could begin now, if no other owner's came."""
+    """How many more requests of `owner` could begin now, if other owners sent none."""
     own = running.get(owner, 0)
     left = max(most - sum(running.values()), 0 if own else 1)
     return max(0, min(left, most_per_owner - own) if most_per_owner else left)
@@ -101,7 +102,7 @@ def places(owner: str, running: Mapping[str, int], *, most: int, most_per_owner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Targets:
-    """Seconds that somebody should wait at most; 0 for no target."""
+    """Latency targets in seconds; 0 for no target."""
 
     first_token_seconds: float = 0.0
     inter_token_seconds: float = 0.0
@@ -118,11 +119,11 @@ def chunk_beside_decoders(
     seconds_of_chunk: float | None,
     tokens_in_time: int | None,
 ) -> int:
-    """Most rows of a prefill of `pending` tokens to run beside decoding requests.
+    """Most tokens of a prefill of `pending` tokens to run beside decoding requests.
 
-    A segment, unless its first token would come too late then: `most_queries`. Never more than lets the decoding ones
-    have their tokens in time, but `least_tokens` in any case. seconds_of_chunk: what a step with a segment takes;
-    tokens_in_time: how many fit into one of `inter_token_seconds`; None where that is not known yet.
+    One segment; `most_queries` if segments would miss the target for the first token. Never so many that decoding
+    requests miss their inter-token target, but at least `least_tokens`. seconds_of_chunk: what a step with a segment
+    takes. tokens_in_time: how many tokens a step of `inter_token_seconds` holds. Both None while unknown.
     """
     tokens = segment_tokens
     if targets.first_token_seconds and seconds_of_chunk is not None:
@@ -135,6 +136,6 @@ def chunk_beside_decoders(
 
 
 def cut(position: int, tokens: int, unit: int) -> int:
-    """`tokens` from `position` on, or fewer, so that they end at a multiple of `unit`, where one is within them."""
+    """`tokens` from `position` on, or fewer, so that they end at a multiple of `unit` if they contain one."""
     end = (position + tokens) // unit * unit
     return end - position if end > position else tokens

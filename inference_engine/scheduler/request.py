@@ -2,8 +2,7 @@
 
     QUEUED ──▶ RUNNING ──▶ ENDED          QUEUED ──▶ ENDED (stopped before its first step)
 
-A stop may be asked for from any thread; it takes effect at the next step boundary, and what was committed until then
-stays.
+A stop may be requested from any thread. It takes effect at the next step boundary; what was committed until then stays.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ OnLogits = Callable[[int, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """Tokens to be taken as if the model had generated them, and who wants to see the logits that predict them."""
+    """Tokens to record as generated (teacher forcing), and the callback that gets the logits that predict them."""
 
     token_ids: TokenIds
     on_logits: OnLogits
@@ -55,7 +54,7 @@ _MOVES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """What a Generate has done so far, over all requests it took: one that was stopped goes on in another."""
+    """What a Generate has done so far, over all its requests: a stopped one continues in another request."""
 
     generated: int = 0
     prefilled_tokens: int = 0
@@ -68,7 +67,7 @@ class Done:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Request:
-    """Mutable, and the engine thread's own, but for `stop`, which anybody may set once."""
+    """Mutable, and owned by the engine's thread, except `stop`, which any thread may set once."""
 
     session: Session
     params: GenerateParams
@@ -82,7 +81,7 @@ class Request:
     has_recorded_forced: bool = False
     state: RequestState = RequestState.QUEUED
     sampler: Sampler | None = None
-    # None until somebody wants the request to end; then how it shall end.
+    # None until a stop is requested; then it returns how the request ends.
     stop: Callable[[], StopReason | BaseException] | None = None
     outcome: Finished | Failed | None = None  # known before its session is free
     started_at: float = 0.0
@@ -92,13 +91,13 @@ class Request:
     prefilled_tokens: int = 0
     cached_tokens: int = 0
     generated: int = 0
-    last_query: int = field(default=-1)  # position of the last row whose logits were sampled
+    last_query: int = field(default=-1)  # position of the last token whose logits were sampled
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    is_degraded: bool = False  # the drafter failed and is not asked again
-    refused_behind: int | None = None  # of the history granted then: there was no memory for draft tokens behind it
+    is_degraded: bool = False  # the drafter failed and is not used again
+    refused_behind: int | None = None  # tokens granted when memory for draft tokens after them was last refused
     trace: GenerateTrace = OFF
-    about: Mapping[str, str] = field(default_factory=dict)  # what its lines in the log say
+    about: Mapping[str, str] = field(default_factory=dict)  # fields of its log lines
 
     def move(self, state: RequestState) -> None:
         assert state in _MOVES[self.state], (self.state, state)
@@ -113,16 +112,16 @@ class Request:
 
     @property
     def pending_tokens(self) -> int:
-        """Recorded tokens that have no K/V yet, or have to be computed again. One, the last sampled, while decoding.
+        """Recorded tokens without K/V, or whose K/V must be computed again. While decoding, one: the last sampled.
 
-        The last forced token is left for the next Generate, as the last sampled one is.
+        The last forced token is left to the next Generate, like the last sampled one.
         """
         kv = self.session.kv
         return len(self.session.history) - kv.length + kv.pending_replay - self.has_recorded_forced
 
     @property
     def is_prefilling(self) -> bool:
-        """Before the first new token. A score prefills from its beginning to its end."""
+        """Has it generated no token yet? A score prefills from beginning to end."""
         return self.generated == 0
 
     def finished(self, reason: StopReason, now: float) -> Finished:

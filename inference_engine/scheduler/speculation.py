@@ -1,7 +1,7 @@
-"""Drafting beside the loop: who gets a draft in this step, how long, and what becomes of a drafter that fails.
+"""Speculative decoding: which requests get a draft in this step, how long it is, and how a failing drafter is handled.
 
-A drafter never changes a token, so nothing here is needed for an answer to be right. One that raises is not asked again
-by that Generate, which goes on plainly and says so at its end.
+A drafter never changes a token, so correctness does not depend on this module. After an exception of the drafter the
+Generate continues without drafts and reports `is_degraded` at its end.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from inference_engine.session.session import Session
 
 logger = logging.getLogger(__name__)
 
-# While drafts do not pay, what may be spent on finding out whether they would again.
+# While drafts do not pay: the share of time that may be spent on finding out whether they would again.
 _WATCH_SHARE = 0.01
 _PROBE_STEPS, _PROBE_LENGTH = 256, 4
-# Rows of decoding that a drafter is told of together, while nobody needs it to know them.
+# Decoded tokens that are passed to the drafter together, unless a draft needs them earlier.
 _REPORTED_TOGETHER = 16
 _NONE: TokenIds = np.zeros(0, dtype=np.uint32)
 
 
 @dataclass(slots=True)
 class _Pace:
-    """What is known of one session's drafts of one way, over all its Generates."""
+    """Statistics of one session's drafts by one method, over all its Generates."""
 
     acceptance: Acceptance
-    # A draft that was not verified, to be compared as tokens come.
+    # A draft that is not verified, only compared with the tokens as they come.
     watched: TokenIds = field(default_factory=_NONE.copy)
     watched_right: int = 0
     steps_since_watch: int = 0
@@ -58,7 +58,7 @@ class _Pace:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A draft of `length` to ask for, to verify or only to watch."""
+    """A draft of `length` tokens to request, to be verified or only watched."""
 
     request: Request
     method: DraftMethod
@@ -89,7 +89,7 @@ class Drafting:
         vocab_size: int,
         draft_tokens: int,
     ) -> None:
-        """draft_tokens: how many draft tokens each draft has; 0: as many as pay."""
+        """draft_tokens: the fixed length of every draft; 0: the length that pays most."""
         self._drafter = drafter
         self._vocab_size = vocab_size
         self._metrics = metrics
@@ -99,16 +99,16 @@ class Drafting:
         self._draft_seconds: defaultdict[DraftMethod, RecentSeconds] = defaultdict(RecentSeconds)
         self._acceptance: defaultdict[DraftMethod, Acceptance] = defaultdict(
             Acceptance
-        )  # of all: what a new session begins with
+        )  # over all sessions: the prior of a new session
         self._paces: WeakKeyDictionary[Session, dict[DraftMethod, _Pace]] = WeakKeyDictionary()
-        self._given: dict[Request, DraftMethod] = {}  # whose draft tokens the step verifies
+        self._given: dict[Request, DraftMethod] = {}  # requests whose draft tokens the step verifies
         self._seen: list[tuple[Request, Seen]] = []
 
     def wants_taps(self, request: Request) -> bool:
         return bool(self._drafter.tap_layers) and self._is_served(request)
 
     def most_draft_tokens(self, request: Request) -> int:
-        """In its next step, memory apart."""
+        """Most draft tokens in its next step, whatever memory is free."""
         if request.is_prefilling or not self._is_served(request):
             return 0
         return max(0, request.params.max_tokens - request.generated - 1)
@@ -127,8 +127,7 @@ class Drafting:
     def draft(
         self, decoding: Sequence[Request], tokens_left: int, *, on_work: Callable[[], None] = lambda: None
     ) -> dict[Request, TokenIds]:
-        """Draft tokens for the requests that a step decodes, one row each; all draft tokens together at most
-        `tokens_left`.
+        """Draft tokens for the requests that a step decodes; at most `tokens_left` in total.
 
         on_work: called before the drafter takes the device's time, if it does.
         """
@@ -137,7 +136,7 @@ class Drafting:
         if not asked:
             return {}
         on_work()
-        began = self._clock()  # what a drafter has to be told first is part of what its draft costs
+        began = self._clock()  # passing committed tokens to the drafter is part of the cost of its draft
         if any(one.method.needs_entries for one in asked):
             self.flush()
             asked = [one for one in asked if not one.request.is_degraded]
@@ -162,7 +161,7 @@ class Drafting:
         return given
 
     def _ask(self, request: Request, tokens_left: int, sessions: int) -> _Asked | None:
-        """What to ask for, if anything, in a step that decodes so many sessions."""
+        """The draft to request, if any, in a step that decodes `sessions` sessions."""
         room = min(self._drafter.longest, self._room(request), tokens_left // sessions)
         if room <= 0 or not self._is_served(request):
             return None
@@ -170,7 +169,7 @@ class Drafting:
         try:
             method = self._drafter.method(history)
         except Exception:
-            logger.exception("the drafter cannot say how it would draft")
+            logger.exception("the drafter cannot choose a method")
             self._degrade([request])
             return None
         if method is None:
@@ -179,13 +178,13 @@ class Drafting:
         return _Asked(request, method, history, length, is_watched) if length else None
 
     def _saw_drafting(self, methods: set[DraftMethod], seconds: float) -> None:
-        """Drafts of these ways took so long together. One that reads rows is a network's; others are free beside it."""
+        """Drafts by these methods took `seconds` together. Only a method that reads entries (a network) has a cost."""
         dear = {method for method in methods if method.needs_entries} or methods
         if len(dear) == 1:
             self._draft_seconds[dear.pop()].saw(seconds)
 
     def _check(self, drafts: Sequence[TokenIds], count: int) -> None:
-        """An id outside the vocabulary would fail the step of everybody in it."""
+        """Raise ValueError for malformed drafts: an id outside the vocabulary would fail the whole step."""
         if len(drafts) != count:
             raise ValueError(f"{count} drafts were asked for, {len(drafts)} came")
         for draft in drafts:
@@ -199,13 +198,13 @@ class Drafting:
 
     @staticmethod
     def _room(request: Request) -> int:
-        """Draft tokens whose rows have a place, and after which a token may still come."""
+        """Draft tokens for which there is memory, and after which another token may be generated."""
         session = request.session
         room = min(session.kv.room() - 1, request.params.max_tokens - request.generated - 1)
         return room if session.longest is None else min(room, session.longest - len(session.history) - 1)
 
     def _length(self, request: Request, method: DraftMethod, longest: int, sessions: int) -> tuple[int, bool]:
-        """How many draft tokens, and whether only to watch them."""
+        """How many draft tokens to request, and whether they are only watched."""
         if self._fixed:
             return min(self._fixed, longest), False
         pace, step = self._pace(request, method), self._steps_of(sessions)
@@ -226,11 +225,11 @@ class Drafting:
     # -- after a step -----------------------------------------------------------------------------------------------
 
     def took(self, sessions: int, tokens: int, seconds: float) -> None:
-        """A step that decoded and did nothing else took so long."""
+        """Record the duration of a step that only decoded."""
         self._steps_of(sessions).saw(tokens, seconds, is_plain=tokens == sessions)
 
     def settle(self, request: Request, block: Block, outcome: Outcome, *, first: int, kept: int, taken: int) -> None:
-        """The block's first `kept` rows, from position `first` on, were committed, and `taken` samples recorded."""
+        """The block's first `kept` tokens, from position `first` on, were committed, and `taken` samples recorded."""
         if block.drafted:
             right = len(outcome.samples) - 1
             accepted = min(right, taken)  # the Generate may have been stopped, or have ended among them
@@ -256,12 +255,12 @@ class Drafting:
             self._seen.append((request, Seen(memory, first, block.token_ids[:kept], taps)))
 
     def flush_if_many(self) -> None:
-        """A step has ended: tell the drafter of it, now or soon."""
+        """After a step: pass committed tokens to the drafter once there are enough of them."""
         if sum(len(seen.token_ids) for _, seen in self._seen) >= _REPORTED_TOGETHER:
             self.flush()
 
     def flush(self) -> None:
-        """Tell the drafter what steps committed that it does not know yet."""
+        """Pass to the drafter all committed tokens that it has not seen."""
         # A session that was closed or has failed meanwhile has no memory any more.
         reported = [
             (request, seen)
@@ -289,7 +288,7 @@ class Drafting:
 
 
 def _joined(reported: Sequence[Seen]) -> list[Seen]:
-    """Rows of one session that follow each other become one entry."""
+    """Consecutive tokens of one session become one `Seen`."""
     joined: list[list[Seen]] = []
     last: dict[int, list[Seen]] = {}
     for seen in reported:

@@ -1,4 +1,4 @@
-"""How long things take here, as measured: a step by its rows, and a place in the queue."""
+"""Measured durations: of a step by its number of tokens, and of the wait for a free place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-_MEMORY = 0.98  # what a step counts when the next one has come
+_MEMORY = 0.98  # decay: the weight of a step when the next one was measured
 _FEW_STEPS = 4.0
 _LEAST_SECONDS, _MOST_SECONDS = 0.05, 60.0
 _UNKNOWN_SECONDS = 1.0
@@ -14,7 +14,7 @@ _UNKNOWN_SECONDS = 1.0
 
 @dataclass(slots=True)
 class StepPace:
-    """A line through what steps took by their rows, seconds = fixed + rows · each; older steps count less."""
+    """A linear fit of step durations, seconds = fixed + tokens · each; older steps count less."""
 
     _count: float = 0.0
     _tokens: float = 0.0
@@ -23,7 +23,7 @@ class StepPace:
     _tokens_seconds: float = 0.0
 
     def saw(self, tokens: int, seconds: float) -> None:
-        """A step of so many rows took so long."""
+        """Record that a step of `tokens` took `seconds`."""
         for name, value in (
             ("_count", 1.0),
             ("_tokens", float(tokens)),
@@ -34,18 +34,18 @@ class StepPace:
             setattr(self, name, _MEMORY * getattr(self, name) + value)
 
     def seconds(self, tokens: int) -> float | None:
-        """What a step of so many rows takes; None before there were a few of different sizes."""
+        """Expected duration of a step of `tokens`; None before a few steps of different sizes were measured."""
         line = self._line()
         return None if line is None else line[0] + tokens * line[1]
 
     @property
     def mean_seconds(self) -> float | None:
-        """What steps took on average; None before there were a few."""
+        """Mean duration of a step; None before a few were measured."""
         return None if self._count < _FEW_STEPS - 0.5 else self._seconds / self._count
 
     @property
     def token_seconds(self) -> float:
-        """What another row adds to a step; 0 where that is not known yet."""
+        """What another token adds to a step; 0 while that is not known."""
         line = self._line()
         return 0.0 if line is None else line[1]
 
@@ -59,14 +59,14 @@ class StepPace:
         if self._count < _FEW_STEPS or spread <= 1e-9 * self._count * self._tokens_squared:
             return None
         each = (self._count * self._tokens_seconds - self._tokens * self._seconds) / spread
-        # More rows never take less: what says so is noise.
+        # More tokens never take less time: a negative slope is noise.
         each = max(each, 1e-9)
         return max(0.0, (self._seconds - each * self._tokens) / self._count), each
 
 
 @dataclass(slots=True)
 class EndPace:
-    """How often a Generate ends, and so gives its place to another one."""
+    """How often a Generate ends and frees its place."""
 
     _ends: deque[float] = field(default_factory=lambda: deque(maxlen=64))
 
@@ -74,9 +74,9 @@ class EndPace:
         self._ends.append(now)
 
     def seconds_for(self, places: int, now: float) -> float:
-        """When so many places will probably have come free; a draft token of ours before there were any."""
+        """Expected time until `places` places are free; a fixed estimate before two Generates have ended."""
         if len(self._ends) < 2:
             return _UNKNOWN_SECONDS
-        # Up to now, not to the last end: a queue that stands still becomes slower as one looks at it.
+        # Up to now, not to the last end: the estimate grows while no Generate ends.
         between = (now - self._ends[0]) / len(self._ends)
         return min(max(places * between, _LEAST_SECONDS), _MOST_SECONDS)

@@ -1,11 +1,11 @@
-"""What a Generate has said so far, to be read by one caller after another, from any token on.
+"""The events of a Generate so far. Callers read them one after another, each from any token on.
 
-    engine's thread ── hear ──▶ Transcript ◀── read ── Reader         the newest reader is the one whose wishes count
+    engine's thread ── receive ──▶ Transcript ◀── read ── Reader      only the newest reader can stop the Generate
 
-Tokens are read where they are kept, in the session's history, when a reader wants them: nothing queues up for one that
-is slow or gone, and the engine never waits for it. When the session ends, each reader keeps what it has still to read.
-A Generate that was stopped goes on, with what it had left to do, in another request; tokens are a function of history,
-parameters, seed and position, so nobody can tell from them.
+A reader takes tokens from the session's history when it is ready for them: nothing is queued for a slow or lost reader,
+and the engine never waits for one. When the session ends, each reader keeps the tokens that it has not read yet. A
+stopped Generate continues in another request. Tokens are a function of history, parameters, seed and position, so they
+are the same as without the stop.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from inference_engine.types import (
     Truncated,
 )
 
-AT_ONCE = 256  # tokens in one read: after fewer, there were no more
+AT_ONCE = 256  # most tokens in one read; a read of fewer has returned all there were
 
 
 class Transcript:
-    """Heard on the engine's thread, read and stopped from any. `attach` and `run` are called with the session's store
-    locked."""
+    """Receives events on the engine's thread; read and stopped from any thread. `attach` and `run` are called with the
+    session's store locked."""
 
     def __init__(self, session: Session, params: GenerateParams, seed: int, *, forced: Forced | None = None) -> None:
         self.session = session
@@ -57,28 +57,28 @@ class Transcript:
 
     @property
     def end_position(self) -> int:
-        """Behind the last token so far."""
+        """The position after the last token so far."""
         return self.first_position + self._tokens
 
     @property
     def is_stopping(self) -> bool:
-        """Somebody wants it to end, and it has not ended yet: nobody can say now how it will."""
+        """A stop was requested and it has not ended yet: how it will end is not known."""
         request = self._request
         return request is not None and request.outcome is None and request.stop is not None
 
     @property
     def can_continue(self) -> bool:
-        """It ended before it was through."""
+        """It failed, or was cancelled before its end."""
         outcome = None if self._request is None else self._request.outcome
         return isinstance(outcome, Failed) or (
             isinstance(outcome, Finished) and outcome.stop_reason is StopReason.CANCELLED
         )
 
     def attach(self, *, position: int | None = None, is_replayed: bool, listener: Listener | None = None) -> Reader:
-        """A reader from `position` on (None: the first token), in place of the one there was.
+        """A reader from `position` on (None: the first token); it replaces the one before.
 
-        listener: is told what comes from now on, on the engine's thread. Raises InvalidArgument for a position where
-        no token is and none comes next.
+        listener: called with each event from now on, on the engine's thread. Raises InvalidArgument for a position
+        outside the tokens so far and the next one.
         """
         with self._lock:
             position = self.first_position if position is None else position
@@ -93,7 +93,7 @@ class Transcript:
         return self._reader
 
     def run(self, now: float) -> Request:
-        """A request for all that is left to do. The caller submits it, its session held."""
+        """A request for the rest of the work. The caller holds the session and submits the request."""
         before, done = self._request, Done()
         if before is not None:
             done = before.done(before.token_at or before.accepted_at)
@@ -114,14 +114,14 @@ class Transcript:
         return request
 
     def refuse(self, error: BaseException) -> None:
-        """The newest request could not be submitted: that is how this Generate ended."""
+        """End this Generate with `error`: its newest request could not be submitted."""
         request = self._request
         assert request is not None
         request.outcome = Failed(error)
         self._receive(request, request.outcome)
 
     def stop(self, reader: Reader, how: Callable[[], StopReason | BaseException]) -> None:
-        """End it as `how` says, at the next step boundary, if `reader` still is the one to say so."""
+        """End it as `how` returns, at the next step boundary, if `reader` still is the newest reader."""
         with self._lock:
             if reader is self._reader and self._request is not None:
                 self._request.ask_to_stop(how)
@@ -129,7 +129,7 @@ class Transcript:
     def _receive(self, request: Request, event: Event) -> None:
         with self._lock:
             if request is not self._request:
-                return  # the last word of a request that another one continues already
+                return  # the last event of a request that another one already continues
             self._note(event)
             reader = self._reader
         if reader is not None:
@@ -165,12 +165,12 @@ class Reader:
         self._listener = listener
         self._on_readable: Callable[[], None] | None = None
         self._first_position = position
-        # Reports of a prefill are for those who were there before it gave a token.
+        # Progress of the prefill is only for readers that attached before the first token.
         self._begins_with_tokens = position < transcript.end_position
         self._has_greeted = self._has_warned = self._is_over = self._is_lost = False
         self._has_left = False
-        self._is_under_way = False  # it gave a token, so what comes before them was said
-        self._kept: Stretch | None = None  # of a history that ended
+        self._is_under_way = False  # a token was read, so all events that come before tokens were too
+        self._kept: Stretch | None = None  # unread tokens of a history that ended
         self._reports = 0
 
     def when_readable(self, callback: Callable[[], None]) -> None:
@@ -189,7 +189,7 @@ class Reader:
             return [Failed(StreamTakenOver(self.position))]
         with transcript._lock:
             end, ending = transcript.end_position, transcript._ending
-            # Tokens follow each other thousands of times, and what comes before them comes once.
+            # A fast path: other events come once, tokens thousands of times.
             events = [] if self._is_under_way else self._preamble(end, ending)
             until = min(end, self.position + AT_ONCE)
             logprobs = transcript._logprobs
@@ -209,7 +209,7 @@ class Reader:
         return events
 
     def keep(self) -> None:
-        """The session ends, with all that this Generate will ever say: keep what was not read yet."""
+        """The session ends, and no more tokens will come: keep those that were not read yet."""
         transcript = self._transcript
         with transcript._lock:
             start, stop = self.position, transcript.end_position
@@ -219,14 +219,14 @@ class Reader:
             self.leave()
 
     def leave(self) -> None:
-        """Nobody will read from here any more. From any thread, at any time; idempotent."""
+        """Detach: this reader will not be read again. From any thread, at any time; idempotent."""
         self._has_left = True
         self._transcript.session.readers.discard(self)
         if self._kept is not None:
             self._kept.give_up()
 
     def _ids(self, until: int) -> TokenIds:
-        """Those that come next, from where they are now."""
+        """The next token ids, from the history or from those kept."""
         if self._kept is None:
             try:
                 return self._transcript.session.history.ids(self.position, until)
@@ -237,10 +237,10 @@ class Reader:
         return self._kept.ids(self.position, until)
 
     def _preamble(self, end: int, ending: Finished | Failed | None) -> list[Event]:
-        """What comes before the first token, as far as it is there."""
+        """The events that come before the first token, as far as there are any."""
         transcript, events = self._transcript, list[Event]()
         if not self._has_greeted:
-            # Who comes when it is under way, or over, waits for nothing.
+            # A reader that attaches after the first token, or after the end, does not wait in the queue.
             accepted = Accepted(0, 0) if self._begins_with_tokens or ending is not None else transcript._accepted
             if accepted is not None:
                 self._has_greeted = True

@@ -1,10 +1,10 @@
-"""Wakes those who read what a step gave: once for all who are woken together, and while the device is at work.
+"""Wake-ups of readers after a step: one for all readers on a thread, and while the device is at work.
 
     engine's thread     settle: tokens for A, B, … │ plan of the next step │ its forward … the device works
     readers' thread                                                        └ wake: frames for A, B, …
 
-A wake is a system call and hands the interpreter to somebody else: made for every token, it costs more than the token,
-and made before the plan, readers and plan take the interpreter from each other again and again.
+A wake-up is a system call and lets another thread take the interpreter lock. One for every token would cost more than
+the token; one before the plan would make readers and plan compete for the lock.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ class Wakeups:
     """`wake` from any thread; `hold` and `release` on the engine's."""
 
     def __init__(self) -> None:
-        self._holder: int | None = None  # the thread that keeps its wakes back
+        self._holder: int | None = None  # the thread whose wake-ups are held back
         self._kept: dict[Wake, None] = {}
 
     def wake(self, wake: Wake) -> None:
-        """Call `wake` now; while this thread holds its wakes back, at their release, equal ones once."""
+        """Call `wake` now, or on `release` if this thread holds its wake-ups back; equal ones are called once."""
         if self._holder == threading.get_ident():
             self._kept[wake] = None
         else:
             wake()
 
     def hold(self) -> None:
-        """From now on keep back the wakes of this thread: it settles a step, and the device will soon work again."""
+        """Hold back the wake-ups of this thread from now on: it settles a step, and the device will soon be busy."""
         self._holder = threading.get_ident()
 
     def release(self) -> None:
-        """Make the wakes that were kept back, and keep back no more."""
+        """Make the wake-ups that were held back, and hold back no more."""
         self._holder = None
         if self._kept:
             kept, self._kept = self._kept, {}

@@ -1,1 +1,1 @@
-"""Histories: sessions, the store that owns them, and the journal that every change goes through first."""
+"""Sessions: their histories, the store that owns them, and the journal that every change goes through first."""

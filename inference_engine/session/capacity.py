@@ -1,11 +1,11 @@
-"""Who gets memory: admission by sessions and bytes before anything is allocated, and how room is made for it.
+"""Admission of sessions by number and bytes, before anything is allocated, and eviction of idle sessions for it.
 
-    short of sessions   the owner's least recently used idle session is evicted
-    short of bytes      the K/V of the owner's least recently used idle sessions are dropped, one session after another;
-                        their histories stay, and their rows are computed again when they are used
+    too many sessions   the owner's least recently used idle session is evicted
+    too few bytes       the K/V of the owner's least recently used idle sessions are dropped, one session after another;
+                        their histories stay, and their entries are computed again when the sessions are used
 
-One owner's sessions never make room for another's, and a session that something holds makes room for nobody. Called
-with the store's lock held.
+A session is never evicted or dropped for another owner's, nor while an operation holds it. Called with the store's lock
+held.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionLimits:
-    """What the operator allows, by the names of the settings. Of one owner, 0: no limit."""
+    """Limits of the operator, named like the settings. Limits per owner: 0 for no limit."""
 
     max_sessions: int
-    evictable_seconds: float  # a session has to be idle for so long before it makes room
+    evictable_seconds: float  # idle time before a session may be evicted or dropped for another
     max_sessions_per_owner: int = 0
     kv_bytes_per_owner: int = 0
     history_tokens_per_owner: int = 0
@@ -37,7 +37,7 @@ class SessionLimits:
 
 
 class Admission:
-    """`sessions` are those that are open, least recently used first; `evict` and `drop` end one, or its rows."""
+    """`sessions` are the open ones, least recently used first. `evict` ends a session, `drop` frees its K/V."""
 
     def __init__(
         self,
@@ -64,10 +64,10 @@ class Admission:
         tokens: int | None = None,
         parent: SessionKV | None = None,
     ) -> SessionKV:
-        """Memory for a new session, a fork of `parent` if there is one, whose rows it reads where that can be.
+        """Memory for a new session. With `parent` it is a fork, which reads the parent's entries where it can.
 
-        tokens: of its history, if it is granted memory as that grows; None: it is granted all that it may need.
-        Raises NoCapacity or QuotaExceeded; nobody makes room in vain for bytes.
+        tokens: the length of its history, if its memory grows with it; None: it gets all memory that it may need.
+        Raises NoCapacity or QuotaExceeded; then no session was dropped.
         """
         prefixes = parent.share() if parent is not None and self._limits.share_forks else ()
         base, limit = prefixes[0].end if prefixes else 0, limit_tokens
@@ -75,7 +75,7 @@ class Admission:
             assert limit_tokens is not None
             limit = whole_segments(max(tokens, base + 1), self._context.geometry, limit_tokens)
         needed = bound_of(strategy, self._context, limit, base=base)
-        if limit != limit_tokens:  # of the second tier all is reserved at once
+        if limit != limit_tokens:  # all of the second tier is reserved at once
             whole = bound_of(strategy, self._context, limit_tokens, base=base)
             needed = replace(needed, tier_bytes=whole.tier_bytes)
         self._refuse_what_can_never_fit(needed)
@@ -90,7 +90,7 @@ class Admission:
         return kv[0]
 
     def readmit(self, sessions: Collection[Session], session: Session) -> None:
-        """Memory for a session whose rows were dropped. Raises as `admit`, and the session stays as it is."""
+        """Memory for a session whose K/V was dropped. Raises as `admit`, and the session stays as it is."""
         tokens = len(session.history) + 1
         self._make_room(sessions, session.kv.bound_at(tokens), session.owner, lambda: session.kv.reserve(tokens))
 
@@ -108,12 +108,12 @@ class Admission:
         self._make_room(sessions, _more(kv, then), session.owner, take)
 
     def grow_if_free(self, sessions: Collection[Session], session: Session, tokens: int) -> bool:
-        """As `grow`, but nothing makes room for it. False, and the session stays as it is, if there is none."""
+        """As `grow`, but from free memory only: no session is dropped. False if there is none; nothing changes then."""
         kv, pool = session.kv, self._context.pool
         if kv.covers(tokens):
             return True
         needed = _more(kv, kv.bound_at(tokens))
-        # First: the others look at every session.
+        # The cheapest check first: the others loop over all sessions.
         if needed.sustained_bytes > pool.capacity_bytes - pool.reserved_bytes:
             return False
         try:
@@ -152,7 +152,7 @@ class Admission:
     # -- bytes ------------------------------------------------------------------------------------------------------
 
     def _make_room(self, sessions: Collection[Session], needed: Bound, owner: str, take: Callable[[], None]) -> None:
-        """Let `take` succeed, which raises NoCapacity where there is no room."""
+        """Drop idle sessions until `take` succeeds; it raises NoCapacity while there is too little memory."""
         while True:
             try:
                 self._check_quota(sessions, needed, owner)
@@ -162,14 +162,14 @@ class Admission:
                 holding = self._that_help(sessions, needed, owner)
                 if not holding:
                     raise
-                # Nobody makes room for a session that would be refused even then.
+                # No session is dropped for one that would be refused even then.
                 going = frozenset(holding)
                 self._check_quota(sessions, needed, owner, without=going)
                 self._keep_room_to_wake(sessions, needed, without=going)
                 self._drop(holding[0])
 
     def _that_help(self, sessions: Collection[Session], needed: Bound, owner: str) -> list[Session]:
-        """The idle sessions of the owner whose rows would make the room, all of them together; [] if not even they."""
+        """The owner's idle sessions that may be dropped for `needed`; [] if all of them together free too little."""
         holding = [session for session in self._idle(sessions, owner) if session.kv.freeable.sustained_bytes]
         pool, tier = self._context.pool, self._context.tier
         within_reach = pool.capacity_bytes - pool.reserved_bytes
@@ -178,14 +178,14 @@ class Admission:
             return []
         short = needed.tier_bytes - (tier.capacity_bytes - tier.reserved_bytes)
         if short > 0:
-            # Only those that hold some of it can make room there.
+            # Only sessions that hold bytes of the second tier can free some there.
             holding = [session for session in holding if session.kv.freeable.tier_bytes]
             if sum(session.kv.freeable.tier_bytes for session in holding) < short:
                 return []
         return holding
 
     def _refuse_what_can_never_fit(self, needed: Bound) -> None:
-        """Nobody makes room for a session that would not fit into the empty pool either."""
+        """Raise NoCapacity for a session that would not fit into the empty pool."""
         self._context.tier.refuse_what_can_never_fit(needed.tier_bytes)
         capacity = self._context.pool.capacity_bytes
         if needed.peak_bytes > capacity:
@@ -199,7 +199,7 @@ class Admission:
     def _check_quota(
         self, sessions: Collection[Session], needed: Bound, owner: str, *, without: Collection[Session] = frozenset()
     ) -> None:
-        """Raise QuotaExceeded if the owner's sessions held too much, between Generates, with this one."""
+        """Raise QuotaExceeded if the owner's sessions and this one would reserve too much between Generates."""
         most = self._limits.kv_bytes_per_owner
         own = [session for session in sessions if session.owner == owner]
         held = sum(session.kv.reserved.sustained_bytes for session in own if session not in without)
@@ -216,9 +216,9 @@ class Admission:
     def _keep_room_to_wake(
         self, sessions: Collection[Session], needed: Bound, *, without: Collection[Session] = frozenset()
     ) -> None:
-        """Raise NoCapacity if the new session left too little room for the most that one session needs to wake.
+        """Raise NoCapacity if the new session left too little memory for any one session to wake.
 
-        without: sessions that would make room first.
+        without: sessions that would be dropped first.
         """
         bounds = [session.kv.reserved for session in sessions if session not in without] + [needed]
         sustained = sum(bound.sustained_bytes for bound in bounds) + orphaned_bytes(sessions)
@@ -234,7 +234,7 @@ class Admission:
             )
 
     def _idle(self, sessions: Collection[Session], owner: str) -> list[Session]:
-        """The owner's sessions that may make room, least recently used first."""
+        """The owner's sessions that may be evicted or dropped, least recently used first."""
         horizon = self._clock() - self._limits.evictable_seconds
         return [
             session
@@ -244,13 +244,13 @@ class Admission:
 
 
 def _more(kv: SessionKV, then: Bound) -> Bound:
-    """Bytes that a session has to be granted beside those it has, so that it may hold what `then` says."""
+    """Bytes that a session must be granted in addition to those it has, to reach the bound `then`."""
     more = then.sustained_bytes - kv.reserved.sustained_bytes
     return Bound(sustained_bytes=more, peak_bytes=more + then.peak_bytes - then.sustained_bytes)
 
 
 def orphaned_bytes(sessions: Collection[Session]) -> int:
-    """Bytes that these sessions keep reserved as forks of others, which are not among them any more; each once."""
+    """Bytes that these sessions, as forks, keep reserved of parents that ended; each allocation counts once."""
     borrowed = {id(allocation): allocation.nbytes for session in sessions for allocation in session.kv.borrowed}
     owned = {id(allocation) for session in sessions for allocation in session.kv.allocations} if borrowed else ()
     return sum(nbytes for key, nbytes in borrowed.items() if key not in owned)

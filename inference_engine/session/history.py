@@ -1,15 +1,15 @@
-"""A session's token ids, append-only, each with the mark that says how it came. Forks share what they have in common.
+"""A session's token ids, append-only, each with a mark: appended or generated. Forks share their common prefix.
 
     history    branch 0                branch 1
                leaf leaf … leaf        leaf leaf leaf (open)
     a fork     the same branch 0       the same two leaves, and a copy of the open one
 
 A leaf holds LEAF_TOKENS tokens, a branch BRANCH_LEAVES leaves. A full one never changes, so forks hold the same object;
-`holders` says how many do, and a `Holdings` counts it once. A full branch also knows which ids occur in it, so that a
-repetition penalty need not walk the history.
+`holders` is its reference count, and a `Holdings` counts it once. A full branch also stores the set of ids in it, so
+that a repetition penalty need not walk the history.
 
-One thread writes at a time. Others may read, without a lock, positions that they were told of: a leaf grows by a larger
-copy of it taking its place.
+One thread writes at a time. Others may read, without a lock, positions that were reported to them: a leaf grows by
+replacing it with a larger copy.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ _BRANCH_BYTES = 768
 
 @dataclass(slots=True, weakref_slot=True)
 class Holdings:
-    """What some histories hold together. What forks share is in it once, as long as one of them is there."""
+    """Tokens and bytes of several histories together. Parts that forks share count once while any of them is open."""
 
     tokens: int = 0
     nbytes: int = 0
 
 
 class Leaves:
-    """Makes leaves, and frees them later: a long history's memory takes milliseconds to free.
+    """Allocates leaves, and frees them later: freeing the memory of a long history takes milliseconds.
 
-    `tidy` frees a little, and each new leaf two old ones, so that never more is held than at the worst before.
+    `tidy` frees a few, and each new leaf frees two old ones, so that the total never exceeds its earlier peak.
     """
 
     def __init__(self) -> None:
         self._going: deque[list[_Leaf]] = deque()
         self._count = 0  # of leaves in them
-        self._given_up: deque[tuple[Holdings, Holdings]] = deque()  # what of which holdings no stretch holds any more
+        self._given_up: deque[tuple[Holdings, Holdings]] = deque()  # (holdings, part of it that a stretch gave up)
 
     @property
     def going_bytes(self) -> int:
-        """Still held, of histories that ended."""
+        """Bytes of ended histories that are not freed yet."""
         return self._count * (LEAF_TOKENS * _TOKEN_BYTES + _LEAF_BYTES)
 
     def tidy(self, most: int = 256) -> bool:
@@ -75,7 +75,7 @@ class Leaves:
         return bool(self._going)
 
     def recount(self) -> None:
-        """Uncount what stretches gave up: that happens in any thread, and holdings belong to those who write."""
+        """Subtract what stretches gave up. They do so on any thread; only the writing thread changes holdings."""
         while self._given_up:
             holdings, part = self._given_up.popleft()
             holdings.tokens -= part.tokens
@@ -110,15 +110,15 @@ class _Branch:
     def __init__(self, leaves: list[_Leaf]) -> None:
         self.leaves = leaves
         self.holders = 1  # histories
-        self.shared = 0  # of the first leaves so many may have other holders
+        self.shared = 0  # this many of the first leaves may have other holders
         self.seen: NDArray[np.uint8] | None = None  # a bit for each id up to the largest that occurs, once it is full
 
 
 class History:
-    """Of one session, or of its journal.
+    """The token ids of one session, or of its journal.
 
-    holdings: counts what this history and others hold together. leaves: frees what they let go of.
-    keeps_seen: know which ids occur in full branches, so that `seen` costs little.
+    holdings: counts this history and others together. leaves: allocates and frees leaves.
+    keeps_seen: store the set of ids of each full branch, so that `seen` is cheap.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class History:
     # -- growing ----------------------------------------------------------------------------------------------------
 
     def reserve(self, adding: int) -> None:
-        """Make room, so that `extend` by so many allocates nothing. If it raises MemoryError, no token changed."""
+        """Allocate, so that `extend` by `adding` tokens allocates nothing. Changes nothing on MemoryError."""
         end = self._length + adding
         while self._capacity < end:
             self._grow(end)
@@ -164,7 +164,7 @@ class History:
         """Add tokens, all or, if it raises MemoryError, none."""
         self.reserve(len(token_ids))
         before, done = self._length, 0
-        if len(token_ids) == 1:  # as nearly all that are generated come
+        if len(token_ids) == 1:  # a fast path: generated tokens come one by one
             leaf, place = self._leaf(before), before % LEAF_TOKENS
             leaf.ids[place], leaf.marks[place] = token_ids[0], mark
             done = 1
@@ -178,11 +178,11 @@ class History:
         self.holdings.tokens += done
         if self._keeps_seen and self._length // BRANCH_TOKENS > before // BRANCH_TOKENS:
             for index in range(before // BRANCH_TOKENS, self._length // BRANCH_TOKENS):
-                with suppress(MemoryError):  # then it is made when it is needed
+                with suppress(MemoryError):  # then it is computed when it is needed
                     self._seen_of(self._branch(index))
 
     def _grow(self, end: int) -> None:
-        """Room for more, up to the end of one leaf at most."""
+        """Allocate more, up to the end of one leaf at most."""
         place = self._capacity % LEAF_TOKENS
         first = self._capacity - place  # of the last leaf if that can grow, else of the next one
         capacity = max(2 * place, _LEAST_CAPACITY)
@@ -208,11 +208,11 @@ class History:
 
     @property
     def unshared_tokens(self) -> int:
-        """Tokens that a fork would hold itself: those of the open leaf."""
+        """Tokens that a fork would copy: those of the open leaf."""
         return self._length % LEAF_TOKENS
 
     def fork(self) -> History:
-        """A history that begins with this one's tokens, and counts in the same holdings."""
+        """A history that begins with this one's tokens and counts in the same holdings."""
         other = History(self.holdings, self._leaves, keeps_seen=self._keeps_seen)
         whole = self._length - self.unshared_tokens
         full, rest = divmod(whole // LEAF_TOKENS, BRANCH_LEAVES)
@@ -247,9 +247,9 @@ class History:
         return other
 
     def release(self) -> None:
-        """Give back what no other history holds. The length stays; reading raises SessionClosed from now on.
+        """Free the parts that no other history holds. The length stays; reading raises SessionClosed from now on.
 
-        Idempotent. Who still reads takes a `Stretch` before.
+        Idempotent. Readers that still need ids take a `Stretch` before.
         """
         if self._is_released:
             return
@@ -262,9 +262,9 @@ class History:
             self._branches[index] = None
 
     def _let_go(self, branch: _Branch, tokens: int) -> None:
-        """No history holds the branch any more, with so many tokens: what no other one holds of it goes.
+        """Free a branch of `tokens` tokens that no history holds any more, except leaves that other branches hold.
 
-        Only leaves that may be shared are looked at one by one: there may be thousands of the others.
+        Only leaves that may be shared are checked one by one: there may be thousands of others.
         """
         leaves, shared = branch.leaves, branch.shared
         going = [leaf for leaf in leaves[:shared] if _is_unheld(leaf)] + leaves[shared:]
@@ -279,7 +279,7 @@ class History:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds, what it shares with forks included."""
+        """Bytes that it holds, including those shared with forks."""
         total = 0
         for index, branch in enumerate(self._branches):
             if branch is None:
@@ -327,7 +327,7 @@ class History:
             yield self.ids(began, position), Mark(mark)
 
     def seen(self, vocab_size: int) -> NDArray[np.bool_]:
-        """Which ids occur, bool [vocab_size]. Costs the same for any length: what is in full branches is known."""
+        """Which ids occur, bool [vocab_size]. The sets of full branches are stored, so only the rest is walked."""
         packed = np.zeros((vocab_size + 7) // 8, dtype=np.uint8)
         full = self._length // BRANCH_TOKENS
         for index in range(full):
@@ -339,7 +339,7 @@ class History:
         return table
 
     def _seen_of(self, branch: _Branch) -> NDArray[np.uint8]:
-        """Of a full one."""
+        """The set of ids of a full branch, as bits."""
         if branch.seen is None:
             ids = np.concatenate([leaf.ids for leaf in branch.leaves]).astype(np.intp)
             table = np.zeros(int(ids.max()) + 1, dtype=np.bool_)
@@ -367,10 +367,10 @@ class History:
 
 
 class Stretch:
-    """The ids of positions [start, stop), for one who still reads them when their history ends.
+    """The ids of positions [start, stop), for a reader that has not read them when their history ends.
 
-    Takes no time by the length: whole leaves are the history's own, parts of them are copied. It counts in the
-    history's holdings until it is given up.
+    Cheap for any length: whole leaves are shared, only partial ones copied. It counts in the history's holdings until
+    it is given up.
     """
 
     __slots__ = ("_counted", "_leaves", "_pieces", "_start")
@@ -388,7 +388,7 @@ class Stretch:
         self._counted = [(history.holdings, Holdings(stop - start, nbytes))]  # or empty
 
     def ids(self, start: int, stop: int) -> TokenIds:
-        """As those of the history; all of them in the stretch."""
+        """As `History.ids`, for positions within the stretch."""
         pieces: list[TokenIds] = []
         while start < stop:
             leaf = start // LEAF_TOKENS
@@ -398,12 +398,12 @@ class Stretch:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint32)
 
     def give_up(self) -> None:
-        """Nobody reads it any more. From any thread, also while a lock is held; idempotent."""
+        """Stop counting it: it will not be read again. From any thread, also while a lock is held; idempotent."""
         with suppress(IndexError):
             self._leaves._given_up.append(self._counted.pop())
 
 
 def _is_unheld(leaf: _Leaf) -> bool:
-    """One branch holds it no more. Does none?"""
+    """Drop one branch's hold. Is it the last?"""
     leaf.holders -= 1
     return not leaf.holders

@@ -1,8 +1,8 @@
-"""The journal: every change of a history is recorded here before anybody is told of it.
+"""The journal: every change of a history is recorded here before it is reported (write-ahead).
 
-`Journal` is what any log has to offer. `MemoryJournal`, the only one there is, keeps the records of open sessions in
-memory, from which a session can be rebuilt while the process lives. A record that `append` returned from is a record
-that counts; if it raises, the history did not change. A fork is one record, however long the history it begins with.
+`Journal` is the interface of any log. `MemoryJournal`, the only implementation, keeps the records of open sessions in
+memory; a session can be rebuilt from them while the process lives. A record is valid once `append` has returned; if it
+raises, the history did not change. A fork is one record, however long its history.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Journal(Protocol):
     def open(self, record: SessionRecord) -> None: ...
 
     def fork(self, record: SessionRecord, parent_id: str) -> None:
-        """As `open`, of a session that begins with all that joined the session `parent_id` until now."""
+        """As `open`, for a session that begins with all tokens of the session `parent_id` until now."""
 
     def append(self, session_id: str, position: int, token_ids: TokenIds, mark: Mark) -> None: ...
 
@@ -52,13 +52,13 @@ class Journal(Protocol):
         """Forget the session: it was closed, evicted or failed."""
 
     def read(self, session_id: str) -> tuple[SessionRecord, Sequence[TokensRecord]]:
-        """How the session began and all that joined it since. Raises KeyError for one that is not open."""
+        """How the session began and all tokens since. Raises KeyError for one that is not open."""
 
     def held_bytes(self, session_id: str | None = None) -> int:
-        """Bytes of memory held for all sessions, or for an open one with what it shares with forks; 0 for others."""
+        """Bytes of memory for all sessions, or for one open session, parts shared with forks included; 0 for others."""
 
     def tidy(self) -> bool:
-        """Do a little of what was put off, for less than a millisecond. Is there more? Called between steps."""
+        """Do deferred work for less than a millisecond. Is there more? Called between steps."""
 
 
 class MemoryJournal:

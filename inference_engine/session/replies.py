@@ -1,14 +1,14 @@
-"""Remembered replies: a call that comes again with its request id is answered as it was, and nothing is done twice.
+"""Idempotent calls: a retry with the same request id gets the remembered reply, and nothing is done twice.
 
     call = identify(request_id, *content, owner=owner)        None: the caller gave no id
-    with store.locked():                                      so that of two equal calls one acts
+    with store.locked():                                      so that of two equal calls only one acts
         if (reply := replies.recall(call)) is not None:       or RequestIdReused: the same id, another content
             return replace(reply, is_replayed=True)
-        reply = ...                                           act; what fails is not remembered, and may be tried again
+        reply = ...                                           act; a failure is not remembered, and may be retried
         replies.remember(call, reply, session_id=...)
 
-A reply belongs to a session: to the one it opened, closed or changed. It is kept while that session lives, of each kind
-the last few; and for some minutes after, of each owner so many. No owner's calls make another's be forgotten.
+A reply belongs to the session that it opened, closed or changed. The last few of each kind are kept while that session
+is open, and for some minutes after, up to a number for each owner. The calls of one owner never displace another's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ MOST_ENDED_PER_OWNER = 4096  # of one kind of call, over all sessions that ended
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Who made a call, by which id, and what it said. An id is an owner's own, or one session's if that is named."""
+    """The identity of a call: owner, request id and a digest of its content. Ids are unique per owner, or per session
+    if `session_id` is given."""
 
     owner: str
     session_id: str
@@ -48,7 +49,7 @@ class Call:
 def identify(request_id: bytes, *content: object, owner: str, session_id: str = "") -> Call | None:
     """The identity of a call with this content; None if it has no id. Raises InvalidArgument for one of a wrong length.
 
-    content: what has to be the same in a retry, of plain values, bytes, sequences, mappings and dataclasses of these.
+    content: what must be equal in a retry: plain values, bytes, sequences, mappings and dataclasses of these.
     """
     if not request_id:
         return None
@@ -68,14 +69,14 @@ class Replies(Generic[R]):
         self._of_session: dict[str, OrderedDict[tuple[str, str, bytes], None]] = {}  # oldest first
         self._ended: dict[str, OrderedDict[str, float]] = {}  # owner -> session id -> when it ended, oldest first
         self._ended_count: dict[str, int] = {}  # owner -> replies of those sessions
-        self._due = math.inf  # before this, nothing is too old
+        self._due = math.inf  # no reply expires before this
 
     def knows(self, request_id: bytes, *, owner: str, session_id: str = "") -> bool:
-        """Is a reply to this id remembered? Whether the content is the same, `recall` finds out."""
+        """Is a reply to this id remembered? `recall` checks whether the content is equal."""
         return (owner, session_id, request_id) in self._replies
 
     def recall(self, call: Call | None) -> R | None:
-        """What the call was answered before, if it was. Raises RequestIdReused if its content was another."""
+        """The earlier reply to this call, if any. Raises RequestIdReused if the content was another."""
         if call is None or (found := self._replies.get(call.key)) is None:
             return None
         if found.digest != call.digest:
@@ -83,7 +84,7 @@ class Replies(Generic[R]):
         return found.reply
 
     def remember(self, call: Call | None, reply: R, *, session_id: str) -> None:
-        """Keep the reply with the session it belongs to, in place of the oldest of its kind if there are many."""
+        """Keep the reply with its session; the oldest of its kind goes if there are too many."""
         if call is None:
             return
         self.forget(call)
@@ -96,12 +97,12 @@ class Replies(Generic[R]):
             self._drop(next(iter(kept)))
 
     def forget(self, call: Call | None) -> None:
-        """As if the call had never come: what it had begun came to nothing."""
+        """Remove the call: what it began has failed."""
         if call is not None and call.key in self._replies:
             self._drop(call.key)
 
     def session_ended(self, session_id: str, owner: str) -> None:
-        """From now on the session's replies grow old."""
+        """From now on the session's replies expire."""
         if session_id not in self._of_session:
             return
         ended = self._ended.setdefault(owner, OrderedDict())
@@ -113,7 +114,7 @@ class Replies(Generic[R]):
         self._expire_of(owner, now)
 
     def expire(self) -> None:
-        """Forget what is too old. To be called now and then; between two steps is not too often."""
+        """Forget expired replies. Call it now and then; it is cheap enough for every step."""
         now = self._clock()
         if now < self._due:
             return
@@ -126,7 +127,7 @@ class Replies(Generic[R]):
         return len(self._replies)
 
     def _expire_of(self, owner: str, now: float) -> None:
-        """Forget what is too old of an owner's, and what is too much."""
+        """Forget an owner's expired replies, and the oldest of too many."""
         ended, horizon = self._ended[owner], now - self._keep_seconds
         while ended:
             session_id, at = next(iter(ended.items()))
@@ -152,14 +153,14 @@ class Replies(Generic[R]):
 
 
 class ReplyBook:
-    """The replies to every kind of call, which all end with their sessions. Called with the store's lock held."""
+    """The replies to all kinds of calls. Called with the store's lock held."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._pages: list[Replies[Any]] = []
 
     def page(self, *, most_per_session: int = MOST_PER_SESSION, keep_seconds: float = KEEP_SECONDS) -> Replies[Any]:
-        """Room for one more kind of call."""
+        """The replies of one more kind of call."""
         page: Replies[Any] = Replies(self._clock, most_per_session=most_per_session, keep_seconds=keep_seconds)
         self._pages.append(page)
         return page
@@ -187,13 +188,13 @@ class _Reply(Generic[R]):
 
 
 def _plain(value: object) -> object:
-    """Equal for equal contents, and different for others also when written out: by one `repr` in the end, because every
-    call is identified, those that are refused too."""
+    """A value whose `repr` is equal exactly for equal contents. One `repr` at the end is fast: every call is
+    identified, refused ones too."""
     kind: Any = type(value)
     if kind in _PLAIN:
         return value
     if isinstance(value, bytes):
-        return b"", len(value), hashlib.sha256(value).digest()  # written out, they would take four times as much
+        return b"", len(value), hashlib.sha256(value).digest()  # their repr would be four times as long
     if isinstance(value, (tuple, list)):
         return "l", *map(_plain, value)
     if names := _field_names(kind):

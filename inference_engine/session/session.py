@@ -1,4 +1,4 @@
-"""One session: its history, its K/V, and the one operation that may be running on it."""
+"""One session: its history, its K/V, and the one operation that may hold it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inference_engine.session.history import History, TokenIds
 from inference_engine.session.journal import Journal
 from inference_engine.types import Mark
 
-# As the number that it is: numpy takes ten times as long to compare with a member of an enumeration.
+# A plain number: comparing with a member of an enumeration takes numpy ten times as long.
 _GENERATED = np.uint8(Mark.GENERATED)
 
 
@@ -43,17 +43,17 @@ class Violations:
 
 
 class Unread(Protocol):
-    """Who reads tokens of a session's history, perhaps long after they came."""
+    """A reader of a session's history, which may lag behind."""
 
     def keep(self) -> None:
-        """The history ends: keep what was not read yet. Called once, with the store's lock held."""
+        """The history ends: keep the tokens not read yet. Called once, with the store's lock held."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False, weakref_slot=True)
 class Session:
     """Owned by the store. `history` grows only through `record`; `kv` is touched by the engine's thread only.
 
-    limit_tokens: its own limit on the history's length. cap_tokens: the server's, of any session. None: there is none.
+    limit_tokens: its own limit of the history's length. cap_tokens: the server's limit for any session. None: no limit.
     """
 
     session_id: str
@@ -63,32 +63,32 @@ class Session:
     limit_tokens: int | None
     used_at: float
     cap_tokens: int | None = None
-    label: str = ""  # the owner's own name for it, told to nobody else
+    label: str = ""  # the owner's name for it; reported to the owner only
     history: History = field(default_factory=History)
     operation: Operation | None = None
     waiters: list[Callable[[], None]] = field(default_factory=list)
-    readers: set[Unread] = field(default_factory=set)  # who may still read what Generates said
-    pins: int = 0  # that keep the rows where they are, though the session may be closed meanwhile
+    readers: set[Unread] = field(default_factory=set)  # of tokens of its Generates
+    pins: int = 0  # while positive, the entries stay in place, even if the session is closed meanwhile
     is_closed: bool = False
     failure_reason: str = ""
     live_bytes: int = 0  # on the device
-    live_kinds: Mapping[str, int] = field(default_factory=dict)  # the same, by what they are
+    live_kinds: Mapping[str, int] = field(default_factory=dict)  # the same, by kind
     tier_live_bytes: int = 0  # in the second tier
     evicted_tokens: int = 0
     cached_tokens: int = 0
-    drafted_tokens: int = 0  # draft tokens of a drafter that were verified, and how many of them were right
+    drafted_tokens: int = 0  # draft tokens that were verified, and those of them that were accepted
     accepted_tokens: int = 0
     violations: Violations = field(default_factory=Violations)
 
     @property
     def longest(self) -> int | None:
-        """The longest history that it may reach, in tokens."""
+        """The most tokens its history may have; None: no limit."""
         if self.limit_tokens is None or self.cap_tokens is None:
             return self.cap_tokens if self.limit_tokens is None else self.limit_tokens
         return min(self.limit_tokens, self.cap_tokens)
 
     def check_room(self, adding: int) -> None:
-        """Raise HistoryLimit if its history would become too long by so many tokens."""
+        """Raise HistoryLimit if `adding` more tokens would make its history too long."""
         length = len(self.history)
         if self.limit_tokens is not None and length + adding > self.limit_tokens:
             raise HistoryLimit(length, adding, self.limit_tokens)
@@ -113,7 +113,7 @@ class Session:
         return generated
 
     def end_history(self) -> None:
-        """Give the history back, but for what its readers did not read yet. Called with the store's lock held."""
+        """Free the history, except tokens that its readers have not read yet. Called with the store's lock held."""
         for reader in tuple(self.readers):
             reader.keep()
         self.readers.clear()
@@ -122,7 +122,7 @@ class Session:
     def forget_entries(self) -> None:
         """Engine's thread: drop all K/V. The history stays, and is prefilled again when it is needed."""
         with ExitStack() as stack:
-            # The last comes first, and each of them whatever becomes of the others.
+            # Run in reverse order, each even if another raises.
             stack.callback(self._forget_facts)
             stack.callback(self.kv.forget)
 
@@ -135,7 +135,7 @@ class Session:
         self.kv.drop()
         self.live_bytes = self.tier_live_bytes = self.evicted_tokens = 0
         self.live_kinds = {}
-        self.cached_tokens = self.kv.length  # those that other sessions hold for it
+        self.cached_tokens = self.kv.length  # the shared prefix, which other sessions hold
 
     def refresh_facts(self) -> None:
         """Engine's thread, after a commit: publish what other threads may read. Raises InvariantViolated."""

@@ -1,11 +1,11 @@
-"""The session store: issues ids, admits, expires the idle, and lets one operation at a time hold a session.
+"""The session store: issues ids, admits, expires idle sessions, and lets one operation at a time hold a session.
 
-Admission (`session/capacity.py`) comes before allocation. A session with a guarantee is granted all memory that it may
-need when it is created; one that grows is granted more before its history becomes longer (`secure`), or is refused and
-stays as it is. All methods are safe from any thread; the lock is held for microseconds and never during a forward.
+Admission (`session/capacity.py`) comes before allocation. A guaranteed session is granted all memory that it may need
+when it is created. A growing one is granted more before its history becomes longer (`secure`), or is refused and stays
+as it is. All methods are safe from any thread; the lock is held for microseconds and never during a forward.
 
-Histories count, too: of one owner's sessions together, what forks share once, and of each session. Of a session that
-ended, what its readers have still to read counts until they have.
+Histories have limits, too: per session, and per owner, where tokens shared by forks count once. Tokens of an ended
+session that a reader has not read yet count until it has.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from inference_engine.types import Bound
 T = TypeVar("T")
 
 _TOMBSTONES = 10_000
-_EXPIRED_TOKENS = 2**22  # of histories that end in one go
+_EXPIRED_TOKENS = 2**22  # of histories that one call of `expire` ends
 
 
 class SessionStore:
-    """All sessions there are. `clock` gives monotonic seconds."""
+    """All open sessions. `clock` gives monotonic seconds."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class SessionStore:
             context, limits, clock, evict=lambda session: self._evict(session, "lru"), drop=self._drop
         )
         self._lock = threading.RLock()
-        self.replies = ReplyBook(clock)  # to calls that may come again
+        self.replies = ReplyBook(clock)  # for retries of calls
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
         self._evicted: OrderedDict[str, tuple[str, str]] = OrderedDict()  # id -> owner, cause
         metrics.kv_capacity_bytes.set(context.pool.capacity_bytes)
@@ -96,7 +96,7 @@ class SessionStore:
             return session
 
     def fork(self, parent: Session, limit_tokens: int | None) -> Session:
-        """Open a session with the history of `parent`, which the caller holds; its rows are not there yet.
+        """Open a session with the history of `parent`, which the caller holds; its entries are not copied yet.
 
         Both are pinned until `unpin`. Raises NoCapacity or QuotaExceeded.
         """
@@ -119,7 +119,7 @@ class SessionStore:
             return session
 
     def find(self, session_id: str, owner: str) -> Session:
-        """Raises SessionNotFound alike for an unknown, a closed and somebody else's id; SessionEvicted to the owner."""
+        """Raises SessionNotFound for an unknown, a closed and another owner's id alike; SessionEvicted to the owner."""
         with self._lock:
             session = self._sessions.get(session_id)
             if session is not None and session.owner == owner:
@@ -130,7 +130,7 @@ class SessionStore:
             raise SessionNotFound
 
     def find_healthy(self, session_id: str, owner: str) -> Session:
-        """As `find`, of a session to work with. Raises InvariantViolated if it failed earlier."""
+        """As `find`, but raises InvariantViolated if the session failed earlier."""
         with self._lock:
             session = self.find(session_id, owner)
             if session.failure_reason:
@@ -138,7 +138,7 @@ class SessionStore:
             return session
 
     def close(self, session_id: str, owner: str) -> int:
-        """End a session; returns its final length. What a running Generate did not commit yet, it will not."""
+        """End a session; returns its final length. A running Generate commits nothing more."""
         with self._lock:
             session = self.find(session_id, owner)
             if not session.failure_reason:  # then its memory was given back when it failed
@@ -158,14 +158,14 @@ class SessionStore:
             self._metrics.sessions_total.labels(outcome="failed").inc()
 
     def expire(self) -> bool:
-        """Evict sessions idle longer than the TTL, and free memory of histories that ended; a little at a time.
+        """Evict sessions idle longer than the TTL, and free memory of ended histories; a little at a time.
 
-        To be called now and then. Is there more to do?
+        Call it now and then. Is there more to do?
         """
         with self._lock:
             horizon = self._clock() - self._idle_ttl_seconds
             tokens = 0
-            # Least recently used first: the first one that is young enough ends the search.
+            # Least recently used first: the first one used recently enough ends the search.
             old = list(itertools.takewhile(lambda session: session.used_at < horizon, self._sessions.values()))
             for session in old:
                 if session.operation is None:
@@ -183,7 +183,7 @@ class SessionStore:
                 self._remove(session, "closed")
 
     def ensure_memory(self, session: Session) -> None:
-        """The caller holds the session and needs its rows: if they were dropped, reserve memory for them again.
+        """The caller holds the session and needs its K/V: if it was dropped, reserve memory for it again.
 
         Raises NoCapacity or QuotaExceeded; the session keeps its history, and may try again.
         """
@@ -192,29 +192,29 @@ class SessionStore:
                 self._admission.readmit(self._sessions.values(), session)
 
     def secure(self, session: Session, tokens: int) -> None:
-        """The caller holds the session, whose history is to be `tokens` long: be granted memory for it.
+        """The caller holds the session: grant it memory for a history of `tokens`.
 
-        Of rows that were dropped it is granted when they are needed. Raises NoCapacity or QuotaExceeded, and nothing
-        changed.
+        A session whose K/V was dropped is granted memory when it needs it (`ensure_memory`). Raises NoCapacity or
+        QuotaExceeded; then nothing changed.
         """
         with self._lock:
             if not session.kv.is_dropped and not session.is_closed:
                 self._admission.grow(self._sessions.values(), session, tokens)
 
     def secure_if_free(self, session: Session, tokens: int) -> bool:
-        """As `secure`, but only of memory that is free: nothing is dropped, and False says that there is none."""
+        """As `secure`, but from free memory only: nothing is dropped. Returns False if there is none."""
         with self._lock:
             if session.kv.is_dropped or session.is_closed:
                 return False
             return self._admission.grow_if_free(self._sessions.values(), session, tokens)
 
     def check_history(self, session: Session, adding: int) -> None:
-        """Raise HistoryLimit or QuotaExceeded if so many more tokens have no place. Called with the lock held."""
+        """Raise HistoryLimit or QuotaExceeded if `adding` more tokens are too many. Called with the lock held."""
         session.check_room(adding)
         self._check_owner(session, adding)
 
     def history_room(self, session: Session) -> int | None:
-        """For how many more tokens there is a place; None: for any number. Called with the lock held."""
+        """How many more tokens the history may take; None: any number. Called with the lock held."""
         most, longest = self._limits.history_tokens_per_owner, session.longest
         room = None if longest is None else max(0, longest - len(session.history))
         if most:
@@ -224,12 +224,12 @@ class SessionStore:
         return room
 
     def refuse_without_place(self, session: Session) -> None:
-        """Raise QuotaExceeded if there is no place for one more token of the owner's."""
+        """Raise QuotaExceeded if the owner's histories may not take one more token."""
         with self._lock:
             self._check_owner(session, 1)
 
     def unpin(self, *sessions: Session) -> None:
-        """Let go of rows that `fork` kept where they are."""
+        """Release the pins that `fork` set."""
         with self._lock:
             for session in sessions:
                 session.pins -= 1
@@ -246,7 +246,7 @@ class SessionStore:
     def acquire(self, session: Session, operation: Operation) -> None:
         """Let `operation` hold the session. Raises SessionBusy at once if something else does."""
         with self._lock:
-            # It may have ended since it was found; then this says how.
+            # It may have ended since it was found; then this raises how.
             self.find_healthy(session.session_id, session.owner)
             if session.operation is not None:
                 raise SessionBusy(0.0)
@@ -254,7 +254,7 @@ class SessionStore:
             self._touch(session)
 
     def free(self, session: Session) -> None:
-        """The operation ended. Wakes those who wait; finishes a close that came in between."""
+        """The operation ended. Calls those waiting for the session, and finishes a close that came meanwhile."""
         with self._lock:
             session.operation = None
             waiters, session.waiters = session.waiters, []
@@ -264,7 +264,7 @@ class SessionStore:
             wake()
 
     def when_free(self, session_id: str, callback: Callable[[], None]) -> None:
-        """Call back once, from any thread, when nothing holds the session (at once if nothing does, or it is gone)."""
+        """Call back once, from any thread, when the session is free (at once if it is, or does not exist)."""
         with self._lock:
             session = self._sessions.get(session_id)
             if session is not None and session.operation is not None:
@@ -276,12 +276,12 @@ class SessionStore:
         return len(self._sessions)
 
     def sessions(self) -> tuple[Session, ...]:
-        """Those that are open now."""
+        """The open sessions."""
         with self._lock:
             return tuple(self._sessions.values())
 
     def reserved_by(self, owner: str) -> Bound:
-        """What the owner's sessions have reserved between Generates, on the device and off it."""
+        """Bytes that the owner's sessions have reserved between Generates, on the device and off it."""
         with self._lock:
             own = [session for session in self._sessions.values() if session.owner == owner]
             reserved = [session.kv.reserved for session in own]
@@ -293,14 +293,14 @@ class SessionStore:
             )
 
     def history_tokens_of(self, owner: str) -> int:
-        """Tokens in the histories of the owner's sessions, what forks share once."""
+        """Tokens in the histories of the owner's sessions; tokens shared by forks count once."""
         with self._lock:
             self._leaves.recount()
             holdings = self._holdings.get(owner)
             return 0 if holdings is None else holdings.tokens
 
     def held_history(self) -> Holdings:
-        """What histories of all owners hold, the journal's bytes included."""
+        """Tokens and bytes of all owners' histories, the journal's bytes included."""
         with self._lock:
             self._leaves.recount()
             held = list(self._holdings.values())
@@ -308,12 +308,12 @@ class SessionStore:
             return Holdings(tokens=sum(one.tokens for one in held), nbytes=nbytes)
 
     def remembered_replies(self) -> int:
-        """By request ids, of all owners."""
+        """How many replies are remembered, of all owners."""
         with self._lock:
             return len(self.replies)
 
     def history_bytes(self, session: Session) -> int:
-        """Held for its history: ids, marks, which ids occur, the journal; with what it shares with forks."""
+        """Bytes of its history: ids, marks, sets of ids, the journal; parts shared with forks included."""
         return session.history.nbytes + self._journal.held_bytes(session.session_id)
 
     # -- helpers, lock held -----------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ class SessionStore:
     def _open(
         self, kv: SessionKV, eos_token_ids: frozenset[int], owner: str, *, parent: Session | None = None
     ) -> Session:
-        """A session around `kv`, with `parent`'s history, told to the journal. If that raises, `kv` is given back."""
+        """A session around `kv`, with `parent`'s history, recorded in the journal. If that raises, `kv` is released."""
         try:
             return self._opened(kv, eos_token_ids, owner, parent)
         except BaseException:
@@ -404,7 +404,7 @@ class SessionStore:
 
 
 def when_not_busy(store: SessionStore, session: Session, wait_seconds: float, attempt: Callable[[], T]) -> T:
-    """Do `attempt`, again each time the session becomes free, until it is not refused with SessionBusy.
+    """Call `attempt`, and again each time the session becomes free, until it does not raise SessionBusy.
 
     Raises SessionBusy once `wait_seconds` are over.
     """
