@@ -1,7 +1,7 @@
-"""What decoding needs of a device: a step's token ids in, sampled ids, logits and hidden states out.
+"""The interface of a backend: token ids of a step in; sampled ids, logits and hidden states out.
 
-One protocol above all backends. A backend loads weights, allocates the pool, runs the forward and samples, with arrays
-of its own. It may substitute modules or lower the step, under one law: equal logits.
+A backend loads weights, allocates the pool, runs the forward and samples, with arrays of its own. It may replace
+modules or compile the step, as long as the logits stay equal.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward: the packed rows' token ids [N] (padding included), their plan, the rows whose logits are computed.
+    """One forward: the packed token ids [N] (padding included), their plan, and the queries whose logits are computed.
 
-    tap_layers: the layers after which the hidden states of all rows are wanted, ascending.
-    draws: the tokens that are wanted, of rows among `logit_queries`.
-    on_computed: called when the forward is on its way, or done, and nothing has waited for the device yet.
+    tap_layers: the layers after which the hidden states of all tokens are returned, ascending.
+    draws: the samples to draw, each from logits of `logit_queries`.
+    on_computed: called when the forward is launched, or done, before anything waits for the device.
     """
 
     token_ids: NDArray[np.int64]
@@ -44,10 +44,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a step gave.
+    """The result of a step.
 
     logits: float32 [len(logit_queries), V], on the device. taps: [N, len(tap_layers), hidden] in the model's dtype, on
-    the device; None if none are wanted. samples: of each draw, one for each of its rows, on the host.
+    the device; None without tap_layers. samples: for each draw, one for each of its logits, on the host.
     """
 
     logits: Tensor
@@ -68,25 +68,25 @@ class Forward(Protocol):
     def compute_dtype(self) -> torch.dtype: ...
 
     def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
-        """The model's layers with the padding `mode` needs here. Raises BackendError if it cannot be had."""
+        """The model's layers, with the padding that `mode` needs on this device. Raises BackendError if none works."""
 
     def free_bytes(self) -> int:
         """Memory of the device that K/V could use now."""
 
     @property
     def has_address_space(self) -> bool:
-        """Can buffers be larger than the memory that they take?"""
+        """Can buffers reserve more address space than the memory they use?"""
 
     def open(
         self, geometry: Geometry, capacity_bytes: int, *, address_bytes: int = 0, tap_layers: tuple[int, ...] = ()
     ) -> KVContext:
-        """Allocate the buffers and get ready for steps; tap_layers: of those that will want hidden states.
+        """Allocate the buffers and prepare for steps. tap_layers: those of steps that return hidden states.
 
-        address_bytes: of address space for them, where there is any beyond the capacity.
+        address_bytes: the address space of the buffers, if `has_address_space`.
         """
 
     def run(self, step: Step) -> Result:
-        """One forward over all layers, and the samples that are wanted of it. One synchronisation if there are any."""
+        """One forward over all layers, and its samples. One synchronisation if there are any."""
 
     @property
     def torch_model(self) -> PreTrainedModel | None:
@@ -94,4 +94,4 @@ class Forward(Protocol):
 
     @property
     def records_graphs(self) -> bool:
-        """Are steps of fixed shapes recorded and run again?"""
+        """Are steps of fixed shapes recorded as graphs and replayed?"""

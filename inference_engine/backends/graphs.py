@@ -1,12 +1,12 @@
-"""Steps as CUDA graphs: recorded for each number of rows when the engine starts, then run over other numbers.
+"""Steps as CUDA graphs: captured for a set of sizes when the engine starts, then replayed with new inputs.
 
-A small model's step is hundreds of launches of microseconds each, and preparing them on the host takes longer than
-running them, whether it decodes or takes in a segment of a prompt. A step whose rows all attend to regions is nothing
-but numbers of fixed shapes (`kv/numbers.py`), and can be recorded.
+A step of a small model is hundreds of kernels of microseconds each, and launching them from the host takes longer than
+running them, for decode and for a segment of prefill. A step whose queries all attend to regions is described by whole
+numbers in fixed shapes (`kv/numbers.py`), so it can be captured.
 
-    numbers   ids [N] | positions [N] | rows whose logits are wanted [at most MOST_LOGITS] | writes | regions
+    numbers   ids [N] | positions [N] | tokens whose logits are computed [at most MOST_LOGITS] | writes | regions
 
-N is rounded up to one of `SIZES`; the rows that pad it write to row 0 of the buffer and attend to nothing.
+N is rounded up to one of `SIZES`; the padding tokens write to vector 0 of the buffer and attend to nothing.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from inference_engine.models.seam import Seam
 logger = logging.getLogger(__name__)
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 512, 768, 1024)
-MOST_SELECTING = 64  # rows of a step in which some read keep-sets
-MOST_LOGITS = 64  # logits of a row are as long as the vocabulary: those of a whole prompt would take gigabytes
+MOST_SELECTING = 64  # tokens of a step in which some read selected blocks
+MOST_LOGITS = 64  # logits of one token are as long as the vocabulary: those of a whole prompt would take gigabytes
 
 Recorded = Recording[tuple[Tensor, Tensor | None]]
-Kind = tuple[int, tuple[int, ...], bool]  # rows, tap layers, whether some read keep-sets
+Kind = tuple[int, tuple[int, ...], bool]  # tokens, tap layers, whether some read selected blocks
 
 
 def wants_graphs(choice: str, device: torch.device, *, has_regions: bool) -> bool:
@@ -49,9 +49,9 @@ def wants_graphs(choice: str, device: torch.device, *, has_regions: bool) -> boo
 
 
 class StepGraphs:
-    """Recorded steps over one pool, by number of rows and by the layers after which hidden states are wanted.
+    """Recorded steps over one pool, by number of tokens and by tap layers.
 
-    The pool may go before they do; they must not be run after it.
+    The pool may be freed before they are; they must not run after that.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class StepGraphs:
         tap_layers: tuple[int, ...] = (),
         memory: GraphMemory,
     ) -> None:
-        """Records all but those in which rows read keep-sets, so that none has to wait later.
+        """Records all steps except those that read selected blocks, so that no request waits for it later.
 
-        tap_layers: of the steps that want hidden states. Raises BackendError for a model that cannot be recorded.
+        tap_layers: of the steps that return hidden states. Raises BackendError for a model that cannot be recorded.
         """
         self._seam, self._geometry, self._attention = seam, geometry, attention
         self._device = next(iter(pool.buffers.values())).keys.device
         self._memory = memory
         self._taps = {(), tap_layers}
         self._refused: set[Kind] = set()
-        # The largest first: the others find room in its temporary memory.
+        # The largest first: the others reuse its temporary memory.
         self._recorded: dict[Kind, Recorded] = {
             (size, taps, False): self._record(pool, size, taps, selects=False)
             for size in reversed(SIZES)
@@ -96,10 +96,10 @@ class StepGraphs:
             raise BackendError(f"steps cannot be recorded ({error}); start with graphs=off") from error
 
     def can_run(self, step: Step) -> bool:
-        """Rows past the trained positions are rotated by other operations than those recorded.
+        """Is the step recorded? Tokens past the trained positions are rotated by operations that are not.
 
-        The first step with keep-sets of its size is recorded now; if that fails, such steps are run unrecorded from
-        then on: those in it have no part in it.
+        The first step of its size with selected blocks is recorded now. If that fails, such steps run unrecorded from
+        then on, and the requests of this step are not affected.
         """
         plan = step.plan
         if not plan.is_numbers_only or step.tap_layers not in self._taps or len(step.logit_queries) > MOST_LOGITS:
@@ -114,12 +114,12 @@ class StepGraphs:
             try:
                 self._recorded[kind] = self._record(step.plan.pool, kind[0], kind[1], selects=kind[2])
             except BackendError:
-                logger.exception("steps of %d rows with keep-sets run unrecorded", kind[0])
+                logger.exception("steps of %d tokens with selected blocks run unrecorded", kind[0])
                 self._refused.add(kind)
         return kind in self._recorded
 
     def run(self, step: Step) -> Result:
-        """As `Forward.run`, of a step that `can_run`."""
+        """As `Forward.run`, for a step that `can_run`."""
         plan, tokens = step.plan, step.plan.query_count
         kind = _kind(step)
         size = kind[0]
@@ -128,7 +128,7 @@ class StepGraphs:
         logits, taps = self._recorded[kind].run(
             padded(step.token_ids, size), padded(plan.positions, size), kept, numbers.all
         )
-        # Copies: the next step overwrites what the graph gives.
+        # Copies: the next step overwrites the graph's outputs.
         return Result(logits[: len(step.logit_queries)].clone(), None if taps is None else taps[:tokens].clone())
 
 
@@ -137,14 +137,14 @@ def _kind(step: Step) -> Kind:
 
 
 def _logits(size: int) -> int:
-    """Of how many rows of such a step logits are computed."""
+    """For how many tokens of a step of this size logits are computed."""
     return min(size, MOST_LOGITS)
 
 
 def _forward(
     seam: Seam, ids: Tensor, positions: Tensor, kept: Tensor, tables: StepTables, tap_layers: tuple[int, ...]
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits [n, V] float32 of the rows `kept` [n], and hidden states [N, layers, hidden] if any are wanted."""
+    """Logits [n, V] float32 of the tokens `kept` [n], and hidden states [N, layers, hidden] if there are tap layers."""
     with seam.tapped(tap_layers) as states, seam.attending(tables, np.zeros(1, dtype=np.int64)):
         out = seam.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept)
         return out.logits[0].float(), torch.stack(states, dim=2)[0] if states else None

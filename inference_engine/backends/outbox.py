@@ -1,8 +1,8 @@
-"""Host memory that numbers leave for a GPU from, so that the host can go on while the device is at earlier work.
+"""Pinned staging buffers for asynchronous copies of whole numbers to a GPU.
 
-What is copied from ordinary memory is waited for: the copy comes after all that was asked of the device before. Copies
-from pinned memory are not, and the memory must not change until the copy has been made. So there are a few pieces of
-it, used in turn, each not before its last copy has been made. The host gets as many copies ahead as there are pieces.
+A copy from pageable memory makes the host wait for all earlier work of the device. A copy from pinned memory does not,
+but the memory must not change until the copy is done. So a few pinned pieces are used in turn, each only after its last
+copy is done: the host gets as many copies ahead as there are pieces.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _PIECES = 2
 class _Piece:
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.int64)
-        self.wait: Wait | None = None  # until its last copy has been made
+        self.wait: Wait | None = None  # until its last copy is done
 
 
 class Outbox:
-    """Whole numbers on their way to a GPU. Of one thread."""
+    """Sends whole numbers to a GPU. Used by one thread."""
 
     def __init__(
         self, allocate: Callable[[int], Tensor] | None = None, mark: Callable[[torch.device], Wait] | None = None
     ) -> None:
         """Both are CUDA's own unless given.
 
-        allocate: so many int64 of host memory. mark: what waits until a device has done all it was asked to until now.
+        allocate: returns that many int64 of host memory. mark: returns a wait for all work of a device until now.
         """
         self._allocate = allocate or _pinned
         self._mark = mark or mark_of_device
@@ -45,7 +45,7 @@ class Outbox:
     def send(self, parts: Sequence[Numbers], target: Tensor) -> None:
         """Copy `parts`, one after another, over `target` [n], which they fill. They may change as soon as this returns.
 
-        Waits only for the copy before the last, if that has not been made yet.
+        Waits only for the copy before the last, if that is not done yet.
         """
         piece = self._take(len(target))
         numbers = piece.memory.numpy()
@@ -59,7 +59,7 @@ class Outbox:
         piece.wait = self._mark(target.device)
 
     def _take(self, count: int) -> _Piece:
-        """The piece whose turn it is, once its last copy has been made."""
+        """The next piece, once its last copy is done."""
         piece = self._pieces[self._next]
         self._next = (self._next + 1) % _PIECES
         if piece.wait is not None:

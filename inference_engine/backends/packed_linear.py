@@ -1,10 +1,11 @@
-"""Linear layers with their weight laid out once for oneDNN: the same logits, sooner.
+"""Linear layers with their weight packed once for oneDNN: the same logits, faster.
 
-torch gives a float32 product on the CPU to a library that reads the weight as it lies and, for a few rows, with one
-thread. oneDNN keeps the weight in the order its kernels read it. Few rows gain most: a handful of sessions decoding
-together, the last layer of a lone one, and fixed-shape mode, whose padded rows cost next to nothing here.
+For a float32 product on the CPU torch calls a library that reads the weight in its plain layout and, for a few vectors,
+with one thread. oneDNN stores the weight in the layout of its kernels. Products of few vectors gain most: a handful of
+sessions decoding together, the last layer of a single one, and fixed-shape mode, whose padding costs almost nothing
+here.
 
-The packed copy takes the place of the weight: a mapped file's pages are then only read once, at the start.
+The packed copy replaces the weight, so the pages of a mapped file are read only once, at the start.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PackedLinear(nn.Module):
-    """Stands for one nn.Linear; inference only."""
+    """Replaces one nn.Linear; inference only."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -47,10 +48,10 @@ class PackedLinear(nn.Module):
 
 
 def kernel_vectors(vectors: int) -> int:
-    """Rows that a product over `vectors` is padded to.
+    """The number of vectors that a product over `vectors` is padded to.
 
-    oneDNN compiles a kernel for every number of rows it meets and keeps it. Prompts come in all lengths: without this,
-    memory would grow by megabytes with each new one.
+    oneDNN compiles a kernel for every number of vectors and keeps it. Prompts have all lengths: without padding, memory
+    would grow by megabytes with each new one.
     """
     if vectors <= _EXACT_VECTORS:
         return vectors
@@ -67,7 +68,7 @@ def can_pack(model: nn.Module) -> bool:
 
 @cache
 def takes(dtype: torch.dtype) -> bool:
-    """Tried out: bfloat16 needs AVX-512 or AVX-NE-CONVERT, and torch tells so only when a weight is packed."""
+    """Does oneDNN take this dtype? Tested: bfloat16 needs AVX-512 or AVX-NE-CONVERT, and only packing shows it."""
     try:
         torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=dtype))
     except RuntimeError:
@@ -77,7 +78,7 @@ def takes(dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def pack_linears(model: nn.Module) -> int:
-    """Put a PackedLinear in the place of every nn.Linear of `model`; returns how many there were."""
+    """Replace every nn.Linear of `model` by a PackedLinear; returns how many there were."""
     places = [
         (parent, name, child)
         for parent in model.modules()

@@ -1,8 +1,8 @@
-"""Finds what rows and keys must be padded to so that a row's bits do not depend on its neighbours.
+"""Finds the padding of tokens and keys that makes results batch-invariant: equal bits, whatever else is in the batch.
 
-Matrix libraries choose their order of summation by the shape they are given: on a CPU a lone row and the same row
-among 64 differ in the last bits. Shapes that are multiples of some quantum can agree. Which quantum does is measured
-here, on the model's own weights.
+Matrix libraries choose the order of summation by shape: on a CPU the result for one token alone and among 64 differs in
+the last bits. Shapes that are multiples of some quantum can give equal bits. The quantum is found here by test, on the
+model's own weights.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from inference_engine.models.seam import Seam
 
 _TOKEN_QUANTA = (2, 4, 8, 16)
 _KEY_QUANTA = (512, 1024)
-_TOKENS = 320  # attention kernels change their blocks at 192 and 768 query rows, a group of heads folded in
+_TOKENS = 320  # attention kernels change their blocks at 192 and 768 queries, times the heads of a group
 
 
 def probe_quanta(seam: Seam) -> tuple[int, int]:
-    """(row quantum, key quantum) under which rows are bit-identical. Raises BackendError if no candidate is."""
+    """(token quantum, key quantum) that give bit-identical results. Raises BackendError if no candidate does."""
     device = next(seam.model.parameters()).device
     for tokens in _TOKEN_QUANTA:
         if all(_linear_agrees(linear, tokens, device, seam.dtype) for linear in _distinct_linears(seam)):
@@ -31,7 +31,7 @@ def probe_quanta(seam: Seam) -> tuple[int, int]:
                 if all(_attention_agrees(shape, tokens, keys, device, seam.dtype) for shape in _head_shapes(seam)):
                     return tokens, keys
     raise BackendError(
-        f"fixed-shape mode is not to be had here: with {seam.dtype} on {device} no row quantum of {_TOKEN_QUANTA} "
+        f"fixed-shape mode is not available here: with {seam.dtype} on {device} no token quantum of {_TOKEN_QUANTA} "
         f"and key quantum of {_KEY_QUANTA} gives equal bits; use batched mode"
     )
 

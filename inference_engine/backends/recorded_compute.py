@@ -1,11 +1,12 @@
-"""What is done to rows again and again, as CUDA graphs: coding a segment of them, and making rows of codes.
+"""Repeated computations over KV entries as CUDA graphs: encoding a segment of them, and decoding codes to entries.
 
-A code is dozens of small operations, which take the host several times longer to launch than the device to run. Rows
-leave the exact window by whole segments and are read by chunks, so there are few numbers of rows to record for; a few
-rows less are computed with some others beside them. More rows than that keep a device busy as they are, and so do wide
-ones: those are not recorded, which also bounds the memory that recordings share.
+A codec is dozens of small operations, which the host launches several times slower than the device runs them. Entries
+leave the exact window by whole segments and are read by chunks, so there are few sizes to record; smaller inputs are
+padded to one of them. Larger or wider inputs keep the device busy without graphs: they are not recorded, which also
+bounds the memory that recordings share.
 
-What is done for the first time is done unrecorded: clients choose rates, and one that is used once is not worth it.
+The first call of each kind runs unrecorded: clients choose compression rates, and one that is used once is not worth a
+recording.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from inference_engine.kv.context import BatchFunction
 logger = logging.getLogger(__name__)
 
 MOST = 512  # recordings at a time
-MOST_BYTES = 64 * 2**20  # of what one takes and gives
-STALE_CALLS = 8 * MOST  # after so many calls without it, a recording gives way to another
-_REMEMBERED = 4 * MOST  # of what was done, recorded or not
+MOST_BYTES = 64 * 2**20  # inputs and outputs of one recording
+STALE_CALLS = 8 * MOST  # a recording unused for this many calls may be replaced
+_REMEMBERED = 4 * MOST  # computations, recorded or not
 
 Shapes = Sequence[tuple[torch.Size, torch.dtype]]
 
@@ -42,7 +43,7 @@ Record = Callable[[Shapes, torch.device, BatchFunction], Recorded]
 
 @dataclass(slots=True)
 class _Known:
-    """Something that was done before, to so many rows."""
+    """A computation of a name and shape that ran before."""
 
     can_record: bool
     recorded: Recorded | None = None
@@ -50,13 +51,13 @@ class _Known:
 
 
 class RecordedCompute:
-    """A `Compute`. Of one thread."""
+    """A `Compute` that records. Used by one thread."""
 
     def __init__(self, sizes: Sequence[int], memory: GraphMemory, record: Record | None = None) -> None:
-        """sizes: numbers of rows to record for. record: CUDA's own unless given; raises RuntimeError if it cannot."""
+        """sizes: numbers of entries to record for. record: CUDA's unless given; raises RuntimeError if it cannot."""
         self._sizes = sorted(sizes)
         self._record: Record = record or partial(TensorRecording, memory=memory)
-        # By name and shapes; what was used last comes last.
+        # By name and shapes; least recently used first.
         self._known: OrderedDict[Hashable, _Known] = OrderedDict()
         self._recorded: OrderedDict[Hashable, _Known] = OrderedDict()
         self._calls = 0
@@ -96,15 +97,15 @@ class RecordedCompute:
         try:
             known.recorded = self._record(shapes, device, function)
         except torch.OutOfMemoryError:
-            logger.warning("no memory to record what is done to rows now; the next time is another try")
+            logger.warning("no memory to record a computation over KV entries now; the next call tries again")
         except RuntimeError:
-            logger.exception("what is done to rows of %s runs unrecorded", [tuple(shape) for shape, _ in shapes])
+            logger.exception("a computation over %s runs unrecorded", [tuple(shape) for shape, _ in shapes])
             known.can_record = False
         else:
             self._recorded[key] = known
 
     def _has_place(self) -> bool:
-        """Is there, or has one that was not used for long given way? In use by turns, they would all be made anew."""
+        """Is there a place, if need be of a stale recording? Recently used ones stay: replacing them would thrash."""
         if len(self._recorded) < MOST:
             return True
         oldest, known = next(iter(self._recorded.items()))

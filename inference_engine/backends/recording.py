@@ -1,10 +1,10 @@
-"""A computation on a GPU, recorded once and run again over other numbers: a CUDA graph.
+"""CUDA graphs: a computation on a GPU, captured once and replayed with new inputs.
 
-    Recording      of whole numbers from the host: copied over those of the last run in one transfer
-    RowRecording   of rows that are on the device: copied over those of the last run, one tensor after another
+    Recording         inputs are whole numbers from the host, copied over those of the last run in one transfer
+    TensorRecording   inputs are tensors on the device, copied over those of the last run one by one
 
-The rest is one launch; the host waits for nothing. What a recording gives lies in memory that its next run, and every
-other recording of the same GraphMemory, overwrites.
+The rest is one launch; the host does not wait. The outputs lie in memory that the next run of this recording, and of
+any other of the same GraphMemory, overwrites.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WARM_UPS = 2  # runs before recording: libraries allocate in their first
 
 
 class GraphMemory:
-    """Memory that recordings share: one runs at a time, and what it gave is done with when the next one runs."""
+    """Memory that recordings share: one runs at a time, and its outputs are no longer needed when the next one runs."""
 
     def __init__(self) -> None:
         self.outbox = Outbox()
@@ -39,7 +39,7 @@ class GraphMemory:
         return None if self._first is None else self._first.pool()
 
     def room(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor that stays where it is, in the same memory as all others of that name and about as many bytes."""
+        """A tensor at a fixed address, in memory shared by all tensors of that name and about as many bytes."""
         nbytes = math.prod(shape) * dtype.itemsize
         held = 1 << max(nbytes - 1, 1).bit_length()
         key = (name, device, held)
@@ -49,7 +49,7 @@ class GraphMemory:
         return self._rooms[key][:nbytes].view(dtype).view(shape)
 
     def record(self, graph: torch.cuda.CUDAGraph, device: torch.device, compute: Callable[[], T]) -> T:
-        """Record `compute` as `graph`. What it gives is good whenever the graph has run.
+        """Record `compute` as `graph`. Its outputs are valid after each run of the graph.
 
         Raises RuntimeError for what cannot be recorded.
         """
@@ -60,15 +60,15 @@ class GraphMemory:
             for _ in range(_WARM_UPS):
                 compute()
         stream.wait_stream(side)
-        # Graphs of engines that are gone may be garbage. To collect one now would end the recording.
+        # Graphs of closed engines may be garbage, and collecting one would abort the capture.
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            # Other threads may talk to the device meanwhile.
+            # Other threads may use the device meanwhile.
             with torch.cuda.graph(graph, pool=self.handle, capture_error_mode="thread_local"):
                 result = compute()
         finally:
-            torch.cuda.set_stream(stream)  # a recording that fails does not go back to it
+            torch.cuda.set_stream(stream)  # a failed capture does not restore it
             if was_enabled:
                 gc.enable()
         self._first = self._first or graph
@@ -76,7 +76,7 @@ class GraphMemory:
 
 
 class Recording(Generic[T]):
-    """`compute(numbers)`, over tensors that stay where they are. It may not wait for the device, nor look at values."""
+    """`compute(numbers)`, over tensors at fixed addresses. It may not wait for the device, nor read values."""
 
     def __init__(
         self, idle: Numbers, device: torch.device, compute: Callable[[Tensor], T], memory: GraphMemory
@@ -89,9 +89,9 @@ class Recording(Generic[T]):
             self._result = memory.record(self._graph, device, lambda: compute(self._numbers))
 
     def run(self, *parts: Numbers) -> T:
-        """What `compute` gives for these numbers, one part after another, until the next run.
+        """The outputs of `compute` for these numbers, the parts concatenated; valid until the next run.
 
-        Returns before the device is done, and the parts may change then.
+        Returns before the device is done; the parts may change after it returned.
         """
         self._outbox.send(parts, self._numbers)
         self._graph.replay()
@@ -99,7 +99,7 @@ class Recording(Generic[T]):
 
 
 class TensorRecording:
-    """`compute(tensors)`, of tensors of the given shapes. It may not wait for the device, nor look at values."""
+    """`compute(tensors)`, for tensors of the given shapes. It may not wait for the device, nor read values."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class TensorRecording:
         self._inputs = [
             memory.room(("input", place), shape, dtype, device) for place, (shape, dtype) in enumerate(shapes)
         ]
-        # A graph reads the tensors that are in `compute`, and they last as long as it does.
+        # The graph reads tensors that `compute` refers to, so it is kept alive.
         self._compute = compute
         self._graph = torch.cuda.CUDAGraph()
         with torch.no_grad():
@@ -127,9 +127,9 @@ class TensorRecording:
             result.copy_(fresh)
 
     def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What `compute` gives for these tensors, until the next run.
+        """The outputs of `compute` for these tensors; valid until the next run.
 
-        They may have fewer rows than the shapes; in the others is whatever lay there.
+        Their first dimension may be smaller than that of the shapes; the rest is computed from leftover values.
         """
         for mine, given in zip(self._inputs, tensors, strict=True):
             mine[: len(given)].copy_(given)

@@ -1,4 +1,4 @@
-"""A transformers model on torch, CPU or CUDA: the same code, the device is a value."""
+"""A transformers model on torch, on CPU or CUDA with the same code."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class TorchForward:
         ops: DeviceOps = REFERENCE,
         records_graphs: bool = False,
     ) -> None:
-        """ops: the device's. records_graphs: of steps whose sessions are all attended to together."""
+        """ops: operations of the device. records_graphs: record steps with one attention call for all sessions."""
         self.seam = seam
         self._facts = facts
         self._device = device
         self._ops = ops
         self._records_graphs = records_graphs
-        # Of each pool its own: graphs read and write where they were recorded.
+        # One for each pool: graphs read and write the addresses they were recorded with.
         self._graphs: WeakKeyDictionary[Pool, StepGraphs] = WeakKeyDictionary()
         self._memory = GraphMemory()
 
@@ -122,7 +122,7 @@ class TorchForward:
             )
             most_queries = SIZES[-1]
             segment = geometry.segment_tokens
-            # Beyond a segment, fewer rows than are wanted are computed beside them.
+            # Beyond one segment, padding to the next size adds fewer entries than are wanted.
             compute = RecordedCompute((segment, 2 * segment, SEGMENTS_IN_A_CHUNK * segment), self._memory)
         return KVContext(
             geometry=geometry,
@@ -165,7 +165,7 @@ class TorchForward:
 def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
     """Load the model that was admitted and make it ready to run. Raises ModelError or BackendError."""
     use_threads(config.threads)
-    # cuDNN's attention makes a plan for every number of keys it meets, and decoding meets a new one at every token.
+    # cuDNN's attention builds a plan for every number of keys, and decoding has a new number at every token.
     torch.backends.cuda.enable_cudnn_sdp(False)
     loaded = load_model(
         config.model,

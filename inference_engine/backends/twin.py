@@ -1,14 +1,15 @@
 """Admits a model by test: small twins of it, made from its configuration alone, must give the model's own logits.
 
     traits       every layer, its keys at two positions: rotated, unrotated, or changed in a way that cannot be repeated
-    full         a few layers, whole in the model's own eager attention; in chunks beside a neighbour through our seam
-    strategies   each one's small variants, against plain attention under its rule. Keys that it moves are compared with
-                 keys that the model itself computes there: rows that travel along at the other position.
+    full         a few layers: the whole text in the model's own eager attention, against chunks beside another session
+                 through our seam
+    strategies   small variants of each, against plain attention under its rule. Keys that a strategy moves are compared
+                 with keys that the model itself computes: the text has extra tokens at the other positions.
 
-The twins have the same class and small sizes; every window and context field is cut to 8, so that windows bite within
-48 tokens, and all their numbers are drawn, norms and biases too, so that nothing cancels by chance. An architecture
-that attends, rotates or normalises in a way we do not honour differs here, before it could answer wrongly. Weights are
-not needed.
+The twins have the same class and small sizes; every window and context field is cut to 8, so that windows matter within
+48 tokens. All their weights are random, norms and biases too, so that nothing cancels by chance. An architecture that
+attends, rotates or normalises in an unsupported way differs here, before it could give wrong answers. The model's
+weights are not needed.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ _SMALL: dict[str, int] = {
     "num_group": 1,
     "topk_group": 1,
 }
-_MOST_NUMBERS = 300_000_000  # of a twin; more means that a family keeps a size under a name we do not know
+_MOST_NUMBERS = 300_000_000  # parameters of a twin; more means that a family has a size under an unknown name
 _SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _NOISE = 0.1
-# Of the largest logit: different summation orders in float32.
+# Relative to the largest logit: different summation orders in float32.
 _TOLERANCE = 2e-4
 
 
@@ -80,7 +81,7 @@ class TwinSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admitted:
-    """What trying a model out has shown. refused: names of strategies that it cannot have, and why.
+    """The result of the test. refused: names of strategies that cannot be served with this model, and why.
 
     differences: by strategy variant, the largest difference of a logit, as a share of the largest logit.
     """
@@ -97,7 +98,7 @@ def admit_config(
     seed: int = 0,
     sizes: TwinSizes = TwinSizes(),
 ) -> Admitted:
-    """Try out a model of this configuration. Raises ModelError unless it is served rightly, at least with `full`.
+    """Test a model of this configuration. Raises ModelError unless it is served correctly, at least with `full`.
 
     kind: the model's class; None: the one that transformers builds for the configuration. Needs no weights, and leaves
     `config` and the random state alone.
@@ -152,9 +153,9 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def text_generator(config: PretrainedConfig) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
-    """What transformers loads a checkpoint of this configuration as: its class, and the configuration that it gets.
+    """The configuration and the class with which transformers loads a checkpoint of this configuration.
 
-    Of several parts, some families load the one for text alone. Raises ModelError as `model_class` does.
+    Some families with several parts load only the text model. Raises ModelError as `model_class` does.
     """
     kind = model_class(config)
     part = config.sub_configs.get("text_config")
@@ -162,7 +163,7 @@ def text_generator(config: PretrainedConfig) -> tuple[PretrainedConfig, type[Pre
 
 
 def _try(kind: type[PreTrainedModel], what: str, trial: Any) -> Any:
-    """What `trial` gives. What transformers or torch raise in it becomes a refusal in words; the log has the rest."""
+    """The result of `trial`. An exception of transformers or torch becomes a ModelError; the log has the details."""
     try:
         return trial()
     except ModelError:
@@ -183,11 +184,11 @@ _FAILED = {
 
 
 def _try_strategy(kind: type[PreTrainedModel], twin: _Twin, strategy: KVStrategy) -> tuple[float | None, str]:
-    """The largest difference that `strategy` makes, None if it cannot be had; and why it is refused, or ""."""
+    """The largest difference with `strategy`, None if it was not measured; and why it is refused, or ""."""
     try:
         check_strategy(strategy, twin.geometry)
     except InvalidArgument:
-        return None, ""  # what a geometry cannot have is said when it is asked for
+        return None, ""  # such a session is refused when it is created
     try:
         difference = twin.difference(_in_segments(twin, strategy), _expected(twin, strategy))
     except Exception:
@@ -205,7 +206,7 @@ def _try_strategy(kind: type[PreTrainedModel], twin: _Twin, strategy: KVStrategy
 
 
 def _traits(kind: type[PreTrainedModel], config: PretrainedConfig, sizes: TwinSizes) -> tuple[LayerTraits, ...]:
-    """Of every layer: the twin is as deep as the model, and thin."""
+    """The traits of every layer: this twin is as deep as the model, and thin."""
     count = config.get_text_config().num_hidden_layers
     small = shrunken(config, layers=range(count), sizes=sizes)
     small._attn_implementation = TRIAL
@@ -213,7 +214,7 @@ def _traits(kind: type[PreTrainedModel], config: PretrainedConfig, sizes: TwinSi
 
 
 class _Twin:
-    """A few layers of each sort, twice: as transformers runs them, and taken over."""
+    """A few layers of each kind, twice: as transformers runs them, and taken over by the seam."""
 
     def __init__(
         self, kind: type[PreTrainedModel], config: PretrainedConfig, traits: Sequence[LayerTraits], sizes: TwinSizes
@@ -252,13 +253,13 @@ class _Twin:
 
 
 def _built(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """With every number moved: norms that are one, biases that are zero and attention that is even would hide much."""
+    """A model with noise on every parameter: norms of one, zero biases and uniform attention would hide differences."""
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in kind(copy.deepcopy(config)).parameters())
     if count > _MOST_NUMBERS:
         raise ModelError(
             f"{kind.__name__} cannot be tried out: a small twin of it would still have {count} numbers, as its "
-            "configuration keeps a size under a name that the runtime does not know"
+            "configuration has a size under a name that the runtime does not know"
         )
     model = kind(config)
     with torch.no_grad():
@@ -291,18 +292,18 @@ def shrunken(config: PretrainedConfig, *, layers: Sequence[int], sizes: TwinSize
     if not getattr(text, "head_dim", None) or text.head_dim * heads == text.hidden_size:
         changes["hidden_size"] = sizes.kv_heads * group * sizes.head_dim
     for name, value in vars(text).items():
-        # What a configuration says layer by layer is said of the layers that stay.
+        # Lists with an item for each layer keep the items of the layers that stay.
         if isinstance(value, (list, tuple)) and len(value) == count and count > 1:
             changes[name] = [value[layer] for layer in layers]
     for name in _SPECIAL_IDS:
         if getattr(text, name, None) is not None:
             changes[name] = 0 if name == "pad_token_id" else 1
     for name, value in changes.items():
-        # Some names are only read, off others that are changed here.
+        # Some names are read-only properties of others that are changed here.
         if not (isinstance(found := getattr(type(text), name, None), property) and found.fset is None):
             setattr(text, name, value)
     for part in vars(small).values():
-        # Of what is not text (a tower for pictures) as little as there can be: no row passes through it.
+        # Other parts (a vision tower) become as small as possible: no token passes through them.
         if isinstance(part, PretrainedConfig) and part is not text and getattr(part, "num_hidden_layers", None):
             part.num_hidden_layers = 1
     small.dtype = text.dtype = torch.float32
@@ -310,7 +311,7 @@ def shrunken(config: PretrainedConfig, *, layers: Sequence[int], sizes: TwinSize
 
 
 def representative_layers(config: PretrainedConfig, traits: Sequence[LayerTraits]) -> list[int]:
-    """The first layer of each sort, and the first two in any case."""
+    """The first layer of each kind, and always the first two."""
     count = len(traits)
     by_layer = [value for value in vars(config).values() if isinstance(value, (list, tuple)) and len(value) == count]
     sorts = [(trait, *(str(value[index]) for value in by_layer)) for index, trait in enumerate(traits)]
@@ -338,8 +339,8 @@ def _chunks_beside_a_neighbour(twin: _Twin) -> Tensor:
 
 
 def _in_segments(twin: _Twin, strategy: KVStrategy) -> Tensor:
-    """The logits of the text, a segment a step; between steps the session sleeps. All its tokens count as generated:
-    appended ones read everything, whatever the strategy."""
+    """The logits of the text, one segment per step; between steps the session is idle. All its tokens count as
+    generated: appended ones read everything, whatever the strategy."""
     opened = twin.open()
     context = KVContext(
         geometry=opened.geometry,
@@ -389,16 +390,16 @@ class _ExactTokens:
     def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
         sizes = [heads * head_dim for heads, head_dim in self._shapes] * 2
         parts = torch.split(codes.contiguous().view(torch.float32), sizes, dim=1)
-        rows = [part.reshape(len(codes), *shape) for part, shape in zip(parts, self._shapes * 2, strict=True)]
+        entries = [part.reshape(len(codes), *shape) for part, shape in zip(parts, self._shapes * 2, strict=True)]
         wanted = [self.layers.index(layer) for layer in (self.layers if layers is None else layers)]
-        return [rows[place] for place in wanted], [rows[len(self.layers) + place] for place in wanted]
+        return [entries[place] for place in wanted], [entries[len(self.layers) + place] for place in wanted]
 
 
 # -- plain attention under a rule --------------------------------------------------------------------------------------
 
 
 def _expected(twin: _Twin, strategy: KVStrategy) -> Tensor:
-    """The logits that `strategy` stands for."""
+    """The correct logits under `strategy`."""
     rules = [strategy.rule(index, twin.geometry) for index in range(len(twin.geometry.layers))]
     if all(rule.window is None for rule in rules):
         return twin.expected
@@ -419,11 +420,11 @@ def _expected(twin: _Twin, strategy: KVStrategy) -> Tensor:
 
 
 class _PlainPlan:
-    """Attention of the whole text at once, under each layer's layout, with nothing of the runtime's own in it.
+    """Attention of the whole text at once, under each layer's layout, without code of the runtime.
 
-        rows   0 … 47 | 0' 1' | 0'' 1'' | …      the text, then each sink token again at every place it is moved to
+        tokens   0 … 47 | 0' 1' | 0'' 1'' | …      the text, then each sink token again at every position it is moved to
 
-    A row that stands elsewhere is given what its own token was given, in every layer: so it enters the next one as that
+    In every layer a moved copy gets the attention output of the original token. So it enters the next layer as that
     token does, and its key there is the token's key at the other position, rotated by the model itself.
     """
 
@@ -455,8 +456,8 @@ class _PlainPlan:
         group = queries.shape[1] // keys.shape[1]
         own_keys, own_values = (states[0].repeat_interleave(group, dim=0) for states in (keys, values))
         out = torch.empty(_LENGTH, queries.shape[1], queries.shape[-1])
-        for rows, sources, visible in self._segments(self._layouts[layer]):
-            scores = queries[0, :, rows] @ own_keys[:, sources].transpose(1, 2) * scaling
+        for segment, sources, visible in self._segments(self._layouts[layer]):
+            scores = queries[0, :, segment] @ own_keys[:, sources].transpose(1, 2) * scaling
             if softcap is not None:
                 scores = torch.tanh(scores / softcap) * softcap
             scores = scores.masked_fill(~torch.from_numpy(visible), float("-inf"))
@@ -464,16 +465,16 @@ class _PlainPlan:
                 drain = head_sinks[:, None, None].expand(-1, scores.shape[1], 1)
                 scores = torch.cat([scores, drain], dim=-1)
             weights = scores.softmax(-1)[..., : len(sources)]
-            out[rows] = (weights @ own_values[:, self.tokens[sources]]).transpose(0, 1)
+            out[segment] = (weights @ own_values[:, self.tokens[sources]]).transpose(0, 1)
         return out[self.tokens][None]
 
     def _segments(self, layout: Layout) -> Iterator[tuple[slice, NDArray[np.int64], NDArray[np.bool_]]]:
-        """Of each segment: its rows, the row that each position's key is read from, and who sees whom."""
+        """For each segment: its queries, the token that each position's key is read from, and the attention mask."""
         held = np.arange(_LENGTH)
         for start in range(0, _LENGTH, _SEGMENT):
-            rows = np.arange(start, start + _SEGMENT)
+            positions = np.arange(start, start + _SEGMENT)
             shift = layout.sink_shift(start)
             sources = held.copy()
             for token in range(layout.sink) if shift else ():
                 sources[token] = self._moved[token, shift]
-            yield slice(start, start + _SEGMENT), sources, layout.visible(rows, held)
+            yield slice(start, start + _SEGMENT), sources, layout.visible(positions, held)

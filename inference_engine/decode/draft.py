@@ -1,11 +1,10 @@
-"""What a drafter is to the engine: cheap draft tokens of what a session's model will say next.
+"""The interface between the engine and a drafter, which proposes draft tokens for speculative decoding.
 
-    propose   sessions that want a draft → token ids for the positions after their history
-    observe   rows that were committed → whatever the drafter wants to remember of them
+    propose   sessions that can use a draft → token ids for the positions after their history
+    observe   tokens that were committed → whatever state the drafter keeps of them
 
-A draft is a draft token and nothing else: the target samples every position itself, and a draft token stays if it is
-that sample. So a drafter, however wrong, never changes a token. Drafters lie above the engine; this is all it knows of
-them.
+The target samples every position itself; a draft token is accepted if it equals that sample. So a drafter never changes
+a token, however bad its drafts are. Drafters live above the engine, which knows only this interface.
 """
 
 from __future__ import annotations
@@ -39,10 +38,9 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftMethod:
-    """One of the ways in which a drafter drafts. How often draft tokens are right, and what they cost, is known for
-    each.
+    """One of the methods of a drafter. Acceptance and cost are measured for each method.
 
-    longest: the most tokens it gives at once. needs_entries: it has to be told of every committed row before.
+    longest: most tokens in one draft. needs_entries: it must observe every committed token before it can draft.
     """
 
     name: str
@@ -52,7 +50,7 @@ class DraftMethod:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Rows of one session that were committed, in order of position, each once.
+    """Committed tokens of one session, in order of position, each once.
 
     Positions never go back; those of Generates that had no drafting, or whose drafter failed, are missing.
     taps: [n, len(tap_layers), hidden], the target's hidden states after those layers, in its dtype and on its device;
@@ -67,11 +65,11 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One session that could use a draft of at most `limit` tokens, at least one.
+    """One session that can use a draft of 1 to `limit` tokens.
 
-    history: every recorded id; the last one was just sampled and has no row yet. The draft begins after it.
-    temperature, seed: what the target samples with, greedily at 0: the token that will be number p of the history is
-    drawn with the noise of (seed, p) (`kernels/noise.py`), and a drafter may draft with it.
+    history: every recorded id; the last one was just sampled and has no K/V yet. The draft begins after it.
+    temperature, seed: of the target's sampling; temperature 0 is greedy. The token at position p is drawn with the
+    noise of (seed, p) (`kernels/noise.py`), and a drafter may use the same noise.
     """
 
     memory: DraftMemory | None
@@ -86,11 +84,11 @@ class Drafter(DraftMemories, Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called, for people."""
+        """Its name, for display."""
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
-        """The target's layers after which it wants hidden states, ascending; () for none."""
+        """The target's layers after which it needs hidden states, ascending; () for none."""
 
     @property
     def longest(self) -> int:
@@ -100,10 +98,10 @@ class Drafter(DraftMemories, Protocol):
         """Get ready for the sessions of `context`. Called once, before there are any."""
 
     def method(self, history: Tokens) -> DraftMethod | None:
-        """In which way it would draft after this history; None if it has nothing to say. Asked often: cheap."""
+        """The method it would draft with after this history; None for no draft. Called often, so it must be cheap."""
 
     def observe(self, seen: Sequence[Seen]) -> None:
-        """Rows of several sessions were committed."""
+        """Tokens of several sessions were committed."""
 
     def propose(self, wanted: Sequence[Wanted]) -> list[TokenIds]:
-        """A draft for each, of at most its limit; an empty one where the drafter has nothing to say."""
+        """A draft for each, of at most its limit; an empty one where the drafter has none."""

@@ -1,18 +1,18 @@
-"""How long a draft should be, from what drafts gave and what steps took: a draft has to pay for its rows.
+"""Choice of the draft length, from measured acceptance rates and step durations: a draft must pay for its tokens.
 
-    tokens a second with n draft tokens = (others + 1 + r₁ + r₁r₂ + … + r₁…rₙ) ÷ (seconds(rows + n) + drafting)
+    tokens a second with n draft tokens = (others + 1 + r₁ + r₁r₂ + … + r₁…rₙ) ÷ (seconds(tokens + n) + drafting)
 
-rᵢ is how often the draft token in place i was right when those before it were. Steps are measured as they come, in
-groups of as many sessions; older ones count less. What a machine is busy with meanwhile slows all steps alike: when
-plain ones take longer, the others, measured seldom, count as longer by as much. Numbers of rows between known ones lie
-on the line between them; beyond the largest known one they are taken to cost no more, so they are tried, and then
-known.
+rᵢ is the acceptance rate of draft token i, given that those before it were accepted. Step durations are measured by
+number of sessions; older ones count less. Other load on the machine slows all steps alike: when plain steps become
+slower, the expected durations of the others, measured less often, are scaled by the same factor. Numbers of tokens
+between measured ones are interpolated. Beyond the largest measured one the cost is assumed not to rise, so that such a
+length is tried and then measured.
 
-    last draft: right draft tokens   new session   3   7   15
-    the next may have           7             7   15  31
+    accepted of the last draft       new session   3   7   15
+    the next may have                7             7   15  31
 
-A long draft that is wrong costs a step or two, a short one a part of one. So a session has to earn long ones with its
-own words, whatever others showed: how they write says little of how this one does.
+A rejected long draft costs a step or two, a short one a part of a step. So a session must earn long drafts by its own
+acceptance: that of other sessions predicts little.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-# What is expected of a first draft, and for how many drafts that counts: of anybody's ever, and of a session's, of
-# which others tell more. A few wrong ones in a row are no reason to stop; what all give changes slowly.
+# The prior acceptance rate, and its weight in drafts: for all sessions together, and for a new session, whose prior is
+# the rate of all. A few rejected drafts in a row do not stop drafting; the rate of all sessions changes slowly.
 _PRIOR_RATE, _PRIOR_WEIGHT, _LIKE_WEIGHT = 0.6, 2.0, 8.0
-_COMMON_MEMORY, _SESSION_MEMORY = 0.99, 0.95  # what a draft counts when the next one has come
+_COMMON_MEMORY, _SESSION_MEMORY = 0.99, 0.95  # decay: the weight of a draft when the next one is verified
 _STEP_MEMORY = 0.9
-_OUTLIER = 3.0  # a step that took this many times what was expected counts no more than that
-# Few lengths, so that what a step of each takes is soon known, and kernels meet few shapes.
+_OUTLIER = 3.0  # a duration is capped at this many times the expected one
+# Few lengths, so that the step duration of each is soon measured, and kernels run with few shapes.
 _LENGTHS = (1, 2, 4, 7, 15, 31)
-_LEAST_GAIN = 1.02  # a draft that promises less is not worth its risk
-_UNEARNED = 7  # the longest draft that needs no right draft tokens before it
+_LEAST_GAIN = 1.02  # least expected speedup of a draft
+_UNEARNED = 7  # the longest draft of a session without accepted draft tokens
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """How often draft tokens are right, by their place in the draft.
+    """Acceptance rates of draft tokens, by their place in the draft.
 
-    A session's begins `like` that of all sessions, which has none to be like.
+    like: the rates of all sessions, which are the prior of a session's; None for those of all sessions themselves.
     """
 
     like: Acceptance | None = None
@@ -47,11 +47,11 @@ class Acceptance:
 
     @property
     def earned(self) -> int:
-        """How long a draft may be after the last one."""
+        """Most tokens of the next draft, given the last one."""
         return max(_UNEARNED, 2 * self._last_right + 1)
 
     def saw(self, proposed: int, accepted: int) -> None:
-        """A draft of `proposed` draft tokens had its first `accepted` right."""
+        """Record a draft: of `proposed` tokens the first `accepted` were accepted."""
         self._last_right = accepted
         tried = min(proposed, accepted + 1)
         weight, memory = (_PRIOR_WEIGHT, _COMMON_MEMORY) if self.like is None else (_LIKE_WEIGHT, _SESSION_MEMORY)
@@ -63,7 +63,7 @@ class Acceptance:
             self._tried[place] = memory * self._tried[place] + 1.0
 
     def rate(self, place: int) -> float:
-        """How often the draft token in `place` is right if those before it are; an unseen place is like the last."""
+        """Acceptance rate of the draft token in `place`, given those before it; an unseen place is like the last."""
         if place < len(self._tried):
             return self._right[place] / self._tried[place]
         if self.like is not None:
@@ -73,7 +73,7 @@ class Acceptance:
 
 @dataclass(slots=True)
 class RecentSeconds:
-    """What something takes, as it was lately. The first time does not count: it prepares kernels and memory."""
+    """A moving average of durations. The first one is not counted: it includes preparing kernels and memory."""
 
     seconds: float | None = None
     _is_warm: bool = False
@@ -90,12 +90,13 @@ class RecentSeconds:
 
 @dataclass(slots=True)
 class StepSeconds:
-    """What steps took, by their rows."""
+    """Durations of steps, by their number of tokens."""
 
     _by_tokens: dict[int, RecentSeconds] = field(default_factory=dict)
 
     def saw(self, tokens: int, seconds: float, *, is_plain: bool) -> None:
-        """A step of `tokens` took so long. is_plain: it verified no draft token; the others keep their ratios to it."""
+        """Record that a step of `tokens` took `seconds`. is_plain: it verified no draft token; the durations of the
+        others are scaled with it."""
         recent = self._by_tokens.setdefault(tokens, RecentSeconds())
         before = recent.seconds
         recent.saw(seconds)
@@ -105,7 +106,7 @@ class StepSeconds:
                     other.seconds *= recent.seconds / before
 
     def expected(self, tokens: int) -> float | None:
-        """Seconds of a step of `tokens`; between known numbers of rows, on the line; None before any is known."""
+        """Seconds of a step of `tokens`, interpolated between measured numbers; None before any is measured."""
         known = sorted(count for count, recent in self._by_tokens.items() if recent.seconds is not None)
         if not known:
             return None
@@ -123,10 +124,10 @@ class StepSeconds:
 
 
 def best_length(acceptance: Acceptance, step: StepSeconds, *, sessions: int, longest: int, draft_seconds: float) -> int:
-    """How many draft tokens give the most tokens a second, at most `longest`; 0: a plain step does, or is not known
-    yet.
+    """The number of draft tokens, at most `longest`, with the most tokens a second; 0: a plain step has, or no plain
+    step was measured.
 
-    sessions: how many decode in the step, one row each beside the draft tokens. draft_seconds: what a draft costs.
+    sessions: how many decode in the step, one token each besides draft tokens. draft_seconds: the cost of drafting.
     """
     plain = step.expected(sessions)
     if not plain:
@@ -140,7 +141,7 @@ def best_length(acceptance: Acceptance, step: StepSeconds, *, sessions: int, lon
             continue
         seconds = step.expected(sessions + length)
         assert seconds is not None
-        # What was measured at another time may say that more rows are faster; they never are.
+        # Measurements of different times may say that more tokens are faster; they never are.
         seconds = max(plain, seconds) + draft_seconds
         if tokens / seconds > best_rate:
             best, best_rate = length, tokens / seconds
@@ -148,5 +149,5 @@ def best_length(acceptance: Acceptance, step: StepSeconds, *, sessions: int, lon
 
 
 def steps_between(cost_seconds: float, step_seconds: float, share: float) -> int:
-    """So many steps apart, something that costs `cost_seconds` takes at most `share` of the time."""
+    """The interval in steps at which something that costs `cost_seconds` takes at most `share` of the time."""
     return max(1, math.ceil(cost_seconds / (share * step_seconds))) if step_seconds > 0 else 1

@@ -1,15 +1,15 @@
-"""The verifier: runs the target over a block of rows of several sessions.
+"""The verifier: runs the target model over one block of tokens for each of several sessions.
 
-A block is the tokens of one session that have no K/V yet: a chunk of prefill, the last sampled token, or tokens whose
-likelihood is asked for. Its last row's logits give the next token when the block reaches the end of the history. One
-synchronisation per step: the token ids come back together.
+A block is the tokens of one session that have no K/V yet: a chunk of prefill, the last sampled token, or tokens to be
+scored. If the block reaches the end of the history, the logits of its last token give the next one. One synchronisation
+per step: all sampled ids come back together.
 
     drafted     a b c d         four draft tokens after the last token x
-    rows        x a b c d       each row gives the target's own sample of what follows it
-    samples     a b y           a and b were right; y is the sample in c's place, and what came after c counts no more
+    tokens      x a b c d       for each, the target samples the one that follows it
+    samples     a b y           a and b are accepted; y is sampled in the place of c, and d is discarded
 
 So a draft decides how many tokens a step gives, and never which (Leviathan et al., arXiv 2211.17192; here a draft token
-has to equal the keyed sample, which is the same distribution and the same tokens as without a draft).
+must equal the keyed sample, which gives the same distribution and the same tokens as without a draft).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from inference_engine.kv.session_kv import SessionKV
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """Rows of one session for one step. `sampler` is None when no token is wanted: more prefill follows, or a score.
+    """Tokens of one session for one step. `sampler` is None if none is sampled: more prefill follows, or it is a score.
 
-    drafted: how many of the last ids are a drafter's draft tokens, counted as generated.
-    wanted_logits: of how many of its last rows the logits are wanted as they are.
-    wants_taps: the rows' hidden states are wanted, after the layers that the verifier was told.
+    drafted: how many of the last ids are draft tokens; they count as generated.
+    wanted_logits: for how many of its last tokens the logits are returned.
+    wants_taps: return the tokens' hidden states after the verifier's `tap_layers`.
     """
 
     kv: SessionKV
@@ -51,7 +51,7 @@ class Block:
 
     @property
     def sampled(self) -> int:
-        """Of how many of its last rows a sample is drawn."""
+        """For how many of its last tokens the next one is sampled."""
         return 0 if self.sampler is None else 1 + self.drafted
 
     @property
@@ -60,9 +60,9 @@ class Block:
         return ids
 
     def draws(self, end: int) -> Iterator[Draw]:
-        """What is to be sampled of its rows, the last of which is the one before number `end` of the logits.
+        """The samples to draw for this block, whose last token has number `end` - 1 among the logits.
 
-        Once its rows are staged.
+        Call it after the block is staged.
         """
         if self.sampler is not None:
             yield Draw(
@@ -76,10 +76,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a block gave.
+    """The result of a block.
 
-    samples: where a sampler was, those that follow from each other: one for each draft token that was right, and one
-    more. logits: [wanted_logits, V] float32. taps: [rows, layers, hidden].
+    samples: if it had a sampler, one for each accepted draft token, and one more. logits: [wanted_logits, V] float32.
+    taps: [tokens, layers, hidden].
     """
 
     samples: tuple[Sample, ...] = ()
@@ -97,7 +97,7 @@ class BlockFailed(Exception):
 
 
 class Verifier:
-    """The target model at work. Only the engine's thread calls it."""
+    """Runs steps of the target model. Only the engine's thread calls it."""
 
     def __init__(
         self,
@@ -107,25 +107,25 @@ class Verifier:
         tap_layers: tuple[int, ...] = (),
         lap: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """tap_layers: after which layers hidden states are taken, for blocks that want them.
+        """tap_layers: the layers whose hidden states are returned to blocks that want them.
 
-        lap: told at the end of each part of a step; see `metrics.StepTimer`.
+        lap: called at the end of each part of a step; see `metrics.StepTimer`.
         """
         self._forward = forward
         self._lap = lap
-        self.context = context  # what the sessions live in
+        self.context = context  # of the sessions
         self._tap_layers = tap_layers
 
     def waits(self, blocks: Sequence[Block]) -> bool:
-        """Does `run` of these blocks return when they are computed? A GPU works on its own; a sample is waited for."""
+        """Does `run` return only when these blocks are computed? On a GPU only if tokens are sampled."""
         return self._forward.device.type == "cpu" or any(block.sampled for block in blocks)
 
     def run(self, blocks: Sequence[Block], *, on_planned: Callable[[], None] = lambda: None) -> list[Outcome]:
-        """Forward all blocks in one step. on_planned: called right before the device gets to work.
+        """Forward all blocks in one step. on_planned: called right before work for the device is launched.
 
-        The rows are staged: the caller commits each session, to the length it accepts. If the forward raises, nothing
-        is staged and every session is as it was. Raises BlockFailed for a broken invariant, SpanFailed, with the
-        block's index, for old rows that could not be had, or are not finite: `sleep` then raises, too.
+        The entries are staged: the caller commits each session, to the length it accepts. If the forward raises,
+        nothing is staged and every session is as it was. Raises BlockFailed for a broken invariant, and SpanFailed,
+        with the block's index, for old entries that could not be restored or are not finite: `sleep` then raises, too.
         """
         try:
             for index, block in enumerate(blocks):
@@ -136,7 +136,7 @@ class Verifier:
             return self._forward_and_sample(blocks, on_planned)
         except BaseException:
             for block in blocks:
-                # A device that failed the forward may fail this too; the sessions' tables are right all the same.
+                # A device that failed the forward may fail this too; the sessions' tables are correct all the same.
                 with contextlib.suppress(RuntimeError):
                     block.kv.commit(block.kv.next_position)
             raise
@@ -153,15 +153,15 @@ class Verifier:
             on_choice=context.on_choice,
         )
         token_ids = np.zeros(plan.query_count, dtype=np.int64)
-        wanted: list[int] = []  # packed rows whose logits are computed
-        ends: list[int] = []  # per block, one past its last row's place in `wanted`
+        wanted: list[int] = []  # packed tokens whose logits are computed
+        ends: list[int] = []  # per block, one past the place of its last token in `wanted`
         draws: list[Draw] = []
         for block, span in zip(blocks, plan.spans, strict=True):
             token_ids[span.real] = block.token_ids
             count = max(block.wanted_logits, block.sampled)
-            rows = _aligned_queries(span, context.geometry.token_quantum, count)
-            ends.append(len(wanted) + (span.real.stop - rows.start if count else 0))
-            wanted.extend(rows)
+            aligned = _aligned_queries(span, context.geometry.token_quantum, count)
+            ends.append(len(wanted) + (span.real.stop - aligned.start if count else 0))
+            wanted.extend(aligned)
             draws.extend(block.draws(ends[-1]))
         tap_layers = self._tap_layers if any(block.wants_taps for block in blocks) else ()
         reported = [(index, block) for index, block in enumerate(blocks) if block.sampled or block.wanted_logits]
@@ -202,7 +202,7 @@ def _agreeing(block: Block, samples: Sequence[Sample]) -> tuple[Sample, ...]:
 
 
 def _aligned_queries(span: Span, quantum: int, count: int) -> range:
-    """The whole quanta of packed rows that the span's last `count` rows belong to."""
+    """The packed tokens, in whole quanta, that contain the span's last `count` tokens."""
     if not count:
         return range(0)
     start = span.packed.start

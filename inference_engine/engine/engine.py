@@ -40,7 +40,7 @@ from inference_engine.types import MAX_STOP_TOKEN_IDS, Bound, GenerateParams, Ma
 
 Reply = TypeVar("Reply", bound="SessionOpened | HistoryLength")
 
-_FAILED_STEPS = 3  # in a row: the device, not a request, is at fault
+_FAILED_STEPS = 3  # consecutive: then the device, not a request, is at fault
 
 
 class Engine:
@@ -361,7 +361,7 @@ class Engine:
         """Add `token_ids` to the history as generated tokens, in blocks, and report the logits that predict them.
 
         `on_logits(position, logits)` is called on the engine's thread for each block in order: float32 [n, V] on the
-        device, row j predicts the token at `position + j`; each given token is predicted exactly once. The tensor is
+        device, logits[j] predict the token at `position + j`; each given token is predicted exactly once. The tensor is
         the callee's to keep. Iterate the Generation to wait for the end; an error of `on_logits` ends it.
         """
         session = self._store.find_healthy(session_id, owner)

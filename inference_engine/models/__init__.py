@@ -1,4 +1,5 @@
-"""Where weights come from: models known by name, fetched and converted once; any local folder; all checked first."""
+"""Model loading: models known by name, fetched and converted once; names of the hub; any local folder. All are checked
+first."""
 
 from inference_engine.models.fetch import check_fetched, fetch, model_folder
 from inference_engine.models.hub import HubModel, hub_model

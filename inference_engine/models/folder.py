@@ -1,12 +1,12 @@
-"""What is read of a model folder, and what a folder may not be: looked at before anything in it is opened.
+"""Checks of a model folder, before any file in it is opened.
 
-    read       config.json, model.safetensors or the shards of its index; a tokenizer's files, by clients that have text
-    ignored    the rest, never opened: code, pickles, other formats of the same weights, pictures, what git and the hub
-               keep beside them. It is listed in the log and by doctor
-    refused    what would be another model if it were left out (adapters, quantised weights), links out, pipes
+    read       config.json, model.safetensors or the shards of its index; a tokenizer's files, by clients with text
+    ignored    the rest, never opened: code, pickles, other formats of the same weights, pictures, files of git and the
+               hub. They are listed in the log and by doctor
+    refused    files without which it would be another model (adapters, quantised weights), links out, pipes
 
-transformers is never given a folder from somewhere else: it loads from one that holds what is read alone (`loader.py`),
-so that a clean folder needs no argument about what transformers looks for.
+transformers never opens the folder itself: it loads from a temporary one with only the files that are read
+(`loader.py`), so safety does not depend on which files transformers looks for.
 
 Links may lead elsewhere in the folder. In a snapshot of the hub's cache they may also lead into the blobs beside it:
 
@@ -48,9 +48,9 @@ _OURS = ("manifest.json",)
 
 # A configuration is kilobytes, an index of shards a few megabytes.
 MAX_JSON_BYTES = 2**26
-# The deepest that are published have 126. To try a configuration out, a small model as deep is built.
+# The deepest published models have 126. The admission test builds a small model of the same depth.
 MAX_LAYERS = 1024
-# The largest that are published have a few hundred.
+# The largest published models have a few hundred.
 MAX_SHARDS = 4096
 _SHARD = re.compile(r"[A-Za-z0-9_][\w.+ -]{0,200}\.safetensors", re.ASCII)
 
@@ -80,8 +80,8 @@ _DISTRIBUTED = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 def list_files(folder: Path) -> tuple[str, ...]:
     """Names of all files, relative to `folder` and with slashes, sorted. Opens none of them.
 
-    Raises ModelError for what is neither a file nor a folder, for links that are dangling or lead out, and for
-    subfolders that cannot be read.
+    Raises ModelError for anything but files and folders, for links that are dangling or lead out, and for subfolders
+    that cannot be read.
     """
     root = folder.resolve()
     names = []
@@ -97,10 +97,10 @@ def list_files(folder: Path) -> tuple[str, ...]:
 
 
 def check_names(folder: Path) -> tuple[str, ...]:
-    """Refuse a folder for the names and kinds of its files; returns the names of those that are ignored, the ones that
-    somebody may miss first.
+    """Refuse a folder for the names and kinds of its files. Returns the names of the ignored files, code and other
+    weights first.
 
-    Raises ModelError that names the file and the way out.
+    Raises ModelError that names the file and the remedy.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
@@ -115,7 +115,7 @@ def check_names(folder: Path) -> tuple[str, ...]:
             raise ModelError(f"{path}: checkpoints of distributed training are not supported; save it as {WEIGHTS}")
     try:
         weights = weights_read(folder)
-    except ModelError:  # said where they are read
+    except ModelError:  # raised again where they are read
         weights = (INDEX,)
     read = {*CONFIGURATION_FILES, *TOKENIZER_FILES, *_OURS, *weights}
     ignored = [name for name in names if name not in read and not name.startswith(_MORE_TEMPLATES)]
@@ -123,7 +123,7 @@ def check_names(folder: Path) -> tuple[str, ...]:
 
 
 def describe_ignored(names: Sequence[str]) -> str:
-    """`names` of `check_names` in a line, for a log; "" if none of them could be missed."""
+    """One line for the log about ignored code and weights among `names` of `check_names`; "" if there are none."""
     missed = [name for name in names if _may_be_missed(name)]
     if not missed:
         return ""
@@ -132,13 +132,13 @@ def describe_ignored(names: Sequence[str]) -> str:
 
 
 def check_configuration(folder: Path) -> None:
-    """Refuse a folder for what its configuration asks for. Reads no weights. Comes after `check_names`.
+    """Refuse a folder for its configuration. Reads no weights. Comes after `check_names`.
 
-    Raises ModelError that names the file, the key and the way out.
+    Raises ModelError that names the file, the key and the remedy.
     """
     for path in sorted(folder.glob("*config.json")):
         content = read_json(path)
-        # At the top it names code for classes that may as well be built in; it is never run.
+        # At the top level it names code for classes that may also be built in; the code is never run.
         nested = [value for key, value in content.items() if key != _CODE_KEY]
         for key, value in (*content.items(), *_walk(nested)):
             if key in _REFUSED_KEYS and value is not None:
@@ -150,7 +150,7 @@ def check_configuration(folder: Path) -> None:
             )
     config = read_json(folder / CONFIG)
     if not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{folder / CONFIG}: no model_type, so nobody can say what the weights mean")
+        raise ModelError(f"{folder / CONFIG}: no model_type, so it is unknown what the weights mean")
     for key, value in _counts_of_layers(config):
         if value > MAX_LAYERS:
             raise ModelError(
@@ -159,7 +159,7 @@ def check_configuration(folder: Path) -> None:
 
 
 def asks_for_code(config: Mapping[str, Any]) -> dict[str, str]:
-    """Of a configuration: the class of the model's own code by what it is for, such as AutoModelForCausalLM."""
+    """Classes of custom code in a configuration, by their auto class, such as AutoModelForCausalLM."""
     asked = config.get(_CODE_KEY)
     if not isinstance(asked, dict):
         return {}
@@ -167,7 +167,7 @@ def asks_for_code(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration that asks for no code and no attention function of somebody's."""
+    """The configuration without references to code or attention functions."""
     left_out = (_CODE_KEY, "attn_implementation", "_attn_implementation", "experts_implementation")
     return {key: value for key, value in config.items() if key not in left_out}
 
@@ -197,7 +197,7 @@ def weight_files(folder: Path) -> tuple[str, ...]:
 
 
 def shards_listed(index: Path) -> tuple[str, ...]:
-    """The names of the shards in an index, sorted. Raises ModelError for one that is no name of a file beside it."""
+    """The names of the shards in an index, sorted. Raises ModelError for an invalid file name."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index}: no weight_map")
@@ -211,7 +211,7 @@ def shards_listed(index: Path) -> tuple[str, ...]:
 
 
 def weights_read(folder: Path) -> tuple[str, ...]:
-    """The files of `weight_files`, and the index where there is one that is read."""
+    """The files of `weight_files`, and the index if there are shards."""
     names = weight_files(folder)
     return names if names == (WEIGHTS,) else (INDEX, *names)
 
@@ -237,9 +237,7 @@ def _may_be_missed(name: str) -> bool:
 def _others(folder: Path) -> str:
     """Weights in other formats at the top, for a refusal."""
     found = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(_OTHER_WEIGHTS))
-    return (
-        f" (of {', '.join(found[:3])} nothing can be used; let save_pretrained write the model again)" if found else ""
-    )
+    return f" ({', '.join(found[:3])} cannot be used; let save_pretrained write the model again)" if found else ""
 
 
 def _counts_of_layers(config: Mapping[str, Any]) -> list[tuple[str, int]]:
@@ -266,7 +264,7 @@ def _is_blob_of(root: Path, target: Path) -> bool:
 
 
 def _is_shared_blob(root: Path, path: Path, target: Path) -> bool:
-    """Does `path`, by way of a blob of its own entry, lead to a file in the store that entries of the cache share?
+    """Does `path` lead, through a blob of its own cache entry, to a file in the store that cache entries share?
 
     huggingface_hub keeps it at `<cache>/blobs/<two digits>/<hash>`, and marks the folder as its own.
     """
@@ -289,7 +287,7 @@ def _raise_unreadable(error: OSError) -> NoReturn:
 
 
 def _walk(content: Mapping[str, Any] | Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Every key at every depth, with its value. A stack, not recursion: depth is the author's choice, not ours."""
+    """Every key at every depth, with its value. A stack, not recursion: files may be nested arbitrarily deep."""
     stack: list[Any] = [content]
     while stack:
         item = stack.pop()

@@ -1,10 +1,10 @@
-"""Models of the Hugging Face hub: their names, and where the cache on this machine keeps them. Asks no network.
+"""Models of the Hugging Face hub: their names, and their folders in the cache on this machine. Uses no network.
 
-    <hub cache>/models--org--name/refs/main               the commit that `main` was when it was fetched
+    <hub cache>/models--org--name/refs/main               the commit of `main` when it was fetched
     <hub cache>/models--org--name/snapshots/<commit>/     a folder of links
-    <hub cache>/models--org--name/blobs/<hash>            what they lead to
+    <hub cache>/models--org--name/blobs/<hash>            the files that they link to
 
-`kakeya models fetch org/name` gets one (`hub_fetch.py`); `hf download org/name` and transformers put it there as well.
+`kakeya models fetch org/name` puts a model there (`hub_fetch.py`), and so do `hf download org/name` and transformers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HubModel:
 
 
 def hub_model(text: str) -> HubModel | None:
-    """`org/name` or `org/name@revision`; None for what is no name that the hub gives."""
+    """`org/name` or `org/name@revision`; None for an invalid name."""
     match = _NAME.fullmatch(text)
     if match is None or len(match["name"]) > _LONGEST or match["name"].endswith(".git"):
         return None
@@ -50,7 +50,7 @@ def hub_model(text: str) -> HubModel | None:
 
 
 def snapshot(model: HubModel, cache: Path) -> Path:
-    """The folder of links of this model and revision. Raises ModelError, with the way to get it, if it is not here."""
+    """The snapshot folder of this model and revision. Raises ModelError, with the command to get it, if absent."""
     entry = model.entry(cache)
     remedy = f"get it with: kakeya models fetch {model}"
     if not entry.is_dir():
@@ -65,7 +65,7 @@ def snapshot(model: HubModel, cache: Path) -> Path:
 
 
 def name_of_snapshot(folder: Path) -> str | None:
-    """`org/name`, where `folder`, without links, is a snapshot in a hub's cache."""
+    """`org/name` if `folder`, with links resolved, is a snapshot in a hub's cache."""
     entry = folder.parent.parent.name
     if folder.parent.name != "snapshots" or not entry.startswith("models--"):
         return None

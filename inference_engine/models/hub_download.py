@@ -1,10 +1,10 @@
-"""Download files of a model from the Hugging Face hub into its cache: a process of its own, the only one that asks.
+"""Download files of a model from the Hugging Face hub into its cache. Only this process uses the hub.
 
     python -m inference_engine.models.hub_download org/name --revision main --cache FOLDER FILE…
 
-A file that the model does not have is passed over. Exit status 1: standard output says in a line what was wrong.
+Files that the model does not have are skipped. With exit status 1, standard output has the error in one line.
 
-Everywhere else the libraries are told to stay off the network, which they read once, when they are imported.
+All other processes set the libraries to offline mode, which they read once, when they are imported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NO_ANSWER = "check the network, the proxy (HTTPS_PROXY) and HF_ENDPOINT"
 def download(model: HubModel, cache: Path, files: Sequence[str]) -> None:
     """Put those of `files` that the model has, at its revision, into the hub's `cache`.
 
-    Raises ModelError if the hub cannot be asked or does not give them, or if there is no room.
+    Raises ModelError if the hub cannot be reached or does not give them, or if the disk is full.
     """
     import httpx2
     from huggingface_hub import constants, errors
@@ -53,7 +53,7 @@ def download(model: HubModel, cache: Path, files: Sequence[str]) -> None:
         said = error.strerror or str(error).partition("\n")[0]
         raise ModelError(f"{model.name} cannot be put into {cache}: {said}") from error
     except Exception as error:
-        # The library passes on what a hub's answers make it raise.
+        # The library raises all kinds of exceptions for malformed answers.
         logger.debug("fetching %s", model, exc_info=True)
         raise ModelError(f"{endpoint} gives no files of {model.name} that can be read; {_NO_ANSWER}") from error
 
@@ -68,7 +68,7 @@ def _download(model: HubModel, cache: Path, files: Sequence[str]) -> None:
             model.name, revision=model.revision, cache_dir=cache, allow_patterns=wanted, dry_run=True
         )
     except DryRunError:
-        found = []  # the next call takes what is here, or says what is wrong
+        found = []  # the next call uses the cached files, or raises
     needed = sum(file.file_size or 0 for file in found if file.will_download)
     parent = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     if (free := shutil.disk_usage(parent).free) < needed:
@@ -77,7 +77,7 @@ def _download(model: HubModel, cache: Path, files: Sequence[str]) -> None:
 
 
 def _what_it_did(error: BaseException) -> str:
-    """What the hub did, off an error of the library or one of its causes."""
+    """What the hub did, from an error of the library or one of its causes."""
     cause: BaseException | None = error
     while cause is not None:
         if (status := getattr(getattr(cause, "response", None), "status_code", None)) is not None:

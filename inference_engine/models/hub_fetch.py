@@ -1,10 +1,10 @@
-"""Get a model from the Hugging Face hub into its cache: only what is read, and nothing large that would be refused.
+"""Fetch a model from the Hugging Face hub into its cache: only files that are read, weights only if it can be served.
 
     1  configuration, tokenizer, the list of shards           a few megabytes
-    2  is it served? what its configuration asks for, and what the caller asks besides (`admit`)
-    3  the weights, at the same commit; their SHA-256 against the hub's, where the hub tells one
+    2  can it be served? checks of its configuration, and those of the caller (`admit`)
+    3  the weights, at the same commit; their SHA-256 against the hub's, if it gives one
 
-A process of its own downloads (`hub_download.py`). It is given up when nothing has arrived for `STALL_SECONDS`.
+A separate process downloads (`hub_download.py`). It is killed when nothing has arrived for `STALL_SECONDS`.
 """
 
 from __future__ import annotations
@@ -53,11 +53,13 @@ def fetch_from_hub(
 ) -> Path:
     """Make sure that `model` is in the hub's cache, whole, and return its folder there.
 
-    admit: given the folder when it has no weights yet; raises ModelError for a model that is not to be fetched. cache:
-    ours, for notes on what was hashed. Asks the hub each time; one that is here is not downloaded again, and suffices
-    where the hub cannot be reached. Shows the library's progress if `console` (default: standard error) is a terminal.
+    admit: called with the folder before it has weights; raises ModelError for a model that should not be fetched.
+    cache: ours, for remembered digests. Asks the hub each time; files in the cache are not downloaded again, and
+    suffice if the hub cannot be reached. Shows the library's progress if `console` (default: standard error) is a
+    terminal.
 
-    Raises ModelError if the hub cannot be asked, does not give the model, or gives damaged files; and as `check_model`.
+    Raises ModelError if the hub cannot be reached, does not give the model, or gives damaged files; and as
+    `check_model`.
     """
     try:
         return _fetch(model, cache, admit, (console or Console(stderr=True)).is_terminal, stall_seconds)
@@ -74,7 +76,7 @@ def _fetch(model: HubModel, cache: Path, admit: Callable[[Path], object], shows:
     weights = shards_listed(folder / INDEX) if (folder / INDEX).is_file() else (WEIGHTS,)
     pinned = HubModel(model.name, folder.name)
     _run(pinned, here, weights, shows=shows, stall_seconds=stall_seconds)
-    # What is loaded may be more than what was asked for: another tool may have fetched the model in one file.
+    # More files may be loaded than were fetched now: another tool may have fetched the model as one file.
     for name in sorted({*weights, *weight_files(folder)}):
         if (folder / name).exists():
             _check_digest(folder / name, model, cache)
@@ -95,7 +97,7 @@ def _run(model: HubModel, here: Path, files: Sequence[str], *, shows: bool, stal
         env=child_environment(
             HF_HUB_OFFLINE="0",
             HF_HUB_VERBOSITY="error",
-            # So that a damaged file can be removed without harm to another model.
+            # So that removing a damaged file does not affect another model.
             HF_HUB_DISABLE_SHARED_BLOBS="1",
             **({} if shows else {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}),
         ),
@@ -103,17 +105,17 @@ def _run(model: HubModel, here: Path, files: Sequence[str], *, shows: bool, stal
     try:
         _wait(process, model, entry, stall_seconds)
         assert process.stdout is not None
-        said = process.stdout.read().strip()  # one line at most: it never filled the pipe
+        said = process.stdout.read().strip()  # at most one line, so the pipe was never full
     finally:
         process.kill()
         process.communicate()
         _remove_left_over(entry, set(entry.glob(_INCOMPLETE)) - before)
     if process.returncode != 0:
-        raise ModelError(said or f"fetching {model} ended with exit status {process.returncode} and without a word")
+        raise ModelError(said or f"fetching {model} ended with exit status {process.returncode} and no output")
 
 
 def _remove_left_over(entry: Path, incomplete: set[Path]) -> None:
-    """What a killed download leaves is used by no later one. Whoever still works on such a file holds its lock."""
+    """Remove partial files of a killed download, which later ones do not use. A running download holds a lock."""
     for path in incomplete:
         lock = FileLock(entry.parent / ".locks" / entry.name / f"{path.name.partition('.')[0]}.lock")
         with suppress(Timeout, OSError), lock.acquire(blocking=False):
@@ -137,9 +139,10 @@ def _wait(process: subprocess.Popen[str], model: HubModel, entry: Path, stall_se
 
 
 def _check_digest(path: Path, model: HubModel, cache: Path) -> None:
-    """The cache names large files by the SHA-256 that the hub gave; the library compares sizes alone.
+    """Check a file against the SHA-256 from the hub, by which the cache names large files; the library compares only
+    sizes.
 
-    That name is the first link's: what it leads to may lie in the store that entries share, named by another hash.
+    The name is that of the first link's target: it may itself link to a shared store, with another hash as the name.
     """
     if not path.is_symlink():
         return

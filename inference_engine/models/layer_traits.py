@@ -1,12 +1,12 @@
-"""What each layer of a model does to its keys, found out by trying: one token at two positions, through a small twin.
+"""How each layer of a model treats its keys, found by test: one token at two positions, through a small twin.
 
-    K(p + s) = K(p)                 the layer does not rotate: its keys mean the same at every position
+    K(p + s) = K(p)                 the layer does not rotate: its keys are the same at every position
     K(p + s) = rotate(K(p), s)      the layer rotates as `Seam.rotate` does: its keys can be moved
-    anything else                   they cannot, and strategies that move keys are refused
+    anything else                   keys cannot be moved, and strategies that move keys are refused
 
-Rows attend to themselves alone here. Attention then gives a row's own value, whatever its position, so that equal
-tokens enter every layer equal and what differs between their keys is the position's doing. Families do things to keys
-after rotation (a norm with weights), or rotate in some layers only; a configuration does not tell.
+In this test each token attends only to itself. Attention then returns its own value, at any position, so equal tokens
+enter every layer with equal states, and a difference between their keys comes from the position. Some families change
+keys after rotation (a norm with weights), or rotate in some layers only; their configurations do not say so.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from inference_engine.models.seam import LayerTraits, Seam
 TRIAL = "kakeya_trial"
 
 _TOKENS = 6
-# Of the largest number in a layer's keys: float32, rotated once more.
+# Relative to the largest number in a layer's keys: float32, rotated once more.
 _TOLERANCE = 1e-4
 
 
 class Seen:
-    """What attention was given, by layer: queries and keys [H, N, D], and with which window."""
+    """The inputs of attention by layer: queries and keys [H, N, D], and the window."""
 
     def __init__(self) -> None:
         self.queries: dict[int, Tensor] = {}
@@ -48,7 +48,7 @@ def _attend(
     sliding_window: int | None = None,
     **_others: Any,
 ) -> tuple[Tensor, None]:
-    """query, key, value [1, H, N, D]; gives each row its own value, ([1, N, Hq, D], None)."""
+    """query, key, value [1, H, N, D]; returns each token's own value, ([1, N, Hq, D], None)."""
     layer: Any = module.layer_idx
     seen: Any = module.__dict__["_kakeya_seen"]
     seen.queries[layer], seen.keys[layer], seen.windows[layer] = query[0], key[0], sliding_window
@@ -60,7 +60,7 @@ AttentionInterface.register(TRIAL, _attend)
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Seen]:
-    """Within, a forward of a model with the attention TRIAL leaves here what each layer's attention was given."""
+    """Within, a forward of a model with the attention TRIAL records the inputs of each layer's attention."""
     seen = Seen()
     for module in model.modules():
         module.__dict__["_kakeya_seen"] = seen
@@ -72,9 +72,9 @@ def watched(model: nn.Module) -> Iterator[Seen]:
 
 
 def find_traits(seam: Seam) -> tuple[LayerTraits, ...]:
-    """Try out every layer of a small model in float32, loaded with `attn_implementation=TRIAL`.
+    """Test every layer of a small model in float32, loaded with `attn_implementation=TRIAL`.
 
-    Raises ModelError for one whose attention does not go through the registered function in every layer.
+    Raises ModelError if any layer does not call the registered attention function.
     """
     model = seam.model
     vocabulary = model.config.get_text_config().vocab_size
@@ -102,7 +102,7 @@ def find_traits(seam: Seam) -> tuple[LayerTraits, ...]:
 
 
 def _rotary(seam: Seam, declared: str, shifts: Tensor, queries: Tensor, keys: Tensor) -> str:
-    """queries, keys [H, 2 · tokens, D]: before, and `shifts` positions later."""
+    """queries, keys [H, 2 · tokens, D]: at their first positions, then `shifts` positions later."""
     pairs = [states.float().chunk(2, dim=1) for states in (queries, keys)]
     if all(_near(before, after) for before, after in pairs):
         return UNROTATED

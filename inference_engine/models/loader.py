@@ -48,10 +48,10 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LoadedModel:
-    """A transformers model in evaluation mode, and what callers need to know of it.
+    """A transformers model in evaluation mode, with its facts.
 
-    trained_positions: tokens of history the model was made for. weights_sha256: of the weights in the folder, if a
-    manifest vouches for them (for shards, of the list of their digests).
+    trained_positions: the context length it was trained for. weights_sha256: digest of the weights (for shards, of the
+    list of their digests), if the folder has a manifest.
     """
 
     model: PreTrainedModel
@@ -66,8 +66,8 @@ class LoadedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundModel:
-    """A folder whose names and configuration passed; its weights were not looked at. ignored: names of its files that
-    are never opened, those that somebody may miss first.
+    """A folder whose file names and configuration were checked, but not its weights. ignored: names of its files that
+    are never opened; code and other weights first.
     """
 
     model_id: str
@@ -86,7 +86,7 @@ class CheckedFolder:
 
 
 def find_model(name_or_path: str, *, cache: Path) -> FoundModel:
-    """Find a model and check what its folder asks for, without a look at its weights. Raises ModelError.
+    """Find a model and check its folder and configuration, without reading weights. Raises ModelError.
 
     A known name comes before a folder of that name, and a folder before a name of the hub, which is looked up in the
     hub's cache on this machine.
@@ -106,7 +106,7 @@ def find_model(name_or_path: str, *, cache: Path) -> FoundModel:
 def check_model(name_or_path: str, *, cache: Path, thorough: bool = False) -> CheckedFolder:
     """Find a model and check its folder, weights too, without building anything. Raises ModelError.
 
-    thorough: hash the weights even if they look as they did when they were last hashed.
+    thorough: hash the weights even if size and times are those of the last hashing.
     """
     try:
         manifest = (
@@ -123,7 +123,7 @@ def check_model(name_or_path: str, *, cache: Path, thorough: bool = False) -> Ch
 
 
 def read_config(found: FoundModel | CheckedFolder) -> PretrainedConfig:
-    """The configuration as transformers has it, of a class that is built in. Raises ModelError, in words."""
+    """The configuration as an object of a built-in class of transformers. Raises ModelError."""
     forbid_model_hub()
     import transformers
     from transformers import AutoConfig
@@ -150,7 +150,7 @@ def read_config(found: FoundModel | CheckedFolder) -> PretrainedConfig:
     except ModelError:
         raise
     except Exception as error:
-        # Whatever a configuration from somewhere else makes the library raise, it is the configuration's fault.
+        # Any exception of the library means that the configuration is invalid.
         logger.debug("%s cannot be read", path, exc_info=True)
         raise ModelError(
             f"{path}: not a configuration of the type {content['model_type']!r} that transformers "
@@ -160,7 +160,7 @@ def read_config(found: FoundModel | CheckedFolder) -> PretrainedConfig:
 
 
 def sizes(config: PretrainedConfig, folder: Path) -> tuple[int, int]:
-    """The trained positions and the vocabulary of a configuration. Raises ModelError for one that does not say."""
+    """The trained positions and the vocabulary size of a configuration. Raises ModelError if either is missing."""
     text = config.get_text_config()
     return _positive(text, "max_position_embeddings", folder), _positive(text, "vocab_size", folder)
 
@@ -170,11 +170,11 @@ def load_model(
 ) -> LoadedModel:
     """Check a model's folder and load it.
 
-    attention: the name of an attention function that transformers knows. On the CPU, in the dtype of the files, the
-    weights are pages of the file, read when first touched; in another dtype or on another device they are copied.
+    attention: the name of an attention function registered in transformers. On the CPU, in the dtype of the files, the
+    weights are memory-mapped; in another dtype or on another device they are copied.
 
     Raises ModelError if the folder is missing, unsafe, damaged or does not fit its configuration, BackendError if the
-    device is not there.
+    device is missing.
     """
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -233,7 +233,7 @@ def _locate(name_or_path: str, cache: Path) -> Path:
 
 
 def _classes(model_type: str) -> tuple[str, ...]:
-    """Names of the classes that transformers builds a model of this type with, to generate text."""
+    """Names of transformers' classes that generate text with a model of this type."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ())
@@ -242,7 +242,7 @@ def _classes(model_type: str) -> tuple[str, ...]:
 
 @contextmanager
 def _alone(folder: Path, names: tuple[str, ...]) -> Iterator[Path]:
-    """A folder to load from with nothing but the configuration, without what it says of code, and links to `names`."""
+    """A temporary folder to load from: the configuration without references to code, and links to `names`."""
     config = json.dumps(without_code(read_json(folder / CONFIG)))
     with ExitStack() as stack:
         try:
@@ -276,7 +276,7 @@ def _from_pretrained(folder: Path, dtype: Any, attention: str) -> Any:
     except ModelError:
         raise
     except Exception as error:
-        # Whatever a folder from somewhere else makes the library raise, it is the folder's fault.
+        # Any exception of the library means that the folder is invalid.
         logger.debug("%s cannot be loaded", folder, exc_info=True)
         raise ModelError(
             f"{folder}: transformers cannot load these weights with this configuration (log level DEBUG has the "
@@ -308,7 +308,7 @@ def _check_device(device: str) -> None:
 
 
 def weights_digest(checked: CheckedFolder) -> str:
-    """SHA-256 of the weights (for shards, of the list of their digests): the manifest's, or worked out now."""
+    """SHA-256 of the weights (for shards, of the list of their digests): from the manifest, or computed now."""
     digests = [
         checked.manifest.files[name].sha256 if checked.manifest else sha256_of(checked.folder / name)
         for name in weight_files(checked.folder)

@@ -1,7 +1,7 @@
-"""The manifest of a model folder: what is in it, where it came from, and whether that is still so.
+"""The manifest of a model folder: its files with their digests, and their source.
 
-`manifest.json` lies beside the files and lists all of them but itself, with size and SHA-256. It finds damage, mixed-up
-versions and edits; somebody who can rewrite both the files and the manifest is not kept out by it.
+`manifest.json` lies beside the files and lists all others, with size and SHA-256. It detects damage, mixed-up versions
+and edits; it does not protect against an attacker who can write both the files and the manifest.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ def read_manifest(folder: Path) -> Manifest:
 def check_manifest(folder: Path, *, cache: Path, thorough: bool, reads_weights: bool = True) -> Manifest:
     """Compare a folder with its manifest: the set of files, their sizes, their SHA-256 (of weights, if these are read).
 
-    Hashing half a gigabyte of weights takes a third of a whole start. So unless `thorough`, a weights file that was
-    hashed before and whose size, inode and times are unchanged since is believed (see verified.py); everything else is
-    small and hashed each time. What that cannot see is a disk that rots without telling: `thorough` does, and is what
-    `kakeya models show --verify` and `kakeya doctor` use.
+    Hashing half a gigabyte of weights takes a third of a start. So unless `thorough`, the remembered digest of weights
+    is used if its size, inode and times are unchanged (see verified.py); all other files are small and hashed each
+    time. Only `thorough` detects silent corruption of the disk; `kakeya models show --verify` and `kakeya doctor` use
+    it.
 
-    Raises ModelError naming the file, what was expected, what was found and the way out.
+    Raises ModelError naming the file, the expected and the found value, and the remedy.
     """
     manifest = read_manifest(folder)
     remedy = _remedy(manifest.model)
@@ -132,7 +132,7 @@ def _digest(path: Path, *, cache: Path, thorough: bool) -> str:
     look = look_of(path)
     sha256 = sha256_of(path)
     try:
-        # The old note goes first: if the new one cannot be written, nobody believes a digest that was just refuted.
+        # The old note is removed first: if writing the new one fails, an outdated digest must not stay.
         forget_sha256(path, cache)
         remember_sha256(path, sha256, look, cache)
     except OSError as error:

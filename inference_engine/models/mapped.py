@@ -1,8 +1,8 @@
-"""Weights that are pages of their files: has somebody written into them since they were loaded?
+"""Memory-mapped weights: detects whether their files were written since they were loaded.
 
-A page that is read again has what the file has then. So a file that is written in place changes the model while it
-runs, and one that is cut short ends the process (SIGBUS). A file that is replaced by another one of its name does
-neither: the pages are those of the first.
+A page that is read again has the current content of the file. So writing a file in place changes the running model, and
+truncating it ends the process (SIGBUS). Replacing the file by another of the same name does neither: the mapping keeps
+the first one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class MappedWeights:
-    """The weight files of a folder, kept open: to be made before the model is loaded, and asked now and then."""
+    """The weight files of a folder, kept open. Create it before the model is loaded, and check it now and then."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ModelError or OSError if there are no weights that can be read."""
@@ -48,9 +48,9 @@ class MappedWeights:
         self._files.clear()
 
     def spoiled(self) -> str | None:
-        """What happened to a file whose pages this process uses, in words; None if nothing did.
+        """A description of a change to a file that this process has mapped; None if there was none.
 
-        A file that was copied into memory may change: that is logged, once a change.
+        A file that was copied into memory may change: that is logged once for each change.
         """
         for name, file in self._files.items():
             before, now = self._states[name], _state(file)
@@ -71,7 +71,7 @@ def _state(file: int) -> tuple[int, int]:
 
 
 def _is_mapped(file: int) -> bool:
-    """Are pages of it among this process's memory? Where the system does not say: yes."""
+    """Is the file mapped by this process? True where the system has no list of mappings."""
     try:
         name = str(Path(f"/proc/self/fd/{file}").readlink())
         with _MAPS.open(encoding="utf-8", errors="surrogateescape") as maps:

@@ -1,7 +1,7 @@
-"""Root mean square norms as one operation each, in the place of a model's own, which are half a dozen small ones.
+"""Fused root mean square norms: one operation each, in place of the model's own, which are half a dozen small ones.
 
-A small model's decode step on a GPU is mostly such operations. As with rotation (`models/seam.py`), the modules of the
-one model are exchanged and nothing is patched; each has to give what it gave before, or it stays.
+A decode step of a small model on a GPU is mostly such operations. As with rotation (`models/seam.py`), modules of this
+model are replaced and nothing is patched; a module is replaced only if the outputs agree.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _SAMPLES_EACH = 8
-# Rounded once, where the model's own rounds up to three times, and summed in another order.
+# The fused norm rounds once, the model's own up to three times, and they sum in different orders.
 _MOST_ROUNDINGS = 2.0
 
 
@@ -33,7 +33,7 @@ class FusedNorm(nn.Module):
         shape = self.weight.shape
         if self._factor is None:
             return F.rms_norm(states, shape, self.weight, self.eps)
-        # One more than a weight is more than its dtype can hold.
+        # 1 + weight does not fit into the dtype of the weight.
         return F.rms_norm(states.float(), shape, self._factor, self.eps).to(states.dtype)
 
     def extra_repr(self) -> str:
@@ -42,7 +42,7 @@ class FusedNorm(nn.Module):
 
 @torch.no_grad()
 def fuse_norms(model: nn.Module) -> int:
-    """Put a FusedNorm in the place of each norm of `model` that it equals, within rounding; returns how many it did.
+    """Replace each norm of `model` by an equal FusedNorm, within rounding; returns how many were replaced.
 
     The weights stay the same tensors under the same names.
     """
@@ -61,7 +61,7 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _equal(norm: nn.Module) -> FusedNorm | None:
-    """What gives the same as `norm`, a module of a kind that we may not know; None if we have nothing."""
+    """A FusedNorm with the outputs of `norm`, which may be of an unknown class; None if there is none."""
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or not isinstance(eps, float):
@@ -78,7 +78,7 @@ def _equal(norm: nn.Module) -> FusedNorm | None:
 
 
 def _samples(weight: Tensor, eps: float) -> Tensor:
-    """[3 · rows, n], not centred: rows of usual size, rows so small that `eps` counts, and large ones."""
+    """[3 · samples, n], not centred: vectors of usual size, small ones for which `eps` matters, and large ones."""
     generator = torch.Generator().manual_seed(0)
     samples = torch.randn(3, _SAMPLES_EACH, len(weight), generator=generator) + 0.5
     sizes = torch.tensor([1.0, max(eps, 1e-12) ** 0.5, 100.0])

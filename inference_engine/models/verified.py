@@ -1,4 +1,4 @@
-"""Which files were hashed before, and how they looked then, so that a start need not hash gigabytes again.
+"""Remembered digests of files with the file status of that time, so that a start need not hash gigabytes again.
 
 One small JSON file per hashed file, in `<cache>/verified/`. A note holds as long as size, inode, modification and
 change time are those of the hashing. The change time is the kernel's own and cannot be set back by a program.
@@ -18,7 +18,7 @@ Look = dict[str, int]
 
 
 def look_of(path: Path) -> Look:
-    """What is compared instead of the content. To be taken before hashing, so that a change while hashing shows."""
+    """The file status that is compared instead of the content. Take it before hashing, to detect changes meanwhile."""
     stat = path.stat()
     return {
         "size_bytes": stat.st_size,
@@ -29,7 +29,7 @@ def look_of(path: Path) -> Look:
 
 
 def remembered_sha256(path: Path, cache: Path) -> str | None:
-    """The digest `path` had when it was last hashed, or None if there is no note or the file looks different now."""
+    """The digest of `path` when it was last hashed, or None if there is no note or the file has changed since."""
     try:
         note: Any = json.loads(_note(path, cache).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -41,7 +41,7 @@ def remembered_sha256(path: Path, cache: Path) -> str | None:
 
 
 def remember_sha256(path: Path, sha256: str, look: Look, cache: Path) -> None:
-    """Note the digest of a file that looked like `look`. Raises OSError if the cache cannot be written."""
+    """Store the digest of a file that had the status `look`. Raises OSError if the cache cannot be written."""
     note = _note(path, cache)
     note.parent.mkdir(parents=True, exist_ok=True)
     draft = note.with_suffix(f".{uuid4().hex}")

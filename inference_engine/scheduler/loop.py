@@ -97,7 +97,7 @@ class Scheduler:
         self._is_draining = False
         self._is_stopping = False
         self.beat_at = clock()  # when the loop last came round
-        self.failed_steps = 0  # forwards in a row that raised
+        self.failed_steps = 0  # consecutive forwards that raised
         self._thread = threading.Thread(target=self._run, name=self.THREAD_NAME, daemon=True)
 
     # -- other threads ----------------------------------------------------------------------------------------------

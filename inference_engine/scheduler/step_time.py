@@ -50,7 +50,7 @@ class StepPace:
         return 0.0 if line is None else line[1]
 
     def tokens_within(self, seconds: float) -> int | None:
-        """The most rows of a step that takes `seconds`, 0 if even an empty one takes longer; None as in `seconds`."""
+        """Most tokens of a step of `seconds`, 0 if even an empty one takes longer; None as in `seconds`."""
         line = self._line()
         return None if line is None else max(0, math.floor((seconds - line[0]) / line[1]))
 
