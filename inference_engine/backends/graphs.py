@@ -64,7 +64,7 @@ class StepGraphs:
         tap_layers: tuple[int, ...] = (),
         memory: GraphMemory,
     ) -> None:
-        """Records all steps except those that read selected blocks, so that no request waits for it later.
+        """Records all steps except those that read selected blocks, so that no request waits for a recording later.
 
         tap_layers: of the steps that return hidden states. Raises BackendError for a model that cannot be recorded.
         """

@@ -77,7 +77,7 @@ def has_manifest(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises ModelError if it is missing or not one of ours."""
+    """Raises ModelError if the manifest is missing, damaged or of another format."""
     path = folder / MANIFEST
     content = read_json(path)
     if content.pop("format", None) != FORMAT:

@@ -305,7 +305,7 @@ def _attention_modules(model: PreTrainedModel, config: PretrainedConfig) -> list
 
 @contextmanager
 def tapped(blocks: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Within, a forward of this thread leaves here what each of these layers gives, [B, N, hidden], as they run."""
+    """Within, a forward on this thread appends the output of each of these layers, [B, N, hidden], to the list."""
     states: list[Tensor] = []
     own_thread = threading.get_ident()
 

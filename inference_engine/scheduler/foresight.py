@@ -31,7 +31,7 @@ _TELLING = 1 / 8
 # Past waits and the errors of their predictions are remembered up to this number and age: otherwise one pause would
 # make the engine refuse requests for ever.
 _REMEMBERED, _REMEMBERED_SECONDS = 64, 30.0
-_UNKNOWN_LATENESS = 1.25  # until so many are known
+_UNKNOWN_LATENESS = 1.25  # at least, until that many are known
 _MOST_LATENESS = 4.0
 # The first steps include loading and compiling, so they are not measured. A later step that takes far longer than
 # expected was a pause, and is capped.

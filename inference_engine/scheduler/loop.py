@@ -253,7 +253,7 @@ class Scheduler:
                 self._begin_waiting([request for request in waiting if request.state is RequestState.QUEUED])
                 self._step()
             except Exception as error:
-                # A bug of ours outside any request: nothing in flight can be trusted to go on.
+                # A bug outside any request: nothing in flight can be trusted to continue.
                 self._endings.fail_all(self.requests(), error)
 
     def _run_task(self) -> None:
@@ -369,7 +369,7 @@ class Scheduler:
                 self._endings.end(request, Failed(error))
                 return False
         draft_tokens = 0 if self._drafting is None else min(_DRAFT_TOKENS, self._drafting.most_draft_tokens(request))
-        # What was refused once is not asked for again at each step, but when the next segment is granted.
+        # After a refusal the next attempt is made when the next segment is granted, not at each step.
         wants = (
             draft_tokens > 0 and not kv.covers(tokens + draft_tokens) and request.refused_behind != kv.granted_tokens
         )
