@@ -1,13 +1,13 @@
 """The compressor interface: a vector becomes bytes, and comes back nearly as it was.
 
 A vector is one head's K or V of one position, the last dimension of a tensor. Each is coded by itself: its bytes depend
-on no other vector and not on how many are given at once, so rows can be coded, moved and read back one by one.
+on no other vector and not on the batch size, so entries can be coded, moved and read back one by one.
 
 Laws, tested over every registered compressor: `vector_bytes` are the bytes `encode` makes, vectors are independent to
 the bit, the error stays within `error_bound`.
 
-Arithmetic is in float32. A vector with NaN or infinity in it, or with a magnitude above 1e38, comes back as anything,
-NaN and infinity included, and harms no other.
+Arithmetic is in float32. A vector with NaN or infinity in it, or with a magnitude above 1e38, decodes to anything,
+NaN and infinity included, and affects no other.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ LARGEST_HEAD = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVCompressor(ABC):
-    """A spec without state. `name` is what the registry knows it by.
+    """A spec without state. `name` is its name in the registry.
 
-    Nothing here waits for the device: no result of array arithmetic is looked at on the host.
+    Nothing here waits for the device: the host never looks at a result.
     """
 
     @property
@@ -51,10 +51,10 @@ class KVCompressor(ABC):
 
     @abstractmethod
     def error_bound(self, vectors: Tensor) -> Tensor:
-        """[..., D] -> float32 [...]: a number that the length of decode(encode(v)) − v cannot exceed.
+        """[..., D] -> float32 [...]: an upper bound of the length of decode(encode(v)) − v.
 
-        Worked out from the vector and the geometry of the code, without coding it. For a vector that is not finite it
-        says nothing.
+        It follows from the vector and the geometry of the code, without coding it. For a vector that is not finite it
+        has no meaning.
         """
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What sessions live in: the pool of their K/V, the device's operations, and what may be beside the model."""
+"""What all sessions share: the pool of K/V, the device's operations, and optional parts beside the model."""
 
 from __future__ import annotations
 
@@ -17,38 +17,39 @@ from inference_engine.kv.memory.tier import NoTier, Tier
 from inference_engine.kv.part import Held, Part
 from inference_engine.kv.views import OnChoice
 
-# rotate(keys [H, n, D], shifts [n], on the host, rotary name): the keys as they would be so many positions later
-# (negative: before)
+# rotate(keys [H, n, D], shifts [n], on the host, rotary name): the keys rotated to positions so much later (negative:
+# earlier)
 Rotate = Callable[[Tensor, Tensor, str], Tensor]
 
-# What a computation makes of tensors that are all [n, ...]: others that are, row by row, and good until the next one.
+# A function of tensors that are all [n, ...] to others that are, index by index. Results are valid until the next call.
 BatchFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-# compute(name, of_rows, tensors): of_rows(tensors). Whatever has the same name does the same to tensors of the same
-# shapes but for n; it neither waits for the device nor looks at values.
+# compute(name, function, tensors): function(tensors). Functions of the same name do the same to tensors whose shapes
+# differ in n alone. They neither wait for the device nor look at values.
 Compute = Callable[[Hashable, BatchFunction, Sequence[Tensor]], Sequence[Tensor]]
 
 
 def compute_plainly(_name: Hashable, function: BatchFunction, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """As any `Compute`, with nothing remembered."""
+    """A `Compute` that records nothing."""
     return function(tensors)
 
 
 class TokenCodec(Protocol):
-    """Calibrated for one model. Rows are unrotated; a row's code depends on that row alone, up to rounding.
+    """Calibrated for one model. Keys are unrotated; the code of a position depends on its entries alone, up to
+    rounding.
 
-    Coding neither waits for the device nor looks at values: whether rows are finite is the caller's to ask.
+    Coding neither waits for the device nor looks at values: callers check whether entries are finite.
     """
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers whose rows are in the code, ascending."""
+        """The layers whose entries are in the code, ascending."""
 
     @property
     def bytes_per_token(self) -> int: ...
 
     @property
     def least_bytes_per_token(self) -> int:
-        """The fewest that `at` can give."""
+        """The smallest size that `at` accepts."""
 
     def at(self, bytes_per_token: int) -> TokenCodec:
         """The same codec with fewer bytes per token."""
@@ -61,7 +62,7 @@ class TokenCodec(Protocol):
 
 
 class DraftMemory(Part):
-    """What a drafter remembers of one session, reserved for the session's life. It is not copied: forks begin empty."""
+    """A drafter's memory of one session, reserved for the session's life. It is not copied: forks begin empty."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -72,27 +73,27 @@ class DraftMemory(Part):
 
     @abstractmethod
     def held_bytes(self) -> int:
-        """Bytes in use, at most what was demanded."""
+        """Bytes in use, at most those demanded."""
 
     def add_footprint(self, held: Held, length: int, end: int) -> None:
         held.add(draft=self.held_bytes())
 
 
 class DraftMemories(Protocol):
-    """Where sessions get theirs: bytes of the pool like everything else a session holds, told and counted."""
+    """Opens the draft memories of sessions. They lie in the pool, and count in a session's bound and footprint."""
 
     def demands(self, geometry: Geometry) -> tuple[Demand, ...]:
-        """What one session's memory takes of the pool; () if nothing is remembered."""
+        """The memory that one session needs in the pool; () if the drafter keeps none."""
 
     def open(self, context: KVContext) -> DraftMemory | None:
-        """Reserve one session's memory; None, and nothing taken, if there is no room.
+        """Reserve one session's memory; None, and nothing taken, if the pool has no room.
 
         Not called if nothing is demanded.
         """
 
 
 class NoDraftMemories:
-    """Those of an engine whose drafter remembers nothing, or that has none."""
+    """For an engine without a drafter, or with one that keeps no memory of sessions."""
 
     def demands(self, geometry: Geometry) -> tuple[Demand, ...]:
         return ()
@@ -103,14 +104,14 @@ class NoDraftMemories:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVContext:
-    """What sessions share: the model's geometry, the pool, the model's own rotation.
+    """What sessions share: the model's geometry, the pool, the model's rotation.
 
     ops: the device's array operations.
-    compute: the device's way to do the same to other rows again and again.
-    most_tokens_at_once: rows of the longest step that runs at its best here, if it is nothing but regions: longer ones
-    are sooner done in pieces. None: it does not matter. on_choice: who is told which blocks generated rows read, where
-    they are chosen by plain operations. Beside the model there may be a latent codec, a drafter that remembers
-    sessions, and a second tier for rows.
+    compute: runs a function again and again on batches of any size; the device may record it.
+    most_tokens_at_once: tokens of the longest step that is fastest in one piece, if its queries all read regions.
+    Longer steps are faster in pieces. None: there is no such length. on_choice: called with the blocks that generated
+    tokens read, if plain operations choose them. latent, draft_memories, tier: a latent codec, memory for a drafter,
+    and a second tier for entries, if there are any.
     """
 
     geometry: Geometry

@@ -1,4 +1,4 @@
-"""The shape of a model's K and V, one record per layer, and the units memory is cut into."""
+"""The shape of a model's K and V, one record per layer, and the units of memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inference_engine.errors import ConfigError
 
 # In the place of a rotation table's name: the layer's keys do not depend on the position …
 UNROTATED = "unrotated"
-# … or they do in a way that cannot be repeated, as where they are normed after they were rotated.
+# … or they do, but cannot be moved to another position, for example because they are normed after rotation.
 IMMOVABLE = "immovable"
 
 
@@ -17,7 +17,7 @@ IMMOVABLE = "immovable"
 class LayerGeometry:
     """One attention layer. Nothing assumes that layers are alike.
 
-    native_window: rows a query sees by the model's own design, itself included; None means all.
+    native_window: entries that a query sees by the model's design, its own included; None means all.
     rotary: which of the model's rotation tables turns the layer's keys, or UNROTATED or IMMOVABLE.
     """
 
@@ -28,7 +28,7 @@ class LayerGeometry:
     rotary: str = "default"
 
     def entry_bytes(self, itemsize: int) -> int:
-        """Bytes of one row: K and V of one position in this layer."""
+        """Bytes of one entry: K and V of one position in this layer."""
         return 2 * self.kv_heads * self.head_dim * itemsize
 
 
@@ -37,7 +37,7 @@ class Geometry:
     """A model's layers and the sizes everything is rounded to.
 
     page_tokens: unit of allocation. segment_tokens: positions that are prefilled and evicted together.
-    token_quantum, key_quantum: what rows and keys of a forward are padded to; 1 means no padding.
+    token_quantum, key_quantum: what tokens and keys of a forward are padded to; 1 means no padding.
     """
 
     layers: tuple[LayerGeometry, ...]
@@ -51,7 +51,7 @@ class Geometry:
     def __post_init__(self) -> None:
         if self.segment_tokens % self.token_quantum:
             raise ConfigError(
-                f"segment_tokens ({self.segment_tokens}) must be a multiple of the row quantum ({self.token_quantum})"
+                f"segment_tokens ({self.segment_tokens}) must be a multiple of the token quantum ({self.token_quantum})"
             )
 
     @property
@@ -61,14 +61,17 @@ class Geometry:
 
     @property
     def alignment(self) -> int:
-        """Numbers that allocations are multiples of: a vector of any head size begins there, and a word of 8 bytes."""
+        """Elements that allocations are multiples of: any head vector, and a word of 8 bytes, can begin there."""
         return math.lcm(8, *(layer.head_dim for layer in self.layers))
 
     @property
     def opening_tokens(self) -> int:
-        """Slots that are opened together. Padded keys are read (and masked), so they come with the rows they pad."""
+        """Slots that are opened together.
+
+        Padded keys are read (and masked), so they are opened with the entries they pad.
+        """
         return math.lcm(self.page_tokens, self.key_quantum)
 
-    def round_up(self, rows: int) -> int:
-        """Rows that `rows` take in memory."""
-        return -(-rows // self.opening_tokens) * self.opening_tokens
+    def round_up(self, entries: int) -> int:
+        """Slots that `entries` take, rounded up to what is opened together."""
+        return -(-entries // self.opening_tokens) * self.opening_tokens

@@ -1,7 +1,7 @@
-"""The strategy interface: a frozen spec that says, per layer, which rows a session keeps and how long it can grow.
+"""The strategy interface: a frozen spec of the KV entries that each layer keeps, and of the longest history.
 
-A strategy is data. The planner (`kv/plan.py`) turns its rules into one attention call for all sessions of a step;
-nothing asks which strategy it has. A new one is a file in `strategies/` and its line in the registry there.
+A strategy is data. The planner (`kv/plan.py`) turns its rules into one attention call for all sessions of a step; no
+code asks which strategy it has. A new one is a file in `strategies/` and its line in the registry there.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ Option = int | float | str | tuple[int, ...] | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArchivedLayout:
-    """A layer whose old rows are restored: its exact rows at any time, and every readable row while awake.
+    """A layer whose old entries are archived.
 
-    Where the restorer streams, no regions are laid out for the latter.
+    exact: layout of its exact entries, which are always resident. active: layout of every readable entry, for an active
+    session; unused if the restorer streams.
     """
 
     exact: Layout
@@ -35,7 +36,7 @@ class ArchivedLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where the rows of a session lie, by sets of alike layers."""
+    """Where the entries of a session lie, by sets of alike layers."""
 
     resident: tuple[tuple[LayerSet, Layout], ...]
     archived: tuple[tuple[LayerSet, ArchivedLayout], ...]
@@ -44,34 +45,34 @@ class Placement:
 
     @property
     def has_windows(self) -> bool:
-        """Does any row ever leave, or change its form? Then rows do not share a step with those of other segments."""
+        """Is any entry ever evicted or archived? Then tokens of different segments do not share a step."""
         if self.restorer is not None and not self.restorer.replays:
             return True
         return any(layout.window is not None for layout in self._layouts)
 
     @property
     def is_selective(self) -> bool:
-        """Do generated tokens read less than all? Then they do not share a step with rows of other segments.
+        """Do generated tokens read less than all? Then they do not share a step with tokens of other segments.
 
-        What is distant must be committed, and a matched row brings a rotation matrix of its own, so that a step of many
-        of them needs a limit. Appended tokens read everything: a prefill needs no such care.
+        Distant blocks must be committed. A matched query has a rotation matrix of its own, so the number of them in a
+        step is limited. Appended tokens read everything: a prefill needs no such limit.
         """
         return any((layout.selector, layout.matcher) != (None, None) for layout in self._layouts)
 
     @property
     def keeps_every_entry(self) -> bool:
-        """Does each row stay where it was put, and as it is? Then others may read it there."""
+        """Does each entry stay in its place, unchanged? Then forks may read it there."""
         return self.restorer is None and all(layout.keeps_every_entry for layout in self._layouts)
 
     def behind(self, base: int, geometry: Geometry, limit_tokens: int) -> Placement:
-        """The same for a session whose first `base` rows lie elsewhere; where every row stays."""
+        """The same for a session whose first `base` entries lie in a shared prefix. Only if `keeps_every_entry`."""
         return replace(
             self,
             resident=tuple((layers, layout.behind(base, geometry, limit_tokens)) for layers, layout in self.resident),
         )
 
     def bound(self, geometry: Geometry) -> Bound:
-        """Bytes of K/V that such a session may hold, as `KVStrategy.bound` says."""
+        """Bytes of K/V that such a session may hold; see `KVStrategy.bound`."""
         sustained = _needed(geometry, self.resident)
         sustained += _needed(geometry, [(layers, pair.exact) for layers, pair in self.archived])
         active = Need()
@@ -94,7 +95,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVStrategy(ABC):
-    """A spec: its fields are its options, on the wire and the command line alike."""
+    """A spec. Its fields are its options, on the wire and on the command line."""
 
     name: ClassVar[str]
 
@@ -103,11 +104,11 @@ class KVStrategy(ABC):
         """What layer number `layer` keeps."""
 
     def restorer(self) -> Restorer | None:
-        """How rows past a rule's `exact` are kept; None if no rule has one."""
+        """How entries older than a rule's `exact` are archived; None if no rule has one."""
         return None
 
     def check(self, geometry: Geometry) -> None:
-        """Raise InvalidArgument, naming the option, if a model of this geometry cannot be served this way."""
+        """Raise InvalidArgument, naming the option, if the strategy cannot serve a model of this geometry."""
 
     def resolved(self, geometry: Geometry) -> KVStrategy:
         """This spec with the defaults that depend on the model filled in."""
@@ -115,22 +116,22 @@ class KVStrategy(ABC):
 
     @classmethod
     def trials(cls, geometry: Geometry) -> tuple[KVStrategy, ...]:
-        """Small variants to try a model out with: within 48 positions, in segments of 16, they do all that they do.
+        """Small variants to test a model with: 48 positions in segments of 16 are enough to use every mechanism.
 
-        Each reads what a layer's rule says and nothing else: codes are exact, budgets hold every row. So the logits are
-        those of plain attention under that rule.
+        Codes are exact and budgets hold every entry, so the logits are those of plain attention under each layer's
+        rule.
         """
         return ()
 
     def length_limit(self, geometry: Geometry) -> int | None:
-        """The longest history in tokens, or None if sessions can go on for ever."""
+        """The longest history in tokens, or None if it is unlimited."""
         return geometry.trained_positions
 
     def options(self) -> dict[str, Option]:
         return asdict(self)
 
     def option_texts(self) -> dict[str, str]:
-        """The options as they are written. What is None or empty is left out."""
+        """The options as text. Those that are None or empty are left out."""
         return {
             option: "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
             for option, value in self.options().items()
@@ -138,7 +139,7 @@ class KVStrategy(ABC):
         }
 
     def placement(self, geometry: Geometry, limit_tokens: int | None) -> Placement:
-        """Where the rows of a session of at most `limit_tokens` lie."""
+        """Where the entries of a session of at most `limit_tokens` lie."""
         restorer = self.restorer()
         rules = {index: self.rule(index, geometry) for index in range(len(geometry.layers))}
         archived = [
@@ -166,23 +167,22 @@ class KVStrategy(ABC):
                 for (layers, (rule, _)), layout in zip(archived_sets, exact, strict=True)
                 if restorer is not None and not restorer.replays
             ),
-            # Where every row stays as it is as long as it stays, there is nothing to restore.
+            # Without archived layers there is nothing to restore.
             restorer=restorer if archived else None,
         )
 
     def bound(self, geometry: Geometry, limit_tokens: int | None) -> Bound:
-        """Bytes of K/V such a session may hold. Page rounding, rings and the sink's second copy are in it.
+        """Bytes of K/V that such a session may hold, with page rounding, ring buffers and the sink's second copy.
 
-        Rows of a running step are staged in the regions themselves. Where old rows are restored, the regions that hold
-        them while the session is awake, or the room for a chunk of them, are the difference between the peak and what
-        is sustained.
+        Entries of a running step are staged in the regions themselves. If old entries are archived, the peak exceeds
+        the sustained bytes by the regions of the active session, or by the room for one decoded chunk.
         """
         return self.placement(geometry, limit_tokens).bound(geometry)
 
     def evicted(self, geometry: Geometry, length: int) -> int:
         """Positions among the first `length` that no layer can read any more because of the strategy.
 
-        A model's own sliding windows are not counted: nothing is lost that full attention would have had.
+        Native sliding windows of the model do not count: full attention would not read those positions either.
         """
         lost = length
         for index in range(len(geometry.layers)):
@@ -212,7 +212,7 @@ class KVStrategy(ABC):
 
 
 def check_strategy(strategy: KVStrategy, geometry: Geometry) -> None:
-    """Raise InvalidArgument, naming the option, if a model of this geometry cannot be served this way."""
+    """Raise InvalidArgument, naming the option, if the strategy cannot serve a model of this geometry."""
     strategy.check(geometry)
     fixed = {index for index, layer in enumerate(geometry.layers) if layer.rotary == IMMOVABLE}
     if not fixed:
@@ -238,10 +238,10 @@ def check_strategy(strategy: KVStrategy, geometry: Geometry) -> None:
 
 
 def _is_archived(restorer: Restorer, rule: LayerRule, geometry: Geometry, layer: int) -> bool:
-    """Are this layer's regions there only while the session is awake?
+    """Does this layer have regions only while the session is active?
 
-    A replay runs through every layer, so all need regions of their own then. Otherwise layers with a native window keep
-    their rows: the model never looks at older ones.
+    A replay runs through every layer, so all layers need regions then. Otherwise layers with a native window keep their
+    entries: the model never reads older ones.
     """
     if restorer.replays:
         return True

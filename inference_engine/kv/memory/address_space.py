@@ -1,4 +1,4 @@
-"""Address space for K and V on a host: far more of it than memory, which comes page by page when entries are written.
+"""Address space for K and V on a host: far more of it than memory; pages become memory when entries are written.
 
 Reserved without memory or swap behind it (`MAP_NORESERVE`). What is discarded reads as zeros again, and its pages go
 back to the system.
@@ -19,7 +19,7 @@ from inference_engine.errors import BackendError
 
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0x40
 _MADV_DONTNEED = 4
-# Of one buffer. x86-64 and ARM give a process 128 TiB or more.
+# The largest buffer. x86-64 and ARM give a process 128 TiB or more.
 MOST_BYTES = 2**44
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -28,8 +28,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def reserve_zeros(count: int, dtype: torch.dtype, *, is_sparse: bool) -> Tensor:
     """`count` zeros. Raises BackendError if the system gives no such address space.
 
-    is_sparse: only small parts of it may be written. Its pages are small then: a huge one would take 2 MB for each
-    region that a session begins to write. Otherwise pages are huge where the system has them, and attention is faster.
+    is_sparse: only small parts of it may be written. Pages are small then: huge ones would take 2 MB for each region
+    that a session begins to write. Otherwise pages are huge where the system has them, and attention is faster.
     """
     nbytes = count * dtype.itemsize
     try:
@@ -47,7 +47,7 @@ def reserve_zeros(count: int, dtype: torch.dtype, *, is_sparse: bool) -> Tensor:
 
 
 def discard(states: Tensor) -> None:
-    """Zero a contiguous part of what `reserve_zeros` gave. Whole pages are given back to the system."""
+    """Zero a contiguous part of what `reserve_zeros` gave. Whole pages go back to the system."""
     first, nbytes = states.data_ptr(), states.numel() * states.itemsize
     page = mmap.PAGESIZE
     start, end = -(-first // page) * page, (first + nbytes) // page * page

@@ -1,8 +1,9 @@
-"""A set of layers' share of the pool, and who holds it: the session it was reserved for, and forks that read it.
+"""The memory of a set of layers in the pool, held by the session it was reserved for and by forks that read it.
 
-`nbytes` is what is granted for it: all of it, or, of a session that is granted memory as it grows, what its rows need.
+`nbytes` is what is granted for it: all of it, or, if memory is granted as the history grows, what its entries need.
 
-It goes back when the last of them lets go. What was lent is not written any more: the session goes on behind it.
+It is released when the last holder releases it. Lent entries are not written any more: the session continues behind
+them.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from inference_engine.kv.memory.pool import Demand, Pool
 
 
 class Allocation:
-    """Runs of the pool, as `Pool.reserve` answered them. Safe from any thread."""
+    """Runs of the pool that `Pool.reserve` returned. Safe from any thread."""
 
     def __init__(self, pool: Pool, demands: Sequence[Demand], starts: Sequence[int], *, nbytes: int) -> None:
         self._pool = pool
         self._demands = tuple(demands)
         self.starts = tuple(starts)
         self.nbytes = nbytes
-        self.lent_until = 0  # rows of positions below this one are lent, if any are
+        self.lent_until = 0  # entries of positions below this one are lent, if any are
         self._borrowers = 0
         self._is_owned = True
         self._lock = threading.Lock()
 
     @staticmethod
     def reserve(pool: Pool, demands: Sequence[Demand], *, itemsize: int) -> Allocation | None:
-        """None, and nothing taken, if there is no room."""
+        """None, and nothing taken, if the pool has no room."""
         starts = pool.reserve(demands)
         if starts is None:
             return None
@@ -40,14 +41,14 @@ class Allocation:
         return self._borrowers > 0
 
     def borrow(self, until: int) -> None:
-        """Hold it, to read the rows of positions below `until`."""
+        """Hold it, to read the entries of positions below `until`."""
         with self._lock:
             assert self._is_owned or self._borrowers
             self._borrowers += 1
             self.lent_until = max(self.lent_until, until)
 
     def give_back(self) -> None:
-        """One who borrowed it lets go."""
+        """A borrower releases it."""
         with self._lock:
             self._borrowers -= 1
             assert self._borrowers >= 0
@@ -56,7 +57,7 @@ class Allocation:
             self._end()
 
     def release(self) -> None:
-        """The session it was reserved for lets go."""
+        """The session that it was reserved for releases it."""
         with self._lock:
             assert self._is_owned, "released twice"
             self._is_owned = False

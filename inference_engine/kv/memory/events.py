@@ -10,7 +10,7 @@ Wait = Callable[[], None]
 
 
 def mark(device: torch.device) -> Wait:
-    """What waits until the device has done all it was asked to until now. A CPU has, whenever it is asked."""
+    """A function that waits until the device has done all work launched so far. A CPU always has."""
     if device.type != "cuda":
         return lambda: None
     new_event: Callable[[], torch.cuda.Event] = torch.cuda.Event

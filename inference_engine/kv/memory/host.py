@@ -1,4 +1,4 @@
-"""How much memory the host has to spare."""
+"""Free memory of the host."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import psutil
 
 
 def free_host_bytes() -> int:
-    """Memory that could be used now, within what the container around this process allows."""
+    """Memory that could be used now, within the limit of this process's container."""
     return int(min(psutil.virtual_memory().available, _container_bytes()))
 
 
 def _container_bytes() -> float:
-    """Memory that the container around this process still allows; infinite where there is none."""
+    """Memory left within the container's limit; infinite without one."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit = (folder / "memory.max").read_text(encoding="ascii").strip()

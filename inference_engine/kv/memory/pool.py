@@ -1,19 +1,19 @@
-"""The memory all sessions share: one buffer for K, one for V, and the allocations cut out of them.
+"""The memory that all sessions share: one buffer for K, one for V, and allocations in them.
 
-    buffer [R, D]     allocation of a layer: `region` consecutive rows for each KV head, head after head
+    buffer [R, D]     a region: consecutive vectors of one KV head; the regions of a layer lie head after head
 
-Layers with heads of different sizes D see the same memory as rows of their own size. Row 0 takes the writes of padding
-rows. Two things are taken of the pool:
+Layers of different head sizes D see the same memory as vectors of their own size. Vector 0 takes the writes of padding
+tokens. A session takes two things from the pool:
 
-    address runs    where a session's rows lie, for as long as it may become; nothing is ever moved
+    address runs    where its entries lie, for the longest history; nothing is ever moved
     a grant         bytes that it may hold now, counted against the capacity
 
-On a device both are the same memory. On a CPU the buffer is address space, of which pages become memory when rows are
-first written: there may be far more of it than memory, and sessions that are granted memory as they grow take whole
+On a device both are the same memory. On a CPU the buffer is address space, whose pages become memory when they are
+first written. There may be far more of it than memory, so sessions that are granted memory as they grow take whole
 runs from the start (`ungranted`).
 
-What is given back may be taken again at once, and is discarded soon (`clean`), by the one thread that writes: it is
-zeroed, or its pages go back to the system. Nobody depends on it, as rows are wiped again when they are opened.
+Released memory can be taken again at once. The one thread that writes soon cleans it (`clean`): it is zeroed, or its
+pages go back to the system. Correctness does not need that, because slots are wiped again when they are opened.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.scratch import Scratch
 
 TRASH_UNITS = 1
-# On a CPU, memory is looked at in pieces of so many bytes, and written only where something is: what nobody wrote to
-# must not become memory for being zeroed.
+# On a CPU, memory is read in pieces of so many bytes, and zeroed only where it is not zero: pages that were never
+# written must not become memory by being zeroed.
 _PIECE_BYTES = 2**16
-_DISCARD_UNITS = 1024  # that discarding a run counts for, of what is cleaned at a time
+_DISCARD_UNITS = 1024  # discarding a run counts as cleaning so many units
 
 
 class RunAllocator:
@@ -48,7 +48,7 @@ class RunAllocator:
     def take(self, count: int) -> int | None:
         """The start of a free run of `count` units, now taken; None if there is none that long."""
         if not count:
-            return 0  # nothing is taken, so that nothing can lie inside a free run
+            return 0  # nothing is taken, so nothing can lie inside a free run
         for index, length in enumerate(self._lengths):
             if length >= count:
                 start = self._starts[index]
@@ -89,7 +89,7 @@ class RunAllocator:
 
 @dataclass(frozen=True, slots=True)
 class KVBuffer:
-    """The whole memory as rows of one head size: K and V, [R, D] each."""
+    """The whole memory as vectors of one head size: K and V, [R, D] each."""
 
     keys: Tensor
     values: Tensor
@@ -97,14 +97,14 @@ class KVBuffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What one layer needs: room for `elements` numbers of K and as many of V, in rows of `head_dim`."""
+    """What one layer needs: room for `elements` elements of K and as many of V, in vectors of `head_dim`."""
 
     head_dim: int
     elements: int  # a multiple of the geometry's alignment
 
 
 class _Account:
-    """Bytes granted, of those there are."""
+    """Bytes granted of the capacity."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -125,9 +125,9 @@ class _Account:
 
 
 class Pool:
-    """All rows of K and V there are.
+    """The memory of all K and V.
 
-    `reserve`, `release`, `grant` and `ungrant` are safe from any thread; arrays are the engine's alone.
+    `reserve`, `release`, `grant` and `ungrant` are safe from any thread; only the engine's thread uses the arrays.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class Pool:
     ) -> None:
         """`allocate(n)` gives n zeros on the device, in the dtype of K and V.
 
-        address_bytes: of address space, if that is more than the capacity. discard: zeroes a part of what `allocate`
-        gave, and costs next to nothing where nothing was written; None: writing zeros does.
+        address_bytes: size of the address space, if that is more than the capacity. discard: zeroes a part of what
+        `allocate` gave, at almost no cost where nothing was written; None: zeros are written.
         """
         self._lock = threading.Lock()
         self._takes_grants = True
@@ -150,12 +150,12 @@ class Pool:
         self._itemsize = geometry.itemsize
         head_dims = sorted({layer.head_dim for layer in geometry.layers})
         self._unit = geometry.alignment
-        self.scratch = Scratch()  # of the steps over this pool
+        self.scratch = Scratch()  # for the steps over this pool
         unit_bytes = 2 * self._unit * geometry.itemsize
         self._account = _Account(capacity_bytes // unit_bytes * unit_bytes)
         units = max(capacity_bytes, address_bytes) // unit_bytes
         self._runs = RunAllocator(units)
-        self._unclean: list[tuple[int, int]] = []  # given back and not zeroed since: start and count, in units
+        self._unclean: list[tuple[int, int]] = []  # released and not zeroed since: start and count, in units
         keys, values = (allocate((units + TRASH_UNITS) * self._unit) for _ in range(2))
         self._halves = (keys, values)
         self.buffers = {dim: KVBuffer(keys.view(-1, dim), values.view(-1, dim)) for dim in head_dims}
@@ -171,26 +171,26 @@ class Pool:
 
     @property
     def takes_grants(self) -> bool:
-        """Does `reserve` count what it gives?"""
+        """Does `reserve` count its bytes as granted?"""
         return self._takes_grants
 
     def ungranted(self) -> Pool:
-        """The same pool, for those who take runs here and are granted bytes apart."""
+        """The same pool for callers that take runs here, and are granted bytes separately."""
         view = object.__new__(Pool)
         view.__dict__ = {**self.__dict__, "_takes_grants": False}
         return view
 
     def grant(self, nbytes: int) -> bool:
-        """Count so many bytes as held. False, and nothing counted, if there are not so many left."""
+        """Count `nbytes` as granted. False, and nothing counted, if fewer are left."""
         return self._account.grant(nbytes)
 
     def ungrant(self, nbytes: int) -> None:
         self._account.ungrant(nbytes)
 
     def reserve(self, demands: Sequence[Demand]) -> tuple[int, ...] | None:
-        """The first buffer row of each layer's allocation, or None (and nothing taken) if there is no room.
+        """The first buffer vector of each layer's run, or None (and nothing taken) if there is no room.
 
-        Layers lie wherever there is room for one of them, so that a pool in pieces still serves.
+        Each layer takes any run that is long enough, so a fragmented pool can still serve.
         """
         nbytes = self._bytes(sum(self._units(demand) for demand in demands))
         if not self._takes_grants:
@@ -216,7 +216,7 @@ class Pool:
         )
 
     def release(self, demands: Sequence[Demand], starts: Sequence[int]) -> None:
-        """Give an allocation back, as `reserve` answered it."""
+        """Give back runs that `reserve` returned."""
         pairs = zip(starts, demands, strict=True)
         units = [start * demand.head_dim // self._unit - TRASH_UNITS for start, demand in pairs]
         if self._takes_grants:
@@ -228,23 +228,24 @@ class Pool:
             ]
 
     def clean(self, most_bytes: int) -> bool:
-        """Engine's thread: zero about `most_bytes` of what was given back, or discard runs of it. Is there more to do?
+        """Engine's thread: zero about `most_bytes` of released memory, or discard runs of it. Returns whether more is
+        left.
 
-        What was taken again meanwhile is left alone: it may hold rows already, and its session wipes what it opens.
+        Memory that was taken again meanwhile is skipped: it may hold entries, and its session wipes what it opens.
         """
         room = max(1, most_bytes // self._bytes(1))
         free: list[tuple[int, int]] = []
         with self._lock:
             while self._unclean and room:
                 start, count = self._unclean.pop()
-                # Address space is discarded by runs: most of it was never written.
+                # Address space is discarded in whole runs: most of it was never written.
                 now = min(count, room) if self._discard is None else count
                 room -= now if self._discard is None else min(room, _DISCARD_UNITS)
                 free.extend(self._runs.free_within(start, now))
                 if now < count:
                     self._unclean.append((start + now, count - now))
             is_left = bool(self._unclean)
-        # It may be taken from here on, but rows are written by this thread alone.
+        # From here on it may be taken, but only this thread writes entries.
         for start, count in free:
             first = (start + TRASH_UNITS) * self._unit
             for states in self._halves:

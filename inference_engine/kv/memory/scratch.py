@@ -1,4 +1,4 @@
-"""Host memory for whole numbers, used again by later steps: new memory is got from the system page by page."""
+"""Host memory for integers, reused by later steps: new memory would come from the system page by page."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _MOST_KEPT = 2
 
 
 class Scratch:
-    """Memory goes back when its holder goes. Nobody may look at it after that. Safe from any thread."""
+    """Memory is reused after its holder is freed, so views of it must not outlive the holder. Safe from any thread."""
 
     def __init__(self) -> None:
         self._free: list[Numbers] = []
 
     def zeros(self, count: int, holder: object) -> Numbers:
-        """So many zeros, for as long as there is a `holder`."""
+        """`count` zeros, valid while `holder` exists."""
         try:
             memory = self._free.pop()
         except IndexError:

@@ -1,12 +1,12 @@
-"""The second tier: where rows lie that are kept but not on the device.
+"""The second tier: memory for entries that are kept, but not on the device.
 
-    device CUDA    host memory, pinned, a chunk at a time as rows come
-    device CPU     a sparse file that is mapped to be read; it has no name, so that it goes with its session, or with us
+    device CUDA    pinned host memory, allocated chunk by chunk as entries come
+    device CPU     a sparse file, mapped for reading; it has no name, so it ends with its session or the process
 
-Bytes of it are promised when a session is created, whole. What a session then keeps is a `Store`: chunks of equal
-shape, each of which holds `chunk_tokens` consecutive rows of several layers, in the dtype they have on the device.
+All bytes that a session may need are reserved when it is created. Its entries lie in a `Store`: chunks of equal shape,
+each with `chunk_tokens` consecutive positions of several layers, in the dtype that they have on the device.
 
-    chunk   [layers, K and V, Hkv, chunk_rows, D]
+    chunk   [layers, K and V, Hkv, chunk_tokens, D]
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from inference_engine.kv.memory.host import free_host_bytes
 
 logger = logging.getLogger(__name__)
 
-# count(kind, bytes): told of every transfer; the kinds are those of `metrics.py`.
+# count(kind, bytes): called with every transfer; the kinds are those of `metrics.py`.
 Count = Callable[[str, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkShape:
-    """What a store consists of."""
+    """The chunks of a store."""
 
     chunks: int
     layers: int
@@ -59,31 +59,31 @@ class ChunkShape:
 
 
 class Store(ABC):
-    """One session's rows of a set of layers. Engine's thread only, but for `close`."""
+    """One session's offloaded entries of a set of layers. Engine's thread only, but for `close`."""
 
     @abstractmethod
     def read(self, chunk: int) -> Tensor:
-        """The chunk, [layers, 2, Hkv, chunk_rows, D], in memory of the host: a view, valid until the next `write`."""
+        """The chunk, [layers, 2, Hkv, chunk_tokens, D], in host memory: a view, valid until the next `write`."""
 
     @abstractmethod
     def write(self, chunk: int, first: int, states: Tensor) -> None:
-        """Put rows [layers, 2, Hkv, n, D] where they belong, from row `first` of the chunk. Raises OSError."""
+        """Write entries [layers, 2, Hkv, n, D] to the chunk, from its position `first` on. Raises OSError."""
 
     @abstractmethod
-    def held_bytes(self, rows: int) -> int:
-        """Bytes in use when the first `rows` rows have been written."""
+    def held_bytes(self, count: int) -> int:
+        """Bytes in use when the first `count` positions have been written."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Let go of all rows."""
+        """Drop all entries."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back, without waiting for the device. Safe to call twice."""
+        """Give all memory back, without waiting for the device. Safe to call twice."""
 
 
 class _EmptyStore(Store):
-    """A store of no chunks: a session short enough to keep all its rows on the device has one."""
+    """A store of no chunks, for a session short enough to keep all its entries on the device."""
 
     def read(self, chunk: int) -> Tensor:
         raise AssertionError(f"there is no chunk {chunk}")
@@ -91,7 +91,7 @@ class _EmptyStore(Store):
     def write(self, chunk: int, first: int, states: Tensor) -> None:
         raise AssertionError(f"there is no room for chunk {chunk}")
 
-    def held_bytes(self, rows: int) -> int:
+    def held_bytes(self, count: int) -> int:
         return 0
 
     def clear(self) -> None:
@@ -102,7 +102,7 @@ class _EmptyStore(Store):
 
 
 class Tier(ABC):
-    """All that there is of the second tier. `reserve` and `release` are safe from any thread."""
+    """The whole second tier. `reserve` and `release` are safe from any thread."""
 
     where: str  # for messages
 
@@ -118,10 +118,10 @@ class Tier(ABC):
             return self._reserved_bytes
 
     def refuse_what_can_never_fit(self, count: int) -> None:
-        """Raise NoCapacity if `count` bytes could not be had of an empty tier either."""
+        """Raise NoCapacity if `count` bytes do not even fit an empty tier."""
         if count > self.capacity_bytes:
             raise NoCapacity(
-                f"the session needs {count} bytes of {self.where} for rows that leave the device, and the server may "
+                f"the session needs {count} bytes of {self.where} for entries that leave the device, and the server may "
                 f"use {self.capacity_bytes} in all; ask for a smaller limit_tokens or another strategy, or give the "
                 "server more tier_bytes",
                 needed_bytes=count,
@@ -129,12 +129,12 @@ class Tier(ABC):
             )
 
     def reserve(self, count: int) -> None:
-        """Promise `count` bytes to a session. Raises NoCapacity, with nothing taken."""
+        """Reserve `count` bytes for a session. Raises NoCapacity, with nothing taken."""
         with self._lock:
             if self._reserved_bytes + count > self.capacity_bytes:
                 raise NoCapacity(
-                    f"the session needs {count} bytes of {self.where} for rows that leave the device, and of the "
-                    f"server's {self.capacity_bytes} not so many are free now. Close sessions, ask for a smaller "
+                    f"the session needs {count} bytes of {self.where} for entries that leave the device; the server "
+                    f"has {self.capacity_bytes}, too few of them free now. Close sessions, ask for a smaller "
                     "limit_tokens, or give the server more tier_bytes",
                     retry_after_seconds=1.0,
                     needed_bytes=count,
@@ -148,7 +148,7 @@ class Tier(ABC):
             assert self._reserved_bytes >= 0, "released twice"
 
     def open(self, shape: ChunkShape) -> Store:
-        """A store of bytes that were reserved. Raises Overloaded if it cannot be had all the same."""
+        """A store in bytes that were reserved. Raises Overloaded if the system does not give them after all."""
         return self._open(shape) if shape.chunks else _EmptyStore()
 
     @abstractmethod
@@ -157,7 +157,7 @@ class Tier(ABC):
 
 
 class NoTier(Tier):
-    """That of an engine without one: nothing can be reserved of it."""
+    """For an engine without a second tier: nothing can be reserved."""
 
     where = "a second tier"
 
@@ -165,17 +165,17 @@ class NoTier(Tier):
         super().__init__(0)
 
     def _open(self, shape: ChunkShape) -> Store:
-        raise AssertionError("nothing was reserved of it")
+        raise AssertionError("nothing was reserved")
 
 
 class HostTier(Tier):
-    """Memory of the host. Pinned, a device copies from it by itself, and it is never swapped out.
+    """Host memory. When it is pinned, the device copies from it asynchronously, and it is never swapped out.
 
-    Pinned memory is let go by a thread of its own. A copy from it may be on its way, and unpinning too may wait for the
-    device, but stores are closed under the lock of all sessions, by threads that serve everybody. Its bytes are free to
-    be promised at once all the same: whoever ends a session for them asks for them next, and would end another. So it
-    is the next new chunk that waits until they are there, on the engine's thread, and there is never more memory than
-    was promised.
+    A separate thread unpins memory. A copy from it may still be running, and unpinning may wait for the device, but
+    stores are closed under the lock of all sessions, by threads that serve every client. The bytes can still be
+    reserved again at once: a caller that evicts a session for them asks for them next, and would otherwise evict
+    another one. Instead the next new chunk waits, on the engine's thread, until the bytes are free. So there is never
+    more memory in use than was reserved.
     """
 
     where = "host memory"
@@ -193,7 +193,7 @@ class HostTier(Tier):
         return _HostStore(self, shape)
 
     def allocate(self, count: int) -> Tensor:
-        """`count` bytes, after those that were let go are free. Engine's thread.
+        """`count` bytes, once those that were let go are free. Engine's thread.
 
         Raises OSError, or RuntimeError if the device has failed meanwhile.
         """
@@ -207,7 +207,7 @@ class HostTier(Tier):
         return memory
 
     def let_go(self, chunks: list[Tensor]) -> None:
-        """Take back what was allocated, of which nothing more is read. Waits for nothing; safe from any thread."""
+        """Free allocated chunks that are no longer read. Does not wait; safe from any thread."""
         if self._pinned_for is not None and chunks:
             gone = self._unpinning.submit(_unpin, chunks, self._pinned_for)
             with self._lock:
@@ -215,7 +215,7 @@ class HostTier(Tier):
 
 
 class _HostStore(Store):
-    """Each chunk is memory of its own from the system: as many bytes as it says, and given back when it is let go."""
+    """Each chunk is its own mapping from the system, of exactly its size, which goes back when it is freed."""
 
     def __init__(self, tier: HostTier, shape: ChunkShape) -> None:
         self._tier = tier
@@ -231,8 +231,8 @@ class _HostStore(Store):
             self._chunks[chunk] = memory.view(self._shape.dtype).view(self._shape.sizes)
         self._chunks[chunk][:, :, :, first : first + states.shape[3]].copy_(states)
 
-    def held_bytes(self, rows: int) -> int:
-        return -(-rows // self._shape.chunk_tokens) * self._shape.chunk_bytes
+    def held_bytes(self, count: int) -> int:
+        return -(-count // self._shape.chunk_tokens) * self._shape.chunk_bytes
 
     def clear(self) -> None:
         chunks, self._chunks = self._chunks, {}
@@ -243,17 +243,17 @@ class _HostStore(Store):
 
 
 def _pin(memory: Tensor, device: torch.device) -> None:
-    """Pin memory that torch did not allocate: its own pinned memory comes in powers of two, and is never given back."""
+    """Pin memory that torch did not allocate: torch's pinned memory comes in powers of two, and is never given back."""
     error = int(_cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if error:
-        # CUDA keeps the error for whoever launches next on this thread. Nothing depends on this launch.
+        # CUDA reports the error to the next launch on this thread, which is this one: nothing depends on it.
         with suppress(RuntimeError):
             torch.ones(1, device=device)
         raise OSError(f"{memory.nbytes} bytes of host memory cannot be pinned: CUDA error {error}")
 
 
 def _unpin(chunks: list[Tensor], device: torch.device) -> None:
-    """Let go of the only references to pinned memory, once no copy from it is on its way any more."""
+    """Drop the only references to pinned memory, once no copy from it is running."""
     torch.cuda.synchronize(device)
     while chunks:
         memory = chunks.pop()
@@ -268,7 +268,7 @@ def _cuda_runtime() -> Any:
 
 
 class FileTier(Tier):
-    """Files in `folder`, one for each set of layers of a session, that exist for as long as they are open."""
+    """Files in `folder`, one for each set of layers of a session, that exist while they are open."""
 
     where = "disk"
 
@@ -281,18 +281,18 @@ class FileTier(Tier):
         try:
             return _FileStore(self._folder, shape)
         except OSError as error:
-            # Clients need not know where it is.
-            logger.exception("no file for rows that leave the device could be opened in %s", self._folder)
-            # Not for want of bytes: nobody is evicted for it.
+            # Clients need not know the folder.
+            logger.exception("no file for entries that leave the device could be opened in %s", self._folder)
+            # Bytes are not the problem, so no session is evicted.
             raise Overloaded(
-                f"no file for rows that leave the device could be opened: {error.strerror}. Close sessions, or let the "
+                f"no file for entries that leave the device could be opened: {error.strerror}. Close sessions, or let the "
                 "server's tier_dir name another folder",
                 retry_after_seconds=1.0,
             ) from error
 
 
 class _FileStore(Store):
-    """Written by calls, which say when the disk is full, where memory that is mapped would end the process."""
+    """Written by system calls, which report a full disk; a write to mapped memory would end the process."""
 
     def __init__(self, folder: Path, shape: ChunkShape) -> None:
         self._shape = shape
@@ -312,14 +312,14 @@ class _FileStore(Store):
     def write(self, chunk: int, first: int, states: Tensor) -> None:
         shape = self._shape
         vector_bytes = shape.head_dim * shape.dtype.itemsize
-        # Of each layer, of K and V and of each head the rows lie in one piece.
+        # Of each layer, K or V, and head, the vectors are contiguous.
         pieces = states.to("cpu").contiguous().view(-1, states.shape[3] * shape.head_dim).view(torch.uint8).numpy()
         for index, piece in enumerate(pieces):
             offset = chunk * shape.chunk_bytes + (index * shape.chunk_tokens + first) * vector_bytes
             _write_all(self._file, memoryview(piece), offset)
 
-    def held_bytes(self, rows: int) -> int:
-        return self._shape.chunk_bytes // self._shape.chunk_tokens * rows
+    def held_bytes(self, count: int) -> int:
+        return self._shape.chunk_bytes // self._shape.chunk_tokens * count
 
     def clear(self) -> None:
         os.ftruncate(self._file, 0)
@@ -327,7 +327,7 @@ class _FileStore(Store):
 
     def close(self) -> None:
         if self._mapped is not None:
-            # Unmapped when the last tensor that looks into it is gone.
+            # Unmapped when the last tensor that views it is gone.
             self._mapped = None
             os.close(self._file)
 
@@ -341,8 +341,8 @@ def _write_all(file: int, data: memoryview, offset: int) -> None:
 def open_tier(device: torch.device, *, capacity_bytes: int, share: int, folder: str, count: Count | None) -> Tier:
     """The second tier of an engine on `device`.
 
-    capacity_bytes: that may be promised; 0: one part in `share` of what is free. folder: for files, where the device is
-    a CPU; "": the system's for temporary ones. Raises ConfigError if no file can be made there.
+    capacity_bytes: bytes that can be reserved; 0: one part in `share` of what is free. folder: for files, if the device
+    is a CPU; "": the system's folder for temporary ones. Raises ConfigError if no file can be made there.
     """
     if device.type != "cpu":
         pinned_for = device if device.type == "cuda" else None

@@ -1,7 +1,7 @@
 """What a session moves between the device and the second tier.
 
-kept      rows or latents that leave the device
-streamed  those that are read as they lie, chunk by chunk
+kept      entries or latents that leave the device
+streamed  those that are read in place, chunk by chunk
 fetched   blocks that a generated token reads, into slots of the session's own regions
 """
 
@@ -20,8 +20,8 @@ from inference_engine.metrics import TRANSFERS
 class TransferTotals:
     """Bytes moved between the tiers for a session, over its life and in its last step. Blocks are those of one KV head.
 
-    steps: forwards that added positions. What moved for others, and between steps, is in the bytes all the same.
-    blocks_found: read where an earlier token had left them.
+    steps: forwards that added positions. Bytes count what moved in other forwards, and between steps, too.
+    blocks_found: blocks that an earlier token had fetched already.
     """
 
     steps: int = 0
@@ -33,13 +33,13 @@ class TransferTotals:
     blocks_found: int = 0
 
     def beside(self, other: TransferTotals) -> TransferTotals:
-        """Both together, where `other` is of the same steps and other layers."""
+        """The sum of both, where `other` is of the same steps and other layers."""
         sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
         return TransferTotals(**{**sums, "steps": max(self.steps, other.steps)})
 
     @staticmethod
     def together(totals: Iterable[TransferTotals]) -> TransferTotals:
-        """All of them, of the same steps and different layers."""
+        """The sum of all, which are of the same steps and different layers."""
         return reduce(TransferTotals.beside, totals, TransferTotals())
 
 
@@ -57,11 +57,11 @@ class Transfers:
         self._moved.update(moved)
 
     def settle(self) -> None:
-        """Put what was moved between steps into the totals, and tell of it."""
+        """Add what moved between steps to the totals, and report it."""
         self.commit(self._length)
 
     def commit(self, length: int) -> None:
-        """The history is `length` long now: put what was moved since the last time into the totals, and tell of it."""
+        """The history now has `length` tokens: add what moved since the last call to the totals, and report it."""
         moved = {kind: self._moved[f"{kind}_bytes"] for kind in TRANSFERS}
         sums = {name: getattr(self.totals, name) + count for name, count in self._moved.items()}
         if length > self._length:
@@ -74,7 +74,7 @@ class Transfers:
 
 
 class NoTransfers(Transfers):
-    """Those of what never leaves the device: nothing is counted, and no step either."""
+    """For entries that never leave the device: counts neither bytes nor steps."""
 
     def __init__(self) -> None:
         super().__init__(lambda _kind, _bytes: None)

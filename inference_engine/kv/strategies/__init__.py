@@ -1,6 +1,6 @@
 """The strategies by name. A new one is a file here and a line in `_STRATEGIES`.
 
-`check_registry` runs at every start: whatever is registered can be written as text, by people and by clients.
+`check_registry` runs at every start: every registered strategy can be written as text, by people and by clients.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def check_registry() -> None:
 
 
 def _unwritable(hint: object, default: Any) -> str | None:
-    """Why values of an option cannot all be told as text, where an absent option means its default."""
+    """Why some values of an option cannot be written as text, where an absent option means its default."""
     if _without_none(hint) not in _WRITTEN:
         return f"it is {hint}; int, float, str and tuple[int, ...] can be written, each also with None"
     if default is MISSING:

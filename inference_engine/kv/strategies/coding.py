@@ -1,4 +1,4 @@
-"""What strategies that keep rows have in common: older rows may be kept through a compressor."""
+"""The base of strategies with an optional codec: older entries may be kept in compressed form."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from inference_engine.kv.layout import LayerRule
 from inference_engine.kv.strategy import KVStrategy, require
 
 DEFAULT_EXACT_WINDOW = 128
-# The first rows draw much of every query's attention: in a coded layer they always stay as they are.
+# The first entries draw much of every query's attention: a coded layer never codes them.
 EXACT_SINK = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodecStrategy(KVStrategy):
-    """codec: the compressor that keeps rows older than `exact_window` positions; None: rows stay as they are.
+    """codec: the compressor of entries older than `exact_window` positions; None: entries stay as they are.
 
-    exact_layers: layers whose rows are never coded.
+    exact_layers: layers whose entries are never coded.
     """
 
     codec: str | None = None
@@ -36,7 +36,7 @@ class CodecStrategy(KVStrategy):
             return
         make_compressor(self.codec)
         if self.exact_window is None:
-            # The default is filled in, so that the strategy in force says it.
+            # The default is filled in, so that the strategy's text shows it.
             object.__setattr__(self, "exact_window", DEFAULT_EXACT_WINDOW)
         assert self.exact_window is not None
         require(self.exact_window >= 1, "exact_window", f"must be ≥ 1, got {self.exact_window}")
@@ -57,7 +57,7 @@ class CodecStrategy(KVStrategy):
         return None if self.codec is None else Coded(make_compressor(self.codec))
 
     def coded(self, rule: LayerRule, layer: int) -> LayerRule:
-        """`rule` with its older rows coded, where there is a codec, this layer is coded, and rows are old enough."""
+        """`rule` with older entries coded, if there is a codec, the layer is not exact and the window long enough."""
         if self.codec is None or layer in self.exact_layers:
             return rule
         assert self.exact_window is not None

@@ -1,4 +1,4 @@
-"""Full strategy: every row stays. Without a codec, the reference all others are measured against, and the default."""
+"""Full strategy: every entry stays. Without a codec it is the default, and the reference for all others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inference_engine.kv.strategies.coding import CodecStrategy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Full(CodecStrategy):
-    """Keeps all rows; the session ends at the model's trained positions."""
+    """Keeps all entries; the session ends at the model's trained positions."""
 
     name: ClassVar[str] = "full"
 

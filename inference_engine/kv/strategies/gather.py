@@ -1,12 +1,12 @@
-"""Gather strategy: every row stays; a generated token reads the sink, the window and the blocks that matter most.
+"""Gather strategy: every entry stays; a generated token reads the sink, the window and the top-k blocks.
 
     position  0 … 127 | 128 … 255 | 256 … 383 | 384 … 511 | 512 … 900      block = 128, two distant blocks
     reads     ■ ■ ■ ■ |           | ■ ■ ■ ■ ■ | ■ ■ ■ ■ ■ | ■ ■ ■ ■ ■
 
-Each block's smallest and largest key channel bound from above how well any of its keys can answer a query; per KV head
-the blocks of the highest bounds are read. Appended tokens read everything, so that what is stored is exact; tokens the
-model generated read sparsely, whether they were sampled one by one or scored together. A budget of the whole history
-equals `full`. Memory is that of `full`, and one row per block; what is saved is reading.
+The smallest and largest value of each key channel in a block bound the score of any of its keys from above. Per KV
+head, the blocks of the highest bounds are read. Appended tokens read everything, so stored entries are exact. Tokens
+that the model generated read selected blocks, whether they were sampled one by one or verified together. A budget of
+the whole history equals `full`. Memory is that of `full` and one entry per block; reads are saved.
 
 Source: the Constant-Support reports (block-aligned gather-decode); Tang et al., Quest, arXiv 2406.10774 (bounds).
 """
@@ -25,12 +25,12 @@ _SCORERS = ("bounds", "mean")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gather(KVStrategy):
-    """budget: rows a generated token may read, in whole blocks: the sink, the window and (budget − both) / block
+    """budget: entries a generated token may read, in whole blocks: the sink, the window and (budget − both) / block
     distant blocks."""
 
     name: ClassVar[str] = "gather"
 
-    budget: int = 4864  # one block of sink, 640 local rows, 32 distant blocks
+    budget: int = 4864  # one block of sink, 640 local entries, 32 distant blocks
     block: int = 128
     sink: int = 128
     window: int = 512
@@ -47,7 +47,7 @@ class Gather(KVStrategy):
         require(
             self.budget >= least,
             "budget",
-            f"must hold the sink, the window and the block that a query stands in, {least} rows; got {self.budget}",
+            f"must hold the sink, the window and the block of the query, {least} entries; got {self.budget}",
             least=least,
         )
 
@@ -68,7 +68,7 @@ class Gather(KVStrategy):
             f"must be a multiple of the page size {page}, got {self.block}",
             page_tokens=page,
         )
-        # Rows staged together lie within a segment; a shorter window would make one of them distant to another.
+        # Tokens staged together lie within a segment; with a shorter window, one of them could be distant to another.
         require(
             self.window >= segment,
             "window",

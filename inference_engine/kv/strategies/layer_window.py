@@ -1,16 +1,16 @@
-"""Layer-window strategy: most layers keep a sink and a window, a chosen few keep every row.
+"""Layer-window strategy: most layers keep a sink and a window, a chosen few keep every entry.
 
     layer       0 1 2 3 4 [5] 6 … 10 [11] 12 …       full_layers = (5, 11)
     keeps       w w w w w  all w … w  all  w …       w = sink ∪ window
 
-Retrieval lives in few layers: with enough of them kept full, a fact far behind the window is found again, at the bytes
-of those layers alone; with too few it is as lost as under `sink_window`. How many, and which, is a fact of the model
-and is measured. Layers with a sliding window of the model's own stay as they are, whatever `window` says.
+Few layers retrieve. If enough of them are kept full, facts far behind the window are found, at the bytes of those
+layers alone; with too few, they are lost as under `sink_window`. How many layers, and which, depends on the model and
+is measured. Layers with a native sliding window stay as they are, whatever `window` says.
 
-The windowed layers are those of `sink_window` in everything, the sink's distance included: once rows have left, its
-keys stand right before the window. True distances would stay within the trained range here, because full layers end
-the session there; moved, a windowed layer means the same under both strategies. Full layers read every key at its true
-distance. Until the first row leaves nothing is moved, and the session equals `full`.
+The windowed layers work as under `sink_window`, also in the distance of the sink: after eviction, its keys are moved
+to right before the window. True distances would stay within the trained range here, because full layers end the
+session there; but this way a windowed layer is the same under both strategies. Full layers read every key at its true
+distance. Until the first eviction nothing is moved, and the session equals `full`.
 
 Sources: Wu et al., Retrieval Head, arXiv 2404.15574 (few heads retrieve, in every model); Xiao et al., DuoAttention,
 arXiv 2410.10819 (those heads full, the others sink and window). Here the unit is the layer.
@@ -31,7 +31,7 @@ from inference_engine.kv.strategy import require
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWindow(CodecStrategy):
-    """Keeps every row in `full_layers`, which must be given; `sink` and `window` positions in the others."""
+    """Keeps every entry in `full_layers`, which must be given; `sink` and `window` positions in the others."""
 
     name: ClassVar[str] = "layer_window"
 
@@ -64,7 +64,7 @@ class LayerWindow(CodecStrategy):
             f"the model has {count} layers, 0 to {count - 1}; got {_listed(absent)}",
             layers=count,
         )
-        # To let them pass would be to promise a reach that they do not have.
+        # Accepting them would promise a reach that they do not have.
         sliding = [layer for layer in self.full_layers if geometry.layers[layer].native_window is not None]
         able = [index for index, layer in enumerate(geometry.layers) if layer.native_window is None]
         require(
@@ -86,7 +86,7 @@ class LayerWindow(CodecStrategy):
         return tuple(cls(sink=2, window=8, full_layers=(layer,)) for layer in able[:1])
 
     def _windowed(self) -> SinkWindow:
-        """What holds for the windowed layers."""
+        """The strategy of the windowed layers."""
         return SinkWindow(sink=self.sink, window=self.window)
 
 

@@ -1,23 +1,23 @@
-"""Mac strategy: every row stays; a generated token takes over what a similar recent query saw of the old ones.
+"""Mac strategy: every entry stays; a generated token reuses the attention of a similar recent query to old entries.
 
-    position   0 … 739 | 740 … 803 | 804 … 900           the token at 900 asks much as the one at 804 did; band = 64
+    position   0 … 739 | 740 … 803 | 804 … 900           the query at 900 resembles the one at 804; band = 64
     reads      reused  | ■ ■ ■ ■ ■ | ■ ■ ■ ■ ■ ■
 
-Match, amend, complete (`kernels/mac.py`): each query head compares its query, as it is before rotation, with those of
-the generated tokens among the last `ring` positions. If the nearest is near enough, that token's attention to the rows
-older than `band` before it is taken over, and only what came later is read. Otherwise the token reads everything, like
-an appended one. What is stored is exact; what is read is approximate wherever a match was taken. A threshold of 0 takes
-none and equals `full`. Layers with a sliding window of the model's own read all of it.
+Match, amend, complete (`kernels/mac.py`): each query head compares its unrotated query with those of the generated
+tokens among the last `ring` positions. If the nearest is near enough, that token's attention to entries more than
+`band` positions before it is reused, and only later entries are read. Otherwise the token reads everything, like an
+appended one. Stored entries are exact; attention is approximate where a match was used. With a threshold of 0 nothing
+matches, which equals `full`. Layers with a native sliding window read all of it.
 
-Memory is that of `full`, and in each layer a ring: `ring` queries and as many summaries per query head. What is saved
-is reading, and it shows where reading is the cost and queries repeat, late in a long answer: the tokens of an append
-leave nothing to match, and neither does a match within `band` of the start.
+Memory is that of `full`, and a query cache in each layer: `ring` queries and as many summaries per query head. Reads
+are saved. That helps where reads dominate and queries repeat, late in a long answer: appended tokens cannot be matched,
+and neither can positions within `band` of the start.
 
-A token that took over a summary could leave one too, but it would hold its match's, unchanged: along such chains the
-error grows without end. `chain_limit` says how many takings-over a summary may lie away from one that was read in full;
-with 0 only tokens that read everything leave theirs.
+A token that reused a summary could leave one too, but it would contain its match's summary, unchanged: along such
+chains the error grows without bound. `chain_limit` caps the reuses between a summary and one that was read in full;
+with 0 only tokens that read everything leave a summary.
 
-Source: MAC-Attention, section 3. It counts its threshold the other way round and does not limit chains.
+Source: MAC-Attention, section 3. It counts its threshold in the other direction and does not limit chains.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _UNLIMITED = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mac(KVStrategy):
-    """ring: positions that are searched for a match. band: rows before a match that are read again.
+    """ring: positions that are searched for a match. band: entries before a match that are read again.
 
-    threshold: how near a match has to be, as a share of the distance between two queries that have nothing in common.
+    threshold: how near a match has to be, as a share of the distance between two unrelated queries.
     chain_limit: links from a summary back to one read in full; -1: without limit, as in the source.
     """
 

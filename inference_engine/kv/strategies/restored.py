@@ -1,18 +1,18 @@
-"""Restored strategy: sink and window stay exact, every evicted row comes back.
+"""Restored strategy: sink and window stay exact, older entries are archived and restored.
 
-    asleep   ■ ■ ■ ■ |               | ■ ■ ■ ■ ■      sink and window, and what the source keeps of the rest
-    hold     ■ ■ ■ ■ | □ □ □ □ □ □ □ | ■ ■ ■ ■ ■      the rest restored, for the time of a Generate
+    idle     ■ ■ ■ ■ |               | ■ ■ ■ ■ ■      sink and window, and the archive of the rest
+    hold     ■ ■ ■ ■ | □ □ □ □ □ □ □ | ■ ■ ■ ■ ■      the rest restored, during a Generate
     stream   ■ ■ ■ ■ |     | □ □ |   | ■ ■ ■ ■ ■      a chunk of the rest at a time, in every layer of every step
 
-Source `latent` keeps one thin code per evicted position across all layers, `bytes_per_token` of it, and gives back rows
-close to what they were. Source `recompute` keeps nothing: evicted rows are computed again from the token ids. It is
-exact, equal to `full` up to rounding, holds the bytes of `sink_window` between Generates, and costs a prefill of the
-whole history at each.
+Source `latent` keeps one code of `bytes_per_token` bytes per archived position, across all layers, and restores entries
+approximately. Source `recompute` keeps nothing: old entries are recomputed from the token ids. It is exact, equal to
+`full` up to rounding, holds the bytes of `sink_window` between Generates, and costs a prefill of the whole history at
+each Generate.
 
-Mode `hold` restores once and holds all rows while it generates; `stream` holds no more than a chunk of one layer, and
-decodes every evicted position again in each step. It is for sources that are local in position, which `latent` is.
-With `resident_latent_bytes` no more of the latents than that stay on the device: older ones lie in the second tier, and
-are read from there when they are restored.
+Mode `hold` restores once and holds all entries while it generates. `stream` holds only a chunk of one layer, and
+decodes every archived position again in each step. It needs a source that is local in position, as `latent` is.
+`resident_latent_bytes` limits the latents on the device: older ones lie in the second tier, and are read from there
+when they are restored.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _MODES = ("hold", "stream")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored(KVStrategy):
-    """Keeps `sink` first and `window` last positions exact; `source` says where the others come from."""
+    """Keeps `sink` first and `window` last positions exact; `source` restores the others."""
 
     name: ClassVar[str] = "restored"
 
     sink: int = 4
     window: int = 1024
     source: str = "recompute"
-    bytes_per_token: int | None = None  # of the latent; None: a twentieth of the rows in bfloat16
+    bytes_per_token: int | None = None  # of the latent; None: a twentieth of the entries in bfloat16
     mode: str = "hold"
     resident_latent_bytes: int | None = None  # on the device; older ones go to the second tier. None: no limit
 

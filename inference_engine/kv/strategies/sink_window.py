@@ -1,8 +1,8 @@
-"""Sink-window strategy: the first `sink` rows and the last `window` stay, the rest are evicted and never read again.
+"""Sink-window strategy: the first `sink` and the last `window` entries stay, the rest are evicted and never read again.
 
-Rows leave a segment at a time: a query sees its own segment and the `window` positions before it, so between `window`
-and `window + segment - 1` rows behind it. Memory is constant and sessions can go on for ever: distances never leave
-the trained range.
+Entries are evicted a segment at a time: a query sees its own segment and the `window` positions before it, so between
+`window` and `window + segment - 1` earlier entries. Memory is constant and sessions have no length limit: distances
+never leave the trained range.
 
 Source: Xiao et al., StreamingLLM, arXiv 2309.17453, section 3.2.
 """

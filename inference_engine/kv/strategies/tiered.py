@@ -1,16 +1,16 @@
-"""Tiered strategy: every row stays, but the older ones off the device; what a generated token needs of them is fetched.
+"""Tiered strategy: every entry stays, older ones off the device; generated tokens fetch the blocks they need.
 
     position   0 … 127 | 128 … 8959                | 8960 … 9983 | 9984 …        sink 128, resident_tokens 1024
     lies on    device  | host memory, or in a file | device      | being filled
 
-Generated tokens read as those of `gather` do: the sink, the window and, per KV head, the blocks whose bounds promise
-most. The bounds of every block stay on the device, so that choosing fetches nothing, and a block that was fetched stays
-until another needs its place. Appended tokens read everything, so that what is stored is exact; the old rows come by in
-chunks, and attention to each is merged by its log-sum-exp. So the device holds a number of rows that does not depend on
-the length of the history, and one row per block. A budget of the whole history equals `full`, `resident_tokens` of the
-whole history moves nothing.
+Generated tokens read as under `gather`: the sink, the window and, per KV head, the blocks of the highest bounds. The
+bounds of every block stay on the device, so choosing fetches nothing. A fetched block stays until another needs its
+place. Appended tokens read everything, so stored entries are exact: old entries are read in chunks, and attention to
+each chunk is merged by its log-sum-exp. The device holds a number of entries that does not depend on the length of the
+history, and one summary per block. A budget of the whole history equals `full`; `resident_tokens` of the whole history
+moves nothing.
 
-Source: as `gather`, for what is read; Sheng et al., FlexGen, arXiv 2303.06865 (rows on the host, read in pieces).
+Source: as `gather`, for what is read; Sheng et al., FlexGen, arXiv 2303.06865 (entries on the host, read in pieces).
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from inference_engine.kv.strategy import KVStrategy, require
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiered(KVStrategy):
-    """resident_tokens: the last rows that stay on the device, in whole blocks. The others are those of `gather`."""
+    """resident_tokens: the last entries that stay on the device, in whole blocks.
+
+    The other options are those of `gather`.
+    """
 
     name: ClassVar[str] = "tiered"
 
-    budget: int = 4864  # one block of sink, 640 local rows, 32 distant blocks
+    budget: int = 4864  # one block of sink, 640 local entries, 32 distant blocks
     block: int = 128
     sink: int = 128
     window: int = 512
@@ -63,5 +66,5 @@ class Tiered(KVStrategy):
         return replace(self._reading().rule(layer, geometry), resident=self.resident_tokens)
 
     def _reading(self) -> Gather:
-        """What generated tokens read."""
+        """The strategy by which generated tokens read."""
         return Gather(budget=self.budget, block=self.block, sink=self.sink, window=self.window)
