@@ -1,11 +1,12 @@
-"""Rows kept through a compressor: each K and V vector coded by itself, layer by layer, truly packed.
+"""An archive of compressed entries: each K and V vector is coded by itself, layer by layer, and packed.
 
-    buffer of K, per layer   [capacity, Hkv, row bytes] codes of keys      | buffer of V: the same of values
+    buffer of K, per layer   [capacity, Hkv, vector bytes] codes of keys      | buffer of V: the same of values
 
-What is coded is the unrotated key minus a per-channel mean, and the value minus its mean: keys have a large constant
-part per channel that a code would otherwise spend its bits on (record `codec_error`, lloyd4: 3.9 times less error at
-equal bytes). The means are those of the session's own first rows: they need no calibration, are a function of the
-history, and take one row. Decoding gives unrotated rows; the model's own rotation puts keys back at their positions.
+Coded are the unrotated key minus a per-channel mean, and the value minus its mean: keys have a large constant part per
+channel that a code would otherwise spend its bits on (record `codec_error`, lloyd4: 3.9 times less error at equal
+bytes). The means are those of the session's own first entries: they need no calibration, are a function of the
+history, and take the memory of one entry. Decoding gives unrotated keys; the model's rotation moves them back to their
+positions.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from inference_engine.kv.slots import evenly_apart, neighbours
 
 @dataclass(frozen=True, slots=True)
 class Coded(Restorer):
-    """Keeps rows as the codes of `compressor`."""
+    """Keeps entries as codes of `compressor`."""
 
     compressor: KVCompressor
 
@@ -46,7 +47,7 @@ class Coded(Restorer):
         return None if starts is None else _CodedArchive(self.compressor, context, kept, demands, starts)
 
     def _demand(self, geometry: Geometry, group: KeptLayers) -> Demand:
-        """One layer's codes, and its means in a row of their own."""
+        """One layer's codes, and its means, as large as one entry."""
         head_dim = group.layers.head_dim
         code_bytes = group.capacity * group.layers.kv_heads * self.compressor.vector_bytes(head_dim)
         elements = group.layers.kv_heads * head_dim + -(-code_bytes // geometry.itemsize)
@@ -97,7 +98,7 @@ class _CodedArchive(Archive):
         return sum(group.held_bytes(count) for group, count in zip(self._groups, counts, strict=True))
 
     def forget(self) -> None:
-        """What was kept is never asked for again, and the next rows are put over it."""
+        """Nothing to do: old codes are never read again, and new ones overwrite them."""
 
     def release(self) -> None:
         self._context.pool.release(self._demands, self._starts)
@@ -115,7 +116,7 @@ class _CodedGroup:
         self._mean_bytes = 2 * heads * dim * context.geometry.itemsize * len(starts)
         buffer = context.pool.buffers[dim]
         runs = tuple(evenly_apart(starts)) if kept.capacity else ()
-        # Of keys and of values, what lies in the buffer for some layers at a time.
+        # Of keys and of values: views of the buffer, for some layers at a time.
         self._means = [
             [(layers, _means_in(states, starts[layers.start], layers, apart, heads)) for layers, apart in runs]
             for states in (buffer.keys, buffer.values)
@@ -125,8 +126,8 @@ class _CodedGroup:
             for states in (buffer.keys, buffer.values)
         ]
 
-    def _codes_in(self, states: Tensor, row: int, layers: slice, apart: int) -> Tensor:
-        """[layers, capacity, Hkv, row bytes] of memory, from buffer row `row` on, and so on `apart` rows further."""
+    def _codes_in(self, states: Tensor, first: int, layers: slice, apart: int) -> Tensor:
+        """[layers, capacity, Hkv, vector bytes] from vector `first` on, a layer every `apart` vectors."""
         heads, width = self._kept.layers.kv_heads, self._vector_bytes
         flat = states.view(torch.uint8).view(-1)
         vector_bytes = states.shape[-1] * states.itemsize
@@ -134,28 +135,30 @@ class _CodedGroup:
         return flat.as_strided(
             shape,
             (apart * vector_bytes, heads * width, width, 1),
-            flat.storage_offset() + row * vector_bytes,
+            flat.storage_offset() + first * vector_bytes,
         )
 
     def begin(self, block: EntryBlock) -> None:
         if not len(block.positions):
             return
-        for means, rows in zip(self._means, (block.keys, block.values), strict=True):
-            mean = rows.mean(dim=1)
+        for means, entries in zip(self._means, (block.keys, block.values), strict=True):
+            mean = entries.mean(dim=1)
             for layers, place in means:
                 place.copy_(mean[layers])
 
     def keep(self, block: EntryBlock) -> None:
         if not len(block.positions):
             return
-        rows = [(states - self._mean(index)).transpose(0, 1) for index, states in enumerate((block.keys, block.values))]
+        entries = [
+            (states - self._mean(index)).transpose(0, 1) for index, states in enumerate((block.keys, block.values))
+        ]
         name = ("codes", self._compressor)
-        codes = self._context.compute(name, partial(_encode, self._compressor), rows)
+        codes = self._context.compute(name, partial(_encode, self._compressor), entries)
         for places, fresh in zip(self._codes, codes, strict=True):
             self._put(places, block.positions, fresh)
 
     def _put(self, places: Sequence[tuple[slice, Tensor]], positions: Positions, codes: Tensor) -> None:
-        """codes: [n, L, Hkv, row bytes]"""
+        """codes: [n, L, Hkv, vector bytes]"""
         first = 0
         for begin, end in neighbours(self._kept.slots(positions)):
             for layers, place in places:
@@ -170,12 +173,12 @@ class _CodedGroup:
             return EntryBlock(positions, nothing, nothing)
         name = ("rows of codes", self._compressor, dim)
         codes = [self._codes_of(places, positions) for places in self._codes]
-        rows = self._context.compute(name, partial(_decode, self._compressor, dim), codes)
-        keys, values = (part.transpose(0, 1) + self._mean(index) for index, part in enumerate(rows))
+        entries = self._context.compute(name, partial(_decode, self._compressor, dim), codes)
+        keys, values = (part.transpose(0, 1) + self._mean(index) for index, part in enumerate(entries))
         return EntryBlock(positions, keys, values)
 
     def _codes_of(self, places: Sequence[tuple[slice, Tensor]], positions: Positions) -> Tensor:
-        """[n, L, Hkv, row bytes]"""
+        """[n, L, Hkv, vector bytes]"""
         layers = self._kept.layers
         found = places[0][1].new_empty((len(positions), len(layers.layers), layers.kv_heads, self._vector_bytes))
         first = 0
@@ -186,7 +189,7 @@ class _CodedGroup:
         return found
 
     def save(self, positions: Positions) -> Iterator[tuple[Tensor, ...]]:
-        """The means [layers, Hkv, D] of keys and of values, then the codes [n, layers, Hkv, row bytes] of both."""
+        """The means [layers, Hkv, D] of keys and of values, then the codes [n, layers, Hkv, vector bytes] of both."""
         if len(positions):
             yield tuple(torch.cat([place for _, place in means]) for means in self._means)
             yield tuple(self._codes_of(places, positions) for places in self._codes)
@@ -204,9 +207,9 @@ class _CodedGroup:
         if not count:
             return 0
         page = self._context.geometry.page_tokens
-        rows = min(self._kept.capacity, -(-count // page) * page)
+        entries = min(self._kept.capacity, -(-count // page) * page)
         heads, layers = self._kept.layers.kv_heads, len(self._kept.layers.layers)
-        return self._mean_bytes + 2 * rows * heads * self._vector_bytes * layers
+        return self._mean_bytes + 2 * entries * heads * self._vector_bytes * layers
 
     def _mean(self, index: int) -> Tensor:
         """[layers, 1, Hkv, D] float32."""
@@ -214,18 +217,18 @@ class _CodedGroup:
         return (means[0] if len(means) == 1 else torch.cat(means)).float()[:, None]
 
 
-def _means_in(states: Tensor, row: int, layers: slice, apart: int, heads: int) -> Tensor:
-    """[layers, Hkv, D] of the buffer, from its row `row` on, and so on `apart` rows further."""
+def _means_in(states: Tensor, first: int, layers: slice, apart: int, heads: int) -> Tensor:
+    """[layers, Hkv, D] of the buffer, from its vector `first` on, a layer every `apart` vectors."""
     dim = states.shape[-1]
     shape = (layers.stop - layers.start, heads, dim)
-    return states.as_strided(shape, (apart * dim, dim, 1), states.storage_offset() + row * dim)
+    return states.as_strided(shape, (apart * dim, dim, 1), states.storage_offset() + first * dim)
 
 
-# What is done to rows hangs on nothing of one session, for whoever remembers it outlives the session.
+# These functions hold nothing of a session, because recordings of them outlive it.
 
 
-def _encode(compressor: KVCompressor, rows: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [compressor.encode(part) for part in rows]
+def _encode(compressor: KVCompressor, entries: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [compressor.encode(part) for part in entries]
 
 
 def _decode(compressor: KVCompressor, head_dim: int, codes: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -1,4 +1,4 @@
-"""Whether rows are finite: asked of the device when they pass, looked at when it has answered, so that nobody waits."""
+"""Checks that entries are finite: the device computes them, and the host reads the results later without waiting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inference_engine.kv.memory.events import Wait, mark
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Question:
-    """extremes: the least and the greatest number of the keys of each layer, and of the values: four of [L]."""
+    """extremes: minimum and maximum of the keys of each layer, and of the values: four tensors [L]."""
 
     layers: tuple[int, ...]
     come_back: bool
@@ -23,7 +23,7 @@ class _Question:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Answer:
-    """The extremes of some questions, one after another, on their way to the host; wait: until they are there."""
+    """The extremes of some questions, concatenated, on their way to the host. wait: returns when they are there."""
 
     questions: tuple[_Question, ...]
     numbers: Tensor
@@ -31,29 +31,29 @@ class _Answer:
 
 
 class FiniteCheck:
-    """Those of one session. Not finite once, they stay so until `forget`."""
+    """The checks of one session. A failed check keeps failing until `forget`."""
 
     def __init__(self) -> None:
         self._questions: list[_Question] = []
         self._answers: list[_Answer] = []
 
     def ask(self, layers: Sequence[int], keys: Tensor, values: Tensor, *, come_back: bool) -> None:
-        """Of keys and values [L, n, Hkv, D], which may change afterwards; come_back: they were restored."""
+        """Check keys and values [L, n, Hkv, D], which may change afterwards. come_back: they were restored."""
         if keys.numel():
-            # What is not a number is both the least and the greatest.
+            # NaN is both the minimum and the maximum.
             extremes = (*keys.flatten(1).aminmax(dim=1), *values.flatten(1).aminmax(dim=1))
             self._questions.append(_Question(tuple(layers), come_back, extremes))
 
     def send(self) -> None:
-        """Let the answers come to the host."""
+        """Start the copy of the results to the host."""
         if self._questions:
             extremes = torch.cat([extreme for question in self._questions for extreme in question.extremes])
             numbers = extremes.to("cpu", non_blocking=True)
             self._answers.append(_Answer(tuple(self._questions), numbers, mark(extremes.device)))
-            self._questions = []  # not before: they must not be lost
+            self._questions = []  # not before: a failed copy must not lose them
 
     def require(self) -> None:
-        """Raise NonFiniteRows, naming the layer, if any of those whose answers were sent for are not."""
+        """Raise NonFiniteEntries, naming the layer, if a check failed whose result was sent."""
         while self._answers:
             _look_at(self._answers[0])
             self._answers.pop(0)

@@ -1,8 +1,8 @@
-"""Rows kept as one thin latent per token, across all layers.
+"""An archive of one small latent per token, across all layers.
 
-A row's code needs the row of every layer, so it exists only when the last layer has run: rows are coded when they leave
-the exact window, a segment boundary, never earlier. Layers with a window of the model's own keep their rows and are not
-in the latent. The code itself comes from outside (`TokenCodec`); its bytes are kept by `kv/archives/latent_codes.py`.
+A latent needs the entries of every layer, so it exists only when the last layer has run: entries are coded when they
+leave the exact window, at a segment boundary, never earlier. Layers with a native window keep their entries and are
+not in the latent. A `TokenCodec` makes the codes; `kv/archives/latent_codes.py` stores their bytes.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand
 from inference_engine.kv.memory.transfers import TransferTotals
 
-# Without a number of bytes, a latent takes this part of what the rows take in bfloat16.
+# By default, a latent is smaller than the entries in bfloat16 by this factor.
 DEFAULT_COMPRESSION = 20
 _BFLOAT16_BYTES = 2
 _FLOAT32_BYTES = 4
 
 
 def latent_layers(geometry: Geometry) -> tuple[int, ...]:
-    """The layers a latent covers: those without a window of the model's own."""
+    """The layers a latent covers: those without a native window."""
     return tuple(index for index, layer in enumerate(geometry.layers) if layer.native_window is None)
 
 
 def exact_bytes_per_token(geometry: Geometry) -> int:
-    """Bytes that a latent's rows take in float32; 0 where it would cover no layer."""
+    """Bytes of a latent's entries in float32; 0 if it would cover no layer."""
     return sum(geometry.layers[index].entry_bytes(_FLOAT32_BYTES) for index in latent_layers(geometry))
 
 
 def default_bytes_per_token(geometry: Geometry) -> int:
-    rows = sum(geometry.layers[index].entry_bytes(_BFLOAT16_BYTES) for index in latent_layers(geometry))
-    return max(1, rows // DEFAULT_COMPRESSION)
+    nbytes = sum(geometry.layers[index].entry_bytes(_BFLOAT16_BYTES) for index in latent_layers(geometry))
+    return max(1, nbytes // DEFAULT_COMPRESSION)
 
 
 @dataclass(frozen=True, slots=True)
 class Latent(Restorer):
-    """Keeps `bytes_per_token` of each evicted position (None: a twentieth of its rows in bfloat16).
+    """Keeps `bytes_per_token` bytes of each archived position (None: a twentieth of its entries in bfloat16).
 
-    resident_bytes: of a session's latents that stay on the device, at most; those before them go to the second tier.
-    is_streamed: rows are decoded in attention, chunk by chunk.
+    resident_bytes: the most bytes of a session's latents on the device; older ones go to the second tier.
+    is_streamed: entries are decoded in attention, chunk by chunk.
     """
 
     bytes_per_token: int | None = None
@@ -100,7 +100,7 @@ class Latent(Restorer):
         return shape.chunks * shape.chunk_bytes
 
     def open(self, context: KVContext, kept: Sequence[KeptLayers]) -> Archive | None:
-        assert context.latent is not None, "`ready` was not asked"
+        assert context.latent is not None, "`ready` was not called"
         codes = LatentCodes.reserve(context, self._places(context.geometry, kept))
         if codes is None:
             return None
@@ -123,7 +123,7 @@ class _LatentArchive(Archive):
         self._kept = kept
         self._codes = codes
         self._finite = FiniteCheck()
-        # In which block, and where in it, each of the codec's layers is.
+        # For each of the codec's layers: its block, and its index there.
         places = {
             layer: (index, place) for index, group in enumerate(kept) for place, layer in enumerate(group.layers.layers)
         }
@@ -135,8 +135,8 @@ class _LatentArchive(Archive):
     def keep(self, blocks: Sequence[EntryBlock]) -> None:
         for group, block in zip(self._kept, blocks, strict=True):
             self._finite.ask(group.layers.layers, block.keys, block.values, come_back=False)
-        rows = [states.transpose(0, 1) for block in blocks for states in (block.keys, block.values)]
-        [codes] = self._compute("encode", partial(_encode, self._codec, self._places), rows)
+        entries = [states.transpose(0, 1) for block in blocks for states in (block.keys, block.values)]
+        [codes] = self._compute("encode", partial(_encode, self._codec, self._places), entries)
         self._codes.put(self._place(blocks[0].positions[0]), codes)
 
     def restore(self, positions: Sequence[Positions]) -> Sequence[EntryBlock]:
@@ -145,11 +145,12 @@ class _LatentArchive(Archive):
             return [EntryBlock(wanted, *self._empty(group)) for group in self._kept]
         codes = self._codes_of(wanted)
         if self._context.geometry.token_quantum > 1:
-            # Rows are decoded as many at a time when they leave and when they come back, or bits would differ.
+            # Entries are decoded in batches of the same size when they leave and when they come back, or bits would
+            # differ.
             codes = F.pad(codes, (0, 0, 0, -len(codes) % self._context.geometry.segment_tokens))
         groups = tuple(group.layers.layers for group in self._kept)
         found = self._compute("decode", partial(_decode, self._codec, groups), [codes])
-        states = [rows[: len(wanted)].transpose(0, 1) for rows in found]
+        states = [entries[: len(wanted)].transpose(0, 1) for entries in found]
         blocks = [EntryBlock(wanted, *pair) for pair in zip(states[::2], states[1::2], strict=True)]
         for layers, block in zip(groups, blocks, strict=True):
             self._finite.ask(layers, block.keys, block.values, come_back=True)
@@ -162,7 +163,7 @@ class _LatentArchive(Archive):
         return keys, values
 
     def _compute(self, what: Hashable, function: BatchFunction, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """what: all that it does beside the codec and the layers' sets."""
+        """what: names the function, together with the codec and the sets of layers."""
         return self._context.compute(("latent", self._codec, self._places, what), function, tensors)
 
     def ask_finite(self) -> None:
@@ -175,7 +176,7 @@ class _LatentArchive(Archive):
         self._finite.forget()
 
     def _codes_of(self, positions: Positions) -> Tensor:
-        """Of consecutive positions."""
+        """The codes of consecutive positions."""
         return self._codes.get(self._place(positions[0]), self._place(positions[-1]) + 1)
 
     def _place(self, position: np.int64) -> int:
@@ -183,8 +184,8 @@ class _LatentArchive(Archive):
 
     def _empty(self, group: KeptLayers) -> tuple[Tensor, Tensor]:
         layers = group.layers
-        rows = torch.zeros((len(layers.layers), 0, layers.kv_heads, layers.head_dim), device=self._context.device)
-        return rows, rows
+        entries = torch.zeros((len(layers.layers), 0, layers.kv_heads, layers.head_dim), device=self._context.device)
+        return entries, entries
 
     def save(self, positions: Sequence[Positions]) -> Iterator[tuple[Tensor, ...]]:
         return self._codes.save()
@@ -212,18 +213,18 @@ class _LatentArchive(Archive):
         self._codes.release()
 
 
-# What is done to rows hangs on nothing of one session, for whoever remembers it outlives the session.
+# These functions hold nothing of a session, because recordings of them outlive it.
 
 
-def _encode(codec: TokenCodec, places: Sequence[tuple[int, int]], rows: Sequence[Tensor]) -> Sequence[Tensor]:
+def _encode(codec: TokenCodec, places: Sequence[tuple[int, int]], entries: Sequence[Tensor]) -> Sequence[Tensor]:
     """Keys and values of each set of layers in turn, [n, L, Hkv, D] → their codes [n, bytes]."""
-    keys = [rows[2 * index][:, place] for index, place in places]
-    values = [rows[2 * index + 1][:, place] for index, place in places]
+    keys = [entries[2 * index][:, place] for index, place in places]
+    values = [entries[2 * index + 1][:, place] for index, place in places]
     return [codec.encode(keys, values)]
 
 
 def _decode(codec: TokenCodec, groups: Sequence[Sequence[int]], codes: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The inverse, for the layers of each set."""
+    """The inverse of `_encode`, for the layers of each set."""
     by_layer = dict(zip(codec.layers, zip(*codec.decode(codes[0]), strict=True), strict=True))
     return [torch.stack([by_layer[layer][part] for layer in layers], dim=1) for layers in groups for part in (0, 1)]
 

@@ -1,12 +1,12 @@
-"""Where the latents of one session lie: in the pool, and, where that is limited, the older ones in the second tier.
+"""Where the latents of one session lie: in the pool and, beyond its limit there, in the second tier.
 
-    place    0 1 2 … | … n        counted from the first evicted position
-             tier    | pool       the last `resident` places go round a ring
+    place    0 1 2 … | … n        counted from the first archived position
+             tier    | pool       the last `resident` places, a ring buffer
 
     pool     buffer of K [resident, first half of the bytes]      buffer of V [resident, the rest]
     tier     chunk [1, the two halves, 1, segment, half of the bytes]
 
-A latent is moved as it is, so that it decodes to the same wherever it lies.
+A latent is moved unchanged, so it decodes to the same in both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LatentPlaces:
     count: int
     width: int
     resident_bytes: int | None
-    head_dim: int  # by which rows of the buffer are told
+    head_dim: int  # selects the pool's buffer
     segment: int
 
     @property
@@ -39,7 +39,7 @@ class LatentPlaces:
         return -(-self.width // 2)
 
     def resident(self, geometry: Geometry) -> int:
-        """Places in the pool. What they take, rounding included, is within `resident_bytes`."""
+        """Places in the pool. Their bytes, rounding included, are within `resident_bytes`."""
         if self.resident_bytes is None:
             return self.count
         unit = geometry.alignment * geometry.itemsize
@@ -51,7 +51,7 @@ class LatentPlaces:
         return Demand(head_dim=self.head_dim, elements=-(-elements // unit) * unit)
 
     def chunks(self, geometry: Geometry) -> ChunkShape:
-        """What is needed of the second tier: room for the places that are ever pushed out of the pool."""
+        """The chunks needed in the second tier, for all places that the pool has no room for."""
         pushed_out = self.count - self.resident(geometry)
         return ChunkShape(
             chunks=-(-pushed_out // self.segment),
@@ -64,7 +64,7 @@ class LatentPlaces:
 
 
 class LatentCodes:
-    """The latents themselves. Engine's thread only, but for `release`."""
+    """The stored latents. Engine's thread only, except `release`."""
 
     def __init__(self, context: KVContext, places: LatentPlaces, start: int, store: Store) -> None:
         self._context = context
@@ -77,13 +77,13 @@ class LatentCodes:
         self._resident = places.resident(context.geometry)
         buffer = context.pool.buffers[places.head_dim]
         self._halves = [self._bytes_from(states) for states in (buffer.keys, buffer.values)]
-        self._end = 0  # places that have been kept
+        self._end = 0  # places that have been stored
 
     @staticmethod
     def reserve(context: KVContext, places: LatentPlaces) -> LatentCodes | None:
-        """None, and nothing taken, if the pool has no room. The session has reserved the bytes of the tier already.
+        """None, and nothing taken, if the pool has no room. The session has reserved its bytes of the tier before.
 
-        Raises Overloaded, and nothing is taken, if they cannot be had all the same.
+        Raises Overloaded, with nothing taken, if the tier does not give them after all.
         """
         demand, shape = places.demand(context.geometry), places.chunks(context.geometry)
         starts = context.pool.reserve([demand])
@@ -103,7 +103,7 @@ class LatentCodes:
         return states.view(torch.uint8).view(-1)[first : first + self._resident * half].view(self._resident, half)
 
     def put(self, first: int, codes: Tensor) -> None:
-        """Keep codes [n, width] for the places from `first` on, which follow those kept. Raises OSError."""
+        """Store codes [n, width] for the places from `first` on, which follow those stored. Raises OSError."""
         end = first + len(codes)
         staying = max(0, end - self._resident)  # the first place in the pool from now on
         if staying:
@@ -127,19 +127,19 @@ class LatentCodes:
         return torch.cat([*parts, self._in_pool(begin, last)]) if parts else self._in_pool(begin, last)
 
     def save(self) -> Iterator[tuple[Tensor]]:
-        """Every latent that is kept, [n, width], a segment of them at a time."""
+        """All stored latents, [n, width], a segment at a time."""
         for first in range(0, self._end, self._places.segment):
             yield (self.get(first, min(first + self._places.segment, self._end)),)
-        self._transfers.settle()  # what that moved between the tiers is in no step
+        self._transfers.settle()  # its transfers belong to no step
 
     def load(self, saved: Iterable[tuple[Tensor, ...]]) -> None:
-        """Keep every latent that was saved."""
+        """Store all saved latents."""
         for (codes,) in saved:
             self.put(self._end, codes)
         self._transfers.settle()
 
     def commit(self, length: int) -> None:
-        """A step has ended with a history of `length`: count what it moved."""
+        """A step ended with a history of `length`: count what it moved."""
         self._transfers.commit(length)
 
     def clear(self) -> None:
@@ -154,7 +154,7 @@ class LatentCodes:
     # -- facts ------------------------------------------------------------------------------------------------------
 
     def held_bytes(self, count: int) -> int:
-        """In the pool, in whole pages, when `count` places have been kept."""
+        """Bytes in the pool, in whole pages, when `count` places have been stored."""
         page = self._context.geometry.page_tokens
         return min(self._resident, -(-count // page) * page) * 2 * self._places.half
 
@@ -168,7 +168,7 @@ class LatentCodes:
     # -- pool and tier ----------------------------------------------------------------------------------------------
 
     def _slots(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Where the places [first, last), which are in the pool, lie in the ring, run by run."""
+        """The runs of slots in the ring buffer that hold the places [first, last), which are in the pool."""
         while first < last:
             begin = first % self._resident
             behind = min(begin + last - first, self._resident)
@@ -203,7 +203,7 @@ class LatentCodes:
             self._transfers.add(kept_bytes=some.numel())
 
     def _chunks(self, first: int, last: int) -> list[tuple[int, int, int]]:
-        """The places [first, last) as chunks, and where they begin and end in each."""
+        """The chunks of the places [first, last), with their begin and end in each."""
         size = self._places.segment
         return [
             (chunk, max(first - chunk * size, 0), min(last - chunk * size, size))

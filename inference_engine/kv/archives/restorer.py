@@ -1,10 +1,10 @@
-"""The restorer interface: what is kept of rows that left the exact window, and how they come back.
+"""The restorer interface: how entries that left the exact window are archived and restored.
 
-A `Restorer` is the spec; an `Archive` is one session's share of it, in the pool like everything else a session holds.
-Rows travel in blocks, one per set of layers that share their slots: keys unrotated, values as they are, float32.
+A `Restorer` is the spec; an `Archive` holds the data of one session, in the pool.
+Entries are passed in blocks, one per set of layers that share their slots: keys unrotated, values, both float32.
 
-    keep     rows that leave the exact window, at a segment boundary
-    restore  what every later query reads in their place: at once, when the session wakes, or chunk by chunk
+    keep     archive entries that leave the exact window, at a segment boundary
+    restore  what later queries read in their place: all when the session becomes active, or chunk by chunk
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from inference_engine.kv.part import Need
 
 @dataclass(frozen=True, slots=True)
 class EntryBlock:
-    """Rows of one set of layers: keys and values [layers, n, Hkv, D], float32, keys unrotated."""
+    """Entries of one set of layers: keys and values [layers, n, Hkv, D], float32, keys unrotated."""
 
     positions: Positions
     keys: Tensor
@@ -35,7 +35,10 @@ class EntryBlock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptLayers:
-    """Layers whose old rows are kept otherwise, and where: codes of positions from `sink` go round `capacity` slots."""
+    """Layers whose old entries are archived.
+
+    Codes of positions from `sink` on use `capacity` slots as a ring buffer.
+    """
 
     layers: LayerSet
     sink: int
@@ -43,86 +46,86 @@ class KeptLayers:
 
     @staticmethod
     def of(layers: LayerSet, geometry: Geometry, exact: Layout, window: int | None, limit: int | None) -> KeptLayers:
-        """Room for all rows between the exact window and `window` (None: all) that sessions of `limit` can have.
+        """Room for all entries between the exact window and `window` (None: all) in sessions of up to `limit` tokens.
 
-        limit None: endless, then there is a window.
+        limit None: endless; then there is a window.
         """
         if window is None:
-            assert limit is not None, "a layer that keeps every row needs a length limit"
-            rows = exact.horizon(limit) - exact.sink
+            assert limit is not None, "a layer that keeps every entry needs a length limit"
+            entries = exact.horizon(limit) - exact.sink
         else:
             assert exact.window is not None and window > exact.window
-            rows = window - exact.window + geometry.segment_tokens
-            rows = rows if limit is None else min(rows, exact.horizon(limit) - exact.sink)
-        return KeptLayers(layers=layers, sink=exact.sink, capacity=max(0, rows))
+            entries = window - exact.window + geometry.segment_tokens
+            entries = entries if limit is None else min(entries, exact.horizon(limit) - exact.sink)
+        return KeptLayers(layers=layers, sink=exact.sink, capacity=max(0, entries))
 
     def slots(self, positions: Positions) -> Positions:
         return (positions - self.sink) % max(1, self.capacity)
 
 
 def chunk_demand(geometry: Geometry, kept: Sequence[KeptLayers]) -> Demand:
-    """Room for a chunk of rows of one layer, whichever of them takes most."""
-    rows = SEGMENTS_IN_A_CHUNK * geometry.segment_tokens
+    """Room for a chunk of entries of one layer, the largest of them."""
+    entries = SEGMENTS_IN_A_CHUNK * geometry.segment_tokens
     widest = max(kept, key=lambda group: group.layers.kv_heads * group.layers.head_dim)
-    elements = widest.layers.kv_heads * widest.layers.head_dim * min(rows, max(group.capacity for group in kept))
+    elements = widest.layers.kv_heads * widest.layers.head_dim * min(entries, max(group.capacity for group in kept))
     unit = geometry.alignment
     return Demand(head_dim=widest.layers.head_dim, elements=-(-elements // unit) * unit)
 
 
 class Archive(ABC):
-    """One session's evicted rows, as the restorer keeps them. Engine's thread only, but for `release`."""
+    """The archived entries of one session. Engine's thread only, except `release`."""
 
     @abstractmethod
     def begin(self, blocks: Sequence[EntryBlock]) -> None:
-        """Called before the first rows of a set of layers are kept, with all its rows after the sink so far.
+        """Called before the first entries of a set of layers are archived, with all its entries after the sink so far.
 
         The block of a set that does not begin now is empty.
         """
 
     @abstractmethod
     def keep(self, blocks: Sequence[EntryBlock]) -> None:
-        """Store rows that leave the exact window. Per set of layers they follow those kept before."""
+        """Archive entries that leave the exact window. Per set of layers they follow those archived before."""
 
     @abstractmethod
     def restore(self, positions: Sequence[Positions]) -> Sequence[EntryBlock]:
-        """Rows that were kept, per set of layers; always equal for equal positions."""
+        """Archived entries, per set of layers; always equal for equal positions."""
 
     def restore_layer(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Rows of one layer, where the restorer streams: keys, unrotated, and values, float32 [n, Hkv, D]."""
+        """Entries of one layer, if the restorer streams: keys, unrotated, and values, float32 [n, Hkv, D]."""
         raise AssertionError("this restorer does not stream")
 
     def ask_finite(self) -> None:
-        """Let the device tell whether the rows that were kept or restored so far are finite. Nobody waits for it."""
+        """Start a check on the device that entries archived or restored so far are finite. Nothing waits for it."""
 
     def require_finite(self) -> None:
-        """Raise NonFiniteRows if some of those asked for by `ask_finite` are not.
+        """Raise NonFiniteEntries if a check of `ask_finite` failed.
 
-        To be called before anything that was computed from them is told to anybody; raised once, it is raised again.
+        Call it before any result that was computed from them is returned. Once raised, it is raised by every call.
         """
 
     def dismiss(self) -> None:
-        """Nobody reads the rows that were restored so far: whether they are finite matters no more."""
+        """The entries restored so far are not read: drop their checks."""
 
     @abstractmethod
     def save(self, positions: Sequence[Positions]) -> Iterator[tuple[Tensor, ...]]:
-        """What is kept of `positions`, per set of layers all that were kept: tensors that `load` reads again."""
+        """The archive of `positions`, per set of layers all that were archived: tensors for `load`."""
 
     @abstractmethod
     def load(self, positions: Sequence[Positions], saved: Iterable[tuple[Tensor, ...]]) -> None:
-        """Keep, to the bit, what an archive of the same rule saved of `positions`.
+        """Restore, to the bit, what an archive of the same rule saved of `positions`.
 
-        Only into an archive that keeps nothing yet. Raises OSError if the second tier cannot take its part.
+        Only while this archive is empty. Raises OSError if the second tier cannot store its part.
         """
 
     @abstractmethod
     def held_bytes(self, counts: Sequence[int]) -> int:
-        """Bytes in use when `counts` rows have been kept per set of layers, page rounding included."""
+        """Bytes in use when `counts` entries have been archived per set of layers, page rounding included."""
 
     def commit(self, length: int) -> None:
-        """A step has ended with a history of `length`. One that moves nothing between the tiers need not know."""
+        """A step ended with a history of `length`. Archives that move nothing between the tiers ignore it."""
 
     def tier_bytes(self, counts: Sequence[int]) -> int:
-        """As `held_bytes`, of what lies in the second tier."""
+        """As `held_bytes`, for the second tier."""
         return 0
 
     def transfers(self) -> TransferTotals:
@@ -131,7 +134,7 @@ class Archive(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Nothing is kept any more."""
+        """Drop all archived entries."""
 
     @abstractmethod
     def release(self) -> None:
@@ -139,29 +142,29 @@ class Archive(ABC):
 
 
 class Restorer(ABC):
-    """How a strategy keeps rows that left the exact window."""
+    """How a strategy archives entries that left the exact window."""
 
-    # True: nothing is kept; rows come back by running the model over the token ids again.
+    # True: nothing is archived; entries are recomputed from the token ids.
     replays: ClassVar[bool] = False
 
     @property
     def streams(self) -> bool:
-        """Are rows restored in attention, chunk by chunk, instead of into regions when the session wakes?"""
+        """Are entries restored in attention, chunk by chunk, instead of into regions when the session wakes?"""
         return False
 
     @abstractmethod
     def check(self, geometry: Geometry, layers: Sequence[int]) -> None:
-        """Raise InvalidArgument if rows of these layers cannot be kept this way."""
+        """Raise InvalidArgument if entries of these layers cannot be archived by this method."""
 
     def ready(self, context: KVContext) -> None:
         """Raise InvalidArgument if the engine lacks what this restorer needs."""
 
     @abstractmethod
     def demands(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:
-        """What a session's archive takes of the pool."""
+        """The memory of a session's archive in the pool."""
 
     def tier_bytes(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> int:
-        """What it takes of the second tier."""
+        """Its bytes in the second tier."""
         return 0
 
     def need(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> Need:
@@ -172,12 +175,12 @@ class Restorer(ABC):
     def open(self, context: KVContext, kept: Sequence[KeptLayers]) -> Archive | None:
         """Reserve an archive; None, and nothing taken, if the pool has no room.
 
-        Raises Overloaded, nothing taken, if the second tier cannot be had after all.
+        Raises Overloaded, with nothing taken, if the second tier has no room after all.
         """
 
 
 class Recompute(Restorer):
-    """Keeps nothing: evicted rows are computed again from the token ids. Exact, and as dear as a prefill."""
+    """Archives nothing: old entries are recomputed from the token ids. Exact, and as expensive as a prefill."""
 
     replays = True
 
@@ -199,7 +202,7 @@ class _EmptyArchive(Archive):
         pass
 
     def restore(self, positions: Sequence[Positions]) -> Sequence[EntryBlock]:
-        raise AssertionError("a restorer that replays is not asked for rows")
+        raise AssertionError("a restorer that replays is not asked for entries")
 
     def save(self, positions: Sequence[Positions]) -> Iterator[tuple[Tensor, ...]]:
         return iter(())

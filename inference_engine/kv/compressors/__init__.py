@@ -1,7 +1,7 @@
 """The compressors by name. A new one is a line here, and its file if it is of a new family.
 
     identity  bfloat16                 nothing, or half of float32, is saved: the null variants
-    int8  int4  int8g32  int4g32       equal steps between the extremes of a head, or of each 32 entries of it
+    int8  int4  int8g32  int4g32       equal steps between the extremes of a head, or of each 32 elements of it
     had4 … had8                        equal steps after a Hadamard rotation
     lloyd3  lloyd4  lloyd6             steps for Gaussian numbers after a Hadamard rotation, the scale fitted
     d4q… e8q…                          points of the lattices D4 and E8 after a Hadamard rotation

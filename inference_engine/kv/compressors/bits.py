@@ -1,4 +1,4 @@
-"""Whole numbers of any width, packed into bytes without a gap.
+"""Integers of any width, packed into bytes without a gap.
 
 A number of 28 bits is cut into three whole bytes and one half; of 6 bits, into a half and a quarter. Whole bytes are
 stored one after the other, halves two to a byte, quarters four, eighths eight: so nothing but shifts by fixed counts is
@@ -18,7 +18,7 @@ def packed_bytes(count: int, bits: int) -> int:
 
 
 def pack(numbers: Tensor, bits: int) -> Tensor:
-    """Whole numbers [count, N], their low `bits` bits -> uint8 [packed_bytes, N]."""
+    """Integers [count, N], their low `bits` bits -> uint8 [packed_bytes, N]."""
     packed = []
     for shift, width in _pieces(bits):
         pieces = ((numbers >> shift) & (2**width - 1)).to(torch.uint8)

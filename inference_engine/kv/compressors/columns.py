@@ -1,7 +1,7 @@
 """Coding a batch of vectors as columns: the common part of every compressor that computes.
 
-Vectors are turned on their side, [D, N], so that each operation runs along the batch: many vectors in one go, whatever
-the head size. What a column becomes depends on that column alone, to the bit: families use element-wise operations,
+Vectors are transposed to [D, N], so each operation runs along the batch: many vectors at once, whatever the head size.
+The code of a column depends on that column alone, to the bit: families use element-wise operations,
 maxima and `sum_channels`, and never a matrix product or `Tensor.sum`, whose order of summation changes with the batch.
 Nor a root: CPUs and GPUs round it differently, and codes are to be the same on both.
 """
@@ -17,18 +17,19 @@ from torch import Tensor
 
 from inference_engine.kv.compressor import KVCompressor
 
-# Numbers worked on at once on a CPU: the arrays of one go stay in its cache (measured: up to 3 times faster).
+# Elements per batch on a CPU: the arrays of one batch stay in its cache (measured: up to 3 times faster).
 _CPU_NUMBERS = 2**17
 
-# Rounding of float32 in the arithmetic here, as a share of the vector's length: at most 12 stages of a rotation each
-# way and a handful of operations beside them, of 2^-24 each. And what is lost below float32's normal numbers.
+# Rounding of float32 in the arithmetic here, as a share of the vector's length: at most 12 stages of a rotation in
+# each direction and a handful of operations beside them, of 2^-24 each. And what is lost below float32's normal
+# numbers.
 _ROUNDING = 2.0**-18
 _UNDERFLOW = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColumnCompressor(KVCompressor):
-    """Codes columns that were brought near 1 before: a vector is divided by a power of two, which loses nothing."""
+    """Codes columns that were scaled to magnitudes near 1: each is divided by a power of two, which is exact."""
 
     @abstractmethod
     def _encode(self, columns: Tensor, powers: Tensor) -> Tensor:
@@ -43,33 +44,33 @@ class ColumnCompressor(KVCompressor):
 
     @abstractmethod
     def _bound(self, columns: Tensor) -> Tensor:
-        """[D, N] with magnitudes below 2 -> [N]: the largest error, were arithmetic exact."""
+        """[D, N] with magnitudes below 2 -> [N]: the largest error in exact arithmetic."""
 
     def encode(self, vectors: Tensor) -> Tensor:
         head_dim = vectors.shape[-1]
         self.check(head_dim)
-        rows = vectors.reshape(-1, head_dim)
-        codes = rows.new_empty((len(rows), self.vector_bytes(head_dim)), dtype=torch.uint8)
-        for part in _parts(rows, head_dim):
-            codes[part] = self._encode(*_normalised(rows[part].float().t())).t()
+        flat = vectors.reshape(-1, head_dim)
+        codes = flat.new_empty((len(flat), self.vector_bytes(head_dim)), dtype=torch.uint8)
+        for part in _parts(flat, head_dim):
+            codes[part] = self._encode(*_normalised(flat[part].float().t())).t()
         return codes.view(*vectors.shape[:-1], codes.shape[1])
 
     def decode(self, codes: Tensor, head_dim: int) -> Tensor:
         self.check(head_dim)
         assert codes.dtype == torch.uint8 and codes.shape[-1] == self.vector_bytes(head_dim), (codes.dtype, codes.shape)
-        rows = codes.reshape(-1, codes.shape[-1])
-        vectors = rows.new_empty((len(rows), head_dim), dtype=torch.float32)
-        for part in _parts(rows, head_dim):
-            vectors[part] = self._decode(rows[part].t().contiguous(), head_dim).t()
+        flat = codes.reshape(-1, codes.shape[-1])
+        vectors = flat.new_empty((len(flat), head_dim), dtype=torch.float32)
+        for part in _parts(flat, head_dim):
+            vectors[part] = self._decode(flat[part].t().contiguous(), head_dim).t()
         return vectors.view(*codes.shape[:-1], head_dim)
 
     def error_bound(self, vectors: Tensor) -> Tensor:
         head_dim = vectors.shape[-1]
         self.check(head_dim)
-        rows = vectors.reshape(-1, head_dim)
-        bounds = rows.new_empty(len(rows), dtype=torch.float32)
-        for part in _parts(rows, head_dim):
-            columns, powers = _normalised(rows[part].float().t())
+        flat = vectors.reshape(-1, head_dim)
+        bounds = flat.new_empty(len(flat), dtype=torch.float32)
+        for part in _parts(flat, head_dim):
+            columns, powers = _normalised(flat[part].float().t())
             bound = self._bound(columns) + _ROUNDING * torch.linalg.vector_norm(columns, dim=0)
             bounds[part] = torch.where(powers[0].isnan(), torch.inf, bound * powers[0] + _UNDERFLOW)
         return bounds.view(vectors.shape[:-1])
@@ -84,9 +85,9 @@ def sum_channels(columns: Tensor) -> Tensor:
     return columns
 
 
-def _parts(rows: Tensor, head_dim: int) -> Iterator[slice]:
-    step = max(1, _CPU_NUMBERS // head_dim) if rows.device.type == "cpu" else max(1, len(rows))
-    for start in range(0, len(rows), step):
+def _parts(flat: Tensor, head_dim: int) -> Iterator[slice]:
+    step = max(1, _CPU_NUMBERS // head_dim) if flat.device.type == "cpu" else max(1, len(flat))
+    for start in range(0, len(flat), step):
         yield slice(start, start + step)
 
 

@@ -1,4 +1,4 @@
-"""The Hadamard rotation: spreads a vector's energy evenly over its entries, so that one scale serves all of them."""
+"""The Hadamard rotation: spreads a vector's energy evenly over its elements, so that one scale serves all of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def is_power_of_two(number: int) -> bool:
 
 
 def rotate(columns: Tensor) -> Tensor:
-    """[D, N] -> H · columns, with H of entries ±1 in Sylvester's order. Twice gives D · columns.
+    """[D, N] -> H · columns, H with elements ±1 in Sylvester's order. Twice gives D · columns.
 
     Sums and differences of halves: log2(D) steps, each element by element, so that a column's result does not depend
-    on its neighbours. Whole numbers stay whole.
+    on its neighbours. Integers stay integers.
     """
     head_dim, count = columns.shape
     assert is_power_of_two(head_dim), head_dim

@@ -12,7 +12,7 @@ from inference_engine.kv.compressor import KVCompressor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity(KVCompressor):
-    """Four bytes an entry, no error."""
+    """Four bytes an element, no error."""
 
     @property
     def name(self) -> str:
@@ -34,7 +34,7 @@ class Identity(KVCompressor):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BFloat16(KVCompressor):
-    """Two bytes an entry: eight leading bits of each number."""
+    """Two bytes an element: eight leading bits of each number."""
 
     @property
     def name(self) -> str:
@@ -51,8 +51,8 @@ class BFloat16(KVCompressor):
         return codes.contiguous().view(torch.bfloat16).float()
 
     def error_bound(self, vectors: Tensor) -> Tensor:
-        # Half of the last of eight bits of each entry, and the smallest numbers there are. In float64, where the
-        # squares of large numbers have a place.
+        # Half of the last of eight bits of each element, and the smallest float. In float64, where squares of large
+        # numbers do not overflow.
         bounds: Tensor = vectors.double().norm(dim=-1) * 2.0**-8 + 1e-30
         return bounds.float()
 

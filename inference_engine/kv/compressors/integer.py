@@ -1,12 +1,12 @@
-"""Integer compressors: equal steps from the smallest to the largest entry of a group.
+"""Integer compressors: equal steps from the smallest to the largest element of a group.
 
     bytes of a vector      scale × groups (2 each) | centre × groups (2 each) | levels, `bits` each
 
-An entry is (level − (levels − 1)/2 + centre/16) · scale. The centre, a whole number of sixteenths of the scale, lies
+An element is (level − (levels − 1)/2 + centre/16) · scale. The centre, in whole sixteenths of the scale, lies
 midway between the extremes. Of the variants tried (symmetric about zero or not), this one has the least error per byte
 on real keys and values. 8 and 4 bits fit any head size: a last group may be shorter than the others.
 
-Coding a decoded vector again may give other bytes: scale and centre are found anew.
+Coding a decoded vector again may give other bytes: scale and centre are computed anew.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from inference_engine.kv.compressors.scales import SCALE_BYTES, load_scales, rou
 
 _CENTRE_BYTES = 2
 _FRACTIONS = 16  # of a step, in which the centre is counted
-_CENTRE_RANGE = 2000  # steps: a centre further out than its sixteen bits can say makes the step wider
+_CENTRE_RANGE = 2000  # steps: a centre beyond its sixteen bits makes the step wider
 
 # Half a step, half a sixteenth of the centre's, and the share of a step by which a scale, rounded down, leaves the
 # extremes of 255 steps beyond the last level: (255 · 2^-9 − 1/2) < 0.
@@ -31,7 +31,7 @@ _WORST_STEPS = 0.5 + 0.5 / _FRACTIONS + 0.005
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Integer(ColumnCompressor):
-    """group: entries of the head that share a scale and a centre; None: all of them."""
+    """group: elements of the head that share a scale and a centre; None: all of them."""
 
     bits: int
     group: int | None = None
@@ -84,7 +84,7 @@ class Integer(ColumnCompressor):
         return -(-head_dim // self._size(head_dim))
 
     def _grouped(self, columns: Tensor) -> Tensor:
-        """[D, N] -> [G, group, N]; a last group that is short is filled with its last entry, which moves no extreme."""
+        """[D, N] -> [G, group, N]; a short last group is padded with its last element, which moves no extreme."""
         head_dim, count = columns.shape
         missing = -head_dim % self._size(head_dim)
         if missing:

@@ -1,24 +1,24 @@
-"""KakeyaLattice compressors: blocks of a rotated vector become points of D4 or E8, packed as whole numbers.
+"""KakeyaLattice compressors: blocks of a rotated vector become points of D4 or E8, packed as integers.
 
-    D4    whole numbers with an even sum, four at a time
-    E8    whole numbers with an even sum, or the same shifted by ½ in every entry, eight at a time
+    D4    integers with an even sum, four at a time
+    E8    integers with an even sum, or the same shifted by ½ in every element, eight at a time
 
-Entries lie within ±reach (Q). Four digits d = x + Q in base n = 2Q + 1 make a number I = ((d0·n + d1)·n + d2)·n + d3.
-As n is odd, I is even just when the sum of the digits is, so:
+Elements lie within ±reach (Q). Four digits d = x + Q in base n = 2Q + 1 make a number I = ((d0·n + d1)·n + d2)·n + d3.
+As n is odd, I is even exactly if the sum of the digits is, so:
 
     D4    stores I ÷ 2: the fewest bits there can be for its points. Q = 9: 16, 37: 24, 75: 28, 151: 32 a block
     E8    stores two of them: the second's last bit equals the first's, and its place is taken by the shift
 
-A point outside the range is never cut to fit, which would break the parity and leave the lattice: the cheapest step
-within the range is taken instead.
+A point outside the range is never clipped, which would break the parity and leave the lattice: the cheapest step within
+the range is taken instead.
 
 Against equal steps a lattice gains from the shape of its cells, 0.37 dB for D4 and 0.65 dB for E8, at equal bits.
-Coding a decoded vector again gives the same bytes where the outermost entry is ±Q; the sum's parity, or E8's shift, may
-have moved it.
+Coding a decoded vector again gives the same bytes where the outermost element is ±Q; the sum's parity, or E8's shift,
+may have moved it.
 
 Sources: Conway and Sloane, Fast quantizing and decoding algorithms for lattice quantizers and codes, 1982; the
-`kakeyalattice` package for rotation and scale. It stores no bits, and where it cuts a shifted E8 entry to Q it leaves
-the lattice (about 1 % less error at D = 64, with points that no index of that size can name).
+`kakeyalattice` package for rotation and scale. It stores no bits, and where it clips a shifted E8 element to Q it
+leaves the lattice (about 1 % less error at D = 64, with points that no index of that size can name).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _QUAD = 4  # digits in one number
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lattice(RotatedCompressor):
-    """reach: the largest entry of a point, Q in the package; the vector's largest magnitude becomes it."""
+    """reach: the largest element of a point, Q in the package; the vector's largest magnitude becomes it."""
 
     family: ClassVar[str]
     known_bits: ClassVar[int] = 0  # of a number, that need not be stored
@@ -110,12 +110,13 @@ class E8(Lattice):
 
     def _block_points(self, blocks: Tensor) -> Tensor:
         whole = even_points(blocks, self.reach)
-        # Entries from ½ − Q to Q + ½: digits again from 0 to 2Q.
+        # Elements from ½ − Q to Q + ½: digits again from 0 to 2Q.
         shifted = even_points(blocks - 0.5, self.reach) + 0.5
         return torch.where(_squares(blocks - shifted) < _squares(blocks - whole), shifted, whole)
 
     def _block_misses(self, blocks: Tensor) -> Tensor:
-        # Within the range of both shifts no point of space is further than 1 from E8; else the whole numbers answer.
+        # Within the range of both shifts no point of space is further than 1 from E8; otherwise the unshifted integers
+        # are used.
         low, high = blocks.amin(dim=1), blocks.amax(dim=1)
         is_inside = (low >= 0.5 - self.reach) & (high <= self.reach)
         return torch.where(is_inside, 1.0, even_misses(blocks, self.reach))
@@ -137,16 +138,16 @@ class E8(Lattice):
 
 
 def even_points(blocks: Tensor, reach: int) -> Tensor:
-    """[B, n, N] -> the nearest whole numbers within ±reach that have an even sum in each block.
+    """[B, n, N] -> the nearest integers within ±reach that have an even sum in each block.
 
-    Rounds each entry; where the sum is odd, takes one step with the entry where that costs least.
+    Rounds each element; where the sum is odd, takes one step with the element where that costs least.
     """
     rounded = blocks.round().clamp_(-reach, reach)
     left = blocks - rounded
     step = torch.where(left >= 0, 1.0, -1.0)
     step = torch.where(rounded * step >= reach, -step, step)
-    # A step costs 1 − 2·left·step. Its gain, made positive, with the entry's number in its last bits: no two are alike.
-    # (An arg-max along this dimension takes fifty times as long on a CPU.)
+    # A step costs 1 − 2·left·step. Its gain, made positive, with the element's number in its last bits: no two are
+    # alike. (An arg-max along this dimension takes fifty times as long on a CPU.)
     gains = ((left * step).clamp_(min=-0.5) + 1.0).view(torch.int32)
     places = torch.arange(blocks.shape[1], dtype=torch.int32, device=blocks.device)[:, None]
     gains = (gains & -8) | places
@@ -158,9 +159,9 @@ def even_points(blocks: Tensor, reach: int) -> Tensor:
 def even_misses(blocks: Tensor, reach: int) -> Tensor:
     """[B, n, N] -> squares of lengths that `blocks − even_points(blocks)` cannot exceed, [B, N].
 
-    Entries within the range are at most ½ from a whole number. A step is needed at most once, with the entry furthest
-    away, and then n entries at ½ are the worst: n/4. (n ≥ 4; with all entries whole, the step is 1.)
-    Entries beyond the range by at most r are max(½, r) away, and a step inwards adds at most 1 + 2r to the square.
+    Elements within the range are at most ½ from an integer. A step is needed at most once, with the element furthest
+    away, and then n elements at ½ are the worst: n/4. (n ≥ 4; with all elements whole, the step is 1.)
+    Elements beyond the range by at most r are max(½, r) away, and a step inwards adds at most 1 + 2r to the square.
     """
     size = blocks.shape[1]
     beyond = (blocks.abs().amax(dim=1) - reach).clamp(min=0)
@@ -177,7 +178,7 @@ def _squares(blocks: Tensor) -> Tensor:
 
 
 def _numbers(quads: Tensor, reach: int) -> Tensor:
-    """[B, 4, N] of whole numbers within ±reach -> int64 [B, N], below (2·reach + 1)^4."""
+    """[B, 4, N] of integers within ±reach -> int64 [B, N], below (2·reach + 1)^4."""
     base = 2 * reach + 1
     digits = (quads + reach).to(torch.int64)
     numbers = digits[:, 0]

@@ -3,8 +3,8 @@
     vector v ──÷ 2^e──▶ H·v ──÷ scale──▶ nearest points ──▶ scale (2 bytes) | points (packed)
                                                              H·(points · scale) ≈ v
 
-After a Hadamard rotation every entry has about the same spread, whatever channels stood out before. A fitted compressor
-tries several scales and keeps the one with the least error; reading costs the same.
+After a Hadamard rotation all elements have about the same spread, whatever channels were outliers before. A fitted
+compressor tries several scales and keeps the one with the least error; decoding costs the same.
 
 Sources: the rotation before scalar codes, Ashkboos et al., QuaRot, arXiv 2404.00456; levels for Gaussian numbers after
 it, Zandieh et al., TurboQuant, arXiv 2504.19874; the levels, Lloyd, Least squares quantization in PCM, 1982.
@@ -30,14 +30,14 @@ from inference_engine.kv.compressors.scales import SCALE_BYTES, load_scales, rou
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RotatedCompressor(ColumnCompressor):
-    """What a family adds: which scales to try, the nearest points, and their bits."""
+    """What a family defines: which scales to try, the nearest points, and their bits."""
 
-    block: ClassVar[int] = 1  # entries that are coded together
+    block: ClassVar[int] = 1  # elements that are coded together
     has_signed_scale: ClassVar[bool] = False
 
     @abstractmethod
     def _scales(self, turned: Tensor) -> list[Tensor]:
-        """[D, N] -> scales [1, N] to try, the first being the one that `_misses` reckons with."""
+        """[D, N] -> scales [1, N] to try, the first being the one that `_misses` assumes."""
 
     @abstractmethod
     def _nearest(self, scaled: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class RotatedCompressor(ColumnCompressor):
     def _points_bytes(self, head_dim: int) -> int: ...
 
     def _refit(self, turned: Tensor, points: Tensor, scale: Tensor) -> Tensor:
-        """A scale that serves the points chosen at `scale` at least as well."""
+        """A scale that fits the points chosen at `scale` at least as well."""
         return scale
 
     def check(self, head_dim: int) -> None:
@@ -73,7 +73,7 @@ class RotatedCompressor(ColumnCompressor):
 
     def _encode(self, columns: Tensor, powers: Tensor) -> Tensor:
         scale, points = self._fit(rotate(columns))
-        # H·H = D, a power of two: undone here, so that reading needs no factor.
+        # H·H = D, a power of two: divided out here, so that decoding needs no factor.
         stored = store_scales(scale * (powers / len(columns)), is_signed=self.has_signed_scale)
         return torch.cat((stored, self._pack(points)))
 
@@ -119,7 +119,7 @@ def _misfit(turned: Tensor, scale: Tensor, points: Tensor) -> Tensor:
 
 
 def narrower(scale: Tensor, *, is_fitted: bool) -> list[Tensor]:
-    """A scale under which nothing is cut off, and if `is_fitted` narrower ones: finer steps, some entries cut."""
+    """A scale that clips nothing and, if `is_fitted`, narrower ones: finer steps, some elements clipped."""
     return [scale, *(scale * (1 - 0.05 * step) for step in range(1, 8))] if is_fitted else [scale]
 
 
@@ -127,7 +127,7 @@ def narrower(scale: Tensor, *, is_fitted: bool) -> list[Tensor]:
 class RotatedInteger(RotatedCompressor):
     """Equal steps from −2^(bits−1) to 2^(bits−1) − 1, `bits` bits each.
 
-    The scale has a sign: the entry of the largest magnitude becomes the lowest level, so that no level is wasted.
+    The scale has a sign: the element of the largest magnitude becomes the lowest level, so that no level is wasted.
     Coding a decoded vector again gives the same bytes, if the scale is not fitted.
     """
 
@@ -185,11 +185,11 @@ _GAUSSIAN_LEVELS: dict[int, tuple[float, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lloyd(RotatedCompressor):
-    """The levels of Lloyd and Max for Gaussian numbers, which is what a rotated vector's entries are like.
+    """The levels of Lloyd and Max for Gaussian numbers, which describe the elements of a rotated vector.
 
-    Scales about the vector's spread are tried, and about the one that gives the largest entry the outermost level; each
-    is then replaced by the one that fits its levels best (least squares). Coding a decoded vector again may therefore
-    give other bytes.
+    Scales about the vector's spread are tried, and about the one that gives the largest element the outermost level;
+    each is then replaced by the one that fits its levels best (least squares). Coding a decoded vector again may
+    therefore give other bytes.
     """
 
     bits: int
@@ -202,7 +202,7 @@ class Lloyd(RotatedCompressor):
         return packed_bytes(head_dim, self.bits)
 
     def _scales(self, turned: Tensor) -> list[Tensor]:
-        # By the mean magnitude: a root is not rounded alike on every device.
+        # By the mean magnitude: square roots are rounded differently on different devices.
         spread = sum_channels(turned.abs()) * (_GAUSSIAN_SPREAD / len(turned))
         largest = turned.abs().amax(dim=0, keepdim=True) * (1 / _GAUSSIAN_LEVELS[self.bits][-1])
         starts = (spread, spread * 0.87, spread * 1.13, largest, largest * 0.9)
@@ -240,8 +240,8 @@ _FARTHEST = 4  # units from zero; what lies beyond has the outermost level
 class _Tables:
     """levels, from the lowest; then for each cell of the line the level nearest to its middle, and that one's number.
 
-    A search for each entry takes a hundred times as long on a CPU. That an entry near the border of two levels may get
-    the wrong one costs less than a thousandth of the error.
+    A search for each element takes a hundred times as long on a CPU. That an element near the border of two levels may
+    get the wrong one costs less than a thousandth of the error.
     """
 
     levels: Tensor
@@ -259,7 +259,7 @@ def _gaussian_tables(bits: int, device: torch.device) -> _Tables:
 
 
 def _cells(scaled: Tensor) -> Tensor:
-    """int32: the cell of the line that each entry lies in."""
+    """int32: the cell of the line that each element lies in."""
     return (scaled * _CELLS + _FARTHEST * _CELLS).clamp_(0, 2 * _FARTHEST * _CELLS - 1).to(torch.int32)
 
 

@@ -121,9 +121,9 @@ class Tier(ABC):
         """Raise NoCapacity if `count` bytes do not even fit an empty tier."""
         if count > self.capacity_bytes:
             raise NoCapacity(
-                f"the session needs {count} bytes of {self.where} for entries that leave the device, and the server may "
-                f"use {self.capacity_bytes} in all; ask for a smaller limit_tokens or another strategy, or give the "
-                "server more tier_bytes",
+                f"the session needs {count} bytes of {self.where} for entries that leave the device, and the server "
+                f"may use {self.capacity_bytes} in all; ask for a smaller limit_tokens or another strategy, or give "
+                "the server more tier_bytes",
                 needed_bytes=count,
                 capacity_bytes=self.capacity_bytes,
             )
@@ -285,8 +285,8 @@ class FileTier(Tier):
             logger.exception("no file for entries that leave the device could be opened in %s", self._folder)
             # Bytes are not the problem, so no session is evicted.
             raise Overloaded(
-                f"no file for entries that leave the device could be opened: {error.strerror}. Close sessions, or let the "
-                "server's tier_dir name another folder",
+                f"no file for entries that leave the device could be opened: {error.strerror}. Close sessions, or let "
+                "the server's tier_dir name another folder",
                 retry_after_seconds=1.0,
             ) from error
 
