@@ -111,7 +111,7 @@ def _opened(tokenizer: ChatTokenizer, words: str) -> list[int]:
 def _speak(
     engine: Engine, talks: Sequence[_Talk], turn_tokens: int, tokens: int, temperature: float
 ) -> list[tuple[_Talk, Generation]]:
-    """Let everybody speak who has room left, all at the same time."""
+    """Let every conversation with room left take a turn, all in one batch."""
     running = []
     for talk in talks:
         room = tokens - len(talk.token_ids)

@@ -1,12 +1,12 @@
 """A model that costs nothing and forgets nothing: its next token is a keyed hash of the history, read through K/V.
 
-It proves the machinery around a model. Every row carries what it stands for, token id and position, hashed into its
-key, its value and its query. Attention averages the values of the rows that a query sees, weighted by their keys; the
-averages are laid on a grid, and the cells they fall into are hashed into logits:
+It proves the machinery around a model. Every token carries what it stands for, token id and position, hashed into its
+key, its value and its query. Attention averages the values of the entries that a query sees, weighted by their keys;
+the averages are laid on a grid, and the cells they fall into are hashed into logits:
 
-    row (token, position) ── hash ──▶ q, k, v          logits = hash(⌊ Σ softmax(q·k) v / CELL ⌋)
+    (token, position) ── hash ──▶ q, k, v          logits = hash(⌊ Σ softmax(q·k) v / CELL ⌋)
 
-One row lost, held twice, out of place or from another session moves every average, most of them into other cells, and
+One entry lost, held twice, out of place or from another session moves every average, most of them into other cells, and
 then every token is another one. Rounding moves them by 1e-15, and has to do so right at the edge of a cell to show: a
 session alone, in any batch and after any split gives the same tokens. Everything else is the real thing: plan,
 allocations, strategies, sampling.
@@ -38,9 +38,9 @@ from inference_engine.kv.memory.pool import Pool
 from inference_engine.types import Mode, ModelFacts
 
 HEAD_DIM = 8
-CELL = 2.0**-8  # of a thousand rows, one that is missing moves an average by an eighth of this
+CELL = 2.0**-8  # of a thousand entries, one that is missing moves an average by an eighth of this
 LOGIT_SCALE = 16.0
-FIXED_SHAPE_QUANTA = (4, 16)  # nothing here needs padding; rows are padded all the same, as for other models
+FIXED_SHAPE_QUANTA = (4, 16)  # nothing here needs padding; tokens are padded all the same, as for other models
 
 _QUERY, _KEY, _VALUE = range(3)
 _U64 = np.uint64
@@ -59,8 +59,8 @@ class Fault(enum.Enum):
 class Script:
     """How the device behaves; may be changed at any time, from any thread.
 
-    step_seconds, row_seconds: the least a step takes, and what each of its rows adds to that.
-    faults: by token id; a step with a row of that id meets the fault, as often as is said (None: always).
+    step_seconds, row_seconds: the least a step takes, and what each of its tokens adds to that.
+    faults: by token id; a step with a token of that id meets the fault, as often as is said (None: always).
     on_step: called with the step's number in the middle of every step, on the engine's thread.
     """
 
@@ -71,7 +71,7 @@ class Script:
     let_go: threading.Event = field(default_factory=threading.Event)
 
     def take(self, token_ids: NDArray[np.int64]) -> dict[int, Fault]:
-        """The faults that these rows meet, by token id; each that is counted counts."""
+        """The faults that these tokens meet, by token id; each that is counted counts."""
         if not self.faults:
             return {}
         met = {token: self.faults[token][0] for token in set(token_ids.tolist()) & set(self.faults)}
@@ -85,7 +85,7 @@ class Script:
 
 
 class ScriptedModel:
-    """The arithmetic, without a device: what rows hold and what averages mean."""
+    """The arithmetic, without a device: what entries hold and what averages mean."""
 
     def __init__(self, *, key: int = 0, vocab_size: int = 256, layers: int = 1) -> None:
         """key: another one is another model."""
@@ -176,7 +176,7 @@ class ScriptedForward:
         self.steps += 1
         if self.script.on_step is not None:
             self.script.on_step(self.steps)
-        # A padding row stands for nobody's token.
+        # A padding token belongs to no session.
         faults = self.script.take(np.concatenate([step.token_ids[span.real] for span in step.plan.spans]))
         met = set(faults.values())
         if Fault.HANG in met:
@@ -214,13 +214,13 @@ class ScriptedForward:
         return self.model.logits(averages)
 
     def _taps(self, step: Step) -> Tensor:
-        """What a drafter may condition on: the rows' values, [N, layers, HEAD_DIM]."""
+        """What a drafter may condition on: the tokens' values, [N, layers, HEAD_DIM]."""
         values = [self.model.rows(layer, step.token_ids, step.plan.positions)[_VALUE] for layer in step.tap_layers]
         return torch.stack(values, dim=1)
 
 
 def _unrotated(keys: Tensor, _shifts: Tensor, _rotary: str) -> Tensor:
-    """Positions are in the rows themselves: keys mean the same wherever they are read."""
+    """Positions are in the entries themselves: keys mean the same wherever they are read."""
     return keys
 
 

@@ -2,7 +2,7 @@
 
     python scripts/bench_batch.py                    writes results/batch_<device>_<dtype>/<date>-<machine>/
 
-In each round every way of running meets every number of sessions, and the same sessions run one after another beside
+In each round every method runs with every number of sessions, and the same sessions run one after another beside
 it, so a slow minute of the machine hits all. The share of the step's time outside the model is what of the wall clock
 the device did not spend in the forward: planning, sampling, committing, telling clients.
 """
@@ -77,7 +77,7 @@ class TimedForward:
 
 @dataclass(slots=True)
 class Cell:
-    """The rounds of one way and number of sessions."""
+    """The rounds of one method and number of sessions."""
 
     together: list[float] = field(default_factory=list)  # tokens a second
     alone: list[float] = field(default_factory=list)

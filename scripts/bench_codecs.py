@@ -3,7 +3,7 @@
     python scripts/bench_codecs.py --model smollm2-135m      writes results/codec_error_<model>/<date>-<machine>/
 
 Keys are taken before rotation, as the engine codes them, from texts that ship with Python. Each compressor codes them
-as they are, less each channel's mean over the first rows of the same text (which a session can find by itself), and
+as they are, less each channel's mean over the first entries of the same text (which a session can find by itself), and
 less the mean over other texts (which needs a calibration). The error is the squared length of what is lost as a share
 of the squared length of the vector, averaged over layers; a sample is one text. Positions that any mean was taken from
 are not counted. Times are taken beside int8's, in the same round.

@@ -3,7 +3,7 @@
     python scripts/bench_draw.py                        writes results/draw_cpu/<date>-<machine>/
     python scripts/bench_draw.py --device cuda          the same for a GPU, kernel and plain torch
 
-Each draws a token from every row of the same logits, with the same filter, turn by turn; a ratio is of one round.
+Each draws a token from every vector of the same logits, with the same filter, turn by turn; a ratio is of one round.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def anywhere(logits: Tensor, sampling: Sampling) -> Draw:
 
 
 def inverted(logits: Tensor, sampling: Sampling) -> Draw:
-    """At one number for each row, as exactly as noise is added: ADR 0021 says why not so."""
+    """At one number for each vector, as exactly as noise is added: ADR 0021 says why not so."""
     numbers = torch.rand((len(logits), 1), dtype=torch.float64, device=logits.device)
 
     def drawn() -> Tensor:
@@ -83,7 +83,7 @@ def seconds_of(one: Draw, times: int, device: torch.device) -> float:
 
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Microseconds of each way of drawing, and the engine's as multiples of the baseline's."""
+    """Microseconds of each method of drawing, and the engine's as multiples of the baseline's."""
     ways = {"kakeya": open_ops("auto", device).noise_of_all}
     if device.type == "cuda":
         ways["kakeya, plain torch"] = open_ops("plain", device).noise_of_all

@@ -9,7 +9,7 @@ processor time that the victim would have: what that alone costs is shown by one
 measurements in calm differ is shown as well: on a machine with other work, that is the least that a ratio means.
 
 First in a round comes a burst: on as many connections as one address may have, as many calls as a connection may have,
-all at once, of somebody without a key. It shows what is held of a connection and of a call, and what the victim
+all at once, of a peer without a key. It shows what is held of a connection and of a call, and what the victim
 notices until the last of them is refused.
 """
 
@@ -154,7 +154,7 @@ def compared(calm: Any, attacked: Any, more_bytes: int) -> dict[str, float]:
 
 
 def burst(watched: Watched) -> tuple[dict[str, float], dict[str, float]]:
-    """What the victim notices of it, and what is held of somebody without a key: of a connection, and of a call."""
+    """What the victim notices of it, and what is held of a peer without a key: of a connection, and of a call."""
     calm = watched.ask(BURST_SECONDS)
     with contextlib.ExitStack() as stack:
 

@@ -1,12 +1,12 @@
-"""Ways to make a latent, side by side: what each part of it is worth, at equal bytes, from one calibration.
+"""Methods of making a latent, side by side: what each part of it is worth, at equal bytes, from one calibration.
 
     python scripts/compare_latents.py --model smollm2-135m      writes results/latent_variants_<model>/<date>-<machine>/
 
 With --calibrated-on, the default variant is made of that many tokens, too, fewer than all: what more of them gain.
-Every variant is measured as KL to the model's own predictions with all rows beyond sink and window restored at once
+Every variant is measured as KL to the model's own predictions with all entries beyond sink and window restored at once
 (`laboratory/training/divergence.py`), on texts that nothing was calibrated on. With it, of the default variant: what an
-entropy coder would save, and what refining by gradient gains. Through the engine, with rows leaving one after another,
-`kakeya evaluate fidelity` and `kakeya evaluate restoration` measure the same codecs.
+entropy coder would save, and what refining by gradient gains. Through the engine, with entries leaving one after
+another, `kakeya evaluate fidelity` and `kakeya evaluate restoration` measure the same codecs.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def tell(
     texts: Mapping[str, Tensor],
     values: dict[str, dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """A line for each way and kind of text; the worst kind and the mean go to `values`."""
+    """A line for each method and kind of text; the worst kind and the mean go to `values`."""
     clock = _Clock()
     found: dict[str, dict[str, Divergence]] = {name: {} for name in ways}
     for kind, sequences in texts.items():
@@ -318,7 +318,7 @@ def refined_codec(
 
 
 def draw(lines: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """KL over bytes a token, the mean of all kinds of text: a line for each way to make a latent."""
+    """KL over bytes a token, the mean of all kinds of text: a line for each method of making a latent."""
     from matplotlib.figure import Figure  # drawing is slow to import
 
     figure = Figure(figsize=(8, 5), layout="constrained")

@@ -35,7 +35,7 @@ VOCAB_SIZE = 50_000
 
 
 class NullGeneration(Generation):
-    """Says what it was told to say, from a thread; nobody can stop it."""
+    """Emits what it was given, from a thread; it cannot be stopped."""
 
     def __init__(self) -> None:
         self._said: SimpleQueue[Event] = SimpleQueue()

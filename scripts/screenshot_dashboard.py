@@ -39,7 +39,7 @@ WIDTH, HEIGHT = 1280, 1560
 PAGE_SECONDS, STOP_SECONDS = 60, 60
 VIRTUAL_MILLISECONDS = 5000  # of the page's own clock, in which it fetches and draws
 CARDS = 8
-# A pool small enough that sessions which nobody closes are evicted for others.
+# A pool small enough that sessions that are not closed are evicted for others.
 SERVED = (
     "--bind=127.0.0.1:0",
     "--metrics-bind=127.0.0.1:0",

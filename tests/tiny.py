@@ -106,7 +106,7 @@ def tiny_engine(
 ) -> Engine:
     """An engine on TinyModel, a latent codec loaded.
 
-    `settings` change EngineConfig; those of EXTRAS go to the engine. on_step: is told of each step before it runs, and
+    `settings` change EngineConfig; those of EXTRAS go to the engine. on_step: receives each step before it runs, and
     fails it by raising.
     """
     forward: Forward = tiny_forward(seed=seed, windowed=windowed)

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     scripted = serve.add_argument_group("scripted model", "instead of a model: what serving costs without one")
     scripted.add_argument("--scripted", action="store_true", help="start the server on a model that costs nothing")
     scripted.add_argument("--step-seconds", type=float, default=0.0, metavar="S", help="the least a step takes then")
-    scripted.add_argument("--row-seconds", type=float, default=0.0, metavar="S", help="what each row adds to that")
+    scripted.add_argument("--row-seconds", type=float, default=0.0, metavar="S", help="what each token adds to that")
     serve.add_argument("--name", default=EXPERIMENT, metavar="NAME", help=f"of the record (default: {EXPERIMENT})")
     serve.add_argument("--results", type=Path, metavar="FOLDER", help="where records go (default: results/)")
     serve.add_argument("--no-record", action="store_true", help="only show")

@@ -88,7 +88,7 @@ EXPERIMENTS = {
 
 
 class _ExperimentParser(LateParser):
-    """What an experiment takes, learned from it; tells what was typed, too."""
+    """What an experiment takes, learned from it; records what was typed, too."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, rest = super().parse_known_args(args, namespace)

@@ -29,11 +29,11 @@ MODULE = "laboratory.commands.scripted_server"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until told to stop."""
+    """Serve until a signal stops it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add_config_file(parser)
     parser.add_argument("--step-seconds", type=float, default=0.0, metavar="S", help="the least a step takes")
-    parser.add_argument("--row-seconds", type=float, default=0.0, metavar="S", help="what each row adds to that")
+    parser.add_argument("--row-seconds", type=float, default=0.0, metavar="S", help="what each token adds to that")
     add_settings(parser, EngineConfig)
     add_settings(parser, ServerConfig)
     args = parser.parse_args(arguments)

@@ -1,4 +1,5 @@
-"""`kakeya train`: calibrate what restores evicted rows, from text on disk and from the model's own conversations.
+"""`kakeya train`: calibrate the codec that restores evicted KV entries, from text and from the model's own
+conversations.
 
 kakeya train latent                          for the default model, into the cache, where `kakeya serve` finds it
 kakeya train latent --text notes/*.md        with text like that of the sessions to come
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from kv_cache_proposer.f_theta.codec import LatentCodec
 
 _SEQUENCE = 1024
-# Rows further back than this count as restored when it is measured where their errors are felt.
+# Entries further back than this count as restored when it is measured where their errors are felt.
 _SENSITIVITY_TOKENS, _SINK, _WINDOW = 512, 4, 64
 _BATCH_SEQUENCES = 4
 _HELD_OUT_SEQUENCES = 8  # that refinement looks at, again and again
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bytes-per-token",
         type=int,
         metavar="N",
-        help="the most that sessions can ask for; they may ask for less (default: a tenth of the rows in bfloat16)",
+        help="the most that sessions can ask for; they may ask for less (default: a tenth of the entries in bfloat16)",
     )
     latent.add_argument("--group-layers", type=int, default=15, metavar="N", help="layers that share a basis")
     latent.add_argument(
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--importance",
         choices=("sensitivity", "projections", "none"),
         default="sensitivity",
-        help="where errors count: measured by gradient (default), guessed from weights, or everywhere alike",
+        help="where errors count: measured by gradient (default), estimated from weights, or everywhere alike",
     )
     latent.add_argument(
         "--basis",

@@ -81,7 +81,7 @@ class _Asking:
         while True:
             session, event = self._events.get()
             if session not in self.sessions:
-                continue  # a refused Generate: told to whoever asked, and to its listener
+                continue  # a refused Generate: reported to the caller, and to its listener
             number = self.sessions[session]
             if isinstance(event, TokenCommitted) and event.token_id not in self._stop_ids:
                 self.answers[number].append(event.token_id)

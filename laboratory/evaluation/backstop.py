@@ -1,4 +1,4 @@
-"""The backstop: how few layers, and which, have to keep every row so that far facts are still found.
+"""The backstop: how few layers, and which, have to keep every KV entry so that far facts are still found.
 
     rank    the layers by what windowing them does to answers (`layer_ranking.py`)
     sweep   keep the K highest full, and K evenly spaced ones as the dumb alternative; count needles found unlike full

@@ -2,8 +2,8 @@
 
     round 1   full  a  b      round 2   a  b  full      round 3   b  full  a          all of them at every length
 
-A strategy's speed is told as a ratio within a round, so what the machine does meanwhile happens to both sides. What a
-run is and when its clock runs: `timing.py`.
+A strategy's speed is reported as a ratio within a round, so what the machine does meanwhile happens to both sides. What
+a run is and when its clock runs: `timing.py`.
 """
 
 from __future__ import annotations

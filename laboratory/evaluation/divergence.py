@@ -1,7 +1,7 @@
 """How far strategies' next-token distributions are from full's on one passage, token by token.
 
 KL(full ‖ strategy) is in nats: log-softmax in float32, sums in float64. Full's distributions stay on the device while
-the others are compared with them; nothing larger than a few rows of logits comes beside them.
+the others are compared with them; nothing larger than the logits of a few tokens is held beside them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def compare(
     """Scores of `full` and of each strategy on a passage, by name, and why some have none.
 
     `full` among the strategies is run a second time: what it then differs by is rounding. A strategy that the engine
-    refuses for this length is told by its reason. Full's distributions are held on the device until this returns.
+    refuses for this length is reported with its reason. Full's distributions are held on the device until this returns.
     """
     baseline = _Baseline(passage)
     force(engine, Full(), passage, baseline)

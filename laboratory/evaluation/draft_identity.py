@@ -1,7 +1,7 @@
 """Whether drafting changes a token: texts written with drafts beside plain ones, after the same prompts and seeds.
 
 Where an engine is fixed in shape none may differ. Elsewhere rounding may turn a token whatever is drafted, so plain is
-run a second time, in other company, and where two texts part it is told how close their tokens were:
+run a second time, in another batch, and where two texts differ first, the distance of their tokens is reported:
 
     greedy     the distance of the two logits
     sampled    the distance of the two scores that a draw compares: logit ÷ temperature + noise (`kernels/sampling.py`)

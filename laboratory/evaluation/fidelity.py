@@ -4,7 +4,7 @@
                                              appended  | read and scored as if generated
 
 Each strategy sees the same passages as `full`, in the same run. An argmax can flip where full attention itself hardly
-decides, so agreement is told by the margin between full's two likeliest tokens, too. Perplexity and recall see
+decides, so agreement is reported by the margin between full's two likeliest tokens, too. Perplexity and recall see
 different failures: measure both. What holds on one kind of text need not hold on another, so the worst is named.
 """
 
@@ -75,7 +75,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     """
     require_at_least(arguments, lengths=1, count=1, texts=1)
     count, texts = (_QUICK_COUNT, 1) if arguments.quick else (arguments.count, arguments.texts)
-    # Everything is told against full: without it nothing can be said, and that should not come out at the end.
+    # Everything is compared with full: if full cannot run, fail now and not at the end.
     check_fits(target.engine, Full(), max(arguments.lengths) + count)
     passages, too_long = cut_all(
         target.texts, arguments.kinds, arguments.lengths, count=count, texts=texts, seed=arguments.seed

@@ -1,7 +1,7 @@
 """Forks: one session that several others go on from, against as many that are given the whole history.
 
-    shared     forks that read the rows they have in common where the first session holds them
-    copied     forks with rows of their own, copied
+    shared     forks that read the shared prefix where the first session holds it
+    copied     forks with KV entries of their own, copied
     anew       new sessions of the same history, prefilled: what a runtime without forks does
 
 Each of them is given a few ids of its own and generates; all generate at once. Every round does all three, in turns, so
@@ -33,7 +33,7 @@ from laboratory.evaluation.timing import start, step_seconds
 logger = logging.getLogger(__name__)
 
 SHARED, COPIED, ANEW = "shared", "copied", "anew"
-_WAYS = [SHARED, COPIED, ANEW]
+_METHODS = [SHARED, COPIED, ANEW]
 _QUICK = {"lengths": [256], "forks": 4, "rounds": 1}
 
 
@@ -56,7 +56,7 @@ class Branches:
 
 @dataclass(frozen=True, slots=True)
 class _Parent:
-    """The session that others go on from. The row of its history's last token is not there yet."""
+    """The session that others go on from. The KV entry of its history's last token is not computed yet."""
 
     engine: Engine
     session: str
@@ -109,18 +109,18 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
 def measure(
     target: Target, text: Sequence[int], length: int, *, forks: int, appended: int, tokens: int, rounds: int
 ) -> dict[str, list[Branches]]:
-    """By way, one for each round: `forks` sessions that go on from the first `length` ids of `text`."""
+    """By method, one for each round: `forks` sessions that go on from the first `length` ids of `text`."""
     limit = length + 1 + appended + 1 + tokens
     given = [circular(text, length + number * appended, appended) for number in range(forks)]
     config = _config(target, limit, sessions=forks + 1)
-    found: dict[str, list[Branches]] = {way: [] for way in _WAYS}
+    found: dict[str, list[Branches]] = {way: [] for way in _METHODS}
     copying = replace(config, share_forks=False)
     with _parent(target, config, text[:length], limit) as one, _parent(target, copying, text[:length], limit) as other:
         parents = {SHARED: one, COPIED: other, ANEW: one}
         for way, parent in parents.items():
             _branch(parent, way, given[:1], limit, tokens)  # kernels and memory get ready
         for number in range(rounds):
-            for way in turned(_WAYS, number):
+            for way in turned(_METHODS, number):
                 branches = _branch(parents[way], way, given, limit, tokens)
                 found[way].append(branches)
                 seconds = branches.first_token_seconds

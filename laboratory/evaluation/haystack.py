@@ -44,7 +44,7 @@ _TOLD = 100  # exchanges that stand for all
 
 
 class Texts:
-    """Haystacks in the ids of one tokenizer; of kind `chat` only with somebody to talk."""
+    """Haystacks in the ids of one tokenizer; of kind `chat` only with a model that talks."""
 
     def __init__(self, tokenizer: Any, self_talk: SelfTalk | None = None) -> None:
         self.tokenizer = tokenizer

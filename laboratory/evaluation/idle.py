@@ -1,11 +1,11 @@
 """What idle sessions hold: many of one strategy and length, filled and left alone, in an engine of their own.
 
-    told        what the engine says that a session holds between Generates, on the device; in the tier: off it
+    reported    bytes that the engine reports for a session between Generates, on the device; in the tier: off it
     reserved    what the pool has taken for it
     allocated   by how much the process grew on a CPU (resident set), or the device's allocator on a GPU, from before
                 the pool was made until all sessions were idle, ÷ sessions: the pool, with room to wake one, is in it
 
-The engine's pool holds just these sessions and what one of them needs besides while it is awake. On a CPU memory that
+The engine's pool holds just these sessions and what one of them needs besides while it is active. On a CPU memory that
 was once written stays with the process, so the room to wake in is counted there, too.
 """
 
@@ -27,13 +27,13 @@ from laboratory.evaluation.models import Target
 from laboratory.evaluation.sessions import append_all, circular, opened
 from laboratory.evaluation.timing import Allocator, start
 
-_FOR_EVER_SECONDS = 1e8  # nobody is evicted for being idle
+_FOR_EVER_SECONDS = 1e8  # no session is evicted for being idle
 _STRIDE = 997  # ids between the beginnings of two histories
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Idle:
-    """Bytes of one session. peak_bytes: the most that was told while one that had slept was generating.
+    """Bytes of one session. peak_bytes: the most that was reported while one that had been idle generated.
 
     transient_bytes: what the device's allocator had beyond its buffers meanwhile (None: this device has no such count).
     """
@@ -99,7 +99,7 @@ def _warm_up(engine: Engine, strategy: KVStrategy, length: int, appended: int, t
 
 
 def _go_on(engine: Engine, session: str, token_ids: Sequence[int]) -> int:
-    """Append and generate a token; the most bytes that were told meanwhile."""
+    """Append and generate a token; the most bytes that were reported meanwhile."""
     append_all(engine, session, token_ids)
     (watch,) = start(engine, [session], tokens=1)
     watch.wait()

@@ -75,7 +75,7 @@ def _without_repeats(found: Sequence[Document]) -> Iterator[Document]:
 
 def _docstrings(path: Path) -> Iterator[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of somebody else's escapes
+        warnings.simplefilter("ignore")  # of escapes in others' code
         tree = ast.parse(path.read_bytes())
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

@@ -1,4 +1,4 @@
-"""Which layers have to keep every row: ranked by what their answers lose when each is windowed.
+"""Which layers have to keep every KV entry: ranked by what their answers lose when each is windowed.
 
     damage    KL(full ‖ a set kept full) at the tokens of right answers, forced after their questions
     rank      window one layer at a time; the more damage, the higher the layer

@@ -1,9 +1,9 @@
 """What matching past queries saves, layer by layer, and what it costs: `mac` on text it did not write.
 
     hit rate      query heads of forced tokens that took over what an earlier token read
-    skipped       rows of K and V, of those present, that were not read: by each head for itself, and by the heads that
+    skipped       KV entries, of those present, that were not read: by each head for itself, and by the heads that
                   share K and V, which together read what the one of them that reads most does
-    reused mass   of full attention's weight in a hit, the share on rows that were taken over: the error grows with it
+    reused mass   of full attention's weight in a hit, the share on entries that were reused: the error grows with it
     band mass     the share on the band before the match, or, without one, before the token itself
 
 A text is appended but for its last tokens, which are forced, and so read as generated ones; only they can be matched.
@@ -96,7 +96,7 @@ def layer_lines(engine: Engine, strategy: KVStrategy, passages: Sequence[Passage
 
 
 def shares(totals: MatchTotals) -> dict[str, float]:
-    """The sums as means over rows and heads; the least and the most of the heads' hit rates."""
+    """The sums as means over queries and heads; the least and the most of the heads' hit rates."""
     hit_rates = totals.hits.double() / totals.queries
     hits = int(totals.hits.sum())
     return {
@@ -123,7 +123,7 @@ def overall(lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
 
 
 def draw(payload: Mapping[str, Any], folder: Any) -> None:
-    """Hit rate and skipped rows by layer: an image for each kind of text."""
+    """Hit rate and skipped entries by layer: an image for each kind of text."""
     from matplotlib.figure import Figure  # drawing is optional, and slow to import
 
     lines = payload["tables"]["layers"]
@@ -135,7 +135,7 @@ def draw(payload: Mapping[str, Any], folder: Any) -> None:
             layers = [line["layer"] for line in own]
             (curve,) = axes.plot(layers, [line["hit rate"] for line in own], marker="o", label=f"hits, {name}")
             skipped = [line["skipped by groups"] for line in own]
-            axes.plot(layers, skipped, linestyle="--", color=curve.get_color(), label="rows skipped, shared K and V")
+            axes.plot(layers, skipped, linestyle="--", color=curve.get_color(), label="entries skipped, shared K and V")
         axes.set(title=f"Attention taken over, {kind}", xlabel="layer", ylabel="share", ylim=(0, 1))
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")

@@ -65,7 +65,7 @@ class Target:
         return self.find_drafter(replace(self.model, drafter=name), self.forward)
 
     def drafter_identity(self, name: str) -> Mapping[str, Any]:
-        """What tells the drafter that `drafter` gives from others of its kind."""
+        """Identifies the drafter that `drafter` returns among others of its kind."""
         return self.identify_drafter(replace(self.model, drafter=name), self.forward)
 
     def describe(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def open_target(
 ) -> Iterator[Target]:
     """Load the model and its tokenizer and start an engine, with `latent` if sessions are to be restored from it.
 
-    The engine drafts nothing; evaluations that want drafts ask the target for a drafter.
+    The engine drafts nothing; evaluations that need drafts get a drafter from the target.
 
     Raises ModelError, BackendError or ConfigError for what cannot be had.
     """

@@ -186,7 +186,10 @@ def _unasked(
 
 
 def check_control(cell: Cell, control: str) -> None:
-    """Raise EvaluationVoid if the control found a fact that it cannot see. A code of five digits is not guessed."""
+    """Raise EvaluationVoid if the control found a fact that it cannot see.
+
+    A code of five digits is not found by chance.
+    """
     if found := cell.control_hits(control):
         raise EvaluationVoid(
             f"{cell}: the control {control} found {found} of {len(cell.eligible)} facts that it cannot see; "

@@ -1,4 +1,4 @@
-"""Bytes against what they buy: every way of keeping rows on the same axes, from records of other experiments.
+"""Bytes against what they buy: every method of keeping KV entries on the same axes, from records of other experiments.
 
     fidelity      KL and perplexity beside full      needle   planted facts found, tool calls repeated
     codec_error   what a codec loses of a vector     bytes    of a further token, as the strategy accounts for it, on
@@ -37,7 +37,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """What is told of each strategy. full: what full itself has, where that follows without measuring.
+    """What is reported of each strategy. full: what full itself has, where that follows without measuring.
 
     is_share: of trials, more is better, and little more is chance; otherwise less is better.
     """
@@ -240,7 +240,7 @@ def _bytes(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], dict[s
 
 
 def _uses_tier(strategy: str) -> bool:
-    """Records that were made before they told bytes off the device are whole for all other strategies."""
+    """Records that were made before they reported bytes off the device are whole for all other strategies."""
     options = parse_strategy(strategy).options()
     return any(options.get(name) is not None for name in ("resident_tokens", "resident_latent_bytes"))
 

@@ -65,7 +65,7 @@ def describe(target: Target, strategies: Sequence[KVStrategy], kinds: Sequence[s
 def forced(
     engine: Engine, strategy: KVStrategy, passage: Passage, on_logits: Callable[[int, Tensor], None]
 ) -> Iterator[str]:
-    """A session that has been given the passage, `on_logits` being told of every forced token's logits."""
+    """A session that has been given the passage, `on_logits` receiving every forced token's logits."""
     with opened(engine, strategy, len(passage.prefix) + len(passage.forced)) as session:
         append_all(engine, session, passage.prefix)
         for _ in engine.score(session, passage.forced, on_logits):
@@ -74,7 +74,7 @@ def forced(
 
 
 def force(engine: Engine, strategy: KVStrategy, passage: Passage, on_logits: Callable[[int, Tensor], None]) -> None:
-    """Append and force the passage on a session of its own, `on_logits` being told of every forced token's logits."""
+    """Append and force the passage on a session of its own, `on_logits` receiving every forced token's logits."""
     with forced(engine, strategy, passage, on_logits):
         pass
 

@@ -35,7 +35,7 @@ class Prompt:
     def is_out_of_reach(self, *, sink: int, window: int, segment_tokens: int) -> bool:
         """Whether no query from the question on may read the fact under sink + window.
 
-        The question's first row sees the furthest back, from `window` before its segment on. What other rows of the
+        The question's first token sees the furthest back, from `window` before its segment on. What other entries of the
         window may remember of the fact is what the control is there to show.
         """
         segment_at = self.tail_at - self.tail_at % segment_tokens
@@ -96,7 +96,7 @@ class Prompts:
         return self._head, self._encode(f"\n\n{asking}")
 
     def _cuts(self, text: Sequence[int], depths: Sequence[float]) -> list[int]:
-        """For each depth the nearest place where a sentence or a line ends, inside what somebody says."""
+        """For each depth the nearest place where a sentence or a line ends, inside a turn."""
         places = [
             place + 1
             for place, token_id in enumerate(text)

@@ -133,7 +133,8 @@ def steps_of(cost_rows: Sequence[Mapping[str, Any]]) -> tuple[list[Step], list[S
 def values(dense: Sequence[Step], others: Sequence[Step], weight_bytes: int) -> tuple[Bill, dict[str, dict[str, Any]]]:
     """The fitted model, and what a record says of it.
 
-    With rows of several batches it is the form with sessions; how the source's form does on the same rows is told, too.
+    With rows of several batches it is the form with sessions; how the source's form does on the same rows is reported,
+    too.
     """
     source, source_unseen = fit_finding(fit(dense, weight_bytes), others)
     with_sessions = len({step.batch for step in dense}) > 1 and len({step.length for step in dense}) > 1

@@ -2,7 +2,7 @@
 
     latent    sink and window exact, a thin code of every other token; sets the bytes, at each length and rate
     window    a longer window                          recompute   a longer window, the rest computed at each Generate
-    int8 …    a longer window, its old rows coded      tiered      a longer window, the rest off the device
+    int8 …    a longer window, old entries coded      tiered      a longer window, the rest off the device
 
 The latent's bytes at a length decide how long the others' windows are: as long as their own bounds allow. Every one is
 then measured as `fidelity` and `needle` measure, on the same texts, and asked what it holds. One that cannot be as
@@ -53,7 +53,7 @@ FAMILIES = {
     "tiered": "tiered:resident_tokens={size},window={window},block=16,sink=16,budget={budget}",
 }
 _LATENT_SPEC = "restored:window={window},source=latent,bytes_per_token={rate}"
-_BUDGET = 128  # rows that a token of `tiered` reads, where the window takes up to half of them
+_BUDGET = 128  # entries that a token of `tiered` reads, where the window takes up to half of them
 _ANSWER_TOKENS = max(task.answer_tokens for task in TASKS.values())
 
 
@@ -71,7 +71,7 @@ class Matched:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rates", nargs="+", type=int, default=[], metavar="N",
-        help="bytes that the latent keeps of a token (default: a twentieth and a fortieth of its rows in bfloat16)",
+        help="bytes that the latent keeps of a token (default: a twentieth and a fortieth of its entries in bfloat16)",
     )  # fmt: skip
     parser.add_argument("--window", type=int, default=64, metavar="N", help="positions that the latent keeps exact")
     parser.add_argument(

@@ -1,10 +1,11 @@
-"""Full's exact rows in a file, the plain way to let a session sleep: what waking one from disk takes.
+"""A session of `full` in a file, the simplest offload: measures how long restoring an idle session from disk takes.
 
     file   keys and values of every position, layer after layer, as they are in memory
 
-A waking is timed from opening the file to the id of the next token on the host: all rows are read in one piece, into
-pinned memory where the device is a GPU, copied to the session's regions, and the appended tokens are forwarded. There
-is no queue, no journal and no other session, which the wakings beside it go through: what is told flatters the disk.
+A waking is timed from opening the file to the id of the next token on the host: all KV entries are read in one piece,
+into pinned memory where the device is a GPU, copied to the session's regions, and the appended tokens are forwarded.
+There is no queue, no journal and no other session, unlike the wakings it is compared with, so the result favours the
+disk.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ def filesystem(folder: Path) -> str:
 
 
 class SavedEntries:
-    """A session of `full` as rows in a file. Not for use while an engine is working on the same model."""
+    """The KV entries of a session of `full` in a file. Not for use while an engine is working on the same model."""
 
     def __init__(
         self, forward: Forward, geometry: Geometry, token_ids: Sequence[int], *, room: int, path: Path
     ) -> None:
-        """Prefill `token_ids` and write the rows; room: for how many tokens that come later, one way or the other."""
+        """Prefill `token_ids` and write the entries. room: for how many later tokens, appended or generated."""
         self._limit = len(token_ids) + room
         self._context = forward.open(geometry, Full().bound(geometry, self._limit).sustained_bytes)
         self._verifier = Verifier(forward, self._context)
@@ -52,7 +53,7 @@ class SavedEntries:
         self._save(kv)
 
     def _save(self, kv: SessionKV) -> None:
-        """Write the rows and give them up."""
+        """Write the entries and release their memory."""
         self._length = kv.length
         # A layer with a window of its own has only that.
         self._positions = [np.sort(group.held[group.held >= 0]) for group in kv.groups]
@@ -91,7 +92,7 @@ class SavedEntries:
         return token, seconds
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Put `token_ids` behind the history, whose rows are read, added to and written again."""
+        """Put `token_ids` behind the history: its entries are read, extended and written again."""
         self._clear()
         kv = self._woken()
         self._run(kv, token_ids)
@@ -102,7 +103,7 @@ class SavedEntries:
         self._path.unlink()
 
     def _clear(self) -> None:
-        """Nothing of an earlier session is there to be read."""
+        """Zero the pool, so that no entry of an earlier session can be read."""
         for buffer in self._context.pool.buffers.values():
             buffer.keys.zero_()
             buffer.values.zero_()
@@ -131,7 +132,7 @@ class SavedEntries:
             done = 0
             while done < self.file_bytes:  # one call reads 2 GiB at most
                 if not (count := file.readinto(self._host[done:])):
-                    raise BackendError(f"the rows' file ended after {done} of {self.file_bytes} bytes")
+                    raise BackendError(f"the file of KV entries ended after {done} of {self.file_bytes} bytes")
                 done += count
         states = self._buffer.to(self._context.device, non_blocking=True).view(self._dtype)
         ends = np.cumsum([shape.numel() for shape in self._shapes])

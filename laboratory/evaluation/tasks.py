@@ -43,8 +43,8 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """make: the question of (trial, seed). facts: how many are planted at once. chance: share that is right of somebody
-    who finds planted facts, but not which is asked for.
+    """make: the question of (trial, seed). facts: how many are planted at once. chance: share that is right by finding
+    planted facts without knowing which is asked for.
 
     Trials that differ only in the fact asked for share their facts and the text around them. questions: how many
     there are (None: without end); further trials ask the first again, in other text.

@@ -5,7 +5,7 @@
     {"place": "Tromsø", "hours": [{"at": "07:00", "celsius": -3.5}, …]}
 
 Calibration has calls of its own (laboratory/training/tool_calls.py): of other tools, other fields and another
-layout, for what is tested is whether restoring holds up on calls that nobody thought of.
+layout, for what is tested is whether restoring holds up on calls that no format anticipates.
 """
 
 from __future__ import annotations

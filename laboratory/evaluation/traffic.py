@@ -1,4 +1,4 @@
-"""The traffic model: what a decode step costs, told by the bytes it moves.
+"""The traffic model: what a decode step costs, predicted from the bytes it moves.
 
     t(n, B) = (W + B · A(n)) / β + c0           + c1 where a step has to find what it reads          the source's form
     t(n, B) = (W + B · A(n)) / β + c0 + B · c2  + B · c1                                             with sessions
@@ -32,11 +32,11 @@ from inference_engine.models.safetensors_header import check_safetensors
 
 
 def bytes_read(strategy: KVStrategy, geometry: Geometry, length: int) -> int:
-    """Bytes that a generated token, the last of `length`, reads of K and V in all layers, its own row included.
+    """Bytes that a generated token, the last of `length`, reads of K and V in all layers, its own entry included.
 
-    Where blocks are selected these are the keep-set and the bounds of every whole block. Where a token may take over
-    what another saw, they are what it reads when it finds none. Rows kept coded count as what they are when they are
-    read: rows.
+    Where blocks are selected these are the selected blocks and the bounds of every whole block. Where a token may take
+    over what another saw, they are what it reads when it finds none. Compressed entries count as the exact entries they
+    are when they are read.
     """
     layouts = _layouts(strategy, geometry, length)
     read = {layout: _entries_read(layout, length) for layout in set(layouts)}
@@ -52,7 +52,7 @@ def finds(strategy: KVStrategy, geometry: Geometry, length: int) -> bool:
 
 
 def weight_bytes(model: ModelConfig, itemsize: int) -> int:
-    """Bytes of the weights that a step reads: all of them, but for a table of embeddings that only lends rows.
+    """Bytes of the weights that a step reads: all of them, but for a table of embeddings that is only looked up.
 
     Raises ModelError if the model's folder cannot be read.
     """
@@ -82,7 +82,7 @@ def _entries_read(layout: Layout, length: int) -> int:
     first_local = int(selector.local_starts(query)[0])
     distant = max(0, first_local - selector.sink_tokens)
     local = np.count_nonzero(visible[(held < selector.sink_tokens) | (held >= first_local)])
-    # What is known of a block, two vectors per KV head, is as large as a row.
+    # What is known of a block, two vectors per KV head, is as large as a KV entry.
     return int(local) + min(selector.count * selector.block, distant) + length // selector.block
 
 
@@ -120,7 +120,7 @@ class Bill:
 
 
 def fit(dense: Sequence[Step], weight_bytes: int, *, with_sessions: bool = False) -> Bill:
-    """β, c0 and perhaps c2 from dense steps. Raises ValueError if they cannot tell the terms apart."""
+    """β, c0 and perhaps c2 from dense steps. Raises ValueError if they cannot separate the terms."""
     bill = _fit(dense, weight_bytes, with_sessions)
     if bill is None:
         needed = "two lengths and two batches" if with_sessions else "two lengths or batches"
@@ -137,7 +137,7 @@ def _fit(dense: Sequence[Step], weight_bytes: int, with_sessions: bool) -> Bill 
     columns = [np.ones_like(reads), reads]
     if with_sessions:
         columns.append(np.array([step.batch for step in dense], dtype=np.float64))
-    # To a common scale, or the rank could not be told from rounding.
+    # To a common scale, or the rank could not be separated from rounding.
     scales = np.array([np.abs(column).max(initial=1.0) for column in columns])
     terms = np.stack(columns, axis=1) / scales / seconds[:, None]
     if np.linalg.matrix_rank(terms, rtol=1e-9) < len(columns):

@@ -2,8 +2,8 @@
 
     slept      a session of each strategy: from the append of a few tokens to the first that is generated
     anew       a new session of full, given the whole history: what a runtime without sessions does
-    kept       full, every row where it was: the fastest there is, and the most bytes
-    saved      full's rows read back from a file (`saved_entries.py`), from storage and from the system's cache
+    kept       full, every KV entry in place: the fastest, and the most bytes
+    saved      full's entries read back from a file (`saved_entries.py`), from storage and from the system's cache
 
 All go on from histories of the same length, in turns, so what the machine does meanwhile happens to all; a ratio is of
 one round. A session keeps what it was given and what it generated: anew and saved get what the one of full holds.
@@ -53,7 +53,7 @@ DEFAULT = (
 _QUICK_SESSIONS = 3
 _TEXT_BEYOND = 20_000  # ids of text beyond the longest history, so that histories differ
 
-Seconds = dict[str, list[float]]  # by who woke, one for each round
+Seconds = dict[str, list[float]]  # by variant, one for each round
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Cell:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strategies", nargs="+", type=strategy_argument, default=[parse_strategy(one) for one in DEFAULT],
-        metavar="SPEC", help=f"what sleeps beside full, which always does (default: {' '.join(DEFAULT)})",
+        metavar="SPEC", help=f"idle strategies beside full, which is always measured (default: {' '.join(DEFAULT)})",
     )  # fmt: skip
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096], metavar="N", help="ids of history")
     parser.add_argument("--sessions", type=int, default=100, metavar="N", help="idle at once; 0: count no bytes")
@@ -78,14 +78,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--appended", type=int, default=16, metavar="N", help="ids that a waking session is given")
     parser.add_argument("--kind", choices=KINDS, default="prose", help="of text in the histories")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the text")
-    parser.add_argument("--disk", type=Path, metavar="DIR", help="where rows are saved (default: the system's choice)")
+    parser.add_argument(
+        "--disk", type=Path, metavar="DIR", help="where entries are saved (default: the system's choice)"
+    )
 
 
 def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     """Measure and return the record's payload.
 
     Raises InvalidArgument for numbers that are too small, InvalidArgument or NoCapacity where full itself cannot be
-    had; other strategies that cannot are told by their reason.
+    had; other strategies that cannot are reported with their reason.
     """
     require_at_least(arguments, lengths=1, sessions=0, rounds=0, appended=1)
     if not arguments.rounds and not arguments.sessions:
@@ -206,7 +208,7 @@ def wake_all(
         idle = {name: stack.enter_context(_idle(engine, one, history, (rounds + 1) * (appended + 1)))
                 for name, one in strategies.items()}  # fmt: skip
         sessions = {name: session for name, (session, _) in idle.items()}
-        held = [*history, idle[KEPT][1]]  # by full's; the row of the last is made when it goes on
+        held = [*history, idle[KEPT][1]]  # by full's; the entry of the last is computed when it goes on
         saved = stack.enter_context(_saved(target, history, (rounds + 1) * (appended + 1), folder))
         names = [*sessions, ANEW, CACHED, *([STORED] if CAN_DROP else [])]
         for number in range(rounds + 1):
@@ -263,7 +265,7 @@ def _go_on(engine: Engine, session: str, token_ids: Sequence[int], *, began: flo
     return watch.token_ids[0], watch.token_times[0] - began
 
 
-# -- telling ----------------------------------------------------------------------------------------------------------
+# -- reporting --------------------------------------------------------------------------------------------------------
 
 
 def _time_values(found: Mapping[int, Seconds]) -> dict[str, dict[str, Any]]:

@@ -56,7 +56,7 @@ class Agent:
 
 
 def schedule(shape: Shape, *, agents: int, seconds: float, seed: int) -> Iterator[Agent]:
-    """`agents` at any time for `seconds`: who is done is followed by the next. By slot, each in order of time."""
+    """`agents` at any time for `seconds`: one that is done is followed by the next. By slot, each in order of time."""
     for slot in range(agents):
         rng = random.Random(f"{seed} {slot}")
         # Somewhere in its life when the phase begins, so that not all prompts come together.

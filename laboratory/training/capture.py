@@ -36,9 +36,9 @@ class LayerStates:
 
 
 def capture(model: nn.Module, batches: Iterable[Tensor], *, layers: Sequence[int]) -> Iterator[list[LayerStates]]:
-    """Run the model over each batch of token ids [sequences, T] and yield its rows, one entry for each of `layers`.
+    """Run the model over each batch of token ids [sequences, T] and yield its states, one item for each of `layers`.
 
-    N is sequences × T, sequence after sequence. The rows stay on the model's device, in its dtype.
+    N is sequences × T, sequence after sequence. The states stay on the model's device, in its dtype.
     Raises ModelError for a model whose attention has no q_proj, k_proj and v_proj, NonFiniteRows for one that
     overflows.
     """
@@ -78,8 +78,8 @@ def require_stored_keys(model: PreTrainedModel, *, layers: Sequence[int]) -> Non
         scale = stored.norm() / captured.norm().clamp_min(1e-12)
         if not bool((stored - scale * captured).abs().max() <= _KEYS_TOLERANCE * stored.abs().max()):
             raise ModelError(
-                f"{type(model).__name__} changes the keys of layer {row.layer} between k_proj and attention in a way "
-                "that calibration does not see; a latent for it cannot be calibrated"
+                f"{type(model).__name__} changes the keys of layer {row.layer} between k_proj and attention where "
+                "calibration does not see it; a latent for it cannot be calibrated"
             )
 
 

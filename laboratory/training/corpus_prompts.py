@@ -1,4 +1,4 @@
-"""How texts of a corpus begin: where the chat template has somebody speak, or with a piece of a document.
+"""How texts of a corpus begin: where a turn of the chat template begins, or with a piece of a document.
 
     user        the template up to where the user's words go: the model writes the question, too
     assistant   the template with a question in it: one of `OPENINGS`, or made of parts (`questions.py`)
@@ -40,8 +40,8 @@ _HELD_OUT_ONE_IN = 20
 class Prompt:
     """One text's beginning. speaker: whose words come next.
 
-    source: what it was made from, told by its ids; texts of one source are all held out, or none is, in every corpus.
-    temperature: of answers and of texts gone on with; the words of users are sampled at `user_temperature`.
+    source: what it was made from, identified by its ids; texts of one source are all held out, or none is, in every
+    corpus. temperature: of answers and of texts gone on with; the words of users are sampled at `user_temperature`.
     """
 
     kind: str

@@ -1,10 +1,10 @@
-"""Runs a transformers model whose distant rows are others than its own: restored ones, or ones that carry a gradient.
+"""Runs a transformers model with other KV entries at a distance: restored ones, or ones that carry a gradient.
 
     query at i reads   ■ ■ ■ ■ | □ □ □ □ □ □ | ■ ■ ■ ■ ■        ■ exactly   □ as `far` gives them
                         sink                    window
 
-In the engine a row is replaced when it leaves the window, and later rows are computed from it; here all of a sequence
-runs at once and `far` is known beforehand. The two agree closely, for restoration hardly moves later rows.
+In the engine an entry is replaced when it leaves the window, and later entries are computed from it; here all of a
+sequence runs at once and `far` is known beforehand. The two agree closely, for restoration hardly moves later entries.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ ATTENTION = "kakeya_distant"
 _ROTARIES: WeakKeyDictionary[PreTrainedModel, tuple[str, ...]] = WeakKeyDictionary()
 
 Rotate = Callable[[Tensor], Tensor]
-# Of a layer, its keys (rotated) and values [B, Hkv, T, D], and what rotates [B, Hkv, T, D]: the rows seen from afar.
+# Of a layer, its keys (rotated) and values [B, Hkv, T, D], and what rotates [B, Hkv, T, D]: the entries seen from afar.
 Far = Callable[[int, Tensor, Tensor, Rotate], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Distant:
-    """One forward: what queries see exactly, and where rows of `layers` come from otherwise.
+    """One forward: what queries see exactly, and where other entries of `layers` come from.
 
     unrotated: those of them that do not rotate their keys; filled in when the forward runs.
     """
@@ -61,7 +61,7 @@ def seeing(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[Callable[[
     rotaries = _ROTARIES[model]
     if fixed := [layer for layer in layers if rotaries[layer] == IMMOVABLE]:
         raise ModelError(
-            f"{type(model).__name__} changes its keys after rotation in layers {fixed}: rows cannot be put there"
+            f"{type(model).__name__} changes its keys after rotation in layers {fixed}: entries cannot be written there"
         )
     unrotated = frozenset(layer for layer in layers if rotaries[layer] == UNROTATED)
     before = model.config.get_text_config()._attn_implementation
@@ -142,7 +142,7 @@ AttentionInterface.register(ATTENTION, _attend)
 def _rotate(module: nn.Module, rows: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     function = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
     if function is None:
-        raise ModelError(f"{type(module).__name__} does not rotate queries and keys in a way we know")
+        raise ModelError(f"{type(module).__name__} rotates queries and keys by an unknown function")
     try:
         rotated: Tensor = function(rows, rows, *angles)[1]
     except RuntimeError:  # sizes that do not fit: the model cuts heads apart before it calls its function

@@ -1,7 +1,7 @@
-"""How far predictions move when distant rows are restored ones: KL to the model's own, without an engine.
+"""How far predictions move when distant entries are restored ones: KL to the model's own, without an engine.
 
-All of a sequence runs at once (`distant.py`), so many ways of restoring are compared in minutes. What the engine makes
-of them, with rows leaving and later rows computed from restored ones, is `kakeya evaluate fidelity`.
+All of a sequence runs at once (`distant.py`), so many methods of restoring are compared in minutes. What the engine
+makes of them, with entries leaving and later ones computed from restored ones, is `kakeya evaluate fidelity`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from kv_cache_proposer.f_theta.errors import LatentError
 from laboratory.training.capture import LayerStates, capture
 from laboratory.training.distant import Distant, Rotate, seeing
 
-# Tokens [T] and their rows, to what stands in for the rows when seen from afar: keys and values [T, Hkv, D] by layer.
+# Tokens [T] and their entries, to the entries that replace them when seen from afar: keys and values [T, Hkv, D] by
+# layer.
 Restore = Callable[[Tensor, Sequence[LayerStates]], tuple[Sequence[Tensor], Sequence[Tensor]]]
 Advance = Callable[[int], None]  # called with the tokens done since the last call
 
@@ -34,12 +35,12 @@ class Divergence:
 
 
 def through(codec: TokenCodec) -> Restore:
-    """Rows as the codec gives them back."""
+    """Entries as the codec restores them."""
     return lambda _tokens, rows: codec.decode(codec.encode([one.keys for one in rows], [one.values for one in rows]))
 
 
 def nothing(_tokens: Tensor, rows: Sequence[LayerStates]) -> tuple[list[Tensor], list[Tensor]]:
-    """Rows that are their own mean over the sequence: what is left when nothing of a token is kept."""
+    """Entries that are their mean over the sequence: what is left when nothing of a token is kept."""
 
     def mean(part: Tensor) -> Tensor:
         return part.mean(0).expand_as(part)
@@ -58,11 +59,14 @@ def measure_divergence(
     window: int,
     advance: Advance | None = None,
 ) -> dict[str, Divergence]:
-    """By name of each way to restore, over token ids [T] with T > sink + window. Earlier positions do not count."""
+    """By name of each method of restoring, over token ids [T] with T > sink + window.
+
+    Earlier positions do not count.
+    """
     found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in ways}
     for tokens in sequences:
         if len(tokens) <= sink + window:
-            raise LatentError(f"a sequence of {len(tokens)} tokens has no row outside sink {sink}, window {window}")
+            raise LatentError(f"a sequence of {len(tokens)} tokens has no entry outside sink {sink}, window {window}")
         ids = tokens[None].to(model.device)
         exact = log_probabilities(model(input_ids=ids, use_cache=False).logits, sink + window)
         (rows,) = capture(model, [ids], layers=layers)
@@ -83,7 +87,7 @@ def measure_divergence(
 def restored(
     layers: Sequence[int], keys: Sequence[Tensor], values: Sequence[Tensor], *, sink: int, window: int
 ) -> Distant:
-    """Unrotated rows [T, Hkv, D] of each of `layers`, to be seen from afar by a forward of that sequence alone."""
+    """Unrotated entries [T, Hkv, D] of each of `layers`, to be seen from afar by a forward of that sequence alone."""
     rows = dict(zip(layers, zip(keys, values, strict=True), strict=True))
 
     def far(layer: int, _keys: Tensor, _values: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:

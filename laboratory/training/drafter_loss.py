@@ -1,6 +1,6 @@
-"""Cross-entropy over the vocabulary without holding it: a slice of rows at a time, gradients at once.
+"""Cross-entropy over the vocabulary without holding it: a slice of tokens at a time, gradients at once.
 
-    gradient of a row's hidden state = weight · (p − share · q − (1 − share) · onehot) @ head
+    gradient of a token's hidden state = weight · (p − share · q − (1 − share) · onehot) @ head
         p @ head − share · (q @ head) − (1 − share) · head[target]
 
 The head is frozen, so all that is wanted of its backward is the gradient of the hidden states, which is known as soon

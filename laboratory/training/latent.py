@@ -26,7 +26,8 @@ Advance = Callable[[int], None]  # called with the tokens done since the last ca
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """Squared error of restored rows over the squared distance of the rows from their mean, both weighed by importance.
+    """Squared error of restored entries over the squared distance of the entries from their mean, both weighed by
+    importance.
 
     0 is perfect, 1 is what the mean alone would give. by_layer: the same for each layer.
     """
@@ -44,7 +45,7 @@ def collect(
     device: torch.device | str | None = None,
     advance: Advance | None = None,
 ) -> Statistics:
-    """Statistics of the model's rows over token ids, each batch [sequences, T].
+    """Statistics of the model's KV entries over token ids, each batch [sequences, T].
 
     layers: those the latent will cover; leave out layers with a window of their own. device: where sums are kept, by
     default the model's. A group of W numbers a token takes 8 W² bytes.
@@ -100,7 +101,7 @@ def calibrate(
 
 
 def measure(model: nn.Module, batches: Iterable[Tensor], codec: LatentCodec) -> Loss:
-    """What the codec loses on rows of a text; give it text that it was not calibrated on."""
+    """What the codec loses on KV entries of a text; give it text that it was not calibrated on."""
     errors = dict.fromkeys(codec.layers, 0.0)
     energies = dict.fromkeys(codec.layers, 0.0)
     for rows in capture(model, batches, layers=codec.layers):

@@ -1,7 +1,7 @@
-"""Refines a codec by gradient, with the coding in the loop: KL to the model's own predictions, from restored rows.
+"""Refines a codec by gradient, with the coding in the loop: KL to the model's own predictions, from restored entries.
 
-    rows → analysis → ÷ deviation · scale → levels of its codes → · deviation · scale → components → rows → model → KL
-           trained                          passed through                        trained
+    entries → analysis → ÷ deviation · scale → levels of its codes → · deviation · scale → components → entries
+              trained                          passed through                        trained    → model → KL
 
 Closed form minimises a square whose weights are the same for every token; here the model itself says what an error
 costs, token by token. Rounding to a level has no slope: going back it is passed through as if it were not there.
@@ -31,8 +31,8 @@ from laboratory.training.divergence import divergences, log_probabilities, measu
 
 Advance = Callable[[int], None]  # called with the steps done since the last call
 
-# A step moves restored rows by at most about this part of what coding loses already: Adam moves every entry alike, and
-# on text like that of the step the moves of a row's entries add up.
+# A step moves restored entries by at most about this part of what coding loses already: Adam moves every entry alike,
+# and on text like that of the step the moves of an entry's numbers add up.
 STEP_SIZE = 0.05
 _BETAS = (0.9, 0.99)
 _WARM_UP_STEPS = 5  # until the running means say something
@@ -133,9 +133,9 @@ class _Looks:
         self._layers, self._sink, self._window = layers, sink, window
 
     def __call__(self, codec: LatentCodec) -> dict[int, float]:
-        ways = {str(rate): through(codec.at(rate)) for rate in self._rates}
+        methods = {str(rate): through(codec.at(rate)) for rate in self._rates}
         found = measure_divergence(
-            self._model, self._held_out, ways, layers=self._layers, sink=self._sink, window=self._window
+            self._model, self._held_out, methods, layers=self._layers, sink=self._sink, window=self._window
         )
         return {rate: found[str(rate)].mean for rate in self._rates}
 
@@ -154,7 +154,7 @@ def _loss(model: PreTrainedModel, tokens: Tensor, trained: _Trained, rate: int, 
 class _Trained:
     """The matrices of a codec while they are trained, in units in which steps of one size suit all their entries.
 
-    inward: analysis ÷ deviation, weighted rows to units. outward: components · deviation, units to weighted rows.
+    inward: analysis ÷ deviation, weighted vectors to units. outward: components · deviation, units to weighted vectors.
     """
 
     def __init__(self, codec: LatentCodec) -> None:
@@ -189,7 +189,7 @@ class _Trained:
         return found
 
     def through(self, rows: Sequence[LayerStates], rate: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The rows as restored at `rate`, with a gradient for what is trained."""
+        """The entries as restored at `rate`, with a gradient for what is trained."""
         codec = self._codec.at(rate)
         keys: list[Tensor] = []
         values: list[Tensor] = []
@@ -224,7 +224,7 @@ class _Trained:
 
 
 def _joined(codec: LatentCodec, rows: Sequence[LayerStates]) -> list[Tensor]:
-    """The rows as vectors of each of the codec's groups."""
+    """The entries as vectors of each of the codec's groups."""
     found, first = [], 0
     for part in codec.coders:
         own = rows[first : first + len(part.basis.group.shapes)]

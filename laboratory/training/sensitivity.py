@@ -1,10 +1,10 @@
-"""How much the model's own predictions change with each restored row: importances measured by gradient.
+"""How much the model's own predictions change with each restored entry: importances measured by gradient.
 
-Every row is attended to twice: exactly by queries that find it in the sink or window, and with a perturbation δ, which
-is zero, by queries further on. For next tokens y drawn from the model's own predictions, g = ∂ Σ log p(y) / ∂δ has mean
-zero, and the mean of g gᵀ is the Fisher information: KL(exact ‖ restored) ≈ ½ δᵀ E[g gᵀ] δ for small δ. We keep it per
-layer, K or V, and KV head. It knows which heads look far back, and which layers matter, as no query or weight tells.
-δ is added before rotation, for K, as the latent's own error is.
+Every entry is attended to twice: exactly by queries that find it in the sink or window, and with a perturbation δ,
+which is zero, by queries further on. For next tokens y drawn from the model's own predictions, g = ∂ Σ log p(y) / ∂δ
+has mean zero, and the mean of g gᵀ is the Fisher information: KL(exact ‖ restored) ≈ ½ δᵀ E[g gᵀ] δ for small δ. We
+keep it per layer, K or V, and KV head. It measures which heads attend far back and which layers matter, which
+neither queries nor weights show. δ is added before rotation, for K, as the latent's own error is.
 Source: labels must be drawn from the model, not taken from the text, for it to be the Fisher information (Kunstner et
 al., Limitations of the empirical Fisher approximation, arXiv 1905.12558).
 """
@@ -34,9 +34,9 @@ def measure_sensitivity(
     seed: int = 0,
     advance: Advance | None = None,
 ) -> Importances:
-    """Importances of the layers' rows over token ids, each batch [sequences, T] with T > sink + window.
+    """Importances of the layers' KV entries over token ids, each batch [sequences, T] with T > sink + window.
 
-    sink, window: rows outside them count as restored. On the model's device, float64. Sequences go one by one; the
+    sink, window: entries outside them count as restored. On the model's device, float64. Sequences go one by one; the
     backward costs twice the forward and holds every layer's T × T scores some six times, so take short ones: on SmolLM2
     fourteen of 512 tokens did, with the model in float32. The model comes back as it was.
     """
@@ -46,7 +46,9 @@ def measure_sensitivity(
     with seeing(model, layers) as forward:
         for tokens in (sequence for batch in batches for sequence in batch.to(model.device)):
             if len(tokens) <= sink + window:
-                raise LatentError(f"a sequence of {len(tokens)} tokens has no row outside sink {sink}, window {window}")
+                raise LatentError(
+                    f"a sequence of {len(tokens)} tokens has no entry outside sink {sink}, window {window}"
+                )
             for layer, gradients in _gradients(forward, tokens, layers, sink, window, generator).items():
                 found = torch.stack([_moment(gradient) for gradient in gradients])
                 sums[layer] = sums[layer] + found if layer in sums else found
@@ -75,7 +77,7 @@ def _gradients(
 
     with torch.enable_grad():
         logits = forward(tokens[None], Distant(sink, window, frozenset(layers), perturbed))
-        # Earlier positions see no restored row.
+        # Earlier positions see no restored entry.
         scores = logits[0, sink + window :].float().log_softmax(-1)
         drawn = torch.multinomial(scores.detach().exp(), 1, generator=generator)
         leaves = [delta for pair in deltas.values() for delta in pair]
@@ -84,6 +86,6 @@ def _gradients(
 
 
 def _moment(gradient: Tensor) -> Tensor:
-    """Σ g gᵀ over rows: [1, Hkv, T, D] → [Hkv, D, D] float64."""
+    """Σ g gᵀ over positions: [1, Hkv, T, D] → [Hkv, D, D] float64."""
     rows = gradient[0].float()
     return (rows.transpose(1, 2) @ rows).double()

@@ -1,10 +1,10 @@
-"""Rows restored from hidden states of a few layers, as a drafter reads them: measured beside the latent, not served.
+"""KV entries restored from hidden states of a few layers, as a drafter reads them: measured beside the latent, not
+served.
 
     taps [n, taps · hidden], each scaled to length 1 a number → ridge → K and V of all layers → coded as the latent is
 
-Coding the rows that the taps foretell, and not the taps themselves, is the kindest code for them: bits go where
-attention feels an error, and what the taps know of nothing else costs none. `foretold` alone is what no code of these
-taps can pass.
+Coding the entries that the taps predict, and not the taps themselves, favours them most: bits go where an error changes
+attention, and no bits go to the rest of the taps. `foretold` alone is the limit of any code of these taps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _RIDGE = 1e-4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TapMap:
-    """Taps to rows. weights [taps · hidden + 1, W], the last row a constant; widths of each layer's K and V in W."""
+    """Taps to KV entries.
+
+    weights [taps · hidden + 1, W], the last vector a constant; widths of each layer's K and V in W.
+    """
 
     tap_layers: tuple[int, ...]
     shapes: tuple[LayerShape, ...]
@@ -59,11 +62,11 @@ class TapMap:
 def fit_taps(
     model: PreTrainedModel, batches: Iterable[Tensor], *, tap_layers: Sequence[int], layers: Sequence[int]
 ) -> TapMap:
-    """Ridge regression of the rows of `layers` on the outputs of `tap_layers`, over token ids [sequences, T]."""
+    """Ridge regression of the KV entries of `layers` on the outputs of `tap_layers`, over token ids [sequences, T]."""
     squares: Tensor | None = None
     products: Tensor | None = None
     shapes: tuple[LayerShape, ...] = ()
-    for tokens, rows in _with_rows(model, batches, layers):
+    for tokens, rows in _with_states(model, batches, layers):
         taps = _read(model, tokens, tap_layers)
         vectors = torch.cat([part.float().flatten(1) for row in rows for part in (row.keys, row.values)], dim=1)
         if squares is None or products is None:
@@ -87,7 +90,7 @@ def fit_tap_codec(
     bytes_per_token: int,
     group_layers: int = 15,
 ) -> LatentCodec:
-    """The codec of the rows that the taps foretell."""
+    """The codec of the entries that the taps predict."""
     statistics = Statistics(taps.shapes, group_layers=group_layers, device=model.device)
     for tokens in batches:
         keys, values = taps.foretold(model, tokens)
@@ -95,7 +98,7 @@ def fit_tap_codec(
     return fit(statistics, importances, bytes_per_token=bytes_per_token)
 
 
-def _with_rows(
+def _with_states(
     model: PreTrainedModel, batches: Iterable[Tensor], layers: Sequence[int]
 ) -> Iterator[tuple[Tensor, list[LayerStates]]]:
     for tokens in batches:

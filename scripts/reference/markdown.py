@@ -8,7 +8,7 @@ from inspect import cleandoc
 
 
 def page(title: str, source: str, introduction: str, *parts: str) -> str:
-    """A whole page. `source` says which code it is made from, so that nobody edits the page itself."""
+    """A whole page. `source` says which code it is made from, so that the page itself is not edited."""
     made = f"<!-- Made by `make reference` from {source}; edit that. -->"
     return "\n\n".join([f"# {title}", made, cleandoc(introduction), *(part for part in parts if part)]) + "\n"
 

@@ -32,7 +32,7 @@ def _rows(kind: type) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _typed(default: object, takes: str) -> str:
-    """A default as somebody would type it."""
+    """A default as it would be typed."""
     match default:
         case enum.Enum():
             return str(default.value)

@@ -1,4 +1,4 @@
-"""Every registered strategy, small enough that windows wrap and rows leave within a short test."""
+"""Every registered strategy, small enough that windows wrap and entries leave within a short test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
         {"sink": 3, "window": 40},
         {"sink": 0, "window": 7},
         {"sink": 2, "window": 44, "codec": "int8", "exact_window": 9},
-        # Rows leave before they are old enough to be coded.
+        # Entries leave before they are old enough to be coded.
         {"sink": 2, "window": 9, "codec": "int8", "exact_window": 20},
     ],
     # The last layer full; TinyModel's first is sliding by itself, what is between is windowed.
@@ -48,7 +48,7 @@ _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
         {"block": 12, "sink": 0, "window": 20, "budget": 68, "resident_tokens": 40},
         {"block": 4, "sink": 0, "window": 20, "budget": 400, "resident_tokens": 20},
     ],
-    # Matches in about every other row, chains among them; and none ever.
+    # Matches at about every other query, chains among them; and none ever.
     "mac": [
         {"ring": 24, "band": 6, "threshold": 0.6, "chain_limit": 2},
         {"ring": 9, "band": 0, "threshold": 0.0},
@@ -76,7 +76,7 @@ def all_strategies() -> list[KVStrategy]:
 
 
 def mechanism(strategy: KVStrategy) -> str:
-    """What tells variants of one strategy apart but numbers: how it keeps old rows, and how they come back."""
+    """What distinguishes variants of one strategy besides numbers: how it keeps old entries, and how they come back."""
     options = strategy.options()
     coded = "coded" if options.get("codec") else ""
     return " ".join(str(word) for word in (strategy.name, coded, options.get("source"), options.get("mode")) if word)

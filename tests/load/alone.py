@@ -27,7 +27,7 @@ class Alone:
         began, records = self._journal.read(session_id)
         records = list(_until(records, first))
         recorded = [int(token) for record in records for token in record.token_ids]
-        assert recorded == list(history[:first]), "the journal holds another history than the client was told"
+        assert recorded == list(history[:first]), "the journal holds another history than was reported to the client"
         opened = self._engine.rebuild_session(began, records)
         generated = _generated(self._engine, opened.session_id, count, seed, owner=began.owner)
         self._engine.close_session(opened.session_id, owner=began.owner)

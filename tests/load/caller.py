@@ -1,4 +1,4 @@
-"""A client that makes one call after another, may leave before the end, and can tell of its last ones."""
+"""A client that makes one call after another, may leave before the end, and can report its last ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.load.servicer import Context, Outcome, Servicer
 
 T = TypeVar("T")
 
-LAST_CALLS = 80  # that a failure tells
+LAST_CALLS = 80  # that a failure reports
 HANG_SECONDS = 90.0  # without an answer, or without an end of a Generate, however slow the machine is
 
 
@@ -61,7 +61,7 @@ class Caller:
 
     def __init__(self, engine: Engine, clock: Callable[[], float], seen: Counter[tuple[str, str]]) -> None:
         self._loop = asyncio.new_event_loop()
-        # A Generate that was left ends within a step: whoever comes next waits for that, however slow the machine is.
+        # A Generate that was left ends within a step: the next call waits for that, however slow the machine is.
         self._servicer = Servicer(engine, busy_wait_seconds=30.0)
         self._clock = clock
         self._seen = seen
@@ -78,7 +78,7 @@ class Caller:
         return self._run(self._leave(request, CutOff(after)))
 
     def ask_unseen(self, request: Message) -> Outcome:
-        """A call to judge by, that is neither counted nor told."""
+        """A call to judge by, that is neither counted nor reported."""
         return self._run(self._servicer.call(request))
 
     def look(self, session_id: str) -> Outcome:

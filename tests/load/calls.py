@@ -1,7 +1,7 @@
 """Sequences of calls against a model of what the histories can be.
 
 A call that is answered says how a history goes on. One that is cut off may have happened or not, in part or whole: then
-the model keeps what may have been added, and the next length that is told decides. What the tokens are is known in
+the model keeps what may have been added, and the next length that is reported decides. What the tokens are is known in
 closed form, so that no history can hold anything else.
 """
 
@@ -95,7 +95,7 @@ class Calls(RuleBasedStateMachine):
             if info.reason == "OK":
                 known.reported(info.only.history_length)
                 of_sessions += info.only.reserved_bytes
-        # A fork keeps rows that it shares with a session that is gone.
+        # A fork keeps entries that it shares with a session that is gone.
         reserved = self._engine.info().kv_reserved_bytes
         return reserved >= of_sessions if self._has_forked else reserved == of_sessions
 
@@ -112,7 +112,7 @@ class Calls(RuleBasedStateMachine):
         )
         outcome = self._caller.ask(request)
         if outcome.reason == "NO_CAPACITY":
-            return  # all are in use, by Generates that were left or by copies of rows
+            return  # all are in use, by Generates that were left or by copies of entries
         self._answers.remember(request, outcome.only, self._now)
         self._add(Known(session_id=outcome.only.session_id, strategy=strategy, solo=self.solo(strategy)))
 
@@ -333,7 +333,7 @@ class Calls(RuleBasedStateMachine):
         assert outcome.only.history_length == len(known.history)
 
     def _is_gone(self, known: Known, outcome: Outcome, *, is_use: bool = True) -> bool:
-        """Was the session evicted? Here only one that was idle for long: who makes room is known at once (`_add`)."""
+        """Was the session evicted? Only for being idle: one evicted to make room is known at once (`_add`)."""
         if outcome.reason not in GONE:
             known.used_at = self._now if is_use else known.used_at
             return False

@@ -165,7 +165,7 @@ class Cancels:
             self._sessions[opened.session_id] = (strategy, [])
 
     def _check_pool(self) -> None:
-        """Nothing runs: what is reserved is what was promised, and what a woken session took was given back."""
+        """Nothing runs: what is reserved is what was promised, and what an active session took was returned."""
         sessions = [self._engine.session_info(session_id) for session_id in self._sessions]
         assert all(session.reserved_bytes <= session.bound.sustained_bytes for session in sessions)
         assert self._engine.info().kv_reserved_bytes == sum(session.reserved_bytes for session in sessions)

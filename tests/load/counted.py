@@ -1,4 +1,4 @@
-"""Any forward, with what the scripted one has: its steps are counted, and a script is told of each."""
+"""Any forward, with what the scripted one has: its steps are counted, and a script receives each."""
 
 from __future__ import annotations
 

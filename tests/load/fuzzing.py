@@ -22,7 +22,7 @@ AT_ONCE = 8
 CANCELLED_SHARE = 0.1
 DEADLINE_SHARE = 0.02
 WITNESS = [3, 14, 15, 92, 65, 35, 89, 79]
-# Never in the text of an error: what would tell of our insides.
+# Never in the text of an error: what would reveal internals.
 UNTOLD = ("Traceback", "site-packages", "inference_engine", "object at 0x", "tensor(", "Tensor")
 
 
@@ -39,7 +39,7 @@ def fuzzed_engine() -> Engine:
 
 
 def check_outcome(outcome: Outcome) -> None:
-    """An error is nothing of ours, and tells nothing of us."""
+    """An error is none of the server's own, and reveals no internals."""
     if outcome.error is not None:
         assert code_of(outcome.error) is not grpc.StatusCode.INTERNAL, outcome.error
         assert not any(word in outcome.error.message for word in UNTOLD), outcome.error.message

@@ -23,7 +23,7 @@ class Known:
     used_at: float = 0.0
 
     def continued(self, count: int, seed: int | None = None) -> list[int] | None:
-        """What follows, up to the limit; None where rounding may decide, as rows are added up in float32."""
+        """What follows, up to the limit; None where rounding may decide, as entries are summed in float32."""
         count = min(count, LIMIT_TOKENS - len(self.history))
         if not self.history or not count:
             return []

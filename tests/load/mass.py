@@ -1,7 +1,7 @@
 """The cheap runs in any amount: a share of one is an amount and a seed, and comes to a tally that adds up with others.
 
 `python scripts/soak.py` divides amounts into shares, one a process. A share that meets something that must not be says
-so and stops; an error that nobody expects ends it; one in which nothing happens for HANG_SECONDS shows where every
+so and stops; an unexpected error ends it; one in which nothing happens for HANG_SECONDS shows where every
 thread is and ends with status 1.
 """
 

@@ -1,8 +1,8 @@
 """A standing pool of sessions of several owners, and random operations on it, each checked against the law.
 
 One interleaving is a run of operations that do not wait for each other: appends, Generates, cancels, closes, evictions,
-calls with somebody else's session and calls that come at the wrong time. When it is over, every stream must hold the
-tokens that its own history gives alone, every history what its owner put there and was told, and the pool the bytes
+calls with another owner's session and calls that come at the wrong time. When it is over, every stream must hold the
+tokens that its own history gives alone, every history what its owner put there and received, and the pool the bytes
 that the open sessions reserve.
 """
 
@@ -57,7 +57,7 @@ ALL_BUSY_SHARE = 0.2  # of sessions too many, those that come while every sessio
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """Who is there, and with what. replayed_share: of the sessions, those whose law is being run again alone."""
+    """The owners, and their sessions. replayed_share: of the sessions, those whose law is being run again alone."""
 
     owners: int = 8
     sessions: int = 16  # of each owner
@@ -203,7 +203,7 @@ class Population:
         self._finish(member)
 
     def _intrude(self, rng: np.random.Generator, member: Member) -> None:
-        """Somebody else's session is no session, whatever is asked of it."""
+        """Another owner's session is no session, whatever is asked of it."""
         owners = self._world.owners
         intruder = f"owner-{(int(member.owner[-1]) + 1 + int(rng.integers(owners - 1))) % owners}"
         calls: Sequence[Callable[[], object]] = (

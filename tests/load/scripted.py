@@ -37,7 +37,7 @@ def scripted_engine(
 
 
 def solo_of(strategy: KVStrategy, model: ScriptedModel | None = None, *, segment: int = SEGMENT) -> Solo:
-    """The law for a strategy that reads whole windows of exact rows."""
+    """The law for a strategy that reads whole windows of exact entries."""
     model = model or ScriptedModel(layers=LAYERS)
     sights = [Sight()] * model.layers
     if isinstance(strategy, SinkWindow):

@@ -1,6 +1,6 @@
 """What the scripted model says about a history, in closed form: no engine, no batch, no K/V memory.
 
-row p sees    every row up to p                                         full, and whatever equals it
+query p sees  every entry up to p                                       full, and whatever equals it
               the first `sink`, and those from (start of p's segment) − window on      sink_window
 """
 
@@ -21,7 +21,7 @@ FLOAT32_ERROR = 1e-6  # of an average of numbers below 1
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a row of one layer may read. window None: everything before it."""
+    """What a query of one layer may read. window None: everything before it."""
 
     sink: int = 0
     window: int | None = None

@@ -50,7 +50,7 @@ async def hold(minutes: float, talkers: int, command: Sequence[str]) -> Held:
     process, samples = psutil.Process(), []
     with Engine(ScriptedForward(ScriptedModel()), config) as engine:
         handle = await start_server(engine, ServerConfig(bind="127.0.0.1:0", drain_seconds=5.0))
-        await asyncio.to_thread(lambda: None)  # the loop's own worker is there from its first use on, whoever leaves
+        await asyncio.to_thread(lambda: None)  # the loop's own worker is there from its first use on
         before = _sample(process, 0.0)
         began = time.monotonic()
         client = await asyncio.create_subprocess_exec(*command, handle.target, stdout=subprocess.PIPE)

@@ -58,7 +58,7 @@ class Units:
             self._engine.close_session(session.session_id, owner=session.owner)
 
     def _check(self) -> None:
-        """Nothing is left of a unit, once the step or the copying of rows that was under way has ended."""
+        """Nothing is left of a unit, once the step or the copying of entries that was under way has ended."""
         until = time.monotonic() + SETTLED_SECONDS
         while self._engine.info().kv_reserved_bytes and time.monotonic() < until:
             time.sleep(0.0005)
