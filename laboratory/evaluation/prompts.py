@@ -35,8 +35,8 @@ class Prompt:
     def is_out_of_reach(self, *, sink: int, window: int, segment_tokens: int) -> bool:
         """Whether no query from the question on may read the fact under sink + window.
 
-        The question's first token sees the furthest back, from `window` before its segment on. What other entries of the
-        window may remember of the fact is what the control is there to show.
+        The question's first token sees the furthest back, from `window` before its segment on. What other entries of
+        the window may hold of the fact is what the control is there to show.
         """
         segment_at = self.tail_at - self.tail_at % segment_tokens
         return self.fact_at >= sink and self.fact_end <= segment_at - window
