@@ -1,9 +1,9 @@
-"""Attention of one session's rows over the rows it holds.
+"""Attention of one session's queries over its KV entries.
 
     queries [T, Hq, D] · keys, values [Hkv, S, D] · mask [T, S] additive, or None when every query sees every key
 
 Query heads come in groups of `Hq // Hkv` per KV head, as in grouped-query attention (Ainslie et al., arXiv
-2305.13245). The group is folded into the query rows, so K and V are read once per KV head and no copy of them is made.
+2305.13245). The group is folded into the query dimension, so K and V are read once per KV head, without a copy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def attend(
 
     mask: 0 where a query sees a key, -inf where not; every query must see at least one key.
     softcap: scores become softcap · tanh(scores / softcap) before the mask (Gemma 2).
-    head_sinks: [Hq] logits that join each row's softmax and carry no value (gpt-oss).
+    head_sinks: [Hq] logits that join each query's softmax and carry no value (gpt-oss).
     """
     rows, query_heads, head_dim = queries.shape
     kv_heads = keys.shape[0]
@@ -54,7 +54,7 @@ def attend_causal(
 ) -> Tensor:
     """As `attend`, where the queries stand at the last T of the S positions and see all up to their own.
 
-    No mask is made, so that a GPU's fused operations can be used, and nothing after a query's own position is computed.
+    No mask is made, so a GPU can use fused operations, and nothing after a query's own position is computed.
     """
     rows, query_heads, head_dim = queries.shape
     kv_heads, count, _ = keys.shape
@@ -85,7 +85,7 @@ def _attend_spelled_out(
     softcap: float | None,
     head_sinks: Tensor | None,
 ) -> Tensor:
-    """The same in float32, score by score, for what the fused operation does not know."""
+    """The same in float32, score by score, for options that the fused operation lacks."""
     scores = (folded @ keys.transpose(-1, -2)).float() * scaling  # [1, Hkv, group · T, S]
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap

@@ -1,8 +1,8 @@
-"""How well a block of keys could answer a query, told from two vectors per block instead of all its keys.
+"""Upper bounds of the scores in a block of keys, from two vectors per block instead of all its keys.
 
     q · k  =  Σ_d q_d k_d  ≤  Σ_d max(q_d low_d, q_d high_d)        for every key k of the block, low ≤ k ≤ high
 
-The bound is taken per query head and the best head of a KV head's group speaks for it, so neither one rare key in a
+The bound is taken per query head and the best head of a KV head's group counts, so neither one rare key in a
 block nor one searching head in a group is averaged away; `mean_scores`, which averages both, is the ablation.
 Source: Tang et al., Quest, arXiv 2406.10774. Keys are bounded as they are stored, rotated.
 

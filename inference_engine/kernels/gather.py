@@ -1,14 +1,14 @@
-"""Attention that reads a keep-set: the sink, the local rows, and the k distant blocks most likely to matter.
+"""Attention over selected blocks: the sink, the local entries, and the k distant blocks of highest scores.
 
     position   0 … 3 | 4 … 127 | 128 … 255 | 256 … 383 | 384 … 511 | 512 … 900        sink = 4, block = 128, k = 2
     block        0   |    0    |     1     |     2     |     3     |  4 … 7
     read       ■ ■ ■ |         |   ■ ■ ■   |           |   ■ ■ ■   | ■ ■ ■ ■ ■        a query at 900, local from 512
 
-`select` chooses the blocks; `gather_attend` reads exactly the union, in one softmax, with work and memory that depend
-on what is read, not on what is kept; `masked_attend` is what that means, spelled out over every row. A row counts once
-whatever the edges: of a chosen block only the rows in [sink, local start) are read, since the others are read anyway.
+`select` chooses the blocks; `gather_attend` reads exactly their union with sink and local entries, in one
+softmax; its work and memory depend on the entries read, not on those stored. `masked_attend` is the definition, over
+all entries. Each entry counts once: of a chosen block only [sink, local start) is read, the rest is read anyway.
 
-    queries [T, Hq, D] · keys, values [Hkv, S, D], row s at position s · kept [T, Hkv, K] block ids, -1 for none
+    queries [T, Hq, D] · keys, values [Hkv, S, D], entry s at position s · kept [T, Hkv, K] block ids, -1 for none
 
 Results are states, (out [T, Hq, D], lse [T, Hq]), both float32 as all arithmetic is; lse is the logarithm of what the
 softmax divides by, head sinks included. Source: the gather-decode of the Constant-Support reports (sink block, local
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from inference_engine.kernels.topk import TopK, topk, topk_by_sorting
 
-# Queries whose rows are gathered at the same time: what a step holds besides its result does not grow with its rows.
+# Queries whose entries are gathered at a time, so temporary memory does not grow with the number of queries.
 QUERIES_AT_ONCE = 16
 
 
@@ -35,7 +35,7 @@ class SelectedBlocks:
     """The blocks each query reads, per KV head, and what finding them took.
 
     blocks: [T, Hkv, min(k, B)] int64, distinct, ascending, -1 where there are fewer candidates.
-    counts: [T, Hkv] int64, how many. passes, iterations: [T, Hkv] int64, as in `TopK`; 0 where rows were sorted.
+    counts: [T, Hkv] int64, how many. passes, iterations: [T, Hkv] int64, as in `TopK`; 0 where scores were sorted.
     """
 
     blocks: Tensor
@@ -46,7 +46,7 @@ class SelectedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Always:
-    """The rows a query reads whatever was selected, worked out on the host once for all layers alike.
+    """The entries that a query reads whatever was selected, computed on the host once for all layers alike.
 
     positions: [T, A] int64, first the sink's, then the local ones; -1 is padding. local_starts: [T] int64.
     """
@@ -67,11 +67,11 @@ def always_read(
     device: torch.device | str,
     width: int | None = None,
 ) -> Always:
-    """Rows [0, sink) and [local start, position] of each query, every one once.
+    """Positions [0, sink) and [local start, position] of each query, each once.
 
     width: pad to so many, for shapes that do not depend on which queries share a step; None: the longest decides.
     """
-    assert (local_starts <= positions).all(), "a query's own row is local"
+    assert (local_starts <= positions).all(), "a query's own entry is local"
     assert sink >= 0, f"sink is {sink}"
     starts = np.maximum(local_starts, sink)
     local = starts[:, None] + np.arange(max(0, int((positions - starts).max()) + 1))
@@ -84,10 +84,10 @@ def always_read(
 
 
 def distant_blocks(always: Always, *, block: int, count: int) -> Tensor:
-    """[T, count] bool, the candidates: blocks with a row that is neither sink nor local, and before the query.
+    """[T, count] bool, the candidates: blocks with an entry that is neither sink nor local, and before the query.
 
     When sink and local start are multiples of `block`, these are the blocks wholly outside both; otherwise the blocks
-    they cut are candidates as well, or the rest of such a block could never be read.
+    they cut are candidates too, or the rest of such a block could never be read.
     """
     first = torch.arange(count, device=always.positions.device) * block
     return first.clamp(min=always.sink) < (first + block).minimum(always.local_starts[:, None])
@@ -105,8 +105,8 @@ def select(
     """The k candidate blocks [T, B] of highest scores [T, Hkv, B]; all of them where there are no more than k.
 
     hint: [T, Hkv, any] or broadcast to it, blocks chosen a step ago, -1 for none. hint and capacity: as in `topk`.
-    searched: False sorts instead, whatever the hint, and finds the same blocks. In plain torch that is quicker for rows
-    as short as these, and does not wait for a CUDA device; searching is what a fast kernel does.
+    searched: False sorts instead, whatever the hint, and finds the same blocks. In plain torch that is faster for
+    so few blocks, and does not wait for a CUDA device; a fast kernel searches.
     """
     if searched:
         found = topk(scores, k, hint, candidates=candidates[:, None], capacity=capacity)
@@ -128,9 +128,9 @@ def gather_attend(
     softcap: float | None = None,
     head_sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over sink, local rows and kept blocks, and no other row; softcap and head_sinks as in `attend`.
+    """Attention over sink, local entries and selected blocks only; softcap and head_sinks as in `attend`.
 
-    The last block may be cut short by S. A block must not stand twice in a query's list.
+    The last block may be cut short by S. A block must not occur twice in a query's list.
     """
     outs, lses = [], []
     for first in range(0, len(queries), QUERIES_AT_ONCE):
@@ -144,7 +144,7 @@ def gather_attend(
 
 
 def entries_read(kept: Tensor, always: Always, *, block: int, count: int) -> tuple[Tensor, Tensor]:
-    """The rows [T, Hkv, R] of the union, in `count` rows, and which of them are meant [T, Hkv, R]; others are row 0."""
+    """Positions [T, Hkv, R] of the union, below `count`, and which of them are valid [T, Hkv, R]; others are 0."""
     in_blocks = kept[..., None] * block + torch.arange(block, device=kept.device)
     distant = (in_blocks >= always.sink) & (in_blocks < always.local_starts[:, None, None, None])
     besides = always.positions[:, None].expand(-1, kept.shape[1], -1)
@@ -154,14 +154,15 @@ def entries_read(kept: Tensor, always: Always, *, block: int, count: int) -> tup
 
 
 def gather_vectors(states: Tensor, rows: Tensor) -> Tensor:
-    """Rows [T, Hkv, R] of `states` [Hkv, S, D] -> [T, Hkv, R, D], a copy.
+    """Vectors `rows` [T, Hkv, R] of `states` [Hkv, S, D] -> [T, Hkv, R, D], a copy.
 
-    A row must lie in one piece, and a whole number of rows apart from every other, as in the buffer or any projection.
+    Vectors must be contiguous, and whole numbers of vectors apart, as in the buffer or any projection.
     """
     heads, count, head_dim = states.shape
     by_head, by_entry, by_channel = states.stride()
     assert by_channel == 1 and by_head % head_dim == by_entry % head_dim == 0, f"strides {states.stride()}"
-    # Selecting whole rows of one flat view is a memory copy; indexing by head and row goes number by number.
+    # Selecting whole vectors of one flat view is a memory copy; indexing by head and position copies element by
+    # element.
     last = (heads - 1) * by_head + (count - 1) * by_entry
     flat = states.as_strided((last // head_dim + 1, head_dim), (head_dim, 1))
     regions = torch.arange(heads, device=rows.device)[:, None] * (by_head // head_dim)
@@ -179,7 +180,7 @@ def masked_attend(
     softcap: float | None = None,
     head_sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The definition: attention over all S rows, those outside `seen` [T, Hkv, S] masked."""
+    """The definition: attention over all S entries, those outside `seen` [T, Hkv, S] masked."""
     return attend_entries(queries, keys[None], values[None], seen, scaling, softcap, head_sinks)
 
 
@@ -192,9 +193,9 @@ def attend_entries(
     softcap: float | None = None,
     head_sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each query over rows of its own: keys, values [T or 1, Hkv, R, D], seen [T, Hkv, R].
+    """Attention of each query over entries of its own: keys, values [T or 1, Hkv, R, D], seen [T, Hkv, R].
 
-    A query that sees no row, and has no head sink, has out 0 and lse -inf.
+    A query that sees no entry, and has no head sink, has out 0 and lse -inf.
     """
     count, query_heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
@@ -206,7 +207,7 @@ def attend_entries(
         column = head_sinks.float().view(1, kv_heads, -1, 1).expand(count, -1, -1, -1)
         scores = torch.cat([scores, column], dim=-1)
     lse = scores.logsumexp(dim=-1)
-    # A softmax over nothing is 0/0. Only that is set to 0: a NaN from elsewhere stays in sight.
+    # A softmax over nothing is 0/0. Only that is set to 0: a NaN from elsewhere stays visible.
     weights = scores.softmax(dim=-1).masked_fill(lse.isneginf()[..., None], 0)[..., : seen.shape[-1]]
     out = weights @ values.float()
     return out.view(count, query_heads, -1), lse.view(count, query_heads)

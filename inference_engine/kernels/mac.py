@@ -1,21 +1,21 @@
-"""Match, amend, complete: a decode row takes over the attention a similar recent query paid to the same prefix.
+"""Match, amend, complete: a decoding query reuses the attention of a similar recent query to the same prefix.
 
-    position   0 ……………… e | e ……… j | j+1 ……… p          row p matches the query at j; e = j − band
+    position   0 ……………… e | e ……… j | j+1 ……… p          query p matches the query at j; e = j − band
     hit          reused   |  band   |   tail             reused: j's summary of [0, e); band and tail: read afresh
-    new entry    reused   |  read, up to p − band |      the rectified summary of [0, p − band) for later rows
+    new entry    reused   |  read, up to p − band |      the rectified summary of [0, p − band) for later queries
 
 A match is the nearest unrotated query among the last `ring` positions, by L2 distance, each query head for itself. It
 is taken if distance < threshold · √(2 D): two independent queries with components of variance 1 lie about √(2 D) apart,
 so `threshold` is a share of coincidence, and under that null a false match has probability P(χ²_D < threshold² · D).
-0 never matches, which is full attention. Without a match every row is read.
+0 never matches, which is full attention. Without a match every entry is read.
 
-Summaries are snapshots. Rows before and after p − band are added up apart and merged for the output; nothing is ever
-subtracted, so a band that holds nearly all of the mass costs no digits.
+Summaries are snapshots. Entries before and after p − band are summed separately and merged for the output; nothing is
+ever subtracted, so a band that holds nearly all of the mass costs no digits.
 
 **What is approximated**: the summary was weighted by another query, rotated for another position. **It compounds**: an
-entry made on a hit contains its match's summary, unchanged. After n links the oldest rows carry the weights of a query
-up to n · limit away in distance and n · ring in position, though each link kept both within bounds. `chain_limit` caps
-the links; None, as in the source, does not.
+entry made on a hit contains its match's summary, unchanged. After n links the oldest entries carry the weights of a
+query up to n · limit away in distance and n · ring in position, though each link kept both within bounds. `chain_limit`
+caps the links; None, as in the source, does not.
 
 Source: MAC-Attention, sections 3.2-3.5 and appendix B. Its threshold τ counts the other way (its hits become rarer as τ
 grows), so we read it as threshold = 1 − τ; its default τ = 0.45 is 0.55 here.
@@ -35,35 +35,35 @@ from inference_engine.kernels.merge import attention_scores, merge_states, reduc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MacEntry:
-    """What one decoded row leaves for later ones. A head whose depth is -1 leaves nothing: zeros, and lse -inf."""
+    """What one decoded token leaves for later ones. A head whose depth is -1 leaves nothing: zeros, and lse -inf."""
 
     position: int
-    query: Tensor  # [Hq, D], unrotated, in the ring's dtype
-    out: Tensor  # [Hq, D] float32: attention of this row's query over [0, position − band)
+    query: Tensor  # [Hq, D], unrotated, in the query cache's dtype
+    out: Tensor  # [Hq, D] float32: attention of this query over [0, position − band)
     lse: Tensor  # [Hq] float32
     depth: Tensor  # [Hq] int32: links between this summary and one computed in full
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MacStats:
-    """What happened to one row, for each query head.
+    """What happened to one query, for each query head.
 
-    The two masses are exact shares of the row's full softmax. Only the reference, which has all scores, can tell them.
+    The two masses are exact shares of the full softmax. Only the reference, which has all scores, can compute them.
     """
 
     hits: Tensor  # bool
     matches: Tensor  # int64: the matched position, -1 on a miss
     distances: Tensor  # float32: to the nearest candidate, taken or not; infinity if there was none
-    entries_read: Tensor  # int64: rows of K and V the head reads. A group that shares them reads its largest number
-    band_mass: Tensor  # float32: on the band before the match; on a miss, on the band before the row itself
-    reused_mass: Tensor  # float32: on the rows whose attention was taken over; the error grows with it
+    entries_read: Tensor  # int64: entries that the head reads. A group that shares them reads its largest number
+    band_mass: Tensor  # float32: on the band before the match; on a miss, on the band before the query itself
+    reused_mass: Tensor  # float32: on the entries whose attention was reused; the error grows with it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatchTotals:
-    """Sums over committed generated rows of one layer. Tensors are on the device, and none is changed later.
+    """Sums over committed generated tokens of one layer. Tensors are on the device, and none is changed later.
 
-    entries_present: rows of K and V that full attention would have read, in each head.
+    entries_present: entries that full attention would have read, in each head.
     group_entries_read: heads that share K and V read them once, as far back as the one that reads most.
     The masses are those of MacStats.
     """
@@ -78,7 +78,7 @@ class MatchTotals:
 
     @staticmethod
     def of(position: int, stats: MacStats, kv_heads: int) -> MatchTotals:
-        """Those of one row."""
+        """The totals of one query."""
         return MatchTotals(
             queries=1,
             entries_present=position + 1,
@@ -97,7 +97,7 @@ class MatchTotals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MacState:
-    """One layer's ring of past queries and of their summaries; a position's slot is position % ring.
+    """One layer's query cache: a ring buffer of past queries and their summaries; a position's slot is position % ring.
 
     Only `commit` changes it. `mac_attend` returns what would be added, so rejected drafts leave no trace.
     """
@@ -137,7 +137,7 @@ class MacState:
         return sum(tensor.nbytes for tensor in self._tensors())
 
     def commit(self, entries: Sequence[MacEntry]) -> None:
-        """Write the entries of accepted rows over those `ring` positions older. They come in order of position."""
+        """Write the entries of accepted tokens over those `ring` positions older, in order of position."""
         for entry in entries:
             slot = entry.position % self.ring
             self.queries[:, slot] = entry.query
@@ -147,9 +147,9 @@ class MacState:
             self.positions[slot] = entry.position
 
     def with_pending(self, entries: Sequence[MacEntry]) -> MacState:
-        """A copy with `entries` committed, for later rows of the block they belong to; this state is left alone.
+        """A copy with `entries` committed, for later queries of the same block; this state is unchanged.
 
-        One copy serves a block: go on committing each row's entry to it.
+        One copy serves a block: commit each further entry to it.
         """
         pending = MacState(**{field.name: getattr(self, field.name).clone() for field in fields(self)})
         pending.commit(entries)
@@ -185,20 +185,19 @@ def mac_attend(
     softcap: float | None = None,
     head_sinks: Tensor | None = None,
 ) -> tuple[Tensor, MacEntry, MacStats]:
-    """Attend from the row at `position`; returns its output [Hq, D] in the dtype of `query`, its entry and statistics.
+    """Attend from the query at `position`; returns its output [Hq, D] in the dtype of `query`, its entry and
+    statistics.
 
-    query_unrotated, query: [Hq, D] · keys, values: [Hkv, S, D], row s at position s, the row's own included; rows past
-    `position` are not looked at.
-    band: rows before a match that are read again, the same for the whole life of a state.
-    threshold: see above; a tensor [Hq] gives each head its own.
-    chain_limit: entries with more links than this are not kept; 0 keeps those of misses alone.
-    softcap, head_sinks: as in `attend`. Sinks are no part of a summary: they join the output once.
-    Reads `state` and does not change it. No synchronisation with the host.
+    query_unrotated, query: [Hq, D] · keys, values: [Hkv, S, D], entry s at position s, the query's own included;
+    entries past `position` are not read. band: entries before a match that are read again, the same for the whole life
+    of a state. threshold: see above; a tensor [Hq] gives each head its own. chain_limit: entries with more links than
+    this are not kept; 0 keeps those of misses alone. softcap, head_sinks: as in `attend`. Sinks are no part of a
+    summary: they join the output once. Reads `state` and does not change it. No synchronisation with the host.
     """
     own_query = query_unrotated.to(state.queries.dtype)
     hits, matches, distances = _match(state, own_query, position, band, threshold)
     slots = matches.clamp(min=0)[:, None] % state.ring  # [Hq, 1]
-    starts = torch.where(hits, matches - band, 0)  # the first row each head reads
+    starts = torch.where(hits, matches - band, 0)  # the first position each head reads
 
     seen = slice(0, position + 1)
     scores = attention_scores(query[None], keys[:, seen], scaling=scaling, softcap=softcap)  # [1, Hq, p + 1]
@@ -253,7 +252,7 @@ def _match(
 
 
 def _reused(state: MacState, slots: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
-    """The matched entries' summaries, (out [Hq, D], lse [Hq]); that of no rows where there was no match."""
+    """The matched entries' summaries, (out [Hq, D], lse [Hq]); the state of no entries without a match."""
     out = state.outs.gather(1, slots[..., None].expand(-1, -1, state.outs.shape[-1]))[:, 0]
     return torch.where(hits[:, None], out, 0), torch.where(hits, state.lses.gather(1, slots)[:, 0], -math.inf)
 

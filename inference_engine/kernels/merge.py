@@ -1,13 +1,13 @@
-"""Attention with its log-sum-exp, so that attention over parts of the rows can be merged into attention over them all.
+"""Attention with its log-sum-exp: attention over parts of the entries is merged into attention over all of them.
 
-    state of a set of rows = (out, lse)     out = Σ softmax(s)_i · v_i,   lse = ln Σ exp(s_i),   s = a query's scores
+    state of a set of entries = (out, lse)     out = Σ softmax(s)_i · v_i,   lse = ln Σ exp(s_i),   s = a query's scores
 
     merge(state of A, state of B) = state of A ∪ B, for disjoint A and B, in any order and any grouping
 
-The state of no rows is (0, -inf), and merging it changes nothing, to the bit. All arithmetic is in float32, but that a
-GPU's fused operation rounds each out to the type of the keys; with scores of size m an lse is exact to about 1e-7 · m,
-and the weights of a merge as well.
-Source: Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv 1805.02867.
+The state of no entries is (0, -inf), and merging it changes nothing, to the bit. All arithmetic is in float32, except
+that a GPU's fused operation rounds each out to the dtype of the keys; with scores of size m an lse is exact to about
+1e-7 · m, and the weights of a merge as well. Source: Milakov and Gimelshein, Online normalizer calculation for softmax,
+arXiv 1805.02867.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def attend_state(
     scaling: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the rows a query sees: (out [T, Hq, D], lse [T, Hq]), both float32.
+    """Attention over the entries that a query sees: (out [T, Hq, D], lse [T, Hq]), both float32.
 
     queries: [T, Hq, D] · keys, values: [Hkv, S, D], S may be 0.
-    mask: additive, [T, S], or [T, Hq, S] when heads see different rows; None when every query sees every key.
+    mask: additive, [T, S], or [T, Hq, S] when heads see different entries; None when every query sees every key.
     softcap: as in `attend`.
     A query that sees no key has out 0 and lse -inf.
     """
@@ -43,7 +43,7 @@ def attend_state(
 class Merging:
     """States merged one after another, in half the operations of `merge_states`: divided by their weights in the end.
 
-    The first one must have seen a row.
+    The first state must cover at least one entry.
     """
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
@@ -57,15 +57,15 @@ class Merging:
         self._top = top
 
     def state(self) -> tuple[Tensor, Tensor]:
-        """Of all rows so far."""
+        """The state of all entries so far."""
         return self._sum / self._weight[..., None], self._top + torch.log(self._weight)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine attention over two disjoint sets of rows into attention over their union.
+    """Combine attention over two disjoint sets of entries into attention over their union.
 
     out_* [..., D], lse_* [...], float32; returns (out, lse) of the same shapes.
-    A side that saw no row has lse -inf and does not contribute; if neither saw one, out is 0 and lse is -inf.
+    A side without entries has lse -inf and does not contribute; if both are empty, out is 0 and lse is -inf.
     """
     top = _finite(torch.maximum(lse_a, lse_b))
     weight_a, weight_b = torch.exp(lse_a - top), torch.exp(lse_b - top)
@@ -75,7 +75,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 
 def with_head_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Let one logit per head, which carries no value, join each row's softmax (gpt-oss).
+    """Let one logit per head, which carries no value, join each query's softmax (gpt-oss).
 
     out [T, Hq, D] or [Hq, D], lse without D, sinks [Hq]. A sink counts once: fold it into the whole, never into parts
     that are merged later.
@@ -99,7 +99,7 @@ def reduce_scores(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     rows, query_heads, count = scores.shape
     kv_heads, _, head_dim = values.shape
     lse = torch.logsumexp(scores, dim=-1)
-    # A softmax over nothing is 0/0. Only such rows are set to 0: a NaN from elsewhere stays in sight.
+    # A softmax over nothing is 0/0. Only that is set to 0: a NaN from elsewhere stays visible.
     weights = scores.softmax(dim=-1).masked_fill(lse.isneginf()[..., None], 0)
     folded = weights.transpose(0, 1).reshape(kv_heads, query_heads // kv_heads * rows, count)
     out = (folded @ values.float()).reshape(query_heads, rows, head_dim)

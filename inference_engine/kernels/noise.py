@@ -3,7 +3,7 @@
     token = the id with the largest  logit ÷ temperature + noise(seed, position, id)
 
 With Gumbel noise that is a draw from the softmax (Maddison et al., arXiv 1411.0030). No sum is involved, so the order
-in which a device adds cannot change it. And whoever draws for the same place with the same noise from another
+in which a device adds cannot change it. And a caller that draws for the same place with the same noise from another
 distribution, d away in total variation, comes to the same token at least (1 − d) ÷ (1 + d) of the time: so a drafter
 that knows the noise drafts what is sampled, not what is likeliest (Daliri et al., arXiv 2408.07978).
 
@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# Of keys [n], int64, for every id below the vocabulary's size: float64 [n, vocab], written by nobody else.
+# Of keys [n], int64, for every id below the vocabulary's size: float64 [n, vocab], to which nothing else writes.
 NoiseOfAll = Callable[[Tensor, int], Tensor]
 
 GOLDEN = 0x9E3779B97F4A7C15

@@ -1,4 +1,5 @@
-"""The array operations of a device, by name: its own where it has a faster one, else the reference in plain torch.
+"""The array operations of a device, by name: a kernel where there is a faster one, otherwise the reference in plain
+torch.
 
 A new kernel is a file in `triton/` and a line in `_KERNELS`; it must equal its reference, which says what it computes.
 """

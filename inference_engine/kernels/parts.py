@@ -1,9 +1,9 @@
-"""Attention of one session's rows over rows that lie in several places, under one softmax.
+"""Attention of one session's queries over entries in several places, under one softmax.
 
     queries [T, Hq, D] · parts, each keys and values [Hkv, S, D] and a mask [T, S] or None
 
-It is what `attend` gives over the parts laid end to end, and copies none of them: only scores are put together. For few
-rows that is a fraction of the operations that merging states of the parts takes (`kernels/merge.py`).
+The result is that of `attend` over the concatenated parts, but no part is copied: only scores are concatenated. For few
+queries this takes a fraction of the operations of merging states (`kernels/merge.py`).
 """
 
 from __future__ import annotations

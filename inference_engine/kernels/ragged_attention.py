@@ -1,23 +1,22 @@
-"""Attention of single rows, each over a region of its own: one operation for all rows of a step.
+"""Attention of single queries, each over a region of its own: one operation for all queries of a step.
 
-    queries [N, Hq, D] · keys, values [R, D], the buffers · regions [N, FIELDS], one line a row, whole numbers
+    queries [N, Hq, D] · keys, values [R, D], the buffers · regions [N, FIELDS], integers, one line for each query
 
-A region is `region` consecutive buffer rows for each KV head, from `start` on. What a row sees there follows from
-numbers, so that nothing as long as a history is built on the host or copied, and a step's shapes do not change with
-lengths:
+A region is `region` consecutive buffer vectors for each KV head, from `start` on. Numbers say what a query sees there,
+so nothing as long as a history is built on the host or copied, and a step's shapes do not depend on lengths:
 
     slot       0 … sink-1 | sink … count-1
     position   its number | the last one up to `last` that falls there, `ring` apart (ring 0: its number)
     seen       from sink_floor on | from max(floor, sink) on, and both up to `upto`
 
-A row may read a keep-set (`kernels/gather.py`): its line then has a block size. Of what it sees it reads the sink, what
-is from `local` on, and the `kept` blocks between of the highest bounds; the bounds are in the region, from slot
-`bounds` on. Slots are positions there. A line whose block size is 0 reads all it sees.
+A query may read selected blocks (`kernels/gather.py`): its line then has a block size. Of what it sees it reads the
+sink, everything from `local` on, and the `kept` blocks of the highest bounds between them; the bounds are in the
+region, from slot `bounds` on. Slots are positions there. A line whose block size is 0 reads all it sees.
 
-A fork's first rows are where the session before it put them: its slots before `base` are those of another region, of
-`prefix_region` rows for each KV head from `prefix_start` on, and its own region begins with slot `base`.
+The first entries of a fork lie in another session's region: slots before `base` are in a region of `prefix_region`
+vectors for each KV head from `prefix_start` on, and the fork's own region begins with slot `base`.
 
-This is the reference, row by row in plain torch, and the contract; `triton/ragged_attention.py` has the kernel.
+This is the reference, query by query in plain torch, and the contract; `triton/ragged_attention.py` has the kernel.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ FIELDS = 16
 
 
 class RaggedAttention(Protocol):
-    """`kv_heads`: Hkv. A row whose count is 0 gets zeros. Returns [N, Hq, D] in the dtype of `queries`.
+    """`kv_heads`: Hkv. A query whose count is 0 gets zeros. Returns [N, Hq, D] in the dtype of `queries`.
 
-    blocks: no row chooses among more than these; 0 if none reads a keep-set.
+    blocks: the most blocks that a query selects from; 0 if none selects any.
     """
 
     def __call__(
@@ -76,7 +75,7 @@ def attend_ragged(
         slots = torch.arange(count, device=queries.device)
         heads = start + torch.arange(kv_heads, device=queries.device)[:, None] * region
         if numbers[BLOCK]:
-            assert blocks, "a row reads a keep-set, and nobody said so"
+            assert blocks, "a query selects blocks, but blocks is 0"
             read = kept(queries[row : row + 1], keys, values, heads, numbers, scaling=scaling)
             index, one = heads + slots, queries[row : row + 1]
             state, _ = masked_attend(one, keys[index], values[index], read, scaling=scaling, softcap=softcap)
@@ -96,7 +95,7 @@ def attend_ragged(
 
 
 def seen(slots: Tensor, numbers: list[int]) -> Tensor:
-    """Which of `slots` a row with these `numbers` sees."""
+    """Which of `slots` a query with these `numbers` sees."""
     sink, ring, last, upto = numbers[SINK], numbers[RING], numbers[LAST], numbers[UPTO]
     in_sink = slots < sink
     positions = slots if not ring else torch.where(in_sink, slots, last - (last - slots) % ring)
@@ -105,7 +104,7 @@ def seen(slots: Tensor, numbers: list[int]) -> Tensor:
 
 
 def kept(query: Tensor, keys: Tensor, values: Tensor, heads: Tensor, numbers: list[int], *, scaling: float) -> Tensor:
-    """[1, Hkv, count], which slots the row reads that has a block size. heads: [Hkv, 1], where each head's slots begin.
+    """[1, Hkv, count], which slots a query that selects blocks reads. heads: [Hkv, 1], where each head's slots begin.
 
     scaling must be positive.
     """

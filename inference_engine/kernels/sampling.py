@@ -1,9 +1,9 @@
-"""Draws a token from each of many rows of logits.
+"""Samples a token from each of many logits vectors.
 
 Order: repetition penalty (whole history), bias, temperature, top_k, top_p, min_p; log-probabilities are of the raw
 logits. The token is the id with the largest logit ÷ temperature + noise among those that are left, and the lower one of
-equals. Noise is a function of (seed, position, id) alone (`kernels/noise.py`), so neither the way a history was
-built nor drafting can change it.
+equals. Noise is a function of (seed, position, id) alone (`kernels/noise.py`), so neither how a history was built
+nor drafting can change it.
 
 Rows are drawn together, whatever their samplings: a few operations for all of them. What one gives depends on itself
 alone, bit for bit, so each operation here treats a row the same, whatever rows are beside it.
@@ -140,7 +140,7 @@ def draw_all(logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll = n
         samplings = [place.draw.sampler.sampling for place in keyed]
         tokens.append(draw(adjusted[greedy:], samplings, keys, noise_of_all))
     ids = _joined(tokens)
-    # A row's largest and smallest number tell whether all are finite, in passes that write no array.
+    # A row's largest and smallest number show whether all are finite, in passes that write no array.
     columns = [ids, rows.amax(dim=-1), rows.amin(dim=-1)]
     if any(place.draw.wants_logprob for place in places):
         columns.append(logprobs(rows, ids))
@@ -256,7 +256,7 @@ def _ranked(logits: Tensor) -> Tensor:
     """Each row [n, V] from its largest number down."""
     if logits.is_cuda:
         return logits.sort(dim=-1, descending=True).values
-    # torch carries the ids along, which nobody wants here: that takes three times as long.
+    # torch sorts the ids along, which are not needed here: that takes three times as long.
     return torch.from_numpy(-np.sort(-logits.numpy(), axis=-1))
 
 

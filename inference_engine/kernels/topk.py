@@ -1,15 +1,14 @@
 """Exact Top-K of each row, found faster when a hint says where it was a step ago.
 
-    draft token    two thresholds from the hinted values, their smallest and their mean; without a hint, one from all
-    values
-    verify   count the values ≥ threshold, a pass over the row each time, until the count fits: k ≤ count ≤ capacity
-    refine   collect those few and choose among them exactly
+    estimate  two thresholds from the hinted values, their smallest and their mean; without a hint, one from all values
+    verify    count the values ≥ threshold, a pass over the row each time, until the count fits: k ≤ count ≤ capacity
+    refine    collect those few and choose among them exactly
 
 The first pass counts at both thresholds: a good hint's smallest value is already low enough, a poor hint's mean is not
 too low, and together they enclose the answer. Between a threshold that is too low and one that is too high the search
-goes on by secants, on the logarithm of the count, because the tails that matter fall off about exponentially. Each pass
-also notes the nearest values on both sides, so equal values cannot hold it up, and every fourth round halves the bit
-patterns between the two, so it ends after 4 · 32 rounds whatever the values (4 · 64 in float64).
+continues by secants, on the logarithm of the count, because the tails that matter fall off about exponentially. Each
+pass also notes the nearest values on both sides, so equal values cannot hold it up, and every fourth round halves the
+bit patterns between the two, so it ends after 4 · 32 rounds whatever the values (4 · 64 in float64).
 
 Order of values: NaN > inf > … > -inf, as `torch.topk` has it, so a NaN is chosen and shows, never dropped; -0 equals 0;
 among equals the lowest index comes first. `topk_by_sorting` is the definition: the same answer in one operation.
@@ -152,7 +151,7 @@ class _Search:
         self._close()
 
     def _estimate(self, values: Tensor, usable: Tensor) -> Tensor:
-        """What `target` candidates would reach if the row were normal."""
+        """The value that `target` candidates would reach in a normal distribution."""
         mean = _mean(values, usable)
         deviation = _mean((values - mean[:, None]).square(), usable).sqrt()
         share = 1 - self._target / self.low_count.clamp(min=int(self._target) + 1)

@@ -55,7 +55,7 @@ def attend_ragged(
     sums = torch.empty((rows, query_heads, splits), dtype=torch.float32, device=queries.device)
     out = torch.empty_like(queries)
     block_g = max(_LEAST, triton.next_power_of_2(group))
-    chosen = sums  # whatever it is, if no row chooses
+    chosen = sums  # unused if no query selects blocks
     if blocks:
         chosen = choose_blocks(queries, keys, values, regions, scaling, kv_heads, blocks, block_g, width)
     tensors = (queries, keys, values, regions, parts, sums)
@@ -129,7 +129,7 @@ def _attend_part(
         o_first = row // TILE * TILE
         o_last = tl.minimum(o_first + TILE, tl.num_programs(0)) - 1
         is_shared = tl.load(p_regions + o_first * FIELDS) == tl.load(p_regions + o_last * FIELDS)
-        # Rows of nobody look alike, and one of somebody may be between them.
+        # Padding queries look alike, and a real one may be between them.
         is_shared = is_shared & (tl.load(p_regions + o_first * FIELDS + 2) > 0) & (block == 0)
         count = tl.where(is_shared, 0, count)
         m_own = m_g & (o_g < tl.where(is_shared, 0, GROUP))
@@ -236,7 +236,7 @@ def _attend_tile_part(
     b_floor = tl.load(p_regions + o_row * FIELDS + 7, mask=m_q, other=0).to(tl.int32)
     b_sink_floor = tl.load(p_regions + o_row * FIELDS + 8, mask=m_q, other=0).to(tl.int32)
     b_floor = tl.where(ring > 0, tl.maximum(b_floor, sink), tl.maximum(b_floor, 0))
-    # Where slots are positions, nobody looks at those after the last row's own.
+    # Where slots are positions, no query reads those after the last query's own.
     count = tl.where(ring > 0, count, tl.minimum(count, tl.max(b_upto, axis=0) + 1))
     count = tl.where(is_shared, count, 0)
 

@@ -1,8 +1,8 @@
-"""Which blocks of its region a row reads that reads a keep-set: `kept` of `kernels/ragged_attention.py` in Triton.
+"""The blocks of its region that a query selects: `kept` of `kernels/ragged_attention.py` in Triton.
 
     bounds of a row's blocks  ── score ──▶  [N, Hkv, blocks] float32  ── select ──▶  [N, Hkv, blocks], chosen or not
 
-Nothing of it comes to the host, so a step whose rows choose can be part of a CUDA graph.
+Nothing of it comes to the host, so a step whose queries select blocks can be part of a CUDA graph.
 """
 
 from __future__ import annotations
