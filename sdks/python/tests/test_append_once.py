@@ -232,7 +232,7 @@ def test_an_append_that_nobody_answered_is_asked_about_before_giving_up() -> Non
 def test_what_cannot_be_known_is_not_claimed() -> None:
     server = Server(["unanswered", *["lost"] * 5])
     tail = Tail()
-    with pytest.raises(AppendUnresolved, match="nobody can tell whether 2 ids for position 0 arrived") as caught:
+    with pytest.raises(AppendUnresolved, match="it is unknown whether 2 ids for position 0 arrived") as caught:
         append(server, [1, 2], tail)
     error = caught.value
     assert (error.appended_tokens, error.history_length, error.pending_tokens) == (None, 0, 2)

@@ -1,5 +1,5 @@
 /**
- * Appending token ids so that each is in the history once, or the caller is told that nobody can know.
+ * Appends token ids exactly once, or throws an error if that cannot be confirmed.
  *
  * Every request has an id by which the server knows it when it comes again, and names the length it appends to: history
  * only grows, so it can take effect at one length alone. Sending it again is safe. Where no answer comes in the end, the
@@ -8,7 +8,7 @@
  *     found == length     it did not arrive
  *     longer              sent once more: answered as it was if it arrived, else refused, for it names another length
  *
- * What is left (nobody answers any more, or a server that knows no ids) throws AppendUnresolved.
+ * All other cases (no answer at all, or a server without request ids) throw AppendUnresolved.
  */
 import {
   AppendUnresolved,
@@ -99,7 +99,7 @@ export class Append {
     this.#isExact = this.#length === tail.length && !tail.mayLag && !this.#isOpen;
   }
 
-  /** The new history length. Errors of ours carry `appendedTokens`; AppendUnresolved says that nobody can tell. */
+  /** The new history length. The SDK's errors carry `appendedTokens`; AppendUnresolved: the outcome is unknown. */
   async run(): Promise<number> {
     let appended = 0;
     try {
@@ -207,7 +207,7 @@ export class Append {
     }
   }
 
-  /** What is thrown for `cause` where nobody can tell what became of the ids. */
+  /** The error for `cause` if it is unknown whether the ids arrived. */
   #unresolved(cause: KakeyaError, chunk: number[]): KakeyaError {
     this.#isFateKnown = false;
     // Such as a session that is gone, with all that was in it.

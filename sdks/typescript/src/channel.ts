@@ -47,7 +47,7 @@ export function openChannel(target: string, apiKey: string | undefined, tls: TLS
       throw invalid("apiKey", "must be a text of printable ASCII characters");
     }
     if (tls === false && !LOOPBACK.test(host)) {
-      throw invalid("apiKey", `would travel to ${target} unencrypted; give tls: true or certificates as well`);
+      throw invalid("apiKey", `would travel to ${target} unencrypted; pass tls: true or certificates as well`);
     }
   }
   const baseUrl = `${tls === false ? "http" : "https"}://${target}`;

@@ -214,7 +214,7 @@ test("an append that nobody answers is unresolved, and the error says of what", 
   const error = await failure(kakeya.AppendUnresolved, session.append([7, 8]));
   expect(error.cause).toBeInstanceOf(kakeya.ConnectionFailed);
   expect([error.appendedTokens, error.historyLength, error.pendingTokens]).toEqual([null, 0, 2]);
-  expect(error.message).toContain("nobody can tell whether 2 ids for position 0 arrived");
+  expect(error.message).toContain("it is unknown whether 2 ids for position 0 arrived");
 });
 
 test("an append whose time is up is resolved by its id where others have appended meanwhile", async () => {

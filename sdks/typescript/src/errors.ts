@@ -16,7 +16,7 @@
  *     ├── DeadlineExceeded            the call took longer than its timeout
  *     └── TransportError              the network or a proxy, not the runtime
  *         ├── ConnectionFailed        ── TLSFailed
- *         └── AppendUnresolved        nobody can tell whether ids of an append arrived
+ *         └── AppendUnresolved        it is unknown whether ids of an append arrived
  *
  * An error the server explains is chosen by its ErrorInfo reason; a reason newer than this SDK, by its status code.
  */
@@ -99,7 +99,7 @@ export class InvalidTokenIds extends InvalidArgument {
 /** A request id was used before, for another request. The SDK makes up its own, so this is a fault of the SDK's. */
 export class RequestIdReused extends InvalidArgument {}
 
-/** The session is unknown, closed, or somebody else's. */
+/** The session is unknown, closed, or belongs to another owner. */
 export class SessionNotFound extends CallerError {}
 
 /** The server took the session away; create a new one and append its history. `evictionCause` says why. */
@@ -123,7 +123,7 @@ export class HistoryLengthMismatch extends CallerError {
   }
 }
 
-/** The append would pass the session's length limit; nothing of this call's last request was appended. */
+/** The append would exceed the session's length limit; nothing of this call's last request was appended. */
 export class HistoryLimit extends CallerError {
   get historyLength(): number | undefined {
     return this.numberOf("history_length");
@@ -202,7 +202,7 @@ export class QuotaExceeded extends RetryableError {
 /** The server is shutting down. */
 export class Draining extends RetryableError {}
 
-/** The server's engine stands still. It may come back; if not, the server ends. */
+/** The server's engine has stalled. It may recover; if not, the server ends. */
 export class EngineStalled extends RetryableError {}
 
 /** The device ran out of memory during the call. The session and its history are kept. */
@@ -221,7 +221,7 @@ export class InvariantViolated extends ServerError {
 /** The model produced NaN or infinity; nothing was sampled. */
 export class NonFiniteLogits extends ServerError {}
 
-/** Rows that had left the exact window could not be brought back; the history is kept. */
+/** KV entries outside the exact window could not be restored; the history is kept. */
 export class RestorationFailed extends ServerError {}
 
 /** A bug of the server. `incident` finds it in the server's log. */
@@ -247,7 +247,7 @@ export class ConnectionFailed extends TransportError {}
 export class TLSFailed extends ConnectionFailed {}
 
 /**
- * Nobody can tell whether ids of an append are in the history; `cause` is what went wrong.
+ * It is unknown whether ids of an append are in the history; `cause` is the error.
  *
  * `pendingTokens` ids were to follow the first `historyLength` tokens of the history. Whatever became of them, the
  * session's next append does not double them: it insists on the length known before.
@@ -258,8 +258,8 @@ export class AppendUnresolved extends TransportError {
 
   constructor(cause: KakeyaError, at: { historyLength: number; pendingTokens: number }) {
     super(
-      `${cause.message}; nobody can tell whether ${at.pendingTokens} ids for position ${at.historyLength} arrived: ` +
-        "info() tells the length of the history",
+      `${cause.message}; it is unknown whether ${at.pendingTokens} ids for position ${at.historyLength} arrived: ` +
+        "info() returns the length of the history",
       {
         code: cause.code,
         reason: cause.reason,

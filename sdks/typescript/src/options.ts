@@ -101,7 +101,7 @@ export interface GenerateOptions extends CallOptions {
   readonly onProgress?: ((progress: Progress) => void) | undefined;
   /** A history of any other length is left as it is. */
   readonly expectedHistoryLength?: number | undefined;
-  /** May the server's drafter guess ahead? That changes no token, only how fast they come. Default true. */
+  /** May the server's drafter be used? It changes the speed, never a token. Default true. */
   readonly drafting?: boolean | undefined;
 }
 

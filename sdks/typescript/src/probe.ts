@@ -44,7 +44,7 @@ function shakeHands(target: string): Promise<Met> {
   const host = target.slice(0, at).replace(/^\[|\]$/g, "");
   return new Promise((resolve) => {
     let met: Met = "no TLS";
-    // Nothing is told or believed over this connection, so it does not matter whose it is.
+    // Nothing is sent or trusted over this connection, so the peer need not be verified.
     const socket = connect({
       host,
       port: Number(target.slice(at + 1)),

@@ -34,7 +34,7 @@ export class Session implements AsyncDisposable {
     return new Session(link, facts);
   }
 
-  /** Opaque; whoever knows it (and the key, if there is one) may use the session. */
+  /** Opaque. It, and the key if there is one, give access to the session. */
   get id(): string {
     return this.#facts.id;
   }
@@ -100,7 +100,7 @@ export class Session implements AsyncDisposable {
    *
    * An error carries `appendedTokens`: how many of these ids are in the history, null if that cannot be known. To learn
    * it, a failed append may take 5 s more than its timeout. After one whose fate is open, also one stopped by its
-   * signal, the next append insists on the length known before it, and throws HistoryLengthMismatch if the ids arrived.
+   * signal, the next append expects the length known before it, and throws HistoryLengthMismatch if the ids arrived.
    */
   async append(tokenIds: TokenIds, options: AppendOptions = {}): Promise<number> {
     this.#requireOpen();

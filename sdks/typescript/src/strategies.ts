@@ -10,22 +10,22 @@ import { create, isFieldSet, ScalarType, type DescField, type DescMessage } from
 import { exact, finiteOf, invalid, shown, uint32Of, uint64Of, wholeIn } from "./checks.js";
 import { StrategySchema, type Strategy as WireStrategy } from "./generated/kakeya/v1/runtime_pb.js";
 
-/** Rows in fewer bytes, where a compressor is named. */
+/** Compression of KV entries, if a codec is named. */
 export interface Coding {
-  /** Name of a compressor, such as "int8", for the rows behind the last `exactWindow` positions. */
+  /** Name of a compressor, such as "int8", for the KV entries before the last `exactWindow` positions. */
   readonly codec?: string | undefined;
-  /** The last positions whose rows stay as they are. */
+  /** The last positions whose KV entries are not compressed. */
   readonly exactWindow?: number | undefined;
-  /** Layers, numbered from 0, whose rows are never coded. */
+  /** Layers, numbered from 0, whose KV entries are never compressed. */
   readonly exactLayers?: readonly number[] | undefined;
 }
 
-/** Every row stays. The session ends at the model's trained positions. */
+/** All KV entries are kept. The session ends at the model's trained positions. */
 export interface Full extends Coding {
   readonly kind: "full";
 }
 
-/** The first `sink` rows and at least the last `window` rows stay; the rest are evicted and never read again. */
+/** Keeps the first `sink` and at least the last `window` KV entries; the rest are evicted and never read again. */
 export interface SinkWindow extends Coding {
   readonly kind: "sink_window";
   readonly sink?: number | undefined;
@@ -33,7 +33,7 @@ export interface SinkWindow extends Coding {
 }
 
 /**
- * Every row stays in `fullLayers`, numbered from 0; sink and window in the others, as in `SinkWindow`.
+ * Keeps all KV entries in `fullLayers`, numbered from 0; sink and window in the others, as in `SinkWindow`.
  *
  * Which layers a model needs to find again what was said long ago is a fact of the model. Layers with a sliding window
  * of its own stay as they are and cannot be named. The session ends at the model's trained positions.
@@ -46,14 +46,14 @@ export interface LayerWindow extends Coding {
 }
 
 /**
- * The rows of `SinkWindow` stay; each Generate has the others restored and reads every position. The session ends at the
+ * Keeps the KV entries of `SinkWindow`; each Generate restores the others and reads every position. The session ends at the
  * model's trained positions.
  */
 export interface Restored {
   readonly kind: "restored";
   readonly sink?: number | undefined;
   readonly window?: number | undefined;
-  /** Where rows come back from: "recompute" from the token ids, "latent" from `bytesPerToken` kept of each. */
+  /** Source of restored entries: "recompute" from the token ids, "latent" from `bytesPerToken` stored for each. */
   readonly source?: string | undefined;
   readonly bytesPerToken?: number | undefined;
   /** "hold" restores once and holds all of them while it generates, "stream" a chunk at a time, for each token again. */
@@ -63,8 +63,8 @@ export interface Restored {
 }
 
 /**
- * Every row stays; a generated token reads `budget` of them: sink, window, and the blocks that answer it best. Appended
- * tokens read every row. The session ends at the model's trained positions.
+ * Keeps all KV entries; a generated token reads `budget` of them: sink, window, the best-scoring blocks. Appended
+ * tokens read all entries. The session ends at the model's trained positions.
  */
 export interface Gather {
   readonly kind: "gather";
@@ -78,7 +78,7 @@ export interface Gather {
 }
 
 /**
- * Every row stays, the last `residentTokens` and the sink on the device, the others where there is more room. Tokens
+ * Keeps all KV entries: the last `residentTokens` and the sink on the device, others in the second tier. Tokens
  * read as with `Gather`; what a generated one needs of the others is fetched.
  */
 export interface Tiered {
@@ -91,14 +91,14 @@ export interface Tiered {
 }
 
 /**
- * Every row stays; a generated token takes over what a similar recent one saw, and reads only what came later. Appended
- * tokens read every row. The session ends at the model's trained positions.
+ * Keeps all KV entries; a generated token reuses the attention of a similar recent query, reads newer ones. Appended
+ * tokens read all entries. The session ends at the model's trained positions.
  */
 export interface Mac {
   readonly kind: "mac";
   /** Positions searched for a similar query. */
   readonly ring?: number | undefined;
-  /** Rows before the similar query's token that are read again. */
+  /** Entries before the similar query's token that are read again. */
   readonly band?: number | undefined;
   /** How near, as a share of the distance of unlike queries; 0: nothing is taken over. */
   readonly threshold?: number | undefined;

@@ -148,7 +148,7 @@ export interface ServerInfo {
   readonly kvReservedBytes: number;
   readonly segmentTokens: number;
   readonly sessionIdleTtlSeconds: number;
-  /** What guesses ahead in Generates that allow it; empty: nothing does. */
+  /** The drafter of Generates that allow it; empty: none. */
   readonly drafter: string;
   /** Off the device, in the server's memory or in files. */
   readonly tierCapacityBytes: number;

@@ -1,13 +1,13 @@
-"""Appending token ids so that each is in the history once, or the caller is told that nobody can know.
+"""Appends token ids exactly once, or raises an error if that cannot be confirmed.
 
-Every request has an id by which the server knows it when it comes again, and names the length it appends to
-(`expected_history_length`): history only grows, so it can take effect at one length alone. Sending it again is safe.
-Where no answer comes in the end, the history's length is asked for:
+Every request has an id by which the server recognizes a repetition, and the length that it appends to
+(`expected_history_length`): history only grows, so it can take effect at one length only. Sending it again is safe.
+If there is no answer in the end, the history's length is requested:
 
     found == length     it did not arrive
-    longer              sent once more: answered as it was if it arrived, else refused, for it names another length
+    longer              sent once more: answered as before if it arrived, else refused, since the length differs
 
-What is left (nobody answers any more, or a server that knows no ids) raises AppendUnresolved.
+All other cases (no answer at all, or a server without request ids) raise AppendUnresolved.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kakeya._requests import new_request_id
 from kakeya._retry import Patience
 from kakeya.v1 import runtime_pb2 as pb
 
-# A failed append asks for the length even when its own time is up; that question may take this long.
+# A failed append requests the length even after its own timeout; that request may take this long.
 INQUIRY_SECONDS = 5.0
 
 # The largest append request: session id, lengths and field tags, then ids of at most five bytes each.
@@ -41,23 +41,23 @@ _BYTES_PER_ID = 5
 
 @dataclass(slots=True)
 class Tail:
-    """The end of a session's history, as far as this client was told. It can lag, but never leads."""
+    """The end of a session's history as known to this client. It can lag, but never leads."""
 
     length: int = 0
-    may_lag: bool = False  # a Generate ran and its last word was not heard
-    has_open_append: bool = False  # a request may yet arrive, so the next append insists on `length`
+    may_lag: bool = False  # a Generate ran and its end was not received
+    has_open_append: bool = False  # a request may still arrive, so the next append expects `length`
 
     def saw(self, length: int) -> None:
         self.length = max(self.length, length)
 
     def settle(self, length: int) -> None:
-        """The server said `length` with nothing of ours under way."""
+        """The server reported `length` with no request of this client in progress."""
         self.length, self.may_lag, self.has_open_append = length, False, False
 
 
 @dataclass(slots=True)
 class AppendLimit:
-    """What appends have to know of the server; asked of it once for each client."""
+    """The server's limits for appends; requested once for each client."""
 
     tokens: int | None = None  # that one request may carry
     knows_ids: bool | None = None  # is a request that comes again known by its id?
@@ -92,7 +92,7 @@ class Append:
         self._is_fate_known = True  # of the last request
 
     def run(self) -> Flow[int]:
-        """The new history length. Errors carry `appended_tokens`; AppendUnresolved says that nobody can tell."""
+        """The new history length. Errors carry `appended_tokens`; AppendUnresolved: the outcome is unknown."""
         appended = 0
         try:
             size = yield from self._ids_per_request()
@@ -190,7 +190,7 @@ class Append:
         return AppendUnresolved(cause, history_length=self._length, pending_tokens=len(chunk))
 
     def _server_knows_ids(self) -> Flow[bool]:
-        """Does the server know a request again? Found out once, with an append of nothing that is sent twice."""
+        """Does the server recognize repeated requests? Tested once, with an empty append that is sent twice."""
         if self._limit.knows_ids is None:
             request = pb.AppendTokensRequest(session_id=self._session_id, request_id=new_request_id())
             patience = self._patience.extended(INQUIRY_SECONDS)

@@ -1,4 +1,4 @@
-"""Where the server is and how to reach it: target, TLS, key, and the options both kinds of channel share."""
+"""The server's address: target, TLS, key, and the options shared by both kinds of channel."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MAX_REPLY_BYTES = 4 * 2**20
 OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_ANSWER_SECONDS * 1000),
-    # gRPC pings to measure the line, too. While one of those has no answer keepalive waits, a minute by default.
+    # gRPC also pings to measure bandwidth. Until such a ping is answered, keepalive waits, a minute by default.
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_ANSWER_SECONDS * 1000),
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),  # a long prefill is silent; pings go on
     ("grpc.max_receive_message_length", MAX_REPLY_BYTES),
     ("grpc.max_send_message_length", -1),
-    # A server that was restarted is found again soon.
+    # Reconnect soon after a server restarts.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
 ]
@@ -52,7 +52,7 @@ class TLS:
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
-            raise invalid("tls", "needs certificate and key together; only one of them is given")
+            raise invalid("tls", "needs both certificate and key; only one of them is given")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ def address(target: str, api_key: str | None, tls: TLS | bool) -> Address:
     if api_key is not None:
         # What HTTP/2 lets into a header.
         if not isinstance(api_key, str) or not api_key or not api_key.isascii() or not api_key.isprintable():
-            raise invalid("api_key", "must be a text of printable ASCII characters")
+            raise invalid("api_key", "must be a string of printable ASCII characters")
         if not encrypted and _LOOPBACK.fullmatch(target) is None:
-            raise invalid("api_key", f"would travel to {target} unencrypted; give tls=True or tls=TLS(…) as well")
+            raise invalid("api_key", f"would travel to {target} unencrypted; pass tls=True or tls=TLS(…) as well")
     return Address(
         target,
         _credentials(TLS() if tls is True else tls) if tls is not False else None,

@@ -1,4 +1,4 @@
-"""What a client is, apart from how its calls are carried out: settings, the address, and the order of use."""
+"""The part of a client shared by both kinds: settings, the address, and checks of the order of use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ClientBase:
         self._retry = RetryPolicy() if retry is None else retry
         self._append_limit = AppendLimit()
         self._is_closed = False
-        self._is_met = False  # a connection was made once, or it was found out why not
+        self._is_met = False  # a connection was made once, or the reason for its failure was found
 
     @property
     def target(self) -> str:
@@ -45,10 +45,10 @@ class ClientBase:
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise StateError(f"this client of {self.target} is closed; make a new one")
+            raise StateError(f"this client of {self.target} is closed; create a new one")
 
     def _metadata(self) -> Metadata:
-        """What goes along with a call that is made here and now."""
+        """The metadata of a call made in this context."""
         return self._address.metadata + trace_metadata()
 
     def _patience(self, timeout: Timeout) -> Patience:
@@ -62,13 +62,13 @@ class ClientBase:
         return self._closed_meanwhile() if self._is_closed else from_rpc_error(error, self.target)
 
     def _wants_probe(self, error: KakeyaError) -> bool:
-        """Is it worth finding out whether the two sides disagree on TLS? Once, where no connection was ever made."""
+        """Should a TLS mismatch be looked for? Once, if no connection was ever made."""
         self._is_met |= error.reason is not None or error._was_sent
         may_differ = not isinstance(error, TLSFailed) and "refused" not in error.message
         return isinstance(error, ConnectionFailed) and may_differ and not self._is_met
 
     def _probed(self, error: KakeyaError) -> KakeyaError:
-        """`error`, or what a handshake finds to be wrong. Takes a moment: not on an event loop."""
+        """`error`, or what a handshake finds. Blocks: not for an event loop."""
         self._is_met = True
         found = tls_mismatch(
             self.target,

@@ -1,7 +1,7 @@
-"""Every error the SDK raises on purpose. The second level says whose turn it is.
+"""Every error the SDK raises on purpose. The second level says who has to act.
 
     KakeyaError
-    ├── CallerError                 yours to fix; the same call fails again
+    ├── CallerError                 the caller must fix it; the same call fails again
     │   ├── InvalidArgument         ── TokenOutOfRange, InvalidTokenIds, RequestIdReused   (also ValueError)
     │   ├── SessionNotFound         ── SessionEvicted
     │   ├── SessionClosed, HistoryLengthMismatch, HistoryLimit, AppendTooLarge
@@ -10,12 +10,12 @@
     │   └── InvalidMessages, TemplateError, TokenizerError     from kakeya.tokenization
     ├── RetryableError              wait (`retry_after_seconds`) and try again
     │   └── SessionBusy, NoCapacity, OutOfMemory, Overloaded, Draining, EngineStalled
-    ├── ServerError                 the server's fault
+    ├── ServerError                 an error in the server
     │   └── InvariantViolated, NonFiniteLogits, RestorationFailed, InternalError, ProtocolError
     ├── DeadlineExceeded            the call took longer than its timeout      (also TimeoutError)
     └── TransportError              the network or a proxy, not the runtime
         ├── ConnectionFailed        ── TLSFailed                               (also ConnectionError)
-        └── AppendUnresolved        nobody can tell whether ids of an append arrived
+        └── AppendUnresolved        it is unknown whether ids of an append arrived
 
 An error the server explains is chosen by its ErrorInfo reason; a reason newer than this SDK, by its status code.
 """
@@ -31,8 +31,8 @@ _NO_METADATA: Mapping[str, str] = MappingProxyType({})
 class KakeyaError(Exception):
     """Base of all errors of the SDK.
 
-    `code` is the gRPC status name (`"NOT_FOUND"`) and `reason` the runtime's word for the situation; both are None for
-    an error found on this side of the wire. `retry_after_seconds` is the wait the server asked for, if it did.
+    `code` is the gRPC status name (`"NOT_FOUND"`) and `reason` the runtime's code for the situation; both are None for
+    an error found by the client. `retry_after_seconds` is the wait that the server requested, if it did.
     `appended_tokens` is set by a failed `append`: how many of its ids are in the history, None if that cannot be known.
     """
 
@@ -52,7 +52,7 @@ class KakeyaError(Exception):
         self.metadata = dict(metadata)
         self.retry_after_seconds = retry_after_seconds
         self.appended_tokens: int | None = None
-        self._was_sent = True  # False: the call never left this side, or the server did not process it
+        self._was_sent = True  # False: the call was not sent, or the server did not process it
         self._was_full = False  # the connection had as many calls as the server takes on one
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class KakeyaError(Exception):
 
 
 class CallerError(KakeyaError):
-    """The request is at fault, or the caller's picture of the session. Repeating it unchanged fails again."""
+    """The request is wrong, or the session is not in the state it assumes. Repeating it unchanged fails again."""
 
 
 class InvalidArgument(CallerError, ValueError):
@@ -81,7 +81,7 @@ class TokenOutOfRange(InvalidArgument):
 
 
 class InvalidTokenIds(InvalidArgument):
-    """Something that is not a token id, found before anything was sent. `index` and `value` say where and what."""
+    """A value that is not a token id, found before anything was sent: `value`, at `index`."""
 
     def __init__(self, message: str, *, field: str, index: int | None, value: object) -> None:
         super().__init__(message, metadata={"field": field})
@@ -90,15 +90,15 @@ class InvalidTokenIds(InvalidArgument):
 
 
 class RequestIdReused(InvalidArgument):
-    """The server knows another call by this id. The SDK makes up a new one for each, so this is its own mistake."""
+    """An earlier call with other content used this id. The SDK makes a new id for each call, so this is its own bug."""
 
 
 class SessionNotFound(CallerError):
-    """The session is unknown, closed, or somebody else's."""
+    """The session is unknown, closed, or belongs to another owner."""
 
 
 class SessionEvicted(SessionNotFound):
-    """The server took the session away; create a new one and append its history. `cause` says why."""
+    """The server evicted the session, for `cause`; create a new one and append its history."""
 
     @property
     def cause(self) -> str:
@@ -122,7 +122,7 @@ class HistoryLengthMismatch(CallerError):
 
 
 class HistoryLimit(CallerError):
-    """The append would pass the session's length limit; nothing of this call's last chunk was appended."""
+    """The append would exceed the session's length limit; nothing of this call's last chunk was appended."""
 
     @property
     def history_length(self) -> int | None:
@@ -142,7 +142,7 @@ class AppendTooLarge(CallerError):
 
 
 class StreamTakenOver(CallerError):
-    """Another stream of the same Generate gets its tokens from `position` on; this one has ended."""
+    """Another stream of the same Generate receives its tokens from `position` on; this one has ended."""
 
     @property
     def position(self) -> int | None:
@@ -162,7 +162,7 @@ class Unauthenticated(CallerError):
 
 
 class StateError(CallerError):
-    """A client, session or stream was used in an order that makes no sense; the message says which.
+    """A client, session or stream was used out of order; the message says which.
 
     An `append` whose client was closed while a request of it was under way raises it, with `appended_tokens` None.
     """
@@ -173,7 +173,7 @@ class StateError(CallerError):
 
 
 class InvalidMessages(CallerError, ValueError):
-    """Chat messages that cannot be rendered. `path` points at the culprit, such as `messages[2].content[0]`."""
+    """Chat messages that cannot be rendered. `path` is the invalid part, such as `messages[2].content[0]`."""
 
     def __init__(self, path: str, problem: str) -> None:
         super().__init__(f"{path}: {problem}")
@@ -181,7 +181,7 @@ class InvalidMessages(CallerError, ValueError):
 
 
 class TemplateError(CallerError):
-    """The tokenizer's chat template cannot be used in the way that was asked."""
+    """The tokenizer's chat template does not support the request."""
 
 
 class TokenizerError(CallerError):
@@ -197,7 +197,7 @@ class SessionBusy(RetryableError):
 
 
 class NoCapacity(RetryableError):
-    """The server has no room for the session's reservation now."""
+    """The server does not have enough free memory for the session's reservation now."""
 
 
 class Overloaded(RetryableError):
@@ -205,8 +205,8 @@ class Overloaded(RetryableError):
 
 
 class QuotaExceeded(RetryableError):
-    """The caller has as many sessions, bytes of K/V, tokens of history or waiting Generates as the server lets one
-    have; `quota` says which. Waiting helps where `retry_after_seconds` is there; else close sessions."""
+    """The owner has reached the server's limit per owner on sessions, bytes of K/V, tokens of history or waiting
+    Generates; `quota` says which. Waiting helps if `retry_after_seconds` is set; else close sessions."""
 
     @property
     def quota(self) -> str | None:
@@ -218,7 +218,7 @@ class Draining(RetryableError):
 
 
 class EngineStalled(RetryableError):
-    """The server's engine stands still. It may come back; if not, the server ends."""
+    """The server's engine has stalled. It may recover; if not, the server ends."""
 
 
 class OutOfMemory(RetryableError):
@@ -226,11 +226,11 @@ class OutOfMemory(RetryableError):
 
 
 class ServerError(KakeyaError):
-    """The server is at fault."""
+    """An error in the server."""
 
 
 class InvariantViolated(ServerError):
-    """The session's cache and history disagreed; it is failed, create a new one. `kind` is INV1, INV2 or INV3."""
+    """The session's cache and history disagreed; it has failed, create a new one. `kind` is INV1, INV2 or INV3."""
 
     @property
     def kind(self) -> str:
@@ -242,11 +242,11 @@ class NonFiniteLogits(ServerError):
 
 
 class RestorationFailed(ServerError):
-    """Rows that had left the exact window could not be brought back; the history is kept."""
+    """KV entries outside the exact window could not be restored; the history is kept."""
 
 
 class InternalError(ServerError):
-    """A bug of the server. `incident` finds it in the server's log."""
+    """A bug in the server. `incident` identifies it in the server's log."""
 
     @property
     def incident(self) -> str:
@@ -262,7 +262,7 @@ class DeadlineExceeded(KakeyaError, TimeoutError):
 
 
 class TransportError(KakeyaError):
-    """The call failed outside the runtime: no explanation of the runtime's came with it."""
+    """The call failed outside the runtime: the error carries no details from the server."""
 
 
 class ConnectionFailed(TransportError, ConnectionError):
@@ -274,16 +274,16 @@ class TLSFailed(ConnectionFailed):
 
 
 class AppendUnresolved(TransportError):
-    """Nobody can tell whether ids of an append are in the history; `__cause__` is what went wrong.
+    """It is unknown whether ids of an append are in the history; `__cause__` is the error.
 
-    `pending_tokens` ids were to follow the first `history_length` tokens of the history. Whatever became of them, the
-    session's next append does not double them: it insists on the length known before.
+    `pending_tokens` ids were to follow the first `history_length` tokens of the history. In any case the
+    session's next append does not duplicate them: it expects the length known before.
     """
 
     def __init__(self, cause: KakeyaError, *, history_length: int, pending_tokens: int) -> None:
         super().__init__(
-            f"{cause.message}; nobody can tell whether {pending_tokens} ids for position {history_length} arrived: "
-            "info() tells the length of the history",
+            f"{cause.message}; it is unknown whether {pending_tokens} ids for position {history_length} arrived: "
+            "info() returns the length of the history",
             code=cause.code,
             reason=cause.reason,
             metadata=cause.metadata,

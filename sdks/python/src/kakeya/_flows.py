@@ -39,7 +39,7 @@ Flow = Generator[Step, Any, T]
 
 
 def repeatable(method: str, request: Message, patience: Patience) -> Flow[Any]:
-    """An RPC that changes nothing, or says by its id that it is the same one again: tried while patience lasts."""
+    """An RPC that is safe to repeat (it changes nothing, or has a request id): retried while patience lasts."""
     attempt = 0
     while True:
         attempt += 1
@@ -72,7 +72,7 @@ def close_session(session_id: str, patience: Patience) -> Flow[int | None]:
 
 
 def wait_or_give_up(error: KakeyaError, attempt: int, patience: Patience) -> Flow[None]:
-    """Wait as long as it takes before the next attempt, or raise `error`."""
+    """Wait before the next attempt, or raise `error`."""
     delay = patience.wait_seconds(attempt, error)
     if delay is None:
         raise patience.verdict(error)

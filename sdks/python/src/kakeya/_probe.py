@@ -1,6 +1,6 @@
 """Why a server that accepts connections ends them unanswered: does one side speak TLS where the other does not?
 
-gRPC says no more than "Socket closed" then. A handshake of our own, in which nothing is sent, says which it is.
+gRPC only reports "Socket closed" then. A separate handshake, in which nothing is sent, finds out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _HOST_AND_PORT = re.compile(r"(?:dns:///|dns:|ipv4:|ipv6:)?(?:\[(?P<v6>[^\]]+)\]
 
 
 def tls_mismatch(target: str, *, is_encrypted: bool, has_certificate: bool) -> tuple[str, bool] | None:
-    """What the two sides do not agree on, in words, and whether that is certain.
+    """A description of the mismatch, and whether it is certain.
 
     None if nothing was found, or the target is no host and port.
     """
@@ -32,7 +32,7 @@ def tls_mismatch(target: str, *, is_encrypted: bool, has_certificate: bool) -> t
     if is_encrypted and met is _Met.ASKED_FOR_A_CERTIFICATE:
         return "it asks its clients for a certificate; tls=TLS(certificate=…, key=…) gives one", True
     if is_encrypted and met is _Met.LEFT:
-        # What gRPC's own servers do for want of a certificate; but others may have other reasons.
+        # gRPC's own servers do this if a certificate is missing; other servers may have other reasons.
         return (
             "it ends the connection after the handshake; if it asks its clients for a certificate, "
             "tls=TLS(certificate=…, key=…) gives one"
@@ -41,7 +41,7 @@ def tls_mismatch(target: str, *, is_encrypted: bool, has_certificate: bool) -> t
 
 
 class _Met(enum.Enum):
-    """How a server took a handshake without a certificate."""
+    """How a server reacted to a handshake without a certificate."""
 
     NO_TLS = enum.auto()
     TLS = enum.auto()
@@ -50,7 +50,7 @@ class _Met(enum.Enum):
 
 
 def _shake_hands(line: socket.socket) -> _Met:
-    # Nothing is told or believed over this connection, so it does not matter whose it is.
+    # Nothing is sent or trusted over this connection, so the peer need not be verified.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -59,7 +59,7 @@ def _shake_hands(line: socket.socket) -> _Met:
     try:
         with context.wrap_socket(line) as secured:
             met = _Met.TLS
-            # A server of HTTP/2 speaks first; one that misses a certificate complains, or leaves without a word.
+            # An HTTP/2 server speaks first; one that requires a certificate sends an alert, or closes the connection.
             return met if secured.recv(1) else _Met.LEFT
     except ssl.SSLError as error:
         reason = error.reason or ""

@@ -1,4 +1,4 @@
-"""How long to keep trying: one deadline over all attempts of a call, and the waits between them."""
+"""Retries: one deadline over all attempts of a call, and the waits between them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from kakeya._checks import finite, invalid, whole_number
 from kakeya._errors import DeadlineExceeded, KakeyaError, TLSFailed, TransportError
 
-# A call that found its connection full waits for its turn like one that its own side holds back: that is no attempt.
+# A call that finds its connection full waits for a free stream; that does not count as an attempt.
 FULL_SECONDS = 60.0
 _FULL_DELAY_SECONDS, _LONGEST_FULL_DELAY_SECONDS = 0.02, 1.0
-# How calls end that gRPC, a balancer or a proxy ended, without an explanation. Each is the same call again by its id.
+# Status codes of calls ended by gRPC, a load balancer or a proxy. A retry is the same call, by its request id.
 _PASSING = frozenset({"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "RESOURCE_EXHAUSTED"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:
-    """Waits between attempts of a call, after a lost connection or a call that something on the way ended, and where
-    the server says when to come again.
+    """Waits between attempts of a call: after a lost connection, after a call that a proxy ended, and if the server
+    says when to retry.
 
     The n-th wait is between half and all of `first_delay_seconds` × 2^(n-1), at most `max_delay_seconds`, and never
-    less than the server asked for. `attempts=1` switches retries off. A stream's attempts count from its last token.
+    less than the server requests. `attempts=1` switches retries off. A stream's attempts count from its last token.
     """
 
     attempts: int = 4

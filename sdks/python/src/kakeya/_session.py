@@ -1,4 +1,4 @@
-"""What a session is, apart from how its calls are carried out."""
+"""The part of a session shared by the blocking and the asyncio client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALL_SECONDS = 30.0
 
 
 class Default(enum.Enum):
-    """Stands for "as the client was told", where None means "no limit"."""
+    """Stands for the client's own timeout, since None means no limit."""
 
     DEFAULT = "the client's own"
 
@@ -27,7 +27,7 @@ Timeout = float | None | Literal[Default.DEFAULT]
 
 
 class SessionBase:
-    """A session's fixed facts, and its history length as last heard."""
+    """A session's fixed facts, and its history length as last received."""
 
     def __init__(self, created: pb.CreateSessionResponse, *, history_length: int = 0, shared_bytes: int = 0) -> None:
         self._created = created
@@ -37,12 +37,12 @@ class SessionBase:
 
     @property
     def id(self) -> str:
-        """Opaque; whoever knows it (and the key, if there is one) may use the session."""
+        """Opaque. It, and the key if there is one, give access to the session."""
         return self._created.session_id
 
     @property
     def history_length(self) -> int:
-        """Tokens appended and generated, as far as this object has heard; `info()` asks."""
+        """Tokens appended and generated, as far as this object knows; `info()` asks the server."""
         return self._tail.length
 
     @property
@@ -57,7 +57,7 @@ class SessionBase:
 
     @property
     def reserved_bytes(self) -> int:
-        """Of `sustained_bytes`, those reserved when it was opened; `info()` tells them as they are now."""
+        """Of `sustained_bytes`, those reserved when it was opened; `info()` has the current number."""
         return self._created.reserved_bytes
 
     @property
@@ -72,7 +72,7 @@ class SessionBase:
 
     @property
     def shared_bytes(self) -> int:
-        """Of a fork: K/V it reads where the session it was made from holds them, when it was made."""
+        """Of a fork: bytes of K/V shared with the parent session, when it was made."""
         return self._shared_bytes
 
     @property

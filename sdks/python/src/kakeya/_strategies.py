@@ -40,10 +40,10 @@ class Strategy(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Full(Strategy):
-    """Every row stays. The session ends at the model's trained positions.
+    """All KV entries are kept. The session ends at the model's trained positions.
 
-    codec: the name of a compressor, such as "int8", that keeps the rows behind the last `exact_window` positions in
-    fewer bytes, except in `exact_layers`. None: every row stays as it is. None leaves a number to the server.
+    codec: the name of a compressor, such as "int8", for the KV entries before the last `exact_window` positions, except
+    in `exact_layers`. None: no compression. For a number, None leaves it to the server.
     """
 
     _arm: ClassVar[str] = "full"
@@ -58,7 +58,7 @@ class Full(Strategy):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class SinkWindow(Strategy):
-    """The first `sink` rows and at least the last `window` rows stay; the rest are evicted and never read again.
+    """Keeps the first `sink` and at least the last `window` KV entries; the rest are evicted and never read again.
 
     None leaves a number to the server; a session's `strategy` has the numbers in force. The codec is as in `Full`.
     """
@@ -78,10 +78,10 @@ class SinkWindow(Strategy):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class LayerWindow(Strategy):
-    """Every row stays in `full_layers`, numbered from 0; sink and window in the others, as in `SinkWindow`.
+    """All KV entries in `full_layers`, numbered from 0; sink and window in the others, as in `SinkWindow`.
 
-    Which layers a model needs to find again what was said long ago is a fact of the model. Layers with a sliding window
-    of its own stay as they are and cannot be named. The session ends at the model's trained positions.
+    Which layers retrieve distant tokens varies by model. Layers with a sliding window of their own are not affected
+    and cannot be named. The session ends at the model's trained positions.
     """
 
     _arm: ClassVar[str] = "layer_window"
@@ -101,12 +101,12 @@ class LayerWindow(Strategy):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Restored(Strategy):
-    """The rows of `SinkWindow` stay; each Generate has the others restored and reads every position.
+    """Keeps the KV entries of `SinkWindow`; each Generate restores the others and reads every position.
 
-    source: where they come back from; "recompute" computes them again from the token ids, "latent" decodes
-    `bytes_per_token` kept of each, where the server can. mode: "hold" restores once and holds all of them while it
-    generates, "stream" decodes a chunk at a time, for each token again. resident_latent_bytes: how much of what is kept
-    stays on the device. None leaves an option to the server. The session ends at the model's trained positions.
+    source: "recompute" computes them again from the token ids, "latent" decodes `bytes_per_token` stored for each, if
+    the server supports it. mode: "hold" restores once and holds all of them during the Generate, "stream" decodes a
+    chunk at a time, for each token again. resident_latent_bytes: how much of the stored codes stays on the device. None
+    leaves an option to the server. The session ends at the model's trained positions.
     """
 
     _arm: ClassVar[str] = "restored"
@@ -129,9 +129,9 @@ class Restored(Strategy):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Gather(Strategy):
-    """Every row stays; a generated token reads `budget` of them: sink, window, and the blocks that answer it best.
+    """Keeps all KV entries; a generated token reads `budget` of them: sink, window, the best-scoring blocks.
 
-    Appended tokens read every row. block: positions of a block. scorer: how blocks are chosen. None leaves an option to
+    Appended tokens read all entries. block: positions of a block. scorer: selects blocks. None leaves an option to
     the server. The session ends at the model's trained positions.
     """
 
@@ -152,7 +152,7 @@ class Gather(Strategy):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Tiered(Strategy):
-    """Every row stays, the last `resident_tokens` and the sink on the device, the others where there is more room.
+    """Keeps all KV entries: the last `resident_tokens` and the sink on the device, the others in the second tier.
 
     Tokens read as with `Gather`; what a generated one needs of the others is fetched. None leaves an option to the
     server. The session ends at the model's trained positions.
@@ -175,12 +175,12 @@ class Tiered(Strategy):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Mac(Strategy):
-    """Every row stays; a generated token takes over what a similar recent one saw, and reads only what came later.
+    """Keeps all KV entries; a generated token reuses the attention of a similar query, and reads newer ones.
 
-    Appended tokens read every row. ring: positions searched for a similar query. band: rows before it that are read
-    again. threshold: how near it has to be, as a share of the distance of unlike queries; 0: nothing is taken over.
-    chain_limit: links back to a token that read every row, -1 for any number. None leaves an option to the server. The
-    session ends at the model's trained positions.
+    Appended tokens read all entries. ring: size of the query cache, in positions. band: entries before the matched one
+    that are read again. threshold: the largest distance of a match, as a share of the distance of unlike queries; 0: no
+    reuse. chain_limit: links back to a token that read all entries, -1 for any number. None leaves an option to the
+    server. The session ends at the model's trained positions.
     """
 
     _arm: ClassVar[str] = "mac"
@@ -300,7 +300,7 @@ def _check_name(value: str | None, field: str) -> None:
 
 
 def _check_layers(layers: tuple[int, ...], field: str) -> None:
-    # A list would not compare equal to what a session's `strategy` says, and could change later.
+    # A list would not compare equal to a session's `strategy`, and could change later.
     if not isinstance(layers, tuple):
         raise invalid(field, f"must be a tuple of layer numbers, got {layers!r}")
     for index, layer in enumerate(layers):

@@ -1,4 +1,4 @@
-"""What a Generate stream is, apart from how its frames are read: folding, counting, and the order of use."""
+"""The part of a Generate stream shared by both clients: folding frames, retries, and checks of the order of use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kakeya.v1 import runtime_pb2 as pb
 
 
 class Fold:
-    """Frames in, tokens out, and at the end the result."""
+    """Turns frames into tokens, and at the end into the result."""
 
     def __init__(self, *, wants_logprobs: bool, on_progress: Callable[[Progress], None] | None) -> None:
         self.token_ids: list[int] = []
@@ -28,7 +28,7 @@ class Fold:
         self._truncated_tokens = 0
 
     def feed(self, frame: pb.GenerateResponse) -> TokenDetail | None:
-        """The token of this frame, if it is one. Raises ProtocolError for a frame that cannot come here."""
+        """The token of this frame, if it is one. Raises ProtocolError for an unexpected frame."""
         if self.result is not None:
             raise ProtocolError("the server sent a frame after the last one")
         match frame.WhichOneof("payload"):
@@ -44,7 +44,7 @@ class Fold:
             case "progress":
                 self._report(frame.progress.done_token_count, frame.progress.total_token_count)
             case "token_id":
-                raise ProtocolError("the server sent a bare token id where a detailed one was asked for")
+                raise ProtocolError("the server sent a bare token id, but details were requested")
             case _:  # a frame newer than this SDK, which it did not ask for
                 pass
         return None
@@ -93,10 +93,10 @@ class Fold:
 
 
 class StreamBase:
-    """A Generate under way: what has come of it, and what may still be asked of it.
+    """A running Generate: its tokens so far, and how it may be used.
 
-    When its RPC breaks, another one with the same id goes on behind the last token that came: the server tells again
-    what was lost on the way, and continues what it had stopped because nobody seemed to listen.
+    When its RPC breaks, another one with the same id continues after the last token received: the server sends lost
+    tokens again, and resumes a Generate that it stopped because the client was gone.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class StreamBase:
         self._tail = tail
         self._patience = patience
         self._attempt = 1  # since the last token
-        self._is_taken = False  # somebody iterates
+        self._is_taken = False  # it is or was iterated
         self._is_over = False  # nothing more will be read
         self._is_cancelled = False
         self._error: KakeyaError | None = None
@@ -116,12 +116,12 @@ class StreamBase:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens received so far. All of them are in the session's history, whatever happens to the stream."""
+        """The tokens received so far. All of them are in the session's history, also if the stream fails."""
         return tuple(self._fold.token_ids)
 
     @property
     def is_finished(self) -> bool:
-        """The server has said its last word; `result()` returns at once."""
+        """The server has sent its last frame; `result()` returns at once."""
         return self._is_over and self._fold.result is not None
 
     def __repr__(self) -> str:
@@ -174,7 +174,7 @@ class StreamBase:
         return delay
 
     def _request_again(self) -> pb.GenerateRequest:
-        """For what has not come yet. Before the first token nobody can tell whether the server knows the call."""
+        """The request for the rest. Before the first token it is unknown whether the server has received the call."""
         if self._fold.next_position is not None:
             self._request.resume_from = self._fold.next_position
         return self._request

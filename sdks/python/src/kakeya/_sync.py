@@ -165,7 +165,7 @@ class Session(SessionBase):
 
         An error carries `appended_tokens`: how many of these ids are in the history, None if that cannot be known. To
         learn it, a failed append may take 5 s more than its timeout. After one whose fate is open the next append
-        insists on the length known before it, and raises HistoryLengthMismatch if the ids arrived late.
+        expects the length known before it, and raises HistoryLengthMismatch if the ids arrived late.
         """
         self._require_open()
         append = Append(
@@ -200,8 +200,8 @@ class Session(SessionBase):
 
         Greedy unless `temperature` is above 0. The same seed at the same position draws the same token; without one the
         server draws it, and the result has it. `on_progress` is called, while the stream is read, before the first
-        token. `drafting=False` keeps the server's drafter from guessing ahead, which changes no token, only how fast
-        they come. When the connection breaks, the stream goes on where it was: no token is lost, none comes twice.
+        token. `drafting=False` turns the server's drafter off, which changes the speed, never a token. When the
+        connection breaks, the stream goes on where it was: no token is lost, none comes twice.
         """
         self._require_open()
         request = requests.generate(

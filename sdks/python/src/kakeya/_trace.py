@@ -1,4 +1,4 @@
-"""Traces go on at the server: the current span of OpenTelemetry, if there is one, becomes the parent of the server's.
+"""Trace propagation: the current OpenTelemetry span, if there is one, becomes the parent of the server's span.
 
 OpenTelemetry is no dependency. Where an application has it installed, calls carry `traceparent` (W3C Trace Context).
 """
@@ -25,5 +25,5 @@ def _current() -> Callable[[], Metadata]:
     return current
 
 
-# What says which span is current; nothing without one.
+# Returns the metadata for the current span; empty without one.
 trace_metadata = _current()

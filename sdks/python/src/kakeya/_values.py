@@ -1,4 +1,4 @@
-"""What the runtime tells its callers, as frozen values with the units in their names."""
+"""Results of calls, as frozen values with units in their names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StopReason(enum.Enum):
 
 
 class Mode(enum.Enum):
-    """What equal histories promise."""
+    """How equal the results of equal histories are."""
 
     BATCHED = "batched"  # equal up to rounding
     FIXED_SHAPE = "fixed-shape"  # equal to the bit
@@ -71,14 +71,14 @@ class GenerateResult:
     prefill_seconds: float
     total_seconds: float
     prefilled_tokens: int  # history computed by this Generate
-    cached_tokens: int  # history whose K/V were there already
+    cached_tokens: int  # history whose K/V was cached
     attended_positions: int  # readable by the last token
     evicted_positions: int  # not readable by it
     restored_positions: int  # of the attended ones, those it read in a coded or restored form
     truncated_tokens: int  # positions that were unreadable already at the first token
-    drafted_tokens: int  # guesses of the server's drafter that were verified
-    accepted_tokens: int  # how many of them were right
-    is_degraded: bool  # the drafter failed and was not asked again; the tokens are what they would have been
+    drafted_tokens: int  # draft tokens that were verified
+    accepted_tokens: int  # how many of them were accepted
+    is_degraded: bool  # the drafter failed and was not used any more; the tokens are not affected
 
     @property
     def generated_tokens(self) -> int:
@@ -104,8 +104,8 @@ class SessionInfo:
     inv1_violations: int
     inv2_violations: int
     inv3_violations: int
-    drafted_tokens: int  # guesses of the server's drafter that were verified in all Generates
-    accepted_tokens: int  # how many of them were right
+    drafted_tokens: int  # draft tokens that were verified in all Generates
+    accepted_tokens: int  # how many of them were accepted
     tier_live_bytes: int  # held off the device now, in the server's memory or in a file
     tier_bytes: int  # held there at most; reserved
     label: str  # as it was given when the session was made; empty: none was
@@ -132,7 +132,7 @@ class ServerInfo:
     kv_reserved_bytes: int  # by your own sessions
     segment_tokens: int
     session_idle_ttl_seconds: float
-    drafter: str  # what guesses ahead in Generates that allow it; empty: nothing does
+    drafter: str  # the drafter of Generates that allow it; empty: none
     tier_capacity_bytes: int  # off the device, in the server's memory or in files
     tier_reserved_bytes: int  # by your own sessions
     default_limit_tokens: int | None  # of a session that asks for no limit; None: there is none
