@@ -28,8 +28,7 @@ from kv_cache_proposer.ngram import NgramDrafter
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from inference_engine.backends.base import Forward
-    from inference_engine.backends.twin import Admitted
+    from inference_engine.backends.base import Admitted, Forward
     from inference_engine.decode.draft import Drafter
     from inference_engine.engine import Engine
     from inference_engine.kv.context import TokenCodec

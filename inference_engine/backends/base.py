@@ -24,6 +24,8 @@ from inference_engine.types import Mode, ModelFacts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from inference_engine.models.seam import LayerTraits
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -53,6 +55,19 @@ class Result:
     logits: Tensor
     taps: Tensor | None = None
     samples: Sequence[Sequence[Sample]] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admitted:
+    """What a model was admitted with. refused: names of strategies that cannot be served with this model, and why.
+
+    traits: of each layer. differences: by strategy variant, the largest difference of a logit between the model's twin
+    and plain attention, as a share of the largest logit.
+    """
+
+    traits: tuple[LayerTraits, ...]
+    refused: tuple[tuple[str, str], ...]
+    differences: tuple[tuple[str, float], ...]
 
 
 class Forward(Protocol):

@@ -6,14 +6,13 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference_engine.backends.base import Result, Step
+from inference_engine.backends.base import Admitted, Result, Step
 from inference_engine.backends.graphs import SIZES, StepGraphs, wants_graphs
 from inference_engine.backends.packed_linear import can_pack, pack_linears
 from inference_engine.backends.quanta import probe_quanta
@@ -33,9 +32,6 @@ from inference_engine.models import load_model
 from inference_engine.models.norms import fuse_norms
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import Mode, ModelFacts
-
-if TYPE_CHECKING:
-    from inference_engine.backends.twin import Admitted
 
 
 class TorchForward:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from inference_engine.backends.base import Step
+from inference_engine.backends.base import Admitted, Step
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.errors import InvalidArgument, ModelError
 from inference_engine.kv.archives.latent import exact_bytes_per_token, latent_layers
@@ -77,18 +77,6 @@ class TwinSizes:
     head_dim: int = 16
     kv_heads: int = 2
     group: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Admitted:
-    """The result of the test. refused: names of strategies that cannot be served with this model, and why.
-
-    differences: by strategy variant, the largest difference of a logit, as a share of the largest logit.
-    """
-
-    traits: tuple[LayerTraits, ...]
-    refused: tuple[tuple[str, str], ...]
-    differences: tuple[tuple[str, float], ...]
 
 
 def admit_config(

@@ -17,7 +17,8 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from inference_engine.backends.twin import Admitted, TwinSizes, admit_config
+from inference_engine.backends.base import Admitted
+from inference_engine.backends.twin import TwinSizes, admit_config
 from inference_engine.errors import ModelError
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
 from inference_engine.kv.strategies import parse_strategy, strategy_names

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_engine.backends.twin import Admitted
+from inference_engine.backends.base import Admitted
 from inference_engine.cli.doctor import CHECKS
 from inference_engine.cli.main import main
 
