@@ -22,8 +22,6 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir
 OR_SHOW = >$(VENV)/site.log 2>&1 || { cat $(VENV)/site.log >&2; exit 1; }
 
 ARGS ?=
-# One more than there are cores, for tests also wait: for processes that start, for clients, for deadlines.
-WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? cores + 1 : 4)))
 EVALUATED ?= sink_window:window=64 restored:window=64 full:codec=lloyd4,exact_window=64 \
     gather:block=16,sink=16,window=256,budget=608 mac
 TURNS ?= 200
@@ -58,7 +56,7 @@ test: check unit-typescript unit ## everything that must hold: check, then unit 
 
 unit: $(INSTALLED) node ## the tests without the checks; ARGS go to pytest
 	@$(BIN)/kakeya models fetch smollm2-135m
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=worksteal $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
 test-long: $(INSTALLED) long-typescript ## the tests that take minutes to hours
 	@$(BIN)/kakeya models fetch smollm2-135m
