@@ -50,7 +50,7 @@ class BlockIndex(LayoutPart):
         return layout.selector is not None and layout.tier is None
 
     @staticmethod
-    def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:  # noqa: ARG004
+    def need(geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:  # noqa: ARG004 - the interface of all parts
         """Nothing: summaries lie in the regions."""
         return Need()
 
