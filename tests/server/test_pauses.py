@@ -35,7 +35,7 @@ from tests.server.wire import Client, refused, until_free
 from tests.server_thread import server_thread
 
 MOST_SECONDS = 0.005
-TRIES = 3  # caches and the processor's clock are shared with others: what takes long each time takes long
+TRIES = 5  # caches and the processor's clock are shared with others: what takes long each time takes long
 APPEND = 65_536
 # What holds the engine's thread at a Generate's beginning and end, between steps, and in each step, but for the model.
 ENGINES_WORK: tuple[tuple[type, str], ...] = (
@@ -55,6 +55,10 @@ class Watch:
 
     def saw(self, what: str, seconds: float) -> None:
         self.longest[what] = max(seconds, self.longest.get(what, 0.0))
+
+    def keep_shortest(self, other: Watch) -> None:
+        for what, seconds in other.longest.items():
+            self.longest[what] = min(seconds, self.longest.get(what, math.inf))
 
     def too_long(self) -> dict[str, float]:
         return {what: seconds for what, seconds in self.longest.items() if seconds > MOST_SECONDS}
@@ -84,7 +88,7 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
         began = time.thread_time()
         run(handle)
         if threading.current_thread().name == "server":
-            watch.saw(repr(handle), time.thread_time() - began)
+            watch.saw("event loop", time.thread_time() - began)
 
     with monkeypatch.context() as patch:
         patch.setattr(asyncio.Handle, "_run", run_of_server)
@@ -109,17 +113,17 @@ def fill(engine: Engine, session_id: str, tokens: int) -> None:
 
 
 async def test_no_call_on_a_session_at_the_cap_keeps_anybody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    too_long: dict[str, float] = {}
+    quickest = Watch()
     for _ in range(TRIES):
         with scripted_engine() as engine, server_thread(engine) as target:
             async with grpc.aio.insecure_channel(target) as channel:
                 with watching(monkeypatch) as watch:
                     await use(Client(channel), engine)
-        assert {"engine: begin", "engine: settle", "engine: expire"} <= set(watch.longest)
-        assert any("Task" in what for what in watch.longest)
-        if not (too_long := watch.too_long()):
+        assert {"event loop", "engine: begin", "engine: settle", "engine: expire"} <= set(watch.longest)
+        quickest.keep_shortest(watch)
+        if not quickest.too_long():
             return
-    raise AssertionError(f"seconds of processor time: {too_long}")
+    raise AssertionError(f"seconds of processor time, the least of {TRIES} tries: {quickest.too_long()}")
 
 
 async def use(client: Client, engine: Engine) -> None:
@@ -167,11 +171,9 @@ def test_what_a_decode_step_does_with_a_history_at_the_cap_is_short() -> None:
             "room": lambda _: store_of(engine).history_room(session),
         }
         for name, step in steps.items():
-            quickest = Watch()
             for _ in range(TRIES):
                 once = Watch()
                 once.around(step, _named(name))(None)
-                quickest.longest[name] = min(once.longest[name], quickest.longest.get(name, math.inf))
-            watch.longest |= quickest.longest
+                watch.keep_shortest(once)
     assert set(watch.longest) == set(steps)
     assert not watch.too_long()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -164,6 +166,19 @@ def test_what_is_counted_is_what_the_process_holds() -> None:
         assert tracemalloc.get_traced_memory()[0] - before < 2**17
     finally:
         tracemalloc.stop()
+
+
+def test_leaves_are_freed_for_half_a_millisecond_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves, readings = Leaves(), itertools.count()
+    history = History(Holdings(), leaves)
+    history.extend(some(24 * LEAF_TOKENS), Mark.APPENDED)
+    history.release()
+    going = leaves.going_bytes
+    monkeypatch.setattr(time, "perf_counter", lambda: next(readings) * 0.0003)
+    assert leaves.tidy()
+    assert leaves.going_bytes == going // 3  # two readings of the clock after eight leaves each
+    assert not leaves.tidy()
+    assert leaves.going_bytes == 0
 
 
 def test_a_fork_of_a_long_history_holds_next_to_nothing_until_it_grows() -> None:
