@@ -1,0 +1,20 @@
+// Every kernel, for one level of instructions: compiled once for each, with KERNELS naming it.
+#include "simd.h"
+#include "threads.h"
+#include "types.h"
+
+#include "attention.h"
+#include "matrix.h"
+
+#define PASTE(a, b) a##b
+#define NAMED(a, b) PASTE(a, b)
+
+extern "C" const Kernels* NAMED(kernels_, KERNELS)() {
+  static const Kernels table = {
+      KERNELS::LEVEL,
+      KERNELS::linear,
+      KERNELS::row,
+      KERNELS::attend,
+  };
+  return &table;
+}

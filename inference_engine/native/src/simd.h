@@ -1,0 +1,454 @@
+// Vectors of 16 numbers, whatever the machine's own width.
+//
+// Every kernel is written once with these, and compiled once for each level of instructions. A lane is an output or a
+// key, sums run in one fixed order, and every product is added with one rounding (fma), so all levels give equal bits.
+//
+//   F    16 float32            I    16 int32
+//   sum, largest               over the lanes, in one fixed order: halves are combined, 16 to 8 to 4 to 2 to 1
+//   dot                        adds to lane i the products of bytes 4i … 4i+3: codes without sign times signed bytes
+#pragma once
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#endif
+
+#ifndef KERNELS
+#error "KERNELS names the namespace of this level of instructions"
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+namespace KERNELS {
+
+constexpr int LANES = 16;
+
+// -- the machine's own vectors ----------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+
+constexpr const char* LEVEL = "avx512";
+using F = __m512;
+using I = __m512i;
+using Bytes = __m512i;  // 64 bytes
+
+INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
+INLINE void store(float* p, F a) { _mm512_storeu_ps(p, a); }
+INLINE F all(float a) { return _mm512_set1_ps(a); }
+INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
+INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+INLINE F divide(F a, F b) { return _mm512_div_ps(a, b); }
+INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE F larger(F a, F b) { return _mm512_max_ps(a, b); }
+INLINE F smaller(F a, F b) { return _mm512_min_ps(a, b); }
+INLINE F absolute(F a) { return _mm512_abs_ps(a); }
+INLINE F nearest(F a) { return _mm512_roundscale_ps(a, 8); }
+// Lanes below `count` of a, the others of b.
+INLINE F below(int count, F a, F b) {
+  __mmask16 mask = count >= 16 ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1);
+  return _mm512_mask_blend_ps(mask, b, a);
+}
+// Lanes of a where x is at least `floor`, 0 elsewhere.
+INLINE F where_least(F x, float floor, F a) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(floor), _CMP_GE_OQ), a);
+}
+INLINE F load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+INLINE void store_f16(uint16_t* p, F a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a, 0)); }
+INLINE F load_bf16(const uint16_t* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+INLINE I zeros() { return _mm512_setzero_si512(); }
+INLINE I all_int(int32_t a) { return _mm512_set1_epi32(a); }
+INLINE F as_floats(I a) { return _mm512_cvtepi32_ps(a); }
+INLINE I as_ints(F a) { return _mm512_cvtps_epi32(a); }  // to nearest, ties to even
+INLINE I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
+INLINE F bits(I a) { return _mm512_castsi512_ps(a); }
+INLINE I shift_left(I a, int n) { return _mm512_sll_epi32(a, _mm_cvtsi32_si128(n)); }
+INLINE I bytes_as_ints(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+INLINE I codes_as_ints(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+INLINE void store_bytes(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
+INLINE Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+INLINE Bytes low_nibbles(Bytes a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+INLINE Bytes high_nibbles(Bytes a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
+// Codes of at most 255 times signed bytes; `quad` has the four bytes that every lane is multiplied with.
+INLINE I dot(I sum, Bytes codes, int32_t quad) { return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(quad)); }
+// The same for codes of at most 15, which is faster on some machines.
+INLINE I dot_nibbles(I sum, Bytes codes, int32_t quad) { return dot(sum, codes, quad); }
+INLINE __m256 upper(F a) { return _mm256_castsi256_ps(_mm512_extracti64x4_epi64(_mm512_castps_si512(a), 1)); }
+INLINE __m256 lower(F a) { return _mm512_castps512_ps256(a); }
+
+#elif defined(__AVX2__)
+
+#if defined(__AVXVNNI__)
+constexpr const char* LEVEL = "avxvnni";
+#else
+constexpr const char* LEVEL = "avx2";
+#endif
+struct F { __m256 a, b; };
+struct I { __m256i a, b; };
+using Bytes = I;
+
+INLINE F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+INLINE void store(float* p, F x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+INLINE F all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+INLINE F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+INLINE F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+INLINE F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+INLINE F divide(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+INLINE F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+INLINE F larger(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+INLINE F smaller(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+INLINE F absolute(F x) {
+  __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  return {_mm256_and_ps(x.a, mask), _mm256_and_ps(x.b, mask)};
+}
+INLINE F nearest(F x) { return {_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8)}; }
+INLINE F below(int count, F x, F y) {
+  __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), end = _mm256_set1_epi32(count);
+  __m256 low = _mm256_castsi256_ps(_mm256_cmpgt_epi32(end, index));
+  __m256 high = _mm256_castsi256_ps(_mm256_cmpgt_epi32(end, _mm256_add_epi32(index, _mm256_set1_epi32(8))));
+  return {_mm256_blendv_ps(y.a, x.a, low), _mm256_blendv_ps(y.b, x.b, high)};
+}
+INLINE F where_least(F x, float floor, F y) {
+  __m256 least = _mm256_set1_ps(floor);
+  return {_mm256_and_ps(y.a, _mm256_cmp_ps(x.a, least, _CMP_GE_OQ)),
+          _mm256_and_ps(y.b, _mm256_cmp_ps(x.b, least, _CMP_GE_OQ))};
+}
+INLINE F load_f16(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1))};
+}
+INLINE void store_f16(uint16_t* p, F x) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.a, 0));
+  _mm_storeu_si128((__m128i*)p + 1, _mm256_cvtps_ph(x.b, 0));
+}
+INLINE F load_bf16(const uint16_t* p) {
+  __m128i a = _mm_loadu_si128((const __m128i*)p), b = _mm_loadu_si128((const __m128i*)p + 1);
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(a), 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(b), 16))};
+}
+INLINE I zeros() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+INLINE I all_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+INLINE F as_floats(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+INLINE I as_ints(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+INLINE I add_int(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+INLINE F bits(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+INLINE I shift_left(I x, int n) {
+  return {_mm256_sll_epi32(x.a, _mm_cvtsi32_si128(n)), _mm256_sll_epi32(x.b, _mm_cvtsi32_si128(n))};
+}
+INLINE I bytes_as_ints(const int8_t* p) {
+  __m128i x = _mm_loadu_si128((const __m128i*)p);
+  return {_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))};
+}
+INLINE I codes_as_ints(const uint8_t* p) {
+  __m128i x = _mm_loadu_si128((const __m128i*)p);
+  return {_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))};
+}
+INLINE void store_bytes(int8_t* p, I x) {
+  __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+  _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+INLINE Bytes load_bytes(const uint8_t* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+}
+INLINE Bytes low_nibbles(Bytes x) {
+  __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+}
+INLINE Bytes high_nibbles(Bytes x) {
+  __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(x.b, 4), mask)};
+}
+#if defined(__AVXVNNI__)
+INLINE I dot(I sum, Bytes codes, int32_t quad) {
+  __m256i q = _mm256_set1_epi32(quad);
+  return {_mm256_dpbusd_avx_epi32(sum.a, codes.a, q), _mm256_dpbusd_avx_epi32(sum.b, codes.b, q)};
+}
+INLINE I dot_nibbles(I sum, Bytes codes, int32_t quad) { return dot(sum, codes, quad); }
+#else
+// Two products of a code above 127 overflow 16 bits, so even and odd bytes are multiplied as 16-bit numbers.
+INLINE __m256i dot_half(__m256i sum, __m256i codes, __m256i q) {
+  __m256i even = _mm256_and_si256(codes, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(codes, 8);
+  __m256i q_even = _mm256_srai_epi16(_mm256_slli_epi16(q, 8), 8), q_odd = _mm256_srai_epi16(q, 8);
+  __m256i products = _mm256_add_epi32(_mm256_madd_epi16(even, q_even), _mm256_madd_epi16(odd, q_odd));
+  return _mm256_add_epi32(sum, products);
+}
+INLINE I dot(I sum, Bytes codes, int32_t quad) {
+  __m256i q = _mm256_set1_epi32(quad);
+  return {dot_half(sum.a, codes.a, q), dot_half(sum.b, codes.b, q)};
+}
+INLINE I dot_nibbles(I sum, Bytes codes, int32_t quad) {
+  __m256i q = _mm256_set1_epi32(quad), one = _mm256_set1_epi16(1);
+  return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.a, q), one)),
+          _mm256_add_epi32(sum.b, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.b, q), one))};
+}
+#endif
+INLINE __m256 upper(F x) { return x.b; }
+INLINE __m256 lower(F x) { return x.a; }
+
+#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
+
+constexpr const char* LEVEL = "neon";
+struct F { float32x4_t v[4]; };
+struct I { int32x4_t v[4]; };
+struct Bytes { uint8x16_t v[4]; };
+#define EACH for (int i = 0; i < 4; i++)
+
+INLINE F load(const float* p) { F r; EACH r.v[i] = vld1q_f32(p + 4 * i); return r; }
+INLINE void store(float* p, F x) { EACH vst1q_f32(p + 4 * i, x.v[i]); }
+INLINE F all(float x) { F r; EACH r.v[i] = vdupq_n_f32(x); return r; }
+INLINE F add(F x, F y) { EACH x.v[i] = vaddq_f32(x.v[i], y.v[i]); return x; }
+INLINE F sub(F x, F y) { EACH x.v[i] = vsubq_f32(x.v[i], y.v[i]); return x; }
+INLINE F mul(F x, F y) { EACH x.v[i] = vmulq_f32(x.v[i], y.v[i]); return x; }
+INLINE F divide(F x, F y) { EACH x.v[i] = vdivq_f32(x.v[i], y.v[i]); return x; }
+INLINE F fma(F x, F y, F z) { EACH z.v[i] = vfmaq_f32(z.v[i], x.v[i], y.v[i]); return z; }
+// As on x86: the second where either is not a number.
+INLINE F larger(F x, F y) { EACH x.v[i] = vbslq_f32(vcgtq_f32(x.v[i], y.v[i]), x.v[i], y.v[i]); return x; }
+INLINE F smaller(F x, F y) { EACH x.v[i] = vbslq_f32(vcltq_f32(x.v[i], y.v[i]), x.v[i], y.v[i]); return x; }
+INLINE F absolute(F x) { EACH x.v[i] = vabsq_f32(x.v[i]); return x; }
+INLINE F nearest(F x) { EACH x.v[i] = vrndnq_f32(x.v[i]); return x; }
+INLINE F below(int count, F x, F y) {
+  const int32_t index[4] = {0, 1, 2, 3};
+  int32x4_t first = vld1q_s32(index);
+  EACH x.v[i] = vbslq_f32(vcltq_s32(vaddq_s32(first, vdupq_n_s32(4 * i)), vdupq_n_s32(count)), x.v[i], y.v[i]);
+  return x;
+}
+INLINE F where_least(F x, float floor, F y) {
+  EACH y.v[i] = vreinterpretq_f32_u32(
+      vandq_u32(vreinterpretq_u32_f32(y.v[i]), vcgeq_f32(x.v[i], vdupq_n_f32(floor))));
+  return y;
+}
+INLINE F load_f16(const uint16_t* p) {
+  F r;
+  EACH r.v[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
+  return r;
+}
+INLINE void store_f16(uint16_t* p, F x) { EACH vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(x.v[i]))); }
+INLINE F load_bf16(const uint16_t* p) {
+  F r;
+  EACH r.v[i] = vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16));
+  return r;
+}
+INLINE I zeros() { I r; EACH r.v[i] = vdupq_n_s32(0); return r; }
+INLINE I all_int(int32_t x) { I r; EACH r.v[i] = vdupq_n_s32(x); return r; }
+INLINE F as_floats(I x) { F r; EACH r.v[i] = vcvtq_f32_s32(x.v[i]); return r; }
+INLINE I as_ints(F x) { I r; EACH r.v[i] = vcvtnq_s32_f32(x.v[i]); return r; }
+INLINE I add_int(I x, I y) { EACH x.v[i] = vaddq_s32(x.v[i], y.v[i]); return x; }
+INLINE F bits(I x) { F r; EACH r.v[i] = vreinterpretq_f32_s32(x.v[i]); return r; }
+INLINE I shift_left(I x, int n) { EACH x.v[i] = vshlq_s32(x.v[i], vdupq_n_s32(n)); return x; }
+INLINE I bytes_as_ints(const int8_t* p) {
+  int8x16_t x = vld1q_s8(p);
+  int16x8_t low = vmovl_s8(vget_low_s8(x)), high = vmovl_s8(vget_high_s8(x));
+  return {{vmovl_s16(vget_low_s16(low)), vmovl_s16(vget_high_s16(low)), vmovl_s16(vget_low_s16(high)),
+           vmovl_s16(vget_high_s16(high))}};
+}
+INLINE I codes_as_ints(const uint8_t* p) {
+  uint8x16_t x = vld1q_u8(p);
+  uint16x8_t low = vmovl_u8(vget_low_u8(x)), high = vmovl_u8(vget_high_u8(x));
+  return {{vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(low))), vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(low))),
+           vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(high))),
+           vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(high)))}};
+}
+INLINE void store_bytes(int8_t* p, I x) {
+  int16x8_t low = vcombine_s16(vmovn_s32(x.v[0]), vmovn_s32(x.v[1]));
+  int16x8_t high = vcombine_s16(vmovn_s32(x.v[2]), vmovn_s32(x.v[3]));
+  vst1q_s8(p, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
+}
+INLINE Bytes load_bytes(const uint8_t* p) { Bytes r; EACH r.v[i] = vld1q_u8(p + 16 * i); return r; }
+INLINE Bytes low_nibbles(Bytes x) { EACH x.v[i] = vandq_u8(x.v[i], vdupq_n_u8(15)); return x; }
+INLINE Bytes high_nibbles(Bytes x) { EACH x.v[i] = vshrq_n_u8(x.v[i], 4); return x; }
+// Codes of at most 15 are signed bytes, too.
+INLINE I dot_nibbles(I sum, Bytes codes, int32_t quad) {
+  int8x16_t q = vreinterpretq_s8_s32(vdupq_n_s32(quad));
+  EACH sum.v[i] = vdotq_s32(sum.v[i], vreinterpretq_s8_u8(codes.v[i]), q);
+  return sum;
+}
+// code = (code - 128) + 128, and the products of 128 are the same in every lane.
+INLINE I dot(I sum, Bytes codes, int32_t quad) {
+  int8x16_t q = vreinterpretq_s8_s32(vdupq_n_s32(quad));
+  int8_t parts[4];
+  memcpy(parts, &quad, 4);
+  int32x4_t rest = vdupq_n_s32(128 * (parts[0] + parts[1] + parts[2] + parts[3]));
+  EACH {
+    int8x16_t shifted = vreinterpretq_s8_u8(veorq_u8(codes.v[i], vdupq_n_u8(128)));
+    sum.v[i] = vaddq_s32(vdotq_s32(sum.v[i], shifted, q), rest);
+  }
+  return sum;
+}
+#undef EACH
+
+#else
+
+// Plain C++: what the others must equal, and what runs where nothing else does.
+constexpr const char* LEVEL = "plain";
+struct F { float v[16]; };
+struct I { int32_t v[16]; };
+struct Bytes { uint8_t v[64]; };
+#define EACH for (int i = 0; i < 16; i++)
+
+INLINE F load(const float* p) { F r; memcpy(r.v, p, 64); return r; }
+INLINE void store(float* p, F x) { memcpy(p, x.v, 64); }
+INLINE F all(float x) { F r; EACH r.v[i] = x; return r; }
+INLINE F add(F x, F y) { EACH x.v[i] += y.v[i]; return x; }
+INLINE F sub(F x, F y) { EACH x.v[i] -= y.v[i]; return x; }
+INLINE F mul(F x, F y) { EACH x.v[i] *= y.v[i]; return x; }
+INLINE F divide(F x, F y) { EACH x.v[i] /= y.v[i]; return x; }
+INLINE F fma(F x, F y, F z) { EACH z.v[i] = std::fma(x.v[i], y.v[i], z.v[i]); return z; }
+INLINE F larger(F x, F y) { EACH x.v[i] = x.v[i] > y.v[i] ? x.v[i] : y.v[i]; return x; }
+INLINE F smaller(F x, F y) { EACH x.v[i] = x.v[i] < y.v[i] ? x.v[i] : y.v[i]; return x; }
+INLINE F absolute(F x) { EACH x.v[i] = std::fabs(x.v[i]); return x; }
+INLINE F nearest(F x) { EACH x.v[i] = std::nearbyint(x.v[i]); return x; }
+INLINE F below(int count, F x, F y) { EACH x.v[i] = i < count ? x.v[i] : y.v[i]; return x; }
+INLINE F where_least(F x, float floor, F y) { EACH y.v[i] = x.v[i] >= floor ? y.v[i] : 0.0f; return y; }
+INLINE float from_f16(uint16_t half) {
+  uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = (half >> 10) & 31, rest = half & 0x3ff, word;
+  float value;
+  if (exponent == 31) word = sign | 0x7f800000 | rest << 13;
+  else if (exponent) word = sign | (exponent + 112) << 23 | rest << 13;
+  else {
+    value = (float)rest * 5.9604644775390625e-08f;
+    return sign ? -value : value;
+  }
+  memcpy(&value, &word, 4);
+  return value;
+}
+INLINE uint16_t to_f16(float value) {
+  uint32_t word;
+  memcpy(&word, &value, 4);
+  uint16_t sign = (uint16_t)(word >> 16 & 0x8000);
+  uint32_t rest = word & 0x7fffffff;
+  if (rest > 0x7f800000) return sign | 0x7e00 | (uint16_t)(rest >> 13 & 0x3ff);
+  if (rest >= 0x477ff000) return sign | 0x7c00;
+  if (rest < 0x38800000) {  // below the smallest normal number of 16 bits
+    float magnitude;
+    memcpy(&magnitude, &rest, 4);
+    return sign | (uint16_t)std::nearbyint(magnitude * 16777216.0f);
+  }
+  rest += 0xfff + (rest >> 13 & 1);
+  return sign | (uint16_t)((rest - 0x38000000) >> 13);
+}
+INLINE F load_f16(const uint16_t* p) { F r; EACH r.v[i] = from_f16(p[i]); return r; }
+INLINE void store_f16(uint16_t* p, F x) { EACH p[i] = to_f16(x.v[i]); }
+INLINE F load_bf16(const uint16_t* p) {
+  F r;
+  EACH { uint32_t word = (uint32_t)p[i] << 16; memcpy(&r.v[i], &word, 4); }
+  return r;
+}
+INLINE I zeros() { I r; EACH r.v[i] = 0; return r; }
+INLINE I all_int(int32_t x) { I r; EACH r.v[i] = x; return r; }
+INLINE F as_floats(I x) { F r; EACH r.v[i] = (float)x.v[i]; return r; }
+INLINE I as_ints(F x) { I r; EACH r.v[i] = (int32_t)std::nearbyint(x.v[i]); return r; }
+INLINE I add_int(I x, I y) { EACH x.v[i] += y.v[i]; return x; }
+INLINE F bits(I x) { F r; memcpy(r.v, x.v, 64); return r; }
+INLINE I shift_left(I x, int n) { EACH x.v[i] = (int32_t)((uint32_t)x.v[i] << n); return x; }
+INLINE I bytes_as_ints(const int8_t* p) { I r; EACH r.v[i] = p[i]; return r; }
+INLINE I codes_as_ints(const uint8_t* p) { I r; EACH r.v[i] = p[i]; return r; }
+INLINE void store_bytes(int8_t* p, I x) { EACH p[i] = (int8_t)x.v[i]; }
+INLINE Bytes load_bytes(const uint8_t* p) { Bytes r; memcpy(r.v, p, 64); return r; }
+INLINE Bytes low_nibbles(Bytes x) { for (uint8_t& byte : x.v) byte &= 15; return x; }
+INLINE Bytes high_nibbles(Bytes x) { for (uint8_t& byte : x.v) byte >>= 4; return x; }
+INLINE I dot(I sum, Bytes codes, int32_t quad) {
+  int8_t q[4];
+  memcpy(q, &quad, 4);
+  for (int i = 0; i < 64; i++) sum.v[i / 4] += (int32_t)codes.v[i] * q[i % 4];
+  return sum;
+}
+INLINE I dot_nibbles(I sum, Bytes codes, int32_t quad) { return dot(sum, codes, quad); }
+#undef EACH
+
+#endif
+
+// -- over the lanes, in one order -------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+INLINE float sum(F x) {
+  __m256 eight = _mm256_add_ps(lower(x), upper(x));
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+INLINE float largest(F x) {
+  __m256 eight = _mm256_max_ps(lower(x), upper(x));
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+INLINE int32_t sum_int(I x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32(x);
+#else
+  __m256i eight = _mm256_add_epi32(x.a, x.b);
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+#endif
+}
+#else
+INLINE float sum(F x) {
+  float v[16];
+  store(v, x);
+  for (int n = 8; n; n /= 2)
+    for (int i = 0; i < n; i++) v[i] += v[i + n];
+  return v[0];
+}
+INLINE float largest(F x) {
+  float v[16];
+  store(v, x);
+  for (int n = 8; n; n /= 2)
+    for (int i = 0; i < n; i++) v[i] = v[i] > v[i + n] ? v[i] : v[i + n];
+  return v[0];
+}
+INLINE int32_t sum_int(I x) {
+  int32_t total = 0;
+  for (int i = 0; i < 4; i++)
+    for (int j = 0; j < 4; j++) {
+#if defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
+      total += x.v[i][j];
+#else
+      total += x.v[4 * i + j];
+#endif
+    }
+  return total;
+}
+#endif
+
+INLINE void store_bf16(uint16_t* p, F x) {
+  uint32_t words[16];
+  float v[16];
+  store(v, x);
+  memcpy(words, v, 64);
+  for (int i = 0; i < 16; i++) {
+    uint32_t rounded = (words[i] + 0x7fff + (words[i] >> 16 & 1)) >> 16;
+    p[i] = (uint16_t)((words[i] & 0x7fffffff) > 0x7f800000 ? words[i] >> 16 | 64 : rounded);  // not a number stays one
+  }
+}
+
+// -- functions --------------------------------------------------------------------------------------------------------
+
+// e^x, within 2 units in the last place; 0 below x = -87.3, so that a masked score has no weight at all.
+INLINE F exponential(F x) {
+  F clamped = larger(smaller(x, all(88.0f)), all(-87.0f));
+  F n = nearest(mul(clamped, all(1.44269504088896341f)));
+  F r = fma(n, all(-0.693359375f), clamped);
+  r = fma(n, all(2.12194440e-4f), r);
+  F p = all(1.9875691500e-4f);
+  p = fma(p, r, all(1.3981999507e-3f));
+  p = fma(p, r, all(8.3334519073e-3f));
+  p = fma(p, r, all(4.1665795894e-2f));
+  p = fma(p, r, all(1.6666665459e-1f));
+  p = fma(p, r, all(5.0000001201e-1f));
+  p = fma(p, mul(r, r), add(r, all(1.0f)));
+  return where_least(x, -87.3f, mul(p, bits(shift_left(add_int(as_ints(n), all_int(127)), 23))));
+}
+
+// tanh x = 1 - 2 / (e^2x + 1), within 2e-7.
+INLINE F hyperbolic_tangent(F x) {
+  return sub(all(1.0f), divide(all(2.0f), add(exponential(add(x, x)), all(1.0f))));
+}
+
+}  // namespace KERNELS

@@ -1,0 +1,106 @@
+// Threads of our own: they compute one parallel region after another and sleep when there is none.
+//
+// A step is a few hundred regions of some microseconds, so a thread that has finished one spins for a moment before it
+// sleeps. The caller is thread 0. Work is divided by index, never by who comes first: results do not depend on timing.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+class Threads {
+ public:
+  explicit Threads(int count) : count_(count < 1 ? 1 : count) {
+    for (int index = 1; index < count_; index++) threads_.emplace_back([this, index] { work(index); });
+  }
+  ~Threads() {
+    {
+      std::lock_guard<std::mutex> held(mutex_);
+      ends_ = true;
+      round_.fetch_add(1);
+    }
+    wake_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+  Threads(const Threads&) = delete;
+  Threads& operator=(const Threads&) = delete;
+
+  int count() const { return count_; }
+
+  // body(index, count) on every thread; returns when all have finished.
+  template <class Body>
+  void run(const Body& body) {
+    if (count_ == 1) {
+      body(0, 1);
+      return;
+    }
+    call_ = [](const void* body_, int index, int count) { (*(const Body*)body_)(index, count); };
+    body_ = &body;
+    left_.store(count_ - 1, std::memory_order_relaxed);
+    round_.fetch_add(1);
+    if (sleeping_.load()) {
+      std::lock_guard<std::mutex> held(mutex_);
+      wake_.notify_all();
+    }
+    body(0, count_);
+    for (int spins = 0; left_.load(std::memory_order_acquire);)
+      if (++spins > SPINS) std::this_thread::yield();
+      else pause();
+  }
+
+  // body(first, end) over [0, total) in as many equal parts as there are threads, in multiples of `unit`.
+  template <class Body>
+  void split(int64_t total, int64_t unit, const Body& body) {
+    int64_t units = (total + unit - 1) / unit;
+    if (count_ == 1 || units <= 1) {
+      if (total) body((int64_t)0, total);
+      return;
+    }
+    run([&](int index, int count) {
+      int64_t first = units * index / count * unit, end = units * (index + 1) / count * unit;
+      if (end > total) end = total;
+      if (first < end) body(first, end);
+    });
+  }
+
+ private:
+  static constexpr int SPINS = 4000;
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  void work(int index) {
+    for (uint32_t done = 0;; done++) {
+      for (int spins = 0; round_.load() == done; spins++) {
+        if (spins < SPINS) {
+          pause();
+          continue;
+        }
+        std::unique_lock<std::mutex> held(mutex_);
+        sleeping_.fetch_add(1);
+        wake_.wait(held, [&] { return round_.load() != done; });
+        sleeping_.fetch_sub(1);
+      }
+      if (ends_) return;
+      call_(body_, index, count_);
+      left_.fetch_sub(1, std::memory_order_acq_rel);
+    }
+  }
+
+  int count_;
+  std::vector<std::thread> threads_;
+  std::atomic<uint32_t> round_{0};
+  std::atomic<int> left_{0}, sleeping_{0};
+  bool ends_ = false;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  void (*call_)(const void*, int, int) = nullptr;
+  const void* body_ = nullptr;
+};
