@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "matrix.h"
+#include "step.h"
 
 #define PASTE(a, b) a##b
 #define NAMED(a, b) PASTE(a, b)
@@ -15,6 +16,7 @@ extern "C" const Kernels* NAMED(kernels_, KERNELS)() {
       KERNELS::linear,
       KERNELS::row,
       KERNELS::attend,
+      KERNELS::run,
   };
   return &table;
 }

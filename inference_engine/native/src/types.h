@@ -1,6 +1,7 @@
 // What Python and the kernels share: plain structures, the same on both sides (`inference_engine/native/library.py`).
 #pragma once
 #include <cstdint>
+#include <vector>
 
 class Threads;
 
@@ -39,6 +40,61 @@ struct Attention {
   float scaling, softcap;  // softcap 0: none
 };
 
+// -- a step of a model --------------------------------------------------------------------------------------------------
+
+enum Kind : int32_t { EMBED, NORM, LINEAR, ROTATE, ATTEND, ADD, GATED, TAP, SELECT, SOFTCAP, EXPERTS };
+enum Activation : int32_t { SILU, GELU_TANH };
+
+// input, second, output: registers; an output of -1 is the logits. matrix, vector, table, layer: indexes, or -1.
+// [offset, offset + heads · width): the part of a register that a norm or a rotation is about.
+struct Operation {
+  int32_t kind, input, second, output, matrix, vector, table, layer;
+  int32_t offset, heads, width, activation, flag;
+  float number;  // NORM: epsilon; ATTEND: scaling; EMBED, ADD: factor; SOFTCAP: limit
+  float other;   // ATTEND: softcap
+};
+
+struct Layer {
+  int32_t query_heads, kv_heads, head_dim;
+};
+
+// A rotation table. turned: numbers of a head that are rotated; frequencies: [turned / 2]; factor: of cosine and sine.
+struct Rotary {
+  const float* frequencies;
+  int64_t turned, trained;
+  float factor;
+};
+
+// The tokens of one step. writes: by layer [tokens][kv_heads], places in the buffers; regions: [layers][tokens][16].
+struct Step {
+  const int64_t *ids, *positions;
+  const int64_t* const* writes;
+  const int64_t* regions;
+  void *keys, *values;
+  const int64_t* logit_queries;
+  float* logits;         // [logit_count][vocabulary]
+  const int32_t* taps;   // layers, ascending
+  float* tapped;         // [tokens][tap_count][hidden]
+  int64_t tokens, logit_count, vocabulary;
+  int32_t tap_count;
+};
+
+struct Kernels;
+
+// A model that is ready to run. One thread at a time.
+struct Program {
+  const Kernels* kernels;
+  Threads* threads;
+  std::vector<Operation> operations;
+  std::vector<Matrix> matrices;
+  std::vector<const float*> vectors;
+  std::vector<Layer> layers;
+  std::vector<Rotary> rotaries;
+  std::vector<int64_t> widths;
+  int32_t identity, kv_type;
+  std::vector<std::vector<float>> registers, turns;
+};
+
 // What one level of instructions computes with.
 struct Kernels {
   const char* level;
@@ -48,6 +104,8 @@ struct Kernels {
   // The numbers of one output, [inputs]: an embedding.
   void (*row)(const Matrix&, int64_t output, float* out);
   void (*attend)(Threads&, const Attention&);
+  // The operations [first, end) of a program; a run begins with operation 0.
+  void (*run)(Program&, const Step&, int32_t first, int32_t end);
 };
 
 extern "C" {
