@@ -1,0 +1,364 @@
+"""Weights as their files hold them: mapped, never copied, by the names that transformers gives the tensors.
+
+    safetensors    one file or shards, F32, F16, BF16
+    GGUF           the same, and blocks of quantised numbers; see gguf_header.py
+
+What llama.cpp's converter changes is undone by whoever reads a tensor, so that blocks stay as they are:
+
+- In files of the Llama kind the outputs of a head's queries and keys lie as its rotation takes them, in pairs;
+  transformers rotates halves. `row_order` names the stored row of each output.
+- Gemma's norms are stored with 1 added; `as_float32` subtracts it.
+- The experts of a layer are one tensor; here each has the name that it has in safetensors.
+
+Tied embeddings have no `lm_head.weight`.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_engine.errors import ModelError
+from inference_engine.models.folder import weight_files
+from inference_engine.models.gguf_config import gguf_config
+from inference_engine.models.gguf_header import GgufHeader, GgufTensor, read_gguf
+from inference_engine.models.safetensors_header import check_safetensors
+
+# A mixture of 94 layers and 128 experts has 36,000.
+MAX_NAMES = 2**19
+
+_FLOATS: Mapping[str, int] = MappingProxyType({"F32": 4, "F16": 2, "BF16": 2})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StoredTensor:
+    """One tensor as its file holds it.
+
+    shape: (outputs, inputs), or (n,). encoding: F32, F16, BF16, or llama.cpp's name of a block: Q4_0, Q4_1, Q8_0, Q4_K,
+    Q6_K and others. data: its bytes, a view of the mapped file; rows of a matrix lie one after another. row_order: the
+    stored row of each output, None if it is the same. added: what the file holds more than the number itself.
+    """
+
+    name: str
+    path: Path
+    shape: tuple[int, ...]
+    encoding: str
+    data: NDArray[np.uint8]
+    row_order: NDArray[np.int64] | None = None
+    added: float = 0.0
+
+    def as_float32(self) -> NDArray[np.float32]:
+        """A copy of the numbers, in transformers' order. Raises ModelError for blocks that have no dimension for rows.
+
+        For norms and biases, and for a reference: a matrix takes four bytes a number.
+        """
+        found = self._stored().reshape(self.shape)
+        if self.row_order is not None:
+            found = found[self.row_order]
+        return found - np.float32(self.added) if self.added else found
+
+    def _stored(self) -> NDArray[np.float32]:
+        match self.encoding:
+            case "F32":
+                return self.data.view("<f4").astype(np.float32)
+            case "F16":
+                return self.data.view("<f2").astype(np.float32)
+            case "BF16":
+                return (self.data.view("<u2").astype(np.uint32) << 16).view(np.float32)
+        if len(self.shape) == 1:
+            raise ModelError(
+                f"{self.path}: {self.name} is stored in blocks ({self.encoding}); norms and biases are read as F32, "
+                "F16 or BF16 only: get a file that has them so"
+            )
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        blocks = self.data.reshape(self.shape[0], -1)
+        numbers: NDArray[np.float32] = dequantize(blocks, GGMLQuantizationType[self.encoding])
+        return numbers
+
+
+class Checkpoint(ABC):
+    """The tensors of a model. Its views stay valid as long as one of them is held."""
+
+    path: Path
+
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """Every tensor, under the name that transformers gives it."""
+
+    @abstractmethod
+    def _find(self, name: str) -> StoredTensor | None: ...
+
+    @abstractmethod
+    def __contains__(self, name: object) -> bool: ...
+
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> StoredTensor:
+        """Raises ModelError if there is none of this name, or, with `shape`, if it has another."""
+        found = self._find(name)
+        if found is None:
+            raise ModelError(f"{self.path}: no tensor {name}; the weights do not fit the configuration")
+        if shape is not None and found.shape != shape:
+            raise ModelError(
+                f"{self.path}: {name} has the shape {found.shape}, the configuration asks for {shape}; the weights do "
+                "not fit it"
+            )
+        return found
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The weights of a folder with safetensors, or of a GGUF file. Raises ModelError or OSError.
+
+    The folder has passed the checks of `folder.py`.
+    """
+    return SafetensorsCheckpoint(path) if path.is_dir() else GgufCheckpoint(read_gguf(path))
+
+
+def _mapped(path: Path) -> NDArray[np.uint8]:
+    """The bytes of a file that is not empty. They are read from the disk when they are looked at."""
+    return np.asarray(np.memmap(path, np.uint8, "r"))
+
+
+# -- safetensors ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """A tensor's bytes in a file: `rows` says which part of the first dimension, None: all of it."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+# Where published checkpoints have the text model, and how a text model alone has it.
+_ROOTS = (
+    ("model.", "model."),
+    ("language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+_EXPERTS = re.compile(r"(?P<layer>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """The safetensors of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        self._maps: dict[str, NDArray[np.uint8]] = {}
+        self._places: dict[str, _Place] = {}
+        files = weight_files(folder)
+        found: dict[str, _Place] = {}
+        for file in files:
+            found |= _places(folder, file)
+            self._maps[file] = _mapped(folder / file)
+        for name, place in found.items():
+            self._add(_text_name(name), place)
+
+    def names(self) -> Sequence[str]:
+        return tuple(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def _find(self, name: str) -> StoredTensor | None:
+        if (place := self._places.get(name)) is None:
+            return None
+        path = self.path / place.file
+        if place.dtype not in _FLOATS:
+            raise ModelError(
+                f"{path}: {name} is stored as {place.dtype}; {', '.join(_FLOATS)} can be read: use the model's "
+                "unquantised weights"
+            )
+        data = self._maps[place.file][place.start : place.end]
+        return StoredTensor(name=name, path=path, shape=place.shape, encoding=place.dtype, data=data)
+
+    def _add(self, name: str, place: _Place) -> None:
+        """All experts of a layer in one tensor become tensors of each, as most checkpoints have them."""
+        match = _EXPERTS.fullmatch(name)
+        if match is None or len(place.shape) != 3:
+            self._places[name] = place
+            return
+        experts, outputs, inputs = place.shape
+        halves = ("gate_proj", "up_proj") if match["kind"] == "gate_up_proj" else ("down_proj",)
+        rows = outputs // len(halves)
+        if outputs % len(halves) or experts * len(halves) + len(self._places) > MAX_NAMES:
+            raise ModelError(f"{self.path / place.file}: {name} has the shape {place.shape}, which experts cannot have")
+        size = (place.end - place.start) // max(1, experts * len(halves))
+        for index in range(experts * len(halves)):
+            start = place.start + index * size
+            part = replace(place, shape=(rows, inputs), start=start, end=start + size)
+            expert, half = divmod(index, len(halves))
+            self._places[f"{match['layer']}.{expert}.{halves[half]}.weight"] = part
+
+
+def _text_name(name: str) -> str:
+    """The name that a tensor of the text model has if there is only that: without what leads to it among others."""
+    for root, own in sorted(_ROOTS, key=lambda root: -len(root[0])):
+        if name.startswith(root):
+            return own + name.removeprefix(root)
+    return name
+
+
+def _places(folder: Path, file: str) -> dict[str, _Place]:
+    path = folder / file
+    tensors = check_safetensors(path)
+    with path.open("rb") as opened:
+        first = 8 + int.from_bytes(opened.read(8), "little")
+    size = path.stat().st_size - first
+    places = {}
+    for name, tensor in tensors.items():
+        try:
+            dtype, shape, (start, end) = tensor["dtype"], tuple(tensor["shape"]), tensor["data_offsets"]
+            whole = all(isinstance(number, int) and number >= 0 for number in (*shape, start, end))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelError(f"{path}: {name}: the safetensors header is damaged: {error}; copy it again") from error
+        if not whole or not isinstance(dtype, str) or len(shape) > 8 or not start <= end <= size:
+            raise ModelError(f"{path}: {name}: the safetensors header is damaged; copy it again")
+        numbers = 1
+        for length in shape:
+            numbers *= length
+        if dtype in _FLOATS and numbers * _FLOATS[dtype] != end - start:
+            raise ModelError(
+                f"{path}: {name}: {end - start} bytes cannot hold {shape} numbers of {dtype}; copy the file again"
+            )
+        places[name] = _Place(file=file, dtype=dtype, shape=shape, start=first + start, end=first + end)
+    return places
+
+
+# -- GGUF -------------------------------------------------------------------------------------------------------------
+
+_GLOBAL: Mapping[str, str] = MappingProxyType(
+    {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+)
+_IN_LAYER: Mapping[str, str] = MappingProxyType(
+    {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+        "ffn_gate_inp": "mlp.gate",
+    }
+)
+_IN_GEMMA: Mapping[str, str] = MappingProxyType(
+    {
+        **_IN_LAYER,
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+)
+_OF_EXPERTS: Mapping[str, str] = MappingProxyType(
+    {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+)
+# Read with the configuration (gguf_config.py).
+_IGNORED = ("rope_freqs.weight",)
+_LAYER = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)", re.ASCII)
+_OUTSIDE = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stored:
+    """expert: which part of the first dimension."""
+
+    tensor: GgufTensor
+    expert: int | None = None
+
+
+class GgufCheckpoint(Checkpoint):
+    """The tensors of a GGUF file."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        """Raises ModelError for an architecture that is not read, and for tensors that it does not have."""
+        self.path = header.path
+        config = gguf_config(header)
+        self._model_type: str = config["model_type"]
+        self._heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+        self._map: NDArray[np.uint8] = _mapped(header.path)
+        self._tensors: dict[str, _Stored] = {}
+        for tensor in header.tensors.values():
+            if tensor.start + tensor.size_bytes > len(self._map):
+                raise ModelError(f"{self.path}: truncated while it was read; get the file again")
+            self._add(tensor)
+
+    def names(self) -> Sequence[str]:
+        return tuple(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def _add(self, tensor: GgufTensor) -> None:
+        if tensor.name in _IGNORED:
+            return
+        if (in_layer := _LAYER.fullmatch(tensor.name)) is not None:
+            layer, what, part = in_layer.groups()
+            place = f"model.layers.{int(layer)}."
+            if what in _OF_EXPERTS and self._model_type == "qwen3_moe" and len(tensor.shape) == 3:
+                if tensor.shape[0] + len(self._tensors) > MAX_NAMES:
+                    raise ModelError(f"{self.path}: more than {MAX_NAMES} tensors, which are not read")
+                for expert in range(tensor.shape[0]):
+                    name = f"{place}mlp.experts.{expert}.{_OF_EXPERTS[what]}.{part}"
+                    self._tensors[name] = _Stored(tensor=tensor, expert=expert)
+                return
+            known = (_IN_GEMMA if self._is_gemma else _IN_LAYER).get(what)
+        else:
+            outside = _OUTSIDE.fullmatch(tensor.name)
+            what, part = outside.groups() if outside else ("", "")
+            place, known = "", _GLOBAL.get(what)
+        if known is None or len(tensor.shape) > 2:
+            raise ModelError(
+                f"{self.path}: the tensor {tensor.name} of the shape {tensor.shape} is not one of a {self._model_type} "
+                "model; it cannot be served from GGUF"
+            )
+        name = f"{place}{known}.{part}"
+        if name in self._tensors:
+            raise ModelError(f"{self.path}: two tensors are {name}; get the file again")
+        self._tensors[name] = _Stored(tensor=tensor)
+
+    def _find(self, name: str) -> StoredTensor | None:
+        if (stored := self._tensors.get(name)) is None:
+            return None
+        tensor = stored.tensor
+        data, shape = self._map[tensor.start : tensor.start + tensor.size_bytes], tensor.shape
+        if stored.expert is not None:
+            size = tensor.size_bytes // shape[0]
+            data, shape = data[stored.expert * size :][:size], shape[1:]
+        return StoredTensor(
+            name=name,
+            path=self.path,
+            shape=shape,
+            encoding=tensor.encoding.name,
+            data=data,
+            row_order=self._row_order(name, shape[0]),
+            added=1.0 if self._is_gemma and name.endswith("norm.weight") else 0.0,
+        )
+
+    @property
+    def _is_gemma(self) -> bool:
+        return self._model_type.startswith("gemma")
+
+    def _row_order(self, name: str, rows: int) -> NDArray[np.int64] | None:
+        """llama.cpp's converter makes rows of [heads, 2, D/2] to [heads, D/2, 2]."""
+        heads = self._heads.get(name.split(".")[-2]) if self._model_type in ("llama", "mistral") else None
+        if heads is None:
+            return None
+        if rows % (2 * heads):
+            raise ModelError(f"{self.path}: {name} has {rows} outputs, which are not {heads} heads of an even size")
+        return np.arange(rows, dtype=np.int64).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)

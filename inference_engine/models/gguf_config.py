@@ -1,0 +1,277 @@
+"""The configuration of a GGUF file, as transformers' config.json would say it.
+
+transformers' own reader of these keys takes rotation as plain where the file has factors for long texts, a window of
+every Gemma as its default, and reads with gguf.GGUFReader (see gguf_header.py). Here a file that says something the
+configuration cannot say is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from inference_engine.errors import ModelError
+from inference_engine.models.gguf_header import GgufHeader
+
+_DEFAULT_THETA = 10_000.0
+# llama.cpp's numbers for what the files do not say: layers of the models whose attention is scaled by the hidden size.
+_GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
+# Llama 3's own; the file has only the factors that they give.
+_LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_POSITIONS = 1.0, 4.0, 8192
+
+
+def gguf_config(header: GgufHeader) -> dict[str, Any]:
+    """What config.json would hold. Raises ModelError for an architecture that is not read, and for missing values."""
+    architecture = header.text("general.architecture") or ""
+    if architecture not in _FAMILIES:
+        raise ModelError(
+            f"{header.path}: general.architecture is {architecture!r}, which cannot be served from GGUF; "
+            f"{', '.join(_FAMILIES)} can, others from a folder of safetensors"
+        )
+    keys = _Keys(header, architecture)
+    keys.config = _common(keys)
+    config = {**keys.config, **_FAMILIES[architecture](keys)}
+    return {name: value for name, value in config.items() if value is not None}
+
+
+class _Keys:
+    """Values of a file under the name of its architecture. config: what the families have in common."""
+
+    def __init__(self, header: GgufHeader, architecture: str) -> None:
+        self.header = header
+        self.architecture = architecture
+        self.config: Mapping[str, Any] = {}
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A positive whole number. Raises ModelError if it is missing and there is no default."""
+        key = self.key(name)
+        value = self.header.values.get(key)
+        if isinstance(value, np.ndarray) and len(value) and np.all(value == value[0]):
+            found: int | None = int(value[0])  # the same in every layer
+        else:
+            found = self.header.number(key)
+        found = default if found is None else found
+        if found is None or not 1 <= found < 2**31:
+            raise ModelError(f"{self.header.path}: {key} is {found}, expected a positive number; get the file again")
+        return found
+
+    def optional(self, name: str) -> int | None:
+        return self.header.number(self.key(name))
+
+    def real(self, name: str, default: float | None = None) -> float | None:
+        found = self.header.real(self.key(name))
+        return default if found is None else found
+
+    def text(self, name: str) -> str | None:
+        return self.header.text(self.key(name))
+
+    def key(self, name: str) -> str:
+        return f"{self.architecture}.{name}"
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.header.tensors
+
+
+def _common(keys: _Keys) -> dict[str, Any]:
+    header, heads, hidden = keys.header, keys.size("attention.head_count"), keys.size("embedding_length")
+    words = header.tensors.get("token_embd.weight")
+    if words is None or len(words.shape) != 2:
+        raise ModelError(
+            f"{header.path}: no matrix token_embd.weight, so the vocabulary is unknown; get the file again"
+        )
+    head_dim = keys.size("attention.key_length", keys.size("rope.dimension_count", max(1, hidden // heads)))
+    if keys.size("attention.value_length", head_dim) != head_dim:
+        raise ModelError(
+            f"{header.path}: keys of {head_dim} numbers and values of {keys.size('attention.value_length')}; only "
+            "models with equal ones can be served"
+        )
+    if keys.size("rope.dimension_count", head_dim) != head_dim:
+        raise ModelError(
+            f"{header.path}: {keys.size('rope.dimension_count')} of the {head_dim} numbers of a head are rotated; only "
+            "models that rotate all of them can be served from GGUF"
+        )
+    epsilon = keys.real("attention.layer_norm_rms_epsilon")
+    if epsilon is None:
+        raise ModelError(f"{header.path}: no {keys.key('attention.layer_norm_rms_epsilon')}; get the file again")
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": keys.size("feed_forward_length"),
+        "num_hidden_layers": keys.size("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.size("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": epsilon,
+        "max_position_embeddings": keys.size("context_length"),
+        "vocab_size": words.shape[0],
+        "rope_parameters": _rotation(keys),
+        "tie_word_embeddings": not keys.has("output.weight"),
+        "bos_token_id": header.number("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _ends(header),
+        "pad_token_id": header.number("tokenizer.ggml.padding_token_id"),
+    }
+
+
+def _ends(header: GgufHeader) -> int | list[int] | None:
+    ids = [header.number(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    found = list(dict.fromkeys(token for token in ids if token is not None))
+    return found if len(found) > 1 else found[0] if found else None
+
+
+def _rotation(keys: _Keys) -> dict[str, Any]:
+    theta = keys.real("rope.freq_base", _DEFAULT_THETA)
+    kind = keys.text("rope.scaling.type") or "none"
+    factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear"))
+    known = {keys.key(f"rope.scaling.{name}") for name in ("type", "factor", "original_context_length", "finetuned")}
+    if other := sorted(
+        key for key in keys.header.values if key.startswith(keys.key("rope.scaling.")) and key not in known
+    ):
+        raise ModelError(
+            f"{keys.header.path}: {other[0]}: rotation scaled in this way cannot be served from GGUF; a folder of "
+            "safetensors can"
+        )
+    if keys.has("rope_freqs.weight"):
+        return {"rope_theta": theta, **_llama3(keys, theta or _DEFAULT_THETA)}
+    if kind == "none" or factor is None or factor == 1.0:
+        return {"rope_type": "default", "rope_theta": theta}
+    if kind == "linear":
+        return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+    if kind == "yarn":
+        positions = keys.size("rope.scaling.original_context_length")
+        yarn = {"rope_type": "yarn", "rope_theta": theta, "factor": factor}
+        return {**yarn, "original_max_position_embeddings": positions}
+    raise ModelError(
+        f"{keys.header.path}: {keys.key('rope.scaling.type')} is {kind!r}; only none, linear and yarn can be served "
+        "from GGUF"
+    )
+
+
+def _llama3(keys: _Keys, theta: float) -> dict[str, Any]:
+    """The rotation of which the file has only the divisor of each frequency."""
+    header, tensor = keys.header, keys.header.tensors["rope_freqs.weight"]
+    refusal = ModelError(
+        f"{header.path}: rope_freqs.weight is not what Llama 3 scales its rotation by; it cannot be served from GGUF, "
+        "a folder of safetensors can"
+    )
+    if tensor.encoding.name != "F32" or len(tensor.shape) != 1:
+        raise refusal
+    with header.path.open("rb") as file:
+        file.seek(tensor.start)
+        found = np.frombuffer(file.read(tensor.size_bytes), "<f4").astype(np.float64)
+    factor = float(np.max(found))
+    if not np.isfinite(factor) or factor < 1.0:
+        raise refusal
+    frequencies = theta ** (-np.arange(len(found)) / len(found))
+    turns = _LLAMA3_POSITIONS * frequencies / (2 * np.pi)
+    smooth = np.clip((turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW), 0.0, 1.0)
+    if not np.allclose(found, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4, atol=0.0):
+        raise refusal
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": _LLAMA3_LOW,
+        "high_freq_factor": _LLAMA3_HIGH,
+        "original_max_position_embeddings": _LLAMA3_POSITIONS,
+    }
+
+
+def _llama(keys: _Keys) -> dict[str, Any]:
+    if keys.optional("expert_count"):
+        raise ModelError(
+            f"{keys.header.path}: a llama with {keys.optional('expert_count')} experts cannot be served from GGUF; a "
+            "folder of safetensors can"
+        )
+    if window := keys.optional("attention.sliding_window"):
+        return {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": keys.has("blk.0.attn_output.bias") or keys.has("blk.0.attn_q.bias"),
+        "mlp_bias": keys.has("blk.0.ffn_up.bias"),
+    }
+
+
+def _qwen2(_keys: _Keys) -> dict[str, Any]:
+    return {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+
+
+def _qwen3(keys: _Keys) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": keys.has("blk.0.attn_q.bias"),
+    }
+
+
+def _qwen3_moe(keys: _Keys) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "norm_topk_prob": True,  # in every file of this kind, and what llama.cpp computes
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _gemma2(keys: _Keys) -> dict[str, Any]:
+    return {
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        "sliding_window": keys.size("attention.sliding_window", 4096),
+        "layer_types": _layer_types(keys, 2),
+        "attn_logit_softcapping": keys.real("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.real("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": _scalar(keys.config, _GEMMA2_27B_LAYERS),
+    }
+
+
+def _gemma3(keys: _Keys) -> dict[str, Any]:
+    near = {"rope_type": "default", "rope_theta": keys.real("rope.freq_base_swa", _DEFAULT_THETA)}
+    far = dict(keys.config["rope_parameters"])
+    if keys.header.real(keys.key("rope.freq_base")) is None:
+        far["rope_theta"] = 1_000_000.0
+    return {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": keys.size("attention.sliding_window"),
+        "layer_types": _layer_types(keys, 6),
+        "rope_parameters": {"full_attention": far, "sliding_attention": near},
+        "attn_logit_softcapping": keys.real("attn_logit_softcapping"),
+        "final_logit_softcapping": keys.real("final_logit_softcapping"),
+        "query_pre_attn_scalar": _scalar(keys.config, _GEMMA3_27B_LAYERS),
+    }
+
+
+def _layer_types(keys: _Keys, default: int) -> list[str]:
+    """Every so many layers one sees everything, the last of them; or what the file says of each layer."""
+    key, layers = keys.key("attention.sliding_window_pattern"), keys.config["num_hidden_layers"]
+    found = keys.header.values.get(key)
+    if isinstance(found, np.ndarray):
+        if len(found) != layers:
+            raise ModelError(f"{keys.header.path}: {key} is of {len(found)} layers, the model has {layers}")
+        return ["sliding_attention" if slides else "full_attention" for slides in found]
+    every = keys.size("attention.sliding_window_pattern", default)
+    return ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)]
+
+
+def _scalar(config: Mapping[str, Any], layers_of_27b: int) -> int:
+    if config["num_hidden_layers"] == layers_of_27b:
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return int(config["head_dim"])
+
+
+_FAMILIES: Mapping[str, Callable[[_Keys], dict[str, Any]]] = MappingProxyType(
+    {
+        "llama": _llama,
+        "qwen2": _qwen2,
+        "qwen3": _qwen3,
+        "qwen3moe": _qwen3_moe,
+        "gemma2": _gemma2,
+        "gemma3": _gemma3,
+    }
+)

@@ -1,0 +1,191 @@
+"""Tiny random models of every family that is read from GGUF, and GGUF files of them as llama.cpp's converter writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from gguf import GGUFWriter
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import quantize
+
+from tests.models.tiny_folder import byte_tokens
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+_GEMMA = {"head_dim": 16, "sliding_window": 32, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
+FAMILIES: Mapping[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(
+        **SMALL, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 50_000.0}
+    ),
+    "llama with biases": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
+    "qwen2": lambda: transformers.Qwen2Config(**SMALL, tie_word_embeddings=False),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=32),
+    "qwen3moe": lambda: transformers.Qwen3MoeConfig(
+        **SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+    ),
+    "gemma2": lambda: transformers.Gemma2Config(**SMALL, **_GEMMA),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **{**SMALL, "num_hidden_layers": 6},
+        **_GEMMA,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+}
+_WORDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp",
+    **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    **{f"self_attn.{name}_norm": f"attn_{name}_norm" for name in "qk"},
+    **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
+}
+_GEMMA_LAYER = {
+    **_LAYER,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def tiny_model(family: str) -> Any:
+    """With noise on every parameter: norms of one and biases of zero would hide what is read wrongly."""
+    config = FAMILIES[family]()
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(11)
+        model: Any = transformers.AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def write_gguf(
+    model: Any,
+    path: Path,
+    encoding: str = "F32",
+    *,
+    pre: str = "smollm",
+    factors: np.ndarray[Any, Any] | None = None,
+) -> None:
+    """The model as llama.cpp's converter writes it, matrices in `encoding`, with a byte-level tokenizer.
+
+    factors: the divisor of each frequency of the rotation.
+    """
+    config = model.config
+    family = {"qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+    writer = GGUFWriter(path, family)
+    _write_values(writer, config)
+    _write_tokenizer(writer, config.vocab_size, pre)
+    for name, tensor in _converted(model).items():
+        if tensor.ndim > 1 and encoding != "F32":
+            kind = GGMLQuantizationType[encoding]
+            writer.add_tensor(name, quantize(tensor, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, tensor)
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _converted(model: Any) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+    config, kind = model.config, model.config.model_type
+    is_gemma = kind.startswith("gemma")
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    found = {}
+    for name, parameter in model.state_dict().items():
+        tensor = parameter.float().numpy()
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if ".experts." in name:
+            layer = name.split(".")[2]
+            if name.endswith("gate_up_proj"):
+                half = tensor.shape[1] // 2
+                found[f"blk.{layer}.ffn_gate_exps.weight"] = np.ascontiguousarray(tensor[:, :half])
+                found[f"blk.{layer}.ffn_up_exps.weight"] = np.ascontiguousarray(tensor[:, half:])
+            else:
+                found[f"blk.{layer}.ffn_down_exps.weight"] = tensor
+            continue
+        module, part = name.rsplit(".", 1)
+        if module in _WORDS:
+            stored = _WORDS[module]
+        else:
+            layer, inside = module.removeprefix("model.layers.").split(".", 1)
+            own = (_GEMMA_LAYER if is_gemma else _LAYER)[inside]
+            stored = f"blk.{layer}.{own}"
+            if kind == "llama" and own in heads:
+                # As in convert_hf_to_gguf.py: LlamaModel.permute.
+                shape = (heads[own], 2, tensor.shape[0] // heads[own] // 2, *tensor.shape[1:])
+                tensor = tensor.reshape(shape).swapaxes(1, 2).reshape(tensor.shape)
+        if is_gemma and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        found[f"{stored}.{part}"] = np.ascontiguousarray(tensor)
+    return found
+
+
+def _write_values(writer: GGUFWriter, config: Any) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if config.model_type == "llama":
+        writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    elif config.model_type != "qwen2":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_string(f"{writer.arch}.rope.scaling.type", "linear")
+        writer.add_rope_scaling_factor(rope["factor"])
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type.startswith("gemma"):
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def _write_tokenizer(writer: GGUFWriter, size: int, pre: str) -> None:
+    line_break = byte_tokens()[ord("\n")]
+    tokens = ["<|start|>", "<|end|>", *byte_tokens(), line_break * 2]
+    assert size == len(tokens)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, *[1] * (len(tokens) - 2)])
+    writer.add_token_merges([f"{line_break} {line_break}"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_pad_token_id(1)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
