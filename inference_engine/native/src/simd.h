@@ -6,11 +6,14 @@
 //   F    16 float32            I    16 int32
 //   sum, largest               over the lanes, in one fixed order: halves are combined, 16 to 8 to 4 to 2 to 1
 //   dot                        adds to lane i the products of bytes 4i … 4i+3: codes without sign times signed bytes
+//   byte, nibble               lane i: byte 4i+n less 128; half byte n of bytes 4i … 4i+3, low halves first
 #pragma once
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+
+#include "half.h"
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
@@ -80,6 +83,17 @@ INLINE Bytes high_nibbles(Bytes a) { return _mm512_and_si512(_mm512_srli_epi16(a
 INLINE I dot(I sum, Bytes codes, int32_t quad) { return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(quad)); }
 // The same for codes of at most 15, which is faster on some machines.
 INLINE I dot_nibbles(I sum, Bytes codes, int32_t quad) { return dot(sum, codes, quad); }
+// A byte becomes the last bits of 2^23, from which 2^23 + 128 is taken.
+INLINE F byte(Bytes codes, int n) {
+  __m512i index = _mm512_broadcast_i32x4(_mm_setr_epi32(n, n + 4, n + 8, n + 12));
+  __m512i word = _mm512_mask_shuffle_epi8(_mm512_set1_epi32(0x4b000000), 0x1111111111111111, codes, index);
+  return _mm512_sub_ps(_mm512_castsi512_ps(word), _mm512_set1_ps(8388736.0f));
+}
+INLINE F nibble(Bytes codes, int n) {
+  __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  int shift = n < 4 ? 8 * n : 8 * n - 28;
+  return _mm512_permutexvar_ps(shift ? _mm512_srli_epi32(codes, shift) : codes, table);
+}
 INLINE __m256 upper(F a) { return _mm256_castsi256_ps(_mm512_extracti64x4_epi64(_mm512_castps_si512(a), 1)); }
 INLINE __m256 lower(F a) { return _mm512_castps512_ps256(a); }
 
@@ -188,6 +202,19 @@ INLINE I dot_nibbles(I sum, Bytes codes, int32_t quad) {
           _mm256_add_epi32(sum.b, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.b, q), one))};
 }
 #endif
+INLINE F byte(Bytes codes, int n) {
+  __m256i index = _mm256_or_si256(_mm256_set1_epi32((int32_t)0x80808000),
+                                  _mm256_setr_epi32(n, n + 4, n + 8, n + 12, n, n + 4, n + 8, n + 12));
+  __m256 middle = _mm256_set1_ps(128.0f);
+  return {_mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_shuffle_epi8(codes.a, index)), middle),
+          _mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_shuffle_epi8(codes.b, index)), middle)};
+}
+INLINE F nibble(Bytes codes, int n) {
+  int shift = n < 4 ? 8 * n : 8 * n - 28;
+  __m256i mask = _mm256_set1_epi32(15);
+  return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(codes.a, shift), mask)),
+          _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(codes.b, shift), mask))};
+}
 INLINE __m256 upper(F x) { return x.b; }
 INLINE __m256 lower(F x) { return x.a; }
 
@@ -268,6 +295,16 @@ INLINE I dot_nibbles(I sum, Bytes codes, int32_t quad) {
   EACH sum.v[i] = vdotq_s32(sum.v[i], vreinterpretq_s8_u8(codes.v[i]), q);
   return sum;
 }
+INLINE F lane_bits(Bytes codes, int shift, uint32_t mask) {
+  F r;
+  EACH {
+    uint32x4_t word = vshlq_u32(vreinterpretq_u32_u8(codes.v[i]), vdupq_n_s32(-shift));
+    r.v[i] = vcvtq_f32_u32(vandq_u32(word, vdupq_n_u32(mask)));
+  }
+  return r;
+}
+INLINE F byte(Bytes codes, int n) { return sub(lane_bits(codes, 8 * n, 255), all(128.0f)); }
+INLINE F nibble(Bytes codes, int n) { return lane_bits(codes, n < 4 ? 8 * n : 8 * n - 28, 15); }
 // code = (code - 128) + 128, and the products of 128 are the same in every lane.
 INLINE I dot(I sum, Bytes codes, int32_t quad) {
   int8x16_t q = vreinterpretq_s8_s32(vdupq_n_s32(quad));
@@ -305,40 +342,9 @@ INLINE F absolute(F x) { EACH x.v[i] = std::fabs(x.v[i]); return x; }
 INLINE F nearest(F x) { EACH x.v[i] = std::nearbyint(x.v[i]); return x; }
 INLINE F below(int count, F x, F y) { EACH x.v[i] = i < count ? x.v[i] : y.v[i]; return x; }
 INLINE F where_least(F x, float floor, F y) { EACH y.v[i] = x.v[i] >= floor ? y.v[i] : 0.0f; return y; }
-INLINE float from_f16(uint16_t half) {
-  uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = (half >> 10) & 31, rest = half & 0x3ff, word;
-  float value;
-  if (exponent == 31) word = sign | 0x7f800000 | rest << 13;
-  else if (exponent) word = sign | (exponent + 112) << 23 | rest << 13;
-  else {
-    value = (float)rest * 5.9604644775390625e-08f;
-    return sign ? -value : value;
-  }
-  memcpy(&value, &word, 4);
-  return value;
-}
-INLINE uint16_t to_f16(float value) {
-  uint32_t word;
-  memcpy(&word, &value, 4);
-  uint16_t sign = (uint16_t)(word >> 16 & 0x8000);
-  uint32_t rest = word & 0x7fffffff;
-  if (rest > 0x7f800000) return sign | 0x7e00 | (uint16_t)(rest >> 13 & 0x3ff);
-  if (rest >= 0x477ff000) return sign | 0x7c00;
-  if (rest < 0x38800000) {  // below the smallest normal number of 16 bits
-    float magnitude;
-    memcpy(&magnitude, &rest, 4);
-    return sign | (uint16_t)std::nearbyint(magnitude * 16777216.0f);
-  }
-  rest += 0xfff + (rest >> 13 & 1);
-  return sign | (uint16_t)((rest - 0x38000000) >> 13);
-}
 INLINE F load_f16(const uint16_t* p) { F r; EACH r.v[i] = from_f16(p[i]); return r; }
 INLINE void store_f16(uint16_t* p, F x) { EACH p[i] = to_f16(x.v[i]); }
-INLINE F load_bf16(const uint16_t* p) {
-  F r;
-  EACH { uint32_t word = (uint32_t)p[i] << 16; memcpy(&r.v[i], &word, 4); }
-  return r;
-}
+INLINE F load_bf16(const uint16_t* p) { F r; EACH r.v[i] = from_bf16(p[i]); return r; }
 INLINE I zeros() { I r; EACH r.v[i] = 0; return r; }
 INLINE I all_int(int32_t x) { I r; EACH r.v[i] = x; return r; }
 INLINE F as_floats(I x) { F r; EACH r.v[i] = (float)x.v[i]; return r; }
@@ -359,6 +365,12 @@ INLINE I dot(I sum, Bytes codes, int32_t quad) {
   return sum;
 }
 INLINE I dot_nibbles(I sum, Bytes codes, int32_t quad) { return dot(sum, codes, quad); }
+INLINE F byte(Bytes codes, int n) { F r; EACH r.v[i] = (float)codes.v[4 * i + n] - 128.0f; return r; }
+INLINE F nibble(Bytes codes, int n) {
+  F r;
+  EACH r.v[i] = (float)(codes.v[4 * i + n % 4] >> (n < 4 ? 0 : 4) & 15);
+  return r;
+}
 #undef EACH
 
 #endif
@@ -418,14 +430,9 @@ INLINE int32_t sum_int(I x) {
 #endif
 
 INLINE void store_bf16(uint16_t* p, F x) {
-  uint32_t words[16];
   float v[16];
   store(v, x);
-  memcpy(words, v, 64);
-  for (int i = 0; i < 16; i++) {
-    uint32_t rounded = (words[i] + 0x7fff + (words[i] >> 16 & 1)) >> 16;
-    p[i] = (uint16_t)((words[i] & 0x7fffffff) > 0x7f800000 ? words[i] >> 16 | 64 : rounded);  // not a number stays one
-  }
+  for (int i = 0; i < 16; i++) p[i] = to_bf16(v[i]);
 }
 
 // -- functions --------------------------------------------------------------------------------------------------------

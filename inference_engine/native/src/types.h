@@ -15,6 +15,15 @@ class Threads;
 //   INT4_WIDE the same codes, scales and offsets of 32 bits
 enum Format : int32_t { FLOAT32, FLOAT16, BFLOAT16, INT8, INT8_PAIR, INT4, INT4_WIDE, FORMATS };
 
+// What a matrix is packed from: rows of floats, or of llama.cpp's blocks.
+enum Source : int32_t {
+  FROM_FLOAT32, FROM_FLOAT16, FROM_BFLOAT16, FROM_Q4_0, FROM_Q4_1, FROM_Q5_0, FROM_Q8_0, FROM_Q4_K, FROM_Q6_K, SOURCES
+};
+
+// Why a matrix could not be packed: the source has no such format; its rows are not whole blocks; a number, or a scale
+// or offset, does not fit into the format's 16 bits or is not finite.
+enum PackError : int32_t { PACKED, NO_SUCH_FORMAT, BROKEN_BLOCKS, TOO_LARGE };
+
 // A matrix of `outputs` × `inputs` numbers, packed in tiles. Outputs are padded to 16 and quantised inputs to 32.
 struct Matrix {
   int32_t format, outputs, inputs, reserved;

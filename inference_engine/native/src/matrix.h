@@ -1,0 +1,459 @@
+// Products of activations with packed matrices.
+//
+// The bits of a token's outputs depend on its numbers and on the matrix alone: not on how many tokens there are, where
+// among them it is, how many threads compute, or which instructions. So there is one order of adding, for one token and
+// for many, and every product is added with one rounding:
+//
+//   floats      one sum over all inputs, ascending
+//   codes       of every block of 32 inputs (INT8_PAIR: of each half), ascending, one sum of code · number;
+//               then total += scale · sum, and where a format has offsets, total += offset · (sum of the numbers)
+//   codes, activations in bytes
+//               of every block (or half) the exact sum of code · byte; then total += (scale · byte scale) · sum, and
+//               total += offset · (byte scale · sum of the bytes)
+//
+// What is not a number stays so, but which of the many such it is may differ.
+#pragma once
+#include <algorithm>
+#include <type_traits>
+
+#include "activations.h"
+#include "simd.h"
+#include "threads.h"
+#include "types.h"
+
+#define UNROLL _Pragma("GCC unroll 32")
+
+namespace KERNELS {
+
+// -- what a tile holds ------------------------------------------------------------------------------------------------
+
+constexpr int64_t FLOAT_BYTES[] = {4, 2, 2};
+
+template <int FORMAT>
+struct Tile {
+  static constexpr bool FLOATS = FORMAT <= BFLOAT16;
+  static constexpr bool NIBBLES = FORMAT == INT4 || FORMAT == INT4_WIDE;  // and offsets
+  static constexpr bool WIDE = FORMAT == INT8_PAIR || FORMAT == INT4_WIDE;
+  static constexpr int PARTS = FORMAT == INT8_PAIR ? 2 : 1;  // scales of a block
+  static constexpr int AT_ONCE = NIBBLES ? 8 : 4;            // inputs in 64 bytes of codes
+  static constexpr int64_t CODE_BYTES = BLOCK / AT_ONCE * 64;
+  static constexpr int64_t BLOCK_BYTES = CODE_BYTES + (FORMAT == INT8 ? 32 : FORMAT == INT4 ? 64 : 128);
+  static constexpr int64_t STEP = FLOATS ? LANES * FLOAT_BYTES[FLOATS ? FORMAT : 0] : BLOCK_BYTES;
+
+  // From one tile to the next.
+  static int64_t bytes(int64_t inputs) { return (FLOATS ? inputs : (inputs + BLOCK - 1) / BLOCK) * STEP; }
+
+  INLINE F number(const uint8_t* at) {
+    if constexpr (FORMAT == FLOAT32) return load((const float*)at);
+    else if constexpr (FORMAT == FLOAT16) return load_f16((const uint16_t*)at);
+    else return load_bf16((const uint16_t*)at);
+  }
+  INLINE F code(Bytes codes, int n) {
+    if constexpr (NIBBLES) return nibble(codes, n);
+    else return byte(codes, n);
+  }
+  INLINE F after_codes(const uint8_t* block, int index) {
+    const uint8_t* at = block + CODE_BYTES;
+    if constexpr (WIDE) return load((const float*)at + index * LANES);
+    else return load_f16((const uint16_t*)at + index * LANES);
+  }
+  INLINE F scale(const uint8_t* block, int part) { return after_codes(block, part); }
+  INLINE F offset(const uint8_t* block) { return after_codes(block, 1); }
+};
+
+// Totals of `T` tokens and `C` tiles.
+template <int T, int C>
+struct Totals {
+  F at[T][C];
+};
+
+// -- activations as they are ------------------------------------------------------------------------------------------
+
+// A few tokens: numbers are made of the codes as they are needed.
+template <int FORMAT, int T, int C>
+INLINE void direct_block(const uint8_t* block, int64_t tile_bytes, const float* x, const float* sums, Totals<T, C>& y) {
+  using Kind = Tile<FORMAT>;
+  for (int part = 0; part < Kind::PARTS; part++) {
+    F chain[T][C];
+    UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < C; c++) chain[t][c] = all(0.0f);
+    constexpr int LOADS = BLOCK / Kind::AT_ONCE / Kind::PARTS;
+    UNROLL for (int i = 0; i < LOADS; i++) {
+      Bytes codes[C];
+      UNROLL for (int c = 0; c < C; c++) codes[c] = load_bytes(block + c * tile_bytes + 64 * (part * LOADS + i));
+      UNROLL for (int n = 0; n < Kind::AT_ONCE; n++) {
+        F w[C];
+        UNROLL for (int c = 0; c < C; c++) w[c] = Kind::code(codes[c], n);
+        const float* numbers = x + ((part * LOADS + i) * Kind::AT_ONCE + n) * T;
+        UNROLL for (int t = 0; t < T; t++) {
+          F number = all(numbers[t]);
+          UNROLL for (int c = 0; c < C; c++) chain[t][c] = fma(w[c], number, chain[t][c]);
+        }
+      }
+    }
+    UNROLL for (int c = 0; c < C; c++) {
+      F scale = Kind::scale(block + c * tile_bytes, part);
+      UNROLL for (int t = 0; t < T; t++) y.at[t][c] = fma(scale, chain[t][c], y.at[t][c]);
+    }
+  }
+  if constexpr (Kind::NIBBLES)
+    UNROLL for (int c = 0; c < C; c++) {
+      F offset = Kind::offset(block + c * tile_bytes);
+      UNROLL for (int t = 0; t < T; t++) y.at[t][c] = fma(offset, all(sums[t]), y.at[t][c]);
+    }
+}
+
+template <int FORMAT, int T, int C>
+INLINE void direct(const uint8_t* tiles, int64_t tile_bytes, const Activations& a, int64_t group, Totals<T, C>& y) {
+  using Kind = Tile<FORMAT>;
+  int64_t first = a.groups.first(group);
+  const float* x = a.numbers + first * a.inputs;
+  if constexpr (Kind::FLOATS) {
+    for (int64_t i = 0; i < a.inputs; i++, tiles += Kind::STEP, x += T) {
+      F w[C];
+      UNROLL for (int c = 0; c < C; c++) w[c] = Kind::number(tiles + c * tile_bytes);
+      UNROLL for (int t = 0; t < T; t++) {
+        F number = all(x[t]);
+        UNROLL for (int c = 0; c < C; c++) y.at[t][c] = fma(w[c], number, y.at[t][c]);
+      }
+    }
+  } else {
+    const float* sums = a.sums + first * a.blocks;
+    for (int64_t b = 0; b < a.blocks; b++, tiles += Kind::STEP, x += BLOCK * T, sums += T)
+      direct_block<FORMAT, T, C>(tiles, tile_bytes, x, sums, y);
+  }
+}
+
+// -- activations as bytes ---------------------------------------------------------------------------------------------
+
+template <int FORMAT, int T, int C>
+INLINE void bytes_block(const uint8_t* block, int64_t tile_bytes, const int32_t* quads, const float* scales,
+                        const int32_t* corrections, const float* sums, Totals<T, C>& y) {
+  using Kind = Tile<FORMAT>;
+  for (int part = 0; part < Kind::PARTS; part++) {
+    I dots[T][C];
+    UNROLL for (int t = 0; t < T; t++)
+      UNROLL for (int c = 0; c < C; c++) dots[t][c] = Kind::NIBBLES ? zeros() : all_int(corrections[part * T + t]);
+    constexpr int LOADS = BLOCK / Kind::AT_ONCE / Kind::PARTS;
+    UNROLL for (int i = 0; i < LOADS; i++) {
+      const int32_t* quad = quads + (part * LOADS + i) * (Kind::NIBBLES ? 2 : 1) * T;
+      Bytes codes[C];
+      UNROLL for (int c = 0; c < C; c++) codes[c] = load_bytes(block + c * tile_bytes + 64 * (part * LOADS + i));
+      UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < C; c++) {
+        if constexpr (Kind::NIBBLES) {
+          dots[t][c] = dot_nibbles(dots[t][c], low_nibbles(codes[c]), quad[t]);
+          dots[t][c] = dot_nibbles(dots[t][c], high_nibbles(codes[c]), quad[T + t]);
+        } else {
+          dots[t][c] = dot(dots[t][c], codes[c], quad[t]);
+        }
+      }
+    }
+    UNROLL for (int c = 0; c < C; c++) {
+      F scale = Kind::scale(block + c * tile_bytes, part);
+      UNROLL for (int t = 0; t < T; t++)
+        y.at[t][c] = fma(mul(scale, all(scales[t])), as_floats(dots[t][c]), y.at[t][c]);
+    }
+  }
+  if constexpr (Kind::NIBBLES)
+    UNROLL for (int c = 0; c < C; c++) {
+      F offset = Kind::offset(block + c * tile_bytes);
+      UNROLL for (int t = 0; t < T; t++) y.at[t][c] = fma(offset, all(sums[t]), y.at[t][c]);
+    }
+}
+
+template <int FORMAT, int T, int C>
+INLINE void bytes(const uint8_t* tiles, int64_t tile_bytes, const Activations& a, int64_t group, Totals<T, C>& y) {
+  int64_t first = a.groups.first(group) * a.blocks;
+  const int32_t *quads = a.quads + first * QUADS, *corrections = a.corrections + first * 2;
+  const float *scales = a.scales + first, *sums = a.sums + first;
+  for (int64_t b = 0; b < a.blocks; b++) {
+    bytes_block<FORMAT, T, C>(tiles, tile_bytes, quads, scales, corrections, sums, y);
+    tiles += Tile<FORMAT>::STEP;
+    quads += QUADS * T;
+    corrections += 2 * T;
+    scales += T;
+    sums += T;
+  }
+}
+
+// -- from tiles to outputs --------------------------------------------------------------------------------------------
+
+// Where the products go: tiles [0, tiles) of every token.
+struct Outputs {
+  float* y;
+  int64_t stride, outputs;
+
+  // 16 outputs of a token, or as many as there are.
+  void put(int64_t token, int64_t tile, F total) const {
+    float* at = y + token * stride + tile * LANES;
+    int64_t left = outputs - tile * LANES;
+    if (left >= LANES) {
+      store(at, total);
+      return;
+    }
+    float last[LANES];
+    store(last, total);
+    memcpy(at, last, (size_t)left * sizeof(float));
+  }
+};
+
+// Tiles that one group of tokens is multiplied with at once: so many sums run side by side that none waits for itself.
+constexpr int tiles_at_once(int tokens, bool bytes) {
+#if defined(__AVX512F__)
+  if (bytes) return tokens <= 2 ? 4 : 2;
+  return tokens == 1 ? 8 : tokens == 2 ? 4 : tokens <= 4 ? 2 : 1;
+#else
+  (void)bytes;
+  return tokens == 1 ? 4 : tokens == 2 ? 2 : 1;
+#endif
+}
+
+template <int FORMAT, bool BYTES, int T, int C>
+__attribute__((noinline)) void few(const uint8_t* tiles, int64_t tile_bytes, const Activations& a, int64_t group,
+                                   const Outputs& out, int64_t tile) {
+  Totals<T, C> y;
+  UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < C; c++) y.at[t][c] = all(0.0f);
+  if constexpr (BYTES) bytes<FORMAT, T, C>(tiles, tile_bytes, a, group, y);
+  else direct<FORMAT, T, C>(tiles, tile_bytes, a, group, y);
+  int64_t first = a.groups.first(group);
+  UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < C; c++) out.put(first + t, tile + c, y.at[t][c]);
+}
+
+// Calls body with `width`, of 1 to GROUP, as a constant.
+template <int T = GROUP, class Body>
+INLINE void with_width(int width, const Body& body) {
+  if constexpr (T > 1)
+    if (width < T) {
+      with_width<T - 1>(width, body);
+      return;
+    }
+  body(std::integral_constant<int, T>());
+}
+
+// The products of groups [from, to) with tiles [tile, end); every tile stays in the nearest cache for all groups.
+template <int FORMAT, bool BYTES>
+void few_tokens(const Matrix& matrix, const Activations& a, int64_t from, int64_t to, int64_t tile, int64_t end,
+                const Outputs& out) {
+  int64_t tile_bytes = Tile<FORMAT>::bytes(matrix.inputs);
+  int wide = a.groups.width(0), next;
+  for (int64_t g = from; g < to; g++) wide = std::max(wide, a.groups.width(g));
+  for (; tile < end; tile += next) {
+    const uint8_t* at = matrix.tiles + tile * tile_bytes;
+    next = tiles_at_once(wide, BYTES);
+    while (next > end - tile) next /= 2;
+    for (int64_t g = from; g < to; g++)
+      with_width(a.groups.width(g), [&](auto width) {
+        constexpr int T = width, MOST = tiles_at_once(T, BYTES);
+        if (next == 8) if constexpr (MOST >= 8) return few<FORMAT, BYTES, T, 8>(at, tile_bytes, a, g, out, tile);
+        if (next == 4) if constexpr (MOST >= 4) return few<FORMAT, BYTES, T, 4>(at, tile_bytes, a, g, out, tile);
+        if (next == 2) if constexpr (MOST >= 2) return few<FORMAT, BYTES, T, 2>(at, tile_bytes, a, g, out, tile);
+        few<FORMAT, BYTES, T, 1>(at, tile_bytes, a, g, out, tile);
+      });
+  }
+}
+
+// -- many tokens, activations as they are -----------------------------------------------------------------------------
+
+// Numbers are made of the codes of a few tiles once, a piece of some blocks at a time that stays in the nearest cache,
+// and multiplied with all tokens. Their totals wait in memory meanwhile.
+constexpr int PIECE = 128;  // inputs
+#if defined(__AVX512F__)
+constexpr int MANY_TILES = 3;
+#else
+constexpr int MANY_TILES = 1;
+#endif
+
+// Inputs [first, first + count) of C tiles, as [input][tile][16].
+template <int FORMAT, int C>
+INLINE void decode(const uint8_t* tiles, int64_t tile_bytes, int64_t first, int64_t count, float* out) {
+  using Kind = Tile<FORMAT>;
+  for (int c = 0; c < C; c++, tiles += tile_bytes) {
+    float* to = out + c * LANES;
+    if constexpr (Kind::FLOATS) {
+      for (int64_t i = 0; i < count; i++) store(to + i * C * LANES, Kind::number(tiles + (first + i) * Kind::STEP));
+    } else {
+      for (int64_t i = 0; i < count; i += Kind::AT_ONCE) {
+        const uint8_t* block = tiles + (first + i) / BLOCK * Kind::STEP;
+        Bytes codes = load_bytes(block + i % BLOCK / Kind::AT_ONCE * 64);
+        UNROLL for (int n = 0; n < Kind::AT_ONCE; n++) store(to + (i + n) * C * LANES, Kind::code(codes, n));
+      }
+    }
+  }
+}
+
+template <int T, int C>
+INLINE void add_products(const float* w, const float* x, int64_t count, Totals<T, C>& chain) {
+  for (int64_t i = 0; i < count; i++, w += C * LANES, x += T) {
+    F numbers[C];
+    UNROLL for (int c = 0; c < C; c++) numbers[c] = load(w + c * LANES);
+    UNROLL for (int t = 0; t < T; t++) {
+      F number = all(x[t]);
+      UNROLL for (int c = 0; c < C; c++) chain.at[t][c] = fma(numbers[c], number, chain.at[t][c]);
+    }
+  }
+}
+
+template <int T, int C>
+INLINE void load_totals(const float* y, Totals<T, C>& totals) {
+  UNROLL for (int t = 0; t < T; t++)
+    UNROLL for (int c = 0; c < C; c++) totals.at[t][c] = load(y + (t * C + c) * LANES);
+}
+
+template <int T, int C>
+INLINE void store_totals(const Totals<T, C>& totals, float* y) {
+  UNROLL for (int t = 0; t < T; t++)
+    UNROLL for (int c = 0; c < C; c++) store(y + (t * C + c) * LANES, totals.at[t][c]);
+}
+
+// Adds one block, or the half of one that has a scale of its own. Not inlined: the compiler would keep the totals where
+// the sums should be.
+template <int FORMAT, int T, int C>
+__attribute__((noinline)) void many_block(const uint8_t* block, int64_t tile_bytes, int part, const float* w,
+                                          const float* x, const float* sums, float* y) {
+  using Kind = Tile<FORMAT>;
+  Totals<T, C> chain;
+  UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < C; c++) chain.at[t][c] = all(0.0f);
+  add_products(w, x, BLOCK / Kind::PARTS, chain);
+  UNROLL for (int c = 0; c < C; c++) {
+    F scale = Kind::scale(block + c * tile_bytes, part), offset = scale;
+    if constexpr (Kind::NIBBLES) offset = Kind::offset(block + c * tile_bytes);
+    UNROLL for (int t = 0; t < T; t++) {
+      float* at = y + (t * C + c) * LANES;
+      F total = fma(scale, chain.at[t][c], load(at));
+      store(at, Kind::NIBBLES ? fma(offset, all(sums[t]), total) : total);
+    }
+  }
+}
+
+// One piece and one group: `w` the piece's numbers, `y` the group's totals, [token][tile][16].
+template <int FORMAT, int T, int C>
+void many_piece(const uint8_t* tiles, int64_t tile_bytes, int64_t first, int64_t count, const float* w, const float* x,
+                const float* sums, float* y) {
+  using Kind = Tile<FORMAT>;
+  if constexpr (Kind::FLOATS) {
+    Totals<T, C> totals;
+    load_totals(y, totals);
+    add_products(w, x, count, totals);
+    store_totals(totals, y);
+  } else {
+    constexpr int RUN = BLOCK / Kind::PARTS;
+    for (int64_t i = 0; i < count; i += RUN) {
+      const uint8_t* block = tiles + (first + i) / BLOCK * Kind::STEP;
+      int part = (int)(i % BLOCK / RUN);
+      many_block<FORMAT, T, C>(block, tile_bytes, part, w + i * C * LANES, x + i * T, sums + i / BLOCK * T, y);
+    }
+  }
+}
+
+template <int FORMAT, int C>
+void many_tiles(const Matrix& matrix, const Activations& a, int64_t from, int64_t to, int64_t tile, const Outputs& out) {
+  static thread_local Scratch number_memory, total_memory;
+  int64_t tile_bytes = Tile<FORMAT>::bytes(matrix.inputs), begin = a.groups.first(from), end = a.groups.first(to);
+  const uint8_t* tiles = matrix.tiles + tile * tile_bytes;
+  float *w = number_memory.of<float>(PIECE * C * LANES), *totals = total_memory.of<float>((end - begin) * C * LANES);
+  memset(totals, 0, (size_t)((end - begin) * C * LANES) * sizeof(float));
+  for (int64_t first = 0; first < a.inputs; first += PIECE) {
+    int64_t count = std::min<int64_t>(PIECE, a.inputs - first);
+    decode<FORMAT, C>(tiles, tile_bytes, first, count, w);
+    for (int64_t g = from; g < to; g++)
+      with_width(a.groups.width(g), [&](auto width) {
+        constexpr int T = width;
+        int64_t token = a.groups.first(g);
+        const float* sums = a.sums ? a.sums + token * a.blocks + first / BLOCK * T : nullptr;
+        many_piece<FORMAT, T, C>(tiles, tile_bytes, first, count, w, a.numbers + token * a.inputs + first * T, sums,
+                                 totals + (token - begin) * C * LANES);
+      });
+  }
+  for (int64_t token = begin; token < end; token++)
+    for (int c = 0; c < C; c++) out.put(token, tile + c, load(totals + ((token - begin) * C + c) * LANES));
+}
+
+template <int FORMAT>
+void many_tokens(const Matrix& matrix, const Activations& a, int64_t from, int64_t to, int64_t tile, int64_t end,
+                 const Outputs& out) {
+  for (; end - tile >= MANY_TILES; tile += MANY_TILES) many_tiles<FORMAT, MANY_TILES>(matrix, a, from, to, tile, out);
+  for (; tile < end; tile++) many_tiles<FORMAT, 1>(matrix, a, from, to, tile, out);
+}
+
+// -- all of it --------------------------------------------------------------------------------------------------------
+
+// Tokens that are prepared together: it bounds the memory that a thread keeps.
+constexpr int64_t SLICE = 512;
+
+// In how many parts the groups are divided so that every thread has about as much to do, when there are few tiles.
+inline int64_t token_parts(int64_t tile_units, int64_t groups, int64_t threads) {
+  for (int64_t parts = 1; parts < groups / 4; parts++) {
+    int64_t rounds = (tile_units * parts + threads - 1) / threads;
+    if (tile_units * parts * 8 >= rounds * threads * 7) return parts;
+  }
+  return std::max<int64_t>(groups / 4, 1);
+}
+
+template <int FORMAT>
+void multiply(Threads& threads, const Matrix& matrix, bool bytes, const Activations& a, const Outputs& out) {
+  bool many = !bytes && a.groups.count > 1;
+  int64_t tiles = (matrix.outputs + LANES - 1) / LANES, unit = many ? MANY_TILES : a.groups.count > 1 ? 2 : 1;
+  int64_t units = (tiles + unit - 1) / unit, parts = token_parts(units, a.groups.count, threads.count());
+  threads.split(units * parts, 1, [&](int64_t first, int64_t end) {
+    while (first < end) {  // the rest of one part's tiles
+      int64_t part = first / units, stop = std::min(end, (part + 1) * units);
+      int64_t from = a.groups.count * part / parts, to = a.groups.count * (part + 1) / parts;
+      int64_t tile = (first - part * units) * unit, last = std::min((stop - part * units) * unit, tiles);
+      if (many) many_tokens<FORMAT>(matrix, a, from, to, tile, last, out);
+      else if (!bytes) few_tokens<FORMAT, false>(matrix, a, from, to, tile, last, out);
+      else if constexpr (!Tile<FORMAT>::FLOATS) few_tokens<FORMAT, true>(matrix, a, from, to, tile, last, out);
+      first = stop;
+    }
+  });
+}
+
+// Calls body with the format as a constant.
+template <class Body>
+INLINE void with_format(int32_t format, const Body& body) {
+  switch (format) {
+    case FLOAT32: return body(std::integral_constant<int, FLOAT32>());
+    case FLOAT16: return body(std::integral_constant<int, FLOAT16>());
+    case BFLOAT16: return body(std::integral_constant<int, BFLOAT16>());
+    case INT8: return body(std::integral_constant<int, INT8>());
+    case INT8_PAIR: return body(std::integral_constant<int, INT8_PAIR>());
+    case INT4: return body(std::integral_constant<int, INT4>());
+    case INT4_WIDE: return body(std::integral_constant<int, INT4_WIDE>());
+  }
+}
+
+inline void linear(Threads& threads, const Matrix& matrix, Identity identity, const float* x, int64_t x_stride,
+                   int64_t count, float* y, int64_t y_stride) {
+  for (int64_t first = 0; first < count; first += SLICE) {
+    int64_t tokens = std::min(SLICE, count - first);
+    Activations a = prepare(threads, matrix, identity, x + first * x_stride, x_stride, tokens);
+    Outputs out{y + first * y_stride, y_stride, matrix.outputs};
+    with_format(matrix.format, [&](auto format) {
+      multiply<decltype(format)::value>(threads, matrix, identity == QUANTISED && matrix.format >= INT8, a, out);
+    });
+  }
+}
+
+// The numbers of one output: scale · code + offset.
+inline void row(const Matrix& matrix, int64_t output, float* out) {
+  int64_t tile = output / LANES, lane = output % LANES;
+  with_format(matrix.format, [&](auto format) {
+    using Kind = Tile<decltype(format)::value>;
+    const uint8_t* at = matrix.tiles + tile * Kind::bytes(matrix.inputs);
+    float numbers[LANES];
+    for (int64_t i = 0; i < matrix.inputs; i++) {
+      F number;
+      if constexpr (Kind::FLOATS) {
+        number = Kind::number(at + i * Kind::STEP);
+      } else {
+        const uint8_t* block = at + i / BLOCK * Kind::STEP;
+        int in_block = (int)(i % BLOCK);
+        F code = Kind::code(load_bytes(block + in_block / Kind::AT_ONCE * 64), in_block % Kind::AT_ONCE);
+        F scale = Kind::scale(block, in_block * Kind::PARTS / BLOCK);
+        number = Kind::NIBBLES ? fma(scale, code, Kind::offset(block)) : mul(scale, code);
+      }
+      store(numbers, number);
+      out[i] = numbers[lane];
+    }
+  });
+}
+
+}  // namespace KERNELS

@@ -1,0 +1,337 @@
+"""Packed matrices: what they hold, what their products are, and that a token's bits depend on nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+LIBRARY = Path(__file__).parents[2] / "build" / "native" / "libkakeya.so"
+LEVELS = ("plain", "avx2", "avx512")
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+
+class Format(IntEnum):
+    FLOAT32 = 0
+    FLOAT16 = 1
+    BFLOAT16 = 2
+    INT8 = 3
+    INT8_PAIR = 4
+    INT4 = 5
+    INT4_WIDE = 6
+
+
+class Source(IntEnum):
+    FLOAT32 = 0
+    FLOAT16 = 1
+    BFLOAT16 = 2
+    Q4_0 = 3
+    Q4_1 = 4
+    Q5_0 = 5
+    Q8_0 = 6
+    Q4_K = 7
+    Q6_K = 8
+
+
+class Identity(IntEnum):
+    EXACT = 0
+    QUANTISED = 1
+
+
+NO_SUCH_FORMAT, BROKEN_BLOCKS, TOO_LARGE = 1, 2, 3
+QUANTISED_FORMATS = (Format.INT8, Format.INT8_PAIR, Format.INT4, Format.INT4_WIDE)
+PRODUCTS = [(f, i) for f in Format for i in Identity if i is Identity.EXACT or f in QUANTISED_FORMATS]
+
+
+class MatrixC(ctypes.Structure):
+    _fields_ = (
+        ("format", ctypes.c_int32),
+        ("outputs", ctypes.c_int32),
+        ("inputs", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("tiles", ctypes.c_void_p),
+    )
+
+
+class Native:
+    def __init__(self) -> None:
+        self.lib = ctypes.CDLL(str(LIBRARY))
+        self.lib.kakeya_kernels.restype = ctypes.c_void_p
+        self.lib.kakeya_open_threads.restype = ctypes.c_void_p
+        self.lib.kakeya_packed_bytes.restype = ctypes.c_int64
+        self.kernels = {
+            level: found for level in LEVELS if (found := self.lib.kakeya_kernels(level.encode())) is not None
+        }
+        self.threads = {n: ctypes.c_void_p(self.lib.kakeya_open_threads(n)) for n in (1, 2, 3)}
+
+    def close(self) -> None:
+        for threads in self.threads.values():
+            self.lib.kakeya_close_threads(threads)
+
+    @property
+    def best(self) -> str:
+        return list(self.kernels)[-1]
+
+
+class Packed:
+    """A packed matrix, in memory of its own that begins at a multiple of 64."""
+
+    def __init__(self, native: Native, form: Format, outputs: int, inputs: int) -> None:
+        self.native, self.outputs, self.inputs = native, outputs, inputs
+        size = native.lib.kakeya_packed_bytes(form, ctypes.c_int64(outputs), ctypes.c_int64(inputs))
+        self.memory = np.full(size + 64, 0xEE, np.uint8)
+        self.tiles = self.memory.ctypes.data + 63 & ~63
+        self.matrix = MatrixC(form, outputs, inputs, 0, self.tiles)
+
+    def pack(self, source: Source, data: Bytes, order: NDArray[np.int64] | None = None) -> int:
+        where = ctypes.c_void_p(None if order is None else order.ctypes.data)
+        shape = ctypes.c_int64(self.outputs), ctypes.c_int64(self.inputs)
+        values = np.ascontiguousarray(data)
+        code: int = self.native.lib.kakeya_pack(
+            self.matrix.format, source, ctypes.c_void_p(values.ctypes.data), *shape, where, ctypes.c_void_p(self.tiles)
+        )
+        return code
+
+    def numbers(self, level: str | None = None) -> Floats:
+        out = np.empty((self.outputs, self.inputs), np.float32)
+        kernels = ctypes.c_void_p(self.native.kernels[level or self.native.best])
+        for output in range(self.outputs):
+            where = ctypes.c_void_p(out[output].ctypes.data)
+            self.native.lib.kakeya_row(kernels, ctypes.byref(self.matrix), ctypes.c_int64(output), where)
+        return out
+
+    def product(self, x: Floats, identity: Identity, level: str | None = None, threads: int = 1) -> Floats:
+        guard = 16
+        # What lies around the tokens must neither be read into the result nor be written.
+        around = np.full(x.size + 2 * guard, np.nan, np.float32)
+        around[guard:-guard] = x.ravel()
+        out = np.full(len(x) * self.outputs + guard, 7.0, np.float32)
+        self.native.lib.kakeya_linear(
+            ctypes.c_void_p(self.native.kernels[level or self.native.best]),
+            self.native.threads[threads],
+            ctypes.byref(self.matrix),
+            identity,
+            ctypes.c_void_p(around[guard:].ctypes.data),
+            ctypes.c_int64(len(x)),
+            ctypes.c_void_p(out.ctypes.data),
+        )
+        assert (out[-guard:] == 7.0).all()
+        return out[:-guard].reshape(len(x), self.outputs)
+
+
+@pytest.fixture(scope="module")
+def native() -> Iterator[Native]:
+    if not LIBRARY.exists():
+        pytest.skip("the native library is not built")
+    library = Native()
+    yield library
+    library.close()
+
+
+def as_bytes(values: NDArray[np.generic]) -> Bytes:
+    return np.ascontiguousarray(values).view(np.uint8)
+
+
+def of_floats(native: Native, form: Format, weights: Floats) -> Packed:
+    packed = Packed(native, form, *weights.shape)
+    assert packed.pack(Source.FLOAT32, as_bytes(weights)) == 0
+    return packed
+
+
+def random_matrix(native: Native, form: Format, outputs: int, inputs: int, seed: int = 0) -> Packed:
+    weights = np.random.default_rng(seed).normal(size=(outputs, inputs)).astype(np.float32)
+    return of_floats(native, form, weights)
+
+
+def tokens(count: int, inputs: int, seed: int = 1) -> Floats:
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=(count, inputs)) * rng.exponential(size=(count, 1))).astype(np.float32)
+
+
+def quantised(x: Floats) -> NDArray[np.float64]:
+    """The activations as bytes and scales say them."""
+    count, inputs = x.shape
+    blocks = np.zeros((count, -(-inputs // 32), 32), np.float32)
+    blocks.reshape(count, -1)[:, :inputs] = x
+    most = np.abs(blocks).max(-1, keepdims=True)
+    inverse = np.where(most > 0, np.float32(127) / np.where(most > 0, most, 1), 0).astype(np.float32)
+    numbers = np.rint(blocks * inverse).astype(np.float64) * (most / np.float32(127)).astype(np.float64)
+    result: NDArray[np.float64] = numbers.reshape(count, -1)[:, :inputs]
+    return result
+
+
+def test_levels_are_what_the_processor_has(native: Native) -> None:
+    assert "plain" in native.kernels
+
+
+@pytest.mark.parametrize(("form", "identity"), PRODUCTS)
+@pytest.mark.parametrize("shape", [(1, 1), (17, 33), (48, 64), (70, 100), (131, 320)])
+def test_products_are_those_of_the_numbers(
+    native: Native, form: Format, identity: Identity, shape: tuple[int, int]
+) -> None:
+    packed = random_matrix(native, form, *shape)
+    weights = packed.numbers().astype(np.float64)
+    for count in (1, 3, 11, 21):
+        x = tokens(count, shape[1])
+        x[0, :32] = 0
+        exact = quantised(x) if identity is Identity.QUANTISED else x.astype(np.float64)
+        got = packed.product(x, identity)
+        bound = 2e-6 * (np.abs(exact) @ np.abs(weights).T) + 1e-6
+        assert (np.abs(got - exact @ weights.T) <= bound).all()
+
+
+@pytest.mark.parametrize(("form", "identity"), PRODUCTS)
+def test_the_bits_of_a_token_depend_on_nothing_else(native: Native, form: Format, identity: Identity) -> None:
+    packed = random_matrix(native, form, 37, 160)
+    x = tokens(40, 160)
+    one_by_one = np.concatenate([packed.product(x[i : i + 1], identity) for i in range(40)])
+    for level in native.kernels:
+        counts = (1, 2, 3, 5, 40) if level == "plain" else range(1, 41)
+        for threads in native.threads:
+            for count in counts:
+                first = (count * 7 + threads) % (41 - count)
+                got = packed.product(x[first : first + count], identity, level, threads)
+                assert got.tobytes() == one_by_one[first : first + count].tobytes(), (level, threads, count)
+
+
+@pytest.mark.parametrize(("form", "identity"), PRODUCTS)
+def test_many_threads_and_slices_of_tokens_change_nothing(native: Native, form: Format, identity: Identity) -> None:
+    packed = random_matrix(native, form, 20, 36)
+    x = tokens(530, 36)
+    whole = packed.product(x, identity, threads=3)
+    assert whole.tobytes() == packed.product(x, identity).tobytes()
+    assert whole[520:].tobytes() == packed.product(x[520:], identity).tobytes()
+
+
+@pytest.mark.parametrize(("form", "identity"), PRODUCTS)
+def test_what_is_not_finite_stays_with_its_token(native: Native, form: Format, identity: Identity) -> None:
+    packed = random_matrix(native, form, 19, 70)
+    for count in (1, 2, 7, 20):
+        x = tokens(count, 70)
+        clean = packed.product(x, identity)
+        for level in native.kernels:
+            for bad, where in ((np.nan, 0), (np.inf, 31), (-np.inf, 69), (np.nan, 40)):
+                x_bad = x.copy()
+                x_bad[count // 2, where] = bad
+                got = packed.product(x_bad, identity, level)
+                assert not np.isfinite(got[count // 2]).any()
+                others = np.arange(count) != count // 2
+                assert got[others].tobytes() == clean[others].tobytes()
+
+
+@pytest.mark.parametrize("form", QUANTISED_FORMATS)
+def test_activations_of_any_size_are_quantised(native: Native, form: Format) -> None:
+    packed = random_matrix(native, form, 16, 64)
+    for scale in (1e-44, 1e-38, 1e-31, 1e-20, 1e30, 3e36):
+        x = tokens(2, 64) * np.float32(scale)
+        results = {packed.product(x, Identity.QUANTISED, level).tobytes() for level in native.kernels}
+        assert len(results) == 1
+        assert np.isfinite(np.frombuffer(results.pop(), np.float32)).all()
+
+
+# -- packing ----------------------------------------------------------------------------------------------------------
+
+EXACT_FORMATS = {
+    Source.Q4_0: (Format.INT4, Format.INT4_WIDE),
+    Source.Q4_1: (Format.INT4, Format.INT4_WIDE),
+    Source.Q5_0: (Format.INT8, Format.INT8_PAIR),
+    Source.Q8_0: (Format.INT8, Format.INT8_PAIR),
+    Source.Q4_K: (Format.INT4_WIDE,),
+    Source.Q6_K: (Format.INT8_PAIR,),
+}
+SCALES_AT = {Source.Q4_1: (0, 2), Source.Q4_K: (0, 2), Source.Q6_K: (208,)}
+
+
+def random_blocks(source: Source, outputs: int, inputs: int, seed: int = 3) -> Bytes:
+    """Blocks of random codes; scales of any kind that is finite, zeros and those below the normal ones among them."""
+    rng = np.random.default_rng(seed)
+    numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[source.name]]
+    blocks = rng.integers(0, 256, (outputs, inputs // numbers, size), np.uint8)
+    for at in SCALES_AT.get(source, (0,)):
+        scales = rng.normal(size=blocks.shape[:2]).astype(np.float16)
+        kind = rng.integers(0, 5, scales.shape)
+        scales[kind == 0] = 0
+        scales[kind == 1] = np.float16(6e-8) * rng.integers(-9, 9, int((kind == 1).sum()))
+        blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(outputs, -1)
+
+
+@pytest.mark.parametrize(("source", "form"), [(s, f) for s, forms in EXACT_FORMATS.items() for f in forms])
+def test_blocks_are_packed_as_they_are(native: Native, source: Source, form: Format) -> None:
+    data = random_blocks(source, 19, 512)
+    packed = Packed(native, form, 19, 512)
+    assert packed.pack(source, data) == 0
+    expected = dequantize(data, GGMLQuantizationType[source.name])
+    for level in native.kernels:
+        assert (packed.numbers(level) == expected).all()
+
+
+@pytest.mark.parametrize("form", Format)
+def test_outputs_are_in_the_order_that_is_asked_for(native: Native, form: Format) -> None:
+    weights = np.random.default_rng(5).normal(size=(40, 50)).astype(np.float32)
+    order = np.random.default_rng(6).permutation(40)[:21].astype(np.int64)
+    packed = Packed(native, form, 21, 50)
+    assert packed.pack(Source.FLOAT32, as_bytes(weights), order) == 0
+    assert (packed.numbers() == of_floats(native, form, weights[order]).numbers()).all()
+
+
+def test_floats_are_rounded_to_the_nearest(native: Native) -> None:
+    rng = np.random.default_rng(7)
+    weights = (rng.normal(size=(18, 200)) * 10.0 ** rng.integers(-9, 4, (18, 200))).astype(np.float32)
+    assert (of_floats(native, Format.FLOAT32, weights).numbers() == weights).all()
+    assert (of_floats(native, Format.FLOAT16, weights).numbers() == weights.astype(np.float16)).all()
+    word = weights.view(np.uint32)
+    to_bf16 = ((word + 0x7FFF + (word >> 16 & 1)) & 0xFFFF0000).astype(np.uint32)
+    bfloat16 = of_floats(native, Format.BFLOAT16, weights)
+    assert (bfloat16.numbers() == to_bf16.view(np.float32)).all()
+    again = Packed(native, Format.FLOAT32, 18, 200)
+    assert again.pack(Source.BFLOAT16, as_bytes((to_bf16 >> 16).astype(np.uint16))) == 0
+    assert (again.numbers() == bfloat16.numbers()).all()
+    assert again.pack(Source.FLOAT16, as_bytes(weights.astype(np.float16))) == 0
+    assert (again.numbers() == weights.astype(np.float16)).all()
+
+
+@pytest.mark.parametrize(
+    ("form", "steps"), [(Format.INT8, 254), (Format.INT8_PAIR, 254), (Format.INT4, 15), (Format.INT4_WIDE, 15)]
+)
+def test_floats_are_quantised_by_blocks(native: Native, form: Format, steps: int) -> None:
+    weights = np.random.default_rng(8).normal(size=(20, 96)).astype(np.float32)
+    weights[0] = 0
+    weights[1] = 3
+    weights[2, :32] = 1e-9
+    numbers = of_floats(native, form, weights).numbers()
+    blocks = weights.reshape(20, 3, 32)
+    span = blocks.max(-1) - blocks.min(-1) if steps == 15 else 2 * np.abs(blocks).max(-1)
+    error = np.abs(numbers.reshape(20, 3, 32) - blocks).max(-1)
+    assert (error <= 0.51 * span / steps + 2e-3 * np.abs(blocks).max(-1) / (1 if steps == 15 else 1e9) + 1e-8).all()
+    assert (numbers[0] == 0).all()
+
+
+def test_impossible_combinations_are_refused(native: Native) -> None:
+    weights = np.ones((2, 32), np.float32)
+    packed = Packed(native, Format.INT8, 2, 32)
+    assert packed.pack(Source.Q4_1, random_blocks(Source.Q4_1, 2, 32)) == NO_SUCH_FORMAT
+    assert Packed(native, Format.INT8_PAIR, 2, 32).pack(Source.Q6_K, as_bytes(weights)) == BROKEN_BLOCKS
+    for bad in (np.nan, np.inf, 3e7):
+        weights[1, 3] = bad
+        assert packed.pack(Source.FLOAT32, as_bytes(weights)) == TOO_LARGE
+    weights[1, 3] = 7e4
+    assert Packed(native, Format.FLOAT16, 2, 32).pack(Source.FLOAT32, as_bytes(weights)) == TOO_LARGE
+    assert native.lib.kakeya_packed_bytes(7, ctypes.c_int64(1), ctypes.c_int64(1)) == -1
+
+
+def test_the_offset_of_q4_0_may_need_the_wide_format(native: Native) -> None:
+    data = random_blocks(Source.Q4_0, 2, 32)
+    data[0, :2] = np.array([60000], np.float16).view(np.uint8)
+    assert Packed(native, Format.INT4, 2, 32).pack(Source.Q4_0, data) == TOO_LARGE
+    wide = Packed(native, Format.INT4_WIDE, 2, 32)
+    assert wide.pack(Source.Q4_0, data) == 0
+    assert (wide.numbers() == dequantize(data, GGMLQuantizationType.Q4_0)).all()
