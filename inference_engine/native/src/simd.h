@@ -5,6 +5,7 @@
 //
 //   F    16 float32            I    16 int32
 //   sum, largest               over the lanes, in one fixed order: halves are combined, 16 to 8 to 4 to 2 to 1
+//   transpose                  16 vectors as the rows of a square: afterwards lane i of vector j is what j had in lane i
 //   dot                        adds to lane i the products of bytes 4i … 4i+3: codes without sign times signed bytes
 //   byte, nibble               lane i: byte 4i+n less 128; half byte n of bytes 4i … 4i+3, low halves first
 #pragma once
@@ -434,6 +435,66 @@ INLINE void store_bf16(uint16_t* p, F x) {
   store(v, x);
   for (int i = 0; i < 16; i++) p[i] = to_bf16(v[i]);
 }
+
+// -- rows become columns ----------------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+INLINE void transpose(F* x) {
+  F t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)  // x[i + j]: column j of each quarter, rows i … i + 3
+    for (int j = 0; j < 2; j++) {
+      __m512d a = _mm512_castps_pd(t[i + j]), b = _mm512_castps_pd(t[i + 2 + j]);
+      x[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+      x[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+    }
+  for (int j = 0; j < 4; j++) {
+    F even_top = _mm512_shuffle_f32x4(x[j], x[j + 4], 0x88), odd_top = _mm512_shuffle_f32x4(x[j], x[j + 4], 0xdd);
+    F even = _mm512_shuffle_f32x4(x[j + 8], x[j + 12], 0x88), odd = _mm512_shuffle_f32x4(x[j + 8], x[j + 12], 0xdd);
+    t[j] = _mm512_shuffle_f32x4(even_top, even, 0x88);
+    t[j + 4] = _mm512_shuffle_f32x4(odd_top, odd, 0x88);
+    t[j + 8] = _mm512_shuffle_f32x4(even_top, even, 0xdd);
+    t[j + 12] = _mm512_shuffle_f32x4(odd_top, odd, 0xdd);
+  }
+  for (int i = 0; i < 16; i++) x[i] = t[i];
+}
+#elif defined(__AVX2__)
+INLINE void transpose_eight(__m256* x) {
+  __m256 t[8], u[8];
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; j++) {
+      u[i + 2 * j] = _mm256_shuffle_ps(t[i + j], t[i + 2 + j], 0x44);
+      u[i + 2 * j + 1] = _mm256_shuffle_ps(t[i + j], t[i + 2 + j], 0xee);
+    }
+  for (int j = 0; j < 4; j++) {
+    x[j] = _mm256_permute2f128_ps(u[j], u[j + 4], 0x20);
+    x[j + 4] = _mm256_permute2f128_ps(u[j], u[j + 4], 0x31);
+  }
+}
+INLINE void transpose(F* x) {
+  __m256 square[4][8];
+  for (int i = 0; i < 8; i++) square[0][i] = x[i].a, square[1][i] = x[i].b;
+  for (int i = 0; i < 8; i++) square[2][i] = x[i + 8].a, square[3][i] = x[i + 8].b;
+  for (__m256* eight : square) transpose_eight(eight);
+  for (int i = 0; i < 8; i++) x[i] = {square[0][i], square[2][i]}, x[i + 8] = {square[1][i], square[3][i]};
+}
+#else
+INLINE void transpose(F* x) {
+  float rows[16][16], column[16];
+  for (int i = 0; i < 16; i++) store(rows[i], x[i]);
+  for (int j = 0; j < 16; j++) {
+    for (int i = 0; i < 16; i++) column[i] = rows[i][j];
+    x[j] = load(column);
+  }
+}
+#endif
 
 // -- functions --------------------------------------------------------------------------------------------------------
 

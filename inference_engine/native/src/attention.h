@@ -1,0 +1,769 @@
+// Attention of single queries, each over a region of its own: the contract is `inference_engine/kernels/
+// ragged_attention.py`, and this is its kernel for processors.
+//
+// A query's bits depend on its own vector, its line and what it reads, never on the other queries of a call or on
+// threads. So there is one arithmetic, and what is shared between queries is only the work of reading:
+//
+//   score     scaling · q · k, one chain of fma over the channels, ascending
+//   chunk     256 slots: top = the largest score seen, weight = e^(score - top), sum and out = Σ weight · v over what
+//             is seen, each channel one chain of fma, slots ascending
+//   chunks    ascending: both sides are scaled to the larger top, then added; chunks where nothing is seen are no part
+//
+// What is not seen is not added at all, so whatever lies there has no effect. A seen score that is not finite makes the
+// query's sum, hence its output, not a number.
+//
+// Keys are turned, 64 at a time, so that 16 of them lie in the lanes; then scores are a product of small matrices as
+// the weighted sum of values is. Queries next to each other that look at one region form a tile and share the keys.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <vector>
+
+#include "simd.h"
+#include "threads.h"
+#include "types.h"
+
+namespace KERNELS {
+namespace attention {
+
+enum Field { START, HEAD_SLOTS, COUNT, SINK, RING, LAST, UPTO, FLOOR, SINK_FLOOR, BLOCK, KEPT, LOCAL, BOUNDS,
+             PREFIX_START, PREFIX_HEAD_SLOTS, BASE };
+
+constexpr int WORD = 64;           // slots whose sight is one word of bits
+constexpr int CHUNK = 4 * WORD;
+constexpr int ROWS = 6;            // rows of a small matrix product
+constexpr int MOST_ROWS = 96;      // of a tile: a row is a query head of a query
+constexpr int64_t MOST_STATES = 32 << 20;  // floats that wait to be merged
+constexpr int64_t WORTH_THREADS = 40000;   // row · slots · channels / 16 of a call that waking threads pays for
+constexpr float HIDDEN = -std::numeric_limits<float>::max();  // the score of what is not seen, until it has no weight
+#if defined(__AVX512F__)
+constexpr int WIDE = 4;            // vectors across it, as many as there are registers for
+#else
+constexpr int WIDE = 1;
+#endif
+
+struct Half { uint16_t bits; };
+struct Brain { uint16_t bits; };
+INLINE F load(const Half* p) { return load_f16(&p->bits); }
+INLINE F load(const Brain* p) { return load_bf16(&p->bits); }
+using KERNELS::load;
+
+// -- products of small matrices ---------------------------------------------------------------------------------------
+
+// c[R][16 N] += a[R][count] · b[count][16 N]: every element is one chain of fma, `count` ascending.
+template <int R, int N, class T>
+static void product_tile(const float* a, int64_t a_stride, const T* b, int64_t b_stride, int count, float* c,
+                         int64_t c_stride) {
+  F sums[R][N];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) sums[r][n] = load(c + r * c_stride + 16 * n);
+  for (int k = 0; k < count; k++, b += b_stride) {
+    F row[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) row[n] = load(b + 16 * n);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      F weight = all(a[r * a_stride + k]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) sums[r][n] = fma(weight, row[n], sums[r][n]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) store(c + r * c_stride + 16 * n, sums[r][n]);
+}
+
+template <int R, class T>
+static void product_rows(const float* a, int64_t a_stride, const T* b, int64_t b_stride, int count, float* c,
+                         int64_t c_stride, int vectors) {
+  int v = 0;
+  for (; v + WIDE <= vectors; v += WIDE)
+    product_tile<R, WIDE>(a, a_stride, b + 16 * v, b_stride, count, c + 16 * v, c_stride);
+  if (WIDE > 2 && v + 2 <= vectors) {
+    product_tile<R, 2>(a, a_stride, b + 16 * v, b_stride, count, c + 16 * v, c_stride);
+    v += 2;
+  }
+  if (v < vectors) product_tile<R, 1>(a, a_stride, b + 16 * v, b_stride, count, c + 16 * v, c_stride);
+}
+
+// c[rows][16 · vectors] += a[rows][count] · b[count][16 · vectors], at most ROWS rows.
+template <class T>
+static void product(int rows, const float* a, int64_t a_stride, const T* b, int64_t b_stride, int count, float* c,
+                    int64_t c_stride, int vectors) {
+  switch (rows) {
+    case 1: return product_rows<1>(a, a_stride, b, b_stride, count, c, c_stride, vectors);
+    case 2: return product_rows<2>(a, a_stride, b, b_stride, count, c, c_stride, vectors);
+    case 3: return product_rows<3>(a, a_stride, b, b_stride, count, c, c_stride, vectors);
+    case 4: return product_rows<4>(a, a_stride, b, b_stride, count, c, c_stride, vectors);
+    case 5: return product_rows<5>(a, a_stride, b, b_stride, count, c, c_stride, vectors);
+    default: return product_rows<6>(a, a_stride, b, b_stride, count, c, c_stride, vectors);
+  }
+}
+
+// 16 vectors into columns: channel d of vector i goes to out[d · WORD + i].
+template <class T>
+static void turn(const T* const* vectors, int dim, float* out) {
+  for (int d = 0; d < dim; d += 16) {
+    F x[16];
+    for (int i = 0; i < 16; i++) x[i] = load(vectors[i] + d);
+    transpose(x);
+    for (int i = 0; i < 16; i++) store(out + (d + i) * WORD, x[i]);
+  }
+}
+
+// -- what a query sees ------------------------------------------------------------------------------------------------
+
+// Which of a chunk's slots a query sees, a bit for each.
+struct Sight {
+  uint64_t words[CHUNK / WORD];
+
+  // Slots first … end - 1, counted from the chunk's.
+  void add(int64_t first, int64_t end) {
+    first = std::max<int64_t>(first, 0), end = std::min<int64_t>(end, CHUNK);
+    for (int w = 0; w < CHUNK / WORD; w++) {
+      int64_t from = std::max<int64_t>(first - w * WORD, 0), to = std::min<int64_t>(end - w * WORD, WORD);
+      if (from < to) words[w] |= (~0ull >> (WORD - (to - from))) << from;
+    }
+  }
+  bool none() const { return !(words[0] | words[1] | words[2] | words[3]); }
+  int group(int g) const { return (int)(words[g / 4] >> (g % 4 * 16) & 0xffff); }
+};
+
+// The blocks that a query reads for one KV head, ascending.
+struct Chosen {
+  const int32_t* blocks;
+  int count;
+};
+
+INLINE Sight sight_of_blocks(const int64_t* line, const Chosen& chosen, int64_t chunk) {
+  Sight sight = {};
+  int64_t count = line[COUNT] - chunk, upto = std::min(count, line[UPTO] + 1 - chunk), block = line[BLOCK];
+  sight.add(-chunk, std::min(line[SINK] - chunk, upto));
+  sight.add(line[LOCAL] - chunk, upto);
+  int64_t local = std::min(line[LOCAL] - chunk, count);
+  const int32_t *first = chosen.blocks, *end = first + chosen.count;
+  for (const int32_t* b = std::lower_bound(first, end, (int32_t)(chunk / block)); b < end; b++) {
+    if (*b * block >= chunk + CHUNK) break;
+    sight.add(*b * block - chunk, std::min((*b + 1) * block - chunk, local));
+  }
+  return sight;
+}
+
+// `seen` of the reference, for the slots from `chunk` on.
+INLINE Sight sight_of(const int64_t* line, int64_t chunk) {
+  Sight sight = {};
+  int64_t count = line[COUNT], sink = line[SINK], ring = line[RING], upto = line[UPTO] + 1;
+  sight.add(std::max<int64_t>(line[SINK_FLOOR], 0) - chunk, std::min(std::min(sink, upto), count) - chunk);
+  int64_t floor = std::max(line[FLOOR], sink);
+  if (!ring) {
+    sight.add(floor - chunk, std::min(upto, count) - chunk);
+    return sight;
+  }
+  // Where a turn of the ring begins, its position is the oldest, last - ring + 1; from there positions ascend.
+  int64_t oldest = line[LAST] + 1 - ring, turn = chunk - ((chunk - oldest) % ring + ring) % ring;
+  int64_t from = std::max<int64_t>(floor - oldest, 0), to = std::min(upto - oldest, ring);
+  if (from < to)
+    for (; turn < std::min(chunk + CHUNK, count); turn += ring)
+      sight.add(std::max(turn + from, sink) - chunk, std::min(turn + to, count) - chunk);
+  return sight;
+}
+
+// Between which slots a query may see any.
+INLINE int64_t first_slot(const int64_t* line) {
+  bool from_floor = !line[BLOCK] && !line[RING] && line[SINK_FLOOR] >= line[SINK];
+  return from_floor ? std::max<int64_t>(line[FLOOR], 0) : 0;
+}
+INLINE int64_t end_slot(const int64_t* line) {
+  if (line[RING] && !line[BLOCK]) return line[COUNT];
+  int64_t end = line[UPTO] + 1;
+  return std::max<int64_t>(0, std::min(line[COUNT], line[BLOCK] ? std::max(end, line[LOCAL]) : end));
+}
+
+INLINE bool same_prefix(const int64_t* a, const int64_t* b) {
+  return a[BASE] == b[BASE] && a[PREFIX_START] == b[PREFIX_START] && a[PREFIX_HEAD_SLOTS] == b[PREFIX_HEAD_SLOTS];
+}
+INLINE bool same_region(const int64_t* a, const int64_t* b) {
+  return a[START] == b[START] && a[HEAD_SLOTS] == b[HEAD_SLOTS] &&
+         (same_prefix(a, b) || (a[BASE] <= 0 && b[BASE] <= 0 && a[BASE] == b[BASE]));
+}
+// May two queries be in one tile?
+INLINE bool alike(const int64_t* a, const int64_t* b) {
+  if (!a[COUNT] || !b[COUNT] || a[BLOCK] || b[BLOCK]) return false;
+  return same_region(a, b) || (a[BASE] > 0 && same_prefix(a, b));
+}
+
+// -- a chunk's state --------------------------------------------------------------------------------------------------
+
+// Of a row: `dim` channels of weighted values, then the sum of the weights as a channel more, then the top.
+INLINE int64_t state_size(int dim) { return dim + 16; }
+
+// The lanes of `mask` stay, the others become `value`.
+INLINE void keep(float* lanes, int mask, float value) {
+  for (int i = 0; i < 16; i++) lanes[i] = mask >> i & 1 ? lanes[i] : value;
+}
+
+// Turns a row's scores into weights; sets the sum and the top of its state.
+INLINE void weigh(float* scores, const Sight& sight, float softcap, float* state, int dim) {
+  F top = all(-INFINITY), total = all(0.0f), wrong = all(0.0f), cap = all(softcap);
+  for (int g = 0; g < CHUNK / 16; g++) {
+    int mask = sight.group(g);
+    if (!mask) continue;
+    float* lanes = scores + 16 * g;
+    if (mask != 0xffff) keep(lanes, mask, HIDDEN);
+    F score = load(lanes);
+    wrong = fma(score, all(0.0f), wrong);  // 0, unless a score is not finite
+    if (softcap != 0) {
+      store(lanes, mul(cap, hyperbolic_tangent(divide(score, cap))));
+      if (mask != 0xffff) keep(lanes, mask, HIDDEN);
+      score = load(lanes);
+    }
+    top = larger(score, top);
+  }
+  float largest_score = largest(top);
+  for (int g = 0; g < CHUNK / 16; g++) {
+    int mask = sight.group(g);
+    if (!mask) continue;
+    float* lanes = scores + 16 * g;
+    store(lanes, exponential(sub(load(lanes), all(largest_score))));
+    if (mask != 0xffff) keep(lanes, mask, 0.0f);
+    total = add(total, load(lanes));
+  }
+  state[dim] = sum(total) + sum(wrong);
+  state[dim + 1] = largest_score;
+}
+
+// Adds a later chunk's state to the state of those before it. A sum of 0 says that nothing was seen.
+INLINE void join(float* state, const float* later, int dim) {
+  if (later[dim] == 0) return;
+  if (state[dim] == 0) {
+    memcpy(state, later, sizeof(float) * state_size(dim));
+    return;
+  }
+  float top = state[dim + 1] > later[dim + 1] ? state[dim + 1] : later[dim + 1];
+  F old = exponential(all(state[dim + 1] - top)), fresh = exponential(all(later[dim + 1] - top));
+  for (int d = 0; d <= dim; d += 16) store(state + d, fma(load(later + d), fresh, mul(load(state + d), old)));
+  state[dim + 1] = top;
+}
+
+// The output of a row: its state divided by the sum. A head's sink is one score more, without a value.
+INLINE void finish(const float* state, const float* sink, int dim, float* out) {
+  float sum = state[dim];
+  if (sum == 0) {
+    memset(out, 0, sizeof(float) * dim);
+    return;
+  }
+  F share = all(1.0f), divisor = all(sum);
+  if (sink) {
+    float top = state[dim + 1] > *sink ? state[dim + 1] : *sink;
+    share = exponential(all(state[dim + 1] - top));
+    divisor = fma(divisor, share, exponential(all(*sink - top)));
+  }
+  share = divide(share, divisor);
+  for (int d = 0; d < dim; d += 16) store(out + d, mul(load(state + d), share));
+}
+
+// -- the work of a call -----------------------------------------------------------------------------------------------
+
+// Queries that share what they read.
+struct Tile {
+  int64_t first, end;              // queries
+  int64_t first_chunk, end_chunk;  // where any of them sees something
+  int64_t pieces = 1;              // items for each KV head
+  int64_t states = -1, left = -1;  // of a tile in pieces: its place in the states, and in the counts of what is left
+};
+
+// A part of a tile for one KV head that a thread does in one go.
+struct Item {
+  int32_t tile, head;
+  int64_t first_chunk, end_chunk;
+};
+
+// What a call needs besides its tensors; reused by the next call of the same thread.
+struct Plan {
+  std::vector<Tile> tiles;
+  std::vector<Item> items;
+  std::vector<int64_t> selecting;  // queries that read chosen blocks
+  std::vector<int64_t> chosen_at;  // by query, its index among these
+  std::vector<int32_t> chosen;     // [selecting][kv_heads][most_kept]
+  std::vector<int32_t> chosen_count;
+  int64_t most_kept = 0;
+  std::vector<float> states;
+  int64_t states_size = 0, counts = 0;
+};
+
+// Memory of a thread, aligned to cache lines.
+class Room {
+ public:
+  float* of(int64_t floats) {
+    if ((int64_t)memory_.size() < floats + 16) memory_.resize(floats + 16);
+    return (float*)(((uintptr_t)memory_.data() + 63) & ~(uintptr_t)63);
+  }
+
+ private:
+  std::vector<float> memory_;
+};
+
+INLINE int64_t padded(int64_t floats) { return (floats + 15) / 16 * 16; }
+
+// The attention of one KV head for the queries of a tile.
+template <class T>
+class Reader {
+ public:
+  Reader(const Attention& call, const Plan& plan)
+      : call_(call), plan_(plan), dim_(call.head_dim), group_(call.query_heads / call.kv_heads) {}
+
+  // Chunks first … end - 1 of a tile. states: where each chunk's state goes; null: they are joined and finished here.
+  void read(const Tile& tile, int head, int64_t first, int64_t end, float* states) {
+    head_ = head, first_ = tile.first, count_ = (int)(tile.end - tile.first);
+    int64_t rows = (int64_t)count_ * group_, size = rows * state_size(dim_);
+    make_room(rows);
+    take_queries();
+    if (!states) memset(totals_, 0, sizeof(float) * size);
+    for (int64_t chunk = first; chunk < end; chunk++) {
+      float* state = states ? states + (chunk - first) * size : parts_;
+      bool sees = read_chunk(chunk * CHUNK, state);
+      if (states || !sees) continue;
+      for (int64_t row = 0; row < rows; row++)
+        join(totals_ + row * state_size(dim_), state + row * state_size(dim_), dim_);
+    }
+    if (!states) finish_rows(tile, head, totals_);
+  }
+
+  // Joins the states of all chunks of a tile and finishes it.
+  void merge(const Tile& tile, int head, float* states) {
+    int64_t rows = (tile.end - tile.first) * group_, each = state_size(dim_);
+    for (int64_t chunk = 1; chunk < tile.end_chunk - tile.first_chunk; chunk++)
+      for (int64_t row = 0; row < rows; row++)
+        join(states + row * each, states + (chunk * rows + row) * each, dim_);
+    finish_rows(tile, head, states);
+  }
+
+ private:
+  const int64_t* line(int query) const { return call_.regions + (first_ + query) * call_.region_stride; }
+
+  void make_room(int64_t rows) {
+    static thread_local Room room;
+    static thread_local std::vector<Sight> sights;
+    if ((int64_t)sights.size() < count_) sights.resize(count_);
+    sights_ = sights.data();
+    int64_t queries = padded(rows * dim_), keys = (int64_t)dim_ * WORD, state = rows * state_size(dim_);
+    queries_ = room.of(queries + rows * CHUNK + keys + 2 * state + dim_);
+    scores_ = queries_ + queries;
+    keys_ = scores_ + rows * CHUNK;
+    parts_ = keys_ + keys;
+    totals_ = parts_ + state;
+    nothing_ = totals_ + state;
+    memset(nothing_, 0, sizeof(float) * dim_);
+  }
+
+  void take_queries() {
+    float* row = queries_;
+    for (int query = 0; query < count_; query++) {
+      const float* from = call_.queries + (first_ + query) * call_.query_stride + (int64_t)head_ * group_ * dim_;
+      for (int d = 0; d < group_ * dim_; d += 16, row += 16) store(row, mul(load(from + d), all(call_.scaling)));
+    }
+  }
+
+  Sight look(int query, int64_t chunk) const {
+    const int64_t* numbers = line(query);
+    if (!numbers[BLOCK]) return sight_of(numbers, chunk);
+    int64_t at = plan_.chosen_at[first_ + query] * call_.kv_heads + head_;
+    return sight_of_blocks(numbers, {plan_.chosen.data() + at * plan_.most_kept, plan_.chosen_count[at]}, chunk);
+  }
+
+  // The state of each row over the slots from `chunk` on; false if no query sees any.
+  bool read_chunk(int64_t chunk, float* states) {
+    bool any = false;
+    for (int query = 0; query < count_; query++) {
+      sights_[query] = look(query, chunk);
+      any = any || !sights_[query].none();
+    }
+    if (!any) {
+      for (int64_t row = 0; row < (int64_t)count_ * group_; row++) states[row * state_size(dim_) + dim_] = 0;
+      return false;
+    }
+    memset(states, 0, sizeof(float) * count_ * group_ * state_size(dim_));
+    // Forks of one prefix share what lies in it, and only that.
+    for (int first = 0, end; first < count_; first = end) {
+      bool in_prefix = !line(first)[BLOCK] && chunk + CHUNK <= line(first)[BASE];
+      end = first + 1;
+      while (end < count_ && (in_prefix || same_region(line(first), line(end)))) end++;
+      read_together(first, end, chunk, states);
+    }
+    return true;
+  }
+
+  // Queries first … end - 1 of the tile, which read the same memory.
+  void read_together(int first, int end, int64_t chunk, float* states) {
+    const int64_t* numbers = line(first);
+    base_ = numbers[BLOCK] ? 0 : numbers[BASE];
+    own_ = numbers[START] + head_ * numbers[HEAD_SLOTS] - base_;
+    prefix_ = numbers[PREFIX_START] + head_ * numbers[PREFIX_HEAD_SLOTS];
+    for (int w = 0; w < CHUNK / WORD; w++) {
+      uint64_t seen = turn_keys(first, end, chunk, w);
+      if (!seen) continue;
+      strips(first, end, [&](int from, int to, int64_t row, int rows) { score(from, to, row, rows, w); });
+    }
+    for (int query = first; query < end; query++) {
+      if (sights_[query].none()) continue;
+      for (int64_t row = (int64_t)query * group_; row < (int64_t)(query + 1) * group_; row++)
+        weigh(scores_ + row * CHUNK, sights_[query], call_.softcap, states + row * state_size(dim_), dim_);
+    }
+    for (int w = 0; w < CHUNK / WORD; w++)
+      strips(first, end, [&](int from, int to, int64_t row, int rows) {
+        add_values(from, to, row, rows, chunk, w, states);
+      });
+  }
+
+  // body(first query, end, first row, rows) for rows that fit one product: some queries, or some heads of one query.
+  template <class Body>
+  void strips(int first, int end, const Body& body) const {
+    int queries = std::max(1, ROWS / group_), parts = (group_ + ROWS - 1) / ROWS;
+    for (int query = first; query < end; query += queries) {
+      int stop = std::min(query + queries, end);
+      for (int part = 0; part < parts; part++) {
+        int from = group_ * part / parts, to = group_ * (part + 1) / parts;
+        int64_t row = (int64_t)query * group_ + from;
+        body(query, stop, row, parts > 1 ? to - from : (stop - query) * group_);
+      }
+    }
+  }
+
+  const T* vector(const void* buffer, int64_t slot) const {
+    return (const T*)buffer + ((slot < base_ ? prefix_ : own_) + slot) * dim_;
+  }
+
+  uint64_t seen_by_any(int first, int end, int w) const {
+    uint64_t seen = 0;
+    for (int query = first; query < end; query++) seen |= sights_[query].words[w];
+    return seen;
+  }
+
+  // Turns the keys of a word that any of these queries sees; returns which.
+  uint64_t turn_keys(int first, int end, int64_t chunk, int w) {
+    uint64_t seen = seen_by_any(first, end, w);
+    for (int g = 0; g < WORD / 16; g++) {
+      if (!(seen >> 16 * g & 0xffff)) continue;
+      const T* vectors[16];
+      for (int i = 0; i < 16; i++) {
+        int slot = w * WORD + 16 * g + i;
+        // Memory that nobody sees may be somebody else's, or none.
+        vectors[i] = seen >> (16 * g + i) & 1 ? vector(call_.keys, chunk + slot) : (const T*)nothing_;
+      }
+      turn(vectors, dim_, keys_ + 16 * g);
+    }
+    return seen;
+  }
+
+  void score(int first, int end, int64_t row, int rows, int w) {
+    uint64_t seen = seen_by_any(first, end, w);
+    if (!seen) return;
+    int from = __builtin_ctzll(seen) / 16, to = (63 - __builtin_clzll(seen)) / 16 + 1;
+    float* scores = scores_ + row * CHUNK + w * WORD + 16 * from;
+    for (int r = 0; r < rows; r++) memset(scores + r * CHUNK, 0, sizeof(float) * 16 * (to - from));
+    product(rows, queries_ + row * dim_, dim_, keys_ + 16 * from, WORD, dim_, scores, CHUNK, to - from);
+  }
+
+  // Slots that all these queries see are added to all at once, others to each query by itself; ascending for each.
+  void add_values(int first, int end, int64_t row, int rows, int64_t chunk, int w, float* states) {
+    uint64_t any = 0, shared = ~0ull;
+    for (int query = first; query < end; query++) any |= sights_[query].words[w], shared &= sights_[query].words[w];
+    while (any) {
+      int from = __builtin_ctzll(any), to;
+      if (shared >> from & 1) {
+        to = run_end(shared, from);
+        add_run(row, rows, chunk, w * WORD + from, w * WORD + to, states);
+      } else {
+        uint64_t later = shared & ~below(from);
+        to = later ? __builtin_ctzll(later) : WORD;
+        for (int query = first; query < end; query++)
+          add_runs(query, sights_[query].words[w] & below(to) & ~below(from), chunk, w, states);
+      }
+      any &= ~below(to);
+    }
+  }
+
+  // Bits 0 … bit - 1.
+  static uint64_t below(int bit) { return bit >= WORD ? ~0ull : (1ull << bit) - 1; }
+
+  static int run_end(uint64_t word, int from) {
+    uint64_t gap = ~word & ~below(from);
+    return gap ? __builtin_ctzll(gap) : WORD;
+  }
+
+  void add_runs(int query, uint64_t seen, int64_t chunk, int w, float* states) {
+    while (seen) {
+      int from = __builtin_ctzll(seen), to = run_end(seen, from);
+      add_run((int64_t)query * group_, group_, chunk, w * WORD + from, w * WORD + to, states);
+      seen &= ~below(to);
+    }
+  }
+
+  void add_run(int64_t row, int rows, int64_t chunk, int from, int to, float* states) {
+    int border = (int)std::min<int64_t>(std::max<int64_t>(base_ - chunk, from), to);
+    for (; from < to; from = border, border = to) {
+      if (from == border) continue;
+      product(rows, scores_ + row * CHUNK + from, CHUNK, vector(call_.values, chunk + from), dim_, border - from,
+              states + row * state_size(dim_), state_size(dim_), dim_ / 16);
+    }
+  }
+
+  void finish_rows(const Tile& tile, int head, const float* states) const {
+    for (int64_t query = tile.first; query < tile.end; query++)
+      for (int g = 0; g < group_; g++, states += state_size(dim_)) {
+        int query_head = head * group_ + g;
+        const float* sink = call_.head_sinks ? call_.head_sinks + query_head : nullptr;
+        finish(states, sink, dim_, call_.out + query * call_.out_stride + (int64_t)query_head * dim_);
+      }
+  }
+
+  const Attention& call_;
+  const Plan& plan_;
+  int dim_, group_;
+  int head_ = 0, count_ = 0;
+  int64_t first_ = 0, base_ = 0, own_ = 0, prefix_ = 0;
+  float *queries_ = nullptr, *scores_ = nullptr, *keys_ = nullptr, *parts_ = nullptr, *totals_ = nullptr;
+  float* nothing_ = nullptr;
+  Sight* sights_ = nullptr;
+};
+
+// Chooses blocks for one query and KV head: those of the highest bounds (`inference_engine/kernels/bounds.py`).
+template <class T>
+class Chooser {
+ public:
+  Chooser(const Attention& call, Plan& plan)
+      : call_(call), plan_(plan), dim_(call.head_dim), group_(call.query_heads / call.kv_heads) {}
+
+  void choose(int64_t index, int head) {
+    int64_t query = plan_.selecting[index], at = index * call_.kv_heads + head;
+    const int64_t* line = call_.regions + query * call_.region_stride;
+    int64_t block = line[BLOCK], local = line[LOCAL], count = (std::max<int64_t>(1, local) + block - 1) / block;
+    make_room();
+    take_query(query, head);
+    static thread_local std::vector<std::pair<int32_t, int32_t>> found;  // order of the score, block
+    found.clear();
+    for (int64_t first = 0; first < count; first += WORD) {
+      int some = (int)std::min<int64_t>(count - first, WORD);
+      score(line[START] + head * line[HEAD_SLOTS] + line[BOUNDS] + first, some);
+      for (int b = 0; b < some; b++) {
+        int64_t begin = (first + b) * block;
+        bool is_candidate = std::max(begin, line[SINK]) < std::min(begin + block, local);
+        if (is_candidate) found.emplace_back(order(best(b)), (int32_t)(first + b));
+      }
+    }
+    int kept = (int)std::min<int64_t>(line[KEPT], (int64_t)found.size());
+    auto before = [](const auto& a, const auto& b) {
+      return a.first > b.first || (a.first == b.first && a.second < b.second);  // among equals the first block
+    };
+    std::nth_element(found.begin(), found.begin() + kept, found.end(), before);
+    int32_t* out = plan_.chosen.data() + at * plan_.most_kept;
+    for (int i = 0; i < kept; i++) out[i] = found[i].second;
+    std::sort(out, out + kept);
+    plan_.chosen_count[at] = kept;
+  }
+
+ private:
+  void make_room() {
+    static thread_local Room room;
+    int64_t query = (int64_t)group_ * dim_, bounds = (int64_t)dim_ * WORD;
+    positive_ = room.of(padded(query) * 2 + bounds + (int64_t)group_ * WORD + dim_);
+    negative_ = positive_ + padded(query);
+    bounds_ = negative_ + padded(query);
+    scores_ = bounds_ + bounds;
+    nothing_ = scores_ + (int64_t)group_ * WORD;
+    memset(nothing_, 0, sizeof(float) * dim_);
+  }
+
+  void take_query(int64_t query, int head) {
+    const float* from = call_.queries + query * call_.query_stride + (int64_t)head * group_ * dim_;
+    for (int d = 0; d < group_ * dim_; d += 16) {
+      F x = mul(load(from + d), all(call_.scaling)), zero = all(0.0f);
+      store(positive_ + d, larger(zero, x));  // what is not a number stays
+      store(negative_ + d, smaller(zero, x));
+    }
+  }
+
+  // The bounds of `count` blocks from a slot on, for each head of the group: all channels of `high`, then of `low`.
+  void score(int64_t slot, int count) {
+    memset(scores_, 0, sizeof(float) * group_ * WORD);
+    add(positive_, (const T*)call_.values + slot * dim_, count);
+    add(negative_, (const T*)call_.keys + slot * dim_, count);
+  }
+
+  void add(const float* queries, const T* bounds, int count) {
+    int groups = (count + 15) / 16;
+    for (int g = 0; g < groups; g++) {
+      const T* vectors[16];
+      for (int i = 0; i < 16; i++)
+        vectors[i] = 16 * g + i < count ? bounds + (int64_t)(16 * g + i) * dim_ : (const T*)nothing_;
+      turn(vectors, dim_, bounds_ + 16 * g);
+    }
+    for (int head = 0; head < group_; head += ROWS)
+      product(std::min(ROWS, group_ - head), queries + (int64_t)head * dim_, dim_, bounds_, WORD, dim_,
+              scores_ + (int64_t)head * WORD, WORD, groups);
+  }
+
+  // The best head of the group; not a number if any is not.
+  float best(int block) const {
+    float value = scores_[block];
+    for (int head = 1; head < group_; head++) {
+      float other = scores_[head * WORD + block];
+      value = other > value || other != other ? other : value;
+    }
+    return value;
+  }
+
+  // Integers in the order of the scores: what is not a number comes first, and -0 equals 0.
+  static int32_t order(float score) {
+    if (score != score) return 0x7f800001;
+    score += 0.0f;
+    int32_t word;
+    memcpy(&word, &score, 4);
+    return word < 0 ? word ^ 0x7fffffff : word;
+  }
+
+  const Attention& call_;
+  Plan& plan_;
+  int dim_, group_;
+  float *positive_ = nullptr, *negative_ = nullptr, *bounds_ = nullptr, *scores_ = nullptr, *nothing_ = nullptr;
+};
+
+// -- who does what ----------------------------------------------------------------------------------------------------
+
+INLINE const int64_t* line_of(const Attention& call, int64_t query) {
+  return call.regions + query * call.region_stride;
+}
+
+// Cuts the queries into tiles; those that read nothing get zeros here.
+static void make_tiles(const Attention& call, int threads, Plan& plan) {
+  int group = call.query_heads / call.kv_heads;
+  int64_t strip = std::max(1, ROWS / group), most = std::max<int64_t>(1, MOST_ROWS / group);
+  if (threads > 1) {  // some items for each thread
+    int64_t fair = call.count * call.kv_heads / (4 * threads);
+    most = std::min(most, std::max(strip, fair / strip * strip));
+  }
+  plan.tiles.clear(), plan.selecting.clear(), plan.most_kept = 0;
+  plan.chosen_at.assign(call.count, -1);
+  for (int64_t query = 0; query < call.count;) {
+    const int64_t* line = line_of(call, query);
+    if (!line[COUNT]) {
+      memset(call.out + query * call.out_stride, 0, sizeof(float) * call.query_heads * call.head_dim);
+      query++;
+      continue;
+    }
+    if (line[BLOCK]) {
+      plan.chosen_at[query] = (int64_t)plan.selecting.size();
+      plan.selecting.push_back(query);
+      plan.most_kept = std::max(plan.most_kept, line[KEPT]);
+    }
+    Tile tile = {query, query + 1, first_slot(line) / CHUNK, (end_slot(line) + CHUNK - 1) / CHUNK};
+    for (; tile.end < call.count && tile.end - query < most; tile.end++) {
+      const int64_t* next = line_of(call, tile.end);
+      if (!alike(line, next)) break;
+      tile.first_chunk = std::min(tile.first_chunk, first_slot(next) / CHUNK);
+      tile.end_chunk = std::max(tile.end_chunk, (end_slot(next) + CHUNK - 1) / CHUNK);
+    }
+    query = tile.end;
+    plan.tiles.push_back(tile);
+  }
+}
+
+// Chunks that a tile reads, times its rows; turning the keys counts as two rows.
+INLINE int64_t cost_of(const Attention& call, const Tile& tile) {
+  const int64_t* line = line_of(call, tile.first);
+  int64_t chunks = std::max<int64_t>(1, tile.end_chunk - tile.first_chunk);
+  if (line[BLOCK]) {
+    int64_t read = line[SINK] + line[KEPT] * line[BLOCK] + line[UPTO] + 1 - line[LOCAL];
+    chunks = std::min(chunks, read / CHUNK + 1);
+  }
+  return chunks * ((tile.end - tile.first) * (call.query_heads / call.kv_heads) + 2);
+}
+
+// Cuts the tiles into items: a tile that is more than a thread's fair share is cut where a chunk begins.
+static void make_items(const Attention& call, int threads, Plan& plan) {
+  int64_t cost = 0, group = call.query_heads / call.kv_heads;
+  for (const Tile& tile : plan.tiles) cost += cost_of(call, tile);
+  int64_t share = std::max<int64_t>(1, cost * call.kv_heads / (4 * threads));
+  plan.items.clear(), plan.states_size = 0, plan.counts = 0;
+  for (size_t t = 0; t < plan.tiles.size(); t++) {
+    Tile& tile = plan.tiles[t];
+    int64_t chunks = std::max<int64_t>(0, tile.end_chunk - tile.first_chunk);
+    int64_t size = chunks * (tile.end - tile.first) * group * state_size(call.head_dim) * call.kv_heads;
+    int64_t pieces = std::min((cost_of(call, tile) + share - 1) / share, chunks);
+    if (threads > 1 && pieces > 1 && plan.states_size + size <= MOST_STATES) {
+      tile.pieces = pieces, tile.states = plan.states_size, tile.left = plan.counts;
+      plan.states_size += size, plan.counts += call.kv_heads;
+    }
+    for (int head = 0; head < call.kv_heads; head++)
+      for (int64_t p = 0; p < tile.pieces; p++)
+        plan.items.push_back({(int32_t)t, head, tile.first_chunk + chunks * p / tile.pieces,
+                              tile.first_chunk + chunks * (p + 1) / tile.pieces});
+  }
+  if ((int64_t)plan.states.size() < plan.states_size) plan.states.resize(plan.states_size);
+}
+
+// Items are taken by whoever is free: each has an output, or a state, of its own, so that changes no bits.
+template <class Body>
+static void take_turns(Threads& threads, int64_t items, bool alone, const Body& body) {
+  std::atomic<int64_t> next{0};
+  auto work = [&](int, int) {
+    for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) body(item);
+  };
+  if (alone || items < 2) work(0, 1);
+  else threads.run(work);
+}
+
+template <class T>
+static void choose_all(Threads& threads, const Attention& call, Plan& plan) {
+  int64_t items = (int64_t)plan.selecting.size() * call.kv_heads;
+  if (!items) return;
+  plan.chosen.resize(items * plan.most_kept), plan.chosen_count.resize(items);
+  take_turns(threads, items, false, [&](int64_t item) {
+    Chooser<T>(call, plan).choose(item / call.kv_heads, (int)(item % call.kv_heads));
+  });
+}
+
+template <class T>
+static void attend_as(Threads& threads, const Attention& call) {
+  static thread_local Plan own;
+  Plan& plan = own;  // the other threads use the caller's
+  make_tiles(call, threads.count(), plan);
+  choose_all<T>(threads, call, plan);
+  make_items(call, threads.count(), plan);
+  std::vector<std::atomic<int64_t>> left(plan.counts);  // pieces, for each KV head of a tile in pieces
+  int64_t work = 0;
+  for (const Tile& tile : plan.tiles) {
+    work += cost_of(call, tile) * call.kv_heads * CHUNK * call.head_dim / 16;
+    for (int head = 0; tile.pieces > 1 && head < call.kv_heads; head++) left[tile.left + head] = tile.pieces;
+  }
+  int64_t last = (int64_t)plan.items.size() - 1;
+  take_turns(threads, last + 1, work < WORTH_THREADS, [&](int64_t index) {
+    const Item& item = plan.items[last - index];  // the later ones of a prefill are the larger ones
+    const Tile& tile = plan.tiles[item.tile];
+    Reader<T> reader(call, plan);
+    if (tile.pieces == 1) return reader.read(tile, item.head, item.first_chunk, item.end_chunk, nullptr);
+    int64_t each = (tile.end - tile.first) * (call.query_heads / call.kv_heads) * state_size(call.head_dim);
+    float* states = plan.states.data() + tile.states + item.head * (tile.end_chunk - tile.first_chunk) * each;
+    float* own_states = states + (item.first_chunk - tile.first_chunk) * each;
+    reader.read(tile, item.head, item.first_chunk, item.end_chunk, own_states);
+    // Who finishes the last piece joins them all, in their order.
+    bool is_last = left[tile.left + item.head].fetch_sub(1, std::memory_order_acq_rel) == 1;
+    if (is_last) reader.merge(tile, item.head, states);
+  });
+}
+
+}  // namespace attention
+
+static void attend(Threads& threads, const Attention& call) {
+  switch (call.kv_type) {
+    case KV_FLOAT16: return attention::attend_as<attention::Half>(threads, call);
+    case KV_BFLOAT16: return attention::attend_as<attention::Brain>(threads, call);
+    default: return attention::attend_as<float>(threads, call);
+  }
+}
+
+}  // namespace KERNELS
