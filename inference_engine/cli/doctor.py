@@ -147,7 +147,7 @@ def _model(found: Settings) -> Finding:
     if checked.manifest is None:
         ignored = f"; {reported}" if (reported := describe_ignored(checked.ignored)) else ""
         return Finding(
-            Level.WARN, f"{checked.model_id} in {checked.folder}: no manifest to verify these files by{ignored}"
+            Level.WARN, f"{checked.model_id} in {checked.stored}: no manifest to verify these files by{ignored}"
         )
     size = decimal(checked.manifest.total_bytes)
     return Finding(Level.OK, f"{checked.model_id}: {size} in {checked.folder}, every byte checked")

@@ -10,6 +10,7 @@ Exit status: 0 done, 1 an error of the model or the settings (in one line), 2 wr
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ from inference_engine.models import (
     model_folder,
     read_config,
 )
+from inference_engine.models.checkpoint import open_checkpoint
+from inference_engine.models.folder import GGUF
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -50,7 +53,9 @@ def add_parser(subparsers: Subparsers) -> None:
         "name", metavar="NAME", help=f"{', '.join(known_names())}, or org/name[@revision] from the Hugging Face hub"
     )
     show = commands.add_parser("show", help="facts of a model, after checking its folder")
-    show.add_argument("model", metavar="NAME|PATH", help="a known name, a folder with safetensors, or org/name")
+    show.add_argument(
+        "model", metavar="NAME|PATH", help="a known name, a folder with safetensors, a GGUF file, org/name"
+    )
     show.add_argument("--verify", action="store_true", help="hash the weights again, even if they look unchanged")
     for command in (list_, fetch_, show):
         command.add_argument("--config", metavar="FILE", help="settings file (TOML)")
@@ -117,7 +122,7 @@ def _state(name: str, cache: Path) -> str:
         check_fetched(known_model(name), cache)
     except ModelError:
         return "damaged, fetch it again"
-    return "yes"
+    return "yes" if (model_folder(name, cache) / GGUF).is_file() else "yes, without its GGUF file; fetch adds it"
 
 
 def _show(checked: CheckedFolder, *, verified: bool) -> Table:
@@ -140,7 +145,7 @@ def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
 
     facts = [
         ("model", checked.model_id),
-        ("folder", str(checked.folder)),
+        ("file", str(checked.stored)) if checked.only_gguf else ("folder", str(checked.folder)),
         ("type", text.model_type),
         ("layers", f"{layers}, {windowed} of them see {text.sliding_window} positions" if windowed else str(layers)),
         ("heads", f"{heads} for queries, {kv_heads} for K and V, of {head_dim} values"),
@@ -148,6 +153,8 @@ def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
         ("vocabulary", f"{text.vocab_size:,}"),
         ("K/V per token", f"{4 * entry_values:,} bytes in float32, {2 * entry_values:,} in bfloat16"),
     ]
+    if checked.gguf is not None:
+        facts.append(("GGUF", _encodings(checked)))
     if (manifest := checked.manifest) is None:
         if checked.ignored:
             facts.append(("ignored", _in_lines(checked.ignored)))
@@ -161,6 +168,14 @@ def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
         ("from", "\n".join(manifest.source) or "unknown"),
         ("checked", "every byte, just now" if verified else "yes (--verify hashes the weights again)"),
     ]
+
+
+def _encodings(checked: CheckedFolder) -> str:
+    """How its numbers are stored, the most frequent first."""
+    checkpoint = open_checkpoint(checked.stored)
+    counts = Counter(checkpoint.tensor(name).encoding for name in checkpoint.names())
+    tensors = ", ".join(f"{count} in {encoding}" for encoding, count in counts.most_common())
+    return f"{decimal(checked.stored.stat().st_size)}; tensors: {tensors}"
 
 
 def _in_lines(names: Sequence[str]) -> str:

@@ -68,7 +68,7 @@ def _serve(args: argparse.Namespace, model: ModelConfig, engine_config: EngineCo
 
     # A truncated file of weights (SIGBUS) or a fault in a library ends the process, with a stack on standard error.
     faulthandler.enable(_STANDARD_ERROR)
-    with MappedWeights(found.folder) if server.watch_weights else nullcontext() as weights:
+    with MappedWeights(*found.weights) if server.watch_weights else nullcontext() as weights:
         return _serve_model(args, model, engine_config, server, weights)
 
 

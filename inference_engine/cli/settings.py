@@ -25,7 +25,7 @@ CONVERSATION = ("strategy", "mode", "kv_bytes")
 HELP = {
     "model": (
         "NAME|PATH",
-        "a known name (see `kakeya models list`), a folder with safetensors, or org/name[@revision] of the hub's cache",
+        "a known name (`kakeya models list`), a folder of safetensors, a GGUF file, or org/name[@revision] of the hub",
     ),
     "device": ("DEVICE", "cpu, cuda, cuda:1, …"),
     "dtype": ("DTYPE", "float32 or bfloat16"),

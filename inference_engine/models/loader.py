@@ -1,7 +1,8 @@
-"""From a name or a folder to a model in memory: checked first, mapped rather than copied, ready for inference.
+"""From a name, a folder or a GGUF file to a model in memory: checked first, mapped rather than copied, ready for
+inference.
 
-Only safetensors are read, only built-in architectures are built, nothing is downloaded and no code of the folder runs.
-No tokenizer is loaded: the runtime never sees text.
+Only safetensors and GGUF are read, only built-in architectures are built, nothing is downloaded and no code of the
+folder runs. No tokenizer is loaded: the runtime never sees text.
 """
 
 from __future__ import annotations
@@ -18,20 +19,26 @@ from typing import TYPE_CHECKING, Any
 
 from inference_engine.config import forbid_model_hub, hub_cache
 from inference_engine.errors import BackendError, ModelError
+from inference_engine.models.checkpoint import open_checkpoint
 from inference_engine.models.checksums import sha256_of
 from inference_engine.models.fetch import check_fetched, model_folder
 from inference_engine.models.folder import (
     CONFIG,
+    GGUF,
+    GGUF_SUFFIX,
     asks_for_code,
     check_configuration,
     check_names,
     check_weights,
     describe_ignored,
+    gguf_in,
     read_json,
     weight_files,
     weights_read,
     without_code,
 )
+from inference_engine.models.gguf_header import MAGIC
+from inference_engine.models.gguf_model import check_gguf, gguf_tokenizer_folder, load_gguf, read_gguf_config
 from inference_engine.models.hub import hub_model, name_of_snapshot, snapshot
 from inference_engine.models.manifest import Manifest, check_manifest, has_manifest
 from inference_engine.models.registry import is_known, known_model, known_names
@@ -66,41 +73,60 @@ class LoadedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundModel:
-    """A folder whose file names and configuration were checked, but not its weights. ignored: names of its files that
-    are never opened; code and other weights first.
+    """A model whose file names and configuration were checked, but not its weights.
+
+    gguf: its GGUF file; None without. only_gguf: that is all of it, and lies in `folder` beside whatever else; else it
+    has the same numbers as the folder's safetensors. ignored: names of files that are never opened; code and other
+    weights first.
     """
 
     model_id: str
     folder: Path
-    ignored: tuple[str, ...]
+    gguf: Path | None = None
+    only_gguf: bool = False
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def stored(self) -> Path:
+        """What `open_checkpoint` reads: the GGUF file, or else the folder of safetensors."""
+        return self.gguf or self.folder
+
+    @property
+    def weights(self) -> tuple[Path, ...]:
+        """Every place that weights are read from: the folder of safetensors, the GGUF file."""
+        folder = () if self.only_gguf else (self.folder,)
+        return folder if self.gguf is None else (*folder, self.gguf)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckedFolder:
-    """A folder that passed every check. manifest: None for one that came without. ignored: as in FoundModel."""
+class CheckedFolder(FoundModel):
+    """A model that passed every check. manifest: None for one that came without."""
 
-    model_id: str
-    folder: Path
     manifest: Manifest | None
-    ignored: tuple[str, ...] = ()
 
 
 def find_model(name_or_path: str, *, cache: Path) -> FoundModel:
-    """Find a model and check its folder and configuration, without reading weights. Raises ModelError.
+    """Find a model and check its files and configuration, without reading weights. Raises ModelError.
 
     A known name comes before a folder of that name, and a folder before a name of the hub, which is looked up in the
     hub's cache on this machine.
     """
     try:
         folder = _locate(name_or_path, cache)
+        if (gguf := _only_gguf(folder)) is not None:
+            check_gguf(gguf)
+            name = (name_of_snapshot(folder.resolve()) if folder.is_dir() else None) or gguf.stem.strip(".") or "model"
+            return FoundModel(model_id=name, folder=gguf.parent.resolve(), gguf=gguf.resolve(), only_gguf=True)
         ignored = check_names(folder)
+        gguf = None
         if has_manifest(folder):
-            check_manifest(folder, cache=cache, thorough=False, reads_weights=False)
+            manifest = check_manifest(folder, cache=cache, thorough=False, reads_weights=False)
+            gguf = folder.resolve() / GGUF if GGUF in manifest.files else None
         check_configuration(folder)
         folder = folder.resolve()
     except OSError as error:
         raise ModelError(f"{name_or_path}: cannot be read: {error}") from error
-    return FoundModel(model_id=name_of_snapshot(folder) or folder.name, folder=folder, ignored=ignored)
+    return FoundModel(model_id=name_of_snapshot(folder) or folder.name, folder=folder, gguf=gguf, ignored=ignored)
 
 
 def check_model(name_or_path: str, *, cache: Path, thorough: bool = False) -> CheckedFolder:
@@ -113,18 +139,29 @@ def check_model(name_or_path: str, *, cache: Path, thorough: bool = False) -> Ch
             check_fetched(known_model(name_or_path), cache, thorough=thorough) if is_known(name_or_path) else None
         )
         found = find_model(name_or_path, cache=cache)
-        if manifest is None and has_manifest(found.folder):
-            manifest = check_manifest(found.folder, cache=cache, thorough=thorough)
-        check_weights(found.folder)
+        if found.only_gguf:
+            open_checkpoint(found.stored)
+        else:
+            if manifest is None and has_manifest(found.folder):
+                manifest = check_manifest(found.folder, cache=cache, thorough=thorough)
+            check_weights(found.folder)
     except OSError as error:
         raise ModelError(f"{name_or_path}: cannot be read: {error}") from error
-    model_id = manifest.model if manifest else found.model_id
-    return CheckedFolder(model_id=model_id, folder=found.folder, manifest=manifest, ignored=found.ignored)
+    return CheckedFolder(
+        model_id=manifest.model if manifest else found.model_id,
+        folder=found.folder,
+        gguf=found.gguf,
+        only_gguf=found.only_gguf,
+        ignored=found.ignored,
+        manifest=manifest,
+    )
 
 
-def read_config(found: FoundModel | CheckedFolder) -> PretrainedConfig:
+def read_config(found: FoundModel) -> PretrainedConfig:
     """The configuration as an object of a built-in class of transformers. Raises ModelError."""
     forbid_model_hub()
+    if found.only_gguf:
+        return read_gguf_config(found.stored)
     import transformers
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -168,10 +205,10 @@ def sizes(config: PretrainedConfig, folder: Path) -> tuple[int, int]:
 def load_model(
     name_or_path: str, *, cache: Path, device: str = "cpu", dtype: str = "float32", attention: str = "eager"
 ) -> LoadedModel:
-    """Check a model's folder and load it.
+    """Check a model's files and load it.
 
     attention: the name of an attention function registered in transformers. On the CPU, in the dtype of the files, the
-    weights are memory-mapped; in another dtype or on another device they are copied.
+    weights are memory-mapped; in another dtype or on another device they are copied, and from a GGUF file always.
 
     Raises ModelError if the folder is missing, unsafe, damaged or does not fit its configuration, BackendError if the
     device is missing.
@@ -179,7 +216,8 @@ def load_model(
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     checked = check_model(name_or_path, cache=cache)
-    trained_positions, vocab_size = sizes(read_config(checked), checked.folder)
+    config = read_config(checked)
+    trained_positions, vocab_size = sizes(config, checked.folder)
 
     import torch
     from transformers.utils import logging as library_logging
@@ -188,7 +226,10 @@ def load_model(
     library_logging.disable_progress_bar()
     if reported := describe_ignored(checked.ignored):
         logger.info("%s: %s", checked.model_id, reported)
-    model = _from_pretrained(checked.folder, getattr(torch, dtype), attention)
+    if checked.only_gguf:
+        model = load_gguf(checked.stored, config, getattr(torch, dtype), attention)
+    else:
+        model = _from_pretrained(checked.folder, getattr(torch, dtype), attention)
     model.requires_grad_(requires_grad=False)
     if device != "cpu":
         model.to(device)
@@ -205,9 +246,17 @@ def load_model(
 
 
 def tokenizer_folder(name_or_path: str, cache: Path) -> Path:
-    """A checked folder to load the model's tokenizer from, for clients that have text. Raises ModelError."""
-    folder = check_model(name_or_path, cache=cache).folder
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
+    """A checked folder to load the model's tokenizer from, for clients that have text. Raises ModelError.
+
+    A GGUF file has one, which is made into a folder of the cache when it is asked for first; one that lies beside it in
+    a folder that was named comes before.
+    """
+    checked = check_model(name_or_path, cache=cache)
+    folder = checked.folder
+    has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
+    if checked.only_gguf and not (has_tokenizer and _locate(name_or_path, cache).is_dir()):
+        return gguf_tokenizer_folder(checked.stored, cache)
+    if not has_tokenizer:
         raise ModelError(f"{folder}: holds no tokenizer ({', '.join(_TOKENIZERS)})")
     return folder
 
@@ -227,9 +276,22 @@ def _locate(name_or_path: str, cache: Path) -> Path:
     if (named := hub_model(name_or_path)) is not None:
         return snapshot(named, hub_cache())
     raise ModelError(
-        f"{name_or_path}: neither a known model ({', '.join(known_names())}), nor a folder, nor a name of the hub "
-        "(org/name)"
+        f"{name_or_path}: neither a known model ({', '.join(known_names())}), nor a folder, nor a GGUF file, nor a "
+        "name of the hub (org/name)"
     )
+
+
+def _only_gguf(path: Path) -> Path | None:
+    """The GGUF file that `path` is, or that a folder has and no safetensors; None for other models.
+
+    A file is one by its name or by its first bytes: some programs keep them under names of their own.
+    """
+    if not path.is_file():
+        return gguf_in(path)
+    if path.name.lower().endswith(GGUF_SUFFIX):
+        return path
+    with path.open("rb") as file:
+        return path if file.read(len(MAGIC)) == MAGIC else None
 
 
 def _classes(model_type: str) -> tuple[str, ...]:
@@ -308,7 +370,12 @@ def _check_device(device: str) -> None:
 
 
 def weights_digest(checked: CheckedFolder) -> str:
-    """SHA-256 of the weights (for shards, of the list of their digests): from the manifest, or computed now."""
+    """SHA-256 of the weights (for shards, of the list of their digests): from the manifest, or computed now.
+
+    Of safetensors where there is a GGUF file of the same numbers, too: trained codecs and drafters name it.
+    """
+    if checked.only_gguf:
+        return sha256_of(checked.stored)
     digests = [
         checked.manifest.files[name].sha256 if checked.manifest else sha256_of(checked.folder / name)
         for name in weight_files(checked.folder)

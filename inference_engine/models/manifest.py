@@ -21,7 +21,7 @@ from inference_engine.models.verified import forget_sha256, look_of, remember_sh
 MANIFEST = "manifest.json"
 FORMAT = "kakeya-model"
 
-_WEIGHTS = ".safetensors"
+_WEIGHTS = (".safetensors", ".gguf")
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +114,9 @@ def check_manifest(folder: Path, *, cache: Path, thorough: bool, reads_weights: 
             raise ModelError(
                 f"{path}: size does not match the manifest: expected {record.size_bytes} bytes, got {size}; {remedy}"
             )
-        if path.suffix == _WEIGHTS and not reads_weights:
+        if path.suffix in _WEIGHTS and not reads_weights:
             continue
-        sha256 = _digest(path, cache=cache, thorough=thorough)
+        sha256 = digest_of(path, cache=cache, thorough=thorough)
         if sha256 != record.sha256:
             raise ModelError(
                 f"{path}: SHA-256 does not match the manifest: expected {record.sha256}, got {sha256}; {remedy}"
@@ -124,8 +124,9 @@ def check_manifest(folder: Path, *, cache: Path, thorough: bool, reads_weights: 
     return manifest
 
 
-def _digest(path: Path, *, cache: Path, thorough: bool) -> str:
-    if path.suffix != _WEIGHTS:
+def digest_of(path: Path, *, cache: Path, thorough: bool = False) -> str:
+    """The SHA-256 of a file. That of weights is remembered: `thorough` computes it again."""
+    if path.suffix not in _WEIGHTS:
         return sha256_of(path)
     if not thorough and (remembered := remembered_sha256(path, cache)) is not None:
         return remembered

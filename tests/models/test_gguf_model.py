@@ -1,0 +1,239 @@
+"""A GGUF file is a model: found, checked, loaded on torch with its own logits, and with its tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFWriter
+from transformers import AutoTokenizer
+
+from inference_engine.errors import ModelError
+from inference_engine.models import (
+    check_model,
+    find_model,
+    gguf_model,
+    load_model,
+    read_config,
+    sizes,
+    tokenizer_folder,
+    weights_digest,
+)
+from inference_engine.models.checkpoint import open_checkpoint
+from inference_engine.models.gguf_model import make_tokenizer
+from inference_engine.models.mapped import MappedWeights
+from tests.models.test_mapped import mapped, overwrite
+from tests.models.tiny_folder import logits
+from tests.models.tiny_gguf import FAMILIES, tiny_model, write_gguf
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "files" / "tiny-Q8_0.gguf"
+    path.parent.mkdir()
+    write_gguf(tiny_model("llama"), path, "Q8_0")
+    return path
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_torch_gives_the_logits_of_the_model_it_was_made_of(family: str, tmp_path: Path, cache: Path) -> None:
+    model, path = tiny_model(family), tmp_path / "tiny.gguf"
+    write_gguf(model, path)
+    loaded = load_model(str(path), cache=cache)
+    assert (loaded.model_id, loaded.trained_positions, loaded.vocab_size) == ("tiny", 128, 259)
+    assert type(loaded.model) is type(model)
+    exact = 1e-5 if family.startswith("gemma") else 0.0  # one was added to its norms
+    torch.testing.assert_close(logits(loaded.model), logits(model), rtol=0, atol=exact)
+
+
+def test_a_file_is_found_by_its_path_by_its_folder_and_without_its_suffix(file: Path, cache: Path) -> None:
+    (file.parent / "README.md").write_text("of the file")
+    blob = file.with_name("sha256-0123")
+    shutil.copy(file, blob)
+    for name, model_id in ((file, "tiny-Q8_0"), (file.parent, "tiny-Q8_0"), (blob, "sha256-0123")):
+        found = find_model(str(name), cache=cache)
+        assert (found.model_id, found.only_gguf, found.folder) == (model_id, True, file.parent)
+        assert found.stored == (blob if name == blob else file)
+        assert found.weights == (found.stored,)
+    checked = check_model(str(file), cache=cache)
+    assert weights_digest(checked) == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert checked.manifest is None
+    assert sizes(read_config(checked), checked.folder) == (128, 259)
+
+
+def test_safetensors_come_before_a_file_beside_them(folder: Path, file: Path, cache: Path) -> None:
+    shutil.copy(file, folder)
+    found = find_model(str(folder), cache=cache)
+    assert (found.gguf, found.ignored, found.stored) == (None, (file.name,), folder)
+
+
+def test_of_several_files_in_a_folder_one_must_be_named(file: Path, cache: Path) -> None:
+    other = file.with_name("tiny-Q4_0.gguf")
+    shutil.copy(file, other)
+    with pytest.raises(ModelError, match=r"2 GGUF files \(tiny-Q4_0\.gguf, tiny-Q8_0\.gguf\); name the one"):
+        find_model(str(file.parent), cache=cache)
+    assert find_model(str(other), cache=cache).model_id == "tiny-Q4_0"
+
+
+@pytest.mark.hostile
+def test_a_file_that_is_a_link_out_of_its_folder_is_refused(file: Path, cache: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model.gguf").symlink_to(file)
+    with pytest.raises(ModelError, match="leads out of the folder"):
+        find_model(str(other), cache=cache)
+    assert find_model(str(other / "model.gguf"), cache=cache).stored == file  # whoever names it means it
+
+
+@pytest.mark.hostile
+def test_a_pipe_is_not_opened(tmp_path: Path, cache: Path) -> None:
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(ModelError):
+        find_model(str(tmp_path / "model.gguf"), cache=cache)
+    with pytest.raises(ModelError):
+        find_model(str(tmp_path), cache=cache)
+
+
+def rewritten(path: Path, family: str = "llama", *, leave_out: str = "", **numbers: int) -> Path:
+    """A file with whole numbers under the family's name, and a vocabulary."""
+    own = {
+        "context_length": 128,
+        "embedding_length": 64,
+        "block_count": 1,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        **{name.replace("__", "."): value for name, value in numbers.items()},
+    }
+    writer = GGUFWriter(path, family)
+    for name, value in own.items():
+        if name != leave_out:
+            writer.add_uint32(f"{family}.{name}", value)
+    if leave_out != "epsilon":
+        writer.add_layer_norm_rms_eps(1e-5)
+    if leave_out != "token_embd.weight":
+        writer.add_tensor("token_embd.weight", np.zeros((259, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"family": "mamba"}, "general.architecture is 'mamba', which cannot be served from GGUF; llama, qwen2"),
+        ({"leave_out": "block_count"}, r"llama\.block_count is None, expected a positive number"),
+        ({"leave_out": "epsilon"}, r"no llama\.attention\.layer_norm_rms_epsilon"),
+        ({"leave_out": "token_embd.weight"}, r"no matrix token_embd\.weight"),
+        ({"embedding_length": 0}, r"llama\.embedding_length is 0"),
+        ({"embedding_length": 2**32 - 1}, r"llama\.embedding_length is 4294967295"),
+        ({"block_count": 5000}, "5000 layers; at most 1024 can be served, and the file holds 1 tensors"),
+        ({"expert_count": 8}, "a llama with 8 experts"),
+        ({"rope__dimension_count": 8, "attention__key_length": 16}, "8 of the 16 numbers of a head are rotated"),
+        ({"attention__key_length": 16, "attention__value_length": 8}, "keys of 16 numbers and values of 8"),
+        ({"rope__scaling__attn_factor": 2}, r"llama\.rope\.scaling\.attn_factor: rotation scaled in this way"),
+    ],
+)
+def test_a_configuration_that_cannot_be_served_is_refused(
+    change: dict[str, Any], reason: str, tmp_path: Path, cache: Path
+) -> None:
+    path = rewritten(tmp_path / "model.gguf", **change)
+    with pytest.raises(ModelError, match=reason) as caught:
+        find_model(str(path), cache=cache)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("hidden", [64, 2**30])
+def test_weights_that_do_not_fit_are_refused_before_memory_is_taken(hidden: int, tmp_path: Path, cache: Path) -> None:
+    path = rewritten(tmp_path / "model.gguf", embedding_length=hidden, rope__dimension_count=16)
+    with pytest.raises(ModelError, match=r"model\.gguf: (no tensor model|model\.embed_tokens\.weight has the shape)"):
+        load_model(str(path), cache=cache)
+
+
+@pytest.mark.hostile
+def test_a_tensor_of_another_family_is_refused(tmp_path: Path, cache: Path) -> None:
+    write_gguf(tiny_model("gemma2"), tmp_path / "gemma.gguf")
+    content = (tmp_path / "gemma.gguf").read_bytes()
+    (tmp_path / "model.gguf").write_bytes(content.replace(b"gemma2", b"qwen2x"))
+    with pytest.raises(ModelError, match=r"general\.architecture is 'qwen2x'"):
+        open_checkpoint(tmp_path / "model.gguf")
+    write_gguf(tiny_model("qwen2"), tmp_path / "qwen2.gguf")
+    content = (tmp_path / "qwen2.gguf").read_bytes()
+    (tmp_path / "model.gguf").write_bytes(content.replace(b"blk.0.ffn_norm", b"blk.0.ssm_norm"))
+    with pytest.raises(ModelError, match=r"the tensor blk\.0\.ssm_norm\.weight of the shape \(64,\) is not one"):
+        check_model(str(tmp_path / "model.gguf"), cache=cache)
+
+
+def test_a_file_that_is_written_to_while_it_is_mapped_is_noticed(file: Path) -> None:
+    with MappedWeights(file) as weights, mapped(file):
+        assert weights.spoiled() is None
+        overwrite(file)
+        assert weights.spoiled() == "tiny-Q8_0.gguf was written to"
+
+
+# -- the tokenizer ----------------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_is_made_once(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tokenizer_folder(str(file), cache)
+    assert folder == cache / "tokenizers" / hashlib.sha256(file.read_bytes()).hexdigest()
+    assert {path.name for path in folder.parent.iterdir()} == {folder.name}
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    two_line_breaks = tokenizer.convert_tokens_to_ids("ĊĊ")
+    assert tokenizer("\n\n2").input_ids == [two_line_breaks, tokenizer.convert_tokens_to_ids("2")]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a"
+    monkeypatch.setattr(gguf_model, "_make_in_child", None)
+    assert tokenizer_folder(str(file), cache) == folder
+
+
+def test_a_tokenizer_beside_the_file_comes_first_if_the_folder_was_named(
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file.parent / "tokenizer.json").write_text("{}")
+    assert tokenizer_folder(str(file.parent), cache) == file.parent
+    asked: list[Path] = []
+
+    def make(path: Path, folder: Path) -> None:
+        asked.append(path)
+        folder.mkdir()
+
+    monkeypatch.setattr(gguf_model, "_make_in_child", make)
+    tokenizer_folder(str(file), cache)
+    assert asked == [file]
+
+
+@pytest.mark.parametrize("pre", ["of-tomorrow", "default"])
+def test_an_unknown_way_to_split_text_is_refused_with_the_way_out(pre: str, tmp_path: Path) -> None:
+    write_gguf(tiny_model("llama"), tmp_path / "model.gguf", pre=pre)
+    with pytest.raises(ModelError, match=f"splits text as '{pre}', which is not known; put the file into a folder"):
+        make_tokenizer(tmp_path / "model.gguf", tmp_path / "tokenizer")
+
+
+@pytest.mark.hostile
+def test_a_tokenizer_that_takes_for_ever_is_given_up(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_model, "MAX_TOKENIZER_SECONDS", 0.01)
+    with pytest.raises(ModelError, match=r"the limit of 0\.01 s is too short to make it; put the file"):
+        tokenizer_folder(str(file), cache)
+    assert list((cache / "tokenizers").iterdir()) == []
+
+
+@pytest.mark.hostile
+def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
+    path = rewritten(tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match="its tokenizer is of the kind None"):
+        make_tokenizer(path, tmp_path / "tokenizer")
+    write_gguf(tiny_model("llama"), path)
+    path.write_bytes(path.read_bytes().replace(b"tokenizer.ggml.merges", b"tokenizer.ggml.murges"))
+    with pytest.raises(ModelError, match="its tokenizer cannot be read"):
+        make_tokenizer(path, tmp_path / "tokenizer")
