@@ -60,13 +60,13 @@ class Block:
         return ids
 
     def draws(self, end: int) -> Iterator[Draw]:
-        """The samples to draw for this block, whose last token has number `end` - 1 among the logits.
+        """The samples to draw for this block, whose last token has index `end` - 1 in the logits.
 
         Call it after the block is staged.
         """
         if self.sampler is not None:
             yield Draw(
-                rows=range(end - self.sampled, end),
+                indices=range(end - self.sampled, end),
                 sampler=self.sampler,
                 position=self.kv.next_position + self.kv.staged - self.drafted,
                 drafted=self.draft_tokens,
@@ -107,7 +107,7 @@ class Verifier:
         tap_layers: tuple[int, ...] = (),
         lap: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """tap_layers: the layers whose hidden states are returned to blocks that want them.
+        """tap_layers: the layers whose hidden states are returned to blocks that ask for them.
 
         lap: called at the end of each part of a step; see `metrics.StepTimer`.
         """
@@ -125,7 +125,7 @@ class Verifier:
 
         The entries are staged: the caller commits each session, to the length it accepts. If the forward raises,
         nothing is staged and every session is as it was. Raises BlockFailed for a broken invariant, and SpanFailed,
-        with the block's index, for old entries that could not be restored or are not finite: `sleep` then raises, too.
+        with the block's index, for old entries that could not be restored or are not finite: `SessionKV.idle` then raises, too.
         """
         try:
             for index, block in enumerate(blocks):

@@ -265,6 +265,6 @@ def _single(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 def _masses(scores: Tensor, starts: Tensor, anchors: Tensor, band: int) -> tuple[Tensor, Tensor]:
     """Shares of each head's softmax over scores [Hq, S]: on [anchor − band, anchor), and on [0, start)."""
     weights = scores.softmax(-1)
-    rows = torch.arange(scores.shape[-1], device=scores.device)
-    is_band = (rows >= anchors[:, None] - band) & (rows < anchors[:, None])
-    return (weights * is_band).sum(-1), (weights * (rows < starts[:, None])).sum(-1)
+    positions = torch.arange(scores.shape[-1], device=scores.device)
+    is_band = (positions >= anchors[:, None] - band) & (positions < anchors[:, None])
+    return (weights * is_band).sum(-1), (weights * (positions < starts[:, None])).sum(-1)

@@ -168,7 +168,7 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
 
 
 def _bars(path: Path, lines: Sequence[Mapping[str, Any]], y_label: str, columns: tuple[str, str, str]) -> None:
-    """A bar with its spread for each line: kinds along the axis, drafters and ways beside each other."""
+    """A bar with its spread for each line: kinds along the axis, drafters and methods beside each other."""
     from matplotlib.figure import Figure  # drawing is optional, and slow to import
 
     kinds = list(dict.fromkeys(line["kind"] for line in lines))
@@ -232,8 +232,8 @@ def accept(
     found: dict[Cell, list[Text]] = {}
     for name, drafter in drafters.items():
         with drafting(target, drafter, draft_tokens) as engine:
-            for (kind, way), some in asked.items():
-                cell = Cell(drafter=name, kind=kind, way=way)
+            for (kind, method), some in asked.items():
+                cell = Cell(drafter=name, kind=kind, method=method)
                 found[cell] = write_all(engine, some, tokens=tokens, stop_ids=target.stop_ids)
                 logger.info("%s: acceptance length %.2f", cell, acceptance_length(_steps(found[cell])))
     return found
@@ -279,7 +279,7 @@ def acceptance_table(found: Mapping[Cell, Sequence[Text]]) -> list[dict[str, Any
             {
                 "drafter": cell.drafter,
                 "kind": cell.kind,
-                "way": cell.way,
+                "way": cell.method,
                 "acceptance length": acceptance_length(steps),
                 "low": spread["low"],
                 "high": spread["high"],
@@ -293,7 +293,7 @@ def acceptance_table(found: Mapping[Cell, Sequence[Text]]) -> list[dict[str, Any
 
 def place_table(found: Mapping[Cell, Sequence[Text]]) -> list[dict[str, Any]]:
     return [
-        {"drafter": cell.drafter, "kind": cell.kind, "way": cell.way, "place": place, "right": share}
+        {"drafter": cell.drafter, "kind": cell.kind, "way": cell.method, "place": place, "right": share}
         for cell, texts in found.items()
         for place, share in enumerate(right_by_place(_steps(texts)), start=1)
     ]

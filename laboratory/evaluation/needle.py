@@ -205,11 +205,11 @@ def _tell(cell: Cell) -> None:
         logger.warning("%s: full finds nothing itself, so this cell compares nothing", cell)
 
 
-# -- telling ----------------------------------------------------------------------------------------------------------
+# -- reporting --------------------------------------------------------------------------------------------------------
 
 
 def payload(cells: Sequence[Cell], target: Target, *, control: SinkWindow, trials: int, seed: int) -> dict[str, Any]:
-    """What `write_record` wants, but for the command."""
+    """What `write_record` needs, but for the command."""
     kinds = list(dict.fromkeys(cell.kind for cell in cells))
     prompts = hashlib.sha256()
     for cell in cells:

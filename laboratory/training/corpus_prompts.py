@@ -114,7 +114,7 @@ class PromptSource:
     def batch(self, index: int, count: int) -> list[Prompt]:
         """The prompts of batch `index`: a function of it, the seed and what prompts are made from."""
         rng = random.Random(f"{self.seed}/{index}")
-        return [self._draw(rng, f"{self.seed}/{index}/{row}") for row in range(count)]
+        return [self._draw(rng, f"{self.seed}/{index}/{number}") for number in range(count)]
 
     def _draw(self, rng: random.Random, name: str) -> Prompt:
         if self.chat is not None and (not self.documents or rng.random() < _CHATS):

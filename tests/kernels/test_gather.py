@@ -271,5 +271,5 @@ def test_without_blocks_only_sink_and_local_are_read(blocks: int, k: int) -> Non
 
 
 def test_a_width_too_small_is_refused_not_truncated() -> None:
-    with pytest.raises(AssertionError, match="25 rows"):
+    with pytest.raises(AssertionError, match="25 entries"):
         read_from([100], [80], 4, width=24)

@@ -53,7 +53,7 @@ class Solo:
         rows = torch.from_numpy(positions)
         averages = []
         for layer, sight in enumerate(self.sights):
-            queries, keys, values = self.model.rows(layer, ids, positions)
+            queries, keys, values = self.model.states(layer, ids, positions)
             scores = queries[first - 1 :] @ keys.T
             scores[~sight.visible(rows[first - 1 :], rows, self.segment)] = -torch.inf
             averages.append(scores.softmax(dim=1) @ values)

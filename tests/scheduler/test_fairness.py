@@ -132,7 +132,7 @@ def test_a_queue_that_one_owner_filled_still_takes_the_first_generate_of_another
 @pytest.mark.parametrize("seconds", [1e-6, 0.003, 10.0], ids="{} s".format)
 def test_pieces_of_a_prefill_sized_to_a_target_change_no_token(mode: Mode, seconds: float) -> None:
     def say(**targets: float) -> list[list[tuple[int, float | None]]]:
-        forward = ScriptedForward(ScriptedModel(), Script(row_seconds=2e-5))
+        forward = ScriptedForward(ScriptedModel(), Script(token_seconds=2e-5))
         with engine_on(forward, mode=mode, **targets) as engine:
             together = [asked(engine, "a", 40)]
             together += [

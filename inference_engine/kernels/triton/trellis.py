@@ -21,13 +21,13 @@ _BLOCK, _CHAINS = 256, 32  # numbers, and chains, of a program
 def choose(numbers: Tensor, levels: Levels) -> Tensor:
     """See `kernels.trellis.choose`."""
     numbers = numbers.contiguous()
-    rows, count = numbers.shape
-    codes = torch.empty((rows, count), dtype=torch.int32, device=numbers.device)
+    vector_count, count = numbers.shape
+    codes = torch.empty((vector_count, count), dtype=torch.int32, device=numbers.device)
     if not numbers.numel():
         return codes
-    costs = numbers.new_empty((SUBSETS, rows, count))
-    nearest = torch.empty((SUBSETS, rows, count), dtype=torch.int16, device=numbers.device)
-    _near[(rows, triton.cdiv(count, _BLOCK))](
+    costs = numbers.new_empty((SUBSETS, vector_count, count))
+    nearest = torch.empty((SUBSETS, vector_count, count), dtype=torch.int16, device=numbers.device)
+    _near[(vector_count, triton.cdiv(count, _BLOCK))](
         numbers,
         levels.values,
         levels.first,
@@ -40,7 +40,7 @@ def choose(numbers: Tensor, levels: Levels) -> Tensor:
         HALVINGS=levels.longest.bit_length() - 1,
         BLOCK=_BLOCK,
     )
-    regions = rows * levels.chains
+    regions = vector_count * levels.chains
     from_above = torch.empty((STEPS, regions), dtype=torch.uint8, device=numbers.device)
     _path[(triton.cdiv(regions, _CHAINS),)](
         costs,
@@ -63,8 +63,8 @@ def levels_of(codes: Tensor, levels: Levels) -> Tensor:
     codes = codes.contiguous()
     found = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     if codes.numel():
-        rows, count = codes.shape
-        _levels[(rows, triton.cdiv(count, _BLOCK))](
+        vector_count, count = codes.shape
+        _levels[(vector_count, triton.cdiv(count, _BLOCK))](
             codes, levels.values, levels.first, found, count, levels.chains, BLOCK=_BLOCK
         )
     return found
@@ -202,15 +202,15 @@ def _path(
 def _levels(p_codes, p_values, p_first, p_found, count, chains, BLOCK: tl.constexpr):
     o_number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = o_number < count
-    row = tl.program_id(0).to(tl.int64) * count
-    b_code = tl.load(p_codes + row + o_number, mask=live, other=0)
-    b_one = tl.load(p_codes + row + o_number - chains, mask=live & (o_number >= chains), other=0)
-    b_two = tl.load(p_codes + row + o_number - 2 * chains, mask=live & (o_number >= 2 * chains), other=0)
-    b_three = tl.load(p_codes + row + o_number - 3 * chains, mask=live & (o_number >= 3 * chains), other=0)
+    base = tl.program_id(0).to(tl.int64) * count
+    b_code = tl.load(p_codes + base + o_number, mask=live, other=0)
+    b_one = tl.load(p_codes + base + o_number - chains, mask=live & (o_number >= chains), other=0)
+    b_two = tl.load(p_codes + base + o_number - 2 * chains, mask=live & (o_number >= 2 * chains), other=0)
+    b_three = tl.load(p_codes + base + o_number - 3 * chains, mask=live & (o_number >= 3 * chains), other=0)
     b_subset = (((b_code ^ b_one ^ b_three) & 1) << 1) | (b_two & 1)
     b_first = tl.load(p_first + o_number, mask=live, other=0)
     b_level = tl.load(p_values + b_first + ((b_code >> 1) << 2) + b_subset, mask=live, other=0.0)
-    tl.store(p_found + row + o_number, b_level, mask=live)
+    tl.store(p_found + base + o_number, b_level, mask=live)
 
 
 trellis = Trellis(choose, levels_of)

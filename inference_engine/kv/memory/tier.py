@@ -296,7 +296,7 @@ class _FileStore(Store):
 
     def __init__(self, folder: Path, shape: ChunkShape) -> None:
         self._shape = shape
-        with tempfile.TemporaryFile(dir=folder, prefix="kakeya-rows-") as file:
+        with tempfile.TemporaryFile(dir=folder, prefix="kakeya-kv-") as file:
             self._size = shape.chunks * shape.chunk_bytes
             file.truncate(self._size)
             self._mapped: mmap.mmap | None = mmap.mmap(file.fileno(), 0)

@@ -185,7 +185,7 @@ def test_who_knows_the_text_is_reported_from_who_does_not(target: Target) -> Non
     assert knows["acceptance length"] > errs["acceptance length"] > 1.5 > wrong["acceptance length"] >= 1
     assert knows["draft tokens that are right"] == 1
     assert {line["right"] for line in drafting.place_table(found) if line["drafter"] == "knows"} == {1.0}
-    assert [text.token_ids for text in found[Cell(drafter="errs", kind="noise", way="greedy")]] == [
+    assert [text.token_ids for text in found[Cell(drafter="errs", kind="noise", method="greedy")]] == [
         text.token_ids for text in plain
     ]
 
@@ -249,7 +249,7 @@ def test_no_token_changes_where_shapes_are_fixed(tmp_path: Path) -> None:
     ) as target:
         short = short_prompts(target, arguments("--kinds", "looped", "tool_json", "--identity-prompts=5"))
         found = draft_identity.compare(target, find(target, ["wrong"]), short, draft_tokens=3)
-    assert set(found) == {(name, way) for name in (AGAIN, "wrong") for way in ("greedy", "at 0.7")}
+    assert set(found) == {(name, method) for name in (AGAIN, "wrong") for method in ("greedy", "at 0.7")}
     for (name, _), one in found.items():
         assert (one.prompts, one.differences) == (5, ())
         assert (one.drafted > 0) == (name == "wrong")

@@ -74,13 +74,13 @@ def test_losses_are_those_full_had_when_it_wrote_the_text(engine: Engine) -> Non
 
 
 def test_full_writes_the_same_again_and_a_narrow_window_soon_something_else(tiny_target: Target) -> None:
-    ways = {"greedy": [GREEDY], "at 0.7": [SAMPLED]}
-    found = measure(tiny_target, [NARROW, Full()], {"noise": [PROMPT]}, ways, 61)
+    methods = {"greedy": [GREEDY], "at 0.7": [SAMPLED]}
+    found = measure(tiny_target, [NARROW, Full()], {"noise": [PROMPT]}, methods, 61)
     assert [cell.strategy for cell in found] == [FULL, REPEATED, str(NARROW)] * 2
     for cell, (written,) in found.items():
         assert len(written.token_ids) == len(written.losses) == 61
         assert (written.same == 61) == (cell.strategy != str(NARROW))
-    greedy, sampled = (found[Cell(strategy=FULL, kind="noise", way=way)][0].token_ids for way in ways)
+    greedy, sampled = (found[Cell(strategy=FULL, kind="noise", method=method)][0].token_ids for method in methods)
     assert greedy != sampled
     assert tiny_target.engine.info().kv_reserved_bytes == 0
 

@@ -1,4 +1,4 @@
-"""Records are joined as they are, and who wins at which bytes follows from them."""
+"""Records are joined as they are, and the winners at each number of bytes follow from them."""
 
 from __future__ import annotations
 

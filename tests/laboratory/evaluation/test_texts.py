@@ -151,7 +151,7 @@ def test_every_call_fits_a_schema_reported_before_it_and_every_result_its_call()
 def test_no_tool_and_no_argument_is_one_of_calibration() -> None:
     calls = [json.loads(text.split("\n", 1)[1].rsplit("\n", 2)[0]) for text in islice(tool_calls(0), 0, 4000, 2)]
     assert not {call["name"] for call in calls} & {tool.name for tool in tool_json.TOOLS}
-    fields = {name for tool in tool_json.TOOLS for name in (*tool.parameters, *tool.rows)}
+    fields = {name for tool in tool_json.TOOLS for name in (*tool.parameters, *tool.fields)}
     assert not {name for call in calls for name in call["arguments"]} & fields
 
 
