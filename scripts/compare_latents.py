@@ -172,7 +172,7 @@ def compare(model: ModelConfig, arguments: argparse.Namespace) -> dict[str, Any]
             for rate in reported.start
         ]
     return {
-        "what": "Methods of making a latent at equal bytes: KL to exact with every entry beyond sink and window restored.",
+        "what": "Variants of a latent at equal bytes: KL to exact with every entry beyond sink and window restored.",
         "config": {
             **described,
             "sink": SINK,

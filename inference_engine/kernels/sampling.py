@@ -100,7 +100,7 @@ class Draw:
     sampler: Sampler
     position: int
     drafted: Sequence[int] = ()
-    wants_logprob: bool = False
+    needs_logprob: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +141,13 @@ def draw_all(logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll = n
     ids = _joined(tokens)
     # A row's largest and smallest number show whether all are finite, in passes that write no array.
     columns = [ids, logits.amax(dim=-1), logits.amin(dim=-1)]
-    if any(place.draw.wants_logprob for place in places):
+    if any(place.draw.needs_logprob for place in places):
         columns.append(logprobs(logits, ids))
     # Ids are exact in float64.
     table = torch.stack([column.double() for column in columns], dim=1).tolist()
     for place, (token_id, largest, smallest, *rest) in zip(places, table, strict=True):
         is_finite = math.isfinite(largest) and math.isfinite(smallest)
-        logprob = rest[0] if place.draw.wants_logprob else None
+        logprob = rest[0] if place.draw.needs_logprob else None
         drawn[place.index].append(Sample(int(token_id), logprob, is_finite))
     return drawn
 

@@ -38,7 +38,7 @@ PARTS = ("acceptance", "speed", "identity")
 _QUICK = {"texts": 2, "timed_texts": 1, "rounds": 1, "identity_prompts": 6, "tokens": 24}
 
 READING = (
-    ("acceptance length", "tokens that a step commits: 1 is none guessed right; steps without a draft count, too"),
+    ("acceptance length", "tokens that a step commits: 1 is none accepted; steps without a draft count, too"),
     ("steps with a draft", "share of steps in which the drafter had something to say"),
     ("÷ plain", "speed over plain's in the same round, above 1 a gain; as time, below 1 a gain"),
     ("near-ties", f"texts that part where the two tokens are closer than {NEAR_TIE:g}, in logits or in scores"),

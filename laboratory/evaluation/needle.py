@@ -135,7 +135,7 @@ def measure(
     for cell in unasked:
         grades = grade_all(target, by_name.values(), cell.prompts, answer_tokens=TASKS[cell.task].answer_tokens)
         cells.append(replace(cell, grades=grades))
-        _tell(cells[-1])
+        _log_cell(cells[-1])
         check_control(cells[-1], str(control))
     return cells
 
@@ -197,7 +197,7 @@ def check_control(cell: Cell, control: str) -> None:
         )
 
 
-def _tell(cell: Cell) -> None:
+def _log_cell(cell: Cell) -> None:
     for name in cell.grades:
         hits = cell.hits(name)
         logger.info("%s, %s: %d of %d", cell, name, sum(hits), len(hits))

@@ -4,7 +4,7 @@ served.
     taps [n, taps · hidden], each scaled to length 1 a number → ridge → K and V of all layers → coded as the latent is
 
 Coding the entries that the taps predict, and not the taps themselves, favours them most: bits go where an error changes
-attention, and no bits go to the rest of the taps. `foretold` alone is the limit of any code of these taps.
+attention, and no bits go to the rest of the taps. `predict_entries` alone is the limit of any code of these taps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TapMap:
     shapes: tuple[LayerShape, ...]
     weights: Tensor
 
-    def foretold(self, model: PreTrainedModel, tokens: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def predict_entries(self, model: PreTrainedModel, tokens: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """K and V of every covered layer [n, Hkv, D] of token ids [sequences, T]."""
         predicted = _read(model, tokens, self.tap_layers) @ self.weights
         keys: list[Tensor] = []
@@ -53,10 +53,10 @@ class TapMap:
         return keys, values
 
     def uncoded(self, model: PreTrainedModel) -> Restore:
-        return lambda tokens, _states: self.foretold(model, tokens[None])
+        return lambda tokens, _states: self.predict_entries(model, tokens[None])
 
     def through(self, model: PreTrainedModel, codec: LatentCodec) -> Restore:
-        return lambda tokens, _states: codec.decode(codec.encode(*self.foretold(model, tokens[None])))
+        return lambda tokens, _states: codec.decode(codec.encode(*self.predict_entries(model, tokens[None])))
 
 
 def fit_taps(
@@ -95,7 +95,7 @@ def fit_tap_codec(
     """The codec of the entries that the taps predict."""
     statistics = Statistics(taps.shapes, group_layers=group_layers, device=model.device)
     for tokens in batches:
-        keys, values = taps.foretold(model, tokens)
+        keys, values = taps.predict_entries(model, tokens)
         statistics.add(keys, values, keys)  # no queries are known here, and none are needed: importances are given
     return fit(statistics, importances, bytes_per_token=bytes_per_token)
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from inference_engine.backends.graphs import wants_graphs
+from inference_engine.backends.graphs import should_record_graphs
 from inference_engine.errors import BackendError
 from inference_engine.kernels.ops import REFERENCE, open_ops
 
@@ -28,9 +28,9 @@ def test_a_kernel_that_cannot_be_had_is_named_with_the_way_out(monkeypatch: pyte
 
 
 def test_graphs_need_a_gpu_and_its_kernel_and_can_be_switched_off() -> None:
-    assert wants_graphs("auto", GPU, has_regions=True)
-    assert not wants_graphs("off", GPU, has_regions=True)
-    assert not wants_graphs("auto", GPU, has_regions=False)
-    assert not wants_graphs("auto", CPU, has_regions=False)
+    assert should_record_graphs("auto", GPU, has_regions=True)
+    assert not should_record_graphs("off", GPU, has_regions=True)
+    assert not should_record_graphs("auto", GPU, has_regions=False)
+    assert not should_record_graphs("auto", CPU, has_regions=False)
     with pytest.raises(BackendError, match="graphs=auto"):
-        wants_graphs("on", CPU, has_regions=False)
+        should_record_graphs("on", CPU, has_regions=False)

@@ -20,7 +20,7 @@ def test_rows_that_are_linear_in_a_tap_are_foretold() -> None:
     model = llama()
     taps = fit_taps(model, [tokens(16, 60, seed) for seed in range(3)], tap_layers=[0], layers=[1, 2])
     unseen = tokens(2, 33, seed=9)
-    keys, values = taps.foretold(model, unseen)
+    keys, values = taps.predict_entries(model, unseen)
     (rows,) = capture(model, [unseen], layers=[1, 2])
     for reported, exact in ((keys[0], rows[0].keys), (values[0], rows[0].values)):
         # Ridge takes a little off, so that noise is not followed.
