@@ -124,7 +124,7 @@ BUGS = (
         (CLOSED_FORM,),
     ),
     Bug(
-        "draft tokens are kept that were wrong",
+        "rejected draft tokens are kept",
         "inference_engine/decode/verifier.py",
         "            return tuple(samples[:count])\n",
         "            return tuple(samples)\n",

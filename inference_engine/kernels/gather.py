@@ -165,8 +165,8 @@ def gather_vectors(states: Tensor, indices: Tensor) -> Tensor:
     # element.
     last = (heads - 1) * by_head + (count - 1) * by_entry
     flat = states.as_strided((last // head_dim + 1, head_dim), (head_dim, 1))
-    regions = torch.arange(heads, device=indices.device)[:, None] * (by_head // head_dim)
-    picked = flat.index_select(0, (regions + indices * (by_entry // head_dim)).flatten())
+    head_starts = torch.arange(heads, device=indices.device)[:, None] * (by_head // head_dim)
+    picked = flat.index_select(0, (head_starts + indices * (by_entry // head_dim)).flatten())
     return picked.view(*indices.shape, head_dim)
 
 

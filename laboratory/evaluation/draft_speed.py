@@ -59,8 +59,8 @@ def time_all(
     batches: Sequence[int],
     rounds: int,
 ) -> dict[Cell, list[Pace]]:
-    """Rounds by cell, plain among them; drafts are as long as pays. Prompts go round in turns: each is written on by
-    everybody before the next.
+    """Rounds by cell, plain among them; drafts are as long as pays. Prompts go round in turns: every
+    drafter continues a prompt before the next.
 
     A first group of each cell warms up and is not kept.
     """

@@ -1,11 +1,11 @@
-"""Drafting: how far a drafter draft tokens right, what that gains, and that it changes no token.
+"""Drafting: how many draft tokens are right, what that gains, and that it changes no token.
 
     acceptance   drafts of one fixed length; tokens that a step commits, and how often each place of a draft is right
     speed        drafts as long as pays, beside no drafting, turn by turn after the same prompts
     identity     drafts of one fixed length; the same ids as without, greedy and sampled with the same seed?
 
-Plain is the same engine without a drafter, K/V kept. What a drafter draft tokens right depends on what is written, so
-texts end where the model ends them, and every part has texts of each kind, greedy and sampled.
+Plain is the same engine without a drafter, K/V kept. How many draft tokens are right depends on the text, so texts
+end where the model ends them, and every part has texts of each kind, greedy and sampled.
 """
 
 from __future__ import annotations

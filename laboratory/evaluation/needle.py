@@ -160,7 +160,7 @@ def grade_all(
 def _unasked(
     build: Prompts, task: Task, kind: str, length: int, trials: int, seed: int, control: SinkWindow, segment_tokens: int
 ) -> Cell:
-    """A cell before anybody answered. Raises EvaluationVoid if the control could see every fact of it."""
+    """A cell before any strategy answered. Raises EvaluationVoid if the control could see every fact of it."""
     prompts = tuple(
         build.build(
             kind,

@@ -116,8 +116,8 @@ def _multi(trial: int, seed: int) -> Question:
     )
 
 
-# What is asked for, what everybody knows, and what the haystack says instead: nothing that a weak model might draft
-# token.
+# What is asked for, what is commonly known, and what the haystack says instead: nothing that a weak model might
+# answer without it.
 PRIORS = (
     ("the capital of France", "Paris", "Oslo"),
     ("the capital of Japan", "Tokyo", "Lima"),

@@ -40,9 +40,9 @@ def choose(numbers: Tensor, levels: Levels) -> Tensor:
         HALVINGS=levels.longest.bit_length() - 1,
         BLOCK=_BLOCK,
     )
-    regions = vector_count * levels.chains
-    from_above = torch.empty((STEPS, regions), dtype=torch.uint8, device=numbers.device)
-    _path[(triton.cdiv(regions, _CHAINS),)](
+    path_count = vector_count * levels.chains
+    from_above = torch.empty((STEPS, path_count), dtype=torch.uint8, device=numbers.device)
+    _path[(triton.cdiv(path_count, _CHAINS),)](
         costs,
         nearest,
         from_above,
@@ -50,7 +50,7 @@ def choose(numbers: Tensor, levels: Levels) -> Tensor:
         count,
         numbers.numel(),
         levels.chains,
-        regions,
+        path_count,
         STEPS=STEPS,
         BLOCK=_CHAINS,
         num_warps=1,
@@ -115,12 +115,21 @@ def _near(
 
 @triton.jit
 def _path(
-    p_costs, p_nearest, p_from_above, p_codes, count, plane, chains, regions, STEPS: tl.constexpr, BLOCK: tl.constexpr
+    p_costs,
+    p_nearest,
+    p_from_above,
+    p_codes,
+    count,
+    plane,
+    chains,
+    path_count,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    o_region = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = o_region < regions
-    o_chain = o_region % chains
-    place = (o_region // chains).to(tl.int64) * count + o_chain
+    o_path = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = o_path < path_count
+    o_chain = o_path % chains
+    place = (o_path // chains).to(tl.int64) * count + o_chain
     stride = tl.cast(plane, tl.int64)
     s0 = tl.zeros([BLOCK], dtype=tl.float32)
     s1 = s0 + float("inf")
@@ -130,7 +139,7 @@ def _path(
     s5 = s1
     s6 = s1
     s7 = s1
-    o_step = o_region.to(tl.int64)
+    o_step = o_path.to(tl.int64)
     for step in range(STEPS):
         # A chain that has ended goes on at no cost.
         here = live & (o_chain + step * chains < count)
@@ -149,7 +158,7 @@ def _path(
         b_above += ((s7 + c1) < (s3 + c3)).to(tl.int32) << 6
         b_above += ((s7 + c3) < (s3 + c1)).to(tl.int32) << 7
         tl.store(p_from_above + o_step, b_above.to(tl.uint8), mask=live)
-        o_step += regions
+        o_step += path_count
         n0 = tl.minimum(s0 + c0, s4 + c2)
         n1 = tl.minimum(s0 + c2, s4 + c0)
         n2 = tl.minimum(s1 + c2, s5 + c0)
@@ -186,7 +195,7 @@ def _path(
     tl.debug_barrier()
     for back in range(STEPS):
         step = STEPS - 1 - back
-        o_step -= regions
+        o_step -= path_count
         here = live & (o_chain + step * chains < count)
         b_above = tl.load(p_from_above + o_step, mask=live, other=0).to(tl.int32)
         b_branch = b_state | (((b_above >> b_state) & 1) << 3)
