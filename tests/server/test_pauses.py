@@ -9,10 +9,12 @@ import asyncio
 import functools
 import gc
 import math
+import multiprocessing
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,18 +114,31 @@ def fill(engine: Engine, session_id: str, tokens: int) -> None:
             session.record(journal_of(engine), ids[:missing], Mark.APPENDED)
 
 
-async def test_no_call_on_a_session_at_the_cap_keeps_anybody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_call_on_a_session_at_the_cap_keeps_anybody_waiting() -> None:
+    # In a process of its own, as a server is: what freeing memory takes depends on all that a process did before.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        longest = process.submit(longest_pauses).result(timeout=240)
+    assert {"event loop", "engine: begin", "engine: settle", "engine: expire"} <= set(longest)
+    too_long = {what: seconds for what, seconds in longest.items() if seconds > MOST_SECONDS}
+    assert not too_long, f"seconds of processor time, the least of {TRIES} tries: {too_long}"
+
+
+def longest_pauses() -> dict[str, float]:
+    """The longest that each thread was kept by each kind of work, in the try where it took the least."""
     quickest = Watch()
     for _ in range(TRIES):
-        with scripted_engine() as engine, server_thread(engine) as target:
-            async with grpc.aio.insecure_channel(target) as channel:
-                with watching(monkeypatch) as watch:
-                    await use(Client(channel), engine)
-        assert {"event loop", "engine: begin", "engine: settle", "engine: expire"} <= set(watch.longest)
-        quickest.keep_shortest(watch)
+        quickest.keep_shortest(asyncio.run(watched_use()))
         if not quickest.too_long():
-            return
-    raise AssertionError(f"seconds of processor time, the least of {TRIES} tries: {quickest.too_long()}")
+            break
+    return quickest.longest
+
+
+async def watched_use() -> Watch:
+    with pytest.MonkeyPatch.context() as monkeypatch, scripted_engine() as engine, server_thread(engine) as target:
+        async with grpc.aio.insecure_channel(target) as channel:
+            with watching(monkeypatch) as watch:
+                await use(Client(channel), engine)
+        return watch
 
 
 async def use(client: Client, engine: Engine) -> None:
