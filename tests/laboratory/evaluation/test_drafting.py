@@ -191,7 +191,7 @@ def test_who_knows_the_text_is_reported_from_who_does_not(target: Target) -> Non
 
 
 def test_a_ratio_is_of_one_round() -> None:
-    here: dict[str, Any] = {"kind": "prose", "way": "greedy"}
+    here: dict[str, Any] = {"kind": "prose", "method": "greedy"}
 
     def pace(seconds: float) -> draft_speed.Pace:
         return draft_speed.Pace(
