@@ -145,7 +145,7 @@ def main() -> None:
     for name in ("model", "device", "dtype", "linear"):
         parser.add_argument(f"--{name}", default=None)
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32, 64])
-    parser.add_argument("--strategies", nargs="+", default=["full"], help="dealt out to the sessions in turn")
+    parser.add_argument("--strategies", nargs="+", default=["full"], help="assigned to the sessions in turn")
     parser.add_argument(
         "--methods", nargs="+", choices=list(METHODS_ON_GPU), default=list(METHODS_ON_GPU), help="on a GPU"
     )

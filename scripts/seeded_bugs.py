@@ -68,14 +68,14 @@ BUGS = (
         (LEFT_OVERS,),
     ),
     Bug(
-        "an allocation that was given back is not zeroed",
+        "a freed allocation is not zeroed",
         "inference_engine/kv/memory/pool.py",
         "                (self._discard or _zero)(states[first : first + count * self._unit])\n",
         "                assert len(states[first : first + count * self._unit])\n",
         ("tests/kv/test_cleaning.py",),
     ),
     Bug(
-        "an allocation is given back twice",
+        "an allocation is freed twice",
         "inference_engine/kv/session_kv.py",
         "        parts, self.parts = self.parts, ()\n",
         "        parts = self.parts\n",

@@ -17,8 +17,8 @@ entry made on a hit contains its match's summary, unchanged. After n links the o
 query up to n · limit away in distance and n · ring in position, though each link kept both within bounds. `chain_limit`
 caps the links; None, as in the source, does not.
 
-Source: MAC-Attention, sections 3.2-3.5 and appendix B. Its threshold τ counts the other way (its hits become rarer as τ
-grows), so we read it as threshold = 1 − τ; its default τ = 0.45 is 0.55 here.
+Source: MAC-Attention, sections 3.2-3.5 and appendix B. Its threshold τ counts in the other direction (its hits become
+rarer as τ grows), so we read it as threshold = 1 − τ; its default τ = 0.45 is 0.55 here.
 """
 
 from __future__ import annotations

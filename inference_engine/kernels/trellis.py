@@ -4,18 +4,18 @@ A number of b bits has 2**(b + 1) levels, twice as many as it has codes. Level l
 
     | b − 1 bits: which level of the subset | 1 bit: u |
 
-and the subset follows from the u of this number and of the three before it, so that which levels a code can reach hangs
-on its neighbours' codes:
+and the subset follows from the u of this number and of the three before it, so that which levels a code can reach
+depends on its neighbours' codes:
 
     subset  =  2 · (u ⊕ u₋₁ ⊕ u₋₃)  +  u₋₂
 
 Decoding a number reads four bits. Encoding looks for the path through the 8 states (u₋₁, u₋₂, u₋₃) whose levels cost
-least (Viterbi), and so chooses among levels half as far apart: at 1 to 4 bits a Gaussian variable loses
-0.7 to 1.7 dB less than with the best levels for each number alone.
+least (Viterbi), and so chooses among levels half as far apart: at 1 to 4 bits a Gaussian variable loses 0.7 to 1.7 dB
+less than with the best levels for each number alone.
 Source: Marcellin and Fischer, IEEE Trans. Communications 38(1), 1990; the code is Ungerboeck's with 8 states (IEEE
 Trans. Inf. Theory 28(1), 1982, Table I, parity checks 13 and 04), its encoder fed forward.
 
-A vector's numbers are dealt out to `chains`: number c is step c ÷ chains of chain c mod chains. A chain begins with
+A vector's numbers are distributed over `chains`: number c is step c ÷ chains of chain c mod chains. A chain begins with
 zeros.
 """
 
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SUBSETS = 4
-MEMORY = 3  # how many earlier u a subset hangs on
+MEMORY = 3  # how many earlier u a subset depends on
 STATES = 1 << MEMORY
 STEPS = 256  # of a chain, at most: a chain's first steps have less choice
 _VECTORS_AT_ONCE = 256  # that are encoded at once: each needs some 60 bytes a number

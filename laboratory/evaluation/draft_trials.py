@@ -1,6 +1,6 @@
 """What drafters are tried on: prompts of every kind, with tokens chosen by two methods, and engines that draft.
 
-Chats begin with a user's question in the model's own template; of other kinds a piece of text is gone on with. Nothing
+Chats begin with a user's question in the model's own template; of other kinds a piece of text is continued. Nothing
 of them was ever trained on.
 """
 

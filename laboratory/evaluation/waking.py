@@ -58,7 +58,7 @@ Seconds = dict[str, list[float]]  # by variant, one for each round
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Where bytes belong. The length is what was appended before the session fell idle."""
+    """Where bytes belong. The length is what was appended before the session became idle."""
 
     strategy: str
     length: int
@@ -198,7 +198,7 @@ def wake_all(
     appended: int,
     folder: Path,
 ) -> Seconds:
-    """Let sessions of the first `length` ids of `text` fall idle and wake each once a round, in turns.
+    """Let sessions of the first `length` ids of `text` become idle and wake each once a round, in turns.
 
     Full is among them. One round more is run at first and not kept. Each gives a session what comes next in the text.
     """
@@ -258,7 +258,7 @@ def _begin(engine: Engine, token_ids: Sequence[int]) -> tuple[int, float]:
 def _go_on(engine: Engine, session: str, token_ids: Sequence[int], *, began: float | None = None) -> tuple[int, float]:
     """The first token after an append, and the seconds until it came from `began`, or else from the append.
 
-    The session has fallen idle again afterwards.
+    The session is idle again afterwards.
     """
     began = time.perf_counter() if began is None else began
     append_all(engine, session, token_ids)

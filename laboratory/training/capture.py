@@ -114,7 +114,7 @@ def output_projections(model: nn.Module, *, layers: Sequence[int]) -> dict[int, 
 
 
 class _Recorder:
-    """Hooks on one attention module. `take` hands out what the last forward gave and forgets it."""
+    """Hooks on one attention module. `take` returns the output of the last forward and forgets it."""
 
     def __init__(self, layer: int, attention: nn.Module) -> None:
         self._layer = layer

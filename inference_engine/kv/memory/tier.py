@@ -193,7 +193,7 @@ class HostTier(Tier):
         return _HostStore(self, shape)
 
     def allocate(self, count: int) -> Tensor:
-        """`count` bytes, once those that were let go are free. Engine's thread.
+        """`count` bytes, once those that were released are free. Engine's thread.
 
         Raises OSError, or RuntimeError if the device has failed meanwhile.
         """
