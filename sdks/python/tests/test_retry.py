@@ -123,7 +123,7 @@ def test_a_wait_that_outlasts_the_deadline_is_not_begun() -> None:
         flow.throw(draining)
 
 
-def test_a_refused_connection_after_a_drain_is_told_as_draining() -> None:
+def test_a_refused_connection_after_a_drain_is_reported_as_draining() -> None:
     flow = repeatable("GetSessionInfo", INFO, patience(attempts=2))
     next(flow)
     draining = Draining("shutting down", code="UNAVAILABLE", reason="DRAINING", retry_after_seconds=5.0)
@@ -136,7 +136,7 @@ def test_a_refused_connection_after_a_drain_is_told_as_draining() -> None:
     assert caught.value.__notes__ == ["tried again since, and at last: lost [UNAVAILABLE]"]
 
 
-def test_what_the_server_says_last_is_told_whatever_it_said_before() -> None:
+def test_the_last_error_of_the_server_is_reported_whatever_came_before() -> None:
     flow = repeatable("GetSessionInfo", INFO, patience(attempts=2))
     next(flow)
     flow.throw(Draining("shutting down", code="UNAVAILABLE", reason="DRAINING"))

@@ -198,7 +198,7 @@ test("the Electron example is built in a folder of its own, and its main process
   expect(run(process.execPath, ["speak.mjs"], { cwd: example, timeout: 30_000 }).trim()).toMatch(/^ready .*end$/);
 });
 
-test("nothing that is depended on has a name that somebody else could take", () => {
+test("every dependency comes from a registry, or from this repository", () => {
   const locked = JSON.parse(readFileSync(join(HERE, "package-lock.json"), "utf8")) as {
     packages: Record<string, { version?: string; integrity?: string }>;
   };
