@@ -126,7 +126,7 @@ def test_an_architecture_that_is_not_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ModelError, match=why) as refusal:
         admit_config(config, kind)
-    # In words, about the model as it is: nobody has to know what the library raised.
+    # In words, about the model as it is: no knowledge of what the library raised is needed.
     for internal in ("Error", "kakeya", "NoneType", "tensor", " 2 layers"):
         assert internal not in str(refusal.value)
 

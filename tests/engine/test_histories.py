@@ -1,4 +1,4 @@
-"""Token ids count: of each session, and of all sessions of an owner. Who passes a cap is told so, and loses nothing."""
+"""Limits of token ids, of a session and of an owner's sessions. A call that passes one is refused and loses nothing."""
 
 from __future__ import annotations
 

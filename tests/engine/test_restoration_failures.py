@@ -1,4 +1,4 @@
-"""A codec that fails, or gives NaN, ends its own Generate by name, keeps the history, and touches nobody else."""
+"""A codec that fails, or gives NaN, ends its own Generate by name, keeps the history, and touches no other session."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOLD, STREAM = (
 
 
 class Failing:
-    """TinyModel's own codec, but for the moments in which it is told to fail."""
+    """TinyModel's own codec, but for the moments in which a test lets it fail."""
 
     def __init__(self) -> None:
         self._codec: LatentCodec = tiny_latent()
@@ -62,7 +62,7 @@ class Failing:
 
 
 def _damaged(codec: LatentCodec) -> LatentCodec:
-    """The same codec, but one component has NaN for a deviation: whatever the codes, rows come back as NaN."""
+    """The same codec, but one component has NaN for a deviation: whatever the codes, entries come back as NaN."""
     [coder] = codec.coders
     deviations = coder.basis.deviations.clone()
     deviations[0] = math.nan
@@ -109,7 +109,9 @@ def test_a_failing_codec_ends_its_generate_by_name_and_keeps_the_history(strateg
 
 
 @pytest.mark.parametrize("strategy", [HOLD, STREAM], ids=str)
-def test_rows_that_come_back_as_no_numbers_are_named_and_nothing_is_generated_from_them(strategy: KVStrategy) -> None:
+def test_entries_that_come_back_as_no_numbers_are_named_and_nothing_is_generated_from_them(
+    strategy: KVStrategy,
+) -> None:
     codec = Failing()
     with engine_for(Mode.BATCHED, latent=codec) as engine:
         ill, well = (engine.create_session(strategy=strategy).session_id for _ in range(2))
@@ -127,10 +129,10 @@ def test_rows_that_come_back_as_no_numbers_are_named_and_nothing_is_generated_fr
 
 @pytest.mark.parametrize("strategy", [HOLD, STREAM], ids=str)
 @pytest.mark.parametrize("well_before", [1, 2, 5, 9])
-def test_what_was_reported_before_rows_came_back_as_no_numbers_stands_and_no_more_is_reported(
+def test_tokens_reported_before_entries_came_back_as_nan_stand_and_no_more_are_reported(
     strategy: KVStrategy, well_before: int
 ) -> None:
-    """A session that holds asks for rows when it wakes and at each boundary, one that streams in every step."""
+    """In mode hold a session restores when it wakes and at each boundary, in mode stream in every step."""
     codec = Failing()
     with engine_for(Mode.BATCHED, latent=codec) as engine:
         ill, well = (engine.create_session(strategy=strategy).session_id for _ in range(2))
@@ -143,6 +145,6 @@ def test_what_was_reported_before_rows_came_back_as_no_numbers_stands_and_no_mor
         assert len(heard) < 150
         assert heard == expected[: len(heard)]
         codec.fails_in = ""
-        # Its rows are computed anew from the tokens.
+        # Its entries are computed again from the tokens.
         assert engine.session_info(ill).history_length == 60 + len(heard)
         assert [token for token, _ in generate(engine, ill, 150 - len(heard))] == expected[len(heard) :]

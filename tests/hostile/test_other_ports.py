@@ -1,4 +1,4 @@
-"""The HTTP port and the port of metrics: who holds connections keeps nobody out."""
+"""The HTTP port and the port of metrics: a client that holds connections keeps no other out."""
 
 from __future__ import annotations
 

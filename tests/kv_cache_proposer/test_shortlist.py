@@ -87,7 +87,7 @@ def test_a_vocabulary_may_be_smaller_than_the_shortlist(ids: int, temperature: f
 
 
 @pytest.mark.parametrize("drawn", [None, draws(5, 0.0)], ids=["greedy", "beside others that sample"])
-def test_of_ids_that_are_as_likely_as_each_other_the_first_is_guessed(drawn: Draws | None) -> None:
+def test_of_ids_that_are_as_likely_as_each_other_the_first_is_drafted(drawn: Draws | None) -> None:
     rows = words(200).embeddings.repeat(2, 1)
     twins = shortened(TargetWords(rows, lambda states: states @ rows.T, rows))
     found = choose_draft_tokens(tiny_network(), twins, random(5, PLACES, HIDDEN), drawn)

@@ -89,7 +89,7 @@ async def test_another_owners_session_is_as_unknown_as_one_that_never_was(
 
 
 @pytest.mark.parametrize("method", OF_A_SESSION)
-async def test_an_argument_that_is_wrong_tells_nothing_of_another_owners_session(
+async def test_a_wrong_argument_reveals_nothing_of_another_owners_session(
     owners: tuple[Client, Client], method: str
 ) -> None:
     alice, bob = owners
@@ -139,9 +139,9 @@ async def test_an_evicted_session_is_unknown_to_everybody_but_its_owner(key_file
 
 async def test_no_answer_lists_or_counts_another_owners_sessions(owners: tuple[Client, Client]) -> None:
     alice, bob = owners
-    session_id = await alice.open(client_label="a-label-nobody-may-see")
+    session_id = await alice.open(client_label="a-secret-label")
     info = await bob.call("GetServerInfo", pb.GetServerInfoRequest())
-    assert session_id not in str(info) and "a-label-nobody-may-see" not in str(info)
+    assert session_id not in str(info) and "a-secret-label" not in str(info)
     repeated = {field.name for field in pb.GetServerInfoResponse.DESCRIPTOR.fields if field.is_repeated}
     assert repeated == {"strategies"}, "a list that is new here: is it of the caller's own?"
 

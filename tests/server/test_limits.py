@@ -24,7 +24,7 @@ from tests.server.wire import HISTORY, Client, connected, held, read_rest, refus
 pytestmark = pytest.mark.hostile
 
 ALICE, BOB = "alice-" + "a" * 32, "bob-" + "b" * 32
-# Channels of one process to one target share their connection unless they are told not to.
+# Channels of one process to one target share their connection unless an option forbids it.
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 

@@ -181,7 +181,7 @@ def test_what_a_decode_step_does_with_a_history_at_the_cap_is_short() -> None:
             "draft": lambda _: drafter.propose([Wanted(None, history, 16)]) if drafter.method(history) else None,
             "record": lambda _: session.record(journal_of(engine), history[-1:], Mark.GENERATED),
             "pending": lambda _: (session.pending_ids(512), session.pending_generated(512)),
-            "tell": lambda _: history.ids(end - 256, end).tolist(),
+            "report": lambda _: history.ids(end - 256, end).tolist(),
             "penalty": lambda _: history.seen(engine.info().facts.vocab_size),
             "room": lambda _: store_of(engine).history_room(session),
         }

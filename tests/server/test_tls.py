@@ -125,9 +125,7 @@ async def test_with_keys_the_key_names_the_owner_whatever_the_certificate(
         assert (await refused(without.length(session_id))).reason == "UNAUTHENTICATED UNAUTHENTICATED"
 
 
-async def test_an_authority_that_was_taken_out_lets_nobody_new_in(
-    engine: Engine, authority: Authority, tmp_path: Path
-) -> None:
+async def test_a_removed_authority_lets_no_new_client_in(engine: Engine, authority: Authority, tmp_path: Path) -> None:
     credentials, newer = authority.credentials(authority.client("alice")), Authority()
     async with serving(engine, **authority.settings(tmp_path, asks_clients=True)) as handle:
         async with encrypted(handle, credentials) as client:

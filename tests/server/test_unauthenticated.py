@@ -86,7 +86,7 @@ def test_half_of_all_connections_are_not_for_unauthenticated_peers() -> None:
     assert door.to_drop() == []
 
 
-def test_beyond_what_an_address_may_have_unauthenticated_peers_go_first_and_then_who_came_last() -> None:
+def test_beyond_the_limit_of_an_address_unauthenticated_peers_go_first_and_then_the_newest() -> None:
     door = door_with(Clock(), most_of_address=10)
     known = opened(door, 8)
     for peer in known:
@@ -128,7 +128,7 @@ def test_a_connection_of_several_owners_is_known_until_the_last_of_their_keys_is
         door.accepted(proxy, digest(key))
     write(tmp_path / "keys", BOB)
     assert not any(door.refused(proxy) for _ in range(2 * MOST_REFUSALS))
-    write(tmp_path / "keys", ALICE)  # put back; nobody has shown it since
+    write(tmp_path / "keys", ALICE)  # put back; no call has shown it since
     assert len(door) == 0
     door.to_drop()
     assert len(door) == 1
@@ -136,7 +136,7 @@ def test_a_connection_of_several_owners_is_known_until_the_last_of_their_keys_is
     assert len(door) == 0
 
 
-def test_connections_of_a_key_that_was_taken_back_give_way_like_new_ones_though_nobody_calls(tmp_path: Path) -> None:
+def test_connections_of_a_removed_key_are_dropped_like_new_ones_though_no_call_comes(tmp_path: Path) -> None:
     write(tmp_path / "keys", ALICE, BOB)
     clock = Clock()
     door = door_with(clock, keys=KeyRing.from_file(str(tmp_path / "keys")))
@@ -192,7 +192,7 @@ def test_an_ipv4_address_is_one_however_it_is_written() -> None:
     assert not door.refused(("::ffff:10.0.0.2", 60_000))
 
 
-def test_an_unauthenticated_peer_who_comes_back_again_and_again_is_dropped_at_once_and_others_are_not() -> None:
+def test_an_unauthenticated_peer_that_reconnects_repeatedly_is_dropped_at_once_and_others_are_not() -> None:
     clock = Clock()
     door = door_with(clock)
     for port in range(ADDRESS_REFUSALS + 50):

@@ -1,4 +1,4 @@
-"""Steps are counted as they were, who knows the text is told from who does not, and no token changes."""
+"""Steps are counted as they were, drafters that know the text differ from those that do not, and no token changes."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ ASKED = [
 
 
 @dataclass
-class Told(Plain):
-    """Was told what is written after each prompt, and errs in every `errs`-th place of the history."""
+class Knowing(Plain):
+    """Knows what is written after each prompt, and errs in every `errs`-th place of the history."""
 
     texts: Sequence[tuple[int, ...]] = ()
     errs: int = 10**9
@@ -67,8 +67,8 @@ class Told(Plain):
         ]
 
 
-def reported(texts: Sequence[Text], asked: Sequence[Asked] = ASKED, *, errs: int = 10**9) -> Told:
-    return Told(texts=[(*one.token_ids, *text.token_ids) for one, text in zip(asked, texts, strict=True)], errs=errs)
+def reported(texts: Sequence[Text], asked: Sequence[Asked] = ASKED, *, errs: int = 10**9) -> Knowing:
+    return Knowing(texts=[(*one.token_ids, *text.token_ids) for one, text in zip(asked, texts, strict=True)], errs=errs)
 
 
 def drafter_for(model: ModelConfig, forward: Forward) -> Drafter | None:
@@ -176,7 +176,7 @@ def test_a_place_is_right_only_if_those_before_it_are() -> None:
     assert right_by_place([Step(0, 0, 1)]) == []
 
 
-def test_who_knows_the_text_is_reported_from_who_does_not(target: Target) -> None:
+def test_a_drafter_that_knows_the_text_accepts_more_than_one_that_does_not(target: Target) -> None:
     asked = {("noise", "greedy"): ASKED}
     plain = write_all(target.engine, ASKED, tokens=LONG, stop_ids=target.stop_ids)
     drafters: dict[str, Drafter] = {"knows": reported(plain), "errs": reported(plain, errs=3), "wrong": Wrong()}

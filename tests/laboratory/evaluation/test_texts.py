@@ -50,7 +50,7 @@ def test_speakers_take_turns_after_the_opening(engine: Engine) -> None:
     text = TOKENIZER.decode(made)
     assert text.startswith(f"{START}user\nHow are you?{END}\n{START}assistant\n")
     handovers = [text.count(f"{END}\n{START}{role}\n") for role in ("assistant", "user")]
-    assert handovers == [4, 3]  # the last turn hands over to nobody who speaks
+    assert handovers == [4, 3]  # no turn follows the last one
 
 
 def test_no_turn_and_no_conversation_is_longer_than_allowed(engine: Engine) -> None:

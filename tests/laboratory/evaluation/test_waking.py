@@ -1,4 +1,4 @@
-"""Idle sessions are counted in an engine of their own, and every way of going on goes on from the same history."""
+"""Idle sessions are counted in an engine of their own, and every method of continuing starts from the same history."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_idle_sessions_hold_what_they_were_promised_and_fill_their_pool(target: 
         assert one.reported_bytes <= one.peak_bytes <= one.bound.peak_bytes
         assert one.transient_bytes is None
     assert restored.reported_bytes < latent.reported_bytes < full.reported_bytes
-    assert restored.peak_bytes > restored.bound.sustained_bytes, "awake, it has regions"
+    assert restored.peak_bytes > restored.bound.sustained_bytes, "active, it has regions"
     assert target.engine.info().kv_reserved_bytes == 0
 
 
@@ -107,7 +107,7 @@ def test_everybody_wakes_once_a_round(target: Target, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_who_is_given_everything_anew_gets_what_full_holds(
+def test_a_session_that_is_given_everything_again_gets_what_full_holds(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every round all of them give the token that full's session gives, from as long a history."""
@@ -137,8 +137,8 @@ def test_who_is_given_everything_anew_gets_what_full_holds(
     monkeypatch.setattr(SavedEntries, "first_token", reading)
     wake_all(target, {KEPT: Full()}, TEXT, 90, rounds=3, appended=5, folder=tmp_path)
     assert said["session"][1:] == said["anew"]
-    ways = 2 if CAN_DROP else 1
-    assert said["saved"] == [token for token in said["anew"] for _ in range(ways)]
+    methods = 2 if CAN_DROP else 1
+    assert said["saved"] == [token for token in said["anew"] for _ in range(methods)]
     assert sorted(lengths) == [91, 97, 97, 103, 103, 109, 109, 115, 115]
 
 
@@ -181,7 +181,7 @@ def test_a_run_leaves_a_record_and_images(tiny_target: Target, tmp_path: Path) -
     assert all(set(VALUE_KEYS) <= value.keys() for value in reported.values())
     assert reported[f"first token ÷ ({ANEW}), {RESTORED}, at 203"]["count"] == 2
     assert payload["config"]["saved_on"] == filesystem(tmp_path)
-    # This engine has no latent codec: the strategy that needs one is told as left out.
+    # This engine has no latent codec: the strategy that needs one is reported as left out.
     assert {one["cell"] for one in payload["tables"]["left out"]} == {f"{LATENT}, at 90", f"{LATENT}, at 203"}
     assert {line["strategy"] for line in payload["tables"]["idle"]} == {"full", str(RESTORED)}
 

@@ -81,7 +81,7 @@ def corpus(
 
 @pytest.mark.parametrize("make", [tiny_model, gemma3], ids=["native window", "gemma"])
 def test_greedy_texts_are_what_transformers_would_say(make: Callable[[], PreTrainedModel]) -> None:
-    """Longer than the models' own windows, rows of different prompts side by side."""
+    """Longer than the models' own windows, texts of different prompts side by side."""
     plain = make()
     ours: PreTrainedModel = tiny_model() if make is tiny_model else gemma3()
     ours.set_attn_implementation(ATTENTION)
