@@ -48,11 +48,11 @@ test.each([false, true])("a stream that gives no token is tried four times, prog
       },
     })
   ).createSession();
-  const progress: kakeya.Progress[] = [];
-  const onProgress = reports ? (each: kakeya.Progress): void => void progress.push(each) : undefined;
+  const seen: kakeya.Progress[] = [];
+  const onProgress = reports ? (each: kakeya.Progress): void => void seen.push(each) : undefined;
   await failure(kakeya.ConnectionFailed, session.generate(4, { onProgress }).result());
   expect(calls).toBe(4);
-  expect(progress.length > 0).toBe(reports);
+  expect(seen.length > 0).toBe(reports);
 });
 
 test("attempts count from the last token", async () => {

@@ -99,8 +99,8 @@ test.each<[boolean, Fate]>([
   await session.append(PROMPT);
   const { calls } = await middle.passed();
   await middle.expect(...Array.from({ length: 200 }, () => fate));
-  const progress: kakeya.Progress[] = [];
-  const onProgress = reports ? (each: kakeya.Progress): void => void progress.push(each) : undefined;
+  const seen: kakeya.Progress[] = [];
+  const onProgress = reports ? (each: kakeya.Progress): void => void seen.push(each) : undefined;
   const stream = session.generate(5, { onProgress });
   await failure(kakeya.ConnectionFailed, stream.result());
   expect((await middle.passed()).calls - calls).toBe(4);
