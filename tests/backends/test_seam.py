@@ -306,7 +306,7 @@ def test_moving_keys_equals_rotating_them_at_the_later_positions(
         torch.testing.assert_close(seam.rotate(at(0), torch.full((5,), 77), layer.rotary), at(77), atol=1e-5, rtol=0)
 
 
-def test_rows_turned_alike_have_their_angles_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_rotated_alike_have_their_angles_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was turned in between, and however much of it: equal shifts give equal bits."""
     seam, module = rotary(LlamaConfig(), LlamaForCausalLM)
     asked: list[int] = []

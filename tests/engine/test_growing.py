@@ -169,14 +169,14 @@ def test_a_session_that_grows_says_what_one_with_a_guarantee_says(strategy: KVSt
     for guaranteed in (True, False):
         with tiny_engine(clock=lambda: now, stall_seconds=1e6) as engine:
             session = engine.create_session(strategy=strategy, guaranteed=guaranteed).session_id
-            heard = []
+            received = []
             for turn in range(3):
                 engine.append(session, text(40, seed=turn))
-                heard += generate(engine, session, 21)
+                received += generate(engine, session, 21)
                 if turn == 1 and not guaranteed:
                     drop_entries(engine, session)
                     assert engine.session_info(session).reserved_bytes == 0
-            said.append(heard)
+            said.append(received)
     assert same(said[0], said[1], Mode.BATCHED)
 
 

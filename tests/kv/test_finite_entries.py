@@ -1,4 +1,4 @@
-"""Entries that are not finite are reported when their session is read and not before, until they are dropped."""
+"""Entries that are not finite are reported when finiteness is required and not before, until they are dropped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inference_engine.errors import NonFiniteEntries, RestorationFailed
 from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
-from tests.laws.test_session_kv_laws import SEGMENT, Entries, awake, context, feed
+from tests.laws.test_session_kv_laws import SEGMENT, Entries, active, context, feed
 from tests.tiny import LATENT_BYTES
 
 BAD = [math.nan, math.inf, -math.inf]
@@ -55,7 +55,7 @@ def test_questions_that_could_not_be_sent_are_asked_again(monkeypatch: pytest.Mo
         finite.require()
 
 
-def test_finite_entries_of_any_number_pass() -> None:
+def test_finite_entries_of_any_size_pass() -> None:
     finite = FiniteCheck()
     finite.ask(
         LAYERS, torch.full((3, 1, 1, 1), torch.finfo(torch.float32).max), torch.zeros(3, 1, 1, 1), come_back=True
@@ -75,7 +75,7 @@ def test_a_session_whose_evicted_entries_are_not_finite_fails_before_it_is_idle(
     entries = Entries(90)
     getattr(entries, part)[0][0, 20, 1] = bad
     for reported in (SessionKV.require_finite, SessionKV.idle):
-        kv = awake(strategy, context())
+        kv = active(strategy, context())
         feed(kv, entries, 2 * SEGMENT)
         kv.require_finite()
         feed(kv, entries, 3 * SEGMENT)

@@ -14,7 +14,7 @@ from inference_engine.kv.layout import QueryMatcher
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.parts.query_cache import PastQueries, query_cache_demand
 from inference_engine.kv.strategies.mac import Mac
-from tests.laws.test_session_kv_laws import LAYERS, Entries, awake, context, feed, step, turn
+from tests.laws.test_session_kv_laws import LAYERS, Entries, active, context, feed, step, turn
 
 MAC = Mac(ring=24, band=6, threshold=0.6, chain_limit=1)
 MATCHER = QueryMatcher(ring=5, band=1, threshold=0.5, chain_limit=0)
@@ -50,7 +50,7 @@ def by_kernel(entries: Entries, layer: int, given: int, length: int) -> tuple[li
 @pytest.mark.parametrize("layer", [0, 2])
 def test_generated_queries_read_what_the_kernel_gives_and_are_counted(layer: int) -> None:
     entries = Entries(120)
-    kv = awake(MAC, context())
+    kv = active(MAC, context())
     feed(kv, entries, 60)
     assert kv.statistics() == {}
     ours = feed(kv, entries, 120, chunk=7, generated=True)[layer]
@@ -74,7 +74,7 @@ def test_a_query_asked_again_is_found_wherever_it_stands() -> None:
     entries = Entries(60)
     for queries in entries.q:
         queries[:] = queries[:, :1].clone()
-    kv = awake(Mac(ring=24, band=6, threshold=1e-3, chain_limit=-1), context())
+    kv = active(Mac(ring=24, band=6, threshold=1e-3, chain_limit=-1), context())
     feed(kv, entries, 20)
     feed(kv, entries, 60, generated=True)
     assert all((totals.hits == 39).all() for totals in kv.statistics().values()), "all but the first"
@@ -82,7 +82,7 @@ def test_a_query_asked_again_is_found_wherever_it_stands() -> None:
 
 def test_rejected_tokens_are_not_counted() -> None:
     entries = Entries(60)
-    kv = awake(MAC, context())
+    kv = active(MAC, context())
     feed(kv, entries, 40)
     step(kv, entries, 4, commit=40, generated=True)
     assert kv.statistics() == {}
@@ -95,7 +95,7 @@ def test_rejected_tokens_are_not_counted() -> None:
 
 def test_layers_with_a_window_of_their_own_match_nothing_and_keep_no_query_cache() -> None:
     entries = Entries(60)
-    kv = awake(MAC, context())
+    kv = active(MAC, context())
     feed(kv, entries, 60, generated=True)
     own = {layer for layer, shape in enumerate(LAYERS) if shape.native_window is not None}
     assert kv.statistics().keys() == set(range(len(LAYERS))) - own
@@ -119,9 +119,9 @@ def test_a_query_cache_is_exact_in_a_pool_of_any_dtype_and_stays_within_its_allo
     for states in (buffer.keys, buffer.values):
         states.fill_(1)  # what an earlier session left
 
-    rings = PastQueries(MATCHER, {0: taken[0], 1: taken[2]}, kv_context)
+    cache = PastQueries(MATCHER, {0: taken[0], 1: taken[2]}, kv_context)
     alone = MacState.allocate(heads, head_dim, MATCHER.ring)
-    rings.stage()
+    cache.stage()
     random = torch.Generator().manual_seed(0)
     entries = [
         MacEntry(
@@ -134,14 +134,14 @@ def test_a_query_cache_is_exact_in_a_pool_of_any_dtype_and_stays_within_its_allo
         for position in range(3, 3 + MATCHER.ring)
     ]
     stats = MacStats(**{name: torch.zeros(heads) for name in MacStats.__slots__})
-    rings.leave(1, [(entry, stats) for entry in entries])
-    rings.commit(100)
+    cache.leave(1, [(entry, stats) for entry in entries])
+    cache.commit(100)
     alone.commit(entries)
     for name in MacState.__slots__:
-        assert torch.equal(getattr(rings.state(1, 1), name), getattr(alone, name)), name
-        assert not getattr(rings.state(0, 1), name).any(), "the other layer's is empty"
+        assert torch.equal(getattr(cache.state(1, 1), name), getattr(alone, name)), name
+        assert not getattr(cache.state(0, 1), name).any(), "the other layer's is empty"
     vectors = demand.elements // head_dim
     between = np.arange(taken[1], taken[1] + vectors)
     for states in (buffer.keys, buffer.values):
         assert (states[between] == 1).all()
-    assert rings.held_bytes() <= 2 * 2 * demand.elements * dtype.itemsize
+    assert cache.held_bytes() <= 2 * 2 * demand.elements * dtype.itemsize

@@ -160,7 +160,7 @@ def test_a_chunk_that_cannot_be_had_names_the_session_and_leaves_it_as_it_was() 
 @pytest.mark.parametrize("mode", ["hold", "stream"])
 @pytest.mark.parametrize("resident_bytes", [0, 1000, 8000, 10**6])
 def test_latents_read_the_same_wherever_they_lie(mode: str, resident_bytes: int) -> None:
-    """To the bit, through a sleep, a rejection and a replay of everything."""
+    """To the bit, through an idle time, a rejection and a replay of everything."""
     outs = []
     for limited in (make_strategy("restored", **LATENT, mode=mode, resident_latent_bytes=resident_bytes), None):
         kv = grown(context(), limited or make_strategy("restored", **LATENT, mode=mode), 70)

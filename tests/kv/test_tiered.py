@@ -24,7 +24,7 @@ from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Mode, TokenCommitted
 from tests.facade import kv_of
-from tests.laws.test_session_kv_laws import LAYERS, LIMIT, Entries, awake, context, feed, step
+from tests.laws.test_session_kv_laws import LAYERS, LIMIT, Entries, active, context, feed, step
 from tests.laws.variants import drain, engine_for, generate, same, text
 from tests.tiny import SMALL, tiny_forward_on
 
@@ -144,7 +144,7 @@ def test_generated_tokens_read_what_gather_reads_to_the_bit(quanta: tuple[int, i
     entries = Entries(LIMIT)
     outs = []
     for strategy in (GATHER, TIERED, FAR):
-        kv = awake(strategy, context(token_quantum=quanta[0], key_quantum=quanta[1]))
+        kv = active(strategy, context(token_quantum=quanta[0], key_quantum=quanta[1]))
         feed(kv, entries, 117)
         outs.append(feed(kv, entries, LIMIT, 1, generated=True))
     for layer in range(len(LAYERS)):
@@ -154,7 +154,7 @@ def test_generated_tokens_read_what_gather_reads_to_the_bit(quanta: tuple[int, i
 
 def test_blocks_that_are_read_again_are_not_fetched_again() -> None:
     """A query of zeros finds all blocks alike, and takes the first ones every time."""
-    kv, entries = awake(TIERED, context()), Entries(LIMIT)
+    kv, entries = active(TIERED, context()), Entries(LIMIT)
     for queries in entries.q:
         queries.zero_()
     feed(kv, entries, 150)
@@ -171,7 +171,7 @@ def test_blocks_that_are_read_again_are_not_fetched_again() -> None:
 
 
 def test_appended_tokens_stream_every_offloaded_entry_once_a_layer() -> None:
-    kv, entries = awake(TIERED, context()), Entries(LIMIT)
+    kv, entries = active(TIERED, context()), Entries(LIMIT)
     feed(kv, entries, 144)
     before = kv.transfers()
     step(kv, entries, 5)
@@ -247,7 +247,7 @@ def test_a_session_without_room_in_the_second_tier_is_refused_and_takes_nothing(
 def test_a_rejected_draft_takes_what_it_fetched_away_with_it() -> None:
     """And what it drove out comes back: every byte of the buffers is as if it had never been."""
     entries, drafts = Entries(LIMIT), Entries(LIMIT, seed=3)
-    plain, drafted = (awake(TIERED, context()) for _ in range(2))
+    plain, drafted = (active(TIERED, context()) for _ in range(2))
     for kv in (plain, drafted):
         feed(kv, entries, 140)
         feed(kv, entries, 151, 1, generated=True)
@@ -262,7 +262,7 @@ def test_a_rejected_draft_takes_what_it_fetched_away_with_it() -> None:
 
 
 def test_a_step_that_kept_nothing_is_no_step_but_its_bytes_were_moved() -> None:
-    kv, entries = awake(TIERED, context()), Entries(LIMIT)
+    kv, entries = active(TIERED, context()), Entries(LIMIT)
     feed(kv, entries, 150)
     before = kv.transfers()
     step(kv, entries, 1, commit=150, generated=True)
@@ -314,11 +314,11 @@ def test_a_disk_that_is_full_ends_the_generate_by_name_and_keeps_the_history(mon
             with pytest.raises(RestorationFailed, match="no space left"):
                 drain(engine.generate(cut, GenerateParams(max_tokens=55)))
         info = engine.session_info(cut)
-        heard = info.history_length - 45
-        assert 0 < heard < 55
+        received = info.history_length - 45
+        assert 0 < received < 55
         assert (info.failure_reason, info.tier_live_bytes) == ("", 0)
-        again = generate(engine, cut, 55 - heard)
-        assert same(again, expected[5 + heard :], Mode.BATCHED)
+        again = generate(engine, cut, 55 - received)
+        assert same(again, expected[5 + received :], Mode.BATCHED)
 
 
 def test_idle_sessions_make_room_in_the_second_tier_and_no_others_do() -> None:

@@ -110,7 +110,7 @@ class Entries:
         self.v = [random(layer.kv_heads, layer.head_dim) for layer in LAYERS]
 
 
-def awake(strategy: KVStrategy, ctx: KVContext) -> SessionKV:
+def active(strategy: KVStrategy, ctx: KVContext) -> SessionKV:
     kv = SessionKV(strategy, ctx, LIMIT)
     assert kv.wake(LIMIT)
     return kv
@@ -204,7 +204,7 @@ def test_a_query_sees_what_the_mask_law_says(strategy: KVStrategy, chunk: int, q
     """Mask and segment: a function of absolute positions and the strategy, never of how the tokens arrived."""
     length = 90
     entries = Entries(length)
-    kv = awake(strategy, context(token_quantum=quanta[0], key_quantum=quanta[1]))
+    kv = active(strategy, context(token_quantum=quanta[0], key_quantum=quanta[1]))
     outs = feed(kv, entries, length, chunk)
     for layer in range(len(LAYERS)):
         torch.testing.assert_close(outs[layer], by_hand(strategy, entries, layer, length), atol=close(strategy), rtol=0)
@@ -216,7 +216,7 @@ def test_a_query_sees_what_the_mask_law_says(strategy: KVStrategy, chunk: int, q
 def test_a_rejected_draft_leaves_no_trace(strategy: KVStrategy, accepted: int, length: int) -> None:
     """Rejection: every byte of the buffers, the slot tables and the footprint, before eviction and long after."""
     entries, drafts = Entries(length + 4), Entries(length + 4, seed=1)
-    clean, speculative = (awake(strategy, context()) for _ in range(2))
+    clean, speculative = (active(strategy, context()) for _ in range(2))
     for kv in (clean, speculative):
         feed(kv, entries, length - 9)
         feed(kv, entries, length, generated=True)
@@ -244,7 +244,7 @@ def test_a_block_of_generated_tokens_equals_its_tokens_one_by_one(
     entries, length = Entries(150), 150
     outs: list[list[Tensor]] = []
     for chunk in (1, 13):
-        kv = awake(strategy, context(token_quantum=quanta[0], key_quantum=quanta[1]))
+        kv = active(strategy, context(token_quantum=quanta[0], key_quantum=quanta[1]))
         for end, generated in ((61, False), (99, True), (103, False), (length, True)):
             outs.append(feed(kv, entries, end, chunk, generated=generated))
     for one_by_one, in_blocks in zip(outs[:4], outs[4:], strict=True):
@@ -255,7 +255,7 @@ def test_a_block_of_generated_tokens_equals_its_tokens_one_by_one(
 @each_strategy
 def test_entries_leave_only_when_the_history_reaches_a_segment_boundary(strategy: KVStrategy) -> None:
     entries = Entries(120)
-    kv = awake(strategy, context())
+    kv = active(strategy, context())
     for _ in range(120):
         before = [set(group.held[group.held >= 0].tolist()) for group in kv.groups]
         step(kv, entries, 1)
@@ -269,7 +269,7 @@ def test_entries_leave_only_when_the_history_reaches_a_segment_boundary(strategy
 def test_the_footprint_counts_every_entry_that_was_written(strategy: KVStrategy) -> None:
     """Honesty: bytes reported cover the bytes in use, and the allocation never reaches beyond what was reserved."""
     ctx = context()
-    kv = awake(strategy, ctx)
+    kv = active(strategy, ctx)
     assert ctx.pool.reserved_bytes == kv.bound.peak_bytes
     for length in (1, 17, 60, 199):
         feed(kv, Entries(LIMIT), length, generated=length > 17)
@@ -300,16 +300,16 @@ def test_an_idle_session_holds_no_more_than_is_sustained(strategy: KVStrategy) -
         assert kv.footprint().total_bytes <= kv.bound.sustained_bytes
 
 
-@each_strategy_with(naps=[(15, 16, 17), (3, 64, 65, 100)])
+@each_strategy_with(ends=[(15, 16, 17), (3, 64, 65, 100)])
 def test_a_session_that_was_idle_reads_what_one_that_stayed_active_reads(
-    strategy: KVStrategy, naps: tuple[int, ...]
+    strategy: KVStrategy, ends: tuple[int, ...]
 ) -> None:
     """Waking: the entries are the same, whether the session was idle in between or not."""
     entries, length = Entries(120), 120
-    expected = feed(awake(strategy, context()), entries, length)
-    kv = awake(strategy, context())
+    expected = feed(active(strategy, context()), entries, length)
+    kv = active(strategy, context())
     outs = []
-    for end in [*naps, length]:
+    for end in [*ends, length]:
         outs.append(feed(kv, entries, end))
         kv.idle()
         assert kv.wake(LIMIT)
@@ -321,12 +321,12 @@ def test_a_session_that_was_idle_reads_what_one_that_stayed_active_reads(
 @each_strategy
 def test_a_released_allocation_is_whole_again_and_the_next_session_starts_empty(strategy: KVStrategy) -> None:
     ctx = context()
-    first = awake(strategy, ctx)
+    first = active(strategy, ctx)
     expected = half_generated(first)
     first.release()
     first.release()
     assert ctx.pool.reserved_bytes == 0
-    second = awake(strategy, ctx)
+    second = active(strategy, ctx)
     again = half_generated(second)
     assert all(torch.equal(one, other) for one, other in zip(expected, again, strict=True))
 

@@ -1,4 +1,4 @@
-"""Over HTTP one owner's texts, and a hostile tokenizer or template, delay and break nothing of anybody else's."""
+"""Over HTTP one owner's texts, and a hostile tokenizer or template, delay and break nothing of another's."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ async def test_want_of_memory_in_one_step_leaves_sessions_of_other_steps_alone(
 async def test_want_of_memory_again_and_again_is_not_a_sick_device(
     engine: Engine, client: Client, script: Script
 ) -> None:
-    """Or one client with too large a request would take the server away from everybody."""
+    """Else one client with too large a request would take the server away from all."""
     session_id = await client.open((*HISTORY, POISON))
     script.faults[POISON] = (Fault.OUT_OF_MEMORY, None)
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""The log: two formats, hashes by which to find a session or a call, and nothing that anybody said."""
+"""The log: two formats, hashes by which to find a session or a call, and no text or token ids."""
 
 from __future__ import annotations
 

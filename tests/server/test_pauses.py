@@ -1,4 +1,4 @@
-"""Nothing done to a session at the cap keeps the event loop or the engine's thread for long: everybody waits for them.
+"""No call on a session at the cap occupies the event loop or the engine's thread for long: all sessions share them.
 
 Counted is the processor time of the thread, so that a machine that is busy with something else fails nothing.
 """

@@ -122,7 +122,7 @@ async def test_over_a_line_that_breaks_a_conversation_is_what_it_is_over_a_calm_
     async with open_middle(server.target, fates) as broken, open_middle(server.target) as calm:
         _, expected, lengths = await conversation(calm, ONE, strategy, sampling)
         session_id, tokens, reported = await conversation(broken, OTHER, strategy, sampling)
-        assert 2 * TURNS < broken.acted < broken.calls < ATTEMPTS, "none was spared for want of fates"
+        assert 2 * TURNS < broken.acted < broken.calls < ATTEMPTS, "none was spared because fates ran out"
     assert reported == lengths
     assert [token.position for token in tokens] == [token.position for token in expected]
     assert [token.token_id for token in tokens] == [token.token_id for token in expected]

@@ -35,7 +35,7 @@ const BYTES_PER_ID = 5;
 
 /** The end of a session's history, as far as the server has reported it to this client. It can lag, but never leads. */
 export class Tail {
-  /** A Generate ran and its last word was not heard. */
+  /** A Generate ran and its last frame was not received. */
   mayLag = false;
   /** A request may yet arrive, so the next append insists on `length`. */
   hasOpenAppend = false;

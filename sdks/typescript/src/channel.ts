@@ -78,13 +78,13 @@ export function openChannel(target: string, apiKey: string | undefined, tls: TLS
  * receive it by themselves.
  */
 class Connections extends Http2SessionManager {
-  readonly #heard = new WeakSet<Http2Session>();
+  readonly #listened = new WeakSet<Http2Session>();
 
   override async request(...call: Parameters<Http2SessionManager["request"]>): Promise<ClientHttp2Stream> {
     const stream = await super.request(...call);
     const { session } = stream;
-    if (session !== undefined && !this.#heard.has(session)) {
-      this.#heard.add(session);
+    if (session !== undefined && !this.#listened.has(session)) {
+      this.#listened.add(session);
       session.on("error", () => undefined);
     }
     return stream;

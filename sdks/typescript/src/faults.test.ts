@@ -92,7 +92,7 @@ test("an append stopped by its signal leaves the next one to insist on the lengt
 });
 
 test("a session that was made, and whose answer was lost, is made once", async () => {
-  // Of its own: what is counted is everybody's.
+  // A client of its own: the counts are of all its connections.
   const { target } = await openServer(inject("control"), {});
   const lossy = await Proxy.before(target);
   await using alone = new kakeya.Client(lossy.target, { retry: QUICK });

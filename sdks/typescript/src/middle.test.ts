@@ -68,7 +68,7 @@ test.each<Fate>([
   { when: "answer", what: "cut" },
   { when: "headers", what: "reset" },
 ])("a session whose answer was lost is made once: %j", async (fate) => {
-  // Of its own: what is counted is everybody's.
+  // A client of its own: the counts are of all its connections.
   const { target } = await openServer(inject("control"), {});
   const before = await Middle.before(inject("control"), target);
   await using alone = new kakeya.Client(before.target, { retry: STUBBORN });

@@ -39,7 +39,7 @@ export class Session implements AsyncDisposable {
     return this.#facts.id;
   }
 
-  /** Tokens appended and generated, as far as this object has heard; `info()` asks. */
+  /** Tokens appended and generated, as far as this object has received; `info()` asks. */
   get historyLength(): number {
     return this.#tail.length;
   }

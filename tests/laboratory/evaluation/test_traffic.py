@@ -128,7 +128,7 @@ def test_bandwidth_and_fixed_cost_are_recovered_from_measurements_of_full() -> N
     assert bill.step_seconds == pytest.approx(TRUTH.step_seconds)
 
 
-def test_rows_that_were_not_fitted_are_predicted() -> None:
+def test_measurements_that_were_not_fitted_are_predicted() -> None:
     bill = fit(DENSE[:3], WEIGHT_BYTES)
     assert max(relative_errors(bill, [*DENSE[3:], *WINDOWED])) < 1e-9
 
@@ -185,7 +185,7 @@ def test_one_length_does_not_separate_bandwidth_from_fixed_cost(dense: Sequence[
         fit(dense, WEIGHT_BYTES)
 
 
-def test_rows_that_get_faster_as_they_read_more_are_refused() -> None:
+def test_measurements_that_get_faster_as_they_read_more_are_refused() -> None:
     steps = [
         Step(strategy="full", length=length, batch=1, bytes_read=length, seconds=1 / length) for length in (1, 2, 3)
     ]

@@ -58,8 +58,8 @@ def test_what_the_engine_refuses_is_raised(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize("drop_cache", [False, True] if CAN_DROP else [False])
-def test_rows_read_from_a_file_go_on_as_the_engine_does(target: Target, tmp_path: Path, drop_cache: bool) -> None:
-    saved = SavedEntries(target.forward, geometry_of(target), TEXT[:150], room=9, path=tmp_path / "rows")
+def test_entries_read_from_a_file_go_on_as_the_engine_does(target: Target, tmp_path: Path, drop_cache: bool) -> None:
+    saved = SavedEntries(target.forward, geometry_of(target), TEXT[:150], room=9, path=tmp_path / "entries")
     session = target.engine.create_session(limit_tokens=200).session_id
     target.engine.append(session, TEXT[:159])
     (expected, *_) = [
@@ -79,7 +79,7 @@ def test_rows_read_from_a_file_go_on_as_the_engine_does(target: Target, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_rows_are_added_to_a_file_as_if_they_had_been_there(target: Target, tmp_path: Path) -> None:
+def test_entries_added_to_a_file_are_as_if_written_with_it(target: Target, tmp_path: Path) -> None:
     grown = SavedEntries(target.forward, geometry_of(target), TEXT[:100], room=60, path=tmp_path / "grown")
     grown.extend(TEXT[100:131])
     grown.extend(TEXT[131:150])
@@ -91,8 +91,8 @@ def test_rows_are_added_to_a_file_as_if_they_had_been_there(target: Target, tmp_
 
 
 def test_a_file_that_was_cut_short_is_reported(target: Target, tmp_path: Path) -> None:
-    saved = SavedEntries(target.forward, geometry_of(target), TEXT[:50], room=3, path=tmp_path / "rows")
-    (tmp_path / "rows").write_bytes(b"x" * 100)
+    saved = SavedEntries(target.forward, geometry_of(target), TEXT[:50], room=3, path=tmp_path / "entries")
+    (tmp_path / "entries").write_bytes(b"x" * 100)
     with pytest.raises(BackendError, match="ended after 100 of"):
         saved.first_token(TEXT[50:53], drop_cache=False)
     saved.close()
