@@ -127,7 +127,7 @@ def test_a_folder_of_a_family_that_is_served_generates_as_transformers_does(fami
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_a_folder_of_a_family_that_is_not_is_refused_in_words_and_without_weights(family: str, tmp_path: Path) -> None:
+def test_a_folder_of_an_unserved_family_is_refused_in_words_and_without_weights(family: str, tmp_path: Path) -> None:
     sizes, said = REFUSED[family]
     write_config(tmp_path / "model", family, sizes)
     with pytest.raises(ModelError) as caught:

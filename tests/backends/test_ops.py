@@ -20,7 +20,7 @@ def test_a_cpu_attends_session_by_session_and_plain_does_so_everywhere() -> None
     assert not REFERENCE.attends_together
 
 
-def test_a_kernel_that_cannot_be_had_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_not_available_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "inference_engine.kernels.triton.ragged_attention", None)
     monkeypatch.delattr("inference_engine.kernels.triton.ragged_attention", raising=False)
     with pytest.raises(BackendError, match="kernels=plain"):

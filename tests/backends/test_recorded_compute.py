@@ -92,7 +92,7 @@ def test_what_is_done_again_to_the_same_shapes_is_recorded_once_for_each_size(ma
     assert [shapes[0][0] for shapes in made] == [(8, 4), (32, 4), (8, 6), (32, 6)]
 
 
-def test_what_cannot_be_recorded_is_tried_once_and_computed_all_the_same() -> None:
+def test_what_cannot_be_recorded_is_tried_once_and_computed_without_a_recording() -> None:
     tried: list[Shapes] = []
 
     def refuse(shapes: Shapes, *_: object) -> Any:
@@ -130,7 +130,7 @@ def test_entries_that_are_too_wide_are_not_recorded(made: list[Shapes], monkeypa
     assert [shapes[0][0] for shapes in made] == [(8, 3)]
 
 
-def test_more_than_can_be_recorded_in_use_by_turns_are_not_made_anew(
+def test_more_shapes_than_can_be_recorded_are_not_recorded_again_and_again(
     made: list[Shapes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorded_compute, "MOST", 2)

@@ -220,7 +220,7 @@ def family_engine(config: PretrainedConfig) -> Engine:
     return Engine(TorchForward(seam, facts, torch.device("cpu")), EngineConfig(**SMALL))
 
 
-def test_a_model_that_attends_otherwise_than_its_geometry_says_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_attention_differs_from_its_geometry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The admission test can fail: here the seam forgets the windows."""
     monkeypatch.setattr(
         twin, "find_traits", lambda seam: tuple(replace(trait, is_windowed=False) for trait in find_traits(seam))

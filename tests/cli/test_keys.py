@@ -34,9 +34,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "folder" / "keys"
 
 
-def test_a_key_that_was_made_opens_for_its_owner_and_stands_nowhere(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_key_works_for_its_owner_and_is_stored_nowhere(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = (made(path, owner, capsys) for owner in ("alice", "bob"))
     assert re.fullmatch(r"kakeya_[A-Za-z0-9_-]{43}", first)
     assert (owner_of(path, first), owner_of(path, second)) == ("alice", "bob")
@@ -55,7 +53,7 @@ def test_the_list_names_owners_and_ids_and_no_key(path: Path, capsys: pytest.Cap
     assert key not in shown and PLAIN not in shown and "short" not in shown
 
 
-def test_a_key_is_taken_back_by_its_id_and_all_of_an_owner_by_name(
+def test_a_key_is_removed_by_its_id_and_all_keys_of_an_owner_by_name(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second, third, fourth = (made(path, owner, capsys) for owner in ("alice", "alice", "bob", "bob"))

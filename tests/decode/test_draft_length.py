@@ -41,7 +41,7 @@ def test_right_draft_tokens_are_worth_none_where_a_token_costs_a_step() -> None:
     assert longest(RIGHT, line(0.0, 1.0)) == 0
 
 
-def test_a_dear_drafter_has_to_be_right_more_often() -> None:
+def test_a_slow_drafter_has_to_be_right_more_often() -> None:
     some = seen(*[(8, 2)] * 100)
     assert longest(some, line(1.0, 0.05)) > 0
     assert longest(some, line(1.0, 0.05), draft_seconds=2.5) == 0

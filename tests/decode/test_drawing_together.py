@@ -193,7 +193,7 @@ def said_together(engine: Engine, count: int) -> list[list[tuple[int, float | No
     return [tokens(drain(generation)) for generation in running]
 
 
-def test_sessions_with_unlike_samplings_say_in_one_step_what_each_says_alone() -> None:
+def test_sessions_with_different_samplings_generate_in_one_step_what_each_generates_alone() -> None:
     with engine_for(Mode.FIXED_SHAPE) as engine:
         alone = []
         for place, sampling in enumerate(SAMPLINGS):
@@ -205,7 +205,7 @@ def test_sessions_with_unlike_samplings_say_in_one_step_what_each_says_alone() -
         assert got == [(token, reported if place % 2 == 0 else None) for token, reported in expected]
 
 
-def test_sessions_with_drafts_and_without_say_in_one_step_what_each_says_alone() -> None:
+def test_sessions_with_drafts_and_without_generate_in_one_step_what_each_generates_alone() -> None:
     with engine_for(Mode.FIXED_SHAPE) as engine:
         plain = said_together(engine, 12)
     said = [*text(33, seed=3), *(token for token, _ in plain[3])]

@@ -151,7 +151,7 @@ def test_growth_is_one_of_three_words() -> None:
         EngineConfig(growth="sometimes")
 
 
-def test_where_memory_is_all_there_is_growing_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growth_best_effort_is_refused_in_words_without_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = tiny_forward()
     monkeypatch.setattr(type(forward), "has_address_space", property(lambda _: False))
     with pytest.raises(ConfigError, match="best_effort"):

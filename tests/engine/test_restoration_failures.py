@@ -109,7 +109,7 @@ def test_a_failing_codec_ends_its_generate_by_name_and_keeps_the_history(strateg
 
 
 @pytest.mark.parametrize("strategy", [HOLD, STREAM], ids=str)
-def test_entries_that_come_back_as_no_numbers_are_named_and_nothing_is_generated_from_them(
+def test_entries_restored_as_nan_are_named_and_nothing_is_generated_from_them(
     strategy: KVStrategy,
 ) -> None:
     codec = Failing()

@@ -647,7 +647,7 @@ def test_what_is_remembered_of_a_generate_holds_no_memory_of_the_device() -> Non
         assert not [value for value in kept if isinstance(value, torch.Tensor)]
 
 
-def test_the_last_word_of_a_request_that_another_continues_is_not_heard_any_more() -> None:
+def test_the_last_event_of_a_request_that_another_continues_is_not_received() -> None:
     """The engine frees a session before it says how its Generate ended; the retry may come in between."""
     with tiny_engine() as engine:
         session = session_of(engine, opened(engine))

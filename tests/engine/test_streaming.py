@@ -32,7 +32,7 @@ def test_streaming_answers_as_holding_does(mode: Mode) -> None:
     assert all(same(one, other, Mode.BATCHED) for one, other in zip(held, streamed, strict=True))
 
 
-def test_where_latents_lie_shows_in_the_bytes_and_in_no_answer() -> None:
+def test_where_latents_are_kept_changes_the_bytes_and_no_token() -> None:
     with engine_for(Mode.FIXED_SHAPE) as engine:
         everywhere, nowhere = (
             answers(engine, restored(mode="stream", resident_latent_bytes=limit)) for limit in (None, 0)

@@ -62,7 +62,7 @@ def test_sessions_are_refused_when_none_of_them_could_wake(strategy: KVStrategy)
 
 
 @each_restored
-def test_a_cancelled_generate_puts_its_session_to_sleep_and_the_next_goes_on(strategy: KVStrategy) -> None:
+def test_a_cancelled_generate_leaves_its_session_idle_and_the_next_goes_on(strategy: KVStrategy) -> None:
     with engine_for(Mode.BATCHED) as engine:
         whole, cut = (engine.create_session(strategy=strategy).session_id for _ in range(2))
         for session in (whole, cut):

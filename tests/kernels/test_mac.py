@@ -160,7 +160,7 @@ def test_nothing_is_ever_nan_from_position_zero_on(band: int, threshold: float) 
 # -- the match -----------------------------------------------------------------------------------------------------
 
 
-def test_a_match_lies_strictly_below_its_share_of_coincidence() -> None:
+def test_a_match_is_strictly_below_its_share_of_coincidence() -> None:
     assert match_limit(DIM, 0.5) == 2.0
     past = torch.zeros(HEADS, DIM)
     tokens = stream()
@@ -171,7 +171,7 @@ def test_a_match_lies_strictly_below_its_share_of_coincidence() -> None:
     assert stats.distances.tolist() == pytest.approx([2.0, 1.999, 2.0, 1.999, 0.0, 3.0])
 
 
-def test_independent_queries_lie_about_one_threshold_apart() -> None:
+def test_independent_queries_are_about_one_threshold_apart() -> None:
     one, other = torch.randn(2, 1000, 64, generator=torch.Generator().manual_seed(0))
     limit = match_limit(64, 1.0)
     assert float((one - other).norm(dim=-1).mean()) == pytest.approx(limit, rel=0.01)

@@ -46,7 +46,7 @@ def test_the_last_release_gives_it_back(order: list[str]) -> None:
     assert not allocation.is_lent
 
 
-def test_it_is_given_back_once_and_not_had_where_there_is_no_room() -> None:
+def test_it_is_released_once_and_not_made_where_there_is_no_room() -> None:
     pool = pool_of(1)
     allocation = allocation_in(pool)
     assert Allocation.reserve(pool, DEMANDS, itemsize=GEOMETRY.itemsize) is None

@@ -144,7 +144,7 @@ def test_few_entries_of_a_forks_own_are_copied_and_the_prefix_is_shared() -> Non
         assert same(alone(engine, journal, again, 1), grown(engine, again.session_id, 1), Mode.BATCHED)
 
 
-def test_neither_a_lent_session_nor_one_with_a_prefix_forgets_what_it_did_not_compute_alone() -> None:
+def test_neither_a_session_with_forks_nor_a_fork_drops_shared_entries() -> None:
     """As after a step that ran out of memory: entries that others read are there, and are right."""
     journal = MemoryJournal()
     with sharing_engine(journal=journal) as engine:

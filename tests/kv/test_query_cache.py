@@ -1,4 +1,4 @@
-"""Rings of past queries: where they lie, and that a session reads with them what the kernel alone would."""
+"""The query cache: where it is, and that a session reads with it what the kernel alone would."""
 
 from __future__ import annotations
 

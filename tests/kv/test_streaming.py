@@ -126,7 +126,7 @@ def test_holding_all_entries_and_streaming_them_give_the_same() -> None:
     assert not torch.allclose(nothing[0], streamed[0], atol=1e-2)
 
 
-def test_a_chunk_that_cannot_be_had_names_the_session_and_leaves_it_as_it_was() -> None:
+def test_a_chunk_that_cannot_be_allocated_names_the_session_and_leaves_it_as_it_was() -> None:
     class Breaking(HalfTokens):
         is_broken = False
 

@@ -121,7 +121,7 @@ def test_to_close_waits_for_no_device_and_new_memory_waits_for_the_old(monkeypat
     second.close()
 
 
-def test_memory_that_cannot_be_pinned_is_not_had_and_what_cannot_be_unpinned_is_reported(
+def test_memory_that_cannot_be_pinned_is_refused_and_what_cannot_be_unpinned_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda = PinnedMemory(monkeypatch)
@@ -210,7 +210,7 @@ def test_bytes_off_the_device_are_those_of_the_offloaded_entries_and_within_the_
     assert tier.reserved_bytes == ctx.pool.reserved_bytes == 0
 
 
-def test_a_release_that_fails_gives_everything_back_all_the_same(
+def test_a_release_that_fails_gives_everything_back_nevertheless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     close = os.close

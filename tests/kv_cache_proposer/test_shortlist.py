@@ -94,7 +94,7 @@ def test_of_ids_that_are_as_likely_as_each_other_the_first_is_drafted(drawn: Dra
     assert torch.equal(found, choose_draft_tokens(tiny_network(), words(200), random(5, PLACES, HIDDEN)))
 
 
-def test_a_place_has_its_shortlist_whatever_stands_beside_it() -> None:
+def test_a_place_has_its_shortlist_whatever_its_neighbours() -> None:
     likeliest, states = Shortlist(words().embeddings), random(9, PLACES, HIDDEN)
     states[3] *= 1e4
     together = likeliest(states)

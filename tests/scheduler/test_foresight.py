@@ -122,7 +122,7 @@ def test_the_longest_queue_there_may_be_is_played_in_milliseconds(waits: int, ow
     assert min(taken) < MOST_SECONDS
 
 
-def test_a_generate_beside_a_thousand_that_wait_of_a_thousand_owners_is_foreseen_in_milliseconds() -> None:
+def test_the_wait_behind_a_thousand_generates_of_a_thousand_owners_is_predicted_in_milliseconds() -> None:
     """All that a Generate's call does on the event loop, the prediction among it."""
     script, go_on = Script(), threading.Event()
     params = GenerateParams(max_tokens=2)

@@ -64,7 +64,7 @@ def test_a_step_stays_within_its_budgets_and_is_never_empty(waiting: list[Candid
 
 
 @given(candidates, st.integers(1, 16))
-def test_everybody_is_served_before_long(waiting: list[Candidate], max_batch: int) -> None:
+def test_every_request_is_served_before_long(waiting: list[Candidate], max_batch: int) -> None:
     """An owner's turn comes at least every few steps, and the turn of each of its requests every few of those."""
     line, served = Line(waiting, max_batch), Counter[int]()
     for _ in range(4 * 2 * len(waiting)):
@@ -90,7 +90,7 @@ def test_an_owner_that_floods_delays_another_owners_only_request_by_a_step_at_mo
     assert max(map(len, unserved)) <= slack
 
 
-def test_within_a_step_owners_share_places_alike_and_take_what_others_leave() -> None:
+def test_within_a_step_owners_share_places_equally_and_take_what_others_leave() -> None:
     waiting = [Candidate(1, False, "a")] * 10 + [Candidate(1, False, "b")] * 3 + [Candidate(1, False, "c")]
     by_owner = Counter(waiting[index].owner for index in choose(waiting, step_tokens=64, max_batch=9))
     assert by_owner == {"a": 5, "b": 3, "c": 1}

@@ -120,7 +120,7 @@ async def test_a_session_created_with_the_id_of_another_owners_request_is_anothe
     assert (await refused(bob.length(first))).reason == "NOT_FOUND SESSION_NOT_FOUND"
 
 
-async def test_an_evicted_session_is_unknown_to_everybody_but_its_owner(key_file: str) -> None:
+async def test_an_evicted_session_is_unknown_to_all_but_its_owner(key_file: str) -> None:
     now = 0.0
     with tiny_engine(clock=lambda: now, session_idle_ttl_seconds=10.0) as engine:
         async with (
@@ -155,7 +155,7 @@ async def test_every_key_opens_every_method(guarded: ServerHandle) -> None:
             await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
 
 
-async def test_a_stream_that_runs_goes_on_when_its_key_is_taken_back(guarded: ServerHandle, key_file: str) -> None:
+async def test_a_running_stream_goes_on_when_its_key_is_removed(guarded: ServerHandle, key_file: str) -> None:
     async with connected(guarded, metadata=bearer(ALICE)) as alice:
         session_id = await alice.open_endless()
         stream = alice.stream(pb.GenerateRequest(session_id=session_id, max_tokens=200))

@@ -119,7 +119,7 @@ def test_a_line_that_cannot_be_meant_stops_the_start(file: Path, line: str) -> N
     assert line not in str(caught.value)
 
 
-def test_a_new_key_opens_and_one_taken_back_does_not_from_the_next_call_on(
+def test_a_new_key_works_and_a_removed_one_does_not_from_the_next_call_on(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ring = KeyRing.from_file(str(file))

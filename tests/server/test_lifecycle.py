@@ -131,7 +131,7 @@ async def test_want_of_memory_again_and_again_is_not_a_sick_device(
         assert engine.is_alive()
 
 
-async def test_entries_that_cannot_even_be_wiped_are_dropped_all_the_same(
+async def test_entries_that_cannot_be_zeroed_are_dropped(
     client: Client, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     history = (*HISTORY, POISON)

@@ -150,7 +150,7 @@ async def test_the_sdk_shows_its_certificate(engine: Engine, authority: Authorit
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
-async def test_beyond_loopback_plaintext_needs_a_word_of_its_own(
+async def test_beyond_loopback_plaintext_needs_a_setting_of_its_own(
     engine: Engine, key_file: str, address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings: dict[str, Any] = {"bind": address, "api_key_file": key_file}
@@ -164,7 +164,9 @@ async def test_beyond_loopback_plaintext_needs_a_word_of_its_own(
             assert (await refused(Client(channel).open())).reason == "UNAUTHENTICATED UNAUTHENTICATED"
 
 
-async def test_nothing_lets_everybody_in_beyond_loopback(engine: Engine, authority: Authority, tmp_path: Path) -> None:
+async def test_no_setting_admits_callers_without_keys_beyond_loopback(
+    engine: Engine, authority: Authority, tmp_path: Path
+) -> None:
     for settings in ({"allow_plaintext": True}, authority.settings(tmp_path)):
         with pytest.raises(ConfigError, match="can be reached from other machines"):
             await start_server(engine, ServerConfig(bind="0.0.0.0:0", **settings))

@@ -109,7 +109,7 @@ def test_an_unauthenticated_peer_is_refused_so_often_and_an_owner_without_end() 
     assert not any(door.refused(owner) for _ in range(10 * MOST_REFUSALS))
 
 
-def test_whose_key_was_taken_back_is_an_unauthenticated_peer_again(tmp_path: Path) -> None:
+def test_a_peer_whose_key_was_removed_is_unauthenticated_again(tmp_path: Path) -> None:
     write(tmp_path / "keys", ALICE, BOB)
     door = door_with(Clock(), keys=KeyRing.from_file(str(tmp_path / "keys")))
     first, second = opened(door, 2)
@@ -120,7 +120,9 @@ def test_whose_key_was_taken_back_is_an_unauthenticated_peer_again(tmp_path: Pat
     assert not any(door.refused(second) for _ in range(2 * MOST_REFUSALS))
 
 
-def test_a_connection_of_several_owners_is_known_until_the_last_of_their_keys_is_taken_back(tmp_path: Path) -> None:
+def test_a_connection_of_several_owners_is_authenticated_until_the_last_of_their_keys_is_removed(
+    tmp_path: Path,
+) -> None:
     write(tmp_path / "keys", ALICE, BOB)
     door = door_with(Clock(), keys=KeyRing.from_file(str(tmp_path / "keys")))
     (proxy,) = opened(door, 1)
@@ -150,7 +152,7 @@ def test_connections_of_a_removed_key_are_dropped_like_new_ones_though_no_call_c
     assert door.to_drop() == peers[:5]
 
 
-def test_a_call_that_came_in_with_a_key_that_is_taken_back_makes_no_connection_known(tmp_path: Path) -> None:
+def test_a_call_with_a_key_that_is_removed_meanwhile_authenticates_no_connection(tmp_path: Path) -> None:
     write(tmp_path / "keys", ALICE, BOB)
     door = door_with(Clock(), keys=KeyRing.from_file(str(tmp_path / "keys")))
     (peer,) = opened(door, 1)

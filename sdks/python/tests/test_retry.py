@@ -178,7 +178,7 @@ def test_what_is_neither_a_lost_connection_nor_promised_for_later_is_not_tried_a
         flow.throw(error)
 
 
-def test_what_the_server_promises_for_later_is_tried_again_then_and_not_by_everybody_at_once() -> None:
+def test_after_retry_after_calls_are_tried_again_and_not_all_at_once() -> None:
     full = NoCapacity("no room", code="RESOURCE_EXHAUSTED", retry_after_seconds=2.0)
     waits = set()
     jitters = [0.0, 0.5]

@@ -126,7 +126,7 @@ def test_the_steps_of_a_lone_session_give_all_its_tokens_but_the_first(written: 
             assert (text.accepted == text.drafted) == (errs > LONG * LONG)
 
 
-def test_steps_before_everybody_has_begun_do_not_count(written: list[Text]) -> None:
+def test_steps_before_all_sessions_have_begun_do_not_count(written: list[Text]) -> None:
     with tiny_engine(drafter=reported(written), draft_tokens=2) as engine:
         group = write(engine, ASKED, tokens=LONG)
         assert engine.info().kv_reserved_bytes == 0

@@ -98,7 +98,7 @@ def test_a_file_that_was_cut_short_is_reported(target: Target, tmp_path: Path) -
     saved.close()
 
 
-def test_everybody_wakes_once_a_round(target: Target, tmp_path: Path) -> None:
+def test_every_session_wakes_once_a_round(target: Target, tmp_path: Path) -> None:
     strategies = {str(one): one for one in (Full(), RESTORED)}
     found = wake_all(target, strategies, TEXT, 90, rounds=3, appended=5, folder=tmp_path)
     assert set(found) == {KEPT, str(RESTORED), ANEW, CACHED, *([STORED] if CAN_DROP else [])}
