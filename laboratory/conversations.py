@@ -2,7 +2,7 @@
 
     opening → answer → the model's own idea of what the user says next → answer → …
 
-The model writes the user's words too, by being let go where the chat template has the user speak. Every turn is sampled
+The model writes the user's words too: it generates where the chat template has the user's turn. Every turn is sampled
 under full attention; formatting and end-of-turn ids are part of the text.
 """
 

@@ -49,7 +49,7 @@ _U64 = np.uint64
 class Fault(enum.Enum):
     """What a step can be made to do."""
 
-    NON_FINITE = "the row's logits are NaN"
+    NON_FINITE = "the token's logits are NaN"
     OUT_OF_MEMORY = "the device has no memory for the step"
     ERROR = "the device fails"
     HANG = "the step lasts until `Script.let_go`"
@@ -59,13 +59,13 @@ class Fault(enum.Enum):
 class Script:
     """How the device behaves; may be changed at any time, from any thread.
 
-    step_seconds, row_seconds: the least a step takes, and what each of its tokens adds to that.
+    step_seconds, token_seconds: the least a step takes, and what each of its tokens adds to that.
     faults: by token id; a step with a token of that id meets the fault, as often as is said (None: always).
     on_step: called with the step's number in the middle of every step, on the engine's thread.
     """
 
     step_seconds: float = 0.0
-    row_seconds: float = 0.0
+    token_seconds: float = 0.0
     faults: dict[int, tuple[Fault, int | None]] = field(default_factory=dict)
     on_step: Callable[[int], None] | None = None
     let_go: threading.Event = field(default_factory=threading.Event)
@@ -93,20 +93,20 @@ class ScriptedModel:
         self._place_salts = _mix(np.arange(layers * HEAD_DIM, dtype=np.uint64) + _U64(key * 2654435761 & 0xFFFF_FFFF))
         self._token_salts = _mix(np.arange(vocab_size, dtype=np.uint64) + _U64(1 << 32))
 
-    def rows(
+    def states(
         self, layer: int, token_ids: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [N, HEAD_DIM] of rows, each number in [-1, 1)."""
-        row = _mix(token_ids.astype(np.uint64) * _U64(0xD6E8_FEB8_6659_FD93) + positions.astype(np.uint64))
+        """Queries, keys and values [N, HEAD_DIM] of tokens, each number in [-1, 1)."""
+        mixed = _mix(token_ids.astype(np.uint64) * _U64(0xD6E8_FEB8_6659_FD93) + positions.astype(np.uint64))
         salts = np.arange(3 * HEAD_DIM, dtype=np.uint64) + _U64((self.key * 64 + layer) * 3 * HEAD_DIM & 0xFFFF_FFFF)
-        numbers = torch.from_numpy(_signed(_mix(row[:, None] ^ _mix(salts)[None, :]))).view(-1, 3, HEAD_DIM)
+        numbers = torch.from_numpy(_signed(_mix(mixed[:, None] ^ _mix(salts)[None, :]))).view(-1, 3, HEAD_DIM)
         return numbers[:, _QUERY], numbers[:, _KEY], numbers[:, _VALUE]
 
     def logits(self, averages: Sequence[Tensor]) -> Tensor:
         """float32 [N, V] in [0, LOGIT_SCALE) from one average [N, HEAD_DIM], float64, a layer."""
         cells = np.floor(torch.cat(list(averages), dim=1).numpy() / CELL).astype(np.int64).astype(np.uint64)
-        row = _mix(cells + self._place_salts).sum(axis=1, dtype=np.uint64)  # where which cell is met counts
-        return torch.from_numpy((_signed(_mix(row[:, None] ^ self._token_salts)) + 1.0) / 2.0 * LOGIT_SCALE).float()
+        mixed = _mix(cells + self._place_salts).sum(axis=1, dtype=np.uint64)  # where which cell is met counts
+        return torch.from_numpy((_signed(_mix(mixed[:, None] ^ self._token_salts)) + 1.0) / 2.0 * LOGIT_SCALE).float()
 
 
 class ScriptedForward:
@@ -172,7 +172,7 @@ class ScriptedForward:
         return KVContext(geometry=geometry, pool=pool, rotate=_unrotated, device=self.device)
 
     def run(self, step: Step) -> Result:
-        until = time.monotonic() + self.script.step_seconds + self.script.row_seconds * len(step.token_ids)
+        until = time.monotonic() + self.script.step_seconds + self.script.token_seconds * len(step.token_ids)
         self.steps += 1
         if self.script.on_step is not None:
             self.script.on_step(self.steps)
@@ -207,7 +207,8 @@ class ScriptedForward:
         averages = []
         for layer in range(self.model.layers):
             queries, keys, values = (
-                rows[None, None].to(self._dtype) for rows in self.model.rows(layer, step.token_ids, step.plan.positions)
+                states[None, None].to(self._dtype)
+                for states in self.model.states(layer, step.token_ids, step.plan.positions)
             )
             out = step.plan.attend(layer, queries, keys, values, scaling=1.0)  # [1, N, 1, D]
             averages.append(out[0, list(step.logit_queries), 0].double())
@@ -215,7 +216,7 @@ class ScriptedForward:
 
     def _taps(self, step: Step) -> Tensor:
         """What a drafter may condition on: the tokens' values, [N, layers, HEAD_DIM]."""
-        values = [self.model.rows(layer, step.token_ids, step.plan.positions)[_VALUE] for layer in step.tap_layers]
+        values = [self.model.states(layer, step.token_ids, step.plan.positions)[_VALUE] for layer in step.tap_layers]
         return torch.stack(values, dim=1)
 
 

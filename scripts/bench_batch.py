@@ -4,7 +4,7 @@
 
 In each round every method runs with every number of sessions, and the same sessions run one after another beside
 it, so a slow minute of the machine hits all. The share of the step's time outside the model is what of the wall clock
-the device did not spend in the forward: planning, sampling, committing, telling clients.
+the device did not spend in the forward: planning, sampling, committing, sending to clients.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ def main() -> None:
     for name in ("model", "device", "dtype", "linear"):
         parser.add_argument(f"--{name}", default=None)
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32, 64])
-    parser.add_argument("--strategies", nargs="+", default=["full"], help="dealt out to the sessions in turn")
+    parser.add_argument("--strategies", nargs="+", default=["full"], help="assigned to the sessions in turn")
     parser.add_argument(
-        "--ways", nargs="+", choices=list(METHODS_ON_GPU), default=list(METHODS_ON_GPU), help="on a GPU"
+        "--methods", nargs="+", choices=list(METHODS_ON_GPU), default=list(METHODS_ON_GPU), help="on a GPU"
     )
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=32)
@@ -158,26 +158,28 @@ def main() -> None:
     arguments = parser.parse_args()
     flags = {name: getattr(arguments, name) for name in ("model", "device", "dtype", "linear")}
     config = resolve(ModelConfig, flags)
-    ways = {way: METHODS_ON_GPU[way] for way in arguments.ways} if config.device != "cpu" else {"batched": {}}
+    methods = (
+        {method: METHODS_ON_GPU[method] for method in arguments.methods} if config.device != "cpu" else {"batched": {}}
+    )
     engines: dict[str, tuple[Engine, TimedForward]] = {}
-    for way, more in ways.items():
+    for method, more in methods.items():
         timed = TimedForward(open_backend(resolve(ModelConfig, {**flags, **more})))
         settings = EngineConfig(kv_bytes=arguments.kv_bytes, max_batch=max(arguments.sessions))
-        engines[way] = Engine(timed, settings), timed
-    cells = {(way, count): Cell() for count in arguments.sessions for way in engines}
+        engines[method] = Engine(timed, settings), timed
+    cells = {(method, count): Cell() for count in arguments.sessions for method in engines}
     generator = torch.Generator().manual_seed(SEED)
     vocabulary = next(iter(engines.values()))[0].info().facts.vocab_size
     for number in range(arguments.rounds + 1):  # the first warms up and is not kept
-        for (way, count), cell in cells.items():
+        for (method, count), cell in cells.items():
             shape = (count, arguments.length)
             histories = torch.randint(10, vocabulary - 10, shape, generator=generator).tolist()
             kept = cell if number else Cell()
-            measure(*engines[way], kept, histories, arguments.strategies, arguments.tokens)
+            measure(*engines[method], kept, histories, arguments.strategies, arguments.tokens)
         print(f"round {number} of {arguments.rounds}", flush=True)
     facts = next(iter(engines.values()))[0].info().facts
     values: dict[str, Any] = {}
-    for (way, count), cell in cells.items():
-        where = f"{way}, {count} sessions"
+    for (method, count), cell in cells.items():
+        where = f"{method}, {count} sessions"
         ratios = [a / b for a, b in zip(cell.together, cell.alone, strict=True)]
         values[f"tokens a second, together ÷ one after another, {where}"] = record.summarize(ratios, "ratio")
         values[f"share of the time outside the model, {where}"] = record.summarize(cell.outside, "share")
@@ -186,9 +188,9 @@ def main() -> None:
         )
         if config.device != "cpu":
             values[f"tokens a second, {where}"] = record.summarize(cell.together, "tokens a second")
-            if way != "plain" and "plain" in ways:
+            if method != "plain" and "plain" in methods:
                 pairs = zip(cell.together, cells["plain", count].together, strict=True)
-                values[f"tokens a second, {way} ÷ plain, {count} sessions"] = record.summarize(
+                values[f"tokens a second, {method} ÷ plain, {count} sessions"] = record.summarize(
                     [a / b for a, b in pairs], "ratio"
                 )
     for engine, _ in engines.values():

@@ -88,29 +88,29 @@ def capture(model: PreTrainedModel, ids: list[int]) -> Captured:
 
 def _keep(kept: list[Tensor], length: int, head_dim: int) -> Callable[[nn.Module, Any, Tensor], None]:
     def keep(_layer: nn.Module, _given: Any, out: Tensor) -> None:
-        rows = out[0].float()
-        if rows.dim() == 2:
-            rows = rows.view(length, -1, head_dim)
-        kept.append(rows if rows.shape[0] == length else rows.transpose(0, 1))
+        vectors = out[0].float()
+        if vectors.dim() == 2:
+            vectors = vectors.view(length, -1, head_dim)
+        kept.append(vectors if vectors.shape[0] == length else vectors.transpose(0, 1))
 
     return keep
 
 
-def centres_of(rows: list[Tensor], calibrated: list[Tensor]) -> dict[str, list[Tensor]]:
+def centres_of(states: list[Tensor], calibrated: list[Tensor]) -> dict[str, list[Tensor]]:
     """What is taken off before coding, for each layer: [Hkv, D]."""
-    own = [layer[SINK:FIRST].mean(dim=0) for layer in rows]
+    own = [layer[SINK:FIRST].mean(dim=0) for layer in states]
     return dict(zip(CENTRES, ([torch.zeros_like(mean) for mean in own], own, calibrated), strict=True))
 
 
 def calibrated_means(texts: Iterable[Captured], kind: str) -> list[Tensor]:
     """[Hkv, D] for each layer, over all positions but the first few of each text."""
     layers = zip(*(getattr(text, kind) for text in texts), strict=True)
-    return [torch.cat([rows[SINK:] for rows in layer]).mean(dim=0) for layer in layers]
+    return [torch.cat([states[SINK:] for states in layer]).mean(dim=0) for layer in layers]
 
 
-def relative_error(compressor: KVCompressor, rows: list[Tensor], centres: list[Tensor], stride: int) -> float:
+def relative_error(compressor: KVCompressor, states: list[Tensor], centres: list[Tensor], stride: int) -> float:
     shares = []
-    for layer, centre in zip(rows, centres, strict=True):
+    for layer, centre in zip(states, centres, strict=True):
         vectors = layer[FIRST::stride]
         decoded = compressor.decode(compressor.encode(vectors - centre), vectors.shape[-1]) + centre
         shares.append((decoded - vectors).square().sum() / vectors.square().sum())
@@ -125,10 +125,10 @@ def errors_of(
     means = {kind: calibrated_means(calibration, kind) for kind in ("keys", "values")}
     for text in texts:
         for letter, kind in (("K", "keys"), ("V", "values")):
-            rows = getattr(text, kind)
-            for centre, taken in centres_of(rows, means[kind]).items():
+            states = getattr(text, kind)
+            for centre, taken in centres_of(states, means[kind]).items():
                 for compressor in compressors:
-                    error = relative_error(compressor, rows, taken, stride)
+                    error = relative_error(compressor, states, taken, stride)
                     errors.setdefault((letter, compressor.name, centre), []).append(error)
     return errors
 
@@ -173,7 +173,7 @@ def _device_clock() -> float:
 
 
 def bytes_per_token(compressor: KVCompressor, text: Captured) -> int:
-    return sum(rows.shape[1] * compressor.vector_bytes(rows.shape[2]) for rows in (*text.keys, *text.values))
+    return sum(states.shape[1] * compressor.vector_bytes(states.shape[2]) for states in (*text.keys, *text.values))
 
 
 def family_of(codec: str) -> str:
@@ -192,7 +192,7 @@ def plot(path: Path, title: str, values: Mapping[str, Mapping[str, Any]], codecs
         families: dict[str, list[tuple[float, float, str]]] = {}
         for codec in codecs:
             error = values[f"{letter} error, {codec}, less {centre}"]["median"]
-            if codec not in ("identity", "bfloat16"):  # so far out that nothing else could be told apart
+            if codec not in ("identity", "bfloat16"):  # so far out that all others would lie on one point
                 point = (values[f"bytes a token, {codec}"]["median"], error, codec)
                 families.setdefault(family_of(codec), []).append(point)
         for family, points in families.items():
@@ -250,7 +250,7 @@ def main() -> None:
 
     texts = [captured(name) for name in MEASURED]
     calibration = [captured(name) for name in CALIBRATION]
-    head_dims = {rows.shape[-1] for rows in texts[0].keys}
+    head_dims = {states.shape[-1] for states in texts[0].keys}
     compressors, refused = fitting(head_dims)
     errors = errors_of(compressors, texts, calibration, arguments.stride)
     values = {
@@ -284,7 +284,7 @@ def main() -> None:
             },
             "seeds": [SEED],
             "values": values,
-            "baseline": f"bfloat16 rows for bytes and error, {BASELINE} for time",
+            "baseline": f"bfloat16 vectors for bytes and error, {BASELINE} for time",
             "codecs_that_do_not_fit": refused,
         },
     )

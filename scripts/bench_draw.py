@@ -84,30 +84,30 @@ def seconds_of(one: Draw, times: int, device: torch.device) -> float:
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
     """Microseconds of each method of drawing, and the engine's as multiples of the baseline's."""
-    ways = {"kakeya": open_ops("auto", device).noise_of_all}
+    methods = {"kakeya": open_ops("auto", device).noise_of_all}
     if device.type == "cuda":
-        ways["kakeya, plain torch"] = open_ops("plain", device).noise_of_all
+        methods["kakeya, plain torch"] = open_ops("plain", device).noise_of_all
     values: dict[str, dict[str, Any]] = {}
     for rows in arguments.rows:
         numbers = torch.randn(rows, arguments.vocab, generator=torch.Generator().manual_seed(SEED))
         logits = (numbers * SPREAD).to(device)
         for name, sampling in FILTERS.items():
-            draws = {way: keyed(logits, sampling, noise_of_all) for way, noise_of_all in ways.items()}
+            draws = {method: keyed(logits, sampling, noise_of_all) for method, noise_of_all in methods.items()}
             draws[BASELINE] = anywhere(logits, sampling)
             if name == UNFILTERED:
                 draws[INVERTED] = inverted(logits, sampling)
-            samples: dict[str, list[float]] = {way: [] for way in draws}
+            samples: dict[str, list[float]] = {method: [] for method in draws}
             for number in range(arguments.rounds + 1):  # the first round warms up
-                for way in turned(list(draws), number):
-                    seconds = seconds_of(draws[way], arguments.times, device)
+                for method in turned(list(draws), number):
+                    seconds = seconds_of(draws[method], arguments.times, device)
                     if number:
-                        samples[way].append(seconds)
+                        samples[method].append(seconds)
             cell = f"{name}, {rows} rows"
-            for way, taken in samples.items():
-                values[f"{way}, {cell}"] = record.summarize([1e6 * one for one in taken], "µs")
-                if way != BASELINE:
+            for method, taken in samples.items():
+                values[f"{method}, {cell}"] = record.summarize([1e6 * one for one in taken], "µs")
+                if method != BASELINE:
                     ratios = [one / other for one, other in zip(taken, samples[BASELINE], strict=True)]
-                    values[f"{way} ÷ {BASELINE}, {cell}"] = record.summarize(ratios, "ratio")
+                    values[f"{method} ÷ {BASELINE}, {cell}"] = record.summarize(ratios, "ratio")
     return values
 
 

@@ -146,9 +146,9 @@ def compare(model: ModelConfig, arguments: argparse.Namespace) -> dict[str, Any]
     loaded = load_model(
         model.model, cache=model.cache_path, device=model.device, dtype=model.dtype, attention="sdpa"
     ).model
-    ways, codec = make(loaded, calibration, layers, rates, arguments)
+    variants, codec = make(loaded, calibration, layers, rates, arguments)
     values: dict[str, dict[str, Any]] = {}
-    lines = tell(loaded, ways, layers, texts, values)
+    lines = report(loaded, variants, layers, texts, values)
     lengths = {
         rate: code_length(loaded, codec.at(rate), torch.split(calibration, BATCH), torch.split(test, BATCH))
         for rate in rates
@@ -165,14 +165,14 @@ def compare(model: ModelConfig, arguments: argparse.Namespace) -> dict[str, Any]
     if arguments.refine_steps:
         refined, reported = refined_codec(loaded, codec, calibration, test, rates, arguments)
         more = {f"refined, {rate} bytes": through(refined.at(rate)) for rate in rates}
-        lines += tell(loaded, more, layers, texts, values)
+        lines += report(loaded, more, layers, texts, values)
         values["gain of refining on text held out"] = record.exact(reported.gain, "share")
         tables["refining"] = [
             {"bytes": rate, "kl before": reported.start[rate], "kl after": reported.best[rate], "steps": reported.steps}
             for rate in reported.start
         ]
     return {
-        "what": "Ways to make a latent at equal bytes: KL to exact with every row beyond sink and window restored.",
+        "what": "Variants of a latent at equal bytes: KL to exact with every entry beyond sink and window restored.",
         "config": {
             **described,
             "sink": SINK,
@@ -214,15 +214,15 @@ def make(
         window=WINDOW,
         seed=arguments.seed,
     )
-    clock.tell("sensitivity")
+    clock.report("sensitivity")
     statistics = collect(model, batches, layers=layers, group_layers=GROUP_LAYERS)
-    clock.tell("statistics")
+    clock.report("statistics")
     importances = {
         "sensitivity": measured,
         "projections": from_projections(statistics, output_projections(model, layers=layers)),
         "none": unweighted(statistics),
     }
-    ways: dict[str, Restore] = {"nothing": nothing}
+    variants: dict[str, Restore] = {"nothing": nothing}
     codecs: dict[str, LatentCodec] = {}
     for name, (importance, basis, bits, quantiser) in VARIANTS.items():
         if name not in (DEFAULT, *arguments.variants):
@@ -235,49 +235,51 @@ def make(
             bits=bits,
             quantiser=quantiser,
         )
-        ways |= {f"{name}, {rate} bytes": through(codecs[name].at(rate)) for rate in rates}
-        clock.tell(name)
+        variants |= {f"{name}, {rate} bytes": through(codecs[name].at(rate)) for rate in rates}
+        clock.report(name)
     del statistics
     for count in sorted(arguments.calibrated_on):
         some = calibration[: count // calibration.shape[1]]
         fewer = collect(model, torch.split(some, BATCH), layers=layers, group_layers=GROUP_LAYERS)
         codec = fit(fewer, measured, bytes_per_token=rates[0])
-        ways |= {f"{DEFAULT}, {some.numel()} tokens, {rate} bytes": through(codec.at(rate)) for rate in rates}
+        variants |= {f"{DEFAULT}, {some.numel()} tokens, {rate} bytes": through(codec.at(rate)) for rate in rates}
         del fewer
-        clock.tell(f"{some.numel()} tokens")
+        clock.report(f"{some.numel()} tokens")
     if layers[0] == 0 and EMBEDDING in arguments.variants:
         joint = collect(model, batches, layers=layers, group_layers=len(layers))
         least = min(rates[-1], 8 * joint.shapes[0].width // 8)
         first = fit(joint, measured, bytes_per_token=least, basis="first-layer")
-        ways[f"{EMBEDDING}, {least} bytes"] = through(first)
+        variants[f"{EMBEDDING}, {least} bytes"] = through(first)
         del joint
-        clock.tell(EMBEDDING)
+        clock.report(EMBEDDING)
     if TAPPED not in arguments.variants:
-        return ways, codecs[DEFAULT]
+        return variants, codecs[DEFAULT]
     count = len(layers)
     tap_layers = [layers[round(1 + place * (count - 4) / (TAPS - 1))] for place in range(TAPS)]
     taps = fit_taps(model, batches, tap_layers=tap_layers, layers=layers)
-    ways[f"{TAPS} taps, uncoded"] = taps.uncoded(model)
+    variants[f"{TAPS} taps, uncoded"] = taps.uncoded(model)
     coded = fit_tap_codec(model, batches, taps, measured, bytes_per_token=rates[0], group_layers=GROUP_LAYERS)
-    ways |= {f"{TAPS} taps, {rate} bytes": taps.through(model, coded.at(rate)) for rate in rates}
-    clock.tell("taps")
-    return ways, codecs[DEFAULT]
+    variants |= {f"{TAPS} taps, {rate} bytes": taps.through(model, coded.at(rate)) for rate in rates}
+    clock.report("taps")
+    return variants, codecs[DEFAULT]
 
 
-def tell(
+def report(
     model: PreTrainedModel,
-    ways: Mapping[str, Restore],
+    variants: Mapping[str, Restore],
     layers: Sequence[int],
     texts: Mapping[str, Tensor],
     values: dict[str, dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """A line for each method and kind of text; the worst kind and the mean go to `values`."""
     clock = _Clock()
-    found: dict[str, dict[str, Divergence]] = {name: {} for name in ways}
+    found: dict[str, dict[str, Divergence]] = {name: {} for name in variants}
     for kind, sequences in texts.items():
-        for name, one in measure_divergence(model, sequences, ways, layers=layers, sink=SINK, window=WINDOW).items():
+        for name, one in measure_divergence(
+            model, sequences, variants, layers=layers, sink=SINK, window=WINDOW
+        ).items():
             found[name][kind] = one
-        clock.tell(f"KL on {kind}")
+        clock.report(f"KL on {kind}")
     for name, by_kind in found.items():
         worst = max(by_kind, key=lambda kind: by_kind[kind].mean)
         values[f"KL, worst kind ({worst}), {name}"] = record.exact(by_kind[worst].mean, "nats")
@@ -313,7 +315,7 @@ def refined_codec(
         step_size=arguments.step_size,
         seed=arguments.seed,
     )
-    clock.tell(f"refining: {reported}")
+    clock.report(f"refining: {reported}")
     return refined, reported
 
 
@@ -325,18 +327,18 @@ def draw(lines: Sequence[Mapping[str, Any]], folder: Path) -> None:
     axes = figure.add_subplot()
     found: dict[str, dict[int, list[float]]] = {}
     for line in lines:
-        way, _, size = str(line["variant"]).rpartition(", ")
+        variant, _, size = str(line["variant"]).rpartition(", ")
         if size.endswith(" bytes"):
-            found.setdefault(way, {}).setdefault(int(size.removesuffix(" bytes")), []).append(line["kl"])
-    for way, by_bytes in found.items():
+            found.setdefault(variant, {}).setdefault(int(size.removesuffix(" bytes")), []).append(line["kl"])
+    for variant, by_bytes in found.items():
         points = sorted((size, sum(of_kinds) / len(of_kinds)) for size, of_kinds in by_bytes.items())
-        axes.plot(*zip(*points, strict=True), marker="o", label=way)
+        axes.plot(*zip(*points, strict=True), marker="o", label=variant)
     sizes = sorted({size for by_bytes in found.values() for size in by_bytes})
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.minorticks_off()
     axes.set_yscale("log")
-    axes.set(title="KL with every old row restored", xlabel="bytes a token", ylabel="nats a token, mean of kinds")
+    axes.set(title="KL with every old entry restored", xlabel="bytes a token", ylabel="nats a token, mean of kinds")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="x-small")
     record.save_figure(figure, folder / "kl.png")
@@ -348,7 +350,7 @@ class _Clock:
     def __init__(self) -> None:
         self._since = time.perf_counter()
 
-    def tell(self, what: str) -> None:
+    def report(self, what: str) -> None:
         now = time.perf_counter()
         logger.info("%.1f s: %s", now - self._since, what)
         self._since = now

@@ -53,7 +53,7 @@ def kv_of(engine: Engine, session_id: str, owner: str = "") -> SessionKV:
 
 
 def is_anything_held(engine: Engine) -> bool:
-    """Is there a byte in the pool that is not zero? Where padding rows may write is left aside."""
+    """Is there a byte in the pool that is not zero? Where padding tokens may write is left aside."""
     pool = engine._context.pool
     aside = TRASH_UNITS * pool._unit
     # Words of eight bytes: a pool is address space of a gigabyte, and this is looked through 16 times faster.
@@ -87,7 +87,7 @@ def standing_still(engine: Engine) -> Iterator[None]:
 
 
 def nudge(engine: Engine) -> None:
-    """Let the loop look whether something changed that nobody told it of."""
+    """Let the loop check for a change of which it had no notification."""
     engine._scheduler.nudge()
 
 
@@ -95,7 +95,7 @@ def end_the_thread(engine: Engine) -> None:
     engine._scheduler.stop()
 
 
-def drop_rows(engine: Engine, session_id: str, owner: str = "") -> None:
+def drop_entries(engine: Engine, session_id: str, owner: str = "") -> None:
     """As if another session had needed the memory."""
     engine._store._admission._drop(session_of(engine, session_id, owner))
 
@@ -130,7 +130,7 @@ def refusing_requests(engine: Engine, error: Exception) -> Iterator[None]:
 
 
 class WatchedForward:
-    """Any forward, that tells of each step before it runs it. What `on_step` raises, the step fails with."""
+    """Any forward, that reports each step before it runs it. What `on_step` raises, the step fails with."""
 
     def __init__(self, forward: Forward, on_step: Callable[[Step], object]) -> None:
         self._forward = forward

@@ -38,7 +38,7 @@ What: TypeAlias = Literal["cut", "close", "hold", "delay", "reset"]
 class Fate:
     """What becomes of a call, and when.
 
-    `request`: before the server hears of it · `answer`: the server has answered, and nothing of it has passed ·
+    `request`: before the server receives it · `answer`: the server has answered, and nothing of it has passed ·
     `headers`, `messages`, `done`, `trailers`: right behind that part of the answer · `inside`: behind the first half of
     the n-th message's last frame, so that the connection is of no more use: `cut`, `close` or `hold`.
 
@@ -143,19 +143,19 @@ class _Connection:
 
     async def run(self) -> None:
         """Until either side hangs up, or the connection is cut. One that is held knows of no hanging up."""
-        ways = [asyncio.ensure_future(way) for way in (self._upwards(), self._downwards(), self._until_cut())]
+        flows = [asyncio.ensure_future(flow) for flow in (self._upwards(), self._downwards(), self._until_cut())]
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(flows, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
-        for way in ways:
-            if not way.cancelled() and (error := way.exception()) is not None:
+            for flow in flows:
+                flow.cancel()
+            await asyncio.gather(*flows, return_exceptions=True)
+        for flow in flows:
+            if not flow.cancelled() and (error := flow.exception()) is not None:
                 raise error
 
     def cut(self) -> None:
-        # Reset, not closed: what is still on its way is lost.
+        # Reset, not closed: what is still in flight is lost.
         self._is_cut.set()
         self._to_client.transport.abort()
         self._to_server.transport.abort()
@@ -178,7 +178,7 @@ class _Connection:
                     if call.fate is None or call.fate.when != "request":
                         self._to_server.write(frame.pack())
                     elif call.fate.what == "reset":
-                        # The server keeps its table of headers, and hears of no message.
+                        # The server keeps its table of headers, and receives no message.
                         self._to_server.write(frame.pack())
                         await self._act(frame.stream, call.fate)
                     elif not await self._act(frame.stream, call.fate):

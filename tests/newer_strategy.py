@@ -15,7 +15,7 @@ from inference_engine.kv.strategy import KVStrategy, require
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewerWindow(KVStrategy):
-    """The first `sink` and the last `window` rows stay; in `wide_layers` the window is `factor` times as wide."""
+    """The first `sink` and the last `window` entries stay; in `wide_layers` the window is `factor` times as wide."""
 
     name: ClassVar[str] = "newer_window"
 

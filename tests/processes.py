@@ -27,7 +27,7 @@ class Server:
     process: subprocess.Popen[str]
 
     def wait(self) -> int:
-        """The exit status of a server that was told to stop."""
+        """The exit status of a server that was asked to stop."""
         return self.process.wait(LIMIT_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""What import contracts cannot say: who reads the environment, where mlx lives, what may run code, how files are named.
+"""What import contracts cannot say: what reads the environment, where mlx is, what may run code, how files are named.
 
 Each rule is a function from one source file to what it finds there, so that the rule itself can be tried on a bad line.
 """
@@ -63,7 +63,7 @@ def mlx_outside_its_place(tree: ast.AST, path: Path) -> Iterator[str]:
 
 
 def code_from_data(tree: ast.AST, path: Path) -> Iterator[str]:
-    """Ways in which a file of weights or a string could become running code."""
+    """Calls by which a file of weights or a string could become running code."""
     del path
     for name, line in _imports(tree):
         if name.split(".")[0] in UNSAFE_FORMATS or name in {"torch.load", "torch.serialization"}:

@@ -1,4 +1,4 @@
-"""TinyModel as a folder, the way a server process loads it, with a tokenizer of single characters that can chat."""
+"""TinyModel as a folder, as a server process loads it, with a tokenizer of single characters that can chat."""
 
 from __future__ import annotations
 

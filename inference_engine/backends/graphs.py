@@ -37,7 +37,7 @@ Recorded = Recording[tuple[Tensor, Tensor | None]]
 Kind = tuple[int, tuple[int, ...], bool]  # tokens, tap layers, whether some read selected blocks
 
 
-def wants_graphs(choice: str, device: torch.device, *, has_regions: bool) -> bool:
+def should_record_graphs(choice: str, device: torch.device, *, has_regions: bool) -> bool:
     """Are steps to be recorded? Raises BackendError if they must be (`on`) and cannot."""
     can = device.type == "cuda" and has_regions
     if choice == "on" and not can:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference_engine.backends.base import Admitted, Result, Step
-from inference_engine.backends.graphs import SIZES, StepGraphs, wants_graphs
+from inference_engine.backends.graphs import SIZES, StepGraphs, should_record_graphs
 from inference_engine.backends.packed_linear import can_pack, pack_linears
 from inference_engine.backends.quanta import probe_quanta
 from inference_engine.backends.recorded_compute import RecordedCompute
@@ -190,7 +190,7 @@ def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
     ops = open_ops(config.kernels, device)
     if seam.has_head_sinks:
         ops = replace(ops, attends_together=False)
-    records_graphs = wants_graphs(config.graphs, device, has_regions=ops.attends_together)
+    records_graphs = should_record_graphs(config.graphs, device, has_regions=ops.attends_together)
     return TorchForward(seam, facts, device, ops=ops, records_graphs=records_graphs)
 
 

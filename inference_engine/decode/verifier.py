@@ -37,7 +37,7 @@ class Block:
 
     drafted: how many of the last ids are draft tokens; they count as generated.
     wanted_logits: for how many of its last tokens the logits are returned.
-    wants_taps: return the tokens' hidden states after the verifier's `tap_layers`.
+    needs_taps: return the tokens' hidden states after the verifier's `tap_layers`.
     """
 
     kv: SessionKV
@@ -45,9 +45,9 @@ class Block:
     generated: NDArray[np.bool_] | None = None  # which of them the model generated; None: none
     drafted: int = 0
     sampler: Sampler | None = None
-    wants_logprob: bool = False
+    needs_logprob: bool = False
     wanted_logits: int = 0
-    wants_taps: bool = False
+    needs_taps: bool = False
 
     @property
     def sampled(self) -> int:
@@ -60,17 +60,17 @@ class Block:
         return ids
 
     def draws(self, end: int) -> Iterator[Draw]:
-        """The samples to draw for this block, whose last token has number `end` - 1 among the logits.
+        """The samples to draw for this block, whose last token has index `end` - 1 in the logits.
 
         Call it after the block is staged.
         """
         if self.sampler is not None:
             yield Draw(
-                rows=range(end - self.sampled, end),
+                indices=range(end - self.sampled, end),
                 sampler=self.sampler,
                 position=self.kv.next_position + self.kv.staged - self.drafted,
                 drafted=self.draft_tokens,
-                wants_logprob=self.wants_logprob,
+                needs_logprob=self.needs_logprob,
             )
 
 
@@ -107,7 +107,7 @@ class Verifier:
         tap_layers: tuple[int, ...] = (),
         lap: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """tap_layers: the layers whose hidden states are returned to blocks that want them.
+        """tap_layers: the layers whose hidden states are returned to blocks that ask for them.
 
         lap: called at the end of each part of a step; see `metrics.StepTimer`.
         """
@@ -125,7 +125,7 @@ class Verifier:
 
         The entries are staged: the caller commits each session, to the length it accepts. If the forward raises,
         nothing is staged and every session is as it was. Raises BlockFailed for a broken invariant, and SpanFailed,
-        with the block's index, for old entries that could not be restored or are not finite: `sleep` then raises, too.
+        with the block's index, for old entries that could not be restored or are not finite: `idle` then raises, too.
         """
         try:
             for index, block in enumerate(blocks):
@@ -163,7 +163,7 @@ class Verifier:
             ends.append(len(wanted) + (span.real.stop - aligned.start if count else 0))
             wanted.extend(aligned)
             draws.extend(block.draws(ends[-1]))
-        tap_layers = self._tap_layers if any(block.wants_taps for block in blocks) else ()
+        tap_layers = self._tap_layers if any(block.needs_taps for block in blocks) else ()
         reported = [(index, block) for index, block in enumerate(blocks) if block.sampled or block.wanted_logits]
 
         def on_computed() -> None:
@@ -185,7 +185,7 @@ class Verifier:
             Outcome(
                 samples=_agreeing(block, next(samples)) if block.sampled else (),
                 logits=result.logits[end - block.wanted_logits : end].clone() if block.wanted_logits else None,
-                taps=result.taps[span.real] if result.taps is not None and block.wants_taps else None,
+                taps=result.taps[span.real] if result.taps is not None and block.needs_taps else None,
             )
             for block, span, end in zip(blocks, plan.spans, ends, strict=True)
         ]

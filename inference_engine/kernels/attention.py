@@ -30,17 +30,17 @@ def attend(
     softcap: scores become softcap · tanh(scores / softcap) before the mask (Gemma 2).
     head_sinks: [Hq] logits that join each query's softmax and carry no value (gpt-oss).
     """
-    rows, query_heads, head_dim = queries.shape
+    query_count, query_heads, head_dim = queries.shape
     kv_heads = keys.shape[0]
     group = query_heads // kv_heads
-    folded = queries.transpose(0, 1).reshape(1, kv_heads, group * rows, head_dim)
+    folded = queries.transpose(0, 1).reshape(1, kv_heads, group * query_count, head_dim)
     if mask is not None and group > 1:
-        mask = mask.expand(group, *mask.shape).reshape(group * rows, -1)
+        mask = mask.expand(group, *mask.shape).reshape(group * query_count, -1)
     if softcap is None and head_sinks is None:
         out = F.scaled_dot_product_attention(folded, keys[None], values[None], attn_mask=mask, scale=scaling)
     else:
         out = _attend_spelled_out(folded, keys, values, mask, scaling, softcap, head_sinks)
-    return out.reshape(query_heads, rows, head_dim).transpose(0, 1)
+    return out.reshape(query_heads, query_count, head_dim).transpose(0, 1)
 
 
 def attend_causal(
@@ -56,24 +56,26 @@ def attend_causal(
 
     No mask is made, so a GPU can use fused operations, and nothing after a query's own position is computed.
     """
-    rows, query_heads, head_dim = queries.shape
+    query_count, query_heads, head_dim = queries.shape
     kv_heads, count, _ = keys.shape
     if softcap is not None or head_sinks is not None:
-        later = torch.ones(rows, count, dtype=torch.bool, device=queries.device).triu_(count - rows + 1)
-        mask = torch.zeros(rows, count, dtype=queries.dtype, device=queries.device).masked_fill_(later, float("-inf"))
+        later = torch.ones(query_count, count, dtype=torch.bool, device=queries.device).triu_(count - query_count + 1)
+        mask = torch.zeros(query_count, count, dtype=queries.dtype, device=queries.device).masked_fill_(
+            later, float("-inf")
+        )
         return attend(queries, keys, values, mask, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
     # KV heads are the batch, and the heads of a group read the same ones: a stride of 0 instead of a copy.
     group = query_heads // kv_heads
-    grouped = queries.transpose(0, 1).reshape(kv_heads, group, rows, head_dim)
+    grouped = queries.transpose(0, 1).reshape(kv_heads, group, query_count, head_dim)
     shared = (kv_heads, group, count, head_dim)
     out: Tensor = F.scaled_dot_product_attention(
         grouped,
         keys[:, None].expand(shared),
         values[:, None].expand(shared),
-        attn_mask=causal_lower_right(rows, count),
+        attn_mask=causal_lower_right(query_count, count),
         scale=scaling,
     )
-    return out.permute(2, 0, 1, 3).reshape(rows, query_heads, head_dim)
+    return out.permute(2, 0, 1, 3).reshape(query_count, query_heads, head_dim)
 
 
 def _attend_spelled_out(
@@ -92,8 +94,8 @@ def _attend_spelled_out(
     if mask is not None:
         scores = scores + mask
     if head_sinks is not None:
-        rows = folded.shape[2] * folded.shape[1] // head_sinks.numel()
-        column = head_sinks.float().view(1, keys.shape[0], -1, 1).expand(-1, -1, -1, rows)
+        query_count = folded.shape[2] * folded.shape[1] // head_sinks.numel()
+        column = head_sinks.float().view(1, keys.shape[0], -1, 1).expand(-1, -1, -1, query_count)
         scores = torch.cat([scores, column.reshape(1, keys.shape[0], -1, 1)], dim=-1)
     weights = scores.softmax(dim=-1)
     if head_sinks is not None:

@@ -31,18 +31,20 @@ def bounds_scores(queries: Tensor, low: Tensor, high: Tensor, scaling: float) ->
     scaling must be positive, bounds finite. A soft-cap would not change the order and is left out.
     """
     assert scaling > 0, f"scaling is {scaling}"
-    rows, query_heads, head_dim = queries.shape
+    query_count, query_heads, head_dim = queries.shape
     kv_heads, count, _ = low.shape
-    folded = queries.float().reshape(rows, kv_heads, -1, head_dim).transpose(0, 1).reshape(kv_heads, -1, head_dim)
+    folded = (
+        queries.float().reshape(query_count, kv_heads, -1, head_dim).transpose(0, 1).reshape(kv_heads, -1, head_dim)
+    )
     scores = folded.clamp(min=0) @ high.float().mT + folded.clamp(max=0) @ low.float().mT  # [Hkv, T · group, B]
-    best = scores.view(kv_heads, rows, query_heads // kv_heads, count).amax(2)
+    best = scores.view(kv_heads, query_count, query_heads // kv_heads, count).amax(2)
     return best.transpose(0, 1) * scaling
 
 
 def mean_scores(queries: Tensor, means: Tensor, scaling: float) -> Tensor:
     """The ablation that fails: the group's mean query against the block's mean key."""
-    rows, _, head_dim = queries.shape
-    mean_query = queries.float().reshape(rows, len(means), -1, head_dim).mean(2)  # [T, Hkv, D]
+    query_count, _, head_dim = queries.shape
+    mean_query = queries.float().reshape(query_count, len(means), -1, head_dim).mean(2)  # [T, Hkv, D]
     scores = mean_query.transpose(0, 1) @ means.float().mT
     return scores.transpose(0, 1) * scaling
 

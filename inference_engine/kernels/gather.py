@@ -75,12 +75,12 @@ def always_read(
     assert sink >= 0, f"sink is {sink}"
     starts = np.maximum(local_starts, sink)
     local = starts[:, None] + np.arange(max(0, int((positions - starts).max()) + 1))
-    rows = np.concatenate([np.broadcast_to(np.arange(sink), (len(positions), sink)), local], axis=1)
-    rows = np.where(rows <= positions[:, None], rows, -1)
+    read_positions = np.concatenate([np.broadcast_to(np.arange(sink), (len(positions), sink)), local], axis=1)
+    read_positions = np.where(read_positions <= positions[:, None], read_positions, -1)
     if width is not None:
-        assert width >= rows.shape[1], f"{rows.shape[1]} rows do not fit a width of {width}"
-        rows = np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=-1)
-    return Always(torch.from_numpy(rows).to(device), torch.from_numpy(local_starts).to(device), sink)
+        assert width >= read_positions.shape[1], f"{read_positions.shape[1]} entries do not fit a width of {width}"
+        read_positions = np.pad(read_positions, ((0, 0), (0, width - read_positions.shape[1])), constant_values=-1)
+    return Always(torch.from_numpy(read_positions).to(device), torch.from_numpy(local_starts).to(device), sink)
 
 
 def distant_blocks(always: Always, *, block: int, count: int) -> Tensor:
@@ -135,8 +135,8 @@ def gather_attend(
     outs, lses = [], []
     for first in range(0, len(queries), QUERIES_AT_ONCE):
         some = slice(first, first + QUERIES_AT_ONCE)
-        rows, seen = entries_read(kept[some], always.of(some), block=block, count=keys.shape[1])
-        some_keys, some_values = gather_vectors(keys, rows), gather_vectors(values, rows)
+        entries, seen = entries_read(kept[some], always.of(some), block=block, count=keys.shape[1])
+        some_keys, some_values = gather_vectors(keys, entries), gather_vectors(values, entries)
         out, lse = attend_entries(queries[some], some_keys, some_values, seen, scaling, softcap, head_sinks)
         outs.append(out)
         lses.append(lse)
@@ -148,13 +148,13 @@ def entries_read(kept: Tensor, always: Always, *, block: int, count: int) -> tup
     in_blocks = kept[..., None] * block + torch.arange(block, device=kept.device)
     distant = (in_blocks >= always.sink) & (in_blocks < always.local_starts[:, None, None, None])
     besides = always.positions[:, None].expand(-1, kept.shape[1], -1)
-    rows = torch.cat([besides, in_blocks.flatten(2)], dim=-1)
-    seen = torch.cat([besides >= 0, (distant & (kept >= 0)[..., None]).flatten(2)], dim=-1) & (rows < count)
-    return rows.where(seen, 0), seen
+    entries = torch.cat([besides, in_blocks.flatten(2)], dim=-1)
+    seen = torch.cat([besides >= 0, (distant & (kept >= 0)[..., None]).flatten(2)], dim=-1) & (entries < count)
+    return entries.where(seen, 0), seen
 
 
-def gather_vectors(states: Tensor, rows: Tensor) -> Tensor:
-    """Vectors `rows` [T, Hkv, R] of `states` [Hkv, S, D] -> [T, Hkv, R, D], a copy.
+def gather_vectors(states: Tensor, indices: Tensor) -> Tensor:
+    """Vectors `indices` [T, Hkv, R] of `states` [Hkv, S, D] -> [T, Hkv, R, D], a copy.
 
     Vectors must be contiguous, and whole numbers of vectors apart, as in the buffer or any projection.
     """
@@ -165,9 +165,9 @@ def gather_vectors(states: Tensor, rows: Tensor) -> Tensor:
     # element.
     last = (heads - 1) * by_head + (count - 1) * by_entry
     flat = states.as_strided((last // head_dim + 1, head_dim), (head_dim, 1))
-    regions = torch.arange(heads, device=rows.device)[:, None] * (by_head // head_dim)
-    picked = flat.index_select(0, (regions + rows * (by_entry // head_dim)).flatten())
-    return picked.view(*rows.shape, head_dim)
+    head_starts = torch.arange(heads, device=indices.device)[:, None] * (by_head // head_dim)
+    picked = flat.index_select(0, (head_starts + indices * (by_entry // head_dim)).flatten())
+    return picked.view(*indices.shape, head_dim)
 
 
 def masked_attend(

@@ -17,8 +17,8 @@ entry made on a hit contains its match's summary, unchanged. After n links the o
 query up to n · limit away in distance and n · ring in position, though each link kept both within bounds. `chain_limit`
 caps the links; None, as in the source, does not.
 
-Source: MAC-Attention, sections 3.2-3.5 and appendix B. Its threshold τ counts the other way (its hits become rarer as τ
-grows), so we read it as threshold = 1 − τ; its default τ = 0.45 is 0.55 here.
+Source: MAC-Attention, sections 3.2-3.5 and appendix B. Its threshold τ counts in the other direction (its hits become
+rarer as τ grows), so we read it as threshold = 1 − τ; its default τ = 0.45 is 0.55 here.
 """
 
 from __future__ import annotations
@@ -265,6 +265,6 @@ def _single(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 def _masses(scores: Tensor, starts: Tensor, anchors: Tensor, band: int) -> tuple[Tensor, Tensor]:
     """Shares of each head's softmax over scores [Hq, S]: on [anchor − band, anchor), and on [0, start)."""
     weights = scores.softmax(-1)
-    rows = torch.arange(scores.shape[-1], device=scores.device)
-    is_band = (rows >= anchors[:, None] - band) & (rows < anchors[:, None])
-    return (weights * is_band).sum(-1), (weights * (rows < starts[:, None])).sum(-1)
+    positions = torch.arange(scores.shape[-1], device=scores.device)
+    is_band = (positions >= anchors[:, None] - band) & (positions < anchors[:, None])
+    return (weights * is_band).sum(-1), (weights * (positions < starts[:, None])).sum(-1)

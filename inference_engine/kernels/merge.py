@@ -85,24 +85,24 @@ def with_head_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Te
 
 def attention_scores(queries: Tensor, keys: Tensor, *, scaling: float, softcap: float | None = None) -> Tensor:
     """Scores [T, Hq, S] in float32 of queries [T, Hq, D] against keys [Hkv, S, D], before any mask."""
-    rows, query_heads, head_dim = queries.shape
+    query_count, query_heads, head_dim = queries.shape
     kv_heads, count = keys.shape[:2]
     folded = queries.transpose(0, 1).reshape(kv_heads, -1, head_dim)  # [Hkv, group · T, D]
     scores = folded.float() @ keys.float().transpose(-1, -2) * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    return scores.reshape(query_heads, rows, count).transpose(0, 1)
+    return scores.reshape(query_heads, query_count, count).transpose(0, 1)
 
 
 def reduce_scores(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax of scores [T, Hq, S], -inf where unseen, over values [Hkv, S, D]: (out [T, Hq, D], lse [T, Hq])."""
-    rows, query_heads, count = scores.shape
+    query_count, query_heads, count = scores.shape
     kv_heads, _, head_dim = values.shape
     lse = torch.logsumexp(scores, dim=-1)
     # A softmax over nothing is 0/0. Only that is set to 0: a NaN from elsewhere stays visible.
     weights = scores.softmax(dim=-1).masked_fill(lse.isneginf()[..., None], 0)
-    folded = weights.transpose(0, 1).reshape(kv_heads, query_heads // kv_heads * rows, count)
-    out = (folded @ values.float()).reshape(query_heads, rows, head_dim)
+    folded = weights.transpose(0, 1).reshape(kv_heads, query_heads // kv_heads * query_count, count)
+    out = (folded @ values.float()).reshape(query_heads, query_count, head_dim)
     return out.transpose(0, 1), lse
 
 
@@ -114,7 +114,7 @@ def _is_fused(queries: Tensor, keys: Tensor) -> bool:
 
 
 def _attend_fused(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    rows, query_heads, head_dim = queries.shape
+    query_count, query_heads, head_dim = queries.shape
     kv_heads = keys.shape[0]
     folded = queries.transpose(0, 1).reshape(1, kv_heads, -1, head_dim)
     if queries.dtype == torch.float32:
@@ -126,7 +126,7 @@ def _attend_fused(queries: Tensor, keys: Tensor, values: Tensor, scaling: float)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             folded, keys[None], values[None], scale=scaling
         )
-    by_head = out.reshape(query_heads, rows, head_dim), lse.reshape(query_heads, rows)
+    by_head = out.reshape(query_heads, query_count, head_dim), lse.reshape(query_heads, query_count)
     return by_head[0].transpose(0, 1).float(), by_head[1].transpose(0, 1).float()
 
 

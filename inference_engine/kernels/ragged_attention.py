@@ -68,7 +68,7 @@ def attend_ragged(
 ) -> Tensor:
     """The reference of RaggedAttention."""
     out = torch.zeros_like(queries)
-    for row, numbers in enumerate(regions.tolist()):
+    for query, numbers in enumerate(regions.tolist()):
         start, region, count = numbers[START], numbers[HEAD_SLOTS], numbers[COUNT]
         if not count:
             continue
@@ -76,10 +76,10 @@ def attend_ragged(
         heads = start + torch.arange(kv_heads, device=queries.device)[:, None] * region
         if numbers[BLOCK]:
             assert blocks, "a query selects blocks, but blocks is 0"
-            read = kept(queries[row : row + 1], keys, values, heads, numbers, scaling=scaling)
-            index, one = heads + slots, queries[row : row + 1]
+            read = kept(queries[query : query + 1], keys, values, heads, numbers, scaling=scaling)
+            index, one = heads + slots, queries[query : query + 1]
             state, _ = masked_attend(one, keys[index], values[index], read, scaling=scaling, softcap=softcap)
-            out[row] = state[0].to(out.dtype)
+            out[query] = state[0].to(out.dtype)
             continue
         mask = torch.zeros(1, count, dtype=queries.dtype, device=queries.device)
         mask.masked_fill_(~seen(slots, numbers)[None], float("-inf"))
@@ -88,8 +88,8 @@ def attend_ragged(
             numbers[PREFIX_START] + torch.arange(kv_heads, device=queries.device)[:, None] * numbers[PREFIX_HEAD_SLOTS]
         )
         index = torch.where(slots < base, before + slots, heads + slots - base)  # [Hkv, count]
-        out[row : row + 1] = attend(
-            queries[row : row + 1], keys[index], values[index], mask, scaling=scaling, softcap=softcap
+        out[query : query + 1] = attend(
+            queries[query : query + 1], keys[index], values[index], mask, scaling=scaling, softcap=softcap
         )
     return out
 

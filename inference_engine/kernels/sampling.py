@@ -5,8 +5,8 @@ logits. The token is the id with the largest logit ÷ temperature + noise among 
 equals. Noise is a function of (seed, position, id) alone (`kernels/noise.py`), so neither how a history was built
 nor drafting can change it.
 
-Rows are drawn together, whatever their samplings: a few operations for all of them. What one gives depends on itself
-alone, bit for bit, so each operation here treats a row the same, whatever rows are beside it.
+All tokens of a step are drawn together, whatever their samplings, in a few operations. A token depends on its own row
+of logits alone, bit for bit, so each operation here treats a row the same, whatever rows are beside it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from torch.nn import functional
 from inference_engine.kernels.noise import NoiseOfAll, key, noise_of_all
 from inference_engine.types import Sampling
 
-# Of one float64 array over the vocabulary, for as many rows as fit, and at least one. Four of that size are there at
-# once on a CPU, whatever the sampling; where a GPU sorts, more. A GPU wants few operations: 85 rows of 49,152 ids, 16
-# of 262,144. On a CPU larger arrays are slower: the system takes their memory back, and clears it, at every operation.
+# Of one float64 array over the vocabulary, for as many rows of logits as fit, and at least one. Four of that size are
+# there at once on a CPU, whatever the sampling; where a GPU sorts, more. A GPU needs few operations: 85 rows of 49,152
+# ids, 16 of 262,144. On a CPU, larger arrays are slower: the system takes their memory back, and clears it, at every
+# operation.
 MAX_ARRAY_BYTES = 32 << 20
 MAX_ARRAY_BYTES_ON_CPU = 1 << 20
 
@@ -63,19 +64,18 @@ class Sampler:
         return self.seen is None and self.bias is None
 
     def adjusted(self, logits: Tensor, draft_tokens: Sequence[int]) -> Tensor:
-        """Raw float32 `logits` [n, V] with penalty and bias. Row r comes after the first r of the `draft_tokens` [n -
-        1].
+        """Raw float32 `logits` [n, V] with penalty and bias. Row r follows the first r of `draft_tokens` [n - 1].
 
-        Draft tokens are tokens that have not been observed.
+        Draft tokens have not been observed.
         """
         sampling = self.sampling
         if self.seen is not None:
             seen = self.seen
             if draft_tokens:
                 seen = seen.expand(len(logits), -1).clone()
-                after = [(row, draft_token) for row in range(len(logits)) for draft_token in draft_tokens[:row]]
-                rows, ids = on_device(np.array(after, dtype=np.int64).T, logits.device)
-                seen[rows, ids] = True
+                after = [(index, draft_token) for index in range(len(logits)) for draft_token in draft_tokens[:index]]
+                places, ids = on_device(np.array(after, dtype=np.int64).T, logits.device)
+                seen[places, ids] = True
             penalised = torch.where(
                 logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty
             )
@@ -90,22 +90,22 @@ class Sampler:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
-    """Tokens wanted of consecutive rows of a step's logits, each as if every draft token before it were right.
+    """Samples to draw from consecutive rows of a step's logits, each as if every draft token before it were right.
 
-    rows: which, of the rows whose logits were computed. position: of the token that the first of them gives.
-    drafted: the draft tokens, one fewer than rows.
+    indices: of those rows, in the logits that were computed. position: of the token that the first row gives.
+    drafted: the draft tokens, one fewer than the indices.
     """
 
-    rows: range
+    indices: range
     sampler: Sampler
     position: int
     drafted: Sequence[int] = ()
-    wants_logprob: bool = False
+    needs_logprob: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a row gave. `is_finite` is False if its logits were not: then there is no token."""
+    """The result of one row of logits. `is_finite` is False if the logits were not: then there is no token."""
 
     token_id: int
     logprob: float | None
@@ -114,11 +114,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One row of a draw: number `row` of its rows; index: which draw."""
+    """Row number `offset` of a draw. index: which draw."""
 
     index: int
     draw: Draw
-    row: int
+    offset: int
 
 
 def draw_all(logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll = noise_of_all) -> list[list[Sample]]:
@@ -127,35 +127,34 @@ def draw_all(logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll = n
     places = _places(draws, logits.shape[-1])
     if not places:
         return drawn
-    wanted = [place.draw.rows[place.row] for place in places]
-    rows = logits
-    if wanted != list(range(len(logits))):
-        rows = logits.index_select(0, on_device(np.array(wanted, dtype=np.int64), logits.device))
-    adjusted = _adjusted(rows, places)
+    indices = [place.draw.indices[place.offset] for place in places]
+    if indices != list(range(len(logits))):
+        logits = logits.index_select(0, on_device(np.array(indices, dtype=np.int64), logits.device))
+    adjusted = _adjusted(logits, places)
     greedy = sum(place.draw.sampler.sampling.is_greedy for place in places)
     tokens = [adjusted[:greedy].argmax(dim=-1)] if greedy else []
     if greedy < len(places):
         keyed = places[greedy:]
-        keys = [key(place.draw.sampler.seed, place.draw.position + place.row) for place in keyed]
+        keys = [key(place.draw.sampler.seed, place.draw.position + place.offset) for place in keyed]
         samplings = [place.draw.sampler.sampling for place in keyed]
         tokens.append(draw(adjusted[greedy:], samplings, keys, noise_of_all))
     ids = _joined(tokens)
     # A row's largest and smallest number show whether all are finite, in passes that write no array.
-    columns = [ids, rows.amax(dim=-1), rows.amin(dim=-1)]
-    if any(place.draw.wants_logprob for place in places):
-        columns.append(logprobs(rows, ids))
+    columns = [ids, logits.amax(dim=-1), logits.amin(dim=-1)]
+    if any(place.draw.needs_logprob for place in places):
+        columns.append(logprobs(logits, ids))
     # Ids are exact in float64.
     table = torch.stack([column.double() for column in columns], dim=1).tolist()
     for place, (token_id, largest, smallest, *rest) in zip(places, table, strict=True):
         is_finite = math.isfinite(largest) and math.isfinite(smallest)
-        logprob = rest[0] if place.draw.wants_logprob else None
+        logprob = rest[0] if place.draw.needs_logprob else None
         drawn[place.index].append(Sample(int(token_id), logprob, is_finite))
     return drawn
 
 
 def _places(draws: Sequence[Draw], vocab: int) -> list[_Place]:
-    """All rows, each draw's in order. Greedy ones come first, those that need an order of the vocabulary last."""
-    found = [_Place(index, each, row) for index, each in enumerate(draws) for row in range(len(each.rows))]
+    """The rows of all draws, each draw's in order. Greedy ones come first, those that rank the vocabulary last."""
+    found = [_Place(index, each, offset) for index, each in enumerate(draws) for offset in range(len(each.indices))]
 
     def order(place: _Place) -> tuple[bool, bool]:
         sampling = place.draw.sampler.sampling
@@ -164,15 +163,15 @@ def _places(draws: Sequence[Draw], vocab: int) -> list[_Place]:
     return sorted(found, key=order)
 
 
-def _adjusted(rows: Tensor, places: Sequence[_Place]) -> Tensor:
-    """`rows` with the penalties and biases of those that have any; `rows` themselves stay as they are."""
-    adjusted = rows
+def _adjusted(logits: Tensor, places: Sequence[_Place]) -> Tensor:
+    """`logits` with the penalties and biases of the draws that have any; `logits` is not written to."""
+    adjusted = logits
     for first, place in enumerate(places):
-        if place.row == 0 and not place.draw.sampler.is_plain:
-            if adjusted is rows:
-                adjusted = rows.clone()
-            own = slice(first, first + len(place.draw.rows))
-            adjusted[own] = place.draw.sampler.adjusted(rows[own], place.draw.drafted)
+        if place.offset == 0 and not place.draw.sampler.is_plain:
+            if adjusted is logits:
+                adjusted = logits.clone()
+            own = slice(first, first + len(place.draw.indices))
+            adjusted[own] = place.draw.sampler.adjusted(logits[own], place.draw.drafted)
     return adjusted
 
 
@@ -181,10 +180,10 @@ def draw(
 ) -> Tensor:
     """A token [n] from each row of `logits` [n, V], which have penalties and bias already. No synchronisation.
 
-    keys: of the rows' noise, from `noise.key`. No sampling may be greedy. Rows are drawn together as long as those
-    beside them need an order of the vocabulary as they do, or do not, so let those that do stand side by side.
+    keys: of the noise of each row, from `noise.key`. No sampling may be greedy. Neighbours are drawn together if all or
+    none of them rank the vocabulary, so put those that do side by side.
     """
-    rows, vocab = logits.shape
+    vocab = logits.shape[-1]
     tokens: list[Tensor] = []
     first = 0
     for _, alike in itertools.groupby(samplings, lambda sampling: is_ranked(sampling, vocab)):
@@ -194,7 +193,7 @@ def draw(
             for part in _parts(first, first + count, logits)
         )
         first += count
-    assert first == rows == len(keys), (first, rows, len(keys))
+    assert first == len(logits) == len(keys), (first, len(logits), len(keys))
     return _joined(tokens)
 
 
@@ -226,7 +225,7 @@ def _drawn(logits: Tensor, samplings: Sequence[Sampling], keys: Sequence[int], n
 
 
 def _left(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """`logits` [n, V] ÷ temperature, float64, and -inf where a filter cuts. One that a row has not cuts nothing."""
+    """`logits` [n, V] ÷ temperature, float64, and -inf where a filter cuts. A filter that is off cuts nothing."""
     vocab = logits.shape[-1]
     options = [
         (
@@ -253,7 +252,7 @@ def _left(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 
 def _ranked(logits: Tensor) -> Tensor:
-    """Each row [n, V] from its largest number down."""
+    """Each row of `logits` [n, V], sorted from its largest number down."""
     if logits.is_cuda:
         return logits.sort(dim=-1, descending=True).values
     # torch sorts the ids along, which are not needed here: that takes three times as long.
@@ -261,7 +260,7 @@ def _ranked(logits: Tensor) -> Tensor:
 
 
 def _nucleus(ranked: Tensor, temperature: Tensor, counts: Tensor, top_p: Tensor) -> Tensor:
-    """How many [n, 1] of each row's first `counts` top_p leaves: until those before fall short of it no more."""
+    """How many [n, 1] of the first `counts` of each row top_p leaves: the fewest whose sum reaches it."""
     weights = ranked.double().sub_(ranked[:, :1]).div_(temperature).exp_()
     weights.masked_fill_(torch.arange(ranked.shape[-1], device=ranked.device) >= counts, 0.0)
     sums = _running_sums_(weights)
@@ -272,7 +271,7 @@ def _nucleus(ranked: Tensor, temperature: Tensor, counts: Tensor, top_p: Tensor)
 def _largest(logits: Tensor, counts: Tensor, ranked: Tensor) -> Tensor:
     """Whether each number [n, V] is one of the `counts` [n, 1] largest of its row; of equals the lower ids are.
 
-    ranked: the row in order, as far as needed.
+    ranked: the largest numbers of each row, sorted, as many as needed.
     """
     last = ranked.gather(1, counts - 1)
     above, equal = logits > last, logits == last
@@ -281,10 +280,10 @@ def _largest(logits: Tensor, counts: Tensor, ranked: Tensor) -> Tensor:
 
 
 def _parts(first: int, last: int, logits: Tensor) -> Iterator[slice]:
-    """Rows first … last - 1, as many at a time as the limit of an array allows."""
+    """Slices of the rows first … last - 1, each as long as the limit of an array allows."""
     vocab = logits.shape[-1]
     if logits.is_cuda:
-        # Up to V / 512 rows torch gives each of them 512 threads to add it up with, and so one order to add in.
+        # Up to V / 512 rows, torch adds up each row with 512 threads, and so in one order.
         count = max(min(MAX_ARRAY_BYTES // (8 * vocab), vocab // 512), 2)
     else:
         count = max(MAX_ARRAY_BYTES_ON_CPU // (8 * vocab), 1)
@@ -297,17 +296,17 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _aligned(logits: Tensor) -> Tensor:
-    """The rows [n, V]; on a GPU with impossible ids added until each row begins at a multiple of 16 bytes.
+    """`logits` [n, V]; on a GPU, padded with -inf until each row begins at a multiple of 16 bytes.
 
-    There softmax adds in an order that depends on where in such a multiple a row begins.
+    On a GPU the order in which softmax adds depends on where in such a multiple a row begins.
     """
     missing = -logits.shape[-1] % 4 if logits.is_cuda else 0
     return functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
-def _running_sums_(rows: Tensor) -> Tensor:
-    """Of each row; `rows` may be written over."""
-    if rows.is_cuda and len(rows) == 1:
-        # On a GPU torch gives a lone row to cub, which adds in another order, and not always in the same.
-        return rows.repeat(2, 1).cumsum_(dim=-1)[:1]
-    return rows.cumsum_(dim=-1)
+def _running_sums_(numbers: Tensor) -> Tensor:
+    """Running sums of each row of `numbers`, which may be written over."""
+    if numbers.is_cuda and len(numbers) == 1:
+        # On a GPU, torch gives a single row to cub, which adds in another order, and not always in the same.
+        return numbers.repeat(2, 1).cumsum_(dim=-1)[:1]
+    return numbers.cumsum_(dim=-1)

@@ -1,4 +1,4 @@
-"""Exact Top-K of each row, found faster when a hint says where it was a step ago.
+"""Exact Top-K of each row of scores, found faster when a hint says where it was a step ago.
 
     estimate  two thresholds from the hinted values, their smallest and their mean; without a hint, one from all values
     verify    count the values ≥ threshold, a pass over the row each time, until the count fits: k ≤ count ≤ capacity
@@ -76,7 +76,7 @@ def topk(
 
 
 def topk_by_sorting(scores: Tensor, k: int, *, candidates: Tensor | None = None) -> Tensor:
-    """`topk(...).indices` by sorting whole rows: the definition, quicker where rows are short, and it never waits."""
+    """`topk(...).indices` by sorting whole rows: the definition, faster where rows are short, and it never waits."""
     shape, count = scores.shape[:-1], scores.shape[-1]
     everything = torch.arange(count, device=scores.device)
     if scores.numel() == 0:

@@ -1,21 +1,22 @@
-"""Trellis-coded quantisation: numbers of a row as codes of few bits each, chosen together.
+"""Trellis-coded quantisation: the numbers of a vector as codes of few bits each, chosen together.
 
 A number of b bits has 2**(b + 1) levels, twice as many as it has codes. Level l is of subset l mod 4. A code is
 
     | b − 1 bits: which level of the subset | 1 bit: u |
 
-and the subset follows from the u of this number and of the three before it, so that which levels a code can reach hangs
-on its neighbours' codes:
+and the subset follows from the u of this number and of the three before it, so that which levels a code can reach
+depends on its neighbours' codes:
 
     subset  =  2 · (u ⊕ u₋₁ ⊕ u₋₃)  +  u₋₂
 
-Whoever decodes looks at four bits. Whoever encodes looks for the path through the 8 states (u₋₁, u₋₂, u₋₃) whose
-levels cost least (Viterbi), and so has the choice of levels half as far apart: at 1 to 4 bits a Gaussian variable loses
-0.7 to 1.7 dB less than with the best levels for each number alone.
+Decoding a number reads four bits. Encoding looks for the path through the 8 states (u₋₁, u₋₂, u₋₃) whose levels cost
+least (Viterbi), and so chooses among levels half as far apart: at 1 to 4 bits a Gaussian variable loses 0.7 to 1.7 dB
+less than with the best levels for each number alone.
 Source: Marcellin and Fischer, IEEE Trans. Communications 38(1), 1990; the code is Ungerboeck's with 8 states (IEEE
 Trans. Inf. Theory 28(1), 1982, Table I, parity checks 13 and 04), its encoder fed forward.
 
-A row's numbers are dealt out to `chains`: number c is step c ÷ chains of chain c mod chains. A chain begins with zeros.
+A vector's numbers are distributed over `chains`: number c is step c ÷ chains of chain c mod chains. A chain begins with
+zeros.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SUBSETS = 4
-MEMORY = 3  # how many earlier u a subset hangs on
+MEMORY = 3  # how many earlier u a subset depends on
 STATES = 1 << MEMORY
 STEPS = 256  # of a chain, at most: a chain's first steps have less choice
-_ROWS = 256  # that are encoded at once: each needs some 60 bytes a number
+_VECTORS_AT_ONCE = 256  # that are encoded at once: each needs some 60 bytes a number
 
 # numbers [n, C] float32 → codes, int32 [n, C]; and codes → the levels they stand for, float32 [n, C].
 Choose = Callable[[Tensor, "Levels"], Tensor]
@@ -51,7 +52,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Levels:
-    """What the numbers of a row may become, and what an error in each costs. C numbers, of at least one bit each.
+    """What the numbers of a vector may become, and what an error in each costs. C numbers, of at least one bit each.
 
     values: the tables in use, one after another, each ascending, float32. first, size [C]: where in them a number's
     table begins, and how many levels it has; int32. weights [C]: what a squared error costs, float32. runs: the same on
@@ -127,13 +128,13 @@ def make_levels(tables: Sequence[Tensor], weights: Tensor) -> Levels:
 
 
 def choose(numbers: Tensor, levels: Levels) -> Tensor:
-    """The codes whose levels cost least in all, of each row of `numbers` [n, C]: int32 [n, C].
+    """The codes whose levels cost least in all, of each vector of `numbers` [n, C]: int32 [n, C].
 
-    Of a row that is not finite they are some codes or other.
+    The codes of a vector that is not finite are arbitrary.
     """
     if not len(numbers):
         return numbers.int()
-    return torch.cat([_choose(some, levels) for some in torch.split(numbers, _ROWS)])
+    return torch.cat([_choose(some, levels) for some in torch.split(numbers, _VECTORS_AT_ONCE)])
 
 
 def levels_of(codes: Tensor, levels: Levels) -> Tensor:
@@ -153,18 +154,18 @@ def _earlier(bits: Tensor, by: int) -> Tensor:
 
 
 def _choose(numbers: Tensor, levels: Levels) -> Tensor:
-    rows, chains = len(numbers), levels.chains
+    vector_count, chains = len(numbers), levels.chains
     steps = -(-levels.count // chains)
-    nearest = torch.empty((SUBSETS, steps * chains, rows), dtype=torch.int16, device=numbers.device)
-    costs = numbers.new_empty((SUBSETS, steps * chains, rows))
+    nearest = torch.empty((SUBSETS, steps * chains, vector_count), dtype=torch.int16, device=numbers.device)
+    costs = numbers.new_empty((SUBSETS, steps * chains, vector_count))
     # What chains that end a step early are filled up with.
     for part in (nearest, costs):
         part[:, levels.count :] = 0
-    # A number's rows side by side, so that a step of all chains is one piece of memory.
+    # The same number of all vectors side by side, so that a step of all chains is one piece of memory.
     _nearest(numbers.T.contiguous(), levels, nearest, costs)
-    bits, subsets = _cheapest_path(costs.view(SUBSETS, steps, chains * rows))
-    chosen = nearest.view(SUBSETS, -1).gather(0, subsets.view(1, -1)).view(-1, rows)
-    return (chosen.int() << 1 | bits.view(-1, rows))[: levels.count].T.contiguous()
+    bits, subsets = _cheapest_path(costs.view(SUBSETS, steps, chains * vector_count))
+    chosen = nearest.view(SUBSETS, -1).gather(0, subsets.view(1, -1)).view(-1, vector_count)
+    return (chosen.int() << 1 | bits.view(-1, vector_count))[: levels.count].T.contiguous()
 
 
 def _nearest(numbers: Tensor, levels: Levels, nearest: Tensor, costs: Tensor) -> None:
@@ -191,10 +192,10 @@ def _cheapest_path(costs: Tensor) -> tuple[Tensor, Tensor]:
     spent[0] = 0.0
     from_above = torch.empty((steps, STATES, count), dtype=torch.bool, device=costs.device)
     for step in range(steps):
-        ways = costs[:, step].index_select(0, branches).view(2, STATES // 2, 2, count)
-        ways += spent.view(2, STATES // 2, 1, count)
-        torch.lt(ways[1], ways[0], out=from_above[step].view(STATES // 2, 2, count))
-        torch.minimum(ways[0], ways[1], out=spent.view(STATES // 2, 2, count))
+        sums = costs[:, step].index_select(0, branches).view(2, STATES // 2, 2, count)
+        sums += spent.view(2, STATES // 2, 1, count)
+        torch.lt(sums[1], sums[0], out=from_above[step].view(STATES // 2, 2, count))
+        torch.minimum(sums[0], sums[1], out=spent.view(STATES // 2, 2, count))
         # What all states have spent says nothing, and would swamp the rest if one number lay far outside its levels.
         spent -= spent.amin(0)
     state = spent.argmin(0)

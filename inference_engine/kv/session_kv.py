@@ -290,8 +290,8 @@ class SessionKV:
         return max((part.replay_end(self.length) for part in self.parts), default=0)
 
     def wake(self, tokens: int) -> bool:
-        """Make the session active, for histories of up to `tokens`. False, and nothing taken, if the pool has no room
-        now.
+        """Make the session active, for histories of up to `tokens`. False if the pool has no room now:
+        then it takes nothing.
 
         Old entries are restored from the archive, now or in attention. Where the archive keeps nothing, they are
         staged again from position 0 (`next_position`). Raises RestorationFailed, and the session stays idle as it was.
@@ -301,8 +301,8 @@ class SessionKV:
         most = max(self.length, tokens if self.limit_tokens is None else min(tokens, self.limit_tokens))
         for index, part in enumerate(self.parts):
             if not part.wake(most, self.length):
-                for woken in self.parts[:index]:
-                    woken.idle(None)
+                for active in self.parts[:index]:
+                    active.idle(None)
                 return False
         if self._replay_end:
             self._replayed = 0

@@ -33,7 +33,8 @@ def check_safetensors(path: Path) -> dict[str, Any]:
         start = file.read(32)
         header_bytes = int.from_bytes(start[:8], "little")
         for signature, kind in _FOREIGN.items():
-            # A valid header may have a length that begins with a pickle's first byte; its braces tell them apart.
+            # A valid header may have a length that begins with a pickle's first byte; the brace after it distinguishes
+            # the two.
             if start.startswith(signature) and start[8:9] != b"{":
                 raise ModelError(f"{path}: not a safetensors file but {kind}")
         if header_bytes > MAX_HEADER_BYTES or start[8:9] != b"{":

@@ -113,11 +113,11 @@ class Batching:
             generated=generated,
             drafted=0 if draft is None else len(draft),
             sampler=request.sampler if is_last and not is_scored else None,
-            wants_logprob=request.params.logprobs,
+            needs_logprob=request.params.logprobs,
             wanted_logits=wanted,
-            wants_taps=self._drafting is not None
+            needs_taps=self._drafting is not None
             and not request.session.kv.pending_replay
-            and self._drafting.wants_taps(request),
+            and self._drafting.needs_taps(request),
         )
 
     def _tokens(self, request: Request, decoders: int) -> int:

@@ -370,10 +370,10 @@ class Scheduler:
                 return False
         draft_tokens = 0 if self._drafting is None else min(_DRAFT_TOKENS, self._drafting.most_draft_tokens(request))
         # After a refusal the next attempt is made when the next segment is granted, not at each step.
-        wants = (
+        should_grow = (
             draft_tokens > 0 and not kv.covers(tokens + draft_tokens) and request.refused_behind != kv.granted_tokens
         )
-        if wants and not self._store.secure_if_free(session, tokens + draft_tokens):
+        if should_grow and not self._store.secure_if_free(session, tokens + draft_tokens):
             request.refused_behind = kv.granted_tokens
         return True
 

@@ -104,7 +104,7 @@ class Drafting:
         self._given: dict[Request, DraftMethod] = {}  # requests whose draft tokens the step verifies
         self._seen: list[tuple[Request, Seen]] = []
 
-    def wants_taps(self, request: Request) -> bool:
+    def needs_taps(self, request: Request) -> bool:
         return bool(self._drafter.tap_layers) and self._is_served(request)
 
     def most_draft_tokens(self, request: Request) -> int:

@@ -121,9 +121,9 @@ class DrafterGraphs:
             draws = Draws(keys_of_noise.view(count, -1), temperatures.view(torch.float64))
             return choose_draft_tokens(self._network, self._words, states[:, 1:], draws)
 
-        idle = np.zeros(sum(sizes), dtype=np.int64)
-        idle[-sizes[-1] :] = 1  # a block sees at least itself
-        return Recording(idle, self._device, compute, memory)
+        padding = np.zeros(sum(sizes), dtype=np.int64)
+        padding[-sizes[-1] :] = 1  # a block sees at least itself
+        return Recording(padding, self._device, compute, memory)
 
     def _record_observing(self, count: int, memory: GraphMemory) -> Recording[None]:
         taps = self._taps[:count]

@@ -94,8 +94,10 @@ class RingMemory(DraftMemory):
 
     def index(self, slots: Positions) -> NDArray[np.int64]:
         """Vectors of the buffer: for each layer and head, those of the slots; flat."""
-        regions = np.arange(self._config.layers * self._config.kv_heads, dtype=np.int64) * self._config.context_window
-        return (self.first_vector + regions[:, None] + slots[None, :]).reshape(-1)
+        head_starts = (
+            np.arange(self._config.layers * self._config.kv_heads, dtype=np.int64) * self._config.context_window
+        )
+        return (self.first_vector + head_starts[:, None] + slots[None, :]).reshape(-1)
 
     def states(self, count: int) -> tuple[Tensor, Tensor]:
         """K and V of the first `count` slots: [layers, Hkv, count, D] each, views."""
@@ -124,8 +126,8 @@ def buffers_of(config: DFlashConfig, context: KVContext) -> tuple[Tensor, Tensor
 
 def write_index(memories: Sequence[RingMemory], slots: Sequence[Positions]) -> Positions:
     """[layers · Hkv, n], vectors of the buffers, memory after memory."""
-    regions = [memory.index(own).reshape(-1, len(own)) for memory, own in zip(memories, slots, strict=True)]
-    return np.concatenate(regions, axis=1)
+    indices = [memory.index(own).reshape(-1, len(own)) for memory, own in zip(memories, slots, strict=True)]
+    return np.concatenate(indices, axis=1)
 
 
 def write_entries(memory: RingMemory, index: Positions, keys: Tensor, values: Tensor) -> None:

@@ -1,10 +1,10 @@
 """The values that code a coefficient of variance 1, and their distortion: see `inference_engine/kernels/trellis.py`.
 
-Levels lie as densely as a quantiser of many levels wants them, in proportion to the cube root of the variable's density
-(Panter and Dite, Proc. IRE 39(1), 1951), drawn together where levels are few. Coefficients of a token, divided by the
-token's scale, are nearly Gaussian but for the leading ones, whose tails are heavier. So these, and what has many bits,
-have levels for a Student variable of 14 degrees of freedom, which on a Gaussian one loses a sixth more and reaches more
-than twice as far; the cube root of its density is that of one with 4.
+Levels lie as densely as is best for a quantiser of many levels: in proportion to the cube root of the variable's
+density (Panter and Dite, Proc. IRE 39(1), 1951), drawn together where levels are few. Coefficients of a token, divided
+by the token's scale, are nearly Gaussian but for the leading ones, whose tails are heavier. So these, and what has many
+bits, have levels for a Student variable of 14 degrees of freedom, which on a Gaussian one loses a sixth more and
+reaches more than twice as far; the cube root of its density is that of one with 4.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def levels(bits: int, has_tails: bool = False) -> Tensor:
 
 
 def spread(count: int, has_tails: bool) -> Tensor:
-    """`count` levels, as dense as a coefficient wants them, ascending, float64."""
+    """`count` levels, as dense as is best for a coefficient, ascending, float64."""
     quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     return _student(quantiles) if has_tails else _gaussian(quantiles)
 

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     scripted = serve.add_argument_group("scripted model", "instead of a model: what serving costs without one")
     scripted.add_argument("--scripted", action="store_true", help="start the server on a model that costs nothing")
     scripted.add_argument("--step-seconds", type=float, default=0.0, metavar="S", help="the least a step takes then")
-    scripted.add_argument("--row-seconds", type=float, default=0.0, metavar="S", help="what each token adds to that")
+    scripted.add_argument("--token-seconds", type=float, default=0.0, metavar="S", help="what each token adds to that")
     serve.add_argument("--name", default=EXPERIMENT, metavar="NAME", help=f"of the record (default: {EXPERIMENT})")
     serve.add_argument("--results", type=Path, metavar="FOLDER", help="where records go (default: results/)")
     serve.add_argument("--no-record", action="store_true", help="only show")
@@ -95,7 +95,9 @@ def run(args: argparse.Namespace) -> int:
             with Console(stderr=True).status("starting a server"):
                 server_config = ServerConfig(bind="127.0.0.1:0", drain_seconds=5.0)
                 child = stack.enter_context(
-                    scripted_child(engine, server_config, step_seconds=args.step_seconds, row_seconds=args.row_seconds)
+                    scripted_child(
+                        engine, server_config, step_seconds=args.step_seconds, token_seconds=args.token_seconds
+                    )
                     if args.scripted
                     else child_server(model, engine)
                 )
@@ -115,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
                 "max_batch": engine.max_batch if args.target is None else None,
                 "max_queued": engine.max_queued if args.target is None else None,
                 "step_seconds": args.step_seconds if args.scripted else None,
-                "row_seconds": args.row_seconds if args.scripted else None,
+                "row_seconds": args.token_seconds if args.scripted else None,
                 "agents": plan.agents,
                 "seconds": plan.seconds,
                 "warm_seconds": plan.warm_seconds,

@@ -33,13 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add_config_file(parser)
     parser.add_argument("--step-seconds", type=float, default=0.0, metavar="S", help="the least a step takes")
-    parser.add_argument("--row-seconds", type=float, default=0.0, metavar="S", help="what each token adds to that")
+    parser.add_argument("--token-seconds", type=float, default=0.0, metavar="S", help="what each token adds to that")
     add_settings(parser, EngineConfig)
     add_settings(parser, ServerConfig)
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     torch.set_num_threads(1)
-    script = Script(step_seconds=args.step_seconds, row_seconds=args.row_seconds)
+    script = Script(step_seconds=args.step_seconds, token_seconds=args.token_seconds)
     forward = ScriptedForward(ScriptedModel(vocab_size=VOCABULARY), script)
     with Engine(forward, settings(args, EngineConfig)) as engine:
 
@@ -52,11 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def scripted_child(
-    engine: EngineConfig, server: ServerConfig, *, step_seconds: float, row_seconds: float = 0.0
+    engine: EngineConfig, server: ServerConfig, *, step_seconds: float, token_seconds: float = 0.0
 ) -> Iterator[ChildServer]:
     """Such a server as a child process, gone at the end."""
     flags = [flag for config in (engine, server) for flag in as_flags(config)]
-    script = (f"--step-seconds={step_seconds}", f"--row-seconds={row_seconds}")
+    script = (f"--step-seconds={step_seconds}", f"--token-seconds={token_seconds}")
     with start_child(MODULE, *script, *flags) as process:
         child = ChildServer(process)
         try:

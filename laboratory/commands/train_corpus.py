@@ -1,6 +1,6 @@
 """`kakeya train corpus`: what the model itself says, for a drafter to learn from.
 
-kakeya train corpus --model FOLDER --device cuda --dtype bfloat16 --rows 2048 --tokens 16000000 --seconds 540
+kakeya train corpus --model FOLDER --device cuda --dtype bfloat16 --texts-at-once 2048 --tokens 16000000 --seconds 540
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def add_parser(commands: Subparsers) -> None:
     )
     add_config_file(corpus)
     corpus.add_argument("--tokens", type=int, default=1_000_000, metavar="N", help="to write (default: 1000000)")
-    corpus.add_argument("--rows", type=int, default=64, metavar="N", help="texts written at once (default: 64)")
+    corpus.add_argument(
+        "--texts-at-once", type=int, default=64, metavar="N", help="texts written at once (default: 64)"
+    )
     corpus.add_argument("--length", type=int, default=768, metavar="N", help="tokens of a text (default: 768)")
     corpus.add_argument("--turn-tokens", type=int, default=320, metavar="N", help="of a turn, at most (default: 320)")
     corpus.add_argument(
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Write batches of texts until there are enough or time is up. Raises KakeyaError."""
     if args.length < _SHORTEST_TEXT:
         raise ConfigError(f"--length must be at least {_SHORTEST_TEXT}, got {args.length}")
-    for name in ("tokens", "rows", "turn_tokens"):
+    for name in ("tokens", "texts_at_once", "turn_tokens"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     started = time.monotonic()
@@ -85,7 +87,9 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.length > loaded.trained_positions:
         raise ConfigError(f"--length must be at most {loaded.trained_positions} for this model, got {args.length}")
-    plan = CorpusPlan(tokens=args.tokens, rows=args.rows, length=args.length, turn_tokens=args.turn_tokens)
+    plan = CorpusPlan(
+        tokens=args.tokens, texts_at_once=args.texts_at_once, length=args.length, turn_tokens=args.turn_tokens
+    )
     out = args.out or corpus_folder(checked.model_id, model.cache_path)
 
     def report(manifest: CorpusManifest, tokens_per_second: float) -> None:

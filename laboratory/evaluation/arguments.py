@@ -1,4 +1,4 @@
-"""What several experiments ask for on the command line, and find out of a target in the same way."""
+"""What several experiments ask for on the command line, and what they find out of a target alike."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     )
     reported = values(cell.hits(str(Full())), found)
     return {
-        "what": "How few layers, and which, must keep every row so that far facts are found as full finds them.",
+        "what": "How few layers, and which, must keep every KV entry so that far facts are found as full finds them.",
         "config": {
             **target.describe(),
             "sink": windows.sink,

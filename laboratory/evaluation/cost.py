@@ -216,8 +216,8 @@ def rows(found: dict[Cell, list[Run]]) -> list[dict[str, Any]]:
 def with_traffic(
     lines: Sequence[Mapping[str, Any]], strategies: Mapping[str, KVStrategy], geometry: Geometry, tokens: int
 ) -> list[dict[str, Any]]:
-    """The lines with what the traffic model wants to know: bytes that a decoded token reads, on average, and whether
-    it has to find them."""
+    """The lines with the inputs of the traffic model: bytes that a decoded token reads, on average, and whether it has
+    to find them."""
     reported = []
     for line in lines:
         one, first = strategies[line["strategy"]], line["length"] + 2

@@ -68,10 +68,10 @@ class _Collector(ABC):
 
     @torch.inference_mode()
     def __call__(self, position: int, logits: Tensor) -> None:
-        rows = max(1, _ELEMENTS_AT_ONCE // logits.shape[-1])
-        for start in range(0, len(logits), rows):
+        count = max(1, _ELEMENTS_AT_ONCE // logits.shape[-1])
+        for start in range(0, len(logits), count):
             place = position - self._first + start
-            piece = logits[start : start + rows]
+            piece = logits[start : start + count]
             forced = torch.tensor(self._forced[place : place + len(piece)], device=logits.device)
             ours = torch.log_softmax(piece, dim=-1, dtype=torch.float32)
             loss = -ours.gather(1, forced[:, None])[:, 0]
@@ -97,7 +97,7 @@ class _Baseline(_Collector):
         self._log_probs: Tensor | None = None
         self._margins: list[Tensor] = []
 
-    def rows(self, place: int, count: int) -> tuple[Tensor, Tensor]:
+    def log_probs(self, place: int, count: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities [count, V] and margins [count] from forced token number `place` on."""
         assert self._log_probs is not None
         return self._log_probs[place : place + count], torch.cat(self._margins)[place : place + count]
@@ -120,6 +120,6 @@ class _Comparison(_Collector):
         self._baseline = baseline
 
     def _against(self, place: int, logits: Tensor, ours: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        theirs, margins = self._baseline.rows(place, len(ours))
+        theirs, margins = self._baseline.log_probs(place, len(ours))
         divergence = (theirs.exp() * (theirs - ours)).sum(dim=-1, dtype=torch.float64)
         return divergence, theirs.argmax(dim=-1) == ours.argmax(dim=-1), margins

@@ -63,19 +63,19 @@ class Compared:
 def compare(
     target: Target, drafters: Mapping[str, Drafter], asked: Mapping[str, Sequence[Asked]], *, draft_tokens: int
 ) -> dict[tuple[str, str], Compared]:
-    """By drafter, or AGAIN, and way. Nothing ends a text but its length."""
-    plain = {way: write_all(target.engine, some, tokens=SAME_TOKENS) for way, some in asked.items()}
+    """By drafter, or AGAIN, and method of choosing tokens. Nothing ends a text but its length."""
+    plain = {method: write_all(target.engine, some, tokens=SAME_TOKENS) for method, some in asked.items()}
     found: dict[tuple[str, str], Compared] = {}
-    for way, some in asked.items():
+    for method, some in asked.items():
         shift = min(SIDE_BY_SIDE // 2, len(some) // 2)
         again = write_all(target.engine, [*some[shift:], *some[:shift]], tokens=SAME_TOKENS)
         back = len(some) - shift
-        found[AGAIN, way] = compare_texts(target.engine, some, plain[way], [*again[back:], *again[:back]])
+        found[AGAIN, method] = compare_texts(target.engine, some, plain[method], [*again[back:], *again[:back]])
     for name, drafter in drafters.items():
         with drafting(target, drafter, draft_tokens) as engine:
-            for way, some in asked.items():
+            for method, some in asked.items():
                 texts = write_all(engine, some, tokens=SAME_TOKENS)
-                found[name, way] = compare_texts(target.engine, some, plain[way], texts)
+                found[name, method] = compare_texts(target.engine, some, plain[method], texts)
     return found
 
 
@@ -131,8 +131,8 @@ def margin(logits: Tensor, sampling: Sampling, position: int, own: int, other: i
 
 def values(found: Mapping[tuple[str, str], Compared]) -> dict[str, dict[str, Any]]:
     reported = {}
-    for (name, way), one in found.items():
-        cell = f"{name}, {way}"
+    for (name, method), one in found.items():
+        cell = f"{name}, {method}"
         parted = len(one.differences)
         reported[f"same ids as plain, {cell}"] = record.exact((one.prompts - parted) / one.prompts, "share")
         reported[f"differ beyond near-ties, {cell}"] = record.exact(parted - one.near_ties, f"of {one.prompts}")
@@ -143,7 +143,7 @@ def rows(found: Mapping[tuple[str, str], Compared]) -> list[dict[str, Any]]:
     return [
         {
             "drafter": name,
-            "way": way,
+            "way": method,
             "prompts": one.prompts,
             "same ids": one.prompts - len(one.differences),
             "near-ties": one.near_ties,
@@ -152,13 +152,13 @@ def rows(found: Mapping[tuple[str, str], Compared]) -> list[dict[str, Any]]:
             "draft_tokens": one.drafted,
             "right": one.accepted,
         }
-        for (name, way), one in found.items()
+        for (name, method), one in found.items()
     ]
 
 
 def differences(found: Mapping[tuple[str, str], Compared]) -> list[dict[str, Any]]:
     return [
-        {"drafter": name, "way": way, "prompt": each.prompt, "place": each.place, "margin": each.margin}
-        for (name, way), one in found.items()
+        {"drafter": name, "way": method, "prompt": each.prompt, "place": each.place, "margin": each.margin}
+        for (name, method), one in found.items()
         for each in one.differences
     ]

@@ -59,8 +59,8 @@ def time_all(
     batches: Sequence[int],
     rounds: int,
 ) -> dict[Cell, list[Pace]]:
-    """Rounds by cell, plain among them; drafts are as long as pays. Prompts go round in turns: each is written on by
-    everybody before the next.
+    """Rounds by cell, plain among them; drafts are as long as pays. Prompts go round in turns: every
+    drafter continues a prompt before the next.
 
     A first group of each cell warms up and is not kept.
     """
@@ -69,12 +69,12 @@ def time_all(
         engines = {PLAIN: target.engine}
         engines |= {name: stack.enter_context(drafting(target, one, 0)) for name, one in drafters.items()}
         for number in range(rounds + 1):
-            for (kind, way), some in asked.items():
+            for (kind, method), some in asked.items():
                 for batch in batches:
                     groups = [some[start : start + batch] for start in range(0, max(1, texts // batch) * batch, batch)]
                     paces = _round(target, engines, groups if number else groups[:1], tokens, number)
                     for name, pace in paces.items():
-                        cell = Cell(drafter=name, kind=kind, way=way, batch=batch)
+                        cell = Cell(drafter=name, kind=kind, method=method, batch=batch)
                         per_token = 1e3 * pace.token_seconds
                         logger.info("round %d of %d, %s: %.2f ms a token", number, rounds, cell, per_token)
                         if number:
@@ -128,7 +128,7 @@ def rows(found: Mapping[Cell, Sequence[Pace]]) -> list[dict[str, Any]]:
     """A line for each cell: medians of rounds; quartiles of the ratio."""
     lines = []
     for cell, paces in found.items():
-        line: dict[str, Any] = {"drafter": cell.drafter, "kind": cell.kind, "way": cell.way, "batch": cell.batch}
+        line: dict[str, Any] = {"drafter": cell.drafter, "kind": cell.kind, "way": cell.method, "batch": cell.batch}
         line["tokens/s"] = record.summarize([1 / one.token_seconds for one in paces], "")["median"]
         line["tokens/s, decoding"] = record.summarize([1 / one.decode_token_seconds for one in paces], "")["median"]
         times = _over_plain(found, cell, "token_seconds") if cell.drafter != PLAIN else []

@@ -1,6 +1,6 @@
-"""What drafters are tried on: prompts of every kind, with tokens chosen in two ways, and engines that draft.
+"""What drafters are tried on: prompts of every kind, with tokens chosen by two methods, and engines that draft.
 
-Chats begin with a user's question in the model's own template; of other kinds a piece of text is gone on with. Nothing
+Chats begin with a user's question in the model's own template; of other kinds a piece of text is continued. Nothing
 of them was ever trained on.
 """
 
@@ -32,11 +32,11 @@ class Cell:
 
     drafter: str
     kind: str
-    way: str
+    method: str
     batch: int = 1
 
     def __str__(self) -> str:
-        return f"{self.drafter}, {self.kind}, {self.way}" + (f", batch {self.batch}" if self.batch > 1 else "")
+        return f"{self.drafter}, {self.kind}, {self.method}" + (f", batch {self.batch}" if self.batch > 1 else "")
 
 
 @contextmanager
@@ -48,38 +48,38 @@ def drafting(target: Target, drafter: Drafter, draft_tokens: int) -> Iterator[En
 
 
 def prompts(target: Target, arguments: argparse.Namespace) -> dict[tuple[str, str], list[Asked]]:
-    """Prompts by kind and way: as many as the largest part wants."""
+    """Prompts by kind and method of choosing tokens: as many as the largest part needs."""
     count = max(arguments.texts, arguments.timed_texts, *arguments.batches)
     found = {}
     for kind in arguments.kinds:
         texts = [_prompt(target, kind, number, arguments.length, f"long/{arguments.seed}") for number in range(count)]
-        for way in _ways(arguments):
-            found[kind, way] = _asked(texts, way, arguments)
+        for method in _methods(arguments):
+            found[kind, method] = _asked(texts, method, arguments)
     return found
 
 
 def short_prompts(target: Target, arguments: argparse.Namespace) -> dict[str, list[Asked]]:
-    """Prompts by way, of all kinds in turn and of many lengths."""
+    """Prompts by method of choosing tokens, of all kinds in turn and of many lengths."""
     kinds, rng = arguments.kinds, random.Random(arguments.seed)
     lengths = [rng.randint(SHORTEST, LONGEST) for _ in range(arguments.identity_prompts)]
     texts = [
         _prompt(target, kinds[number % len(kinds)], number // len(kinds), length, f"short/{arguments.seed}")
         for number, length in enumerate(lengths)
     ]
-    return {way: _asked(texts, way, arguments) for way in _ways(arguments)}
+    return {method: _asked(texts, method, arguments) for method in _methods(arguments)}
 
 
-def _ways(arguments: argparse.Namespace) -> tuple[str, str]:
+def _methods(arguments: argparse.Namespace) -> tuple[str, str]:
     return "greedy", f"at {arguments.temperature:g}"
 
 
-def _asked(texts: Sequence[tuple[int, ...]], way: str, arguments: argparse.Namespace) -> list[Asked]:
+def _asked(texts: Sequence[tuple[int, ...]], method: str, arguments: argparse.Namespace) -> list[Asked]:
     first = arguments.seed * 1000
     return [
         Asked(
             strategy=arguments.kept,
             token_ids=text,
-            sampling=GREEDY if way == "greedy" else Sampling(temperature=arguments.temperature, seed=first + number),
+            sampling=GREEDY if method == "greedy" else Sampling(temperature=arguments.temperature, seed=first + number),
         )
         for number, text in enumerate(texts)
     ]

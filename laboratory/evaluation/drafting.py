@@ -1,11 +1,11 @@
-"""Drafting: how far a drafter draft tokens right, what that gains, and that it changes no token.
+"""Drafting: how many draft tokens are right, what that gains, and that it changes no token.
 
     acceptance   drafts of one fixed length; tokens that a step commits, and how often each place of a draft is right
     speed        drafts as long as pays, beside no drafting, turn by turn after the same prompts
     identity     drafts of one fixed length; the same ids as without, greedy and sampled with the same seed?
 
-Plain is the same engine without a drafter, K/V kept. What a drafter draft tokens right depends on what is written, so
-texts end where the model ends them, and every part has texts of each kind, greedy and sampled.
+Plain is the same engine without a drafter, K/V kept. How many draft tokens are right depends on the text, so texts
+end where the model ends them, and every part has texts of each kind, greedy and sampled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PARTS = ("acceptance", "speed", "identity")
 _QUICK = {"texts": 2, "timed_texts": 1, "rounds": 1, "identity_prompts": 6, "tokens": 24}
 
 READING = (
-    ("acceptance length", "tokens that a step commits: 1 is none guessed right; steps without a draft count, too"),
+    ("acceptance length", "tokens that a step commits: 1 is none accepted; steps without a draft count, too"),
     ("steps with a draft", "share of steps in which the drafter had something to say"),
     ("÷ plain", "speed over plain's in the same round, above 1 a gain; as time, below 1 a gain"),
     ("near-ties", f"texts that part where the two tokens are closer than {NEAR_TIE:g}, in logits or in scores"),
@@ -168,7 +168,7 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
 
 
 def _bars(path: Path, lines: Sequence[Mapping[str, Any]], y_label: str, columns: tuple[str, str, str]) -> None:
-    """A bar with its spread for each line: kinds along the axis, drafters and ways beside each other."""
+    """A bar with its spread for each line: kinds along the axis, drafters and methods beside each other."""
     from matplotlib.figure import Figure  # drawing is optional, and slow to import
 
     kinds = list(dict.fromkeys(line["kind"] for line in lines))
@@ -232,8 +232,8 @@ def accept(
     found: dict[Cell, list[Text]] = {}
     for name, drafter in drafters.items():
         with drafting(target, drafter, draft_tokens) as engine:
-            for (kind, way), some in asked.items():
-                cell = Cell(drafter=name, kind=kind, way=way)
+            for (kind, method), some in asked.items():
+                cell = Cell(drafter=name, kind=kind, method=method)
                 found[cell] = write_all(engine, some, tokens=tokens, stop_ids=target.stop_ids)
                 logger.info("%s: acceptance length %.2f", cell, acceptance_length(_steps(found[cell])))
     return found
@@ -279,7 +279,7 @@ def acceptance_table(found: Mapping[Cell, Sequence[Text]]) -> list[dict[str, Any
             {
                 "drafter": cell.drafter,
                 "kind": cell.kind,
-                "way": cell.way,
+                "way": cell.method,
                 "acceptance length": acceptance_length(steps),
                 "low": spread["low"],
                 "high": spread["high"],
@@ -293,7 +293,7 @@ def acceptance_table(found: Mapping[Cell, Sequence[Text]]) -> list[dict[str, Any
 
 def place_table(found: Mapping[Cell, Sequence[Text]]) -> list[dict[str, Any]]:
     return [
-        {"drafter": cell.drafter, "kind": cell.kind, "way": cell.way, "place": place, "right": share}
+        {"drafter": cell.drafter, "kind": cell.kind, "way": cell.method, "place": place, "right": share}
         for cell, texts in found.items()
         for place, share in enumerate(right_by_place(_steps(texts)), start=1)
     ]

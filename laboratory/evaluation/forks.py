@@ -113,18 +113,18 @@ def measure(
     limit = length + 1 + appended + 1 + tokens
     given = [circular(text, length + number * appended, appended) for number in range(forks)]
     config = _config(target, limit, sessions=forks + 1)
-    found: dict[str, list[Branches]] = {way: [] for way in _METHODS}
+    found: dict[str, list[Branches]] = {method: [] for method in _METHODS}
     copying = replace(config, share_forks=False)
     with _parent(target, config, text[:length], limit) as one, _parent(target, copying, text[:length], limit) as other:
         parents = {SHARED: one, COPIED: other, ANEW: one}
-        for way, parent in parents.items():
-            _branch(parent, way, given[:1], limit, tokens)  # kernels and memory get ready
+        for method, parent in parents.items():
+            _branch(parent, method, given[:1], limit, tokens)  # kernels and memory get ready
         for number in range(rounds):
-            for way in turned(_METHODS, number):
-                branches = _branch(parents[way], way, given, limit, tokens)
-                found[way].append(branches)
+            for method in turned(_METHODS, number):
+                branches = _branch(parents[method], method, given, limit, tokens)
+                found[method].append(branches)
                 seconds = branches.first_token_seconds
-                logger.info("round %d of %d, %s, at %d: %.3f s", number + 1, rounds, way, length, seconds)
+                logger.info("round %d of %d, %s, at %d: %.3f s", number + 1, rounds, method, length, seconds)
     return found
 
 
@@ -145,20 +145,20 @@ def _parent(target: Target, config: EngineConfig, history: Sequence[int], limit:
         yield _Parent(engine, session, (*history, *watch.token_ids))
 
 
-def _branch(parent: _Parent, way: str, given: Sequence[Sequence[int]], limit: int, tokens: int) -> Branches:
+def _branch(parent: _Parent, method: str, given: Sequence[Sequence[int]], limit: int, tokens: int) -> Branches:
     engine = parent.engine
     reserved = engine.info().kv_reserved_bytes
     sessions: list[str] = []
     began = time.perf_counter()
     try:
         for _ in given:
-            if way == ANEW:
+            if method == ANEW:
                 sessions.append(engine.create_session(strategy=Full(), limit_tokens=limit, guaranteed=True).session_id)
             else:
                 sessions.append(engine.fork_session(parent.session).session_id)
         made = time.perf_counter()
         for session, own in zip(sessions, given, strict=True):
-            append_all(engine, session, [*parent.history, *own] if way == ANEW else own)
+            append_all(engine, session, [*parent.history, *own] if method == ANEW else own)
         firsts = start(engine, sessions, tokens=1)
         for watch in firsts:
             watch.wait()
@@ -178,42 +178,47 @@ def _branch(parent: _Parent, way: str, given: Sequence[Sequence[int]], limit: in
             engine.close_session(session)
 
 
-# -- telling ----------------------------------------------------------------------------------------------------------
+# -- reporting --------------------------------------------------------------------------------------------------------
 
-_TOLD = (("made_seconds", "s"), ("first_token_seconds", "s"), ("token_seconds", "s"))
+_REPORTED = (("made_seconds", "s"), ("first_token_seconds", "s"), ("token_seconds", "s"))
 
 
 def _values(found: Mapping[int, Mapping[str, Sequence[Branches]]]) -> dict[str, dict[str, Any]]:
     reported: dict[str, dict[str, Any]] = {}
-    for length, by_way in found.items():
-        for way, rounds in by_way.items():
-            for name, unit in _TOLD:
-                reported[f"{name}, {way}, at {length}"] = record.summarize([getattr(one, name) for one in rounds], unit)
-            reported[f"reserved_bytes, {way}, at {length}"] = record.exact(rounds[0].reserved_bytes, "bytes")
-            reported[f"held_bytes, {way}, at {length}"] = record.exact(rounds[0].held_bytes, "bytes")
-            if way == ANEW:
+    for length, by_method in found.items():
+        for method, rounds in by_method.items():
+            for name, unit in _REPORTED:
+                reported[f"{name}, {method}, at {length}"] = record.summarize(
+                    [getattr(one, name) for one in rounds], unit
+                )
+            reported[f"reserved_bytes, {method}, at {length}"] = record.exact(rounds[0].reserved_bytes, "bytes")
+            reported[f"held_bytes, {method}, at {length}"] = record.exact(rounds[0].held_bytes, "bytes")
+            if method == ANEW:
                 continue
             for name in ("first_token_seconds", "token_seconds"):
-                ratios = [getattr(one, name) / getattr(base, name) for one, base in _pairs(rounds, by_way[ANEW])]
-                reported[f"{name} ÷ {ANEW}, {way}, at {length}"] = record.summarize(ratios, "ratio")
-            bytes_ratio = rounds[0].reserved_bytes / by_way[ANEW][0].reserved_bytes
-            reported[f"reserved_bytes ÷ {ANEW}, {way}, at {length}"] = record.exact(bytes_ratio, "ratio")
-            equal = _equal_sessions(rounds, by_way[ANEW])
-            reported[f"sessions with the tokens of {ANEW}, {way}, at {length}"] = record.exact(equal, "share")
+                ratios = [getattr(one, name) / getattr(base, name) for one, base in _pairs(rounds, by_method[ANEW])]
+                reported[f"{name} ÷ {ANEW}, {method}, at {length}"] = record.summarize(ratios, "ratio")
+            bytes_ratio = rounds[0].reserved_bytes / by_method[ANEW][0].reserved_bytes
+            reported[f"reserved_bytes ÷ {ANEW}, {method}, at {length}"] = record.exact(bytes_ratio, "ratio")
+            equal = _equal_sessions(rounds, by_method[ANEW])
+            reported[f"sessions with the tokens of {ANEW}, {method}, at {length}"] = record.exact(equal, "share")
     return reported
 
 
 def _rows(found: Mapping[int, Mapping[str, Sequence[Branches]]]) -> list[dict[str, Any]]:
     return [
         {
-            "way": way,
+            "way": method,
             "length": length,
-            **{name: record.summarize([getattr(one, name) for one in rounds], unit)["median"] for name, unit in _TOLD},
+            **{
+                name: record.summarize([getattr(one, name) for one in rounds], unit)["median"]
+                for name, unit in _REPORTED
+            },
             "reserved_bytes": rounds[0].reserved_bytes,
             "held_bytes": rounds[0].held_bytes,
         }
-        for length, by_way in found.items()
-        for way, rounds in by_way.items()
+        for length, by_method in found.items()
+        for method, rounds in by_method.items()
     ]
 
 

@@ -63,10 +63,10 @@ class Cell:
 
     strategy: str
     kind: str
-    way: str
+    method: str
 
     def __str__(self) -> str:
-        return f"{self.strategy}, {self.kind}, {self.way}"
+        return f"{self.strategy}, {self.kind}, {self.method}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -103,7 +103,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     """
     require_at_least(arguments, length=1, tokens=GRAM * PARTS, texts=1)
     tokens, texts = (_QUICK_TOKENS, 1) if arguments.quick else (arguments.tokens, arguments.texts)
-    ways = {"greedy": [GREEDY] * texts, f"at {arguments.temperature:g}": _sampled(arguments, texts)}
+    methods = {"greedy": [GREEDY] * texts, f"at {arguments.temperature:g}": _sampled(arguments, texts)}
     most = target.engine.config.max_generate_tokens
     if tokens > most:
         raise InvalidArgument("tokens", f"must be at most {most}, got {tokens}")
@@ -116,7 +116,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
         ]
         for kind in arguments.kinds
     }
-    found = measure(target, arguments.strategies, prompts, ways, tokens)
+    found = measure(target, arguments.strategies, prompts, methods, tokens)
     return {
         "what": "Texts that strategies write on their own, beside those of full after the same prompts.",
         "config": describe(
@@ -126,7 +126,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
             prompt_tokens=arguments.length,
             tokens=tokens,
             texts=texts,
-            ways=list(ways),
+            ways=list(methods),
         ),
         "seeds": [arguments.seed],
         "values": values(found, tokens),
@@ -140,25 +140,25 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
 
 
 def draw(payload: Mapping[str, Any], folder: Path) -> None:
-    """Perplexity under full and distinct 4-grams along the text: an image for each kind and way, a line a strategy."""
+    """Perplexity under full and distinct 4-grams along the text: one image by kind and method, one line by strategy."""
     from matplotlib.figure import Figure  # drawing is optional, and slow to import
 
     lines = payload["tables"]["course"]
-    for kind, way in dict.fromkeys((line["kind"], line["way"]) for line in lines):
+    for kind, method in dict.fromkeys((line["kind"], line["way"]) for line in lines):
         figure = Figure(figsize=(8, 7), layout="constrained")
         above, below = figure.subplots(2, sharex=True)
-        here = [line for line in lines if (line["kind"], line["way"]) == (kind, way)]
+        here = [line for line in lines if (line["kind"], line["way"]) == (kind, method)]
         for name in dict.fromkeys(line["strategy"] for line in here):
             own = [line for line in here if line["strategy"] == name and line["perplexity under full"] is not None]
             ends = [line["to"] for line in own]
             above.plot(ends, [line["perplexity under full"] for line in own], marker=".", label=name, linewidth=1.2)
             below.plot(ends, [line["distinct 4-grams"] for line in own], marker=".", linewidth=1.2)
-        above.set(title=f"Left alone after {kind}, {way}", ylabel="perplexity under full", yscale="log")
+        above.set(title=f"Left alone after {kind}, {method}", ylabel="perplexity under full", yscale="log")
         below.set(xlabel="tokens written", ylabel="distinct 4-grams, share", ylim=(-0.03, 1.03))
         for axes in (above, below):
             axes.grid(alpha=0.3)
         above.legend(fontsize="x-small")
-        save_figure(figure, folder / f"free_running_{kind}_{way.replace(' ', '_')}.png")
+        save_figure(figure, folder / f"free_running_{kind}_{method.replace(' ', '_')}.png")
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -168,17 +168,17 @@ def measure(
     target: Target,
     strategies: Sequence[KVStrategy],
     prompts: Mapping[str, Sequence[tuple[int, ...]]],
-    ways: Mapping[str, Sequence[Sampling]],
+    methods: Mapping[str, Sequence[Sampling]],
     tokens: int,
 ) -> dict[Cell, list[Text]]:
-    """The texts by cell, one for each prompt. `ways` say how tokens are chosen after each prompt of a kind.
+    """The texts by cell, one for each prompt. `methods` say how tokens are chosen after each prompt of a kind.
 
     All are written side by side, then each is read by full.
     """
     named = [(FULL, Full()), (REPEATED, Full()), *((str(one), one) for one in strategies if str(one) != FULL)]
     asked = [
-        (Cell(strategy=name, kind=kind, way=way), Asked(strategy=strategy, token_ids=prompt, sampling=sampling))
-        for way, samplings in ways.items()
+        (Cell(strategy=name, kind=kind, method=method), Asked(strategy=strategy, token_ids=prompt, sampling=sampling))
+        for method, samplings in methods.items()
         for kind, own in prompts.items()
         for prompt, sampling in zip(own, samplings, strict=True)
         for name, strategy in named
@@ -270,7 +270,7 @@ def rows(found: Mapping[Cell, Sequence[Text]], tokens: int) -> list[dict[str, An
             {
                 "strategy": cell.strategy,
                 "kind": cell.kind,
-                "way": cell.way,
+                "way": cell.method,
                 "texts": len(texts),
                 "first difference": float(np.median(same)),
                 "earliest": min(same),
@@ -302,7 +302,7 @@ def values(found: Mapping[Cell, Sequence[Text]], tokens: int) -> dict[str, dict[
 
 def _ratios(found: Mapping[Cell, Sequence[Text]], cell: Cell) -> list[float]:
     """Text by text, its perplexity over that of what full wrote after the same prompt."""
-    full = found[Cell(strategy=FULL, kind=cell.kind, way=cell.way)]
+    full = found[Cell(strategy=FULL, kind=cell.kind, method=cell.method)]
     pairs = zip(found[cell], full, strict=True)
     return [one.perplexity / other.perplexity for one, other in pairs if one.perplexity and other.perplexity]
 
@@ -315,7 +315,7 @@ def _course(cell: Cell, texts: Sequence[Text], tokens: int) -> Iterator[dict[str
         yield {
             "strategy": cell.strategy,
             "kind": cell.kind,
-            "way": cell.way,
+            "way": cell.method,
             "from": start,
             "to": end,
             "perplexity under full": perplexity(np.concatenate([text.losses[start:end] for text in texts])),

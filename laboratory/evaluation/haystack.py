@@ -40,7 +40,7 @@ LOOP = (
     " Here we go.",
     " There and back again.",
 )
-_TOLD = 100  # exchanges that stand for all
+_DIGESTED = 100  # exchanges that stand for all of them
 
 
 class Texts:
@@ -72,7 +72,7 @@ class Texts:
         elif kind == LOOPED:
             texts = list(LOOP)
         elif kind == TOOL_JSON:
-            texts = list(islice(exchanges(random.Random(0)), _TOLD))
+            texts = list(islice(exchanges(random.Random(0)), _DIGESTED))
         else:
             texts = [part for one in documents(kind, "test") for part in (one.name, one.text)]
         return hashlib.sha256("\0".join(texts).encode()).hexdigest()

@@ -77,7 +77,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     """Measure and return the record's payload.
 
     Raises InvalidArgument for numbers that are too small, lengths that a strategy cannot hold or that leave it nothing
-    to choose, and kernels that choose on the device, where nobody can watch; NoCapacity if memory cannot.
+    to choose, and kernels that choose on the device, where choices cannot be observed; NoCapacity if memory cannot.
     """
     model = target.model
     if model.kernels == "triton" or (model.kernels == "auto" and torch.device(model.device).type == "cuda"):
@@ -108,7 +108,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
         raise InvalidArgument("lengths", "at none of them is there a block to choose: ask for longer ones")
     reported = overall(lines)
     return {
-        "what": "How far a token's keep-set is known from the one before, and what knowing it saves the exact Top-K.",
+        "what": "How far a token's selected blocks are known from the one before, and what that saves the exact Top-K.",
         "config": describe(
             target,
             arguments.strategies,
@@ -181,7 +181,7 @@ class Watch:
         self._before: dict[int, Tensor] = {}  # what the last token chose, [1, Hkv, K], by layer
 
     def begin(self, found: dict[int, Choices]) -> None:
-        """From now on it is another session, told of in `found`."""
+        """A new session begins; its choices go to `found`."""
         self._found, self._before = found, {}
 
     def note(self, layer: int, scores: Tensor, candidates: Tensor, blocks: Tensor) -> None:
@@ -211,7 +211,7 @@ class Watch:
         choices.plain_passes += plain.passes[had_choice].flatten().tolist()
 
 
-# -- telling ----------------------------------------------------------------------------------------------------------
+# -- reporting --------------------------------------------------------------------------------------------------------
 
 
 def layer_lines(found: Mapping[int, Choices]) -> list[Line]:

@@ -51,7 +51,7 @@ class Idle:
 def fill(
     target: Target, strategy: KVStrategy, length: int, *, sessions: int, appended: int, token_ids: Sequence[int]
 ) -> Idle:
-    """Let `sessions` of `length` tokens fall idle and wake one of them with `appended` more.
+    """Let `sessions` of `length` tokens become idle and wake one of them with `appended` more.
 
     Raises InvalidArgument, NoCapacity or BackendError for what cannot be had.
     """

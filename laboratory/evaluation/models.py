@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Target:
-    """stop_ids: every id that ends a turn or a text of this model. weights_sha256: of the weights, to tell records of
-    the same ones, whatever their folder is called.
+    """stop_ids: every id that ends a turn or a text of this model. weights_sha256: of the weights: records of equal
+    weights have it in common, whatever their folder is called.
 
     `forward` and `latent` are for evaluations that need further engines on the same weights, one after another.
-    `texts` are what this target is evaluated on, in its own ids. latent_identity, identify_drafter: what tells its
-    latent, and its drafters, from others.
+    `texts` are what this target is evaluated on, in its own ids. latent_identity, identify_drafter: what
+    identifies its latent and its drafters.
     """
 
     engine: Engine

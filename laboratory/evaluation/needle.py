@@ -135,7 +135,7 @@ def measure(
     for cell in unasked:
         grades = grade_all(target, by_name.values(), cell.prompts, answer_tokens=TASKS[cell.task].answer_tokens)
         cells.append(replace(cell, grades=grades))
-        _tell(cells[-1])
+        _log_cell(cells[-1])
         check_control(cells[-1], str(control))
     return cells
 
@@ -160,7 +160,7 @@ def grade_all(
 def _unasked(
     build: Prompts, task: Task, kind: str, length: int, trials: int, seed: int, control: SinkWindow, segment_tokens: int
 ) -> Cell:
-    """A cell before anybody answered. Raises EvaluationVoid if the control could see every fact of it."""
+    """A cell before any strategy answered. Raises EvaluationVoid if the control could see every fact of it."""
     prompts = tuple(
         build.build(
             kind,
@@ -197,7 +197,7 @@ def check_control(cell: Cell, control: str) -> None:
         )
 
 
-def _tell(cell: Cell) -> None:
+def _log_cell(cell: Cell) -> None:
     for name in cell.grades:
         hits = cell.hits(name)
         logger.info("%s, %s: %d of %d", cell, name, sum(hits), len(hits))
@@ -205,11 +205,11 @@ def _tell(cell: Cell) -> None:
         logger.warning("%s: full finds nothing itself, so this cell compares nothing", cell)
 
 
-# -- telling ----------------------------------------------------------------------------------------------------------
+# -- reporting --------------------------------------------------------------------------------------------------------
 
 
 def payload(cells: Sequence[Cell], target: Target, *, control: SinkWindow, trials: int, seed: int) -> dict[str, Any]:
-    """What `write_record` wants, but for the command."""
+    """What `write_record` needs, but for the command."""
     kinds = list(dict.fromkeys(cell.kind for cell in cells))
     prompts = hashlib.sha256()
     for cell in cells:

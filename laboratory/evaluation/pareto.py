@@ -101,7 +101,7 @@ def main(arguments: argparse.Namespace, _target: object) -> dict[str, Any]:
     points, cells = gather(compared, needles, fidelities, errors)
     config = {key: sources[0]["config"][key] for key in ("model", "weights_sha256", "dtype", "segment_tokens")}
     return {
-        "what": "What keeping a token in fewer bytes does: every way of keeping rows on the same axes.",
+        "what": "What keeping a token in fewer bytes does: every method of keeping KV entries on the same axes.",
         "config": {**config, "cells": cells, "sources": [_source(one) for one in sources]},
         "seeds": sorted({seed for one in sources for seed in one["seeds"]}),
         "values": values(compared, points),
@@ -120,7 +120,7 @@ def main(arguments: argparse.Namespace, _target: object) -> dict[str, Any]:
 
 
 def draw(payload: Mapping[str, Any], folder: Path) -> None:
-    """Each measure over bytes a token: an image for each, who wins joined by a line, the value of full dashed."""
+    """Each measure over bytes a token: an image for each, the winners joined by a line, the value of full dashed."""
     from matplotlib.figure import Figure  # drawing is optional, and slow to import
 
     lines = payload["tables"]["all"]
@@ -286,7 +286,7 @@ def _why_not(size: int) -> str:
     return "keeps a token in no fewer bytes than full" if size else "keeps nothing of a token that left its window"
 
 
-# -- who wins ---------------------------------------------------------------------------------------------------------
+# -- winners ----------------------------------------------------------------------------------------------------------
 
 
 def front(sizes: Mapping[str, int], found: Mapping[str, float], measure: Measure) -> list[str]:
@@ -299,7 +299,7 @@ def front(sizes: Mapping[str, int], found: Mapping[str, float], measure: Measure
 
 
 def winners(sizes: Mapping[str, int], points: Points) -> list[dict[str, Any]]:
-    """For each measure, who wins from which number of bytes on, and until which."""
+    """For each measure, the winners, each from which number of bytes to which."""
     reported = []
     for measure in MEASURES:
         found = {name: value for name, value in points.get(measure.name, {}).items() if name in sizes}
@@ -345,7 +345,7 @@ def values(sizes: Mapping[str, int], points: Points) -> dict[str, dict[str, Any]
 
 
 def _headlines(sizes: Mapping[str, int], points: Points) -> list[tuple[Measure, str]]:
-    """Who wins at some number of bytes, measure by measure."""
+    """The strategies that win at some number of bytes, measure by measure."""
     return [
         (measure, name)
         for measure in MEASURES

@@ -61,7 +61,7 @@ def candidates(
     needles: Sequence[Mapping[str, Any]],
     fidelities: Sequence[Mapping[str, Any]],
 ) -> list[Candidate]:
-    """What records of the three experiments say of each strategy, length and batch; the worst cell speaks."""
+    """What records of the three experiments say of each strategy, length and batch; of several cells the worst."""
     recall: dict[tuple[str, int], tuple[int, int]] = {}
     for row in (row for needle in needles for row in needle["tables"]["against full"]):
         trials = row["both"] + row["only full"] + row["only it"] + row["neither"]

@@ -1,7 +1,7 @@
 """The regime map: where each strategy pays, from what was measured and from the traffic model fitted on it.
 
-The model (`traffic.py`) is fitted on dense rows and has to predict the others; how well it does, on rows it never saw,
-is printed beside it. The recommendation (`recommendation.py`) is of measured cells only.
+The model (`traffic.py`) is fitted on rows of full and has to predict the others; how well it does, on rows it never
+saw, is printed beside it. The recommendation (`recommendation.py`) is of measured cells only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from laboratory.evaluation.traffic import (
 
 logger = logging.getLogger(__name__)
 
-_FITTED = "a decode step told by the bytes it moves, fitted on full alone."
+_FITTED = "the time of a decode step from the bytes it moves, fitted on full alone."
 _UNFITTED = "measured cells alone, for no traffic model fits them."
 
 

@@ -57,15 +57,15 @@ class SavedEntries:
         self._length = kv.length
         # A layer with a window of its own has only that.
         self._positions = [np.sort(group.held[group.held >= 0]) for group in kv.groups]
-        rows = [
+        tensors = [
             states
             for group, positions in zip(kv.groups, self._positions, strict=True)
             for states in group.read_entries(positions)
         ]
         kv.release()
-        self._shapes, self._dtype = [states.shape for states in rows], rows[0].dtype
+        self._shapes, self._dtype = [states.shape for states in tensors], tensors[0].dtype
         with self._path.open("wb") as file:
-            for states in rows:
+            for states in tensors:
                 file.write(_bytes_of(states.cpu()))
             file.flush()
             os.fsync(file.fileno())
@@ -109,10 +109,10 @@ class SavedEntries:
             buffer.values.zero_()
 
     def _woken(self) -> SessionKV:
-        rows = iter(self._read())
+        tensors = iter(self._read())
         kv = SessionKV(Full(), self._context, self._limit)
         for group, positions in zip(kv.groups, self._positions, strict=True):
-            group.write_entries(positions, next(rows), next(rows))
+            group.write_entries(positions, next(tensors), next(tensors))
         kv.length = self._length
         return kv
 

@@ -36,7 +36,7 @@ OPENINGS = (
 )
 CONVERSATIONS = 8  # a round
 _TURNS, _TURN_TOKENS, _TOKENS = 12, 256, 1536
-_TEMPERATURE = 0.7  # as people let models speak; a small one strays further the hotter it runs
+_TEMPERATURE = 0.7  # as models are commonly used; a small one strays further the hotter it runs
 _FIRST_SEED = 2**32  # far from those of calibration
 
 

@@ -108,7 +108,7 @@ def _multi(trial: int, seed: int) -> Question:
         return Grade.OTHER_FACT if found in codes else Grade.WRONG
 
     return Question(
-        facts=tuple(f"The pass key of {who} is {code}." for who, code in zip(people, codes, strict=True)),
+        facts=tuple(f"The pass key of {name} is {code}." for name, code in zip(people, codes, strict=True)),
         asked=asked,
         question=f"What is the pass key of {people[asked]} mentioned in the text above?",
         opening=f"The pass key of {people[asked]} is",
@@ -116,8 +116,8 @@ def _multi(trial: int, seed: int) -> Question:
     )
 
 
-# What is asked for, what everybody knows, and what the haystack says instead: nothing that a weak model might draft
-# token.
+# What is asked for, what is commonly known, and what the haystack says instead: nothing that a weak model might
+# answer without it.
 PRIORS = (
     ("the capital of France", "Paris", "Oslo"),
     ("the capital of Japan", "Tokyo", "Lima"),

@@ -30,13 +30,13 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """rows: what the result lists, under `listed`."""
+    """fields: of each thing that the result lists, under `listed`."""
 
     name: str
     description: str
     parameters: dict[str, Field]
     listed: str
-    rows: dict[str, Make]
+    fields: dict[str, Make]
 
 
 def exchanges(rng: random.Random) -> Iterator[str]:
@@ -77,8 +77,8 @@ def _result(rng: random.Random, tool: Tool, call: dict[str, Any], indent: int | 
     if rng.random() < 0.15:
         result["problem"] = {"code": rng.choice((404, 409, 422, 503)), "detail": f"cannot serve this {required}"}
     else:
-        rows = [{name: make(rng) for name, make in tool.rows.items()} for _ in range(rng.randint(1, 4))]
-        result |= {tool.listed: rows, "remaining": rng.choice((0, 0, 3, 17))}
+        things = [{name: make(rng) for name, make in tool.fields.items()} for _ in range(rng.randint(1, 4))]
+        result |= {tool.listed: things, "remaining": rng.choice((0, 0, 3, 17))}
     return json.dumps(result, indent=indent, ensure_ascii=False)
 
 

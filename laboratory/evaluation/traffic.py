@@ -5,10 +5,10 @@
 
 W weight bytes, read once a step; A(n) bytes of K/V that one session's token reads at length n; B sessions. β (effective
 bandwidth), c0 (fixed cost of a step) and c2 (what a session costs however little it reads: its arithmetic, its own
-attention calls) are fitted on dense rows alone, by relative least squares, so that a short context counts as much as a
-long one. The other strategies are then predicted without any freedom, but for c1, the price of finding, which is fitted
-on one row of each strategy that has one. The source's engine attends for all sessions in one kernel and has no c2.
-β is that of K/V: where weights are read faster than that, c0 comes out below 0, and says so.
+attention calls) are fitted on rows of full alone, by relative least squares, so that a short context counts as much as
+a long one. The other strategies are then predicted without any freedom, but for c1, the price of finding, which is
+fitted on one row of each strategy that has one. The source's engine attends for all sessions in one kernel and has no
+c2. β is that of K/V: where weights are read faster than that, c0 comes out below 0, and says so.
 
 Source: "Attention Pays Its Bill", BRL-2026-07, sections 2 and 9.
 """

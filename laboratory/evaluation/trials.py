@@ -17,7 +17,7 @@ class EvaluationVoid(KakeyaError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paired:
-    """Trials by who was right: a baseline and another, asked the same."""
+    """Trials by which of two were right: a baseline and another, asked the same."""
 
     both: int
     only_baseline: int

@@ -58,7 +58,7 @@ Seconds = dict[str, list[float]]  # by variant, one for each round
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Where bytes belong. The length is what was appended before the session fell idle."""
+    """Where bytes belong. The length is what was appended before the session became idle."""
 
     strategy: str
     length: int
@@ -135,7 +135,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
         },
         "seeds": [arguments.seed],
         "values": {**_time_values(seconds), **_byte_values(held)},
-        "baseline": "full: every row kept, prefilled anew, and read from a file, in the same rounds",
+        "baseline": "full: every KV entry kept, prefilled anew, and read from a file, in the same rounds",
         "tables": {
             "time to first token": _time_table(seconds),
             "idle": _bytes_table(held),
@@ -146,7 +146,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
 
 def draw(payload: Mapping[str, Any], folder: Path) -> None:
     """Seconds to the first token, and MiB allocated for an idle session, over length."""
-    for name, table, who, y_label, column, unit in (
+    for name, table, key, y_label, column, unit in (
         ("waking", "time to first token", "who", "seconds to the first token", "seconds", 1.0),
         ("idle", "idle", "strategy", "MiB allocated for an idle session", "allocated_bytes", 2.0**20),
     ):
@@ -159,8 +159,8 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
                 y_label=y_label,
                 is_log=True,
                 lines={
-                    own: _course([line for line in lines if line[who] == own], column, unit)
-                    for own in dict.fromkeys(line[who] for line in lines)
+                    own: _course([line for line in lines if line[key] == own], column, unit)
+                    for own in dict.fromkeys(line[key] for line in lines)
                 },
             )
 
@@ -198,7 +198,7 @@ def wake_all(
     appended: int,
     folder: Path,
 ) -> Seconds:
-    """Let sessions of the first `length` ids of `text` fall idle and wake each once a round, in turns.
+    """Let sessions of the first `length` ids of `text` become idle and wake each once a round, in turns.
 
     Full is among them. One round more is run at first and not kept. Each gives a session what comes next in the text.
     """
@@ -239,7 +239,9 @@ def _idle(engine: Engine, strategy: KVStrategy, history: Sequence[int], room: in
 
 @contextmanager
 def _saved(target: Target, history: Sequence[int], room: int, folder: Path) -> Iterator[SavedEntries]:
-    saved = SavedEntries(target.forward, geometry_of(target), history, room=room, path=folder / f"{len(history)}.rows")
+    saved = SavedEntries(
+        target.forward, geometry_of(target), history, room=room, path=folder / f"{len(history)}.entries"
+    )
     try:
         yield saved
     finally:
@@ -256,7 +258,7 @@ def _begin(engine: Engine, token_ids: Sequence[int]) -> tuple[int, float]:
 def _go_on(engine: Engine, session: str, token_ids: Sequence[int], *, began: float | None = None) -> tuple[int, float]:
     """The first token after an append, and the seconds until it came from `began`, or else from the append.
 
-    The session has fallen idle again afterwards.
+    The session is idle again afterwards.
     """
     began = time.perf_counter() if began is None else began
     append_all(engine, session, token_ids)

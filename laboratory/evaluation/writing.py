@@ -1,6 +1,6 @@
 """Sessions that write side by side, and the steps that gave their tokens: how much of each draft was right.
 
-A session gets its first tokens in turn with others' prefill, and until the last of a group has begun nobody is given a
+A session gets its first tokens in turn with others' prefill, and until the last of a group has begun no session gets a
 draft. Steps count from then on, and so does the time that is called decoding.
 """
 

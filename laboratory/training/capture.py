@@ -39,8 +39,8 @@ def capture(model: nn.Module, batches: Iterable[Tensor], *, layers: Sequence[int
     """Run the model over each batch of token ids [sequences, T] and yield its states, one item for each of `layers`.
 
     N is sequences × T, sequence after sequence. The states stay on the model's device, in its dtype.
-    Raises ModelError for a model whose attention has no q_proj, k_proj and v_proj, NonFiniteRows for one that
-    overflows.
+    Raises ModelError for a model whose attention has no q_proj, k_proj and v_proj, NonFiniteEntries for one
+    that overflows.
     """
     attentions = attention_modules(model)
     if missing := [layer for layer in layers if layer not in attentions]:
@@ -52,9 +52,9 @@ def capture(model: nn.Module, batches: Iterable[Tensor], *, layers: Sequence[int
         for tokens in batches:
             with torch.no_grad():
                 body(input_ids=tokens.to(device), use_cache=False)
-            rows = [recorder.take() for recorder in recorders]
-            _require_finite(rows)
-            yield rows
+            states = [recorder.take() for recorder in recorders]
+            _require_finite(states)
+            yield states
     finally:
         for recorder in recorders:
             recorder.remove()
@@ -70,22 +70,22 @@ def require_stored_keys(model: PreTrainedModel, *, layers: Sequence[int]) -> Non
     try:
         model.set_attn_implementation(TRIAL)
         with watched(model) as seen:
-            (rows,) = capture(model, [token], layers=layers)
+            (states,) = capture(model, [token], layers=layers)
     finally:
         model.set_attn_implementation(before)
-    for row in rows:
-        stored, captured = seen.keys[row.layer].transpose(0, 1).float(), row.keys.float()
+    for one in states:
+        stored, captured = seen.keys[one.layer].transpose(0, 1).float(), one.keys.float()
         scale = stored.norm() / captured.norm().clamp_min(1e-12)
         if not bool((stored - scale * captured).abs().max() <= _KEYS_TOLERANCE * stored.abs().max()):
             raise ModelError(
-                f"{type(model).__name__} changes the keys of layer {row.layer} between k_proj and attention where "
+                f"{type(model).__name__} changes the keys of layer {one.layer} between k_proj and attention where "
                 "calibration does not see it; a latent for it cannot be calibrated"
             )
 
 
-def _require_finite(rows: Sequence[LayerStates]) -> None:
+def _require_finite(states: Sequence[LayerStates]) -> None:
     finite = FiniteCheck()
-    for one in rows:
+    for one in states:
         finite.ask([one.layer], one.keys[None], one.values[None], come_back=False)
     finite.send()
     finite.require()
@@ -114,14 +114,14 @@ def output_projections(model: nn.Module, *, layers: Sequence[int]) -> dict[int, 
 
 
 class _Recorder:
-    """Hooks on one attention module. `take` hands out what the last forward gave and forgets it."""
+    """Hooks on one attention module. `take` returns the output of the last forward and forgets it."""
 
     def __init__(self, layer: int, attention: nn.Module) -> None:
         self._layer = layer
         self._head_dim = int(getattr(attention, "head_dim", 0))
         if self._head_dim < 1:
             raise ModelError(f"layer {layer}: {type(attention).__name__} does not say its head_dim")
-        self._rows: dict[str, Tensor] = {}
+        self._states: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         for kind in _KINDS:
             projection: nn.Module = getattr(attention, f"{kind}_proj")
@@ -131,11 +131,11 @@ class _Recorder:
                 self._handles.append(norm.register_forward_hook(self._normed(kind)))
 
     def take(self) -> LayerStates:
-        if missing := [kind for kind in _KINDS if kind not in self._rows]:
+        if missing := [kind for kind in _KINDS if kind not in self._states]:
             raise ModelError(f"layer {self._layer} computed no {', '.join(missing)} of its own; it cannot be captured")
-        rows = LayerStates(self._layer, *(self._rows[kind] for kind in _KINDS))
-        self._rows = {}
-        return rows
+        states = LayerStates(self._layer, *(self._states[kind] for kind in _KINDS))
+        self._states = {}
+        return states
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -143,17 +143,17 @@ class _Recorder:
 
     def _projected(self, kind: str) -> Any:
         def hook(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            self._rows[kind] = output.reshape(-1, output.shape[-1] // self._head_dim, self._head_dim)
+            self._states[kind] = output.reshape(-1, output.shape[-1] // self._head_dim, self._head_dim)
 
         return hook
 
     def _normed(self, kind: str) -> Any:
         def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             # Norms are called on [B, T, H · D], on [B, T, H, D] or, in Gemma, on [B, H, T, D]. What went into the norm
-            # came out of the projection, so it tells which; shapes alone do not when T equals H.
-            projected, before = self._rows[kind], inputs[0]
+            # came out of the projection, so it decides; shapes alone do not when T equals H.
+            projected, before = self._states[kind], inputs[0]
             is_heads_first = before.ndim == 4 and not torch.equal(before.reshape(projected.shape), projected)
-            rows = output.transpose(1, 2) if is_heads_first else output
-            self._rows[kind] = rows.reshape(projected.shape)
+            states = output.transpose(1, 2) if is_heads_first else output
+            self._states[kind] = states.reshape(projected.shape)
 
         return hook

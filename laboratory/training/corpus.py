@@ -23,20 +23,21 @@ Report = Callable[[CorpusManifest, float], None]  # the corpus so far, tokens pe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusPlan:
-    """tokens: stop when the corpus has as many. rows: texts written at once; length: ids of each, at most.
+    """tokens: stop when the corpus has as many. texts_at_once: how many are written together; length: ids of each, at
+    most.
 
     turn_tokens: where a speaker goes on for longer, the turn is ended.
     """
 
     tokens: int
-    rows: int
+    texts_at_once: int
     length: int
     turn_tokens: int
 
     def recipe(self, source: PromptSource) -> dict[str, object]:
         documents = {kind: sum(map(len, found)) for kind, found in sorted(source.documents.items())}
         return {
-            "rows": self.rows,
+            "rows": self.texts_at_once,
             "length": self.length,
             "turn_tokens": self.turn_tokens,
             "document_tokens": documents,
@@ -75,7 +76,7 @@ def write_corpus(
     longest = 0.0
     while manifest.tokens < plan.tokens and now() - started + longest <= seconds:
         began, before = now(), manifest.tokens
-        prompts = source.batch(manifest.batches, plan.rows)
+        prompts = source.batch(manifest.batches, plan.texts_at_once)
         written = write(
             model,
             prompts,

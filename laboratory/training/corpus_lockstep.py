@@ -1,11 +1,11 @@
 """A model that writes many texts at once, all of the same length at every moment.
 
-    row 0   system … user │ a question ■ assistant │ an answer ■ user │ …
-    row 1   system … user   Explain how … assistant │ an answer …
-    row 2   a piece of a document │ that goes on …
-            └── every row gets one more id per step: given, or sampled
+    text 0   system … user │ a question ■ assistant │ an answer ■ user │ …
+    text 1   system … user   Explain how … assistant │ an answer …
+    text 2   a piece of a document │ that goes on …
+             └── every text gets one more id per step: given, or sampled
 
-Because no row is ahead of another there is no padding and no mask: one step reads K and V that lie side by side, with
+Because no text is ahead of another there is no padding and no mask: one step reads K and V that lie side by side, with
 all queries of a KV head as the rows of one product. What is given and what is sampled is decided on the device, so a
 step never waits for the host.
 """
@@ -41,7 +41,7 @@ class Written:
 
 
 class Lockstep:
-    """K and V of every row, layer after layer as they turn up: [rows, Hkv, capacity, D]."""
+    """K and V of every text, layer after layer as they arrive: [B, Hkv, capacity, D]."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -49,10 +49,10 @@ class Lockstep:
         self._states: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep this forward's K and V, [rows, Hkv, n, D]; returns all the layer has so far."""
-        rows, heads, count, size = keys.shape
+        """Keep this forward's K and V, [B, Hkv, n, D]; returns all the layer has so far."""
+        batch, heads, count, size = keys.shape
         if layer not in self._states:
-            shape = (rows, heads, self.capacity, size)
+            shape = (batch, heads, self.capacity, size)
             self._states[layer] = (keys.new_empty(shape), values.new_empty(shape))
         held = self._states[layer]
         end = self.length + count
@@ -74,7 +74,7 @@ def _attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query [rows, Hq, n, D], key and value [rows, Hkv, n, D], rotated; returns ([rows, n, Hq, D], None)."""
+    """query [B, Hq, n, D], key and value [B, Hkv, n, D], rotated; returns ([B, n, Hq, D], None)."""
     unknown = [
         name
         for name, given in others.items()
@@ -83,12 +83,12 @@ def _attend(
     if attention_mask is not None or dropout or unknown:
         raise ModelError(f"{type(module).__name__} gives attention what cannot be honoured here: {unknown or 'a mask'}")
     keys, values = lockstep.add(cast("int", module.layer_idx), key, value)
-    rows, heads, count, size = query.shape
+    batch, heads, count, size = query.shape
     if count == 1:
         first = max(0, keys.shape[2] - sliding_window) if sliding_window else 0
-        grouped = query.reshape(rows, key.shape[1], -1, size)
+        grouped = query.reshape(batch, key.shape[1], -1, size)
         out = F.scaled_dot_product_attention(grouped, keys[:, :, first:], values[:, :, first:], scale=scaling)
-        return out.reshape(rows, 1, heads, size), None
+        return out.reshape(batch, 1, heads, size), None
     assert not lockstep.length, "several ids at once are given only at the start"
     distance = torch.arange(count, device=query.device)[:, None] - torch.arange(count, device=query.device)
     visible = (distance >= 0) & (distance < (sliding_window or count))
@@ -116,11 +116,11 @@ def write(
     model: loaded with attention=ATTENTION. turn_tokens: where a speaker goes on for longer, the turn is ended.
     A text that is no chat ends with the first stop id.
     """
-    rows = _Rows(prompts, chat, stop_ids, length=length, turn_tokens=turn_tokens, device=model.device)
+    texts = _Texts(prompts, chat, stop_ids, length=length, turn_tokens=turn_tokens, device=model.device)
     generator = torch.Generator(model.device).manual_seed(seed)
     lockstep = Lockstep(length)
     start = min(len(prompt.token_ids) for prompt in prompts)
-    given = rows.token_ids[:, :start]
+    given = texts.token_ids[:, :start]
     with torch.inference_mode(), sdpa_kernel(_KERNELS):
         while True:
             count = given.shape[1]
@@ -129,13 +129,13 @@ def write(
                 input_ids=given, position_ids=positions, use_cache=False, logits_to_keep=1, lockstep=lockstep
             ).logits
             lockstep.length += count
-            given = rows.advance(lockstep.length, logits[:, -1].float(), generator)[:, None]
+            given = texts.advance(lockstep.length, logits[:, -1].float(), generator)[:, None]
             if lockstep.length + 1 == length:
-                return rows.texts()
+                return texts.written()
 
 
-class _Rows:
-    """The ids of all rows, and who speaks in each: 0 a user, 1 the assistant; rows that are no chat speak as 1."""
+class _Texts:
+    """The ids of all texts, and the speaker of each: 0 a user, 1 the assistant; 1 for a text that is no chat."""
 
     def __init__(
         self,
@@ -152,8 +152,8 @@ class _Rows:
         if max(lengths) >= length:
             raise ModelError(f"a prompt of {max(lengths)} tokens leaves nothing to write in texts of {length}")
         ids = torch.zeros((count, length), dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            ids[row, : lengths[row]] = torch.tensor(prompt.token_ids)
+        for index, prompt in enumerate(prompts):
+            ids[index, : lengths[index]] = torch.tensor(prompt.token_ids)
         self.token_ids = ids.to(device)
         self._answers = torch.zeros((count, length), dtype=torch.bool, device=device)
         self._given = torch.tensor(lengths, device=device)
@@ -172,9 +172,9 @@ class _Rows:
         self._turn_tokens = turn_tokens
 
     def advance(self, column: int, logits: Tensor, generator: torch.Generator) -> Tensor:
-        """Settle the ids at `column`; logits [rows, V]. Returns them, [rows]."""
+        """Settle the ids at `column`; logits [B, V]. Returns them, [B]."""
         temperature = self._temperatures.gather(1, self._speaker[:, None])
-        # Adding Gumbel noise and taking the largest is sampling; a greedy row adds none of it.
+        # Adding Gumbel noise and taking the largest is sampling; a greedy text adds none of it.
         noise = torch.empty_like(logits).exponential_(generator=generator).clamp_(min=1e-30).log_()
         sampled = (logits - temperature * noise).argmax(-1)
         is_given = column < self._given
@@ -195,7 +195,7 @@ class _Rows:
         self._head_left = torch.where(has_ended & self._chats, turned, self._head_left - is_head.long())
         return ids
 
-    def texts(self) -> list[Written]:
+    def written(self) -> list[Written]:
         ids, answers = self.token_ids.cpu(), self._answers.cpu()
         ends = self._ends.tolist()
-        return [Written(ids[row, :end].clone(), answers[row, :end].clone()) for row, end in enumerate(ends)]
+        return [Written(ids[index, :end].clone(), answers[index, :end].clone()) for index, end in enumerate(ends)]

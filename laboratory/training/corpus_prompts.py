@@ -2,7 +2,7 @@
 
     user        the template up to where the user's words go: the model writes the question, too
     assistant   the template with a question in it: one of `OPENINGS`, or made of parts (`questions.py`)
-    text        some ids cut from a document, to be gone on with
+    text        some ids cut from a document, to be continued
 
 A model asked to write the user's words gives questions of its own distribution, at no cost.
 Source: Xu et al., Magpie, arXiv 2406.08464.
@@ -27,7 +27,7 @@ Speaker = Literal["user", "assistant", "text"]
 CHAT = "chat"
 
 _MARKER = "Kqzwxjvbm"
-# Of all texts, where the model can chat; of the chats; of the answers and of the texts gone on with.
+# Of all texts, where the model can chat; of the chats; of the answers and of the continued texts.
 _CHATS, _OWN_QUESTIONS, _GREEDY_ANSWERS, _GREEDY_TEXTS = 0.7, 0.5, 0.5, 0.15
 # Drawn beside the openings, made of parts: so many that few of a corpus begin alike, and are answered alike.
 _QUESTIONS, _QUESTIONS_SEED = 24_000, 0
@@ -41,7 +41,7 @@ class Prompt:
     """One text's beginning. speaker: whose words come next.
 
     source: what it was made from, identified by its ids; texts of one source are all held out, or none is, in every
-    corpus. temperature: of answers and of texts gone on with; the words of users are sampled at `user_temperature`.
+    corpus. temperature: of answers and of continued texts; the words of users are sampled at `user_temperature`.
     """
 
     kind: str
@@ -114,7 +114,7 @@ class PromptSource:
     def batch(self, index: int, count: int) -> list[Prompt]:
         """The prompts of batch `index`: a function of it, the seed and what prompts are made from."""
         rng = random.Random(f"{self.seed}/{index}")
-        return [self._draw(rng, f"{self.seed}/{index}/{row}") for row in range(count)]
+        return [self._draw(rng, f"{self.seed}/{index}/{number}") for number in range(count)]
 
     def _draw(self, rng: random.Random, name: str) -> Prompt:
         if self.chat is not None and (not self.documents or rng.random() < _CHATS):

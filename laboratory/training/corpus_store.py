@@ -6,7 +6,7 @@
     corpus.json              format, the target's digest, kinds, seed, recipe, batches done, each file's texts, tokens
 
 Files are written before the manifest, and it says how many of a file's texts count: a call that is stopped anywhere
-leaves a corpus that can be read and gone on with.
+leaves a corpus that can be read and continued.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CorpusManifest:
 
 
 def open_corpus(folder: Path, made: CorpusManifest) -> CorpusManifest:
-    """The manifest of the corpus in `folder`, to be gone on with; `made` if there is none yet.
+    """The manifest of the corpus in `folder`, to be continued; `made` if there is none yet.
 
     Raises ForeignDrafter for another model's, DrafterError for one that was begun with other settings.
     """

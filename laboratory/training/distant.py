@@ -27,7 +27,7 @@ from laboratory.training.capture import attention_modules
 
 ATTENTION = "kakeya_distant"
 
-# Of each model that was run this way, what its layers do to their keys: found out once.
+# What the layers of each model that was run here do to their keys: found out once.
 _ROTARIES: WeakKeyDictionary[PreTrainedModel, tuple[str, ...]] = WeakKeyDictionary()
 
 Rotate = Callable[[Tensor], Tensor]
@@ -116,8 +116,8 @@ def _attend(
     distance = position[:, None] - position[None, :]
     visible = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
 
-    def spread(rows: Tensor) -> Tensor:
-        return rows.float().repeat_interleave(query_heads_per_kv_head, dim=1)
+    def spread(states: Tensor) -> Tensor:
+        return states.float().repeat_interleave(query_heads_per_kv_head, dim=1)
 
     queries = query.float() * scale
     scores = queries @ spread(key).transpose(-1, -2)
@@ -126,8 +126,8 @@ def _attend(
         return (weights @ spread(value)).to(query.dtype).transpose(1, 2), None
     exact = (position[None, :] < distant.sink) | (distance < distant.window)
 
-    def rotate(rows: Tensor) -> Tensor:
-        return rows if layer in distant.unrotated else _rotate(module, rows, distant.angles[layer])
+    def rotate(states: Tensor) -> Tensor:
+        return states if layer in distant.unrotated else _rotate(module, states, distant.angles[layer])
 
     far_keys, far_values = distant.far(layer, key, value, rotate)
     far_scores = queries @ spread(far_keys).transpose(-1, -2)
@@ -139,14 +139,14 @@ def _attend(
 AttentionInterface.register(ATTENTION, _attend)
 
 
-def _rotate(module: nn.Module, rows: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+def _rotate(module: nn.Module, states: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     function = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
     if function is None:
         raise ModelError(f"{type(module).__name__} rotates queries and keys by an unknown function")
     try:
-        rotated: Tensor = function(rows, rows, *angles)[1]
+        rotated: Tensor = function(states, states, *angles)[1]
     except RuntimeError:  # sizes that do not fit: the model cuts heads apart before it calls its function
         turned = angles[0].shape[-1]
-        part = function(rows[..., :turned], rows[..., :turned], *angles)[1]
-        return torch.cat((part, rows[..., turned:]), dim=-1)
+        part = function(states[..., :turned], states[..., :turned], *angles)[1]
+        return torch.cat((part, states[..., turned:]), dim=-1)
     return rotated

@@ -36,23 +36,25 @@ class Divergence:
 
 def through(codec: TokenCodec) -> Restore:
     """Entries as the codec restores them."""
-    return lambda _tokens, rows: codec.decode(codec.encode([one.keys for one in rows], [one.values for one in rows]))
+    return lambda _tokens, states: codec.decode(
+        codec.encode([one.keys for one in states], [one.values for one in states])
+    )
 
 
-def nothing(_tokens: Tensor, rows: Sequence[LayerStates]) -> tuple[list[Tensor], list[Tensor]]:
+def nothing(_tokens: Tensor, states: Sequence[LayerStates]) -> tuple[list[Tensor], list[Tensor]]:
     """Entries that are their mean over the sequence: what is left when nothing of a token is kept."""
 
     def mean(part: Tensor) -> Tensor:
         return part.mean(0).expand_as(part)
 
-    return [mean(one.keys) for one in rows], [mean(one.values) for one in rows]
+    return [mean(one.keys) for one in states], [mean(one.values) for one in states]
 
 
 @torch.no_grad()
 def measure_divergence(
     model: PreTrainedModel,
     sequences: Iterable[Tensor],
-    ways: Mapping[str, Restore],
+    variants: Mapping[str, Restore],
     *,
     layers: Sequence[int],
     sink: int,
@@ -63,15 +65,15 @@ def measure_divergence(
 
     Earlier positions do not count.
     """
-    found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in ways}
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in variants}
     for tokens in sequences:
         if len(tokens) <= sink + window:
             raise LatentError(f"a sequence of {len(tokens)} tokens has no entry outside sink {sink}, window {window}")
         ids = tokens[None].to(model.device)
         exact = log_probabilities(model(input_ids=ids, use_cache=False).logits, sink + window)
-        (rows,) = capture(model, [ids], layers=layers)
-        for name, restore in ways.items():
-            keys, values = restore(ids[0], rows)
+        (states,) = capture(model, [ids], layers=layers)
+        for name, restore in variants.items():
+            keys, values = restore(ids[0], states)
             with seeing(model, layers) as forward:
                 ours = log_probabilities(
                     forward(ids, restored(layers, keys, values, sink=sink, window=window)), sink + window
@@ -88,10 +90,10 @@ def restored(
     layers: Sequence[int], keys: Sequence[Tensor], values: Sequence[Tensor], *, sink: int, window: int
 ) -> Distant:
     """Unrotated entries [T, Hkv, D] of each of `layers`, to be seen from afar by a forward of that sequence alone."""
-    rows = dict(zip(layers, zip(keys, values, strict=True), strict=True))
+    entries = dict(zip(layers, zip(keys, values, strict=True), strict=True))
 
     def far(layer: int, _keys: Tensor, _values: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:
-        own_keys, own_values = (part.transpose(0, 1)[None] for part in rows[layer])
+        own_keys, own_values = (part.transpose(0, 1)[None] for part in entries[layer])
         return rotate(own_keys.float()), own_values
 
     return Distant(sink, window, frozenset(layers), far)

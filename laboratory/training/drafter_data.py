@@ -14,7 +14,7 @@ from kv_cache_proposer.errors import DrafterError
 from laboratory.training.corpus_store import Text
 from laboratory.training.drafter_blocks import Texts
 
-_MULTIPLE = 8  # attention kernels want rows of scores to begin at even addresses
+_MULTIPLE = 8  # attention kernels need each row of scores to begin at an aligned address
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class TextSet:
     def batch(self, places: Sequence[int]) -> Texts:
         token_ids = torch.zeros((len(places), self.length), dtype=torch.long)
         answers = torch.zeros((len(places), self.length), dtype=torch.bool)
-        for row, place in enumerate(places):
+        for index, place in enumerate(places):
             own = slice(int(self.starts[place]), int(self.starts[place + 1]))
             count = own.stop - own.start
-            token_ids[row, :count] = torch.from_numpy(self.token_ids[own].astype(np.int64))
-            answers[row, :count] = torch.from_numpy(self.answers[own])
+            token_ids[index, :count] = torch.from_numpy(self.token_ids[own].astype(np.int64))
+            answers[index, :count] = torch.from_numpy(self.answers[own])
         return Texts(token_ids, answers)
 
 

@@ -73,7 +73,8 @@ def new_network(config: DFlashConfig, *, seed: int) -> DFlashNetwork:
 
 
 def deepened(network: DFlashNetwork, layers: int, *, seed: int) -> DFlashNetwork:
-    """The same draft tokens from more layers: those that are added, after the others, pass on what they are given.
+    """The same network with more layers, which gives the same draft tokens: those that are added, after the others,
+    pass on what they are given.
 
     They learn from the first step on: what they would add is there, and counts nothing yet.
     """

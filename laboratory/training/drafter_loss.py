@@ -4,9 +4,9 @@
         p @ head − share · (q @ head) − (1 − share) · head[target]
 
 The head is frozen, so all that is wanted of its backward is the gradient of the hidden states, which is known as soon
-as a slice's probabilities are. Nothing of size [rows, V] outlives its slice, and on a GPU moving such things is what
+as a slice's probabilities are. Nothing of size [R, V] outlives its slice, and on a GPU moving such things is what
 takes the time, not multiplying them: they are written in the head's dtype, once as scores and once as probabilities
-(whose sums are float32), and the three terms meet as [rows, hidden].
+(whose sums are float32), and the three terms meet as [R, hidden].
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def head_loss(
     teacher: Tensor | None = None,
     teacher_share: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Σ weights · cross-entropy of states [R, hidden] @ headᵀ [hidden, V], and whether each row's best is its target.
+    """Σ weights · cross-entropy of states [R, hidden] @ headᵀ [hidden, V], and whether the best id of each is its
+    target.
 
     targets, weights [R]. teacher [R, hidden]: the target's own hidden states; their distribution takes the place of the
     given id by `teacher_share`.

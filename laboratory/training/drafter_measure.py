@@ -2,7 +2,7 @@
 
 In a text of the model's own a draft is kept where it equals the text: that is what the engine does with it. So the walk
 from block to block can be replayed, and no token needs to be generated. Draft tokens are greedy here: a text does not
-tell with what noise it was drawn.
+show the noise that it was drawn with.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def acceptance_length(
         batch = given_batch.to(next(network.parameters()).device)
         accepted = _accepted(model, network, words, batch).tolist()
         answers = batch.answers.tolist()
-        for row, marks in enumerate(answers):
+        for index, marks in enumerate(answers):
             place = 0
             while place + network.config.block_size < len(marks):
                 if all(marks[place + 1 : place + network.config.block_size]):
                     steps += 1
-                    given += accepted[row][place] + 1
-                    place += accepted[row][place] + 1
+                    given += accepted[index][place] + 1
+                    place += accepted[index][place] + 1
                 else:
                     place += 1
     return given / steps if steps else 1.0

@@ -1,6 +1,6 @@
 """Where a training stands, on disk, so that the next call goes on as if there had been no break.
 
-    state-000120-000.safetensors   weights and both moments as one row of float32, cut into files of at most 16 MiB
+    state-000120-000.safetensors   weights and both moments as one float32 vector, cut into files of at most 16 MiB
     …
     state.json                     the plan, steps and seconds done, which files count
 

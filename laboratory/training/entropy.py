@@ -58,8 +58,8 @@ def _flat(tables: list[list[Tensor]]) -> list[Tensor]:
 
 def _codes(model: nn.Module, codec: LatentCodec, batches: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     """For each batch, the codes of each run of each group: int64 [components, n]."""
-    for rows in capture(model, batches, layers=codec.layers):
-        packed = codec.encode([one.keys for one in rows], [one.values for one in rows])
+    for states in capture(model, batches, layers=codec.layers):
+        packed = codec.encode([one.keys for one in states], [one.values for one in states])
         parts = torch.split(packed, [part.packed_bytes for part in codec.coders], dim=1)
         yield [
             codes.long().T.contiguous()

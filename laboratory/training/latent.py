@@ -51,13 +51,13 @@ def collect(
     default the model's. A group of W numbers a token takes 8 W² bytes.
     """
     statistics: Statistics | None = None
-    for rows in capture(model, batches, layers=layers):
+    for states in capture(model, batches, layers=layers):
         if statistics is None:
-            place = rows[0].keys.device if device is None else device
-            statistics = Statistics([_shape(layer) for layer in rows], group_layers=group_layers, device=place)
-        statistics.add([r.keys for r in rows], [r.values for r in rows], [r.queries for r in rows])
+            place = states[0].keys.device if device is None else device
+            statistics = Statistics([_shape(layer) for layer in states], group_layers=group_layers, device=place)
+        statistics.add([r.keys for r in states], [r.values for r in states], [r.queries for r in states])
         if advance is not None:
-            advance(len(rows[0].keys))
+            advance(len(states[0].keys))
     if statistics is None:
         raise LatentError("there is no calibration text; give at least one batch of token ids")
     return statistics
@@ -104,8 +104,8 @@ def measure(model: nn.Module, batches: Iterable[Tensor], codec: LatentCodec) -> 
     """What the codec loses on KV entries of a text; give it text that it was not calibrated on."""
     errors = dict.fromkeys(codec.layers, 0.0)
     energies = dict.fromkeys(codec.layers, 0.0)
-    for rows in capture(model, batches, layers=codec.layers):
-        keys, values = [r.keys for r in rows], [r.values for r in rows]
+    for states in capture(model, batches, layers=codec.layers):
+        keys, values = [r.keys for r in states], [r.values for r in states]
         restored_keys, restored_values = codec.decode(codec.encode(keys, values))
         first = 0
         for part in codec.coders:
@@ -126,5 +126,5 @@ def measure(model: nn.Module, batches: Iterable[Tensor], codec: LatentCodec) -> 
     )
 
 
-def _shape(rows: LayerStates) -> LayerShape:
-    return LayerShape(layer=rows.layer, kv_heads=rows.keys.shape[1], head_dim=rows.keys.shape[2])
+def _shape(states: LayerStates) -> LayerShape:
+    return LayerShape(layer=states.layer, kv_heads=states.keys.shape[1], head_dim=states.keys.shape[2])

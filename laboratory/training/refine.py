@@ -144,9 +144,9 @@ def _loss(model: PreTrainedModel, tokens: Tensor, trained: _Trained, rate: int, 
     """Mean KL over one sequence's positions."""
     with torch.no_grad():
         exact = log_probabilities(model(input_ids=tokens[None], use_cache=False).logits, sink + window)
-        (rows,) = capture(model, [tokens[None]], layers=trained.layers)
+        (states,) = capture(model, [tokens[None]], layers=trained.layers)
     with torch.enable_grad(), seeing(model, trained.layers) as forward:
-        keys, values = trained.through(rows, rate)
+        keys, values = trained.through(states, rate)
         distant = restored(trained.layers, keys, values, sink=sink, window=window)
         return divergences(exact, log_probabilities(forward(tokens[None], distant), sink + window)).mean()
 
@@ -174,9 +174,9 @@ class _Trained:
     def steps(self, model: PreTrainedModel, tokens: Tensor, rate: int) -> list[dict[str, Any]]:
         """For Adam, which moves entries by about `lr`: each matrix, and the `lr` of a whole step, on `tokens` [T]."""
         found = []
-        (rows,) = capture(model, [tokens[None].to(model.device)], layers=self.layers)
+        (states,) = capture(model, [tokens[None].to(model.device)], layers=self.layers)
         codec = self._codec.at(rate)
-        for index, (part, vectors) in enumerate(zip(codec.coders, _joined(codec, rows), strict=True)):
+        for index, (part, vectors) in enumerate(zip(codec.coders, _joined(codec, states), strict=True)):
             with torch.no_grad():
                 weighted = part.basis.weigh(vectors - part.basis.mean)
                 units = self._rounded(part, weighted, index)
@@ -188,12 +188,12 @@ class _Trained:
             ]
         return found
 
-    def through(self, rows: Sequence[LayerStates], rate: int) -> tuple[list[Tensor], list[Tensor]]:
+    def through(self, states: Sequence[LayerStates], rate: int) -> tuple[list[Tensor], list[Tensor]]:
         """The entries as restored at `rate`, with a gradient for what is trained."""
         codec = self._codec.at(rate)
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        for index, (part, vectors) in enumerate(zip(codec.coders, _joined(codec, rows), strict=True)):
+        for index, (part, vectors) in enumerate(zip(codec.coders, _joined(codec, states), strict=True)):
             basis = part.basis
             units = self._rounded(part, basis.weigh(vectors - basis.mean), index)
             weighted = units @ self.outward[index][:, : units.shape[1]].T
@@ -223,11 +223,11 @@ class _Trained:
         return replace(self._codec, coders=tuple(coders))
 
 
-def _joined(codec: LatentCodec, rows: Sequence[LayerStates]) -> list[Tensor]:
+def _joined(codec: LatentCodec, states: Sequence[LayerStates]) -> list[Tensor]:
     """The entries as vectors of each of the codec's groups."""
     found, first = [], 0
     for part in codec.coders:
-        own = rows[first : first + len(part.basis.group.shapes)]
+        own = states[first : first + len(part.basis.group.shapes)]
         first += len(own)
         found.append(join(part.basis.group, [one.keys for one in own], [one.values for one in own]))
     return found

@@ -41,7 +41,7 @@ def measure_sensitivity(
     fourteen of 512 tokens did, with the model in float32. The model comes back as it was.
     """
     sums: dict[int, Tensor] = {}
-    rows = 0
+    positions = 0
     generator = torch.Generator(model.device).manual_seed(seed)
     with seeing(model, layers) as forward:
         for tokens in (sequence for batch in batches for sequence in batch.to(model.device)):
@@ -52,12 +52,12 @@ def measure_sensitivity(
             for layer, gradients in _gradients(forward, tokens, layers, sink, window, generator).items():
                 found = torch.stack([_moment(gradient) for gradient in gradients])
                 sums[layer] = sums[layer] + found if layer in sums else found
-            rows += len(tokens) - sink - window
+            positions += len(tokens) - sink - window
             if advance is not None:
                 advance(len(tokens))
-    if not rows:
+    if not positions:
         raise LatentError("there is no text to measure sensitivity on; give at least one batch of token ids")
-    return {layer: sums[layer] / rows for layer in layers}
+    return {layer: sums[layer] / positions for layer in layers}
 
 
 def _gradients(
@@ -87,5 +87,5 @@ def _gradients(
 
 def _moment(gradient: Tensor) -> Tensor:
     """Σ g gᵀ over positions: [1, Hkv, T, D] → [Hkv, D, D] float64."""
-    rows = gradient[0].float()
-    return (rows.transpose(1, 2) @ rows).double()
+    vectors = gradient[0].float()
+    return (vectors.transpose(1, 2) @ vectors).double()

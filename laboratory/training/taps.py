@@ -4,7 +4,7 @@ served.
     taps [n, taps · hidden], each scaled to length 1 a number → ridge → K and V of all layers → coded as the latent is
 
 Coding the entries that the taps predict, and not the taps themselves, favours them most: bits go where an error changes
-attention, and no bits go to the rest of the taps. `foretold` alone is the limit of any code of these taps.
+attention, and no bits go to the rest of the taps. `predict_entries` alone is the limit of any code of these taps.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ class TapMap:
     shapes: tuple[LayerShape, ...]
     weights: Tensor
 
-    def foretold(self, model: PreTrainedModel, tokens: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def predict_entries(self, model: PreTrainedModel, tokens: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """K and V of every covered layer [n, Hkv, D] of token ids [sequences, T]."""
-        rows = _read(model, tokens, self.tap_layers) @ self.weights
+        predicted = _read(model, tokens, self.tap_layers) @ self.weights
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        for shape, part in zip(self.shapes, torch.split(rows, [s.width for s in self.shapes], dim=1), strict=True):
+        for shape, part in zip(self.shapes, torch.split(predicted, [s.width for s in self.shapes], dim=1), strict=True):
             own = part.view(-1, 2, shape.kv_heads, shape.head_dim)
             keys.append(own[:, 0])
             values.append(own[:, 1])
         return keys, values
 
     def uncoded(self, model: PreTrainedModel) -> Restore:
-        return lambda tokens, _rows: self.foretold(model, tokens[None])
+        return lambda tokens, _states: self.predict_entries(model, tokens[None])
 
     def through(self, model: PreTrainedModel, codec: LatentCodec) -> Restore:
-        return lambda tokens, _rows: codec.decode(codec.encode(*self.foretold(model, tokens[None])))
+        return lambda tokens, _states: codec.decode(codec.encode(*self.predict_entries(model, tokens[None])))
 
 
 def fit_taps(
@@ -66,13 +66,15 @@ def fit_taps(
     squares: Tensor | None = None
     products: Tensor | None = None
     shapes: tuple[LayerShape, ...] = ()
-    for tokens, rows in _with_states(model, batches, layers):
+    for tokens, states in _with_states(model, batches, layers):
         taps = _read(model, tokens, tap_layers)
-        vectors = torch.cat([part.float().flatten(1) for row in rows for part in (row.keys, row.values)], dim=1)
+        vectors = torch.cat([part.float().flatten(1) for one in states for part in (one.keys, one.values)], dim=1)
         if squares is None or products is None:
             squares = taps.new_zeros((taps.shape[1], taps.shape[1]), dtype=torch.float64)
             products = taps.new_zeros((taps.shape[1], vectors.shape[1]), dtype=torch.float64)
-            shapes = tuple(LayerShape(layer=r.layer, kv_heads=r.keys.shape[1], head_dim=r.keys.shape[2]) for r in rows)
+            shapes = tuple(
+                LayerShape(layer=r.layer, kv_heads=r.keys.shape[1], head_dim=r.keys.shape[2]) for r in states
+            )
         squares += taps.T @ taps
         products += taps.T @ vectors
     if squares is None or products is None:
@@ -93,7 +95,7 @@ def fit_tap_codec(
     """The codec of the entries that the taps predict."""
     statistics = Statistics(taps.shapes, group_layers=group_layers, device=model.device)
     for tokens in batches:
-        keys, values = taps.foretold(model, tokens)
+        keys, values = taps.predict_entries(model, tokens)
         statistics.add(keys, values, keys)  # no queries are known here, and none are needed: importances are given
     return fit(statistics, importances, bytes_per_token=bytes_per_token)
 
@@ -102,8 +104,8 @@ def _with_states(
     model: PreTrainedModel, batches: Iterable[Tensor], layers: Sequence[int]
 ) -> Iterator[tuple[Tensor, list[LayerStates]]]:
     for tokens in batches:
-        (rows,) = capture(model, [tokens], layers=layers)
-        yield tokens, rows
+        (states,) = capture(model, [tokens], layers=layers)
+        yield tokens, states
 
 
 def _read(model: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> Tensor:

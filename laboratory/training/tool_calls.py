@@ -20,10 +20,10 @@ def tool_calls(seed: int) -> Iterator[str]:
             "name": f"{rng.choice(_VERBS)}_{rng.choice(_THINGS)}",
             "arguments": {field: _value(rng) for field in rng.sample(_FIELDS, rng.randint(1, 4))},
         }
-        rows = [
+        results = [
             {field: _value(rng) for field in rng.sample(_FIELDS, rng.randint(2, 5))} for _ in range(rng.randint(1, 4))
         ]
-        result: object = {"ok": True, "results": rows}
+        result: object = {"ok": True, "results": results}
         if rng.random() < 0.2:
             result = {"ok": False, "error": f"{rng.choice(_FIELDS)} must not be {_value(rng)!r}"}
         indent = rng.choice((None, None, 2))

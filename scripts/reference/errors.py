@@ -19,7 +19,7 @@ TURNS = {
     kakeya.CallerError: "the caller's: change the call",
     kakeya.RetryableError: "wait, try again",
     kakeya.QuotaExceeded: "wait where RetryInfo is sent, else close sessions",
-    kakeya.ServerError: "ours: tell the operator",
+    kakeya.ServerError: "ours: report it to the operator",
     kakeya.DeadlineExceeded: "the caller's: more time, or fewer tokens",
 }
 

@@ -48,7 +48,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16},
     "qwen3": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "sliding_window": 16},
-    "gemma3": {  # as it is published: with a tower for pictures, which no row passes through
+    "gemma3": {  # as it is published: with a tower for pictures, which no token passes through
         "text_config": {**_SIZES, "head_dim": 16, "sliding_window": 16},
         "vision_config": {
             "hidden_size": 32,
@@ -82,7 +82,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "falcon": (_SIZES, "another attention function"),
     "mamba": (_SIZES, "linear_attention"),
 }
-# What somebody who trains models reads in their own error messages, and nobody should in ours.
+# Words of a training library's error messages, which ours must not have.
 _INTERNAL = re.compile(
     r"Error\b|Exception|Traceback|_attend|index_copy_|NoneType|size of tensor|has no setter|kwarg|\(\)"
 )
@@ -127,7 +127,7 @@ def test_a_folder_of_a_family_that_is_served_generates_as_transformers_does(fami
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_a_folder_of_a_family_that_is_not_is_refused_in_words_and_without_weights(family: str, tmp_path: Path) -> None:
+def test_a_folder_of_an_unserved_family_is_refused_in_words_and_without_weights(family: str, tmp_path: Path) -> None:
     sizes, said = REFUSED[family]
     write_config(tmp_path / "model", family, sizes)
     with pytest.raises(ModelError) as caught:

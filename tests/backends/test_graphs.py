@@ -17,9 +17,9 @@ from tests.facade import context_of, forward_of
 from tests.tiny import tiny_engine
 
 
-def step(pool: Pool, *, rows: int, selects: bool) -> Any:
-    positions = np.arange(rows)
-    plan = SimpleNamespace(pool=pool, query_count=rows, selects=selects, is_numbers_only=True, positions=positions)
+def step(pool: Pool, *, tokens: int, selects: bool) -> Any:
+    positions = np.arange(tokens)
+    plan = SimpleNamespace(pool=pool, query_count=tokens, selects=selects, is_numbers_only=True, positions=positions)
     return SimpleNamespace(plan=plan, tap_layers=(), logit_queries=[0])
 
 
@@ -43,9 +43,9 @@ def test_steps_that_cannot_be_recorded_while_serving_are_run_without_and_tried_o
         recorded = graphs.StepGraphs(forward.seam, context.geometry, context.pool, attend_ragged, memory=memory)
         is_full = True
         at_start = len(tried)
-        assert recorded.can_run(step(context.pool, rows=2, selects=False))
-        assert not recorded.can_run(step(context.pool, rows=2, selects=True))
-        assert not recorded.can_run(step(context.pool, rows=2, selects=True))
+        assert recorded.can_run(step(context.pool, tokens=2, selects=False))
+        assert not recorded.can_run(step(context.pool, tokens=2, selects=True))
+        assert not recorded.can_run(step(context.pool, tokens=2, selects=True))
         assert len(tried) == at_start + 1
         is_full = False
-        assert recorded.can_run(step(context.pool, rows=8, selects=True))
+        assert recorded.can_run(step(context.pool, tokens=8, selects=True))

@@ -1,4 +1,4 @@
-"""The pool on a CPU is address space until rows are written."""
+"""The pool on a CPU is address space until entries are written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.laws.variants import text
 from tests.tiny import tiny_engine
 
 
-def test_memory_is_taken_when_rows_are_written_and_not_before() -> None:
+def test_memory_is_taken_when_entries_are_written_and_not_before() -> None:
     process = psutil.Process()
     before = process.memory_info().rss
     with tiny_engine(kv_bytes=4 * 2**30) as engine:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from inference_engine.backends.graphs import wants_graphs
+from inference_engine.backends.graphs import should_record_graphs
 from inference_engine.errors import BackendError
 from inference_engine.kernels.ops import REFERENCE, open_ops
 
@@ -20,7 +20,7 @@ def test_a_cpu_attends_session_by_session_and_plain_does_so_everywhere() -> None
     assert not REFERENCE.attends_together
 
 
-def test_a_kernel_that_cannot_be_had_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_not_available_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "inference_engine.kernels.triton.ragged_attention", None)
     monkeypatch.delattr("inference_engine.kernels.triton.ragged_attention", raising=False)
     with pytest.raises(BackendError, match="kernels=plain"):
@@ -28,9 +28,9 @@ def test_a_kernel_that_cannot_be_had_is_named_with_the_way_out(monkeypatch: pyte
 
 
 def test_graphs_need_a_gpu_and_its_kernel_and_can_be_switched_off() -> None:
-    assert wants_graphs("auto", GPU, has_regions=True)
-    assert not wants_graphs("off", GPU, has_regions=True)
-    assert not wants_graphs("auto", GPU, has_regions=False)
-    assert not wants_graphs("auto", CPU, has_regions=False)
+    assert should_record_graphs("auto", GPU, has_regions=True)
+    assert not should_record_graphs("off", GPU, has_regions=True)
+    assert not should_record_graphs("auto", GPU, has_regions=False)
+    assert not should_record_graphs("auto", CPU, has_regions=False)
     with pytest.raises(BackendError, match="graphs=auto"):
-        wants_graphs("on", CPU, has_regions=False)
+        should_record_graphs("on", CPU, has_regions=False)

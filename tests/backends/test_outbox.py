@@ -1,4 +1,4 @@
-"""Numbers on their way to a device that copies later: what leaves is what was sent, however soon the next comes."""
+"""Numbers sent to a device that copies later: what leaves is what was sent, however soon the next comes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class LateDevice:
-    """Copies when somebody waits for it, in the order in which it was asked to."""
+    """Copies when the host waits for it, in the order in which it was asked to."""
 
     def __init__(self) -> None:
         self.asked: deque[tuple[Target, Tensor]] = deque()

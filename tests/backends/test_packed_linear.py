@@ -1,4 +1,4 @@
-"""Packed linear layers: equal logits, an off-switch, and rows that do not depend on their neighbours."""
+"""Packed linear layers: equal logits, an off-switch, and tokens that do not depend on their neighbours."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_server_meets_few_shapes_however_many_lengths_its_prompts_have() -> No
         assert vectors <= kernel_vectors(vectors) < vectors + max(1, min(64, vectors))
 
 
-def test_packed_rows_have_a_quantum() -> None:
+def test_packed_layers_have_a_token_quantum() -> None:
     """Fixed-shape mode is to be had with packed layers too."""
     model = tiny_model(attention=ATTENTION)
     pack_linears(model)

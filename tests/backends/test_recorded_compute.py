@@ -1,4 +1,4 @@
-"""Rows that a recording takes come out as they would without, and recordings are few. CUDA's own are tried on a GPU."""
+"""A recording gives what running without it gives, and recordings are few. CUDA's own are tried on a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kv_cache_proposer.f_theta.codec import QUANTISERS
 from kv_cache_proposer.f_theta.components import PRECISIONS
 from tests.kv.codec_cases import each_compressor, gaussian, head_sizes
 from tests.kv_cache_proposer.correlated import make_codec
-from tests.laws.test_session_kv_laws import SEGMENT, Rows, context, feed
+from tests.laws.test_session_kv_laws import SEGMENT, Entries, context, feed
 from tests.tiny import LATENT_BYTES
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are a GPU's")
@@ -65,16 +65,18 @@ def doubled(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [2 * part for part in tensors]
 
 
-def check(compute: RecordedCompute, rows: Tensor) -> None:
-    assert torch.equal(compute("double", doubled, [rows])[0], 2 * rows)
+def check(compute: RecordedCompute, entries: Tensor) -> None:
+    assert torch.equal(compute("double", doubled, [entries])[0], 2 * entries)
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 32, 33, 100])
-def test_any_number_of_rows_comes_out_as_it_would_unrecorded(made: list[Shapes], count: int) -> None:
+def test_a_recording_of_any_number_of_vectors_gives_what_running_without_it_gives(
+    made: list[Shapes], count: int
+) -> None:
     compute = recorder(8, 32)
     for seed in range(3):
-        rows = [gaussian(count, 3, 4, seed=seed), gaussian(count, 5, seed=seed)]
-        for one, other in zip(compute("double", doubled, rows), doubled(rows), strict=True):
+        entries = [gaussian(count, 3, 4, seed=seed), gaussian(count, 5, seed=seed)]
+        for one, other in zip(compute("double", doubled, entries), doubled(entries), strict=True):
             assert torch.equal(one, other)
     assert len(made) == (0 < count <= 32)
 
@@ -90,7 +92,7 @@ def test_what_is_done_again_to_the_same_shapes_is_recorded_once_for_each_size(ma
     assert [shapes[0][0] for shapes in made] == [(8, 4), (32, 4), (8, 6), (32, 6)]
 
 
-def test_what_cannot_be_recorded_is_tried_once_and_computed_all_the_same() -> None:
+def test_what_cannot_be_recorded_is_tried_once_and_computed_without_a_recording() -> None:
     tried: list[Shapes] = []
 
     def refuse(shapes: Shapes, *_: object) -> Any:
@@ -120,7 +122,7 @@ def test_a_want_of_memory_passes(made: list[Shapes]) -> None:
     assert len(made) == 1
 
 
-def test_rows_that_are_too_wide_are_not_recorded(made: list[Shapes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_that_are_too_wide_are_not_recorded(made: list[Shapes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded_compute, "MOST_BYTES", 8 * 2 * 3 * 4)
     compute = recorder(8)
     for width in (3, 4) * 3:
@@ -128,7 +130,7 @@ def test_rows_that_are_too_wide_are_not_recorded(made: list[Shapes], monkeypatch
     assert [shapes[0][0] for shapes in made] == [(8, 3)]
 
 
-def test_more_than_can_be_recorded_in_use_by_turns_are_not_made_anew(
+def test_more_shapes_than_can_be_recorded_are_not_recorded_again_and_again(
     made: list[Shapes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorded_compute, "MOST", 2)
@@ -151,14 +153,14 @@ RESTORED = [
 
 
 @pytest.mark.parametrize("strategy", RESTORED, ids=str)
-def test_a_session_reads_the_same_whether_its_rows_are_recorded_or_not(strategy: Any, made: list[Shapes]) -> None:
+def test_a_session_reads_the_same_whether_its_compression_is_recorded_or_not(strategy: Any, made: list[Shapes]) -> None:
     def read(ctx: KVContext) -> list[Tensor]:
-        kv, rows = SessionKV(strategy, ctx, 200), Rows(200)
+        kv, entries = SessionKV(strategy, ctx, 200), Entries(200)
         assert kv.wake(200)
-        found = feed(kv, rows, 90)
+        found = feed(kv, entries, 90)
         kv.idle()
         assert kv.wake(200)
-        return [*found, *feed(kv, rows, 100)]
+        return [*found, *feed(kv, entries, 100)]
 
     compute = recorder(SEGMENT, SEGMENTS_IN_A_CHUNK * SEGMENT)
     plain, recorded = read(context()), read(replace(context(), compute=compute))
@@ -174,7 +176,7 @@ def test_a_gpu_records_every_compressor(compressor: KVCompressor) -> None:
     compute = RecordedCompute((64,), GraphMemory())
     for head_dim in head_sizes(compressor):
         for seed, count in enumerate((64, 64, 11)):
-            rows = [gaussian(count, 3, head_dim, seed=seed).cuda()]
+            entries = [gaussian(count, 3, head_dim, seed=seed).cuda()]
 
             def encode(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
                 return [compressor.encode(part) for part in tensors]
@@ -182,8 +184,8 @@ def test_a_gpu_records_every_compressor(compressor: KVCompressor) -> None:
             def decode(tensors: Sequence[Tensor], head_dim: int = head_dim) -> Sequence[Tensor]:
                 return [compressor.decode(part, head_dim) for part in tensors]
 
-            codes = encode(rows)
-            assert torch.equal(compute(("encode", head_dim), encode, rows)[0], codes[0])
+            codes = encode(entries)
+            assert torch.equal(compute(("encode", head_dim), encode, entries)[0], codes[0])
             assert torch.equal(compute(("decode", head_dim), decode, codes)[0], decode(codes)[0])
     assert all(known.recorded for known in compute._known.values())
 
@@ -204,11 +206,11 @@ def test_a_gpu_records_every_latent(precision: str, quantiser: str) -> None:
         return [*keys, *values]
 
     for seed in range(3):
-        rows = [
+        entries = [
             gaussian(64, shape.kv_heads, shape.head_dim, seed=seed).cuda() for _ in range(2) for shape in codec.shapes
         ]
-        codes = encode(rows)
-        assert torch.equal(compute("encode", encode, rows)[0], codes[0])
+        codes = encode(entries)
+        assert torch.equal(compute("encode", encode, entries)[0], codes[0])
         for layers in (None, codec.layers[:1]):
             function = partial(decode, layers=layers)
             for one, other in zip(compute(("decode", layers), function, codes), function(codes), strict=True):
@@ -224,9 +226,9 @@ def test_a_recording_that_fails_leaves_the_device_as_it_was() -> None:
         return [part * float(part.sum()) for part in tensors]
 
     stream = torch.cuda.current_stream()
-    rows = gaussian(64, 3).cuda()
+    entries = gaussian(64, 3).cuda()
     for _ in range(3):
-        assert torch.equal(compute("look", looks, [rows])[0], looks([rows])[0])
+        assert torch.equal(compute("look", looks, [entries])[0], looks([entries])[0])
         assert torch.cuda.current_stream() == stream
-        check(compute, rows)
+        check(compute, entries)
     assert [bool(known.recorded) for known in compute._known.values()] == [False, True]

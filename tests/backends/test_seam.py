@@ -126,7 +126,7 @@ def test_an_architecture_that_is_not_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ModelError, match=why) as refusal:
         admit_config(config, kind)
-    # In words, about the model as it is: nobody has to know what the library raised.
+    # In words, about the model as it is: no knowledge of what the library raised is needed.
     for internal in ("Error", "kakeya", "NoneType", "tensor", " 2 layers"):
         assert internal not in str(refusal.value)
 
@@ -220,7 +220,7 @@ def family_engine(config: PretrainedConfig) -> Engine:
     return Engine(TorchForward(seam, facts, torch.device("cpu")), EngineConfig(**SMALL))
 
 
-def test_a_model_that_attends_otherwise_than_its_geometry_says_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_attention_differs_from_its_geometry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The admission test can fail: here the seam forgets the windows."""
     monkeypatch.setattr(
         twin, "find_traits", lambda seam: tuple(replace(trait, is_windowed=False) for trait in find_traits(seam))
@@ -306,7 +306,7 @@ def test_moving_keys_equals_rotating_them_at_the_later_positions(
         torch.testing.assert_close(seam.rotate(at(0), torch.full((5,), 77), layer.rotary), at(77), atol=1e-5, rtol=0)
 
 
-def test_rows_turned_alike_have_their_angles_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_rotated_alike_have_their_angles_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was turned in between, and however much of it: equal shifts give equal bits."""
     seam, module = rotary(LlamaConfig(), LlamaForCausalLM)
     asked: list[int] = []

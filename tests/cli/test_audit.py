@@ -48,7 +48,7 @@ def test_a_server_that_cares_how_ids_came_is_found_out(
     assert "INV-3 violated: history 0, turn " in capsys.readouterr().out
 
 
-def test_what_the_server_itself_finds_broken_counts_and_the_rest_is_reported_all_the_same(
+def test_a_failure_that_the_server_finds_counts_and_the_rest_is_reported_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage, calls = SessionKV.stage, itertools.count(1)

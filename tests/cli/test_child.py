@@ -1,4 +1,4 @@
-"""A server as our child: it runs with our settings only, and tells why it could not start."""
+"""A server as our child: it runs with our settings only, and reports why it could not start."""
 
 from __future__ import annotations
 

@@ -28,12 +28,12 @@ def test_what_works_passes_down_to_a_token(tiny_folder: Path, capsys: pytest.Cap
     found = lines(capsys.readouterr().out)
     assert list(found) == list(CHECKS)
     levels = {name: level for name, (level, _) in found.items() if level != "ok"}
-    # Nothing vouches for a folder that somebody made.
+    # Nothing vouches for a folder that was not downloaded.
     assert levels == {"model": "warn"}
     assert "after 1, 2, 3" in found["self test"][1]
 
 
-def test_a_model_that_is_not_here_fails_with_the_way_to_get_it(
+def test_a_model_that_is_not_here_fails_with_the_command_that_fetches_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert doctor("--cache-dir", tmp_path) == 1

@@ -34,9 +34,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "folder" / "keys"
 
 
-def test_a_key_that_was_made_opens_for_its_owner_and_stands_nowhere(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_key_works_for_its_owner_and_is_stored_nowhere(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = (made(path, owner, capsys) for owner in ("alice", "bob"))
     assert re.fullmatch(r"kakeya_[A-Za-z0-9_-]{43}", first)
     assert (owner_of(path, first), owner_of(path, second)) == ("alice", "bob")
@@ -55,7 +53,7 @@ def test_the_list_names_owners_and_ids_and_no_key(path: Path, capsys: pytest.Cap
     assert key not in shown and PLAIN not in shown and "short" not in shown
 
 
-def test_a_key_is_taken_back_by_its_id_and_all_of_an_owner_by_name(
+def test_a_key_is_removed_by_its_id_and_all_keys_of_an_owner_by_name(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second, third, fourth = (made(path, owner, capsys) for owner in ("alice", "alice", "bob", "bob"))
@@ -71,26 +69,26 @@ def test_a_server_that_runs_takes_changes_at_once(path: Path, capsys: pytest.Cap
     second = made(path, "bob", capsys)
     assert ring.key_of([("authorization", f"Bearer {second}")]).owner == "bob"
     assert keys(path, "remove", "alice") == 0
-    assert len(ring) == 2, "nobody has called since"
+    assert len(ring) == 2, "no call came since"
     assert ring.key_of([("authorization", f"Bearer {second}")]).owner == "bob"
     assert len(ring) == 1
     assert first not in repr(vars(ring))
 
 
-def test_a_file_stays_with_who_had_it_so_that_a_server_can_still_read_it(
+def test_a_rewritten_file_keeps_its_owner_so_that_a_server_can_still_read_it(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(path, "alice", capsys)
     path.chmod(0o640)
     before, given = path.stat(), []
-    # Only root can give a file to somebody else.
+    # Only root can give a file to another user.
     monkeypatch.setattr(os, "fchown", lambda _file, user, group: given.append((user, group)))
     assert keys(path, "remove", "alice") == 0
     assert given == [(before.st_uid, before.st_gid)]
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
-def test_a_file_that_cannot_stay_with_who_had_it_is_not_changed(
+def test_a_file_that_cannot_keep_its_owner_is_not_changed(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = made(path, "alice", capsys)
@@ -125,8 +123,8 @@ def test_an_owner_that_no_line_can_say_is_refused(path: Path, owner: str, capsys
 def test_what_cannot_be_done_changes_nothing_and_says_why(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made(path, "alice", capsys)
     before = path.read_bytes()
-    assert keys(path, "remove", "nobody") == 1
-    assert "no key and no owner 'nobody'" in capsys.readouterr().err
+    assert keys(path, "remove", "unknown") == 1
+    assert "no key and no owner 'unknown'" in capsys.readouterr().err
     assert path.read_bytes() == before
     assert keys(path.parent / "none", "list") == 1
     assert "cannot read the key file" in capsys.readouterr().err

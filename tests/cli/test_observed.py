@@ -67,7 +67,7 @@ def test_settings_that_make_no_sense_stop_the_start(tiny_folder: Path, flag: str
     assert said in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_the_doctor_a_server_and_its_metrics_tell_the_same_capacity(
+def test_the_doctor_a_server_and_its_metrics_report_the_same_capacity(
     tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As one number: `kv_bytes`, less what does not fill a unit of the pool."""

@@ -62,7 +62,7 @@ def test_metrics_count_what_happened_under_the_agreed_names(server: Server) -> N
     assert float(shown['cache_invariant_violations_total{kind="INV1"}']) == 0
 
 
-def test_a_client_that_hangs_up_in_its_own_way_leaves_nothing_in_the_log(
+def test_a_client_that_disconnects_abruptly_leaves_nothing_in_the_log(
     tiny_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hello = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
@@ -122,7 +122,7 @@ def test_a_model_that_cannot_be_served_is_one_line_and_status_1(
     config = json.loads((unserved / "config.json").read_text())
     rotary = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     (unserved / "config.json").write_text(json.dumps({**config, "rope_parameters": rotary}))
-    (unserved / "model.safetensors").write_bytes(b"of no use to anybody who looks")
+    (unserved / "model.safetensors").write_bytes(b"not weights at all")
     values = {"tiny": tiny_folder, "empty": tmp_path / "empty", "tampered": tampered, "unserved": unserved}
     serve = ("serve", "--kv-bytes=64MiB", "--bind=127.0.0.1:0")
     assert main((*serve, *(argument.format(**values) for argument in arguments))) == 1

@@ -32,7 +32,7 @@ def test_every_setting_is_a_flag_of_serve_and_nothing_else_is_explained(capsys: 
     assert set(HELP) <= names
 
 
-def test_the_default_holds_if_nobody_says_otherwise() -> None:
+def test_the_default_holds_if_nothing_sets_another_value() -> None:
     args = parser().parse_args(["serve"])
     assert settings(args, ModelConfig) == ModelConfig()
     assert settings(args, EngineConfig) == EngineConfig()

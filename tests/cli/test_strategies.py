@@ -1,4 +1,4 @@
-"""A strategy as people write it, on its way from the command line over the SDK to the server."""
+"""A strategy as people write it, from the command line over the SDK to the server."""
 
 from __future__ import annotations
 

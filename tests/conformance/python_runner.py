@@ -23,7 +23,7 @@ Do = Callable[..., Awaitable[Any]]
 
 # Not facts of the session but of the clock.
 TIMES = {"idle_seconds", "prefill_seconds", "total_seconds"}
-# What depends on who else uses the server.
+# What depends on other clients of the server.
 SHARED = {"kv_reserved_bytes", "tier_reserved_bytes", "history_tokens", "version"}
 SESSION_FACTS = (
     "strategy",
@@ -73,7 +73,7 @@ class Player:
         try:
             seen: Seen = await getattr(self, f"_{step['do']}")(step, resolved(step.get("options", {}), self._tokens))
         except kakeya.KakeyaError as error:
-            return _told(error)
+            return _described(error)
         return seen
 
     async def _server_info(self, step: Step, options: dict[str, Any]) -> Seen:
@@ -141,7 +141,7 @@ def _strategy(words: dict[str, Any]) -> kakeya.Strategy:
     return strategy
 
 
-def _told(error: kakeya.KakeyaError) -> Seen:
+def _described(error: kakeya.KakeyaError) -> Seen:
     """An error as its reader sees it. Words found on this side of the wire are each SDK's own."""
     return {
         "error": type(error).__name__,

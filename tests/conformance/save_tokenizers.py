@@ -72,7 +72,7 @@ def byte_level() -> ChatTokenizer:
     return cast("ChatTokenizer", fast)
 
 
-def told(tokenizer: ChatTokenizer) -> dict[str, Any]:
+def rendered(tokenizer: ChatTokenizer) -> dict[str, Any]:
     """What the Python SDK says with this tokenizer."""
     ends = end_of_turn_ids(tokenizer)
     chats = [[user(text)] for text in WORDS]
@@ -127,7 +127,7 @@ def main(folder: Path) -> None:
     tokenizers |= {"bytes": byte_level(), "roles": roles()}
     for name, tokenizer in tokenizers.items():
         tokenizer.save_pretrained(folder / name)
-    print(json.dumps({name: told(tokenizer) for name, tokenizer in tokenizers.items()}))
+    print(json.dumps({name: rendered(tokenizer) for name, tokenizer in tokenizers.items()}))
 
 
 if __name__ == "__main__":

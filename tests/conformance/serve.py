@@ -15,7 +15,7 @@ and is answered with one:
     {"reasons": true}                                            {"reasons": {reason: code, …}}
 
 `engine` and `server` are settings of EngineConfig and ServerConfig. A guarded server wants the key; its certificate,
-with the private key, and that of its authority are told as PEM text.
+with the private key, and that of its authority are printed as PEM text.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Servers:
                 middle = self._middles[target]
                 reply = {"connections": middle.connections, "calls": middle.calls, "acted": middle.acted}
             case {"census": target}:
-                reply = self._census(target)
+                reply = self._statistics(target)
             case {"reasons": True}:
                 reply = {"reasons": {reason: code.name for reason, code in CODES.items()}}
             case _:
@@ -92,14 +92,14 @@ class Servers:
     async def _open(
         self, engine: dict[str, Any] | None = None, server: dict[str, Any] | None = None, *, guarded: bool = False
     ) -> dict[str, str]:
-        guards, told = self._guards() if guarded else ({}, {})
+        guards, shown = self._guards() if guarded else ({}, {})
         config = ServerConfig(**{"bind": "127.0.0.1:0", "drain_seconds": 1.0, **guards, **(server or {})})
         runtime = tiny_engine(**(engine or {}))
         handle = await start_server(runtime, config)
         self._running[handle.target] = handle, runtime
-        return {"target": handle.target, **told}
+        return {"target": handle.target, **shown}
 
-    def _census(self, target: str) -> dict[str, float]:
+    def _statistics(self, target: str) -> dict[str, float]:
         """Every number without labels, and of those with labels their sums."""
         sums: defaultdict[str, float] = defaultdict(float)
         for metric in self._running[target][1].metrics.registry.collect():
@@ -121,8 +121,8 @@ class Servers:
         pem.write_to_path(certificate)
         keys.write_text(f"{KEY}\n", encoding="utf-8")
         files = {"api_key_file": str(keys), "tls_cert_file": str(certificate), "tls_key_file": str(certificate)}
-        told = {"authority": authority.cert_pem.bytes().decode(), "certificate": pem.bytes().decode(), "key": KEY}
-        return files, told
+        shown = {"authority": authority.cert_pem.bytes().decode(), "certificate": pem.bytes().decode(), "key": KEY}
+        return files, shown
 
 
 async def main() -> None:

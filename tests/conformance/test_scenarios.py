@@ -50,6 +50,6 @@ def test_what_stands_for_tokens_is_replaced_by_them() -> None:
     assert resolved({"token_ids": {"all_of": "a"}}, tokens) == {"token_ids": [7, 8]}
 
 
-def test_differences_are_told_by_their_place() -> None:
+def test_differences_are_reported_by_their_place() -> None:
     assert differences({"a": {"b": 1}}, {"a": {"b": 2, "c": 3}}) == ["seen.a.b is 2, expected 1"]
     assert differences({"a": 1}, {}) == ["seen.a is None, expected 1"]

@@ -1,4 +1,4 @@
-"""What a draw means, spelled out for one row, to hold the drawing of many against; and a draw of one row by itself."""
+"""A draw spelled out for the logits of one token, the reference for draws of many; and a draw for one token alone."""
 
 from __future__ import annotations
 

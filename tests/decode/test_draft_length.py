@@ -14,11 +14,11 @@ def seen(*drafts: tuple[int, int]) -> Acceptance:
     return acceptance
 
 
-def line(fixed: float, per_row: float, *, rows: tuple[int, ...] = (1, 2, 3, 5, 8)) -> StepSeconds:
+def line(fixed: float, per_token: float, *, tokens: tuple[int, ...] = (1, 2, 3, 5, 8)) -> StepSeconds:
     steps = StepSeconds()
     for _ in range(50):
-        for count in rows:
-            steps.saw(count, fixed + per_row * count, is_plain=count == rows[0])
+        for count in tokens:
+            steps.saw(count, fixed + per_token * count, is_plain=count == tokens[0])
     return steps
 
 
@@ -29,7 +29,7 @@ def longest(acceptance: Acceptance, steps: StepSeconds, *, sessions: int = 1, dr
 RIGHT, WRONG = seen(*[(8, 8)] * 100), seen(*[(8, 0)] * 100)
 
 
-def test_right_draft_tokens_are_worth_the_longest_draft_where_rows_are_cheap() -> None:
+def test_right_draft_tokens_are_worth_the_longest_draft_where_tokens_are_cheap() -> None:
     assert longest(RIGHT, line(1.0, 0.01)) == 7
 
 
@@ -37,11 +37,11 @@ def test_wrong_draft_tokens_are_worth_none() -> None:
     assert longest(WRONG, line(1.0, 0.01)) == 0
 
 
-def test_right_draft_tokens_are_worth_none_where_a_row_costs_a_step() -> None:
+def test_right_draft_tokens_are_worth_none_where_a_token_costs_a_step() -> None:
     assert longest(RIGHT, line(0.0, 1.0)) == 0
 
 
-def test_a_dear_drafter_has_to_be_right_more_often() -> None:
+def test_a_slow_drafter_has_to_be_right_more_often() -> None:
     some = seen(*[(8, 2)] * 100)
     assert longest(some, line(1.0, 0.05)) > 0
     assert longest(some, line(1.0, 0.05), draft_seconds=2.5) == 0
@@ -51,7 +51,7 @@ def test_the_draft_ends_where_draft_tokens_stop_being_right() -> None:
     assert longest(seen(*[(8, 2)] * 100), line(1.0, 0.1)) == 2
 
 
-def test_more_rows_never_count_as_faster_whatever_was_measured() -> None:
+def test_more_tokens_never_count_as_faster_whatever_was_measured() -> None:
     steps = StepSeconds()
     for _ in range(50):
         steps.saw(8, 0.5, is_plain=False)
@@ -59,10 +59,10 @@ def test_more_rows_never_count_as_faster_whatever_was_measured() -> None:
     assert longest(WRONG, steps) == 0
 
 
-def test_neighbours_who_wait_for_the_draft_tokens_count() -> None:
+def test_neighbours_that_wait_for_the_draft_tokens_count() -> None:
     half = seen(*[(1, 1), (1, 0)] * 50)
     assert longest(half, line(1.0, 0.3)) > 0
-    assert longest(half, line(1.0, 0.3, rows=(8, 9, 10, 12, 15)), sessions=8) == 0
+    assert longest(half, line(1.0, 0.3, tokens=(8, 9, 10, 12, 15)), sessions=8) == 0
 
 
 def test_nothing_is_drafted_before_a_plain_step_is_known() -> None:
@@ -70,14 +70,14 @@ def test_nothing_is_drafted_before_a_plain_step_is_known() -> None:
 
 
 def test_a_length_that_was_never_tried_is_tried_and_then_known() -> None:
-    steps = line(1.0, 0.0, rows=(1,))
+    steps = line(1.0, 0.0, tokens=(1,))
     assert longest(RIGHT, steps) == 7
     for _ in range(3):
         steps.saw(8, 20.0, is_plain=False)
     assert longest(RIGHT, steps) < 7
 
 
-def test_a_session_begins_with_what_others_showed_and_then_goes_its_own_way() -> None:
+def test_a_session_begins_with_the_acceptance_of_others_and_then_uses_its_own() -> None:
     new = Acceptance(RIGHT)
     assert new.rate(0) > 0.9 < new.rate(5)
     for _ in range(50):
@@ -94,7 +94,7 @@ def test_the_first_step_of_a_shape_does_not_count() -> None:
 
 
 def test_steps_between_known_sizes_lie_on_the_line_and_larger_ones_cost_like_the_largest() -> None:
-    steps = line(1.0, 0.5, rows=(2, 6))
+    steps = line(1.0, 0.5, tokens=(2, 6))
     assert steps.expected(4) == pytest.approx(3.0)
     assert steps.expected(1) == steps.expected(2)
     assert steps.expected(99) == steps.expected(6)
@@ -126,9 +126,9 @@ def test_a_step_with_draft_tokens_that_takes_longer_says_nothing_of_plain_ones()
 
 
 def test_a_long_draft_has_to_be_earned_whatever_others_showed() -> None:
-    rows = (1, 2, 3, 5, 8, 16)
+    tokens = (1, 2, 3, 5, 8, 16)
     new = Acceptance(seen(*[(15, 15)] * 100))
-    cheap = line(1.0, 0.001, rows=rows)
+    cheap = line(1.0, 0.001, tokens=tokens)
 
     def length() -> int:
         return best_length(new, cheap, sessions=1, longest=31, draft_seconds=0.0)

@@ -1,4 +1,4 @@
-"""Many rows drawn at once: each gives, bit for bit, what it gives alone, and what a draw means when spelled out."""
+"""Many tokens drawn at once: each is, bit for bit, what it is alone and in the spelled-out draw."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.kernels.plain_noise import plain_noise
 from tests.laws.drafters import Knowing
 from tests.laws.variants import drain, engine_for, generate, text, tokens
 
-LARGE = 49_152  # where torch adds a lone row up by several threads
+LARGE = 49_152  # where torch adds up the logits of a lone token by several threads
 
 samplings = st.builds(
     Sampling,
@@ -34,14 +34,14 @@ noise_keys = st.integers(-(2**63), 2**63 - 1)
 
 @st.composite
 def steps(draw_from: st.DrawFn) -> tuple[Tensor, list[Sampling], list[int]]:
-    """Rows of one step, ties and rows of nothing but ties among them, and how each is drawn."""
+    """Logits of one step, with ties and all-equal logits among them, and how each token is drawn."""
     vocab = draw_from(st.integers(1, 70))
-    rows = draw_from(st.integers(1, 9))
+    count = draw_from(st.integers(1, 9))
     generator = torch.Generator().manual_seed(draw_from(st.integers(0, 2**32)))
-    logits = torch.randn(rows, vocab, generator=generator) * draw_from(st.sampled_from([0.0, 1.0, 3.0, 40.0]))
+    logits = torch.randn(count, vocab, generator=generator) * draw_from(st.sampled_from([0.0, 1.0, 3.0, 40.0]))
     if draw_from(st.booleans()):
         logits = logits.round()
-    lists = st.lists(samplings, min_size=rows, max_size=rows), st.lists(noise_keys, min_size=rows, max_size=rows)
+    lists = st.lists(samplings, min_size=count, max_size=count), st.lists(noise_keys, min_size=count, max_size=count)
     return logits, draw_from(lists[0]), draw_from(lists[1])
 
 
@@ -54,62 +54,68 @@ def mixed(count: int) -> list[Sampling]:
         Sampling(temperature=1.0, min_p=0.02),
         Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01),
     ]
-    return [kinds[row % len(kinds)] for row in range(count)]
+    return [kinds[place % len(kinds)] for place in range(count)]
 
 
 @given(steps())
 @settings(deadline=None)
-def test_a_row_gives_the_token_that_the_spelled_out_draw_gives(
+def test_logits_give_the_token_that_the_spelled_out_draw_gives(
     step: tuple[Tensor, list[Sampling], list[int]],
 ) -> None:
-    logits, ways, keys = step
-    expected = [plainly(row, way, key) for row, way, key in zip(logits, ways, keys, strict=True)]
-    assert draw(logits, ways, keys).tolist() == expected
+    logits, samplings, keys = step
+    expected = [plainly(one, sampling, key) for one, sampling, key in zip(logits, samplings, keys, strict=True)]
+    assert draw(logits, samplings, keys).tolist() == expected
 
 
 @given(steps(), st.permutations(range(9)))
 @settings(deadline=None)
-def test_a_row_gives_the_same_alone_and_among_others_in_any_order(
+def test_logits_give_the_same_token_alone_and_among_others_in_any_order(
     step: tuple[Tensor, list[Sampling], list[int]], order: list[int]
 ) -> None:
-    logits, ways, keys = step
-    order = [row for row in order if row < len(logits)]
-    alone = [int(draw(logits[row : row + 1], [ways[row]], [keys[row]])[0]) for row in order]
-    assert draw(logits[order], [ways[row] for row in order], [keys[row] for row in order]).tolist() == alone
+    logits, samplings, keys = step
+    order = [place for place in order if place < len(logits)]
+    alone = [int(draw(logits[place : place + 1], [samplings[place]], [keys[place]])[0]) for place in order]
+    assert (
+        draw(logits[order], [samplings[place] for place in order], [keys[place] for place in order]).tolist() == alone
+    )
 
 
 @pytest.mark.parametrize("vocab", [LARGE, LARGE + 1], ids=["even", "odd"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_distribution_has_the_same_bits_alone_and_among_others(vocab: int, threads: int) -> None:
     logits = torch.randn(7, vocab, generator=torch.Generator().manual_seed(1)) * 3
-    ways = mixed(len(logits))
+    samplings = mixed(len(logits))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        together = sampling_module._left(logits, ways)
-        for row, way in enumerate(ways):
-            assert torch.equal(sampling_module._left(logits[row : row + 1], [way])[0], together[row])
-            assert torch.equal(filtered_probabilities(logits[row], way), together[row].softmax(dim=0))
+        together = sampling_module._left(logits, samplings)
+        for place, sampling in enumerate(samplings):
+            assert torch.equal(sampling_module._left(logits[place : place + 1], [sampling])[0], together[place])
+            assert torch.equal(filtered_probabilities(logits[place], sampling), together[place].softmax(dim=0))
         # What top_p is a share of; a bit of it seldom shows in what is left.
         sums = sampling_module._running_sums_(together.exp())
-        for row in range(len(logits)):
-            assert torch.equal(sampling_module._running_sums_(together[row : row + 1].exp())[0], sums[row])
-        keys = [key(6, row) for row in range(len(logits))]
-        drawn = [int(draw(logits[row : row + 1], [ways[row]], [keys[row]])[0]) for row in range(len(logits))]
-        assert draw(logits, ways, keys).tolist() == drawn
+        for place in range(len(logits)):
+            assert torch.equal(sampling_module._running_sums_(together[place : place + 1].exp())[0], sums[place])
+        keys = [key(6, place) for place in range(len(logits))]
+        drawn = [
+            int(draw(logits[place : place + 1], [samplings[place]], [keys[place]])[0]) for place in range(len(logits))
+        ]
+        assert draw(logits, samplings, keys).tolist() == drawn
         likely = logits.argmax(dim=-1)
-        reported = [logprobs(logits[row : row + 1], likely[row : row + 1])[0] for row in range(len(logits))]
+        reported = [logprobs(logits[place : place + 1], likely[place : place + 1])[0] for place in range(len(logits))]
         assert torch.equal(logprobs(logits, likely), torch.stack(reported))
     finally:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("rows_at_once", [1, 2, 3, 50])
-def test_how_many_rows_are_drawn_at_once_changes_nothing(rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens_at_once", [1, 2, 3, 50])
+def test_how_many_tokens_are_drawn_at_once_changes_nothing(
+    tokens_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logits = torch.randn(11, 97, generator=torch.Generator().manual_seed(2)) * 2
-    ways = sorted(mixed(len(logits)), key=lambda way: way.top_k > 0)
-    keys = [key(5, row) for row in range(len(logits))]
-    expected = [plainly(row, way, key) for row, way, key in zip(logits, ways, keys, strict=True)]
+    samplings = sorted(mixed(len(logits)), key=lambda sampling: sampling.top_k > 0)
+    keys = [key(5, place) for place in range(len(logits))]
+    expected = [plainly(one, sampling, key) for one, sampling, key in zip(logits, samplings, keys, strict=True)]
     sizes: list[int] = []
 
     def counting(part: Tensor, some: list[Sampling]) -> Tensor:
@@ -118,51 +124,53 @@ def test_how_many_rows_are_drawn_at_once_changes_nothing(rows_at_once: int, monk
 
     left = sampling_module._left
     monkeypatch.setattr(sampling_module, "_left", counting)
-    monkeypatch.setattr(sampling_module, "MAX_ARRAY_BYTES_ON_CPU", rows_at_once * 97 * 8 + 5)
-    assert draw(logits, ways, keys).tolist() == expected
-    assert max(sizes) <= rows_at_once and sum(sizes) == len(logits)
+    monkeypatch.setattr(sampling_module, "MAX_ARRAY_BYTES_ON_CPU", tokens_at_once * 97 * 8 + 5)
+    assert draw(logits, samplings, keys).tolist() == expected
+    assert max(sizes) <= tokens_at_once and sum(sizes) == len(logits)
     reported = logprobs(logits, logits.argmax(dim=-1))
     assert torch.allclose(reported, logits.log_softmax(dim=-1).amax(dim=-1), atol=1e-6)
 
 
-def test_a_vocabulary_larger_than_an_array_may_be_is_drawn_from_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, ways, keys = torch.zeros(3, 40), [Sampling(temperature=1.0)] * 3, [key(2, row) for row in range(3)]
-    expected = draw(logits, ways, keys).tolist()
+def test_a_vocabulary_larger_than_an_array_may_be_is_drawn_from_one_token_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits, samplings, keys = torch.zeros(3, 40), [Sampling(temperature=1.0)] * 3, [key(2, place) for place in range(3)]
+    expected = draw(logits, samplings, keys).tolist()
     monkeypatch.setattr(sampling_module, "MAX_ARRAY_BYTES_ON_CPU", 8)
-    assert draw(logits, ways, keys).tolist() == expected == [plain_noise(key, 40).argmax() for key in keys]
+    assert draw(logits, samplings, keys).tolist() == expected == [plain_noise(key, 40).argmax() for key in keys]
 
 
 @pytest.mark.parametrize("cut", [Sampling(temperature=1.0, top_k=2), Sampling(temperature=1.0, top_p=0.4)])
 def test_of_equals_the_lower_ids_are_left(cut: Sampling) -> None:
-    rows = torch.zeros(60, 5)
-    assert set(draw(rows, [cut] * 60, [key(3, row) for row in range(60)]).tolist()) == {0, 1}
-    rows[:, 1], rows[:, 2] = -1.0, 0.2
-    assert set(draw(rows, [cut] * 60, [key(3, row) for row in range(60)]).tolist()) == {0, 2}
+    logits = torch.zeros(60, 5)
+    assert set(draw(logits, [cut] * 60, [key(3, place) for place in range(60)]).tolist()) == {0, 1}
+    logits[:, 1], logits[:, 2] = -1.0, 0.2
+    assert set(draw(logits, [cut] * 60, [key(3, place) for place in range(60)]).tolist()) == {0, 2}
 
 
-def test_a_row_that_is_not_finite_disturbs_no_other() -> None:
+def test_logits_that_are_not_finite_disturb_no_others() -> None:
     logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(3))
-    ways, keys = mixed(5), [key(1, row) for row in range(5)]
-    expected = draw(logits, ways, keys).tolist()
-    for row, wrong in ((1, torch.nan), (2, torch.inf), (3, -torch.inf)):
-        logits[row, 4] = wrong
-    got = draw(logits, ways, keys).tolist()
+    samplings, keys = mixed(5), [key(1, place) for place in range(5)]
+    expected = draw(logits, samplings, keys).tolist()
+    for place, wrong in ((1, torch.nan), (2, torch.inf), (3, -torch.inf)):
+        logits[place, 4] = wrong
+    got = draw(logits, samplings, keys).tolist()
     assert [got[0], got[4]] == [expected[0], expected[4]]
     assert all(0 <= token < 30 for token in got)
 
 
-def test_each_row_of_a_draft_is_penalised_for_the_draft_tokens_before_it() -> None:
+def test_each_token_of_a_draft_is_penalised_for_the_draft_tokens_before_it() -> None:
     sampling = Sampling(temperature=0.9, repetition_penalty=1.7, logit_bias={3: 2.0, 8: -1.0})
     history, draft_tokens = [1, 5], [7, 2, 7]
     logits = torch.randn(4, 12, generator=torch.Generator().manual_seed(4))
     sampler = Sampler.start(sampling, 0, seen(history, 12), 12, torch.device("cpu"))
-    rows = sampler.adjusted(logits, draft_tokens)
-    for row in range(4):
-        assert torch.equal(rows[row], penalised(logits[row], sampling, history + draft_tokens[:row]))
+    adjusted = sampler.adjusted(logits, draft_tokens)
+    for place in range(4):
+        assert torch.equal(adjusted[place], penalised(logits[place], sampling, history + draft_tokens[:place]))
     assert torch.equal(sampler.adjusted(logits[:1], [])[0], penalised(logits[0], sampling, history))
 
 
-WAYS = [
+SAMPLINGS = [
     Sampling(),
     Sampling(temperature=0.7, seed=1),
     Sampling(repetition_penalty=1.4),
@@ -173,31 +181,31 @@ WAYS = [
 
 
 def said_together(engine: Engine, count: int) -> list[list[tuple[int, float | None]]]:
-    """What sessions say that run in the same steps, one for each of WAYS; every other wants log-probabilities."""
-    sessions = [engine.create_session(strategy=Full()).session_id for _ in WAYS]
+    """What sessions say that run in the same steps, one for each of SAMPLINGS; every other wants log-probabilities."""
+    sessions = [engine.create_session(strategy=Full()).session_id for _ in SAMPLINGS]
     for place, session in enumerate(sessions):
         engine.append(session, text(30 + place, seed=place))
     with standing_still(engine):  # so that all are there before the first begins
         running = [
-            engine.generate(session, GenerateParams(max_tokens=count, sampling=way, logprobs=place % 2 == 0))
-            for place, (session, way) in enumerate(zip(sessions, WAYS, strict=True))
+            engine.generate(session, GenerateParams(max_tokens=count, sampling=sampling, logprobs=place % 2 == 0))
+            for place, (session, sampling) in enumerate(zip(sessions, SAMPLINGS, strict=True))
         ]
     return [tokens(drain(generation)) for generation in running]
 
 
-def test_sessions_with_unlike_samplings_say_in_one_step_what_each_says_alone() -> None:
+def test_sessions_with_different_samplings_generate_in_one_step_what_each_generates_alone() -> None:
     with engine_for(Mode.FIXED_SHAPE) as engine:
         alone = []
-        for place, way in enumerate(WAYS):
+        for place, sampling in enumerate(SAMPLINGS):
             session = engine.create_session(strategy=Full()).session_id
             engine.append(session, text(30 + place, seed=place))
-            alone.append(generate(engine, session, 12, sampling=way))
+            alone.append(generate(engine, session, 12, sampling=sampling))
         together = said_together(engine, 12)
     for place, (expected, got) in enumerate(zip(alone, together, strict=True)):
         assert got == [(token, reported if place % 2 == 0 else None) for token, reported in expected]
 
 
-def test_sessions_with_drafts_and_without_say_in_one_step_what_each_says_alone() -> None:
+def test_sessions_with_drafts_and_without_generate_in_one_step_what_each_generates_alone() -> None:
     with engine_for(Mode.FIXED_SHAPE) as engine:
         plain = said_together(engine, 12)
     said = [*text(33, seed=3), *(token for token, _ in plain[3])]

@@ -27,21 +27,21 @@ def sampler(sampling: Sampling, history: list[int] | None = None, seed: int = 3)
     return Sampler.start(sampling, seed, seen(history or [], V), V, torch.device("cpu"))
 
 
-def draw(sampling: Sampling, row: Tensor, position: int = 5, history: list[int] | None = None, seed: int = 3) -> int:
-    return next_token(sampler(sampling, history, seed), row, position)
+def draw(sampling: Sampling, raw: Tensor, position: int = 5, history: list[int] | None = None, seed: int = 3) -> int:
+    return next_token(sampler(sampling, history, seed), raw, position)
 
 
 def test_greedy_takes_the_largest_and_the_lowest_id_of_equals() -> None:
-    row = torch.tensor([0.0, 3.0, 1.0, 3.0])
-    assert next_token(Sampler(Sampling(), 0), row, 0) == 1
+    raw = torch.tensor([0.0, 3.0, 1.0, 3.0])
+    assert next_token(Sampler(Sampling(), 0), raw, 0) == 1
 
 
 def test_a_draw_is_a_function_of_seed_and_position_alone() -> None:
     sampling = Sampling(temperature=1.0)
-    rows = [draw(sampling, logits(), position) for position in range(200)]
-    assert rows == [draw(sampling, logits(), position) for position in range(200)]
-    assert rows != [draw(sampling, logits(), position, seed=4) for position in range(200)]
-    assert len(set(rows)) > 3
+    tokens = [draw(sampling, logits(), position) for position in range(200)]
+    assert tokens == [draw(sampling, logits(), position) for position in range(200)]
+    assert tokens != [draw(sampling, logits(), position, seed=4) for position in range(200)]
+    assert len(set(tokens)) > 3
 
 
 COUNT = 4000
@@ -65,10 +65,10 @@ PLACES = {
     ids=["plain", "hot", "top_k", "top_p", "min_p", "all"],
 )
 def test_draws_follow_the_filtered_distribution(sampling: Sampling, over: str) -> None:
-    row = logits()
-    expected = filtered_probabilities(row, sampling).numpy()
+    raw = logits()
+    expected = filtered_probabilities(raw, sampling).numpy()
     assert expected.sum() == pytest.approx(1.0)
-    drawn = draw_all(row.expand(COUNT, -1), [sampling] * COUNT, PLACES[over])
+    drawn = draw_all(raw.expand(COUNT, -1), [sampling] * COUNT, PLACES[over])
     counts = np.bincount(drawn.numpy(), minlength=V)
     kept = expected > 0
     assert (counts[~kept] == 0).all()
@@ -78,17 +78,17 @@ def test_draws_follow_the_filtered_distribution(sampling: Sampling, over: str) -
 
 
 def test_without_filters_that_distribution_is_the_softmax() -> None:
-    row = logits()
-    expected = (row.double() / 0.7).softmax(dim=0)
-    assert torch.allclose(filtered_probabilities(row, Sampling(temperature=0.7)), expected, rtol=1e-12, atol=0)
+    raw = logits()
+    expected = (raw.double() / 0.7).softmax(dim=0)
+    assert torch.allclose(filtered_probabilities(raw, Sampling(temperature=0.7)), expected, rtol=1e-12, atol=0)
 
 
 def test_filters_cut_in_the_documented_order() -> None:
     probabilities = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
-    row = probabilities.log()
+    raw = probabilities.log()
 
     def kept(**options: float) -> list[int]:
-        return filtered_probabilities(row, Sampling(temperature=1.0, **options)).nonzero().flatten().tolist()  # type: ignore[arg-type]
+        return filtered_probabilities(raw, Sampling(temperature=1.0, **options)).nonzero().flatten().tolist()  # type: ignore[arg-type]
 
     assert kept(top_k=3) == [0, 1, 2]
     assert kept(top_p=0.7) == [0, 1]
@@ -105,12 +105,12 @@ def test_top_p_keeps_at_least_the_likeliest_token() -> None:
 
 
 def test_the_penalty_touches_every_id_of_the_history_and_what_is_generated_since() -> None:
-    row = torch.tensor([2.0, 1.9, -1.0, -1.05])
+    raw = torch.tensor([2.0, 1.9, -1.0, -1.05])
     penalised = Sampler.start(Sampling(repetition_penalty=1.2), 0, seen([0], 4), 4, torch.device("cpu"))
-    assert next_token(penalised, row, 0) == 1
+    assert next_token(penalised, raw, 0) == 1
     penalised.observe(1)
-    assert next_token(penalised, row, 1) == 0
-    assert next_token(Sampler(Sampling(), 0), row, 0) == 0
+    assert next_token(penalised, raw, 1) == 0
+    assert next_token(Sampler(Sampling(), 0), raw, 0) == 0
     negative = Sampler.start(Sampling(repetition_penalty=1.2), 0, seen([2], 4), 4, torch.device("cpu"))
     assert next_token(negative, torch.tensor([-9.0, -9.0, -1.0, -1.05]), 0) == 3
 
@@ -122,8 +122,8 @@ def test_bias_is_added_after_the_penalty_and_before_the_temperature() -> None:
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
-    row = logits()
-    assert float(logprobs(row[None], torch.tensor([4]))[0]) == pytest.approx(float(row.log_softmax(0)[4]), abs=1e-6)
+    raw = logits()
+    assert float(logprobs(raw[None], torch.tensor([4]))[0]) == pytest.approx(float(raw.log_softmax(0)[4]), abs=1e-6)
 
 
 @pytest.mark.parametrize(

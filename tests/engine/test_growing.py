@@ -21,7 +21,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.capacity import Admission
 from inference_engine.types import Finished, GenerateParams, Mode, TokenCommitted
 from laboratory.scripted import ScriptedForward
-from tests.facade import drop_rows, store_of
+from tests.facade import drop_entries, store_of
 from tests.laws.drafters import Knowing
 from tests.laws.variants import LENGTH, drain, each_strategy, generate, same, text
 from tests.tiny import TRAINED_POSITIONS, tiny_engine, tiny_forward
@@ -151,7 +151,7 @@ def test_growth_is_one_of_three_words() -> None:
         EngineConfig(growth="sometimes")
 
 
-def test_where_memory_is_all_there_is_growing_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growth_best_effort_is_refused_in_words_without_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = tiny_forward()
     monkeypatch.setattr(type(forward), "has_address_space", property(lambda _: False))
     with pytest.raises(ConfigError, match="best_effort"):
@@ -169,14 +169,14 @@ def test_a_session_that_grows_says_what_one_with_a_guarantee_says(strategy: KVSt
     for guaranteed in (True, False):
         with tiny_engine(clock=lambda: now, stall_seconds=1e6) as engine:
             session = engine.create_session(strategy=strategy, guaranteed=guaranteed).session_id
-            heard = []
+            received = []
             for turn in range(3):
                 engine.append(session, text(40, seed=turn))
-                heard += generate(engine, session, 21)
+                received += generate(engine, session, 21)
                 if turn == 1 and not guaranteed:
-                    drop_rows(engine, session)
+                    drop_entries(engine, session)
                     assert engine.session_info(session).reserved_bytes == 0
-            said.append(heard)
+            said.append(received)
     assert same(said[0], said[1], Mode.BATCHED)
 
 
@@ -229,8 +229,8 @@ def test_an_owner_within_its_share_of_memory_leaves_addresses_for_all_others() -
 
 
 @pytest.mark.parametrize("share_forks", [True, False])
-def test_who_forks_and_closes_leaves_addresses_for_all_others(share_forks: bool) -> None:
-    """A fork reads rows where sessions that ended left them; each of these took addresses for all it might become."""
+def test_an_owner_that_forks_and_closes_leaves_addresses_for_all_others(share_forks: bool) -> None:
+    """A fork reads entries of sessions that ended; each of these took addresses for all it might become."""
     most = 6
     with tiny_engine(
         windowed=False,
@@ -272,7 +272,7 @@ def test_want_of_addresses_is_reported_apart_from_want_of_memory(monkeypatch: py
 
 
 @pytest.mark.parametrize("has_drafter", [False, True])
-def test_room_for_draft_tokens_drops_nobodys_entries(has_drafter: bool) -> None:
+def test_room_for_draft_tokens_drops_no_sessions_entries(has_drafter: bool) -> None:
     """Also of a Generate that ends before it needs the room."""
     with tiny_engine() as roomy:
         expected = [token for token, _ in generate(roomy, opened(roomy, 20), 40)]

@@ -1,4 +1,4 @@
-"""Token ids count: of each session, and of all sessions of an owner. Who passes a cap is told so, and loses nothing."""
+"""Limits of token ids, of a session and of an owner's sessions. A call that passes one is refused and loses nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def said(engine: Engine, session: str, count: int = 8, **options: Any) -> list[i
     return [token for token, _ in tokens(drain(engine.generate(session, GenerateParams(max_tokens=count, **options))))]
 
 
-def heard(generation: Generation) -> tuple[list[int], RequestError | None]:
+def received(generation: Generation) -> tuple[list[int], RequestError | None]:
     """Its tokens, and the error that ended it, if one did."""
     events: list[Event] = []
     try:
@@ -154,7 +154,7 @@ def test_a_generate_that_reaches_the_quota_ends_typed_keeps_its_tokens_and_goes_
     with scripted_engine(history_tokens_per_owner=100) as engine:
         other, session = opened(engine, 50), opened(engine, 40)
         params, request_id = GenerateParams(max_tokens=20), b"r" * 16
-        first, error = heard(engine.generate(session, params, request_id=request_id))
+        first, error = received(engine.generate(session, params, request_id=request_id))
         assert first == expected[:10]
         assert isinstance(error, QuotaExceeded)
         assert (engine.session_info(session).history_length, engine.history_tokens_of("")) == (50, 100)
@@ -162,14 +162,17 @@ def test_a_generate_that_reaches_the_quota_ends_typed_keeps_its_tokens_and_goes_
             with pytest.raises(QuotaExceeded):
                 engine.generate(session, params, request_id=again)
         engine.close_session(other)
-        assert heard(engine.generate(session, params, request_id=request_id, resume_from=50)) == (expected[10:], None)
+        assert received(engine.generate(session, params, request_id=request_id, resume_from=50)) == (
+            expected[10:],
+            None,
+        )
 
 
 def test_many_generates_of_an_owner_never_pass_the_quota_together() -> None:
     with scripted_engine(history_tokens_per_owner=301) as engine:
         sessions = [opened(engine, 40) for _ in range(7)]
         running = [engine.generate(session, GenerateParams(max_tokens=30)) for session in sessions]
-        assert all(isinstance(heard(generation)[1], QuotaExceeded) for generation in running)
+        assert all(isinstance(received(generation)[1], QuotaExceeded) for generation in running)
         assert engine.history_tokens_of("") == 301
         assert sum(engine.session_info(session).history_length for session in sessions) == 301
 

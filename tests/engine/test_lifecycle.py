@@ -44,7 +44,7 @@ from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_engine, tiny_forward
 
 
 class Clock:
-    """Monotonic seconds that pass when told to."""
+    """Monotonic seconds that pass when a test says so."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -185,7 +185,7 @@ def test_each_generate_prefills_only_what_is_new() -> None:
         assert isinstance(first, Finished)
         assert isinstance(second, Finished)
         assert (first.prefilled_tokens, first.cached_tokens) == (40, 0)
-        # The last token generated before has no row yet.
+        # The last token generated before has no entry yet.
         assert (second.prefilled_tokens, second.cached_tokens) == (8, 44)
 
 
@@ -362,7 +362,7 @@ def test_idle_sessions_make_room_least_recently_used_first_and_never_a_busy_or_f
         assert len(generate(engine, old, 2)) == 2
 
 
-def test_rows_that_made_room_are_computed_again_and_nothing_else_is_lost() -> None:
+def test_entries_that_made_room_are_computed_again_and_nothing_else_is_lost() -> None:
     clock = Clock()
     with tiny_engine() as plain:
         expected = generate(plain, opened(plain), 8)
@@ -426,7 +426,7 @@ def test_an_owner_at_its_quota_makes_room_for_itself_or_is_refused_and_others_ar
         assert engine.create_session(owner="me").session_id
 
 
-def test_a_session_larger_than_its_owners_quota_evicts_nobody_and_need_not_come_again() -> None:
+def test_a_session_larger_than_its_owners_quota_evicts_none_and_need_not_come_again() -> None:
     clock = Clock()
     with tiny_engine(clock=clock, growth="guaranteed", kv_bytes_per_owner=bytes_for(0.5)) as engine:
         small = opened(engine, strategy=SinkWindow(sink=1, window=8))
@@ -437,7 +437,7 @@ def test_a_session_larger_than_its_owners_quota_evicts_nobody_and_need_not_come_
         assert engine.session_info(small).cached_tokens == 21
 
 
-def test_a_session_that_can_never_fit_evicts_nobody() -> None:
+def test_a_session_that_can_never_fit_evicts_none() -> None:
     clock = Clock()
     with tiny_engine(
         clock=clock, strategy="sink_window:sink=1,window=8", growth="guaranteed", kv_bytes=bytes_for(0.5)
@@ -449,10 +449,10 @@ def test_a_session_that_can_never_fit_evicts_nobody() -> None:
         assert engine.session_info(small).history_length == 20
 
 
-def test_nobody_is_evicted_for_a_session_that_would_not_fit_all_the_same() -> None:
+def test_no_session_is_evicted_for_one_that_would_not_fit_even_then() -> None:
     clock = Clock()
     with tiny_engine(clock=clock, growth="guaranteed", kv_bytes=bytes_for(1.5)) as engine:
-        engine.create_session(owner="somebody else")
+        engine.create_session(owner="another")
         mine = opened(engine, strategy=SinkWindow(sink=1, window=8))
         clock.now += 1000
         with pytest.raises(NoCapacity):
@@ -488,7 +488,7 @@ def test_idle_sessions_expire_on_their_own() -> None:
             engine.session_info(idle)
         assert engine.session_info(used).history_length == 22
         with pytest.raises(SessionNotFound):
-            engine.session_info(idle, owner="somebody else")
+            engine.session_info(idle, owner="another")
 
 
 def test_another_owner_sees_and_touches_nothing() -> None:

@@ -1,4 +1,4 @@
-"""A codec that fails, or gives NaN, ends its own Generate by name, keeps the history, and touches nobody else."""
+"""A codec that fails, or gives NaN, ends its own Generate by name, keeps the history, and touches no other session."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOLD, STREAM = (
 
 
 class Failing:
-    """TinyModel's own codec, but for the moments in which it is told to fail."""
+    """TinyModel's own codec, but for the moments in which a test lets it fail."""
 
     def __init__(self) -> None:
         self._codec: LatentCodec = tiny_latent()
@@ -62,7 +62,7 @@ class Failing:
 
 
 def _damaged(codec: LatentCodec) -> LatentCodec:
-    """The same codec, but one component has NaN for a deviation: whatever the codes, rows come back as NaN."""
+    """The same codec, but one component has NaN for a deviation: whatever the codes, entries come back as NaN."""
     [coder] = codec.coders
     deviations = coder.basis.deviations.clone()
     deviations[0] = math.nan
@@ -70,13 +70,13 @@ def _damaged(codec: LatentCodec) -> LatentCodec:
 
 
 def until_it_fails(engine: Engine, session: str, count: int) -> tuple[list[int], RestorationFailed]:
-    """The tokens that were heard of, and what ended the Generate."""
-    heard: list[int] = []
+    """The tokens that were received, and what ended the Generate."""
+    received: list[int] = []
     try:
         for event in engine.generate(session, GenerateParams(max_tokens=count)):
-            heard += [event.token_id] if isinstance(event, TokenCommitted) else []
+            received += [event.token_id] if isinstance(event, TokenCommitted) else []
     except RestorationFailed as failure:
-        return heard, failure
+        return received, failure
     raise AssertionError("nothing failed")
 
 
@@ -92,24 +92,26 @@ def test_a_failing_codec_ends_its_generate_by_name_and_keeps_the_history(strateg
         neighbour = engine.create_session().session_id
         engine.append(neighbour, text(30))
         beside = engine.generate(neighbour, GenerateParams(max_tokens=30))
-        heard, failure = until_it_fails(engine, session, 40)
+        received, failure = until_it_fails(engine, session, 40)
         assert failure.reason == "RESTORATION_FAILED"
         drain(beside)
         info = engine.session_info(session)
-        assert info.history_length == 60 + 5 + len(heard)
+        assert info.history_length == 60 + 5 + len(received)
         assert not info.failure_reason
         assert info.kv_live_bytes <= info.bound.sustained_bytes
         codec.fails_in = ""
         again = engine.create_session(strategy=strategy).session_id
         engine.append(again, text(60))
         assert same(generate(engine, again, 5), reported, Mode.BATCHED)
-        generate(engine, again, len(heard) or 1)
-        if heard:
+        generate(engine, again, len(received) or 1)
+        if received:
             assert same(generate(engine, session, 10), generate(engine, again, 10), Mode.BATCHED)
 
 
 @pytest.mark.parametrize("strategy", [HOLD, STREAM], ids=str)
-def test_rows_that_come_back_as_no_numbers_are_named_and_nothing_is_generated_from_them(strategy: KVStrategy) -> None:
+def test_entries_restored_as_nan_are_named_and_nothing_is_generated_from_them(
+    strategy: KVStrategy,
+) -> None:
     codec = Failing()
     with engine_for(Mode.BATCHED, latent=codec) as engine:
         ill, well = (engine.create_session(strategy=strategy).session_id for _ in range(2))
@@ -117,8 +119,8 @@ def test_rows_that_come_back_as_no_numbers_are_named_and_nothing_is_generated_fr
             engine.append(session, text(60))
             generate(engine, session, 5)
         codec.fails_in = "numbers"
-        heard, failure = until_it_fails(engine, ill, 10)
-        assert not heard
+        received, failure = until_it_fails(engine, ill, 10)
+        assert not received
         assert "layer 1: keys decoded by the codec hold NaN or infinity" in str(failure)
         assert engine.session_info(ill).history_length == 65
         codec.fails_in = ""
@@ -127,10 +129,10 @@ def test_rows_that_come_back_as_no_numbers_are_named_and_nothing_is_generated_fr
 
 @pytest.mark.parametrize("strategy", [HOLD, STREAM], ids=str)
 @pytest.mark.parametrize("well_before", [1, 2, 5, 9])
-def test_what_was_reported_before_rows_came_back_as_no_numbers_stands_and_no_more_is_reported(
+def test_tokens_reported_before_entries_came_back_as_nan_stand_and_no_more_are_reported(
     strategy: KVStrategy, well_before: int
 ) -> None:
-    """A session that holds asks for rows when it wakes and at each boundary, one that streams in every step."""
+    """In mode hold a session restores when it wakes and at each boundary, in mode stream in every step."""
     codec = Failing()
     with engine_for(Mode.BATCHED, latent=codec) as engine:
         ill, well = (engine.create_session(strategy=strategy).session_id for _ in range(2))
@@ -138,11 +140,11 @@ def test_what_was_reported_before_rows_came_back_as_no_numbers_stands_and_no_mor
             engine.append(session, text(60))
         expected = [token for token, _ in generate(engine, well, 150)]
         codec.well_before, codec.fails_in = well_before, "numbers"
-        heard, failure = until_it_fails(engine, ill, 150)
+        received, failure = until_it_fails(engine, ill, 150)
         assert "decoded by the codec hold NaN or infinity" in str(failure)
-        assert len(heard) < 150
-        assert heard == expected[: len(heard)]
+        assert len(received) < 150
+        assert received == expected[: len(received)]
         codec.fails_in = ""
-        # Its rows are computed anew from the tokens.
-        assert engine.session_info(ill).history_length == 60 + len(heard)
-        assert [token for token, _ in generate(engine, ill, 150 - len(heard))] == expected[len(heard) :]
+        # Its entries are computed again from the tokens.
+        assert engine.session_info(ill).history_length == 60 + len(received)
+        assert [token for token, _ in generate(engine, ill, 150 - len(received))] == expected[len(received) :]

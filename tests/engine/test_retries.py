@@ -1,4 +1,4 @@
-"""Calls that come again with their request id: nothing is done twice, and a Generate is told again or goes on."""
+"""Calls that come again with their request id: nothing is done twice, and a Generate is replayed or goes on."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_an_append_that_was_refused_may_come_again() -> None:
         assert engine.append_once(session, [1], request_id=ONE, expected_history_length=21).tokens == 22
 
 
-def test_an_append_that_comes_again_waits_for_nobody() -> None:
+def test_an_append_that_comes_again_does_not_wait() -> None:
     with tiny_engine() as engine:
         session, gate = opened(engine), Gate()
         engine.append_once(session, [1], request_id=ONE)
@@ -330,7 +330,7 @@ def test_a_generate_that_ended_is_reported_again_from_any_token_on(sampling: Sam
         assert engine.session_info(session).history_length == 60 + 9 + 2 + 3
 
 
-def test_telling_again_waits_for_nobody_and_is_done_while_the_engine_drains() -> None:
+def test_a_replay_does_not_wait_and_is_done_while_the_engine_drains() -> None:
     params = GenerateParams(max_tokens=4)
     with tiny_engine() as engine:
         session, gate = opened(engine), Gate()
@@ -407,7 +407,7 @@ def test_the_last_generates_of_a_session_are_remembered() -> None:
         for request_id in ids[1:]:
             drain(engine.generate(session, params, request_id=request_id))
         assert engine.session_info(session).history_length == 29
-        # Forgotten: it is a new one. Whoever had tokens of the first would be told.
+        # Forgotten: it is a new one. A client with tokens of the first would get an error.
         with pytest.raises(InvalidArgument, match="remembered"):
             engine.generate(session, params, request_id=ids[0], resume_from=21)
 
@@ -502,7 +502,7 @@ def test_a_generate_stopped_before_its_first_token_begins_again() -> None:
         session = opened(engine, 40)
         waiting = engine.generate(session, params, request_id=ONE)
         waiting.cancel()
-        with pytest.raises(SessionBusy):  # nobody can say yet how it ends
+        with pytest.raises(SessionBusy):  # how it ends is not known yet
             engine.generate(session, params, request_id=ONE)
         gate.go_on.set()
         events = drain(engine.generate(session, params, request_id=ONE, wait_seconds=30))
@@ -575,7 +575,7 @@ def test_the_newest_caller_has_the_stream_and_the_one_before_stops_nothing() -> 
         assert (events[-1].generated_tokens, events[-1].is_replayed) == (12, True)
 
 
-def test_the_caller_who_took_over_can_stop_it() -> None:
+def test_the_caller_that_took_over_can_stop_it() -> None:
     params = GenerateParams(max_tokens=12)
     with tiny_engine() as engine:
         session, gate = opened(engine), Gate(4)
@@ -590,7 +590,7 @@ def test_the_caller_who_took_over_can_stop_it() -> None:
         assert events[-1].stop_reason is StopReason.CANCELLED
 
 
-def test_many_who_attach_at_once_leave_one_stream_that_is_whole() -> None:
+def test_many_callers_that_attach_at_once_leave_one_complete_stream() -> None:
     params = GenerateParams(max_tokens=60, sampling=SAMPLED, logprobs=True)
     with tiny_engine() as engine:
         expected = tokens(drain(engine.generate(opened(engine), params)))
@@ -647,7 +647,7 @@ def test_what_is_remembered_of_a_generate_holds_no_memory_of_the_device() -> Non
         assert not [value for value in kept if isinstance(value, torch.Tensor)]
 
 
-def test_the_last_word_of_a_request_that_another_continues_is_not_heard_any_more() -> None:
+def test_the_last_event_of_a_request_that_another_continues_is_not_received() -> None:
     """The engine frees a session before it says how its Generate ended; the retry may come in between."""
     with tiny_engine() as engine:
         session = session_of(engine, opened(engine))

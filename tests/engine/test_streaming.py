@@ -1,4 +1,4 @@
-"""A session whose old rows are streamed, through the engine: what it answers, and what it holds while it does."""
+"""A session whose old entries are streamed, through the engine: what it answers, and what it holds while it does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_streaming_answers_as_holding_does(mode: Mode) -> None:
     assert all(same(one, other, Mode.BATCHED) for one, other in zip(held, streamed, strict=True))
 
 
-def test_where_latents_lie_shows_in_the_bytes_and_in_no_answer() -> None:
+def test_where_latents_are_kept_changes_the_bytes_and_no_token() -> None:
     with engine_for(Mode.FIXED_SHAPE) as engine:
         everywhere, nowhere = (
             answers(engine, restored(mode="stream", resident_latent_bytes=limit)) for limit in (None, 0)
@@ -46,7 +46,7 @@ def test_where_latents_lie_shows_in_the_bytes_and_in_no_answer() -> None:
 
 
 def test_a_streaming_session_never_holds_what_full_holds() -> None:
-    """With every row but the latents' and a chunk's gone, even while it generates."""
+    """Only the latents and the entries of a chunk are held, even while it generates."""
     with engine_for(Mode.BATCHED, windowed=False) as engine:
         bounds = {}
         for name, strategy in (

@@ -1,4 +1,4 @@
-"""Sessions whose old rows are restored need room for the time of a Generate: who gets it, who waits, who is refused."""
+"""Sessions whose old entries are restored need room for the time of a Generate: which get it, wait, or are refused."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ RESTORED: list[KVStrategy] = [
 each_restored = pytest.mark.parametrize("strategy", RESTORED, ids=str)
 
 
-def engine_with_room(strategy: KVStrategy, *, sessions: int, awake: float) -> Engine:
-    """An engine whose pool holds so many sessions asleep, and `awake` of them awake."""
+def engine_with_room(strategy: KVStrategy, *, sessions: int, active: float) -> Engine:
+    """An engine whose pool holds so many idle sessions, and `active` of them active."""
     with engine_for(Mode.BATCHED) as roomy:
         bound = roomy.create_session(strategy=strategy, limit_tokens=LIMIT).bound
         waking = bound.peak_bytes - bound.sustained_bytes
@@ -29,14 +29,14 @@ def engine_with_room(strategy: KVStrategy, *, sessions: int, awake: float) -> En
     return engine_for(
         Mode.BATCHED,
         growth="guaranteed",
-        kv_bytes=sessions * bound.sustained_bytes + int(awake * waking) + unit,
+        kv_bytes=sessions * bound.sustained_bytes + int(active * waking) + unit,
         default_limit_tokens=LIMIT,
     )
 
 
 @each_restored
 def test_a_generate_waits_until_there_is_room_to_wake_its_session(strategy: KVStrategy) -> None:
-    with engine_with_room(strategy, sessions=2, awake=1.5) as engine:
+    with engine_with_room(strategy, sessions=2, active=1.5) as engine:
         alone = engine.create_session(strategy=strategy, limit_tokens=LIMIT).session_id
         engine.append(alone, text(100))
         expected = generate(engine, alone, LIMIT - 100)
@@ -54,7 +54,7 @@ def test_a_generate_waits_until_there_is_room_to_wake_its_session(strategy: KVSt
 
 @each_restored
 def test_sessions_are_refused_when_none_of_them_could_wake(strategy: KVStrategy) -> None:
-    with engine_with_room(strategy, sessions=2, awake=1.0) as engine:
+    with engine_with_room(strategy, sessions=2, active=1.0) as engine:
         for _ in range(2):
             engine.create_session(strategy=strategy, limit_tokens=LIMIT)
         with pytest.raises(NoCapacity, match="wake"):
@@ -62,7 +62,7 @@ def test_sessions_are_refused_when_none_of_them_could_wake(strategy: KVStrategy)
 
 
 @each_restored
-def test_a_cancelled_generate_puts_its_session_to_sleep_and_the_next_goes_on(strategy: KVStrategy) -> None:
+def test_a_cancelled_generate_leaves_its_session_idle_and_the_next_goes_on(strategy: KVStrategy) -> None:
     with engine_for(Mode.BATCHED) as engine:
         whole, cut = (engine.create_session(strategy=strategy).session_id for _ in range(2))
         for session in (whole, cut):
@@ -86,10 +86,10 @@ def test_a_cancelled_generate_puts_its_session_to_sleep_and_the_next_goes_on(str
     [make_strategy("restored", sink=4, window=16, source="latent", bytes_per_token=24), RESTORED[1]],
     ids=str,
 )
-def test_how_many_rows_come_back_at_once_changes_nothing_but_rounding(
+def test_how_many_entries_are_restored_at_once_changes_nothing_but_rounding(
     strategy: KVStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def woken() -> list[tuple[int, float | None]]:
+    def after_waking() -> list[tuple[int, float | None]]:
         with engine_for(Mode.BATCHED) as engine:
             session = engine.create_session(strategy=strategy, limit_tokens=LIMIT).session_id
             engine.append(session, text(150))
@@ -97,12 +97,12 @@ def test_how_many_rows_come_back_at_once_changes_nothing_but_rounding(
             engine.append(session, text(10))
             return generate(engine, session, 12)
 
-    by_segments = woken()
-    monkeypatch.setattr(RestoredEntries, "_tokens_at_once", lambda rows: 3 * rows._context.geometry.segment_tokens)
-    assert same(woken(), by_segments, Mode.BATCHED)
+    by_segments = after_waking()
+    monkeypatch.setattr(RestoredEntries, "_tokens_at_once", lambda part: 3 * part._context.geometry.segment_tokens)
+    assert same(after_waking(), by_segments, Mode.BATCHED)
 
 
-def test_nobody_is_evicted_for_a_session_that_would_be_refused_even_then() -> None:
+def test_no_session_is_evicted_for_one_that_would_be_refused_even_then() -> None:
     restored = make_strategy("restored", sink=4, window=16)
     now = [0.0]
     with engine_for(Mode.BATCHED) as roomy:
@@ -110,7 +110,7 @@ def test_nobody_is_evicted_for_a_session_that_would_be_refused_even_then() -> No
         narrow = roomy.create_session(limit_tokens=100).bound
     room = wide.peak_bytes + 3 * narrow.peak_bytes
     with engine_for(Mode.BATCHED, growth="guaranteed", kv_bytes=room + 2**12, clock=lambda: now[0]) as engine:
-        engine.create_session(strategy=restored, limit_tokens=500, owner="somebody else")
+        engine.create_session(strategy=restored, limit_tokens=500, owner="another")
         mine = [engine.create_session(limit_tokens=100, owner="me").session_id for _ in range(2)]
         now[0] = 1000.0
         # Without my idle sessions it would fit, but the other owner's session could not wake any more.

@@ -1,4 +1,4 @@
-"""A server that is attacked, in a process of its own, and its victim: an owner with a key who goes on calling."""
+"""A server that is attacked, in a process of its own, and its victim: an owner with a key, whose calls go on."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def victim(attacked: Attacked) -> Iterator[Victim]:
 
 
 def attack(name: str, seconds: float, attacked: Attacked) -> None:
-    """Run an attack beside a victim, who is answered all the while, and watch the server's memory."""
+    """Run an attack beside a victim, whose calls are answered all the while, and watch the server's memory."""
     with beside(attacked) as victim:
         before = attacked.resident_bytes
         running = in_background(lambda: ATTACKS[name](attacked.target, seconds))

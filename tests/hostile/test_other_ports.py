@@ -1,4 +1,4 @@
-"""The HTTP port and the port of metrics: who holds connections keeps nobody out."""
+"""The HTTP port and the port of metrics: a client that holds connections keeps no other out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HALF_REQUESTS = 200
 MOST_THREADS = 80  # of 64 readers, and what else there is
 
 
-async def test_an_http_connection_of_a_key_that_was_taken_back_is_closed_when_it_is_refused_too_often(
+async def test_an_http_connection_of_a_removed_key_is_closed_when_it_is_refused_too_often(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "keys"

@@ -1,4 +1,4 @@
-"""An owner who sends too much, or reads nothing: others are served, and learn nothing."""
+"""An owner that sends too much, or reads nothing: others are served, and learn nothing."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_calls_whose_message_does_not_come_are_an_owners_calls_until_their
 
 
 @pytest.mark.long
-def test_how_long_a_refusal_takes_does_not_tell_whether_a_session_of_anothers_is_there(attacked: Attacked) -> None:
+def test_how_long_a_refusal_takes_does_not_show_whether_a_session_of_another_owner_exists(attacked: Attacked) -> None:
     with grpc.insecure_channel(attacked.target) as channel:
         stub = runtime_pb2_grpc.RuntimeServiceStub(channel)
         made = stub.CreateSession(pb.CreateSessionRequest(limit_tokens=100), metadata=bearer(VICTIM), timeout=60.0)

@@ -1,4 +1,4 @@
-"""Somebody without a key: nothing of what they do is held for long, and an owner's calls go on beside it."""
+"""A client without a key: nothing of what it does is held for long, and an owner's calls go on beside it."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def test_a_call_is_refused_on_its_headers(attacked: Attacked) -> None:
         assert any(ended)
 
 
-def test_who_is_refused_too_often_waits_for_it_and_is_dropped_when_too_many_wait(
+def test_a_client_that_is_refused_too_often_waits_and_is_dropped_when_too_many_wait(
     attacked: Attacked, victim: Victim
 ) -> None:
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(Connection(attacked.target)) for _ in range(4)]
         ends = time.monotonic() + 60.0
         while not any(each.is_closed() for each in connections):
-            assert time.monotonic() < ends, "nobody was dropped"
+            assert time.monotonic() < ends, "no connection was dropped"
             for each in connections:
                 with contextlib.suppress(OSError):
                     for _ in range(250):
@@ -85,13 +85,13 @@ def test_who_is_refused_too_often_waits_for_it_and_is_dropped_when_too_many_wait
             victim.goes_on(1)
 
 
-def test_who_cancels_refused_calls_instead_of_waiting_is_dropped(attacked: Attacked, victim: Victim) -> None:
+def test_a_client_that_cancels_refused_calls_instead_of_waiting_is_dropped(attacked: Attacked, victim: Victim) -> None:
     with Connection(attacked.target) as connection:
         cancel_until_dropped(connection)
     victim.goes_on()
 
 
-def test_who_has_had_a_key_and_cancels_refused_calls_is_dropped_as_well(tmp_path: Path) -> None:
+def test_a_client_whose_key_was_removed_and_that_cancels_refused_calls_is_dropped(tmp_path: Path) -> None:
     keys = write_keys(tmp_path)
     config = ServerConfig(bind="127.0.0.1:0", api_key_file=keys)
     with scripted_child(EngineConfig(kv_bytes=2**26), config, step_seconds=0.001) as child:
@@ -117,7 +117,7 @@ def cancel_until_dropped(connection: Connection, first_stream: int = 1) -> None:
         assert time.monotonic() < ends, "it goes on"
 
 
-def test_who_has_a_key_may_be_wrong_as_often_as_they_like(attacked: Attacked) -> None:
+def test_a_client_with_a_key_may_be_refused_any_number_of_times(attacked: Attacked) -> None:
     """A proxy has calls of many on one connection: one of them without a key must not end the others'."""
     with grpc.insecure_channel(attacked.target, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
         stub = runtime_pb2_grpc.RuntimeServiceStub(channel)
@@ -155,7 +155,7 @@ def test_connections_without_a_call_leave_room_for_owners(attacked: Attacked, vi
             stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=bearer(VICTIM), timeout=60.0, wait_for_ready=True)
         ends = time.monotonic() + 60.0
         while sum(not each.is_closed(0.001) for each in held) > MAX_CONNECTIONS // 2:
-            assert time.monotonic() < ends, "nobody was dropped"
+            assert time.monotonic() < ends, "no connection was dropped"
     finally:
         for each in held:
             each.close()

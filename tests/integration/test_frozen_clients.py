@@ -51,7 +51,7 @@ async def play(client: FrozenClient, turns: list[Turn], *, eos: tuple[int, ...] 
 
 
 def engine_tokens(turns: list[Turn], *, eos: tuple[int, ...] = (), **settings: Any) -> list[list[int]]:
-    """The tokens of the same turns from an engine that nobody reaches by wire."""
+    """The tokens of the same turns from an engine without a wire."""
     with tiny_engine(**settings) as engine:
         session_id = engine.create_session(eos_token_ids=eos).session_id
         generated = []
@@ -158,7 +158,7 @@ def unknown(message: Message) -> list[int]:
 
 
 async def call(channel: Any, frozen: Callable[[str], Any], method: str, **fields: Any) -> list[Any]:
-    """What the bytes of an answer say to who knows the frozen messages only; for Generate, of every frame."""
+    """What the bytes of an answer say by the frozen messages alone; for Generate, of every frame."""
     request = frozen(f"{method}Request")(**fields).SerializeToString()
     path, parse = SERVICE + method, frozen(f"{method}Response").FromString
     if method == "Generate":

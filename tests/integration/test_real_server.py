@@ -94,7 +94,7 @@ for token_id in session.generate(4000):
 """
 
 
-def test_a_client_that_is_killed_stops_its_generate_and_disturbs_nobody(
+def test_a_client_that_is_killed_stops_its_generate_and_disturbs_no_other(
     server: Server, client: Client, tokenizer: Any
 ) -> None:
     with client.create_session() as alone:

@@ -19,7 +19,7 @@ def plain_key(seed: int, position: int) -> int:
 
 
 def plain_noise(key: int, vocab: int) -> NDArray[np.float64]:
-    """[V], of every id. A key may be told as a signed number, too."""
+    """[V], of every id. A key may be a signed number, too."""
     ids = mixed(np.arange(vocab, dtype=np.uint64) * np.uint64(GOLDEN))
     bits = mixed(ids ^ np.uint64(key & WORD))
     uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52

@@ -16,29 +16,29 @@ HEADS = [(9, 3, 64), (4, 4, 16), (8, 1, 24), (4, 2, 128), (2, 1, 256)]
 COUNTS = [(1, 1), (5, 5), (130, 130), (1, 40), (7, 40), (33, 300)]
 
 
-def states(heads: tuple[int, int, int], rows: int, count: int, dtype: torch.dtype, device: str) -> States:
+def states(heads: tuple[int, int, int], tokens: int, count: int, dtype: torch.dtype, device: str) -> States:
     """Queries as a projection leaves them, keys and values as they lie in regions: longer than what is read."""
     query_heads, kv_heads, dim = heads
-    generator = torch.Generator().manual_seed(rows + count)
-    shapes = ((rows, query_heads * dim), (kv_heads, count + 3, dim), (kv_heads, count + 3, dim))
+    generator = torch.Generator().manual_seed(tokens + count)
+    shapes = ((tokens, query_heads * dim), (kv_heads, count + 3, dim), (kv_heads, count + 3, dim))
     queries, keys, values = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    return queries.view(rows, query_heads, dim), keys[:, :count], values[:, :count]
+    return queries.view(tokens, query_heads, dim), keys[:, :count], values[:, :count]
 
 
-def causal_mask(rows: int, count: int, dtype: torch.dtype, device: str) -> Tensor:
+def causal_mask(tokens: int, count: int, dtype: torch.dtype, device: str) -> Tensor:
     positions = torch.arange(count, device=device)
-    later = positions > positions[count - rows :, None]
-    return torch.zeros(rows, count, dtype=dtype, device=device).masked_fill_(later, float("-inf"))
+    later = positions > positions[count - tokens :, None]
+    return torch.zeros(tokens, count, dtype=dtype, device=device).masked_fill_(later, float("-inf"))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_no_mask_gives_what_a_causal_mask_gives(heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
-    for rows, count in COUNTS:
-        given = states(heads, rows, count, dtype, device)
+    for tokens, count in COUNTS:
+        given = states(heads, tokens, count, dtype, device)
         queries, keys, values = (one.float() for one in given)
-        mask = causal_mask(rows, count, torch.float32, device)
+        mask = causal_mask(tokens, count, torch.float32, device)
         expected = attend(queries, keys, values, mask, scaling=heads[2] ** -0.5)
 
         out = attend_causal(*given, scaling=heads[2] ** -0.5)
@@ -46,7 +46,7 @@ def test_no_mask_gives_what_a_causal_mask_gives(heads: tuple[int, int, int], dty
         assert out.dtype == dtype
         assert out.shape == expected.shape
         worst = (out.float() - expected).abs().max().item()
-        assert worst < TOLERANCES[dtype], (rows, count, worst)
+        assert worst < TOLERANCES[dtype], (tokens, count, worst)
 
 
 @pytest.mark.parametrize("device", DEVICES)

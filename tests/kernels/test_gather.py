@@ -1,4 +1,4 @@
-"""Gathered attention: it reads the keep-set alone, each row once, and equals dense attention under a mask."""
+"""Gathered attention: it reads the selected blocks alone, each entry once, and equals dense attention under a mask."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def read_from(positions: list[int], local_starts: list[int], sink: int, *, width
 
 
 def union(kept: Tensor, positions: list[int], local_starts: list[int], sink: int, block: int, count: int) -> Tensor:
-    """[T, Hkv, S] bool, from sets of rows in plain Python."""
+    """[T, Hkv, S] bool, from sets of slots in plain Python."""
     seen = torch.zeros(len(positions), kept.shape[1], count, dtype=torch.bool)
     for query, (position, start) in enumerate(zip(positions, local_starts, strict=True)):
         for head in range(kept.shape[1]):
-            rows = {*range(min(sink, position + 1)), *range(start, position + 1)}
+            slots = {*range(min(sink, position + 1)), *range(start, position + 1)}
             for chosen in kept[query, head].tolist():
                 if chosen >= 0:
-                    rows |= set(range(chosen * block, min((chosen + 1) * block, position + 1)))
-            seen[query, head, list(rows)] = True
+                    slots |= set(range(chosen * block, min((chosen + 1) * block, position + 1)))
+            seen[query, head, list(slots)] = True
     return seen
 
 
@@ -111,7 +111,7 @@ def test_a_budget_as_long_as_the_history_is_full_attention(group: int, block: in
 
 
 @given(st.data())
-def test_no_row_counts_twice_and_none_is_lost_whatever_the_edges(data: st.DataObject) -> None:
+def test_no_entry_counts_twice_and_none_is_lost_whatever_the_edges(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 60))
     block = data.draw(st.integers(1, 20))
     sink = data.draw(st.integers(0, 70))
@@ -122,7 +122,7 @@ def test_no_row_counts_twice_and_none_is_lost_whatever_the_edges(data: st.DataOb
     for query in range(len(positions)):
         chosen = data.draw(st.lists(st.integers(0, blocks - 1), unique=True))
         kept[query, 0, : len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
-    # Equal scores: lse counts the rows, and each value is one row's, so out tells which.
+    # Equal scores: lse counts the entries, and each value is of one entry, so out shows which.
     queries, keys = torch.zeros(len(positions), 1, count), torch.zeros(1, count, count)
     values = torch.eye(count)[None]
     always = read_from(positions, local_starts, sink)
@@ -135,7 +135,7 @@ def test_no_row_counts_twice_and_none_is_lost_whatever_the_edges(data: st.DataOb
     torch.testing.assert_close(out[:, 0], seen / seen.sum(-1, keepdim=True))
 
 
-def test_rows_outside_the_keep_set_are_not_touched() -> None:
+def test_entries_outside_the_keep_set_are_not_touched() -> None:
     count, block = 300, 16
     keys, values = draw(2, KV_HEADS, count, DIM)
     kept = torch.tensor([[[3, 7], [3, -1]]])
@@ -150,7 +150,7 @@ def test_rows_outside_the_keep_set_are_not_touched() -> None:
 
 
 @pytest.mark.parametrize("layout", ["regions of a buffer", "a projection", "one head for all", "a part"])
-def test_rows_are_found_in_every_layout_without_copying_the_rest(layout: str) -> None:
+def test_entries_are_found_in_every_layout_without_copying_the_rest(layout: str) -> None:
     heads, count, dim = 3, 20, 8
     buffer = draw(600, dim)
     states = {
@@ -159,19 +159,19 @@ def test_rows_are_found_in_every_layout_without_copying_the_rest(layout: str) ->
         "one head for all": buffer[:count].expand(heads, -1, -1),
         "a part": buffer[: 4 * 40].view(4, 40, dim)[1:, 5:25],
     }[layout]
-    rows = torch.randint(0, count, (2, heads, 11), generator=torch.Generator().manual_seed(1))
-    expected = states[torch.arange(heads)[:, None], rows]
-    assert torch.equal(gather_vectors(states, rows), expected)
+    entries = torch.randint(0, count, (2, heads, 11), generator=torch.Generator().manual_seed(1))
+    expected = states[torch.arange(heads)[:, None], entries]
+    assert torch.equal(gather_vectors(states, entries), expected)
 
 
-def test_a_row_in_pieces_is_refused() -> None:
+def test_vectors_that_are_not_contiguous_are_refused() -> None:
     with pytest.raises(AssertionError, match="strides"):
         gather_vectors(draw(2, 8, 10).mT, torch.zeros(1, 2, 1, dtype=torch.int64))
 
 
-def test_a_padded_query_past_the_last_row_reads_what_there_is() -> None:
+def test_a_padded_query_past_the_last_entry_reads_what_there_is() -> None:
     queries, keys, values = draw(2, KV_HEADS, DIM), *draw(2, KV_HEADS, 50, DIM, seed=1)
-    kept = torch.full((2, KV_HEADS, 1), 3)  # rows 48 … 63, of which two exist
+    kept = torch.full((2, KV_HEADS, 1), 3)  # entries 48 … 63, of which two exist
     always = read_from([49, 90], [40, 70], 4)
     out, lse = gather_attend(queries, keys, values, kept, always, block=16, scaling=SCALING)
     seen = torch.zeros(2, KV_HEADS, 50, dtype=torch.bool)
@@ -209,7 +209,7 @@ def test_padding_of_any_kind_changes_nothing() -> None:
     torch.testing.assert_close(result, expected, **ROUNDING)
 
 
-def test_the_type_of_the_rows_changes_the_rows_alone() -> None:
+def test_the_dtype_of_the_entries_changes_the_entries_alone() -> None:
     queries, keys, values = (some.bfloat16() for some in (draw(1, 6, DIM), *draw(2, KV_HEADS, 64, DIM, seed=1)))
     kept, always = torch.tensor([[[0], [1]]]), read_from([60], [40], 2)
     expected = gather_attend(queries.float(), keys.float(), values.float(), kept, always, block=16, scaling=SCALING)
@@ -239,7 +239,7 @@ def test_a_block_that_sink_or_local_cut_is_a_candidate() -> None:
     assert blocks.int().tolist() == [[1, 1, 1, 1, 1, 0]]
 
 
-def test_the_best_candidates_are_selected_per_row_and_head_and_ties_go_to_the_first() -> None:
+def test_the_best_candidates_are_selected_per_query_and_head_and_ties_go_to_the_first() -> None:
     scores = torch.tensor([[[9.0, 1, 5, 3, 5], [0, 0, 0, 0, 0]], [[9.0, 1, 5, 3, 5], [1, 2, 3, 4, 5]]])
     candidates = torch.tensor([[False, True, True, True, True], [True, False, False, True, False]])
     kept = select(scores, candidates, 3)
@@ -271,5 +271,5 @@ def test_without_blocks_only_sink_and_local_are_read(blocks: int, k: int) -> Non
 
 
 def test_a_width_too_small_is_refused_not_truncated() -> None:
-    with pytest.raises(AssertionError, match="25 rows"):
+    with pytest.raises(AssertionError, match="25 entries"):
         read_from([100], [80], 4, width=24)

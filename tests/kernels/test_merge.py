@@ -1,4 +1,4 @@
-"""Attention in parts: cut the rows anywhere, merge the parts, and it is one softmax again."""
+"""Attention in parts: cut the entries anywhere, merge the parts, and it is one softmax again."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from inference_engine.kernels.attention import attend
 from inference_engine.kernels.merge import Merging, attend_state, merge_states, with_head_sinks
 
-# Two ways to add up the same float32 numbers, of size 1.
+# Two orders of adding up the same float32 numbers, of size 1.
 ROUNDING = 5e-6
 HEADS, KV_HEADS, DIM, SCALING = 6, 2, 5, 5**-0.5
 
 State = tuple[Tensor, Tensor]
 
 
-def problem(rows: int, count: int, seed: int, *, size: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+def problem(tokens: int, count: int, seed: int, *, size: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     rng = torch.Generator().manual_seed(seed)
-    queries = torch.randn(rows, HEADS, DIM, generator=rng) * size
+    queries = torch.randn(tokens, HEADS, DIM, generator=rng) * size
     keys, values = torch.randn(2, KV_HEADS, count, DIM, generator=rng)
     return queries, keys, values
 
@@ -58,9 +58,9 @@ def assert_close(actual: State, expected: State, *, size: float = 1.0) -> None:
 
 
 @settings(deadline=None)
-@given(cuts=st.lists(st.integers(0, 37), max_size=4), seed=st.integers(0, 99), rows=st.integers(1, 3))
-def test_rows_cut_anywhere_and_merged_are_one_softmax(cuts: list[int], seed: int, rows: int) -> None:
-    queries, keys, values = problem(rows, 37, seed)
+@given(cuts=st.lists(st.integers(0, 37), max_size=4), seed=st.integers(0, 99), tokens=st.integers(1, 3))
+def test_entries_cut_anywhere_and_merged_are_one_softmax(cuts: list[int], seed: int, tokens: int) -> None:
+    queries, keys, values = problem(tokens, 37, seed)
     edges = [0, *sorted(cuts), 37]  # equal cuts leave empty parts
     merged: State | None = None
     for start, end in itertools.pairwise(edges):
@@ -88,10 +88,10 @@ def test_states_merged_one_after_another_are_one_softmax(cuts: list[int], seed: 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="one operation is a GPU's")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [8, 64, 256])
-@pytest.mark.parametrize("rows", [1, 3, 70])
-def test_one_operation_of_a_gpu_gives_the_same_state(dtype: torch.dtype, head_dim: int, rows: int) -> None:
-    rng = torch.Generator().manual_seed(rows)
-    queries = torch.randn(rows, HEADS, head_dim, generator=rng).to(dtype)
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_one_operation_of_a_gpu_gives_the_same_state(dtype: torch.dtype, head_dim: int, tokens: int) -> None:
+    rng = torch.Generator().manual_seed(tokens)
+    queries = torch.randn(tokens, HEADS, head_dim, generator=rng).to(dtype)
     keys, values = torch.randn(2, KV_HEADS, 1024, head_dim, generator=rng).to(dtype)
     expected = attend_state(queries.float(), keys.float(), values.float(), None, scaling=head_dim**-0.5)
     with watched() as operations:
@@ -117,7 +117,7 @@ def watched() -> Iterator[set[str]]:
         yield names
 
 
-def test_rows_dealt_out_by_a_mask_merge_as_well() -> None:
+def test_tokens_dealt_out_by_a_mask_merge_as_well() -> None:
     queries, keys, values = problem(3, 23, 0)
     ours = torch.arange(23) % 3 == torch.arange(HEADS)[:, None] % 3  # each head deals them differently
     masks = [torch.zeros(3, HEADS, 23).masked_fill(seen, float("-inf")) for seen in (ours, ~ours)]
@@ -134,7 +134,7 @@ def test_it_is_the_attention_the_models_use(softcap: float | None) -> None:
     torch.testing.assert_close(out, expected, rtol=ROUNDING, atol=ROUNDING)
 
 
-def test_bfloat16_rows_are_added_up_in_float32() -> None:
+def test_bfloat16_entries_are_added_up_in_float32() -> None:
     queries, keys, values = (x.bfloat16() for x in problem(2, 41, 2))
     state = attend_state(queries, keys, values, None, scaling=SCALING)
     assert {x.dtype for x in state} == {torch.float32}
@@ -200,7 +200,7 @@ def test_scores_of_ten_thousand_overflow_nowhere() -> None:
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=0.01)
 
 
-def test_a_nan_in_the_rows_is_not_hidden() -> None:
+def test_a_nan_in_the_entries_is_not_hidden() -> None:
     queries, keys, values = problem(1, 3, 6)
     keys[0, 1] = float("nan")
     out, lse = attend_state(queries, keys, values, None, scaling=SCALING)

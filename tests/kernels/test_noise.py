@@ -40,8 +40,8 @@ def test_noise_is_what_it_is_when_spelled_out(seed: int, position: int) -> None:
 def test_one_id_has_the_noise_bit_for_bit_that_it_has_among_all(vocab: int) -> None:
     keys = torch.tensor([key(7, position) for position in range(5)])
     whole = noise_of_all(keys, vocab)
-    for row in range(len(keys)):
-        assert torch.equal(noise_of_all(keys[row : row + 1], vocab)[0], whole[row])
+    for place in range(len(keys)):
+        assert torch.equal(noise_of_all(keys[place : place + 1], vocab)[0], whole[place])
     ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(0))[:9]
     assert torch.equal(noise(keys[:, None], ids[None]), whole[:, ids])
     for token in ids:

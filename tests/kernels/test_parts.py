@@ -1,4 +1,4 @@
-"""Attention over rows in several places is attention over them laid end to end."""
+"""Attention over entries in several places is attention over them laid end to end."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from inference_engine.kernels.parts import Part, attend_parts
 
 
 def case(
-    rows: int, sizes: list[int], *, kv_heads: int = 2, group: int = 3, dim: int = 8
+    tokens: int, sizes: list[int], *, kv_heads: int = 2, group: int = 3, dim: int = 8
 ) -> tuple[torch.Tensor, list[Part]]:
-    generator = torch.Generator().manual_seed(rows + sum(sizes))
-    queries = torch.randn(rows, kv_heads * group, dim, generator=generator)
+    generator = torch.Generator().manual_seed(tokens + sum(sizes))
+    queries = torch.randn(tokens, kv_heads * group, dim, generator=generator)
     parts = []
     for size in sizes:
         keys, values = (torch.randn(kv_heads, size, dim, generator=generator) for _ in range(2))
         parts.append(Part(keys, values))
-    hidden = torch.zeros(rows, sizes[-1]).masked_fill_(
-        torch.rand(rows, sizes[-1], generator=generator) < 0.4, -torch.inf
+    hidden = torch.zeros(tokens, sizes[-1]).masked_fill_(
+        torch.rand(tokens, sizes[-1], generator=generator) < 0.4, -torch.inf
     )
     hidden[:, 0] = 0.0
     parts[-1] = Part(parts[-1].keys, parts[-1].values, hidden)
     return queries, parts
 
 
-@pytest.mark.parametrize("rows", [1, 5, 33])
+@pytest.mark.parametrize("tokens", [1, 5, 33])
 @pytest.mark.parametrize("sizes", [[7], [1, 1], [40, 9], [17, 3, 5, 21]], ids=str)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["no head sinks", "head sinks"])
 def test_parts_are_read_as_if_they_lay_end_to_end(
-    rows: int, sizes: list[int], softcap: float | None, has_sinks: bool
+    tokens: int, sizes: list[int], softcap: float | None, has_sinks: bool
 ) -> None:
-    queries, parts = case(rows, sizes)
+    queries, parts = case(tokens, sizes)
     sinks = torch.linspace(-1.0, 1.0, queries.shape[1]) if has_sinks else None
     keys, values = (torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("keys", "values"))
     last = parts[-1].mask
     assert last is not None
-    mask = torch.cat([torch.zeros(rows, sum(sizes[:-1])), last], dim=1)
+    mask = torch.cat([torch.zeros(tokens, sum(sizes[:-1])), last], dim=1)
     expected = attend(queries, keys, values, mask, scaling=0.35, softcap=softcap, head_sinks=sinks)
     out = attend_parts(queries, parts, scaling=0.35, softcap=softcap, head_sinks=sinks)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)

@@ -53,7 +53,7 @@ RULES = {
     "sink-window": (LayerRule(sink=4, window=20), None),
     "sink-window-native": (LayerRule(sink=4, window=10), 12),
     "no-sink": (LayerRule(window=16), None),
-    "one-row": (LayerRule(window=0), None),
+    "one-entry": (LayerRule(window=0), None),
 }
 LENGTHS = [1, 5, 16, 17, 40, 63, 64, 65, 200]
 
@@ -77,7 +77,7 @@ def held(layout: Layout, length: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("name", "layout"), layouts(), ids=lambda value: value if isinstance(value, str) else "")
-def test_the_numbers_of_a_row_let_it_see_what_its_layout_lets_it_see(name: str, layout: Layout) -> None:
+def test_the_numbers_of_a_query_let_it_see_what_its_layout_lets_it_see(name: str, layout: Layout) -> None:
     from inference_engine.kernels.ragged_attention import seen
 
     for length in (length for length in LENGTHS if layout.window is not None or length <= layout.capacity):
@@ -86,9 +86,9 @@ def test_the_numbers_of_a_row_let_it_see_what_its_layout_lets_it_see(name: str, 
             own = held(layout, length)
             numbers = region_lines(layout, queries, last=length - 1, count=layout.capacity)
             expected = layout.visible(queries, own)
-            for row, line in enumerate(numbers):
+            for place, line in enumerate(numbers):
                 found = seen(torch.arange(layout.capacity), line.tolist())
-                assert found.tolist() == expected[row].tolist(), (length, int(queries[row]))
+                assert found.tolist() == expected[place].tolist(), (length, int(queries[place]))
 
 
 def line_of(start: int, layout: Layout, queries: np.ndarray, *, count: int) -> np.ndarray:
@@ -101,7 +101,7 @@ def line_of(start: int, layout: Layout, queries: np.ndarray, *, count: int) -> n
 def case(
     shape: tuple[int, int, int], dtype: torch.dtype, *, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """Rows of sessions of all kinds and lengths, and what each gives by itself."""
+    """Queries of sessions of all kinds and lengths, and what each gives by itself."""
     query_heads, kv_heads, dim = shape
     torch.manual_seed(seed)
     keys, values = (torch.randn(60_000 // kv_heads, dim).to(dtype) for _ in range(2))
@@ -126,12 +126,12 @@ def case(
 def chunks(
     shape: tuple[int, int, int], dtype: torch.dtype, *, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """As `case`, of chunks of prefills that fill tiles and do not, with rows of others between, and rows of nobody."""
+    """As `case`, of chunks of prefills that fill tiles and do not, with others' queries and padding between."""
     query_heads, kv_heads, dim = shape
     torch.manual_seed(seed)
     keys, values = (torch.randn(8_000, dim).to(dtype) for _ in range(2))
     lines, alone, asked, start = [], [], [], 1
-    tile = max(16, 64 * kv_heads // query_heads)  # rows of a tile of the kernel, or more
+    tile = max(16, 64 * kv_heads // query_heads)  # queries of a tile of the kernel, or more
     for number, layout in enumerate(chosen[1] for chosen in layouts(segment=48, limits=(200,))[::2]):
         long = (20, 22 + 2 * tile) if layout.window is None else (146, 146 + min(46, tile + 8))
         for first, length in ((0, 1), long)[number % 2 :]:
@@ -146,7 +146,7 @@ def chunks(
             kept, valued = keys[index].float(), values[index].float()
             alone.append(attend(asked[-1].float(), kept, valued, mask, scaling=dim**-0.5))
             start += 150
-    # A row between those of nobody, in a tile that begins and ends with such.
+    # A query between padding queries, in a tile that begins and ends with such.
     lone = lines[0][:1]
     for count, line in ((2 * tile - sum(map(len, lines)) % tile + 3, None), (1, lone), (2 * tile, None)):
         lines.append(np.zeros((count, FIELDS), dtype=np.int64) if line is None else line)
@@ -157,10 +157,10 @@ def chunks(
     return torch.cat(asked), keys, values, torch.from_numpy(np.concatenate(lines)), alone
 
 
-def keep_sets(
+def selections(
     shape: tuple[int, int, int], dtype: torch.dtype, *, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """As `case`, of rows that read keep-sets as `kernels/gather.py` has them, each beside one that reads all."""
+    """As `case`, of queries that read selected blocks as in `kernels/gather.py`, each beside one that reads all."""
     query_heads, kv_heads, dim = shape
     torch.manual_seed(seed)
     keys, values = (torch.randn(16_000, dim).to(dtype) for _ in range(2))
@@ -170,8 +170,8 @@ def keep_sets(
         layout = Layout.of(LayerRule(selector=selector), geometry(None, kv_heads, query_heads, dim), None, 160)
         for length in (41, 97, 160):
             own = start + torch.arange(kv_heads)[:, None] * layout.region
-            rows = own + torch.arange(length)
-            whole = rows[:, : length // block * block]
+            slots = own + torch.arange(length)
+            whole = slots[:, : length // block * block]
             target = own + layout.summaries_from + torch.arange(length // block)
             keys[target], values[target] = block_bounds(keys[whole], block)
             queries = np.array([length - 1])
@@ -180,14 +180,14 @@ def keep_sets(
             asked.append(torch.randn(1, query_heads, dim).to(dtype))
             low, high = keys[target].float(), values[target].float()
             kept = select(bounds_scores(asked[-1], low, high, dim**-0.5), candidates, count).blocks
-            given = (asked[-1].float(), keys[rows].float(), values[rows].float())
+            given = (asked[-1].float(), keys[slots].float(), values[slots].float())
             alone.append(gather_attend(*given, kept, always, block=block, scaling=dim**-0.5)[0])
             whole_line = line_of(start, layout, queries, count=length)
             line = whole_line.copy()
             choose_blocks(line, layout, selector, queries)
             lines += [line[0].tolist(), whole_line[0].tolist()]
             asked.append(torch.randn(1, query_heads, dim).to(dtype))
-            given = (asked[-1].float(), keys[rows].float(), values[rows].float())
+            given = (asked[-1].float(), keys[slots].float(), values[slots].float())
             alone.append(attend(*given, None, scaling=dim**-0.5))
             start += kv_heads * layout.region
     return torch.cat(asked), keys, values, torch.tensor(lines), alone
@@ -210,15 +210,15 @@ def forks(
         queries = np.arange(length - count, length)
         line = line_of(start, layout, queries, count=length)
         line[:, PREFIX_START], line[:, PREFIX_HEAD_SLOTS] = prefix, lent
-        other = start + kv_heads * layout.region  # nobody's region is another's
+        other = start + kv_heads * layout.region  # no region is another's
         lines += [line, line_of(other, replace(whole, capacity=layout.capacity), np.array([9]), count=10)]
         before = prefix + heads * lent + torch.arange(base)
         index = torch.cat([before, start + heads * layout.region + torch.arange(length - base)], dim=1)
         mask = torch.zeros(count, length)
         mask[~torch.from_numpy(whole.visible(queries, np.arange(length)))] = float("-inf")
         neighbour = other + heads * layout.region + torch.arange(10)
-        for rows, read, under in ((count, index, mask), (1, neighbour, None)):
-            asked.append(torch.randn(rows, query_heads, dim).to(dtype))
+        for asked_for, read, under in ((count, index, mask), (1, neighbour, None)):
+            asked.append(torch.randn(asked_for, query_heads, dim).to(dtype))
             given = (asked[-1].float(), keys[read].float(), values[read].float())
             alone.append(attend(*given, under, scaling=dim**-0.5))
         start += 2 * kv_heads * layout.region
@@ -227,7 +227,7 @@ def forks(
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_reference_reads_the_keep_set_that_gathering_reads(shape: tuple[int, int, int]) -> None:
-    queries, keys, values, regions, alone = keep_sets(shape, torch.float32)
+    queries, keys, values, regions, alone = selections(shape, torch.float32)
 
     out = attend_ragged(queries, keys, values, regions, kv_heads=shape[1], scaling=shape[2] ** -0.5, blocks=BLOCKS)
 
@@ -236,7 +236,7 @@ def test_the_reference_reads_the_keep_set_that_gathering_reads(shape: tuple[int,
 
 @pytest.mark.parametrize("build", [case, chunks, forks])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_reference_gives_each_row_what_it_gets_by_itself(shape: tuple[int, int, int], build: Build) -> None:
+def test_the_reference_gives_each_query_what_it_gets_by_itself(shape: tuple[int, int, int], build: Build) -> None:
     queries, keys, values, regions, alone = build(shape, torch.float32)
 
     out = attend_ragged(queries, keys, values, regions, kv_heads=shape[1], scaling=shape[2] ** -0.5)
@@ -264,7 +264,7 @@ def kernel_of() -> RaggedAttention:
 
 
 def device_of_kernels() -> torch.device:
-    """A GPU, or where there is none the interpreter, told to accept this numpy and to cut rows into fewer parts."""
+    """A GPU, or where there is none the interpreter, set to accept this numpy and to cut queries into fewer parts."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     from triton.runtime import interpreter
@@ -287,11 +287,11 @@ def compare_kernel() -> None:
         for dtype, tolerance in ((torch.float32, 2e-5), (half, 2e-2)):
             given = case(shape, dtype)[:4]
             count = len(given[3])
-            # As many as are served row by row, and a few by themselves: these are split into more parts.
+            # As many as are served query by query, and a few by themselves: these are split into more parts.
             parts = (slice(0, 64), slice(64, count)) if is_quick else (slice(0, count, 3),)
-            for rows in (*parts, slice(count - 3, count)) if dtype is torch.float32 else (slice(0, 9),):
-                for softcap in (None, 3.0) if rows.start == count - 3 else (None,):
-                    queries, keys, values, regions = (given[0][rows], *given[1:3], given[3][rows])
+            for part in (*parts, slice(count - 3, count)) if dtype is torch.float32 else (slice(0, 9),):
+                for softcap in (None, 3.0) if part.start == count - 3 else (None,):
+                    queries, keys, values, regions = (given[0][part], *given[1:3], given[3][part])
                     heads, scaling = shape[1], shape[2] ** -0.5
                     expected = attend_ragged(
                         queries, keys, values, regions, kv_heads=heads, scaling=scaling, softcap=softcap
@@ -303,7 +303,7 @@ def compare_kernel() -> None:
                     assert worst < tolerance, (shape, dtype, softcap, worst)
 
 
-def compare_chunks_and_keep_sets() -> None:
+def compare_chunks_and_selections() -> None:
     """What the other child process runs; one shape where it is interpreted."""
     device = device_of_kernels()
     # Of many numbers some are above 4, where bfloat16 has steps of a thirty-second.
@@ -311,7 +311,7 @@ def compare_chunks_and_keep_sets() -> None:
     for shape in SHAPES if device.type == "cuda" else [(4, 1, 24)]:
         for dtype, tolerance in tolerances.items():
             compare_alone(chunks, shape, dtype, tolerance, device)
-            compare_alone(keep_sets, shape, dtype, tolerance, device, blocks=BLOCKS)
+            compare_alone(selections, shape, dtype, tolerance, device, blocks=BLOCKS)
             compare_alone(forks, shape, dtype, tolerance, device)
 
 
@@ -324,7 +324,7 @@ def compare_alone(
     *,
     blocks: int = 0,
 ) -> None:
-    """The kernel against what each row gives by itself."""
+    """The kernel against what each query gives by itself."""
     queries, keys, values, regions, alone = build(shape, dtype)
     moved = [part.to(device) for part in (queries, keys, values, regions)]
     out = kernel_of()(*moved, kv_heads=shape[1], scaling=shape[2] ** -0.5, blocks=blocks).cpu()
@@ -332,6 +332,6 @@ def compare_alone(
     assert worst < tolerance, (build, shape, dtype, worst)
 
 
-@pytest.mark.parametrize("compare", [compare_kernel, compare_chunks_and_keep_sets])
+@pytest.mark.parametrize("compare", [compare_kernel, compare_chunks_and_selections])
 def test_the_kernel_gives_what_the_reference_gives(compare: Callable[[], None]) -> None:
     run_with_triton(compare)

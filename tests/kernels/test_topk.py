@@ -89,7 +89,7 @@ def a_hint(kind: str, scores: Tensor, k: int) -> Tensor:
         "shorter": best[..., : k // 3],
         "longer": best[..., : 2 * k],
         "empty": best[..., :0],
-        "for one row only": torch.where(torch.arange(len(scores))[:, None] == 1, best[..., :k], -1),
+        "for one query only": torch.where(torch.arange(len(scores))[:, None] == 1, best[..., :k], -1),
     }[kind]
 
 
@@ -104,7 +104,7 @@ HINTS = [
     "shorter",
     "longer",
     "empty",
-    "for one row only",
+    "for one query only",
 ]
 
 
@@ -122,7 +122,7 @@ numbers = st.one_of(
 
 @settings(max_examples=300)
 @given(st.data())
-def test_any_row_any_hint_any_candidates(data: st.DataObject) -> None:
+def test_any_scores_any_hint_any_candidates(data: st.DataObject) -> None:
     row = data.draw(st.lists(numbers, min_size=1, max_size=40))
     k = data.draw(st.integers(0, 12))
     capacity = data.draw(st.integers(k, 3 * k + 1))
@@ -178,7 +178,7 @@ def test_a_candidate_of_minus_infinity_is_still_a_candidate() -> None:
     assert topk(scores, 1, candidates=candidates).indices.tolist() == [1]
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+def test_a_selection_does_not_depend_on_its_neighbours() -> None:
     scores = torch.cat([draw(name, 1, 257, seed=5) for name in DISTRIBUTIONS])
     hint = topk(scores.roll(1, dims=0), 9).indices
     together = topk(scores, 9, hint)
@@ -189,7 +189,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         assert alone.iterations == together.iterations[index]
 
 
-def test_shapes_follow_the_rows() -> None:
+def test_shapes_follow_the_scores() -> None:
     result = topk(
         draw("normal", 2, 3, 50), 4, torch.zeros(3, 4, dtype=torch.int64), candidates=torch.ones(2, 1, 50) > 0
     )
@@ -202,7 +202,7 @@ def test_nothing_to_choose_from_gives_nothing(shape: tuple[int, ...]) -> None:
     assert topk(torch.zeros(shape), 3).indices.shape == (*shape[:-1], min(3, shape[-1]))
 
 
-def test_a_row_within_the_capacity_is_read_once_and_not_searched() -> None:
+def test_scores_within_the_capacity_are_read_once_and_not_searched() -> None:
     result = topk(draw("normal", 4, 30), 10)
     assert result.passes.tolist() == [1] * 4
     assert result.iterations.tolist() == [0] * 4
@@ -214,7 +214,7 @@ def test_a_perfect_hint_costs_one_count_and_the_collection() -> None:
     assert hinted.iterations.tolist() == [1] * 20
     assert hinted.passes.tolist() == [2] * 20
     unhinted = topk(scores, 32)
-    assert (unhinted.passes == unhinted.iterations + 2).all(), "statistics of the whole row are a pass more"
+    assert (unhinted.passes == unhinted.iterations + 2).all(), "statistics of all scores are a pass more"
 
 
 @each_distribution

@@ -1,4 +1,4 @@
-"""Trellis codes: the cheapest path there is, codes of the bits that were given, and back, a row at a time or many."""
+"""Trellis codes: the cheapest path there is, codes of the given bits, and back, a vector at a time or many."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ def test_no_other_codes_cost_less(widths: list[int], seed: int) -> None:
     levels = make_levels([even_table(width) for width in widths], torch.rand(len(widths), generator=draw) + 0.1)
     numbers = 1.5 * torch.randn(3, len(widths), generator=draw)
     every = torch.tensor(list(itertools.product(*(range(2**width) for width in widths))), dtype=torch.int32)
-    cheapest = torch.stack([spent(row[None], every, levels).min() for row in numbers])
+    cheapest = torch.stack([spent(vector[None], every, levels).min() for vector in numbers])
     torch.testing.assert_close(spent(numbers, choose(numbers, levels), levels), cheapest)
 
 
-@given(count=st.integers(1, 3 * STEPS), rows=st.integers(0, 4), seed=st.integers(0, 2**31))
+@given(count=st.integers(1, 3 * STEPS), vectors=st.integers(0, 4), seed=st.integers(0, 2**31))
 def test_a_code_has_the_bits_it_was_given_and_what_it_stands_for_is_coded_alike(
-    count: int, rows: int, seed: int
+    count: int, vectors: int, seed: int
 ) -> None:
     widths = falling_widths(count, seed)
     levels = make_levels([even_table(width) for width in widths], torch.ones(count))
-    numbers = torch.randn(rows, count, generator=torch.Generator().manual_seed(seed))
+    numbers = torch.randn(vectors, count, generator=torch.Generator().manual_seed(seed))
     codes = choose(numbers, levels)
-    assert codes.shape == (rows, count) and codes.dtype == torch.int32
+    assert codes.shape == (vectors, count) and codes.dtype == torch.int32
     assert bool((codes >= 0).all()) and bool((codes < 2 ** torch.tensor(widths)).all())
     found = levels_of(codes, levels)
     assert torch.equal(levels_of(choose(found, levels), levels), found)
 
 
 @pytest.mark.parametrize("count", [1, 5, STEPS, STEPS + 1, 700])
-def test_a_row_is_coded_the_same_whatever_it_is_coded_with(count: int) -> None:
+def test_a_vector_is_coded_the_same_whatever_it_is_coded_with(count: int) -> None:
     levels = make_levels([even_table(width) for width in falling_widths(count, 3)], torch.rand(count) + 0.1)
     numbers = torch.randn(300, count, generator=torch.Generator().manual_seed(1))
     codes, found = choose(numbers, levels), levels_of(choose(numbers, levels), levels)
@@ -110,18 +110,18 @@ def compare_kernel() -> None:
     from inference_engine.kernels.triton import trellis as in_triton
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for count, rows in ((1, 1), (1, 3), (5, 2), (300, 3), (2 * STEPS + 7, 70 if device.type == "cuda" else 2)):
+    for count, vectors in ((1, 1), (1, 3), (5, 2), (300, 3), (2 * STEPS + 7, 70 if device.type == "cuda" else 2)):
         draw = torch.Generator().manual_seed(count)
         weights = (torch.rand(count, generator=draw) + 0.1).to(device)
         levels = make_levels([even_table(width) for width in falling_widths(count, count)], weights)
-        numbers = (1.5 * torch.randn(rows, count, generator=draw)).to(device)
+        numbers = (1.5 * torch.randn(vectors, count, generator=draw)).to(device)
         codes = in_triton.choose(numbers, levels)
         assert codes.dtype == torch.int32
         plain = choose(numbers, levels)
         torch.testing.assert_close(spent(numbers, codes, levels), spent(numbers, plain, levels))
         assert float((codes == plain).float().mean()) > 0.99
         assert torch.equal(in_triton.levels_of(codes, levels), levels_of(codes, levels))
-        # A view whose rows do not lie side by side, and one row alone.
+        # A view whose vectors do not lie side by side, and one vector alone.
         assert torch.equal(in_triton.levels_of(codes[:1], levels)[0], levels_of(codes, levels)[0])
         assert torch.equal(in_triton.choose(numbers.T.contiguous().T[:1], levels)[0], codes[0])
         assert in_triton.choose(numbers[:0], levels).shape == (0, count)

@@ -1,4 +1,4 @@
-"""An allocation goes back to the pool when the last who holds it lets go, once."""
+"""An allocation goes back to the pool when its last holder releases it, once."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def pool_of(allocations: int) -> Pool:
 
 
 @given(st.permutations(["owner", "fork", "fork", "fork"]))
-def test_whoever_lets_go_last_gives_it_back(order: list[str]) -> None:
+def test_the_last_release_gives_it_back(order: list[str]) -> None:
     pool = pool_of(2)
     allocation = allocation_in(pool)
     for until in (10, 30, 20):
         allocation.borrow(until)
     assert allocation.lent_until == 30
-    for who in order:
+    for holder in order:
         assert pool.reserved_bytes == allocation.nbytes == BYTES
-        allocation.release() if who == "owner" else allocation.give_back()
+        allocation.release() if holder == "owner" else allocation.give_back()
     assert pool.reserved_bytes == 0
     assert not allocation.is_lent
 
 
-def test_it_is_given_back_once_and_not_had_where_there_is_no_room() -> None:
+def test_it_is_released_once_and_not_made_where_there_is_no_room() -> None:
     pool = pool_of(1)
     allocation = allocation_in(pool)
     assert Allocation.reserve(pool, DEMANDS, itemsize=GEOMETRY.itemsize) is None

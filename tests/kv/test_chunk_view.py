@@ -1,4 +1,4 @@
-"""A view that merges chunks gives attention over all rows, whatever joins the softmax."""
+"""A view that merges chunks gives attention over all entries, whatever joins the softmax."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ ROUNDING = 2e-6
 
 
 class Elsewhere:
-    """Rows in a tensor, and which were asked for."""
+    """Entries in a tensor, and which were asked for."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self._rows = keys, values
+        self._entries = keys, values
         self.asked: list[tuple[int, int, int]] = []
 
     def chunk(self, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
         self.asked.append((layer, first, last))
-        keys, values = (rows[:, first:last] for rows in self._rows)
+        keys, values = (entries[:, first:last] for entries in self._entries)
         return keys, values
 
 
@@ -43,20 +43,20 @@ def portion_of(mask: Tensor, first: int, last: int) -> Portion:
 @pytest.mark.parametrize("portion", [QUERIES, 2], ids=["together", "by two"])
 @pytest.mark.parametrize("softcap", [None, 1.5], ids=["no softcap", "softcap"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["no head sinks", "head sinks"])
-def test_chunks_and_regions_together_are_attention_over_all_rows(
+def test_chunks_and_regions_together_are_attention_over_all_entries(
     dtype: torch.dtype, portion: int, softcap: float | None, sinks: bool
 ) -> None:
     keys, values = (random(HKV, ELSEWHERE + RESIDENT, D, seed=seed).to(dtype) for seed in (0, 1))
     queries = random(QUERIES, HQ, D, seed=2).to(dtype)
     head_sinks = random(HQ, seed=3) + 1 if sinks else None
-    # The queries are the last rows, and each sees those up to itself.
+    # The queries are of the last positions, and each sees those up to itself.
     last = torch.arange(RESIDENT - QUERIES, RESIDENT)
     mask = torch.zeros(QUERIES, RESIDENT).masked_fill(torch.arange(RESIDENT) > last[:, None], -torch.inf)
 
     region = Region(starts={LAYER: 3}, heads=HKV, region=RESIDENT + 2)
     buffer = KVBuffer(*(torch.full((3 + HKV * region.region, D), torch.nan, dtype=dtype) for _ in range(2)))
-    for states, rows in ((buffer.keys, keys), (buffer.values, values)):
-        region.slots(states, LAYER, 0, RESIDENT).copy_(rows[:, ELSEWHERE:])
+    for states, entries in ((buffer.keys, keys), (buffer.values, values)):
+        region.slots(states, LAYER, 0, RESIDENT).copy_(entries[:, ELSEWHERE:])
     source = Elsewhere(keys, values)
     view = ChunkView(
         region=region,

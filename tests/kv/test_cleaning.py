@@ -23,10 +23,10 @@ def small_pool() -> Pool:
     return Pool(geometry, 2 * UNITS * geometry.alignment * 4, torch.zeros)
 
 
-def part(pool: Pool, first_row: int, demand: Demand) -> list[torch.Tensor]:
+def part(pool: Pool, first_entry: int, demand: Demand) -> list[torch.Tensor]:
     buffer = pool.buffers[demand.head_dim]
-    rows = demand.elements // demand.head_dim
-    return [states[first_row : first_row + rows] for states in (buffer.keys, buffer.values)]
+    entries = demand.elements // demand.head_dim
+    return [states[first_entry : first_entry + entries] for states in (buffer.keys, buffer.values)]
 
 
 steps = st.lists(
@@ -79,7 +79,7 @@ def test_a_little_is_cleaned_at_a_time() -> None:
     assert int(pool._halves[0].count_nonzero()) == 0
 
 
-def test_memory_that_nobody_wrote_to_is_not_written_to_clean_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_was_never_written_is_not_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or address space would become memory."""
     pieces = pool_module._PIECE_BYTES // 4
     states = torch.zeros(4 * pieces)

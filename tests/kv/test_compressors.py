@@ -113,7 +113,7 @@ def test_any_float_may_be_given(compressor: KVCompressor, dtype: torch.dtype) ->
 
 
 @each_compressor
-def test_vectors_and_codes_may_lie_anywhere_in_memory(compressor: KVCompressor) -> None:
+def test_vectors_and_codes_may_be_anywhere_in_memory(compressor: KVCompressor) -> None:
     vectors = gaussian(64, 3, 5).permute(2, 1, 0)
     codes = compressor.encode(vectors)
     assert torch.equal(codes, compressor.encode(vectors.contiguous()))

@@ -1,4 +1,4 @@
-"""Rows that forks read where others hold them: who shares, what is promised, what stays when sessions end."""
+"""Entries that forks read where others hold them: which sessions share, what is reserved, what stays at their end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.facade import session_of, store_of
 from tests.laws.variants import all_strategies, drain, generate, same, text
 from tests.tiny import tiny_engine
 
-ROW_BYTES = 3 * 2 * 2 * 16 * 4  # TinyModel's layers, K and V, KV heads, their size, float32
+ENTRY_BYTES = 3 * 2 * 2 * 16 * 4  # TinyModel's layers, K and V, KV heads, their size, float32
 
 
 def sharing_engine(**settings: Any) -> Engine:
@@ -50,15 +50,15 @@ def test_a_fork_reserves_what_it_adds_and_reads_the_rest_where_it_is() -> None:
         whole = engine.info().kv_reserved_bytes
         forks = [engine.fork_session(parent) for _ in range(5)]
         for seed, fork in enumerate(forks):
-            assert fork.shared_bytes == 104 * ROW_BYTES  # the last token has no row yet
-            assert fork.bound.sustained_bytes == (200 - 104) * ROW_BYTES
+            assert fork.shared_bytes == 104 * ENTRY_BYTES  # the last token has no entry yet
+            assert fork.bound.sustained_bytes == (200 - 104) * ENTRY_BYTES
             grown(engine, fork.session_id, seed)
-            assert engine.session_info(fork.session_id).kv_live_bytes == 36 * ROW_BYTES  # of 140 tokens, in pages
-        assert engine.info().kv_reserved_bytes == whole + 5 * (200 - 104) * ROW_BYTES
+            assert engine.session_info(fork.session_id).kv_live_bytes == 36 * ENTRY_BYTES  # of 140 tokens, in pages
+        assert engine.info().kv_reserved_bytes == whole + 5 * (200 - 104) * ENTRY_BYTES
 
 
 @pytest.mark.parametrize("strategy", all_strategies(), ids=str)
-def test_only_where_every_row_stays_as_it_is_rows_are_shared(strategy: KVStrategy) -> None:
+def test_entries_are_shared_only_where_every_entry_stays_as_it_is(strategy: KVStrategy) -> None:
     is_shared = strategy == Full()
     with sharing_engine() as engine:
         assert bool(engine.fork_session(parent_of(engine, strategy=strategy)).shared_bytes) is is_shared
@@ -87,7 +87,7 @@ def test_sharing_can_be_switched_off_and_changes_what_is_reserved_but_no_token()
 
 
 @pytest.mark.parametrize("ending", ["closed", "evicted", "failed"])
-def test_rows_stay_until_the_last_fork_is_gone_however_their_session_ended(ending: str) -> None:
+def test_entries_stay_until_the_last_fork_is_gone_however_their_session_ended(ending: str) -> None:
     now, journal = 0.0, MemoryJournal()
     with sharing_engine(clock=lambda: now, journal=journal, stall_seconds=1e6) as engine:
         parent = parent_of(engine, limit_tokens=200)
@@ -106,7 +106,7 @@ def test_rows_stay_until_the_last_fork_is_gone_however_their_session_ended(endin
         assert engine.info().kv_reserved_bytes == with_parent
         if ending != "failed":  # which is there, and answers for itself
             kept = engine.metrics.registry.get_sample_value("session_kv_kept_for_forks_bytes")
-            assert kept == 200 * ROW_BYTES
+            assert kept == 200 * ENTRY_BYTES
         neighbours = [parent_of(engine, 150, limit_tokens=200) for _ in range(3)]
         expected = alone(engine, journal, first, 3)
         assert same(grown(engine, first.session_id, 3), expected, Mode.BATCHED)
@@ -123,16 +123,16 @@ def test_a_chain_of_forks_shares_up_to_a_number_of_pieces_and_copies_beyond() ->
         session, shared = parent_of(engine, 40), []
         for generation in range(MOST_PIECES + 2):
             fork = engine.fork_session(session)
-            shared.append(fork.shared_bytes // ROW_BYTES)
+            shared.append(fork.shared_bytes // ENTRY_BYTES)
             assert same(
                 alone(engine, journal, fork, generation), grown(engine, fork.session_id, generation), Mode.BATCHED
             )
             session = fork.session_id
-        # Each adds 35 tokens; the last of them has no row yet when the fork is made.
+        # Each adds 35 tokens; the last of them has no entry yet when the fork is made.
         assert shared == [44, 79, 114, 149, 149, 149]
 
 
-def test_few_rows_of_a_forks_own_are_copied_and_the_prefix_is_shared() -> None:
+def test_few_entries_of_a_forks_own_are_copied_and_the_prefix_is_shared() -> None:
     journal = MemoryJournal()
     with sharing_engine(journal=journal) as engine:
         fork = engine.fork_session(parent_of(engine))
@@ -144,8 +144,8 @@ def test_few_rows_of_a_forks_own_are_copied_and_the_prefix_is_shared() -> None:
         assert same(alone(engine, journal, again, 1), grown(engine, again.session_id, 1), Mode.BATCHED)
 
 
-def test_neither_a_lent_session_nor_one_with_a_prefix_forgets_what_it_did_not_compute_alone() -> None:
-    """After want of memory in a step, say: rows that others read are there, and are right."""
+def test_neither_a_session_with_forks_nor_a_fork_drops_shared_entries() -> None:
+    """As after a step that ran out of memory: entries that others read are there, and are right."""
     journal = MemoryJournal()
     with sharing_engine(journal=journal) as engine:
         parent = parent_of(engine)
@@ -161,7 +161,7 @@ def test_neither_a_lent_session_nor_one_with_a_prefix_forgets_what_it_did_not_co
 
 def test_a_fork_that_made_room_keeps_its_prefix_and_a_lent_session_makes_none() -> None:
     now, journal = 0.0, MemoryJournal()
-    whole = 200 * ROW_BYTES
+    whole = 200 * ENTRY_BYTES
     settings = {"clock": lambda: now, "journal": journal, "kv_bytes_per_owner": 2 * whole + 1, "stall_seconds": 1e6}
     with sharing_engine(**settings) as engine:
         parent = parent_of(engine, limit_tokens=200)
@@ -178,11 +178,11 @@ def test_a_fork_that_made_room_keeps_its_prefix_and_a_lent_session_makes_none() 
         with sharing_engine() as twin:
             expected = grown(twin, twin.rebuild_session(*journal.read(fork.session_id)).session_id, 2)
         assert same(grown(engine, fork.session_id, 2), expected, Mode.BATCHED)
-        assert engine.info().kv_reserved_bytes == whole + (200 - 104) * ROW_BYTES
+        assert engine.info().kv_reserved_bytes == whole + (200 - 104) * ENTRY_BYTES
 
 
-def test_rows_kept_for_forks_alone_count_towards_what_their_owner_may_have() -> None:
-    whole = 200 * ROW_BYTES
+def test_entries_kept_for_forks_alone_count_towards_what_their_owner_may_have() -> None:
+    whole = 200 * ENTRY_BYTES
     with sharing_engine(kv_bytes_per_owner=2 * whole) as engine:
         parent = parent_of(engine, limit_tokens=200)
         fork = engine.fork_session(parent)
@@ -196,7 +196,7 @@ def test_rows_kept_for_forks_alone_count_towards_what_their_owner_may_have() -> 
 
 
 def test_a_fork_that_finds_no_room_leaves_nothing_behind() -> None:
-    with sharing_engine(kv_bytes=210 * ROW_BYTES, default_limit_tokens=200) as engine:
+    with sharing_engine(kv_bytes=210 * ENTRY_BYTES, default_limit_tokens=200) as engine:
         parent = parent_of(engine, limit_tokens=200)
         reserved = engine.info().kv_reserved_bytes
         with pytest.raises(NoCapacity):

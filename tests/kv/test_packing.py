@@ -1,4 +1,4 @@
-"""Numbers in bits and scales in sixteen: nothing is lost on the way, nothing more is stored."""
+"""Numbers in bits and scales in sixteen: nothing is lost, nothing more is stored."""
 
 from __future__ import annotations
 

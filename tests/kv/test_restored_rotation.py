@@ -1,7 +1,7 @@
-"""Codes hold unrotated keys; rows that come back are turned at their own positions, with their own layer's table.
+"""Codes hold unrotated keys; restored keys are rotated at their own positions, with their own layer's table.
 
 Gemma 3 has two tables: layers with a window turn faster than those without. A codec that loses nothing shows the rest:
-a session whose rows left and came back says what one that kept them says.
+a session whose entries were evicted and restored says what one that kept them says.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.tiny import SMALL
 FULL_LAYERS = (1, 2)
 SHAPE = (HEADS, SIZES["head_dim"])
 SINK, WINDOW = 2, 9
-TURNS, TOLD = 3, 7  # tokens are told in turns, between which rows leave and come back
+TURNS, COUNT = 3, 7  # tokens are generated in turns, between which entries are evicted and restored
 OTHER = {"full_attention": "sliding_attention", "sliding_attention": "full_attention"}
 
 
@@ -47,12 +47,12 @@ class Lossless:
 
     def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
         self.keys.append(torch.stack(list(keys)))
-        return torch.cat([rows.float().flatten(1) for rows in (*keys, *values)], dim=1).view(torch.uint8)
+        return torch.cat([entries.float().flatten(1) for entries in (*keys, *values)], dim=1).view(torch.uint8)
 
     def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
-        rows = codes.contiguous().view(torch.float32).view(len(codes), 2, len(self.layers), *SHAPE)
+        entries = codes.contiguous().view(torch.float32).view(len(codes), 2, len(self.layers), *SHAPE)
         places = [self.layers.index(layer) for layer in (self.layers if layers is None else layers)]
-        return [rows[:, 0, place] for place in places], [rows[:, 1, place] for place in places]
+        return [entries[:, 0, place] for place in places], [entries[:, 1, place] for place in places]
 
 
 def restored(mode: str) -> KVStrategy:
@@ -82,21 +82,21 @@ def reported(engine: Engine, strategy: KVStrategy) -> tuple[list[int], list[tupl
     for turn in range(TURNS):
         appended = np.random.default_rng(turn).integers(1, SIZES["vocab_size"], 30).tolist()
         engine.append(session, appended)
-        generated = generate(engine, session, TOLD)
+        generated = generate(engine, session, COUNT)
         run += generated
         history += [*appended, *(token for token, _ in generated)]
     return history, run
 
 
 @pytest.mark.parametrize("mode", ["hold", "stream"])
-def test_rows_that_came_back_are_read_as_if_they_had_never_left(mode: str) -> None:
+def test_entries_that_came_back_are_read_as_if_they_had_never_left(mode: str) -> None:
     with gemma_engine(codec := Lossless()) as engine:
         assert same(reported(engine, restored(mode))[1], reported(engine, Full())[1], Mode.BATCHED)
-    assert sum(rows.shape[1] for rows in codec.keys) > 3 * WINDOW
+    assert sum(entries.shape[1] for entries in codec.keys) > 3 * WINDOW
 
 
 @pytest.mark.parametrize("mode", ["hold", "stream"])
-def test_rows_that_come_back_with_another_layers_table_are_not_what_they_were(
+def test_entries_that_come_back_with_another_layers_table_are_not_what_they_were(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test above can fail."""
@@ -115,7 +115,7 @@ def test_what_is_coded_are_the_models_own_unrotated_keys() -> None:
     with gemma_engine(codec := Lossless()) as engine:
         history, _ = reported(engine, restored("hold"))
     coded = torch.cat(codec.keys, dim=1)
-    [rows] = capture(gemma3(), [torch.tensor([history])], layers=FULL_LAYERS)
-    for ours, layer in zip(coded, rows, strict=True):
+    [entries] = capture(gemma3(), [torch.tensor([history])], layers=FULL_LAYERS)
+    for ours, layer in zip(coded, entries, strict=True):
         # Turned away and back, after other sums: float32.
         torch.testing.assert_close(ours, layer.keys[SINK : SINK + coded.shape[1]], atol=1e-4, rtol=0)

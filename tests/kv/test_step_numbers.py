@@ -32,12 +32,12 @@ def test_a_slice_looks_up_what_its_indexes_do(indexes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("chosen", [[0, 2], [2, 0], [0, 1, 2]], ids=str)
-def test_writes_and_regions_are_said_of_the_rows_and_layers_that_are_meant_alone(chosen: list[int]) -> None:
+def test_writes_and_regions_are_set_for_the_given_queries_and_layers_alone(chosen: list[int]) -> None:
     numbers = StepNumbers(geometry(), 6, has_regions=True)
-    places, rows, starts = as_slice(np.array(chosen)), slice(2, 4), np.array([100, 200, 300][: len(chosen)])
-    numbers.write(1, places, rows, starts, np.array([7, 8]))
+    places, queries, starts = as_slice(np.array(chosen)), slice(2, 4), np.array([100, 200, 300][: len(chosen)])
+    numbers.write(1, places, queries, starts, np.array([7, 8]))
     lines = np.arange(2 * FIELDS).reshape(2, FIELDS)
-    numbers.attend(places, rows, starts, lines)
+    numbers.attend(places, queries, starts, lines)
     for place in range(3):
         is_chosen = place in chosen
         start = int(starts[chosen.index(place)]) if is_chosen else 0
@@ -66,7 +66,7 @@ def test_memory_is_used_again_clean_and_not_before_its_holder_is_gone() -> None:
 
 
 @pytest.mark.parametrize("spec", ["full", "sink_window:sink=4,window=24", "layer_window:window=24,full_layers=1"])
-def test_slots_are_opened_where_their_rows_go_and_nowhere_else(spec: str) -> None:
+def test_slots_are_opened_where_their_entries_go_and_nowhere_else(spec: str) -> None:
     forward = tiny_forward()
     context = forward.open(forward.geometry(mode=Mode.BATCHED, **PAGES), 2**20)
     kvs = [SessionKV(parse_strategy(spec).resolved(context.geometry), context, 64) for _ in range(3)]
@@ -90,8 +90,8 @@ def test_a_plan_says_the_same_though_its_memory_held_another_one() -> None:
     context = forward.open(forward.geometry(mode=Mode.BATCHED, **PAGES), 2**20)
     kv = SessionKV(parse_strategy("full"), context, 64)
 
-    def numbers(rows: int) -> list[int]:
-        kv.stage(rows)
+    def numbers(count: int) -> list[int]:
+        kv.stage(count)
         plan = StepPlan([kv], context.geometry, context.pool, mask_dtype=torch.float32)
         said: list[int] = plan.numbers.all.tolist()
         kv.commit(0)

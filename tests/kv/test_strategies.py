@@ -100,7 +100,7 @@ def test_layers_that_slide_by_themselves_cannot_be_kept_full_and_those_that_can_
     assert refusal.value.field == "full_layers"
 
 
-def test_layer_window_holds_every_row_of_its_full_layers_and_of_the_others_what_sink_window_holds() -> None:
+def test_layer_window_holds_every_entry_of_its_full_layers_and_of_the_others_what_sink_window_holds() -> None:
     full, window, layers = (
         make_strategy(name, **options).bound(GEOMETRY, 2000).peak_bytes
         for name, options in (
@@ -227,9 +227,9 @@ def test_bytes_of_sink_window_do_not_grow_with_the_limit() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 15, 16, 17, 2048])
-def test_bytes_of_full_are_rows_rounded_to_pages(limit: int) -> None:
-    rows = -(-limit // 16) * 16
-    assert make_strategy("full").bound(GEOMETRY, limit).peak_bytes == rows * GEOMETRY.entry_bytes
+def test_bytes_of_full_are_entries_rounded_to_pages(limit: int) -> None:
+    entries = -(-limit // 16) * 16
+    assert make_strategy("full").bound(GEOMETRY, limit).peak_bytes == entries * GEOMETRY.entry_bytes
 
 
 def test_every_strategy_has_a_small_variant_for_the_laws() -> None:

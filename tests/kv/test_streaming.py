@@ -1,4 +1,4 @@
-"""Old rows that are read chunk by chunk: what a session holds and what a step makes does not grow with its history."""
+"""Old entries that are read chunk by chunk: what a session holds and a step makes does not grow with its history."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.plan import SpanFailed
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
-from tests.laws.test_session_kv_laws import LAYERS, SEGMENT, HalfTokens, Rows, context, feed, step
+from tests.laws.test_session_kv_laws import LAYERS, SEGMENT, Entries, HalfTokens, context, feed, step
 from tests.tiny import LATENT_BYTES
 
 LIMIT = 200
@@ -32,11 +32,11 @@ SHORT, LONG = 100, 190  # more than a chunk has left in both
 CHUNK = SEGMENTS_IN_A_CHUNK * SEGMENT
 LATENT: dict[str, Any] = {"sink": 3, "window": 13, "source": "latent", "bytes_per_token": LATENT_BYTES}
 HOLD, STREAM = (make_strategy("restored", **LATENT, mode=mode) for mode in ("hold", "stream"))
-WIDEST_ROW_BYTES = max(2 * layer.kv_heads * layer.head_dim * 4 for layer in LAYERS)
+WIDEST_ENTRY_BYTES = max(2 * layer.kv_heads * layer.head_dim * 4 for layer in LAYERS)
 
 
 class WatchedTokens(HalfTokens):
-    """Notes how many rows it decodes, of which layers."""
+    """Notes how many entries it decodes, of which layers."""
 
     def __init__(self) -> None:
         self.decoded: list[tuple[int, tuple[int, ...]]] = []
@@ -72,24 +72,24 @@ def _tensors(tree: Any) -> list[Tensor]:
 def grown(ctx: KVContext, strategy: Any, length: int) -> SessionKV:
     kv = SessionKV(strategy, ctx, LIMIT)
     assert kv.wake(LIMIT)
-    feed(kv, Rows(LIMIT), length)
+    feed(kv, Entries(LIMIT), length)
     return kv
 
 
 def largest_in_a_turn(strategy: Any, length: int) -> int:
-    """Bytes of the largest tensor made while a session of `length` sleeps, wakes and takes one token."""
-    kv, rows = grown(context(), strategy, length), Rows(LIMIT)
+    """Bytes of the largest tensor made while a session of `length` is idle, wakes and takes one token."""
+    kv, entries = grown(context(), strategy, length), Entries(LIMIT)
     with LargestTensor() as largest:
         kv.idle()
         kv.wake(LIMIT)
-        step(kv, rows, 1, generated=True)
+        step(kv, entries, 1, generated=True)
     made: int = largest.nbytes
     return made
 
 
-def test_no_tensor_of_a_turn_grows_with_the_rows_that_left() -> None:
+def test_no_tensor_of_a_turn_grows_with_the_evicted_entries() -> None:
     short, long = (largest_in_a_turn(STREAM, length) for length in (SHORT, LONG))
-    # On its way to the rows of one layer this codec makes the numbers of all of them, for one chunk.
+    # To decode the entries of one layer this codec makes the numbers of all layers, for one chunk.
     numbers = sum(2 * LAYERS[layer].kv_heads * LAYERS[layer].head_dim for layer in HalfTokens.layers)
     assert short == long == CHUNK * numbers * 4
 
@@ -99,9 +99,9 @@ def test_no_more_than_a_chunk_of_one_layer_is_ever_decoded() -> None:
     kv = grown(replace(context(), latent=codec), STREAM, LONG)
     kv.idle()
     kv.wake(LIMIT)
-    step(kv, Rows(LIMIT), 1, generated=True)
+    step(kv, Entries(LIMIT), 1, generated=True)
     assert codec.decoded
-    assert all(rows <= CHUNK and len(layers) == 1 for rows, layers in codec.decoded)
+    assert all(entries <= CHUNK and len(layers) == 1 for entries, layers in codec.decoded)
 
 
 @pytest.mark.parametrize("length", [SHORT, LONG])
@@ -109,24 +109,24 @@ def test_waking_takes_room_for_one_chunk_whatever_the_length(length: int) -> Non
     ctx = context()
     kv = grown(ctx, STREAM, length)
     assert ctx.pool.reserved_bytes == kv.bound.peak_bytes
-    assert kv.bound.peak_bytes - kv.bound.sustained_bytes == CHUNK * WIDEST_ROW_BYTES
-    assert kv.footprint().by_kind["restored"] == CHUNK * WIDEST_ROW_BYTES
+    assert kv.bound.peak_bytes - kv.bound.sustained_bytes == CHUNK * WIDEST_ENTRY_BYTES
+    assert kv.footprint().by_kind["restored"] == CHUNK * WIDEST_ENTRY_BYTES
     kv.idle()
     assert ctx.pool.reserved_bytes == kv.bound.sustained_bytes
     assert kv.footprint().by_kind["restored"] == 0
 
 
-def test_holding_all_rows_and_streaming_them_give_the_same() -> None:
-    rows = Rows(LIMIT)
-    held, streamed = (feed(grown(context(), strategy, 1), rows, LIMIT - 3) for strategy in (HOLD, STREAM))
+def test_holding_all_entries_and_streaming_them_give_the_same() -> None:
+    entries = Entries(LIMIT)
+    held, streamed = (feed(grown(context(), strategy, 1), entries, LIMIT - 3) for strategy in (HOLD, STREAM))
     for one, other in zip(held, streamed, strict=True):
-        # Equal rows, whose sums are taken in another order.
+        # Equal entries, whose sums are taken in another order.
         torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-5)
-    nothing = feed(grown(context(), make_strategy("sink_window", sink=3, window=13), 1), rows, LIMIT - 3)
+    nothing = feed(grown(context(), make_strategy("sink_window", sink=3, window=13), 1), entries, LIMIT - 3)
     assert not torch.allclose(nothing[0], streamed[0], atol=1e-2)
 
 
-def test_a_chunk_that_cannot_be_had_names_the_session_and_leaves_it_as_it_was() -> None:
+def test_a_chunk_that_cannot_be_allocated_names_the_session_and_leaves_it_as_it_was() -> None:
     class Breaking(HalfTokens):
         is_broken = False
 
@@ -142,11 +142,11 @@ def test_a_chunk_that_cannot_be_had_names_the_session_and_leaves_it_as_it_was() 
     ctx = replace(context(), latent=codec)
     kv = SessionKV(STREAM, ctx, LIMIT)
     kv.wake(LIMIT)
-    feed(kv, Rows(LIMIT), 2 * SEGMENT)
+    feed(kv, Entries(LIMIT), 2 * SEGMENT)
     footprint = kv.footprint()
     codec.is_broken = True
     with pytest.raises(SpanFailed, match="could not be restored") as failed:
-        step(kv, Rows(LIMIT), 1)
+        step(kv, Entries(LIMIT), 1)
     assert failed.value.index == 0
     assert isinstance(failed.value.failure, RestorationFailed)
     assert str(failed.value.failure.__cause__) == "codes of another codec"
@@ -154,21 +154,21 @@ def test_a_chunk_that_cannot_be_had_names_the_session_and_leaves_it_as_it_was() 
     assert kv.footprint() == footprint
     kv.check()
     codec.is_broken = False
-    step(kv, Rows(LIMIT), 1)
+    step(kv, Entries(LIMIT), 1)
 
 
 @pytest.mark.parametrize("mode", ["hold", "stream"])
 @pytest.mark.parametrize("resident_bytes", [0, 1000, 8000, 10**6])
 def test_latents_read_the_same_wherever_they_lie(mode: str, resident_bytes: int) -> None:
-    """To the bit, through a sleep, a rejection and a replay of everything."""
+    """To the bit, through an idle time, a rejection and a replay of everything."""
     outs = []
     for limited in (make_strategy("restored", **LATENT, mode=mode, resident_latent_bytes=resident_bytes), None):
         kv = grown(context(), limited or make_strategy("restored", **LATENT, mode=mode), 70)
-        rows = Rows(LIMIT)
+        entries = Entries(LIMIT)
         kv.idle()
         kv.wake(LIMIT)
-        step(kv, Rows(LIMIT, seed=1), kv.room(), commit=kv.length + 1)
-        reported = feed(kv, rows, 120)
+        step(kv, Entries(LIMIT, seed=1), kv.room(), commit=kv.length + 1)
+        reported = feed(kv, entries, 120)
         footprint = kv.footprint()
         assert footprint.tier_bytes <= kv.bound.tier_bytes
         if limited is not None:
@@ -177,7 +177,7 @@ def test_latents_read_the_same_wherever_they_lie(mode: str, resident_bytes: int)
         kv.forget()
         assert kv.footprint().total_bytes == kv.footprint().tier_bytes == 0
         kv.wake(LIMIT)
-        outs += [*reported, *feed(kv, rows, LONG)]
+        outs += [*reported, *feed(kv, entries, LONG)]
         ctx = kv.context
         kv.release()
         assert ctx.pool.reserved_bytes == 0
@@ -203,7 +203,7 @@ def test_latents_that_go_to_the_second_tier_and_are_read_there_are_counted() -> 
 
 def test_what_is_sustained_does_not_grow_with_the_limit_where_latents_are_limited() -> None:
     strategy = make_strategy("restored", **LATENT, mode="stream", resident_latent_bytes=4096)
-    # The layers with a window of their own and the exact rows are full-sized at either.
+    # The layers with a window of their own and the exact entries are full-sized at either.
     one, other = (strategy.bound(context().geometry, limit) for limit in (1000, 8000))
     assert (one.sustained_bytes, one.peak_bytes) == (other.sustained_bytes, other.peak_bytes)
     assert one.tier_bytes < other.tier_bytes
@@ -216,10 +216,10 @@ def test_a_full_disk_fails_the_session_by_name_and_it_can_begin_again(tmp_path: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pwrite", _no_space)
         with pytest.raises(RestorationFailed, match="No space left"):
-            feed(kv, Rows(LIMIT), SHORT)
+            feed(kv, Entries(LIMIT), SHORT)
     kv.forget()
     kv.wake(LIMIT)
-    feed(kv, Rows(LIMIT), SHORT)
+    feed(kv, Entries(LIMIT), SHORT)
     kv.check()
     kv.release()
 

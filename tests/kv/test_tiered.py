@@ -1,4 +1,4 @@
-"""Rows in a second tier: where they lie, what is moved, who is promised how much, and what happens when it fails."""
+"""Entries in a second tier: where they are, what is moved, how much is reserved, and what happens when it fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Mode, TokenCommitted
 from tests.facade import kv_of
-from tests.laws.test_session_kv_laws import LAYERS, LIMIT, Rows, awake, context, feed, step
+from tests.laws.test_session_kv_laws import LAYERS, LIMIT, Entries, active, context, feed, step
 from tests.laws.variants import drain, engine_for, generate, same, text
 from tests.tiny import SMALL, tiny_forward_on
 
@@ -32,7 +32,7 @@ READING = {"block": 8, "sink": 4, "window": 16, "budget": 48}  # two distant blo
 GATHER = make_strategy("gather", **READING)
 TIERED = make_strategy("tiered", **READING, resident_tokens=16)
 FAR = make_strategy("tiered", **READING, resident_tokens=512)
-TIERED_ROW_BYTES = sum(layer.entry_bytes(4) for layer in LAYERS if layer.native_window is None)
+TIERED_ENTRY_BYTES = sum(layer.entry_bytes(4) for layer in LAYERS if layer.native_window is None)
 DEVICES = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
 
 
@@ -45,29 +45,29 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
 def test_a_store_gives_back_the_bits_that_were_put_into_it(tier: Tier, dtype: torch.dtype) -> None:
     shape = ChunkShape(chunks=3, layers=2, kv_heads=3, chunk_tokens=7, head_dim=5, dtype=dtype)
     store = tier.open(shape)
-    rows = torch.randn(2, 2, 3, 15, 5).to(dtype)
+    entries = torch.randn(2, 2, 3, 15, 5).to(dtype)
     for chunk, first, last in ((0, 0, 4), (0, 4, 7), (1, 7, 14), (2, 14, 15)):
-        store.write(chunk, first % 7, rows[:, :, :, first:last])
-    assert torch.equal(store.read(0), rows[:, :, :, :7])
-    assert torch.equal(store.read(1), rows[:, :, :, 7:14])
-    assert torch.equal(store.read(2)[:, :, :, :1], rows[:, :, :, 14:])
+        store.write(chunk, first % 7, entries[:, :, :, first:last])
+    assert torch.equal(store.read(0), entries[:, :, :, :7])
+    assert torch.equal(store.read(1), entries[:, :, :, 7:14])
+    assert torch.equal(store.read(2)[:, :, :, :1], entries[:, :, :, 14:])
     assert 15 * 60 * dtype.itemsize <= store.held_bytes(15) <= 3 * shape.chunk_bytes
     store.clear()
     assert store.held_bytes(0) == 0
-    store.write(0, 0, rows[:, :, :, :2])
-    assert torch.equal(store.read(0)[:, :, :, :2], rows[:, :, :, :2])
+    store.write(0, 0, entries[:, :, :, :2])
+    assert torch.equal(store.read(0)[:, :, :, :2], entries[:, :, :, :2])
     store.close()
     store.close()
 
 
-def test_a_file_of_rows_has_no_name_and_takes_no_room_before_rows_come(tmp_path: Path) -> None:
+def test_a_file_of_entries_has_no_name_and_takes_no_room_before_entries_are_written(tmp_path: Path) -> None:
     """It may be larger than the disk."""
     chunks = 2 * shutil.disk_usage(tmp_path).total // 2**20
     shape = ChunkShape(chunks=chunks, layers=2, kv_heads=1, chunk_tokens=2**12, head_dim=16, dtype=torch.float32)
     store = FileTier(tmp_path, 2**60).open(shape)
-    rows = torch.ones(2, 2, 1, 3, 16)
-    store.write(chunks - 1, 5, rows)
-    assert torch.equal(store.read(chunks - 1)[:, :, :, 5:8], rows)
+    entries = torch.ones(2, 2, 1, 3, 16)
+    store.write(chunks - 1, 5, entries)
+    assert torch.equal(store.read(chunks - 1)[:, :, :, 5:8], entries)
     assert list(tmp_path.iterdir()) == []
     store.close()
 
@@ -84,7 +84,7 @@ def test_a_store_without_chunks_opens_no_file(tmp_path: Path) -> None:
 
 
 class PinnedMemory:
-    """What CUDA is asked to do with memory of the host, in order. The device is busy until it is told to be idle."""
+    """What CUDA is asked to do with memory of the host, in order. The device is busy until a test makes it idle."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -103,50 +103,50 @@ class PinnedMemory:
 
 
 ONE_CHUNK = ChunkShape(chunks=1, layers=2, kv_heads=1, chunk_tokens=8, head_dim=16, dtype=torch.float32)
-ROWS = torch.ones(2, 2, 1, 8, 16)
+ENTRIES = torch.ones(2, 2, 1, 8, 16)
 
 
 def test_to_close_waits_for_no_device_and_new_memory_waits_for_the_old(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = PinnedMemory(monkeypatch)
     tier = HostTier(2**20, pinned_for=torch.device("cpu"))
     first, second = tier.open(ONE_CHUNK), tier.open(ONE_CHUNK)
-    first.write(0, 0, ROWS)
+    first.write(0, 0, ENTRIES)
     first.close()
     assert [call for call, _ in cuda.calls] == ["pin"]
     cuda.idle.set()
-    second.write(0, 0, ROWS)
+    second.write(0, 0, ENTRIES)
     (_, pinned), (_, unpinned), (_, _) = cuda.calls
     assert [call for call, _ in cuda.calls] == ["pin", "unpin", "pin"]
     assert pinned == unpinned
     second.close()
 
 
-def test_memory_that_cannot_be_pinned_is_not_had_and_what_cannot_be_unpinned_is_reported(
+def test_memory_that_cannot_be_pinned_is_refused_and_what_cannot_be_unpinned_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda = PinnedMemory(monkeypatch)
     cuda.idle.set()
     tier = HostTier(2**20, pinned_for=torch.device("cpu"))
     first, second = tier.open(ONE_CHUNK), tier.open(ONE_CHUNK)
-    first.write(0, 0, ROWS)
+    first.write(0, 0, ENTRIES)
     cuda.error = 2
     first.close()
     with pytest.raises(OSError, match="CUDA error 2"):
-        second.write(0, 0, ROWS)
+        second.write(0, 0, ENTRIES)
     assert "cannot be unpinned: CUDA error 2" in caplog.text
     cuda.error = 0
-    second.write(0, 0, ROWS)
+    second.write(0, 0, ENTRIES)
     second.close()
 
 
 @pytest.mark.parametrize("quanta", [(1, 1), (4, 32)], ids=["exact shapes", "padded shapes"])
 def test_generated_tokens_read_what_gather_reads_to_the_bit(quanta: tuple[int, int]) -> None:
-    rows = Rows(LIMIT)
+    entries = Entries(LIMIT)
     outs = []
     for strategy in (GATHER, TIERED, FAR):
-        kv = awake(strategy, context(token_quantum=quanta[0], key_quantum=quanta[1]))
-        feed(kv, rows, 117)
-        outs.append(feed(kv, rows, LIMIT, 1, generated=True))
+        kv = active(strategy, context(token_quantum=quanta[0], key_quantum=quanta[1]))
+        feed(kv, entries, 117)
+        outs.append(feed(kv, entries, LIMIT, 1, generated=True))
     for layer in range(len(LAYERS)):
         assert torch.equal(outs[1][layer], outs[0][layer])
         assert torch.equal(outs[2][layer], outs[0][layer])
@@ -154,32 +154,32 @@ def test_generated_tokens_read_what_gather_reads_to_the_bit(quanta: tuple[int, i
 
 def test_blocks_that_are_read_again_are_not_fetched_again() -> None:
     """A query of zeros finds all blocks alike, and takes the first ones every time."""
-    kv, rows = awake(TIERED, context()), Rows(LIMIT)
-    for queries in rows.q:
+    kv, entries = active(TIERED, context()), Entries(LIMIT)
+    for queries in entries.q:
         queries.zero_()
-    feed(kv, rows, 150)
+    feed(kv, entries, 150)
     assert kv.transfers().blocks_fetched == 0
-    step(kv, rows, 1, generated=True)
+    step(kv, entries, 1, generated=True)
     first = kv.transfers()
     assert first.blocks_fetched == 2 * (2 + 1)  # two blocks for each KV head of the tiered layers
     assert first.fetched_bytes == first.last_step_bytes == 2 * 8 * 2 * 4 * (2 * 8 + 16)
-    feed(kv, rows, 159, generated=True)
+    feed(kv, entries, 159, generated=True)
     last = kv.transfers()
     assert (last.fetched_bytes, last.last_step_bytes) == (first.fetched_bytes, 0)
     assert last.blocks_found == 8 * 2 * (2 + 1)
     assert last.steps == first.steps + 1
 
 
-def test_appended_tokens_stream_every_row_that_left_once_a_layer() -> None:
-    kv, rows = awake(TIERED, context()), Rows(LIMIT)
-    feed(kv, rows, 144)
+def test_appended_tokens_stream_every_offloaded_entry_once_a_layer() -> None:
+    kv, entries = active(TIERED, context()), Entries(LIMIT)
+    feed(kv, entries, 144)
     before = kv.transfers()
-    step(kv, rows, 5)
+    step(kv, entries, 5)
     beyond = kv.footprint().tier_bytes
     after = kv.transfers()
     assert after.streamed_bytes - before.streamed_bytes == after.last_step_bytes
-    # A block of sink and a segment of resident rows; the rest is beyond.
-    assert after.last_step_bytes == (144 - 16 - 8) * TIERED_ROW_BYTES
+    # A block of sink and a segment of resident entries; the rest is offloaded.
+    assert after.last_step_bytes == (144 - 16 - 8) * TIERED_ENTRY_BYTES
     assert beyond >= after.last_step_bytes
     assert before.kept_bytes == after.last_step_bytes
 
@@ -194,13 +194,13 @@ def test_bytes_on_the_device_do_not_grow_with_the_limit_but_for_the_bounds() -> 
     assert make_strategy("gather").bound(geometry, 2**20).tier_bytes == 0
 
 
-def test_bytes_beyond_the_device_are_those_of_the_rows_there_and_within_the_bound(tier: Tier) -> None:
+def test_bytes_off_the_device_are_those_of_the_offloaded_entries_and_within_the_bound(tier: Tier) -> None:
     ctx = replace(context(), tier=tier)
     kv = SessionKV(TIERED, ctx, LIMIT)
     assert tier.reserved_bytes == kv.bound.tier_bytes > 0
     for length in (1, 17, 60, 199):
-        feed(kv, Rows(LIMIT), length, generated=length > 17)
-        beyond = max(0, length // 16 * 16 - 16 - 8) * TIERED_ROW_BYTES
+        feed(kv, Entries(LIMIT), length, generated=length > 17)
+        beyond = max(0, length // 16 * 16 - 16 - 8) * TIERED_ENTRY_BYTES
         held = kv.footprint()
         assert beyond <= held.tier_bytes <= kv.bound.tier_bytes
         assert isinstance(tier, HostTier) or held.tier_bytes == beyond
@@ -210,7 +210,7 @@ def test_bytes_beyond_the_device_are_those_of_the_rows_there_and_within_the_boun
     assert tier.reserved_bytes == ctx.pool.reserved_bytes == 0
 
 
-def test_a_release_that_fails_gives_everything_back_all_the_same(
+def test_a_release_that_fails_gives_everything_back_nevertheless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     close = os.close
@@ -231,7 +231,7 @@ def test_a_release_that_fails_gives_everything_back_all_the_same(
     assert tier.reserved_bytes == ctx.pool.reserved_bytes == 0
 
 
-def test_a_session_for_whose_rows_there_is_no_second_tier_is_refused_and_takes_nothing() -> None:
+def test_a_session_without_room_in_the_second_tier_is_refused_and_takes_nothing() -> None:
     needed = TIERED.bound(context().geometry, LIMIT).tier_bytes
     ctx = replace(context(), tier=HostTier(needed * 3 // 2))
     first = SessionKV(TIERED, ctx, LIMIT)
@@ -246,11 +246,11 @@ def test_a_session_for_whose_rows_there_is_no_second_tier_is_refused_and_takes_n
 
 def test_a_rejected_draft_takes_what_it_fetched_away_with_it() -> None:
     """And what it drove out comes back: every byte of the buffers is as if it had never been."""
-    rows, drafts = Rows(LIMIT), Rows(LIMIT, seed=3)
-    plain, drafted = (awake(TIERED, context()) for _ in range(2))
+    entries, drafts = Entries(LIMIT), Entries(LIMIT, seed=3)
+    plain, drafted = (active(TIERED, context()) for _ in range(2))
     for kv in (plain, drafted):
-        feed(kv, rows, 140)
-        feed(kv, rows, 151, 1, generated=True)
+        feed(kv, entries, 140)
+        feed(kv, entries, 151, 1, generated=True)
     step(plain, drafts, 1, generated=True)
     step(drafted, drafts, 4, commit=152, generated=True)
     assert drafted.transfers().fetched_bytes > plain.transfers().fetched_bytes
@@ -262,10 +262,10 @@ def test_a_rejected_draft_takes_what_it_fetched_away_with_it() -> None:
 
 
 def test_a_step_that_kept_nothing_is_no_step_but_its_bytes_were_moved() -> None:
-    kv, rows = awake(TIERED, context()), Rows(LIMIT)
-    feed(kv, rows, 150)
+    kv, entries = active(TIERED, context()), Entries(LIMIT)
+    feed(kv, entries, 150)
     before = kv.transfers()
-    step(kv, rows, 1, commit=150, generated=True)
+    step(kv, entries, 1, commit=150, generated=True)
     after = kv.transfers()
     assert after.fetched_bytes > before.fetched_bytes
     assert (after.steps, after.last_step_bytes) == (before.steps, before.last_step_bytes)
@@ -280,7 +280,7 @@ def opened(engine: Engine, strategy: KVStrategy, history: int = 150) -> str:
     return session
 
 
-def test_resident_rows_for_the_whole_history_move_nothing_and_fewer_move_some() -> None:
+def test_resident_entries_for_the_whole_history_move_nothing_and_fewer_move_some() -> None:
     """Off-switch."""
     with engine_for(Mode.BATCHED) as engine:
         near, far, gather = (opened(engine, strategy) for strategy in (TIERED, FAR, GATHER))
@@ -314,11 +314,11 @@ def test_a_disk_that_is_full_ends_the_generate_by_name_and_keeps_the_history(mon
             with pytest.raises(RestorationFailed, match="no space left"):
                 drain(engine.generate(cut, GenerateParams(max_tokens=55)))
         info = engine.session_info(cut)
-        heard = info.history_length - 45
-        assert 0 < heard < 55
+        received = info.history_length - 45
+        assert 0 < received < 55
         assert (info.failure_reason, info.tier_live_bytes) == ("", 0)
-        again = generate(engine, cut, 55 - heard)
-        assert same(again, expected[5 + heard :], Mode.BATCHED)
+        again = generate(engine, cut, 55 - received)
+        assert same(again, expected[5 + received :], Mode.BATCHED)
 
 
 def test_idle_sessions_make_room_in_the_second_tier_and_no_others_do() -> None:
@@ -360,7 +360,7 @@ def test_a_cancelled_generate_leaves_a_session_that_goes_on() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_where_rows_lie_changes_nothing_on_any_device(device: torch.device) -> None:
+def test_where_entries_are_changes_nothing_on_any_device(device: torch.device) -> None:
     settings: dict[str, Any] = {**SMALL}
     with Engine(tiny_forward_on(str(device)), EngineConfig(**settings)) as engine:
         tiered, gather = (opened(engine, strategy) for strategy in (TIERED, GATHER))

@@ -1,4 +1,4 @@
-"""Rows like a model's: few causes seen in every layer, a mean, and a little of each row's own."""
+"""Entries like a model's: few causes seen in every layer, a mean, and a little of each entry's own."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ CAUSES = 9
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class Entries:
     keys: list[Tensor]
     values: list[Tensor]
     queries: list[Tensor]
 
-    def __getitem__(self, rows: slice) -> Rows:
-        return Rows(*([part[rows] for part in parts] for parts in (self.keys, self.values, self.queries)))
+    def __getitem__(self, entries: slice) -> Entries:
+        return Entries(*([part[entries] for part in parts] for parts in (self.keys, self.values, self.queries)))
 
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def make_rows(count: int, *, seed: int = 1, outlier: float = 1.0) -> Rows:
-    """`count` rows from one fixed mixing of causes; `outlier` scales how far they lie from the mean."""
+def make_entries(count: int, *, seed: int = 1, outlier: float = 1.0) -> Entries:
+    """`count` entries from one fixed mixing of causes; `outlier` scales how far they lie from the mean."""
     mixing, draw = generator(0), generator(seed)
     causes = torch.randn(count, CAUSES, generator=draw) * torch.linspace(3.0, 0.3, CAUSES) * outlier
     parts: list[list[Tensor]] = [[], []]
@@ -54,7 +54,7 @@ def make_rows(count: int, *, seed: int = 1, outlier: float = 1.0) -> Rows:
             part.append(torch.einsum("nc,chd->nhd", causes, torch.randn(CAUSES, *size, generator=mixing)) + mean + own)
         heads = shape.kv_heads * QUERY_GROUP
         queries.append(torch.randn(count, heads, shape.head_dim, generator=draw))
-    return Rows(parts[0], parts[1], queries)
+    return Entries(parts[0], parts[1], queries)
 
 
 def make_projections() -> dict[int, Tensor]:
@@ -65,11 +65,11 @@ def make_projections() -> dict[int, Tensor]:
     }
 
 
-def make_statistics(rows: Rows | None = None, *, group_layers: int = 2, chunk: int = 700) -> Statistics:
-    rows = make_rows(3000) if rows is None else rows
+def make_statistics(entries: Entries | None = None, *, group_layers: int = 2, chunk: int = 700) -> Statistics:
+    entries = make_entries(3000) if entries is None else entries
     statistics = Statistics(SHAPES, group_layers=group_layers)
-    for first in range(0, len(rows.keys[0]), chunk):
-        part = rows[first : first + chunk]
+    for first in range(0, len(entries.keys[0]), chunk):
+        part = entries[first : first + chunk]
         statistics.add(part.keys, part.values, part.queries)
     return statistics
 
@@ -82,9 +82,9 @@ def make_codec(
     return fit(statistics, importances, bytes_per_token=bytes_per_token, precision=precision, quantiser=quantiser)
 
 
-def relative_error(codec: LatentCodec, rows: Rows) -> float:
-    """Squared error over squared distance from the rows' mean, over all layers."""
-    keys, values = codec.decode(codec.encode(rows.keys, rows.values))
-    exact, restored = [*rows.keys, *rows.values], [*keys, *values]
+def relative_error(codec: LatentCodec, entries: Entries) -> float:
+    """Squared error over squared distance from the entries' mean, over all layers."""
+    keys, values = codec.decode(codec.encode(entries.keys, entries.values))
+    exact, restored = [*entries.keys, *entries.values], [*keys, *values]
     error = sum(float((a - b).square().sum()) for a, b in zip(exact, restored, strict=True))
     return error / sum(float((a - a.mean(0)).square().sum()) for a in exact)

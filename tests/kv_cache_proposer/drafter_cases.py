@@ -45,6 +45,6 @@ def greedy_texts(count: int = 6, length: int = 45) -> tuple[Text, ...]:
             ids = torch.cat([ids, model(ids).logits[:, -1:, :MASK].argmax(-1)], dim=1)
     answers = np.arange(length) >= 8
     return tuple(
-        Text(row.numpy().astype(np.uint32), answers, "code" if place % 2 else "chat", place >= count - 2)
-        for place, row in enumerate(ids)
+        Text(one.numpy().astype(np.uint32), answers, "code" if place % 2 else "chat", place >= count - 2)
+        for place, one in enumerate(ids)
     )

@@ -1,4 +1,4 @@
-"""What a block's states become: each place's best id, or the best way from place to place."""
+"""What a block's states become: each place's best id, or the best path from place to place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def draws(*temperatures: float) -> Draws:
 
 
 def by_hand(network: DFlashNetwork, places: Tensor, keys: Tensor, temperature: float) -> list[int]:
-    """Guess after draft token, each among the sixteen that its place finds likeliest by itself."""
+    """Draft token after draft token, each among the sixteen that its place finds likeliest by itself."""
     found: list[int] = []
     for state, place_key in zip(places, keys, strict=True):
         few = WORDS.head(state).topk(16).indices

@@ -10,9 +10,9 @@ from kv_cache_proposer.f_theta.codec import LatentCodec
 from kv_cache_proposer.f_theta.components import PRECISIONS
 from kv_cache_proposer.f_theta.errors import LatentError
 from kv_cache_proposer.f_theta.levels import LEADING, levels
-from tests.kv_cache_proposer.correlated import SHAPES, make_codec, make_rows, relative_error
+from tests.kv_cache_proposer.correlated import SHAPES, make_codec, make_entries, relative_error
 
-# Products over other numbers of rows may round otherwise; a code next to an edge may then move by one level.
+# Products over other numbers of entries may round otherwise; a code next to an edge may then move by one level.
 FLOAT32 = 1e-4
 
 LAYERS = tuple(shape.layer for shape in SHAPES)
@@ -35,8 +35,8 @@ def test_the_leading_components_have_levels_with_long_tails_however_few_bits() -
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_token_takes_exactly_the_bytes_asked_for(bytes_per_token: int, precision: str) -> None:
     codec = make_codec(bytes_per_token, precision=precision)
-    rows = make_rows(37)
-    codes = codec.encode(rows.keys, rows.values)
+    entries = make_entries(37)
+    codes = codec.encode(entries.keys, entries.values)
     assert codec.bytes_per_token == bytes_per_token
     assert codes.shape == (37, bytes_per_token)
     assert codes.dtype == torch.uint8
@@ -45,23 +45,24 @@ def test_a_token_takes_exactly_the_bytes_asked_for(bytes_per_token: int, precisi
 @pytest.mark.parametrize("group_layers", [1, 2, 5])
 def test_more_bytes_mean_less_error(group_layers: int) -> None:
     codec = make_codec(48, group_layers=group_layers)
-    rows = make_rows(500, seed=2)
-    errors = [relative_error(codec.at(size), rows) for size in (10, 14, 20, 30, 48)]
+    entries = make_entries(500, seed=2)
+    errors = [relative_error(codec.at(size), entries) for size in (10, 14, 20, 30, 48)]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < errors[0] / 8
 
 
 def test_one_basis_for_related_layers_beats_a_basis_for_each() -> None:
-    rows = make_rows(500, seed=2)
+    entries = make_entries(500, seed=2)
     assert (
-        relative_error(make_codec(16, group_layers=5), rows) < relative_error(make_codec(16, group_layers=1), rows) / 4
+        relative_error(make_codec(16, group_layers=5), entries)
+        < relative_error(make_codec(16, group_layers=1), entries) / 4
     )
 
 
 def test_a_codec_taken_down_equals_one_fitted_there() -> None:
-    rows = make_rows(50)
+    entries = make_entries(50)
     down, fitted = make_codec(40).at(17), make_codec(17)
-    assert torch.equal(down.encode(rows.keys, rows.values), fitted.encode(rows.keys, rows.values))
+    assert torch.equal(down.encode(entries.keys, entries.values), fitted.encode(entries.keys, entries.values))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -94,8 +95,8 @@ def test_too_few_bytes_are_refused(codec: LatentCodec) -> None:
 
 @pytest.mark.parametrize("layers", [[4], [5, 0], [3, 1], []])
 def test_layers_alone_come_back_as_in_the_whole(codec: LatentCodec, layers: list[int]) -> None:
-    rows = make_rows(29)
-    codes = codec.encode(rows.keys, rows.values)
+    entries = make_entries(29)
+    codes = codec.encode(entries.keys, entries.values)
     all_keys, all_values = codec.decode(codes)
     keys, values = codec.decode(codes, layers)
     indices = [LAYERS.index(layer) for layer in layers]
@@ -107,72 +108,72 @@ def test_layers_alone_come_back_as_in_the_whole(codec: LatentCodec, layers: list
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("group_layers", [1, 2, 5])
 def test_all_layers_of_a_group_come_back_together_as_one_by_one(group_layers: int, precision: str) -> None:
-    rows = make_rows(29)
+    entries = make_entries(29)
     for part in make_codec(41, group_layers=group_layers, precision=precision).coders:
         places = [LAYERS.index(shape.layer) for shape in part.basis.group.shapes]
-        codes = part.encode([rows.keys[place] for place in places], [rows.values[place] for place in places])
+        codes = part.encode([entries.keys[place] for place in places], [entries.values[place] for place in places])
         coefficients = part.coefficients(codes)
         together = part.basis.synthesise_all(coefficients)
         for index, pair in enumerate(together):
-            for rows_of_all, own in zip(pair, part.basis.synthesise(coefficients, index), strict=True):
-                torch.testing.assert_close(rows_of_all, own, atol=FLOAT32, rtol=FLOAT32)
+            for entries_of_all, own in zip(pair, part.basis.synthesise(coefficients, index), strict=True):
+                torch.testing.assert_close(entries_of_all, own, atol=FLOAT32, rtol=FLOAT32)
 
 
-def test_a_row_comes_back_alike_whatever_it_is_encoded_with(codec: LatentCodec) -> None:
-    rows = make_rows(101)
-    keys, values = codec.decode(codec.encode(rows.keys, rows.values))
+def test_an_entry_comes_back_alike_whatever_it_is_encoded_with(codec: LatentCodec) -> None:
+    entries = make_entries(101)
+    keys, values = codec.decode(codec.encode(entries.keys, entries.values))
     for first, last in ((0, 1), (1, 18), (18, 101)):
-        part = rows[first:last]
+        part = entries[first:last]
         own_keys, own_values = codec.decode(codec.encode(part.keys, part.values))
         for own, whole in zip([*own_keys, *own_values], [*keys, *values], strict=True):
             torch.testing.assert_close(own, whole[first:last], atol=FLOAT32, rtol=FLOAT32)
 
 
 def test_what_was_restored_is_restored_again_alike(codec: LatentCodec) -> None:
-    rows = make_rows(64)
-    once = codec.decode(codec.encode(rows.keys, rows.values))
+    entries = make_entries(64)
+    once = codec.decode(codec.encode(entries.keys, entries.values))
     twice = codec.decode(codec.encode(*once))
     error = sum(float((a - b).square().sum()) for a, b in zip(once[0], twice[0], strict=True))
-    first_error = sum(float((a - b).square().sum()) for a, b in zip(rows.keys, once[0], strict=True))
+    first_error = sum(float((a - b).square().sum()) for a, b in zip(entries.keys, once[0], strict=True))
     assert error < first_error
 
 
-def test_rows_far_from_the_calibration_text_are_followed_by_the_scale(codec: LatentCodec) -> None:
-    usual, far = make_rows(200, seed=3), make_rows(200, seed=3, outlier=5.0)
+def test_entries_far_from_the_calibration_text_are_followed_by_the_scale(codec: LatentCodec) -> None:
+    usual, far = make_entries(200, seed=3), make_entries(200, seed=3, outlier=5.0)
     # Levels reach some ten deviations, and so far away nothing but the scale can follow.
-    farther = make_rows(200, seed=3, outlier=50.0)
+    farther = make_entries(200, seed=3, outlier=50.0)
     assert relative_error(codec, far) < 2 * relative_error(codec, usual)
     assert relative_error(codec, farther) < 0.1
 
 
-def test_rows_in_bfloat16_are_taken(codec: LatentCodec) -> None:
-    rows = make_rows(20)
-    keys, _ = codec.decode(codec.encode([k.bfloat16() for k in rows.keys], [v.bfloat16() for v in rows.values]))
+def test_entries_in_bfloat16_are_taken(codec: LatentCodec) -> None:
+    entries = make_entries(20)
+    keys, _ = codec.decode(codec.encode([k.bfloat16() for k in entries.keys], [v.bfloat16() for v in entries.values]))
     assert all(key.dtype == torch.float32 for key in keys)
 
 
-def test_no_rows_give_no_codes(codec: LatentCodec) -> None:
-    rows = make_rows(0)
-    codes = codec.encode(rows.keys, rows.values)
+def test_no_entries_give_no_codes(codec: LatentCodec) -> None:
+    entries = make_entries(0)
+    codes = codec.encode(entries.keys, entries.values)
     keys, _ = codec.decode(codes)
     assert codes.shape == (0, 24)
     assert [key.shape for key in keys] == [(0, shape.kv_heads, shape.head_dim) for shape in SHAPES]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_not_finite_harms_no_other(codec: LatentCodec, bad: float) -> None:
-    rows, spoilt = make_rows(5), make_rows(5)
+def test_an_entry_that_is_not_finite_harms_no_other(codec: LatentCodec, bad: float) -> None:
+    entries, spoilt = make_entries(5), make_entries(5)
     spoilt.keys[2][3, 1, 2] = bad
-    reported, others = (codec.encode(some.keys, some.values) for some in (rows, spoilt))
+    reported, others = (codec.encode(some.keys, some.values) for some in (entries, spoilt))
     kept = [0, 1, 2, 4]
     assert torch.equal(reported[kept], others[kept])
 
 
-def test_rows_of_another_shape_are_refused_by_layer(codec: LatentCodec) -> None:
-    rows = make_rows(5)
-    rows.values[3] = rows.values[3][:, :, :9]
+def test_entries_of_another_shape_are_refused_by_layer(codec: LatentCodec) -> None:
+    entries = make_entries(5)
+    entries.values[3] = entries.values[3][:, :, :9]
     with pytest.raises(LatentError, match=r"layer 4: values must be \[n, 1, 10\], got \[5, 1, 9\]"):
-        codec.encode(rows.keys, rows.values)
+        codec.encode(entries.keys, entries.values)
 
 
 def test_codes_of_another_rate_are_refused(codec: LatentCodec) -> None:
@@ -188,8 +189,8 @@ def test_a_layer_the_latent_does_not_cover_is_refused(codec: LatentCodec) -> Non
 @pytest.mark.parametrize(("precision", "itemsize", "worse"), [("float16", 2, 1.001), ("int8", 1, 1.1)])
 def test_rounded_components_take_less_and_lose_little(precision: str, itemsize: int, worse: float) -> None:
     plain, rounded = make_codec(24, precision="float32"), make_codec(24, precision=precision)
-    rows = make_rows(500, seed=2)
+    entries = make_entries(500, seed=2)
     saved = sum(part.basis.components.entries.numel() * (4 - itemsize) for part in rounded.coders)
     added = sum(part.basis.components.nbytes - part.basis.components.entries.nbytes for part in rounded.coders)
     assert plain.shared_bytes - rounded.shared_bytes == saved - added
-    assert relative_error(rounded, rows) < worse * relative_error(plain, rows)
+    assert relative_error(rounded, entries) < worse * relative_error(plain, entries)

@@ -91,7 +91,7 @@ EACH_KIND = pytest.mark.parametrize("is_recorded", [False, True], ids=["launched
 @pytest.mark.parametrize("cuts", [(60,), (1, 2, 3, 60), (5, 30, 31, 59, 60), (23, 24, 25, 48, 60)], ids=str)
 @pytest.mark.parametrize("length", [2, 20, 25, LENGTH])
 @EACH_NETWORK
-def test_a_draft_is_what_training_computes_however_rows_arrived(
+def test_a_draft_is_what_training_computes_however_tokens_arrived(
     network: DFlashNetwork, cuts: tuple[int, ...], length: int
 ) -> None:
     drafter, ids = make_drafter(network), history()[:length]
@@ -126,7 +126,7 @@ def test_sessions_drafted_for_together_get_what_each_would_alone() -> None:
 def test_sessions_of_any_temperature_and_seed_are_drafted_for_together(
     network: DFlashNetwork, is_recorded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What samples is drawn with the noise of its own seed and places; who is greedy gets what it would alone."""
+    """What samples is drawn with the noise of its own seed and places; a greedy one gets what it would alone."""
     monkeypatch.setattr(graphs, "Recording", Unrecorded)
     place = context()
     drafter = DFlashDrafter(network, words_of(tiny_model()), records_graphs=is_recorded)
@@ -138,17 +138,17 @@ def test_sessions_of_any_temperature_and_seed_are_drafted_for_together(
     texts[2] = texts[1]
     memories = [opened(drafter, place) for _ in texts]
     drafter.observe([seen(memory, ids, 0, len(ids) - 1, network) for memory, ids in zip(memories, texts, strict=True)])
-    asked = [wanted(memory, ids, **way) for memory, ids, way in zip(memories, texts, sampled, strict=True)]
+    asked = [wanted(memory, ids, **sampling) for memory, ids, sampling in zip(memories, texts, sampled, strict=True)]
     together = drafts(drafter, asked)
-    assert together == [by_training(network, ids, **way) for ids, way in zip(texts, sampled, strict=True)]
+    assert together == [by_training(network, ids, **sampling) for ids, sampling in zip(texts, sampled, strict=True)]
     for other in (0.0, 100.0):  # both the scores and the noise have had a say
-        ways = [way and {**way, "temperature": other} for way in sampled]
-        assert together != [by_training(network, ids, **way) for ids, way in zip(texts, ways, strict=True)]
+        others = [sampling and {**sampling, "temperature": other} for sampling in sampled]
+        assert together != [by_training(network, ids, **sampling) for ids, sampling in zip(texts, others, strict=True)]
 
 
 @pytest.mark.parametrize("missing", [range(10, 20), range(3, 50), range(45, 60), range(LENGTH - 1)], ids=str)
 def test_positions_that_were_not_observed_are_not_seen(missing: range) -> None:
-    """As if the text had held nothing there; older rows in the same slots least of all."""
+    """As if the text had held nothing there; older entries in the same slots least of all."""
     network = tiny_network()
     drafter, ids = make_drafter(network), history()
     memory = opened(drafter, context())
@@ -162,13 +162,13 @@ def test_positions_that_were_not_observed_are_not_seen(missing: range) -> None:
 def _draft_without(network: DFlashNetwork, ids: Tensor, missing: range) -> list[int]:
     size, last = network.config.block_size, len(ids) - 1
     taps, _ = read_taps(tiny_model(), ids[None], network.config.tap_layers)
-    rows = network.context(taps, torch.arange(len(ids))[None])
+    entries = network.context(taps, torch.arange(len(ids))[None])
     visible = torch.tensor([max(0, last - WINDOW) <= p < last and p not in missing for p in range(len(ids))])
     mask = torch.cat([visible, torch.ones(size, dtype=torch.bool)])[None, None, None]
     block = torch.full((1, size), network.config.mask_token_id)
     block[0, 0] = ids[-1]
     words = words_of(tiny_model())
-    states = network(words.embed(block, 1.0), torch.arange(last, last + size)[None], rows, mask)
+    states = network(words.embed(block, 1.0), torch.arange(last, last + size)[None], entries, mask)
     draft_tokens: list[int] = words.head(states[:, 1:]).argmax(-1)[0].tolist()
     return draft_tokens
 
@@ -200,7 +200,7 @@ def test_memory_is_bounded_counted_and_given_back() -> None:
     reserved = place.pool.reserved_bytes
     assert memory.held_bytes() == 0
     drafter.observe([seen(memory, history(), 0, 5, network)])
-    assert memory.held_bytes() == 8 * entry_bytes  # five rows in two pages
+    assert memory.held_bytes() == 8 * entry_bytes  # five entries in two pages
     drafter.observe([seen(memory, history(), 5, LENGTH, network)])
     assert memory.held_bytes() == WINDOW * entry_bytes <= reserved
     memory.release()

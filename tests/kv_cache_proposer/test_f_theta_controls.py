@@ -16,7 +16,7 @@ from kv_cache_proposer.f_theta.fit import BASES, fit
 from kv_cache_proposer.f_theta.importance import from_projections, unweighted
 from kv_cache_proposer.f_theta.levels import MAX_BITS, distortion
 from kv_cache_proposer.f_theta.store import LatentManifest, load_codec, save_codec
-from tests.kv_cache_proposer.correlated import make_projections, make_rows, make_statistics, relative_error
+from tests.kv_cache_proposer.correlated import make_entries, make_projections, make_statistics, relative_error
 
 BYTES = 24
 DISTORTIONS = [distortion(bits) for bits in range(MAX_BITS + 1)]
@@ -33,25 +33,25 @@ def made(basis: str = "fitted", bits: str = "variance", *, group_layers: int = 5
 @pytest.mark.parametrize("size", [8, 19])
 def test_a_control_takes_the_same_bytes_and_loses_more(basis: str, bits: str, group_layers: int, size: int) -> None:
     control = made(basis, bits, group_layers=group_layers).at(size)
-    rows = make_rows(400, seed=2)
+    entries = make_entries(400, seed=2)
     assert control.bytes_per_token == size
-    assert control.encode(rows.keys, rows.values).shape == (400, size)
-    assert relative_error(control, rows) > 1.1 * relative_error(made(group_layers=group_layers, size=size), rows)
+    assert control.encode(entries.keys, entries.values).shape == (400, size)
+    assert relative_error(control, entries) > 1.1 * relative_error(made(group_layers=group_layers, size=size), entries)
 
 
 def test_a_random_basis_restores_little() -> None:
-    rows = make_rows(400, seed=2)
-    assert relative_error(made("random"), rows) > 20 * relative_error(made(), rows)
+    entries = make_entries(400, seed=2)
+    assert relative_error(made("random"), entries) > 20 * relative_error(made(), entries)
 
 
 def test_the_first_layer_says_of_the_others_what_follows_from_it_and_no_more() -> None:
     codec = made("first-layer")
-    rows = make_rows(400, seed=2)
-    others = make_rows(400, seed=5)
-    codes = codec.encode(rows.keys, rows.values)
-    mixed = codec.encode([rows.keys[0], *others.keys[1:]], [rows.values[0], *others.values[1:]])
+    entries = make_entries(400, seed=2)
+    others = make_entries(400, seed=5)
+    codes = codec.encode(entries.keys, entries.values)
+    mixed = codec.encode([entries.keys[0], *others.keys[1:]], [entries.values[0], *others.values[1:]])
     assert torch.equal(codes, mixed)
-    assert relative_error(codec, rows) < 0.2  # all layers of these rows have the same few causes
+    assert relative_error(codec, entries) < 0.2  # all layers of these entries have the same few causes
 
 
 @pytest.mark.parametrize("group_layers", [1, 2])
@@ -62,10 +62,10 @@ def test_a_code_of_the_first_layer_needs_one_group(group_layers: int) -> None:
 
 def test_unweighted_importances_minimise_the_plain_error() -> None:
     statistics = make_statistics(group_layers=5)
-    rows = make_rows(400, seed=2)
+    entries = make_entries(400, seed=2)
     plain = fit(statistics, unweighted(statistics), bytes_per_token=10)
     weighted = fit(statistics, from_projections(statistics, make_projections()), bytes_per_token=10)
-    assert relative_error(plain, rows) < relative_error(weighted, rows)
+    assert relative_error(plain, entries) < relative_error(weighted, entries)
 
 
 @pytest.mark.parametrize("total_bytes", [2, 5, 17, 31])
@@ -102,24 +102,24 @@ def test_a_control_comes_back_from_disk_bit_for_bit(tmp_path: Path, basis: str, 
     )
     save_codec(codec, tmp_path, LatentManifest(target_digest="5f", calibration_tokens=3000))
     loaded, _ = load_codec(tmp_path, target_digest="5f")
-    rows = make_rows(40)
+    entries = make_entries(40)
     for size in (BYTES, 13):
-        codes = codec.at(size).encode(rows.keys, rows.values)
-        assert torch.equal(loaded.at(size).encode(rows.keys, rows.values), codes)
+        codes = codec.at(size).encode(entries.keys, entries.values)
+        assert torch.equal(loaded.at(size).encode(entries.keys, entries.values), codes)
         restored, again = codec.at(size).decode(codes), loaded.at(size).decode(codes)
         assert all(torch.equal(a, b) for a, b in zip(restored[0], again[0], strict=True))
     assert loaded.shared_bytes == codec.shared_bytes
 
 
 def test_numbers_coded_by_themselves_have_other_codes_at_every_rate() -> None:
-    rows = make_rows(40)
+    entries = make_entries(40)
     statistics = make_statistics(group_layers=5)
     codecs = [
         fit(statistics, unweighted(statistics), bytes_per_token=BYTES, quantiser=quantiser, kernels="plain")
         for quantiser in QUANTISERS
     ]
     for size in (BYTES, 13):
-        trellis, by_themselves = (codec.at(size).encode(rows.keys, rows.values) for codec in codecs)
+        trellis, by_themselves = (codec.at(size).encode(entries.keys, entries.values) for codec in codecs)
         assert trellis.shape == by_themselves.shape == (40, size)
         assert not torch.equal(trellis, by_themselves)
 
@@ -132,7 +132,7 @@ def test_a_codec_keeps_the_kernels_it_was_given() -> None:
 
 
 @pytest.mark.parametrize("stated", ['"bits": "variance"', '"quantiser": "trellis"'])
-def test_a_way_of_coding_that_nobody_knows_is_refused(tmp_path: Path, stated: str) -> None:
+def test_an_unknown_method_of_coding_is_refused(tmp_path: Path, stated: str) -> None:
     save_codec(made(), tmp_path, LatentManifest(target_digest="5f", calibration_tokens=3000))
     manifest = tmp_path / "latent.json"
     manifest.write_text(manifest.read_text().replace(stated, stated.partition(":")[0] + ': "lottery"'))

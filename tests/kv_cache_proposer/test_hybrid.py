@@ -32,12 +32,12 @@ def test_what_is_known_of_copies_is_kept_apart_by_their_length_and_from_the_netw
     network = Knowing(text=NETWORK_SAYS)
     hybrid = HybridDrafter(network, NgramDrafter(min_ngram=2, max_ngram=4, longest=6))
     repeated, short, longest = [1, 2, 3, 9, 9, 1, 2, 3], [5, 1, 2, 9, 9, 1, 2], [1, 2, 3, 4, 9, 1, 2, 3, 4]
-    ways = [hybrid.method(np.array(ids, dtype=np.uint32)) for ids in (repeated, short, longest, [1, 2, 3, 4])]
-    assert [way and way.name for way in ways] == ["long copy", "short copy", "longest copy", network.name]
-    assert [way and way.longest for way in ways] == [6, 6, 6, network.longest]
+    methods = [hybrid.method(np.array(ids, dtype=np.uint32)) for ids in (repeated, short, longest, [1, 2, 3, 4])]
+    assert [method and method.name for method in methods] == ["long copy", "short copy", "longest copy", network.name]
+    assert [method and method.longest for method in methods] == [6, 6, 6, network.longest]
 
 
-def test_a_network_that_nobody_needs_is_asked_for_nothing() -> None:
+def test_a_network_that_is_not_needed_is_asked_for_nothing() -> None:
     network = Knowing(text=NETWORK_SAYS)
     HybridDrafter(network, COPIES).propose(wanted([1, 2, 3, 4, 1, 2, 3]))
     assert network.limits == []

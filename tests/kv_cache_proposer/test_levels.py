@@ -1,4 +1,4 @@
-"""Levels and what is told of them: the distortion that is found, and numbers far out that are still followed."""
+"""Levels and what is reported of them: the distortion that is found, and numbers far out that are still followed."""
 
 import itertools
 

@@ -35,8 +35,8 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def words(ids: int = IDS) -> TargetWords:
     """A vocabulary that differs from id to id in size, as real ones do."""
-    rows = random(ids, HIDDEN, seed=1) * (0.5 + torch.rand(ids, 1, generator=torch.Generator().manual_seed(2)))
-    return TargetWords(rows, lambda states: states @ rows.T, rows)
+    vectors = random(ids, HIDDEN, seed=1) * (0.5 + torch.rand(ids, 1, generator=torch.Generator().manual_seed(2)))
+    return TargetWords(vectors, lambda states: states @ vectors.T, vectors)
 
 
 def shortened(whole: TargetWords) -> TargetWords:
@@ -87,14 +87,14 @@ def test_a_vocabulary_may_be_smaller_than_the_shortlist(ids: int, temperature: f
 
 
 @pytest.mark.parametrize("drawn", [None, draws(5, 0.0)], ids=["greedy", "beside others that sample"])
-def test_of_ids_that_are_as_likely_as_each_other_the_first_is_guessed(drawn: Draws | None) -> None:
-    rows = words(200).embeddings.repeat(2, 1)
-    twins = shortened(TargetWords(rows, lambda states: states @ rows.T, rows))
+def test_of_ids_that_are_as_likely_as_each_other_the_first_is_drafted(drawn: Draws | None) -> None:
+    vectors = words(200).embeddings.repeat(2, 1)
+    twins = shortened(TargetWords(vectors, lambda states: states @ vectors.T, vectors))
     found = choose_draft_tokens(tiny_network(), twins, random(5, PLACES, HIDDEN), drawn)
     assert torch.equal(found, choose_draft_tokens(tiny_network(), words(200), random(5, PLACES, HIDDEN)))
 
 
-def test_a_place_has_its_shortlist_whatever_stands_beside_it() -> None:
+def test_a_place_has_its_shortlist_whatever_its_neighbours() -> None:
     likeliest, states = Shortlist(words().embeddings), random(9, PLACES, HIDDEN)
     states[3] *= 1e4
     together = likeliest(states)
@@ -115,19 +115,19 @@ import torch
 from kv_cache_proposer.dflash.shortlist import SHORTLIST, Shortlist
 
 generator = torch.Generator().manual_seed(0)
-rows = (torch.randint(64, 128, (500, 64), generator=generator) / 127) * (torch.arange(64) % 8 - 0.5).sign()
-rows[:, 0] = -1
-states = torch.cat([torch.ones(1, 64), rows[:1].sign(), torch.randn(5, 64, generator=generator).sign()])
-exact = states @ rows.T
-chosen = exact.gather(-1, Shortlist(rows)(states)).sort(descending=True).values
+vectors = (torch.randint(64, 128, (500, 64), generator=generator) / 127) * (torch.arange(64) % 8 - 0.5).sign()
+vectors[:, 0] = -1
+states = torch.cat([torch.ones(1, 64), vectors[:1].sign(), torch.randn(5, 64, generator=generator).sign()])
+exact = states @ vectors.T
+chosen = exact.gather(-1, Shortlist(vectors)(states)).sort(descending=True).values
 torch.testing.assert_close(chosen, exact.topk(SHORTLIST).values, atol=1e-4, rtol=0)
 """
 
 
-def test_rows_and_states_of_zeros_have_a_shortlist_too() -> None:
-    rows = words().embeddings.clone()
-    rows[7] = 0
-    ids = Shortlist(rows)(torch.zeros(2, HIDDEN))
+def test_embeddings_and_states_of_zeros_have_a_shortlist_too() -> None:
+    vectors = words().embeddings.clone()
+    vectors[7] = 0
+    ids = Shortlist(vectors)(torch.zeros(2, HIDDEN))
     assert ids.shape == (2, SHORTLIST)
     assert ((ids >= 0) & (ids < IDS)).all()
 

@@ -6,14 +6,14 @@ import torch
 from kv_cache_proposer.f_theta.errors import LatentError
 from kv_cache_proposer.f_theta.layout import LayerShape, make_groups
 from kv_cache_proposer.f_theta.statistics import Statistics
-from tests.kv_cache_proposer.correlated import SHAPES, make_rows, make_statistics
+from tests.kv_cache_proposer.correlated import SHAPES, make_entries, make_statistics
 
 
 def test_sums_over_chunks_are_the_covariance_of_the_whole() -> None:
-    rows = make_rows(1001)
-    statistics = make_statistics(rows, chunk=97)
+    entries = make_entries(1001)
+    statistics = make_statistics(entries, chunk=97)
     joined = torch.cat(
-        [t.flatten(1) for pair in zip(rows.keys, rows.values, strict=True) for t in pair], dim=1
+        [t.flatten(1) for pair in zip(entries.keys, entries.values, strict=True) for t in pair], dim=1
     ).double()
     start = 0
     for index, group in enumerate(statistics.groups):
@@ -24,10 +24,10 @@ def test_sums_over_chunks_are_the_covariance_of_the_whole() -> None:
 
 
 def test_queries_count_for_the_kv_head_they_read() -> None:
-    rows = make_rows(300)
-    moment = make_statistics(rows).query_moment(3)
+    entries = make_entries(300)
+    moment = make_statistics(entries).query_moment(3)
     for head in range(3):
-        own = rows.queries[2][:, 3 * head : 3 * head + 3].double()
+        own = entries.queries[2][:, 3 * head : 3 * head + 3].double()
         torch.testing.assert_close(moment[head], torch.einsum("ngd,nge->de", own, own) / 300, atol=1e-4, rtol=1e-4)
 
 

@@ -12,7 +12,7 @@ from inference_engine.models.checksums import sha256_of
 from kv_cache_proposer.f_theta.components import PRECISIONS
 from kv_cache_proposer.f_theta.errors import ForeignLatent, LatentError
 from kv_cache_proposer.f_theta.store import MANIFEST, TENSORS, LatentManifest, load_codec, save_codec
-from tests.kv_cache_proposer.correlated import make_codec, make_rows
+from tests.kv_cache_proposer.correlated import make_codec, make_entries
 
 DIGEST = "5f" * 32
 MADE = LatentManifest(
@@ -42,11 +42,11 @@ def test_a_codec_comes_back_bit_for_bit(tmp_path: Path, precision: str) -> None:
     codec = make_codec(19, precision=precision)
     save_codec(codec, tmp_path, MADE)
     loaded, manifest = load_codec(tmp_path, target_digest=DIGEST)
-    rows = make_rows(40)
-    codes = codec.encode(rows.keys, rows.values)
+    entries = make_entries(40)
+    codes = codec.encode(entries.keys, entries.values)
     assert manifest == MADE
     assert loaded.shared_bytes == codec.shared_bytes
-    assert torch.equal(loaded.encode(rows.keys, rows.values), codes)
+    assert torch.equal(loaded.encode(entries.keys, entries.values), codes)
     assert all(torch.equal(a, b) for a, b in zip(loaded.decode(codes)[0], codec.decode(codes)[0], strict=True))
 
 

@@ -63,8 +63,8 @@ def test_the_engine_gives_the_tokens_of_the_closed_form(strategy: KVStrategy, mo
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
-def test_what_others_left_in_memory_reaches_nobody(strategy: KVStrategy, mode: Mode) -> None:
-    """Not even as NaN, which a mask does not hide: rows are wiped before they are read."""
+def test_what_others_left_in_memory_reaches_no_session(strategy: KVStrategy, mode: Mode) -> None:
+    """Not even as NaN, which a mask does not hide: entries are zeroed before they are read."""
     with scripted_engine(mode=mode) as engine:
         for buffer in context_of(engine).pool.buffers.values():
             buffer.keys.fill_(torch.nan)
@@ -89,30 +89,30 @@ def test_another_key_is_another_model() -> None:
 
 
 def lose(engine: Engine, session_id: str) -> None:
-    """A row's keys and values are wiped."""
+    """An entry's key and value are zeroed."""
     regions_of(engine, session_id).wipe(np.array([20]))
 
 
 def lose_keys(engine: Engine, session_id: str) -> None:
-    """Only the keys of a row are wiped."""
+    """Only the key of an entry is zeroed."""
     group = regions_of(engine, session_id)
     group.buffer.keys[(group.starts[:, None] + group.region_offsets(np.array([20]))).reshape(-1)] = 0
 
 
 def forget(engine: Engine, session_id: str) -> None:
-    """A row is still there, and nobody looks at it."""
+    """An entry is still there, and no query reads it."""
     regions_of(engine, session_id).held[20] = -1
 
 
 def double(engine: Engine, session_id: str) -> None:
-    """A row lies in its neighbour's place, too."""
+    """An entry is in its neighbour's slot, too."""
     group = regions_of(engine, session_id)
     source, target = ((group.starts[:, None] + group.region_offsets(np.array([slot]))).reshape(-1) for slot in (20, 21))
     group.buffer.keys[target], group.buffer.values[target] = group.buffer.keys[source], group.buffer.values[source]
 
 
 def foreign(engine: Engine, session_id: str) -> None:
-    """A row of another session lies where ours did."""
+    """An entry of another session is where ours was."""
     other = opened(engine, None, [7] * len(PROMPT))
     generated(engine, other, 1)
     ours, theirs = regions_of(engine, session_id), regions_of(engine, other)
@@ -123,16 +123,14 @@ def foreign(engine: Engine, session_id: str) -> None:
 
 
 @pytest.mark.parametrize("fault", [lose, lose_keys, forget, double, foreign], ids=lambda fault: fault.__name__)
-def test_one_row_that_is_not_what_it_should_be_changes_what_follows(
-    engine: Engine, fault: Callable[[Engine, str], None]
-) -> None:
+def test_one_wrong_entry_changes_what_follows(engine: Engine, fault: Callable[[Engine, str], None]) -> None:
     healthy, ill = opened(engine), opened(engine)
     assert generated(engine, healthy, 4) == generated(engine, ill, 4)
     fault(engine, ill)
     assert _agreement(_until_it_fails(engine, healthy), _until_it_fails(engine, ill)) < 0.2
 
 
-def test_a_row_with_a_poisoned_token_gives_no_token_and_its_neighbours_theirs(engine: Engine) -> None:
+def test_a_poisoned_token_gives_no_token_and_its_neighbours_theirs(engine: Engine) -> None:
     script = script_of(engine)
     script.faults[255] = (Fault.NON_FINITE, None)
     ill, well = opened(engine, None, [*PROMPT, 255]), opened(engine)
@@ -173,7 +171,7 @@ def script_of(engine: Engine) -> Script:
 
 
 def _until_it_fails(engine: Engine, session_id: str) -> list[int]:
-    """The tokens of a Generate. At its end, and not before, a session may find that a row is missing."""
+    """The tokens of a Generate. At its end, and not before, a session may find that an entry is missing."""
     tokens: list[int] = []
     with contextlib.suppress(InvariantViolated):
         events = engine.generate(session_id, GenerateParams(max_tokens=TOKENS))

@@ -74,7 +74,7 @@ class Knowing(Plain):
 
 @dataclass
 class Failing(Plain):
-    """Raises when it is asked for its `fails`-th draft, or told of rows the `deaf`-th time."""
+    """Raises when it is asked for its `fails`-th draft, or given tokens the `deaf`-th time."""
 
     fails: int = 10**9
     deaf: int = 10**9
@@ -102,20 +102,20 @@ class Failing(Plain):
 
 @dataclass
 class Memory(DraftMemory):
-    """Where a session's rows were seen, in order."""
+    """Which tokens of a session were given, in order."""
 
     context: KVContext
     demand: Demand
     starts: tuple[int, ...]
-    rows: list[tuple[int, int]] = field(default_factory=list)  # position, token id
+    tokens: list[tuple[int, int]] = field(default_factory=list)  # position, token id
     taps: list[torch.Tensor] = field(default_factory=list)
     is_released: bool = False
 
     def held_bytes(self) -> int:
-        return 8 * len(self.rows)
+        return 8 * len(self.tokens)
 
     def clear(self) -> None:
-        self.rows.clear()
+        self.tokens.clear()
         self.taps.clear()
 
     def release(self) -> None:
@@ -126,7 +126,7 @@ class Memory(DraftMemory):
 
 @dataclass
 class Remembering(Plain):
-    """Writes down every row it is told of; draft tokens by their hidden states, which is to say at random."""
+    """Writes down every token it is given; drafts by their hidden states, which is to say at random."""
 
     tap_layers: tuple[int, ...] = (0, 2)
     memories: list[Memory] = field(default_factory=list)
@@ -148,7 +148,7 @@ class Remembering(Plain):
             assert isinstance(one.memory, Memory) and one.taps is not None
             assert one.taps.shape[:2] == (len(one.token_ids), len(self.tap_layers))
             for place, token in enumerate(one.token_ids.tolist()):
-                one.memory.rows.append((one.first + place, token))
+                one.memory.tokens.append((one.first + place, token))
             one.memory.taps.extend(one.taps)
 
     def draft_token(self, one: Wanted) -> list[int]:

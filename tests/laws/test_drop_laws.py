@@ -14,7 +14,7 @@ LONG_AGO = 1000.0
 
 
 @each_strategy_with(mode=MODES)
-def test_a_session_whose_rows_were_dropped_goes_on_as_one_that_kept_them(strategy: KVStrategy, mode: Mode) -> None:
+def test_a_session_whose_entries_were_dropped_goes_on_as_one_that_kept_them(strategy: KVStrategy, mode: Mode) -> None:
     now, journal = 0.0, MemoryJournal()
     with engine_for(mode) as engine:
         needed = engine.create_session(strategy=strategy).bound.sustained_bytes
@@ -42,7 +42,7 @@ def test_a_session_whose_rows_were_dropped_goes_on_as_one_that_kept_them(strateg
 
 
 @each_strategy
-def test_a_fork_of_a_dropped_session_computes_the_rows_itself(strategy: KVStrategy) -> None:
+def test_a_fork_of_a_dropped_session_computes_the_entries_itself(strategy: KVStrategy) -> None:
     now, journal = 0.0, MemoryJournal()
     with engine_for(Mode.BATCHED) as engine:
         needed = engine.create_session(strategy=strategy).bound.sustained_bytes

@@ -136,7 +136,7 @@ def test_the_footprint_never_passes_the_bound(strategy: KVStrategy, guaranteed: 
 
 @pytest.mark.parametrize("strategy", [*all_strategies(), FEWER_BYTES], ids=str)
 def test_a_session_holds_no_memory_but_what_it_reserves(strategy: KVStrategy) -> None:
-    """The pool is there from the start: with more sessions there are no more tensors, but for what tells positions."""
+    """The pool is there from the start: more sessions bring no more tensors, but for those that hold positions."""
     gc.freeze()  # what was there before is left aside: looking through it takes longer than all else
     try:
         with engine_for(Mode.BATCHED) as engine:
@@ -156,7 +156,7 @@ def tensor_bytes() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whatever else is alive may mind being looked at
         alive = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.device.type == "cpu"]
-        # What other tests packed for a CPU's library tells nobody where it lies.
+        # The address of what other tests packed for a CPU's library is not known.
         alive = [one for one in alive if one.layout is torch.strided]
     pieces = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in alive}
     return sum(pieces.values())
@@ -178,7 +178,7 @@ def test_a_window_that_holds_the_whole_history_equals_full(mode: Mode, windowed:
 
 
 @each_mode
-def test_sink_window_differs_from_full_once_rows_have_left(mode: Mode) -> None:
+def test_sink_window_differs_from_full_once_entries_are_evicted(mode: Mode) -> None:
     """Off-switch: `full` is sink_window with eviction off."""
     with engine_for(mode) as engine:
         narrow = SinkWindow(sink=4, window=16)
@@ -216,7 +216,7 @@ def test_gather_with_a_budget_for_everything_equals_full_and_with_less_differs(m
 
 @each_mode
 def test_tiered_equals_full_with_a_budget_for_everything_and_gather_with_less(mode: Mode) -> None:
-    """Degenerate and off-switch: where rows lie changes nothing but rounding, in both modes."""
+    """Degenerate and off-switch: where entries are changes nothing but rounding, in both modes."""
     options = {"block": 4, "sink": 0, "window": 20}
     with engine_for(mode) as engine:
         full, gather, wide, narrow = (
@@ -245,7 +245,7 @@ def test_mac_without_matches_equals_full_and_with_them_differs(mode: Mode) -> No
 
 @each_mode
 def test_restored_by_recomputing_equals_full(mode: Mode) -> None:
-    """Through turns, so that rows really are evicted and come back."""
+    """Through turns, so that entries really are evicted and restored."""
     with engine_for(mode) as engine:
         full, restored = opened(engine, Full()), opened(engine, make_strategy("restored", sink=4, window=16))
         for turn in range(3):
@@ -258,16 +258,16 @@ def test_restored_by_recomputing_equals_full(mode: Mode) -> None:
 
 
 @each_mode
-@pytest.mark.parametrize("way", ["hold", "stream"])
+@pytest.mark.parametrize("restores", ["hold", "stream"])
 @pytest.mark.parametrize("sink", [0, 3])
 def test_restored_from_latents_without_what_comes_back_equals_sink_window(
-    mode: Mode, way: str, sink: int, monkeypatch: pytest.MonkeyPatch
+    mode: Mode, restores: str, sink: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Off-switch: rows that left are not seen. To the bit, where the same rows lie in the same slots.
+    """Off-switch: evicted entries are not read. To the bit, where the same entries are in the same slots.
 
     But for the sink: sink_window reads it as if it stood right before the window. Here neither moves it.
     """
-    narrow, latent = without_and_with_latents(way, sink)
+    narrow, latent = without_and_with_latents(restores, sink)
     visible = Layout.visible
 
     def visible_exactly(layout: Layout, queries: Any, held: Any) -> Any:
@@ -283,26 +283,26 @@ def test_restored_from_latents_without_what_comes_back_equals_sink_window(
         for turn in range(3):
             for session in (off, lost):
                 engine.append(session, text(50, seed=turn))
-            exactly = mode if way == "stream" else Mode.BATCHED
+            exactly = mode if restores == "stream" else Mode.BATCHED
             assert same(generate(engine, off), generate(engine, lost), exactly)
 
 
 @each_mode
-@pytest.mark.parametrize("way", ["hold", "stream"])
-def test_restored_from_latents_is_nearer_to_full_than_sink_window_is(mode: Mode, way: str) -> None:
+@pytest.mark.parametrize("restores", ["hold", "stream"])
+def test_restored_from_latents_is_nearer_to_full_than_sink_window_is(mode: Mode, restores: str) -> None:
     """Off-switch, on again: what comes back is seen."""
-    narrow, latent = without_and_with_latents(way, sink=3)
+    narrow, latent = without_and_with_latents(restores, sink=3)
     with engine_for(mode) as engine:
         full, restored, lost = (logprobs(engine, strategy) for strategy in (Full(), latent, narrow))
     far, near = (float((one - full).abs().mean()) for one in (lost, restored))
     assert 0 < near < far / 4
 
 
-def without_and_with_latents(way: str, sink: int) -> tuple[SinkWindow, KVStrategy]:
+def without_and_with_latents(restores: str, sink: int) -> tuple[SinkWindow, KVStrategy]:
     """Both see as much exactly. The window is wider than TinyModel's own, which sink_window alone would narrow."""
     narrow = SinkWindow(sink=sink, window=NATIVE_WINDOW + 5)
     seen = {"sink": narrow.sink, "window": narrow.window}
-    return narrow, make_strategy("restored", **seen, source="latent", bytes_per_token=LATENT_BYTES, mode=way)
+    return narrow, make_strategy("restored", **seen, source="latent", bytes_per_token=LATENT_BYTES, mode=restores)
 
 
 def logprobs(engine: Engine, strategy: KVStrategy) -> torch.Tensor:
@@ -322,7 +322,7 @@ def test_scored_tokens_are_read_as_generated_ones_are(strategy: KVStrategy, mode
         ids = [token for token, _ in given]
         seen: list[tuple[int, torch.Tensor]] = []
         drain(engine.score(scored, ids, lambda position, logits: seen.append((position, logits))))
-        positions = [position + row for position, logits in seen for row in range(len(logits))]
+        positions = [position + place for position, logits in seen for place in range(len(logits))]
         assert positions == list(range(LENGTH, LENGTH + 40))
         logprobs = torch.cat([logits for _, logits in seen]).log_softmax(-1)[range(40), ids].tolist()
         assert same(list(zip(ids, logprobs, strict=True)), given, Mode.BATCHED)

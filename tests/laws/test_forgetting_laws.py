@@ -1,4 +1,4 @@
-"""The laws of rows that go: an ended session's are zeroed, and a session that dropped its own goes on as if it had not.
+"""The laws of entries that go: an ended session's are zeroed, and a session that dropped its own computes the same.
 
 Over every registered strategy, through the engine, on TinyModel.
 """
@@ -35,7 +35,7 @@ def test_nothing_of_an_ended_session_is_left_in_memory(strategy: KVStrategy, mod
 
 
 @each_strategy
-def test_a_session_that_dropped_its_rows_goes_on_as_one_that_did_not(strategy: KVStrategy) -> None:
+def test_a_session_that_dropped_its_entries_goes_on_as_one_that_did_not(strategy: KVStrategy) -> None:
     journal = MemoryJournal()
     with engine_for(Mode.FIXED_SHAPE, journal=journal) as engine:
         session_id = used(engine, strategy)
@@ -50,7 +50,7 @@ def test_a_session_that_dropped_its_rows_goes_on_as_one_that_did_not(strategy: K
 
 
 @each_strategy
-def test_a_session_that_dropped_its_rows_reads_none_of_them_again(strategy: KVStrategy) -> None:
+def test_a_session_that_dropped_its_entries_reads_none_of_them_again(strategy: KVStrategy) -> None:
     """Not in the regions, nor in second copies, bounds of blocks or rings of past queries."""
     with engine_for(Mode.BATCHED) as engine:
         session_id = used(engine, strategy)
@@ -59,7 +59,9 @@ def test_a_session_that_dropped_its_rows_reads_none_of_them_again(strategy: KVSt
         assert not any(session.kv.footprint().by_kind.values())
         for group in session.kv.groups:
             assert int((group.held >= 0).sum()) == 0
-            rows = torch.from_numpy(group.starts[:, None] + torch.arange(group.kv_heads * group.layout.region).numpy())
+            vectors = torch.from_numpy(
+                group.starts[:, None] + torch.arange(group.kv_heads * group.layout.region).numpy()
+            )
             for states in (group.buffer.keys, group.buffer.values):
-                assert not states[rows.reshape(-1)].any()
+                assert not states[vectors.reshape(-1)].any()
         assert len(drain(engine.generate(session_id, GenerateParams(max_tokens=2)))) > 2

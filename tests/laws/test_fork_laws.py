@@ -83,7 +83,7 @@ def test_a_fork_computes_nothing_that_its_parent_had_computed(strategy: KVStrate
         parent = with_turns(engine, strategy)
         before = engine.session_info(parent)
         opened = engine.fork_session(parent)
-        generate(engine, engine.rebuild_session(*journal.read(parent)).session_id, 1)  # rows are there by then
+        generate(engine, engine.rebuild_session(*journal.read(parent)).session_id, 1)  # entries are there by then
         fork, facts = opened.session_id, engine.session_info(opened.session_id)
         assert (facts.cached_tokens, facts.evicted_tokens) == (before.cached_tokens, before.evicted_tokens)
         if isinstance(strategy, Tiered):  # what was fetched is not copied
@@ -111,7 +111,7 @@ def test_a_fork_of_a_fork_outlives_both(strategy: KVStrategy, windowed: bool, mo
         engine.append(child, text(3, seed=8))
         generate(engine, child, 5)
         engine.close_session(child)
-        # What others write now would show where rows were given up too early.
+        # What others write now would show where entries were given up too early.
         other = engine.create_session(strategy=strategy).session_id
         engine.append(other, text(90, seed=20))
         generate(engine, other, 3)
@@ -124,7 +124,7 @@ def test_a_fork_of_a_fork_outlives_both(strategy: KVStrategy, windowed: bool, mo
 
 @each_case_with("limit", [170, 512])
 def test_a_fork_may_have_another_limit(strategy: KVStrategy, windowed: bool, limit: int) -> None:
-    """Slots may lie elsewhere then; the rows are the same."""
+    """Slots may be others then; the entries are the same."""
     journal = MemoryJournal()
     with engine_for(Mode.BATCHED, windowed=windowed, journal=journal) as engine:
         parent = engine.create_session(strategy=strategy, limit_tokens=300).session_id

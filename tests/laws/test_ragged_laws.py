@@ -1,4 +1,4 @@
-"""Attending to all rows of a step at once, and running it as a graph, changes no token: over every strategy.
+"""Attending to all tokens of a step at once, and running it as a graph, changes no token: over every strategy.
 
 On a machine without a GPU the operation is its reference, and nothing is recorded; where there is one, the kernel runs,
 with graphs and without.
@@ -37,27 +37,27 @@ from tests.tiny import SMALL, tiny_forward_on, tiny_latent
 
 ON_GPU = torch.cuda.is_available()
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
-WAYS = {"regions": False, "regions-graphs": True} if ON_GPU else {"regions": False}
+VARIANTS = {"regions": False, "regions-graphs": True} if ON_GPU else {"regions": False}
 
 
 @lru_cache(maxsize=3)
-def forward(way: str) -> TorchForward:
+def forward(variant: str) -> TorchForward:
     device = "cuda" if ON_GPU else "cpu"
-    if way == "alone":
+    if variant == "alone":
         return tiny_forward_on(device)
     ops = open_ops("auto", torch.device(device)) if ON_GPU else DeviceOps(attends_together=True)
-    return tiny_forward_on(device, ops=ops, records_graphs=WAYS[way])
+    return tiny_forward_on(device, ops=ops, records_graphs=VARIANTS[variant])
 
 
-def engine_on(way: str, *, drafter: Drafter | None = None, **settings: Any) -> Engine:
-    latent = tiny_latent().to(forward(way).device)
-    return Engine(forward(way), EngineConfig(**{**SMALL, **settings}), latent=latent, drafter=drafter)
+def engine_on(variant: str, *, drafter: Drafter | None = None, **settings: Any) -> Engine:
+    latent = tiny_latent().to(forward(variant).device)
+    return Engine(forward(variant), EngineConfig(**{**SMALL, **settings}), latent=latent, drafter=drafter)
 
 
-def conversation(way: str, strategy: KVStrategy, **extras: Any) -> list[list[tuple[int, float | None]]]:
+def conversation(variant: str, strategy: KVStrategy, **extras: Any) -> list[list[tuple[int, float | None]]]:
     """Three turns of a session beside neighbours of other strategies and lengths, in the same forwards."""
     turns = []
-    with engine_on(way, **extras) as engine:
+    with engine_on(variant, **extras) as engine:
         session = opened(engine, strategy)
         neighbours = [
             opened(engine, neighbour, text(length, seed=length))
@@ -75,32 +75,36 @@ def conversation(way: str, strategy: KVStrategy, **extras: Any) -> list[list[tup
 
 
 @each_strategy
-@pytest.mark.parametrize("way", WAYS)
-def test_rows_attended_to_together_give_what_they_give_session_by_session(strategy: KVStrategy, way: str) -> None:
-    expected, found = conversation("alone", strategy), conversation(way, strategy)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_attended_to_together_give_what_they_give_session_by_session(strategy: KVStrategy, variant: str) -> None:
+    expected, found = conversation("alone", strategy), conversation(variant, strategy)
 
     for turn, (wanted, got) in enumerate(zip(expected, found, strict=True)):
         assert same(wanted, got, Mode.BATCHED), turn
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_long_chunks_without_a_mask_give_what_they_give_under_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a first prefill and of one that goes on, beside rows that read regions."""
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_long_chunks_without_a_mask_give_what_they_give_under_one(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a first prefill and of one that goes on, beside tokens that read regions."""
     expected = conversation("alone", Full())
     monkeypatch.setattr(plan, "_MOST_RAGGED_TOKENS", 4)
 
-    found = conversation(way, Full())
+    found = conversation(variant, Full())
 
     for turn, (wanted, got) in enumerate(zip(expected, found, strict=True)):
         assert same(wanted, got, Mode.BATCHED), turn
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_forks_that_read_a_prefix_are_attended_to_with_all_others(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two forks at once, in other words each, beside the session whose rows they read."""
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_forks_that_read_a_prefix_are_attended_to_with_all_others(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two forks at once, in other words each, beside the session whose entries they read."""
 
-    def said(way: str) -> list[list[tuple[int, float | None]]]:
-        with engine_on(way) as engine:
+    def said(variant: str) -> list[list[tuple[int, float | None]]]:
+        with engine_on(variant) as engine:
             parent = opened(engine, Full(), text(70))
             drain(engine.generate(parent, GenerateParams(max_tokens=3)))
             sessions = [engine.fork_session(parent).session_id for _ in range(2)]
@@ -116,34 +120,34 @@ def test_forks_that_read_a_prefix_are_attended_to_with_all_others(way: str, monk
         raise AssertionError("a fork was attended to by itself")
 
     monkeypatch.setattr(PrefixView, "read", read)
-    for wanted, got in zip(expected, said(way), strict=True):
+    for wanted, got in zip(expected, said(variant), strict=True):
         assert same(wanted, got, Mode.BATCHED)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("strategy", [Full(), SinkWindow(sink=3, window=20)], ids=str)
-def test_drafts_verified_over_regions_change_no_token(strategy: KVStrategy, way: str) -> None:
-    """Blocks of several rows of one session, some of which are dropped again."""
+def test_drafts_verified_over_regions_change_no_token(strategy: KVStrategy, variant: str) -> None:
+    """Blocks of several tokens of one session, some of which are dropped again."""
     repeated = text(12) * 4
     found = {}
     for drafter in (None, NgramDrafter()):
-        with engine_on(way, drafter=drafter) as engine:
+        with engine_on(variant, drafter=drafter) as engine:
             session = opened(engine, strategy, repeated)
             found[drafter is None] = tokens(drain(engine.generate(session, GenerateParams(max_tokens=80))))
     assert [token for token, _ in found[True]] == [token for token, _ in found[False]]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("make", [tiny_network, chained_network], ids=["plain", "chained"])
-def test_a_drafter_whose_work_is_recorded_draft_tokens_what_it_guessed_before(
-    make: Callable[[], DFlashNetwork], way: str
+def test_a_drafter_whose_work_is_recorded_drafts_what_it_drafted_before(
+    make: Callable[[], DFlashNetwork], variant: str
 ) -> None:
-    """Several sessions, which leave one after another: other numbers of blocks and of rows each time."""
+    """Several sessions, which leave one after another: other numbers of blocks and of tokens each time."""
     found = {}
-    for records_graphs in {False, WAYS[way]}:
-        network = make().to(forward(way).device)
-        drafter = DFlashDrafter(network, words_of(forward(way).seam.model), records_graphs=records_graphs)
-        with engine_on(way, drafter=drafter, draft_tokens=5) as engine:
+    for records_graphs in {False, VARIANTS[variant]}:
+        network = make().to(forward(variant).device)
+        drafter = DFlashDrafter(network, words_of(forward(variant).seam.model), records_graphs=records_graphs)
+        with engine_on(variant, drafter=drafter, draft_tokens=5) as engine:
             sessions = [opened(engine, Full(), text(length, seed=length)) for length in (9, 40, 77)]
             running = [
                 engine.generate(session, GenerateParams(max_tokens=count))
@@ -159,20 +163,20 @@ def test_a_drafter_whose_work_is_recorded_draft_tokens_what_it_guessed_before(
     assert len({str(answer) for answer in found.values()}) == 1
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_two_engines_over_one_model_do_not_see_each_other(way: str) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_engines_over_one_model_do_not_see_each_other(variant: str) -> None:
     """What was recorded for one pool is not run over another."""
     ids = text(40)
-    with engine_on(way) as alone:
+    with engine_on(variant) as alone:
         expected = tokens(drain(alone.generate(opened(alone, Full(), ids), GenerateParams(max_tokens=20))))
-    with engine_on(way) as first, engine_on(way) as second:
+    with engine_on(variant) as first, engine_on(variant) as second:
         for engine in (first, second, first):
             found = tokens(drain(engine.generate(opened(engine, Full(), ids), GenerateParams(max_tokens=20))))
             assert same(expected, found, Mode.BATCHED)
 
 
-def test_the_rows_of_several_sessions_are_one_operation_a_layer() -> None:
-    """A step of nothing but decodes asks for each layer once, whatever strategies keep every row or a window."""
+def test_the_tokens_of_several_sessions_are_one_operation_a_layer() -> None:
+    """A step of nothing but decodes asks for each layer once, whether strategies keep every entry or a window."""
     asked: list[int] = []
 
     def counted(queries: Tensor, *others: Any, **words: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The laws of rows: on SessionKV and the step's plan, with given keys and values."""
+"""The laws of KV entries: on SessionKV and the step's plan, with given keys and values."""
 
 from __future__ import annotations
 
@@ -60,22 +60,22 @@ class HalfTokens:
         return self
 
     def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-        rows = torch.cat([states.bfloat16().flatten(1) for states in (*keys, *values)], dim=1)
-        codes = rows.contiguous().view(torch.uint8)
+        vectors = torch.cat([states.bfloat16().flatten(1) for states in (*keys, *values)], dim=1)
+        codes = vectors.contiguous().view(torch.uint8)
         return torch.nn.functional.pad(codes, (0, LATENT_BYTES - codes.shape[1]))
 
     def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
         shapes = [(LAYERS[layer].kv_heads, LAYERS[layer].head_dim) for layer in self.layers]
         sizes = [heads * dim for heads, dim in shapes] * 2
         numbers = codes[:, : 2 * sum(sizes)].contiguous().view(torch.bfloat16).float()
-        rows = [
+        vectors = [
             part.view(-1, *shape) for part, shape in zip(torch.split(numbers, sizes, dim=1), shapes * 2, strict=True)
         ]
         places = [self.layers.index(layer) for layer in (self.layers if layers is None else layers)]
-        return [rows[place] for place in places], [rows[len(shapes) + place] for place in places]
+        return [vectors[place] for place in places], [vectors[len(shapes) + place] for place in places]
 
 
-def context(*, token_quantum: int = 1, key_quantum: int = 1, capacity_rows: int = 4 * LIMIT) -> KVContext:
+def context(*, token_quantum: int = 1, key_quantum: int = 1, capacity_entries: int = 4 * LIMIT) -> KVContext:
     geometry = Geometry(
         layers=LAYERS,
         itemsize=4,
@@ -85,7 +85,7 @@ def context(*, token_quantum: int = 1, key_quantum: int = 1, capacity_rows: int 
         token_quantum=token_quantum,
         key_quantum=key_quantum,
     )
-    pool = Pool(geometry, capacity_rows * geometry.entry_bytes, _zeros)
+    pool = Pool(geometry, capacity_entries * geometry.entry_bytes, _zeros)
     return KVContext(
         geometry=geometry,
         pool=pool,
@@ -96,7 +96,7 @@ def context(*, token_quantum: int = 1, key_quantum: int = 1, capacity_rows: int 
     )
 
 
-class Rows:
+class Entries:
     """Given queries, keys and values of every layer and position [H, length, D]; keys and queries unrotated."""
 
     def __init__(self, length: int, seed: int = 0) -> None:
@@ -110,41 +110,45 @@ class Rows:
         self.v = [random(layer.kv_heads, layer.head_dim) for layer in LAYERS]
 
 
-def awake(strategy: KVStrategy, ctx: KVContext) -> SessionKV:
+def active(strategy: KVStrategy, ctx: KVContext) -> SessionKV:
     kv = SessionKV(strategy, ctx, LIMIT)
     assert kv.wake(LIMIT)
     return kv
 
 
-def step(kv: SessionKV, rows: Rows, count: int, *, commit: int | None = None, generated: bool = False) -> list[Tensor]:
-    """Stage `count` rows, attend in every layer, commit all (or up to `commit`); the outputs [T, Hq, D] by layer."""
+def step(
+    kv: SessionKV, entries: Entries, count: int, *, commit: int | None = None, generated: bool = False
+) -> list[Tensor]:
+    """Stage `count` tokens, attend in every layer, commit all (or up to `commit`); the outputs [T, Hq, D] by layer."""
     kv.stage(count, np.full(count, generated))
     plan = StepPlan([kv], kv.context.geometry, kv.context.pool, mask_dtype=torch.float32)
     positions = torch.from_numpy(plan.positions)
     outs = []
     for layer in range(len(LAYERS)):
-        # Padding rows take the values of a position that exists.
-        index = positions.clamp_max(rows.k[layer].shape[1] - 1)
-        q, k = (turn(states[layer][:, index], positions) for states in (rows.q, rows.k))
-        out = plan.attend(layer, q[None], k[None], rows.v[layer][None, :, index], scaling=0.35)
+        # Padding tokens take the values of a position that exists.
+        index = positions.clamp_max(entries.k[layer].shape[1] - 1)
+        q, k = (turn(states[layer][:, index], positions) for states in (entries.q, entries.k))
+        out = plan.attend(layer, q[None], k[None], entries.v[layer][None, :, index], scaling=0.35)
         outs.append(out[0, plan.spans[0].real])
     kv.commit(kv.next_position + count if commit is None else commit)
     return outs
 
 
-def feed(kv: SessionKV, rows: Rows, length: int, chunk: int = SEGMENT, *, generated: bool = False) -> list[Tensor]:
+def feed(
+    kv: SessionKV, entries: Entries, length: int, chunk: int = SEGMENT, *, generated: bool = False
+) -> list[Tensor]:
     """Run positions from kv.length to `length`, those that have to be computed again first; outputs by layer."""
     while kv.pending_replay:
-        step(kv, rows, min(chunk, kv.room()))
+        step(kv, entries, min(chunk, kv.room()))
     outs: list[list[Tensor]] = []
     while kv.length < length:
-        outs.append(step(kv, rows, min(chunk, kv.room(), length - kv.length), generated=generated))
+        outs.append(step(kv, entries, min(chunk, kv.room(), length - kv.length), generated=generated))
     return [torch.cat([out[layer] for out in outs]) for layer in range(len(LAYERS))]
 
 
 def half_generated(kv: SessionKV) -> list[Tensor]:
-    feed(kv, Rows(70), 35)
-    return feed(kv, Rows(70), 70, generated=True)
+    feed(kv, Entries(70), 35)
+    return feed(kv, Entries(70), 70, generated=True)
 
 
 def close(strategy: KVStrategy) -> float:
@@ -153,28 +157,30 @@ def close(strategy: KVStrategy) -> float:
     return 2e-5 if options.get("codec") is None and options.get("source") != "latent" else 2e-2
 
 
-def coded(strategy: KVStrategy, rule: LayerRule, rows: Tensor) -> Tensor:
-    """Rows [Hkv, length, D] as a codec gives them back, coded around the mean of the first rows after the sink."""
+def coded(strategy: KVStrategy, rule: LayerRule, vectors: Tensor) -> Tensor:
+    """Vectors [Hkv, length, D] as a codec gives them back, coded around the mean of the first ones after the sink."""
     codec = strategy.options().get("codec")
     if strategy.options().get("source") == "latent":
-        return rows.bfloat16().float()
+        return vectors.bfloat16().float()
     if codec is None or rule.exact is None:
-        return rows
+        return vectors
     compressor = make_compressor(str(codec))
     first_end = -(-(rule.exact + rule.sink + 1) // SEGMENT) * SEGMENT
-    mean = rows[:, rule.sink : first_end].mean(dim=1, keepdim=True)
-    return compressor.decode(compressor.encode(rows - mean), rows.shape[-1]) + mean
+    mean = vectors[:, rule.sink : first_end].mean(dim=1, keepdim=True)
+    return compressor.decode(compressor.encode(vectors - mean), vectors.shape[-1]) + mean
 
 
-def by_hand(strategy: KVStrategy, rows: Rows, layer: int, length: int) -> Tensor:
-    """Attention row by row from the words of the law, with what the strategy says of this layer:
+def by_hand(strategy: KVStrategy, entries: Entries, layer: int, length: int) -> Tensor:
+    """Attention token by token from the words of the law, with what the strategy says of this layer:
 
-    sink ∪ [b(i) − window, i], the model's own window, capped sinks; rows before b(i) − exact as they are given back.
+    sink ∪ [b(i) − window, i], the model's own window, capped sinks; entries before b(i) − exact as they are given back.
     """
     native = LAYERS[layer].native_window
     rule = strategy.rule(layer, context().geometry)
     is_coded = rule.exact is not None and native is None
-    given_back = [coded(strategy, rule, states[layer]) if is_coded else states[layer] for states in (rows.k, rows.v)]
+    given_back = [
+        coded(strategy, rule, states[layer]) if is_coded else states[layer] for states in (entries.k, entries.v)
+    ]
     outs = []
     for i in range(length):
         b = i - i % SEGMENT
@@ -183,11 +189,11 @@ def by_hand(strategy: KVStrategy, rows: Rows, layer: int, length: int) -> Tensor
         old = torch.tensor([is_coded and sink <= j < b - (rule.exact or 0) for j in seen])
         raw_k, v = (
             torch.where(old[:, None], back[:, seen], states[layer][:, seen])
-            for back, states in zip(given_back, (rows.k, rows.v), strict=True)
+            for back, states in zip(given_back, (entries.k, entries.v), strict=True)
         )
         shift = 0 if rule.window is None else max(0, b - window - sink)
         k = turn(raw_k, torch.tensor([j + shift if j < sink else j for j in seen]))
-        q = turn(rows.q[layer][:, [i]], torch.tensor([i])).view(LAYERS[layer].kv_heads, -1, LAYERS[layer].head_dim)
+        q = turn(entries.q[layer][:, [i]], torch.tensor([i])).view(LAYERS[layer].kv_heads, -1, LAYERS[layer].head_dim)
         weights = (q @ k.transpose(-1, -2) * 0.35).softmax(dim=-1)
         outs.append((weights @ v).reshape(-1, LAYERS[layer].head_dim))
     return torch.stack(outs)
@@ -197,11 +203,11 @@ def by_hand(strategy: KVStrategy, rows: Rows, layer: int, length: int) -> Tensor
 def test_a_query_sees_what_the_mask_law_says(strategy: KVStrategy, chunk: int, quanta: tuple[int, int]) -> None:
     """Mask and segment: a function of absolute positions and the strategy, never of how the tokens arrived."""
     length = 90
-    rows = Rows(length)
-    kv = awake(strategy, context(token_quantum=quanta[0], key_quantum=quanta[1]))
-    outs = feed(kv, rows, length, chunk)
+    entries = Entries(length)
+    kv = active(strategy, context(token_quantum=quanta[0], key_quantum=quanta[1]))
+    outs = feed(kv, entries, length, chunk)
     for layer in range(len(LAYERS)):
-        torch.testing.assert_close(outs[layer], by_hand(strategy, rows, layer, length), atol=close(strategy), rtol=0)
+        torch.testing.assert_close(outs[layer], by_hand(strategy, entries, layer, length), atol=close(strategy), rtol=0)
 
 
 @each_strategy
@@ -209,11 +215,11 @@ def test_a_query_sees_what_the_mask_law_says(strategy: KVStrategy, chunk: int, q
 @pytest.mark.parametrize("length", [13, 30, 94], ids=lambda length: f"at {length}")
 def test_a_rejected_draft_leaves_no_trace(strategy: KVStrategy, accepted: int, length: int) -> None:
     """Rejection: every byte of the buffers, the slot tables and the footprint, before eviction and long after."""
-    rows, drafts = Rows(length + 4), Rows(length + 4, seed=1)
-    clean, speculative = (awake(strategy, context()) for _ in range(2))
+    entries, drafts = Entries(length + 4), Entries(length + 4, seed=1)
+    clean, speculative = (active(strategy, context()) for _ in range(2))
     for kv in (clean, speculative):
-        feed(kv, rows, length - 9)
-        feed(kv, rows, length, generated=True)
+        feed(kv, entries, length - 9)
+        feed(kv, entries, length, generated=True)
     count = min(4, speculative.room())
     kept = min(accepted, count)
     if kept:
@@ -224,33 +230,35 @@ def test_a_rejected_draft_leaves_no_trace(strategy: KVStrategy, accepted: int, l
         assert np.array_equal(one.held, other.held)
     for dim, buffer in clean.context.pool.buffers.items():
         other_buffer = speculative.context.pool.buffers[dim]
-        # Row 0 takes the writes of padding and is never read.
+        # Vector 0 takes the writes of padding and is never read.
         # Compared as bytes, for codes read as numbers may be NaN.
         for ours, theirs in ((buffer.keys, other_buffer.keys), (buffer.values, other_buffer.values)):
             assert torch.equal(ours[1:].view(torch.uint8), theirs[1:].view(torch.uint8))
 
 
 @each_strategy_with(quanta=QUANTA)
-def test_a_block_of_generated_queries_is_its_rows_one_by_one(strategy: KVStrategy, quanta: tuple[int, int]) -> None:
-    """Grouping, with appended rows in between."""
-    rows, length = Rows(150), 150
+def test_a_block_of_generated_tokens_equals_its_tokens_one_by_one(
+    strategy: KVStrategy, quanta: tuple[int, int]
+) -> None:
+    """Grouping, with appended tokens in between."""
+    entries, length = Entries(150), 150
     outs: list[list[Tensor]] = []
     for chunk in (1, 13):
-        kv = awake(strategy, context(token_quantum=quanta[0], key_quantum=quanta[1]))
+        kv = active(strategy, context(token_quantum=quanta[0], key_quantum=quanta[1]))
         for end, generated in ((61, False), (99, True), (103, False), (length, True)):
-            outs.append(feed(kv, rows, end, chunk, generated=generated))
+            outs.append(feed(kv, entries, end, chunk, generated=generated))
     for one_by_one, in_blocks in zip(outs[:4], outs[4:], strict=True):
         for ours, theirs in zip(one_by_one, in_blocks, strict=True):
             torch.testing.assert_close(ours, theirs, atol=close(strategy), rtol=0)
 
 
 @each_strategy
-def test_rows_leave_only_when_the_history_reaches_a_segment_boundary(strategy: KVStrategy) -> None:
-    rows = Rows(120)
-    kv = awake(strategy, context())
+def test_entries_leave_only_when_the_history_reaches_a_segment_boundary(strategy: KVStrategy) -> None:
+    entries = Entries(120)
+    kv = active(strategy, context())
     for _ in range(120):
         before = [set(group.held[group.held >= 0].tolist()) for group in kv.groups]
-        step(kv, rows, 1)
+        step(kv, entries, 1)
         after = [set(group.held[group.held >= 0].tolist()) for group in kv.groups]
         if kv.length % SEGMENT:
             assert all(old <= new for old, new in zip(before, after, strict=True))
@@ -258,18 +266,20 @@ def test_rows_leave_only_when_the_history_reaches_a_segment_boundary(strategy: K
 
 
 @each_strategy
-def test_the_footprint_counts_every_row_that_was_written(strategy: KVStrategy) -> None:
+def test_the_footprint_counts_every_entry_that_was_written(strategy: KVStrategy) -> None:
     """Honesty: bytes reported cover the bytes in use, and the allocation never reaches beyond what was reserved."""
     ctx = context()
-    kv = awake(strategy, ctx)
+    kv = active(strategy, ctx)
     assert ctx.pool.reserved_bytes == kv.bound.peak_bytes
     for length in (1, 17, 60, 199):
-        feed(kv, Rows(LIMIT), length, generated=length > 17)
-        buffer = next(iter(ctx.pool.buffers.values()))  # all head sizes see the same memory; given rows hold no zeros
+        feed(kv, Entries(LIMIT), length, generated=length > 17)
+        buffer = next(
+            iter(ctx.pool.buffers.values())
+        )  # all head sizes see the same memory; given entries hold no zeros
         used = sum(int(torch.count_nonzero(states)) * states.itemsize for states in (buffer.keys, buffer.values))
         held = kv.footprint().total_bytes
         assert used <= held <= kv.bound.peak_bytes
-        # What is held beyond that: rows that left within the last segment, page rounding, the values beside sink
+        # What is held beyond that: entries evicted within the last segment, page rounding, the values beside sink
         # copies, rings with room for more.
         kinds = kv.footprint().by_kind
         slack = (SEGMENT + 2 * ctx.geometry.page_tokens) * ctx.geometry.entry_bytes + kinds["sink_copy"]
@@ -278,27 +288,29 @@ def test_the_footprint_counts_every_row_that_was_written(strategy: KVStrategy) -
 
 
 @each_strategy
-def test_asleep_a_session_holds_no_more_than_is_sustained(strategy: KVStrategy) -> None:
+def test_an_idle_session_holds_no_more_than_is_sustained(strategy: KVStrategy) -> None:
     ctx = context()
     kv = SessionKV(strategy, ctx, LIMIT)
     for length in (1, 17, 60, 199):
         assert ctx.pool.reserved_bytes == kv.bound.sustained_bytes
         kv.wake(length)
-        feed(kv, Rows(LIMIT), length)
+        feed(kv, Entries(LIMIT), length)
         assert ctx.pool.reserved_bytes <= kv.bound.peak_bytes
         kv.idle()
         assert kv.footprint().total_bytes <= kv.bound.sustained_bytes
 
 
-@each_strategy_with(naps=[(15, 16, 17), (3, 64, 65, 100)])
-def test_slept_and_woken_is_never_slept(strategy: KVStrategy, naps: tuple[int, ...]) -> None:
-    """Waking: a session that sleeps in between reads what one that stays awake reads."""
-    rows, length = Rows(120), 120
-    expected = feed(awake(strategy, context()), rows, length)
-    kv = awake(strategy, context())
+@each_strategy_with(ends=[(15, 16, 17), (3, 64, 65, 100)])
+def test_a_session_that_was_idle_reads_what_one_that_stayed_active_reads(
+    strategy: KVStrategy, ends: tuple[int, ...]
+) -> None:
+    """Waking: the entries are the same, whether the session was idle in between or not."""
+    entries, length = Entries(120), 120
+    expected = feed(active(strategy, context()), entries, length)
+    kv = active(strategy, context())
     outs = []
-    for end in [*naps, length]:
-        outs.append(feed(kv, rows, end))
+    for end in [*ends, length]:
+        outs.append(feed(kv, entries, end))
         kv.idle()
         assert kv.wake(LIMIT)
     for layer in range(len(LAYERS)):
@@ -309,23 +321,23 @@ def test_slept_and_woken_is_never_slept(strategy: KVStrategy, naps: tuple[int, .
 @each_strategy
 def test_a_released_allocation_is_whole_again_and_the_next_session_starts_empty(strategy: KVStrategy) -> None:
     ctx = context()
-    first = awake(strategy, ctx)
+    first = active(strategy, ctx)
     expected = half_generated(first)
     first.release()
     first.release()
     assert ctx.pool.reserved_bytes == 0
-    second = awake(strategy, ctx)
+    second = active(strategy, ctx)
     again = half_generated(second)
     assert all(torch.equal(one, other) for one, other in zip(expected, again, strict=True))
 
 
 @each_strategy_with(limit=[1, SEGMENT - 1, SEGMENT + 3, 3 * SEGMENT])
 def test_a_session_of_any_limit_gives_back_what_it_took(strategy: KVStrategy, limit: int) -> None:
-    """Also where the limit leaves nothing to code, and where nobody else holds memory."""
+    """Also where the limit leaves nothing to code, and where no other session holds memory."""
     ctx = context()
     kv = SessionKV(strategy, ctx, limit)
     assert kv.wake(limit)
-    feed(kv, Rows(limit), limit)
+    feed(kv, Entries(limit), limit)
     kv.idle()
     kv.release()
     assert ctx.pool.reserved_bytes == 0
@@ -334,7 +346,7 @@ def test_a_session_of_any_limit_gives_back_what_it_took(strategy: KVStrategy, li
 
 def test_a_session_that_does_not_fit_is_refused_and_takes_nothing() -> None:
     one = Full().bound(context().geometry, LIMIT).peak_bytes
-    ctx = context(capacity_rows=one * 3 // 2 // context().geometry.entry_bytes)
+    ctx = context(capacity_entries=one * 3 // 2 // context().geometry.entry_bytes)
     kv = SessionKV(Full(), ctx, LIMIT)
     with pytest.raises(NoCapacity, match="limit_tokens") as refusal:
         SessionKV(Full(), ctx, LIMIT)

@@ -99,7 +99,7 @@ def test_a_right_draft_saves_steps_and_a_wrong_one_does_not(mode: Mode) -> None:
 
 
 @each_strategy
-def test_a_drafter_sees_every_committed_row_once_and_in_order(strategy: KVStrategy) -> None:
+def test_a_drafter_sees_every_committed_token_once_and_in_order(strategy: KVStrategy) -> None:
     drafter = Remembering()
     with engine_for(Mode.BATCHED, drafter=drafter, draft_tokens=3) as engine:
         session = opened(engine, strategy, text())
@@ -107,11 +107,11 @@ def test_a_drafter_sees_every_committed_row_once_and_in_order(strategy: KVStrate
         engine.append(session, text(33, seed=2))
         generate(engine, session, 5)
         length = engine.session_info(session).history_length
-        rows = dict(drafter.memories[0].rows)
-        positions = [position for position, _ in drafter.memories[0].rows]
+        given = dict(drafter.memories[0].tokens)
+        positions = [position for position, _ in drafter.memories[0].tokens]
         assert positions == sorted(set(positions))
-        assert sorted(rows) == list(range(length - 1))
-        assert [rows[position] for position in range(LENGTH)] == text()
+        assert sorted(given) == list(range(length - 1))
+        assert [given[position] for position in range(LENGTH)] == text()
 
 
 def test_a_stop_id_within_a_draft_ends_the_stream_there() -> None:
@@ -180,7 +180,7 @@ def test_a_drafters_memory_is_reserved_reported_and_given_back() -> None:
 
 @dataclass
 class Dear(Wrong):
-    """Hardly ever right. What draft tokens and rows cost is counted, not measured: `seconds` is the time by then."""
+    """Hardly ever right. The cost of tokens is counted, not measured: `seconds` is the time by then."""
 
     seconds: float = 0.0
     draft_token_seconds: float = 0.05
@@ -210,7 +210,7 @@ def test_sampled_tokens_follow_the_targets_distribution_with_drafts() -> None:
         greedy = generate(engine, opened(engine, Full(), history), 1)[0][0]
         logits: list[torch.Tensor] = []
         scored = opened(engine, Full(), [*history, greedy])
-        drain(engine.score(scored, [0], lambda _, rows: logits.append(rows)))
+        drain(engine.score(scored, [0], lambda _, found: logits.append(found)))
     expected = filtered_probabilities(logits[0][0], sampling)
     expected = expected / expected.sum()
     draft_token = int(expected.argmax())

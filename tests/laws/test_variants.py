@@ -64,7 +64,7 @@ def test_each_mechanism_of_each_strategy_meets_each_value(number: int) -> None:
     assert len(cases) < len(strategies) * number
 
 
-def test_a_mechanism_tells_apart_what_keeps_rows_in_another_way() -> None:
+def test_strategies_that_keep_entries_differently_are_different_mechanisms() -> None:
     mechanisms = {mechanism(strategy) for strategy in all_strategies()}
     assert {name.split()[0] for name in mechanisms} == set(strategy_names())
     assert {"full", "full coded", "restored latent hold", "restored latent stream"} <= mechanisms

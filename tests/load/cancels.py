@@ -35,7 +35,7 @@ class Instant(enum.Enum):
 
     AT_ONCE = "right after the call"
     IN_A_STEP = "in the middle of a forward"
-    AT_A_TOKEN = "when a token is told"
+    AT_A_TOKEN = "when a token is reported"
     ANY_TIME = "from another thread, after some of the events"
 
 
@@ -72,7 +72,7 @@ class Cancelled:
             self.generation.cancel()
 
     def end(self) -> Finished | Failed:
-        """Waits for it; a cancel from outside comes on the way."""
+        """Waits for it; a cancel from outside comes meanwhile."""
         seen = 0
         while True:
             if self.instant is Instant.ANY_TIME and seen >= self.after:

@@ -26,13 +26,13 @@ class Sight:
     sink: int = 0
     window: int | None = None
 
-    def visible(self, queries: Tensor, rows: Tensor, segment: int) -> Tensor:
+    def visible(self, queries: Tensor, keys: Tensor, segment: int) -> Tensor:
         """[T, S] bool"""
-        seen = rows[None, :] <= queries[:, None]
+        seen = keys[None, :] <= queries[:, None]
         if self.window is None:
             return seen
         first = queries - queries % segment - self.window
-        return seen & ((rows[None, :] < self.sink) | (rows[None, :] >= first[:, None]))
+        return seen & ((keys[None, :] < self.sink) | (keys[None, :] >= first[:, None]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,18 +44,18 @@ class Solo:
     segment: int
 
     def logits(self, history: Sequence[int], first: int) -> Tensor:
-        """float32 [len(history) + 1 - first, V]: row j is what the model says about position `first + j`."""
+        """float32 [len(history) + 1 - first, V]: vector j is what the model says about position `first + j`."""
         return self.model.logits(self._averages(history, first))
 
     def _averages(self, history: Sequence[int], first: int) -> list[Tensor]:
         ids = np.array(history, dtype=np.int64)
         positions = np.arange(len(ids))
-        rows = torch.from_numpy(positions)
+        places = torch.from_numpy(positions)
         averages = []
         for layer, sight in enumerate(self.sights):
-            queries, keys, values = self.model.rows(layer, ids, positions)
+            queries, keys, values = self.model.states(layer, ids, positions)
             scores = queries[first - 1 :] @ keys.T
-            scores[~sight.visible(rows[first - 1 :], rows, self.segment)] = -torch.inf
+            scores[~sight.visible(places[first - 1 :], places, self.segment)] = -torch.inf
             averages.append(scores.softmax(dim=1) @ values)
         return averages
 
@@ -72,7 +72,7 @@ class Solo:
         logits = self.logits(history, first)
         if seed is None:
             return logits.argmax(dim=1).tolist()
-        return [_drawn(row, seed, first + number) for number, row in enumerate(logits)]
+        return [_drawn(one, seed, first + number) for number, one in enumerate(logits)]
 
     def continued(self, history: Sequence[int], count: int, *, seed: int | None = None) -> list[int]:
         """The `count` tokens that follow."""

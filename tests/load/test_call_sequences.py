@@ -33,7 +33,7 @@ def test_a_generate_ends_at_its_sessions_limit_whatever_the_strategy(pick: int, 
 
 
 @pytest.mark.parametrize("skipped", range(7))
-def test_a_generate_is_told_again_and_taken_up_from_any_token_on(skipped: int) -> None:
+def test_a_generate_is_replayed_and_continued_from_any_token_on(skipped: int) -> None:
     """What the sequences above do now and then, each time."""
     calls = Calls()
     calls.create(0, has_id=False)

@@ -1,4 +1,4 @@
-"""A Generate that is cancelled stops within a step, keeps what it told, and leaves the pool as it was."""
+"""A Generate that is cancelled stops within a step, keeps what it reported, and leaves the pool as it was."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 
 from scripts.seeded_bugs import BUGS, ROOT, Bug, planted, try_all
 
-SHORT = ("the window is a row too short", "randomness depends on the place in the batch")
+SHORT = ("the window is one position too short", "randomness depends on the place in the batch")
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)

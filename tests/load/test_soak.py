@@ -1,4 +1,4 @@
-"""The long runs, made short: parts reach their amounts, shares add up, and what must not be is told."""
+"""The long runs, made short: parts reach their amounts, shares add up, and what must not be is reported."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_a_share_that_meets_a_fault_stops_and_says_with_which_seed(monkeypatch: 
 
     def a_foreign_token(population: Population, rng: np.random.Generator) -> None:
         if population.counts.interleavings == 2:
-            raise Wrong("a token of somebody else")
+            raise Wrong("a token of another session")
         interleave(population, rng)
 
     monkeypatch.setattr(Population, "interleave", a_foreign_token)
     tally = PARTS["interleavings"](10, 5)
     assert tally.counts["interleavings"] == 2
-    assert tally.faults == ["seed 5, interleaving 2: Wrong: a token of somebody else"]
+    assert tally.faults == ["seed 5, interleaving 2: Wrong: a token of another session"]
 
 
 def test_tallies_add_up_and_go_between_processes_as_text() -> None:

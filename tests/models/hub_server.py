@@ -48,7 +48,7 @@ class Hub:
         }
 
     def fetched(self) -> set[str]:
-        """The files that somebody asked for."""
+        """The files that were asked for."""
         return {path.split("/", 5)[5] for path in self.asked if path.startswith(f"/{self.name}/resolve/")}
 
 
@@ -62,7 +62,7 @@ def served(hub: Hub) -> Iterator[Hub]:
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     port = server.server_address[1]
-    # Redirections to another host are told apart: what stands in their headers is about the file, not the host.
+    # Redirections to another host are kept apart: what stands in their headers is about the file, not the host.
     hub.url, hub.elsewhere = f"http://127.0.0.1:{port}", f"http://localhost:{port}"
     try:
         yield hub

@@ -143,7 +143,7 @@ def test_what_people_keep_beside_a_model_is_ignored_and_listed(
         (folder / name).write_text("{}")
     ignored = check_model(str(folder), cache=cache).ignored
     assert set(ignored) == {*names, *missed}
-    assert ignored[: len(missed)] == missed  # first those that somebody may miss
+    assert ignored[: len(missed)] == missed  # first those whose absence may matter
     with caplog.at_level("INFO", logger="inference_engine.models"):
         load_model(str(folder), cache=cache)
     assert [record.getMessage() for record in caplog.records] == [

@@ -85,7 +85,7 @@ def test_a_blob_that_is_a_link_out_of_the_entry_is_refused(
 
 
 @pytest.mark.hostile
-def test_blobs_that_lie_elsewhere_are_refused(hub: Path, folder: Path, cache: Path, tmp_path: Path) -> None:
+def test_blobs_outside_the_cache_entry_are_refused(hub: Path, folder: Path, cache: Path, tmp_path: Path) -> None:
     found = write_entry(hub, "org/tiny", folder)
     blobs = found.parent.parent / "blobs"
     shutil.move(blobs, tmp_path / "elsewhere")
@@ -274,7 +274,7 @@ def test_names_of_the_hub_are_reported_apart_from_paths() -> None:
         ({"HOME": "{tmp}", "HF_HOME": "~/$HUB"}, "named/hub"),
     ],
 )
-def test_the_cache_lies_where_the_library_keeps_it(
+def test_the_cache_is_where_the_library_keeps_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
 ) -> None:
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):

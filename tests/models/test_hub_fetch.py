@@ -28,7 +28,7 @@ NAME = "some-org/tiny"
 
 @pytest.fixture(autouse=True)
 def loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of its own, no proxy between us and loopback, no token of somebody's."""
+    """A cache of its own, no proxy between us and loopback, no user's token."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
@@ -84,7 +84,7 @@ def test_a_model_is_fetched_and_opens_by_its_name(
 def test_shards_are_those_of_the_index(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_llama().save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     files = {path.name: path.read_bytes() for path in (tmp_path / "sharded").iterdir()}
-    hub = Hub(name=NAME, commit=COMMIT, files={**files, "model-of-somebody.safetensors": b"not in the index"})
+    hub = Hub(name=NAME, commit=COMMIT, files={**files, "another-model.safetensors": b"not in the index"})
     with served(hub):
         assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
     assert hub.fetched() == set(files)
@@ -206,7 +206,7 @@ def test_a_hub_that_fails_says_with_which_status(
 def test_weights_in_the_store_that_entries_share_are_compared_by_their_own_name(
     hub: Hub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They are named by another hash there. What is damaged is told and left: other models may use it."""
+    """They are named by another hash there. What is damaged is reported and left: other models may use it."""
     with served(hub):
         assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
         shared = share(tmp_path / "hub", snapshot(HubModel(NAME, "main"), tmp_path / "hub"))
@@ -269,7 +269,7 @@ def test_a_hub_that_stops_sending_is_given_up(
             fetch_from_hub(HubModel(NAME), cache, admit=str, stall_seconds=5.0)
     assert any(path.startswith("/large/") for path in hub.asked)
     blobs = HubModel(NAME).entry(tmp_path / "hub") / "blobs"
-    assert not list(blobs.glob("*.incomplete")), "nobody would ever use it"
+    assert not list(blobs.glob("*.incomplete")), "it would never be used"
 
 
 def test_a_cache_that_cannot_be_written_says_so(

@@ -74,7 +74,7 @@ def test_the_attention_function_is_the_one_asked_for(folder: Path, cache: Path) 
 
 def test_an_attention_function_the_configuration_asks_for_is_not_used(folder: Path, cache: Path) -> None:
     config = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(config.replace("{", '{"attn_implementation": "somebody/kernels",', 1))
+    (folder / "config.json").write_text(config.replace("{", '{"attn_implementation": "another/kernels",', 1))
     assert load_model(str(folder), cache=cache).model.config._attn_implementation == "eager"
 
 

@@ -1,4 +1,4 @@
-"""Weights that somebody writes into while they are in use are noticed; copies of them are not harmed."""
+"""Weights that are written to while they are in use are noticed; copies of them are not harmed."""
 
 from __future__ import annotations
 

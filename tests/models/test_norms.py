@@ -44,7 +44,7 @@ def test_every_norm_is_exchanged_and_logits_are_as_exact_as_they_were(
     assert {norm._factor is not None for norm in norms(model)} == {adds_one}
     after = logits(model, ids)
     assert (after - exact).abs().mean() <= NO_WORSE * (before - exact).abs().mean()
-    # Whoever reads the weights finds the same ones, in the same order.
+    # A reader of the weights finds the same ones, in the same order.
     assert [*model.state_dict()] == [*state]
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert [id(parameter) for parameter in model.parameters()] == parameters

@@ -1,7 +1,7 @@
 """Generates that come at their times to a real engine on the scripted model, under a clock that its steps move.
 
 Nothing waits: a step takes as long as it is said to, and what is due meanwhile comes while it runs, so that a minute
-under load is played in seconds, and the same way each time.
+under load is played in seconds, and alike each time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Arrival:
     owner: str = ""
     prompt_tokens: int = 8
     max_tokens: int = 24
-    says_tokens: int = 0  # 0: all that it asks for; else somebody cancels it after so many
+    says_tokens: int = 0  # 0: all that it asks for; else it is cancelled after so many
 
 
 @dataclass(slots=True)
@@ -48,11 +48,11 @@ class Seen:
 
 @dataclass
 class Simulation:
-    """step_seconds: of every step; row_seconds: what each row adds."""
+    """step_seconds: of every step; token_seconds: what each token adds."""
 
     settings: dict[str, object]
     step_seconds: float = 1 / 30
-    row_seconds: float = 0.0
+    token_seconds: float = 0.0
     now: float = 0.0
     seen: list[Seen] = field(default_factory=list)
     tokens_at: list[float] = field(default_factory=list)
@@ -84,9 +84,9 @@ class Simulation:
     def tokens_per_second(self, since: float, until: float) -> float:
         return sum(since <= at < until for at in self.tokens_at) / (until - since)
 
-    def step(self, rows: int) -> None:
-        """A step takes its time; who comes in it is heard at once."""
-        until = self.now + self.step_seconds + self.row_seconds * rows
+    def step(self, tokens: int) -> None:
+        """A step takes its time; arrivals in it are received at once."""
+        until = self.now + self.step_seconds + self.token_seconds * tokens
         while self._due and self._due[0].at <= until:
             self.now = max(self.now, self._due[0].at)
             self._arrive(most=1)
@@ -103,7 +103,7 @@ class Simulation:
         session = engine.create_session(owner=arrival.owner, limit_tokens=2048).session_id
         engine.append(session, [len(self.seen) % 256] * arrival.prompt_tokens, owner=arrival.owner)
 
-        def hear(event: Event) -> None:
+        def receive(event: Event) -> None:
             if isinstance(event, TokenCommitted):
                 seen.tokens += 1
                 self.tokens_at.append(self.now)
@@ -125,7 +125,7 @@ class Simulation:
         self._open += 1
         params = GenerateParams(max_tokens=arrival.max_tokens)
         try:
-            engine.generate(session, params, owner=arrival.owner, listener=hear, refuse_late=True)
+            engine.generate(session, params, owner=arrival.owner, listener=receive, refuse_late=True)
         except Overloaded as refused:
             self._open -= 1
             seen.retry_after = refused.retry_after_seconds or 0.0

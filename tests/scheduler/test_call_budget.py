@@ -24,7 +24,7 @@ from inference_engine.types import GenerateParams, Mode, Sampling
 from tests.laws.variants import drain, text
 from tests.tiny import PAGES, SMALL, tiny_engine, tiny_forward
 
-# What a token takes today and 2 %. Lower them as the counts fall; whoever raises one says what for.
+# What a token takes today and 2 %. Lower them as the counts fall; a change that raises one says what for.
 # Python 3.11 counts a comprehension as a call, later ones do not.
 VERIFIER_CALLS = 828
 LOOP_CALLS = 1134
@@ -52,7 +52,7 @@ class Calls:
 
 @pytest.fixture(autouse=True)
 def nothing_is_collected() -> Iterator[None]:
-    """What a collection calls, finalizers and whoever wants to be told, comes when it comes."""
+    """What a collection calls, finalizers and its callbacks, comes at any time."""
     gc.collect()
     gc.disable()
     yield

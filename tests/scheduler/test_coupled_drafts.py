@@ -1,4 +1,4 @@
-"""A drafter is told what the target will draw with: seed, temperature, and the places of its draft tokens."""
+"""A drafter is given what the target will draw with: seed, temperature, and the places of its draft tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafter that drafts in two ways is known by each: one that fails does not shorten the other's drafts."""
+"""Acceptance of a drafter with two methods is counted by method: one that fails does not shorten the other's drafts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RIGHT, WRONG = 500, 900
 
 
 class TwoWays(Plain):
-    """Copies after even ids, a network after odd ones. `reported`: rows it was told of."""
+    """Copies after even ids, a network after odd ones. `reported`: tokens it was given."""
 
     def __init__(self) -> None:
         super().__init__(longest=7)
@@ -102,7 +102,7 @@ def test_copies_stay_long_where_the_network_is_hardly_ever_right() -> None:
     assert sum(lengths[1][-20:]) <= 4
 
 
-def test_the_network_is_reported_of_rows_before_it_drafts_and_not_before_a_copy_is_taken() -> None:
+def test_the_network_is_given_tokens_before_it_drafts_and_not_before_a_copy_is_taken() -> None:
     drafter = TwoWays()
     drafting, talk = drafting_with(drafter), Talk()
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Owners side by side, through the engine on the scripted model: who floods it takes nothing from the others."""
+"""Owners side by side, through the engine on the scripted model: one that floods it takes nothing from the others."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_hundred_generates_of_one_owner_delay_the_only_one_of_another_by_a_ste
     forward = ScriptedForward(ScriptedModel())
     first_at: list[int] = []
 
-    def hear(event: Event) -> None:
+    def receive(event: Event) -> None:
         if isinstance(event, TokenCommitted):
             first_at.append(forward.steps)
 
@@ -72,10 +72,10 @@ def test_a_hundred_generates_of_one_owner_delay_the_only_one_of_another_by_a_ste
         flood = [asked(engine, "a", 30) for _ in range(99)]
         with held(engine):
             began = forward.steps
-            asked(engine, "b", 3, listener=hear)
+            asked(engine, "b", 3, listener=receive)
         for generation in flood:
             drain(generation)
-    # A prompt of 40 is three segments of 16, beside those who decode; between two of them one of the flood's may go.
+    # A prompt of 40 is three segments of 16, beside those that decode; between two of them one of the flood's may go.
     assert first_at[0] - began <= 2 * 3
     assert first_at[2] - first_at[0] <= 2 * 2
 
@@ -83,7 +83,7 @@ def test_a_hundred_generates_of_one_owner_delay_the_only_one_of_another_by_a_ste
 def test_one_owners_generates_run_at_most_as_many_at_a_time_as_its_quota_says() -> None:
     running, most = 0, 0
 
-    def hear(event: Event) -> None:
+    def receive(event: Event) -> None:
         nonlocal running, most
         if isinstance(event, Progress) and event.done_tokens <= SMALL["segment_tokens"]:
             running += 1
@@ -97,7 +97,7 @@ def test_one_owners_generates_run_at_most_as_many_at_a_time_as_its_quota_says() 
     with engine_on(ScriptedForward(ScriptedModel()), max_running_per_owner=2, step_tokens=16) as engine:
         with held(engine, "b"):
             for _ in range(6):
-                asked(engine, "a", 5, listener=hear)
+                asked(engine, "a", 5, listener=receive)
         engine.drain(60)
     assert over.is_set()
     assert most == 2
@@ -132,7 +132,7 @@ def test_a_queue_that_one_owner_filled_still_takes_the_first_generate_of_another
 @pytest.mark.parametrize("seconds", [1e-6, 0.003, 10.0], ids="{} s".format)
 def test_pieces_of_a_prefill_sized_to_a_target_change_no_token(mode: Mode, seconds: float) -> None:
     def say(**targets: float) -> list[list[tuple[int, float | None]]]:
-        forward = ScriptedForward(ScriptedModel(), Script(row_seconds=2e-5))
+        forward = ScriptedForward(ScriptedModel(), Script(token_seconds=2e-5))
         with engine_on(forward, mode=mode, **targets) as engine:
             together = [asked(engine, "a", 40)]
             together += [

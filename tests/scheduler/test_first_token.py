@@ -94,7 +94,7 @@ def test_less_than_there_is_room_for_is_hardly_ever_refused() -> None:
     assert percentile(first_tokens(simulation, since=0), 99) <= 1.5
 
 
-def test_who_floods_is_refused_and_owners_who_ask_for_little_never_are() -> None:
+def test_an_owner_that_floods_is_refused_and_owners_that_ask_for_little_never_are() -> None:
     seconds, quiet = 20, [f"quiet {number}" for number in range(4)]
     arrivals = generates(5, seconds, seed=1, owner="flood")
     for number, owner in enumerate(quiet):
@@ -105,12 +105,12 @@ def test_who_floods_is_refused_and_owners_who_ask_for_little_never_are() -> None
     for owner in quiet:
         assert not refused(simulation, owner)
         assert max(first_tokens(simulation, since=0, owner=owner)) <= 10 * STEP_SECONDS
-    # Those who come later and go first are not foreseen; what was seen of them lately is allowed for.
+    # Those that come later and go first are not foreseen; what was seen of them lately is allowed for.
     assert percentile(first_tokens(simulation, since=6, owner="flood"), 99) <= 1.25 * LIMIT
     assert simulation.tokens_per_second(6, seconds) >= 0.95 * CAPACITY
 
 
-def test_owners_who_all_ask_for_too_much_each_get_a_part_of_it() -> None:
+def test_owners_that_all_ask_for_too_much_each_get_a_part_of_it() -> None:
     seconds, owners = 20, [f"owner {number}" for number in range(4)]
     arrivals = [one for seed, owner in enumerate(owners) for one in generates(0.8, seconds, seed=seed, owner=owner)]
     simulation = played(arrivals)
@@ -124,7 +124,7 @@ def test_owners_who_all_ask_for_too_much_each_get_a_part_of_it() -> None:
 def test_an_engine_without_other_work_takes_a_prompt_however_long_it_is() -> None:
     long = [Arrival(at=0.0, max_tokens=2), Arrival(at=0.5, max_tokens=2), Arrival(at=1.0, max_tokens=2)]
     long += [Arrival(at=10.0, prompt_tokens=1600, max_tokens=2)]
-    simulation = Simulation(SETTINGS, step_seconds=STEP_SECONDS, row_seconds=0.01)
+    simulation = Simulation(SETTINGS, step_seconds=STEP_SECONDS, token_seconds=0.01)
     seen = simulation.play(long)[-1]
     assert not seen.is_refused
     assert seen.first_token is not None
@@ -137,8 +137,8 @@ class Paused(Simulation):
     pause_at = 4.0
     has_paused = False
 
-    def step(self, rows: int) -> None:
-        super().step(rows)
+    def step(self, tokens: int) -> None:
+        super().step(tokens)
         if not self.has_paused and self.now >= self.pause_at:
             self.has_paused = True
             self.now += 8.0
@@ -149,7 +149,7 @@ def bursts(since: float, *, count: int = 8, of: int = 8) -> list[Arrival]:
     return [Arrival(at=since + 10 * burst + 0.001 * one, max_tokens=8) for burst in range(count) for one in range(of)]
 
 
-def test_a_pause_keeps_nobody_out_when_it_is_long_over() -> None:
+def test_a_pause_refuses_no_call_when_it_is_long_over() -> None:
     simulation = Paused(SETTINGS, step_seconds=STEP_SECONDS)
     calm = [Arrival(at=60.0 + 3 * turn, max_tokens=8) for turn in range(10)]
     seen = simulation.play([*generates(1.5, 8, seed=1), *calm, *bursts(120.0)])
@@ -158,7 +158,7 @@ def test_a_pause_keeps_nobody_out_when_it_is_long_over() -> None:
 
 
 @pytest.mark.parametrize("step_seconds", [0.55, 1.7])
-def test_where_steps_are_long_nobody_is_refused_for_the_one_under_way(step_seconds: float) -> None:
+def test_where_steps_are_long_no_call_is_refused_for_the_one_under_way(step_seconds: float) -> None:
     """A large model on a CPU: two of an owner at a time, and places for all."""
     simulation = Paused({**SETTINGS, "max_running": 128, "max_batch": 64}, step_seconds=step_seconds)
     pairs = [
@@ -173,8 +173,8 @@ class Cold(Simulation):
 
     is_warm = False
 
-    def step(self, rows: int) -> None:
-        super().step(rows)
+    def step(self, tokens: int) -> None:
+        super().step(tokens)
         if not self.is_warm:
             self.is_warm = True
             self.now += 30.0
@@ -186,7 +186,7 @@ def test_a_first_step_that_loads_and_compiles_says_nothing_of_later_ones() -> No
     assert not [one for one in simulation.play([Arrival(at=0.0), *warm, *bursts(100.0, of=4)]) if one.is_refused]
 
 
-def test_a_few_who_ask_for_much_and_say_little_make_nobody_else_late() -> None:
+def test_a_few_generates_that_ask_for_much_and_end_early_make_no_other_late() -> None:
     seconds = 25.0
     honest, rng = generates(1.9, seconds, seed=1), random.Random(2)
     at, others = 0.0, []

@@ -27,20 +27,20 @@ def decoding(tokens: int, owner: str = "") -> Load:
     return Load(owner, 0, tokens, tokens)
 
 
-def waiting(tokens: int, owner: str = "", rows: int = 10) -> Load:
-    return Load(owner, rows, tokens, tokens)
+def waiting(tokens: int, owner: str = "", prefill: int = 10) -> Load:
+    return Load(owner, prefill, tokens, tokens)
 
 
 def steps(new: Load, running: list[Load], queue: list[Load], room: Room = ROOM) -> float:
     return ahead_of(new, running, queue, room).steps
 
 
-def test_an_idle_engine_lets_nobody_wait() -> None:
-    assert ahead_of(waiting(5), [], [], ROOM) == ahead_of(waiting(500, rows=10_000), [], [], ROOM)
+def test_an_idle_engine_lets_no_call_wait() -> None:
+    assert ahead_of(waiting(5), [], [], ROOM) == ahead_of(waiting(500, prefill=10_000), [], [], ROOM)
     assert steps(waiting(5), [], []) == 0
 
 
-def test_a_place_comes_free_when_the_first_of_those_who_run_has_said_what_it_was_asked_for() -> None:
+def test_a_place_comes_free_when_the_first_running_generate_has_all_its_tokens() -> None:
     assert steps(waiting(5), [decoding(7), decoding(30)], []) == 7 + 1
     assert steps(waiting(5), [decoding(7), decoding(30)], [waiting(4)]) == 7 + 4 + 1  # one of the four with its prefill
 
@@ -55,11 +55,11 @@ def test_prefills_that_others_still_need_come_in_turn_and_no_further_than_ones_o
     assert found.prefill_tokens == 20
 
 
-def test_who_runs_nothing_waits_for_no_place_and_owners_take_turns() -> None:
+def test_an_owner_that_runs_nothing_waits_for_no_place_and_owners_take_turns() -> None:
     running = [decoding(50, "a"), decoding(60, "a")]
     flood = [waiting(20, "a") for _ in range(50)]
     assert steps(waiting(5, "b"), running, flood) == 1
-    # With three that run, two have to end before the flood's next; then it is the turn of whoever has fewer.
+    # With three that run, two have to end before the flood's next; then it is the turn of the owner that has fewer.
     assert steps(waiting(5, "b"), [*running, decoding(10, "b")], flood) < steps(
         waiting(5, "a"), [*running, decoding(10, "b")], flood
     )
@@ -70,7 +70,7 @@ def test_more_than_fit_into_a_step_say_less_each() -> None:
     assert steps(waiting(5), [decoding(10)] * 4, [], room) == 20 + 1
 
 
-def test_owners_who_have_their_share_count_on_their_own_places_as_others_go_on_asking() -> None:
+def test_owners_that_have_their_share_wait_for_their_own_places_as_others_go_on_asking() -> None:
     assert steps(waiting(5, "a"), [decoding(30, "a"), decoding(4, "b")], []) == 30 + 1
     assert steps(waiting(5, "a"), [decoding(30, "b"), decoding(4, "b")], []) == 1
     room = Room(max_running=3, max_running_per_owner=0, max_batch=3, segment_tokens=10)
@@ -122,7 +122,7 @@ def test_the_longest_queue_there_may_be_is_played_in_milliseconds(waits: int, ow
     assert min(taken) < MOST_SECONDS
 
 
-def test_a_generate_beside_a_thousand_that_wait_of_a_thousand_owners_is_foreseen_in_milliseconds() -> None:
+def test_the_wait_behind_a_thousand_generates_of_a_thousand_owners_is_predicted_in_milliseconds() -> None:
     """All that a Generate's call does on the event loop, the prediction among it."""
     script, go_on = Script(), threading.Event()
     params = GenerateParams(max_tokens=2)

@@ -1,4 +1,4 @@
-"""Prefills cut for a device that is at its best with so many rows: which are cut, and that nobody can tell."""
+"""Prefills cut for a device that is at its best with so many tokens: which are cut, and that no output changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOGETHER = DeviceOps(attends_together=True)  # the reference, as if it were a ke
 
 
 class Pieces(TorchForward):
-    """TinyModel on a device that says what it is at its best with; notes the rows of each step."""
+    """TinyModel on a device that says what it is at its best with; notes the tokens of each step."""
 
     def __init__(self, at_once: int | None, *, windowed: bool = True) -> None:
         whole = tiny_forward_on("cpu", windowed=windowed, ops=TOGETHER)
@@ -118,13 +118,13 @@ def test_a_prefill_behind_a_long_history_is_not_cut(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("device", "known"), [("cpu", [24, 24, 24, 6]), ("cuda", [])], ids=["cpu", "gpu"])
 def test_the_pace_is_learned_from_steps_that_were_waited_for(device: str, known: list[int]) -> None:
-    """On a GPU the last piece waits for those before it, too: what it took says nothing of its own rows."""
+    """On a GPU the last piece waits for those before it, too: what it took says nothing of its own tokens."""
     forward = Pieces(AT_ONCE, windowed=False)
     seen: list[int] = []
     waits = Verifier.waits
 
-    def took(_batching: Batching, rows: int, _seconds: float) -> None:
-        seen.append(rows)
+    def took(_batching: Batching, tokens: int, _seconds: float) -> None:
+        seen.append(tokens)
 
     def as_on(verifier: Verifier, blocks: list[Block]) -> bool:
         place = type("Place", (), {"device": torch.device(device)})()

@@ -1,4 +1,4 @@
-"""The choice of a step: budgets hold, nobody starves, and owners take turns."""
+"""The choice of a step: budgets hold, no request starves, and owners take turns."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Line:
         self._line.append((name, candidate))
 
     def step(self) -> list[int]:
-        """Who was served."""
+        """Which were served."""
         self._steps += 1
         turned = [replace(one, turn=self._turns.get((one.owner, one.is_prefilling), 0)) for _, one in self._line]
         picked = choose(turned, step_tokens=256, max_batch=self._max_batch, prefill_tokens_beside=256)
@@ -64,7 +64,7 @@ def test_a_step_stays_within_its_budgets_and_is_never_empty(waiting: list[Candid
 
 
 @given(candidates, st.integers(1, 16))
-def test_everybody_is_served_before_long(waiting: list[Candidate], max_batch: int) -> None:
+def test_every_request_is_served_before_long(waiting: list[Candidate], max_batch: int) -> None:
     """An owner's turn comes at least every few steps, and the turn of each of its requests every few of those."""
     line, served = Line(waiting, max_batch), Counter[int]()
     for _ in range(4 * 2 * len(waiting)):
@@ -75,7 +75,7 @@ def test_everybody_is_served_before_long(waiting: list[Candidate], max_batch: in
 @pytest.mark.parametrize("max_batch", [1, 2, 8, 64])
 @pytest.mark.parametrize("kinds", [(True,), (False,), (True, False)], ids=["prefilling", "decoding", "both"])
 @pytest.mark.parametrize("is_prefilling", [True, False], ids=["a prefill", "a decode"])
-def test_who_floods_delays_another_owners_only_request_by_a_step_at_most(
+def test_an_owner_that_floods_delays_another_owners_only_request_by_a_step_at_most(
     max_batch: int, kinds: tuple[bool, ...], is_prefilling: bool
 ) -> None:
     flood = [Candidate(256 if kinds[index % len(kinds)] else 1, kinds[index % len(kinds)], "a") for index in range(100)]
@@ -90,7 +90,7 @@ def test_who_floods_delays_another_owners_only_request_by_a_step_at_most(
     assert max(map(len, unserved)) <= slack
 
 
-def test_within_a_step_owners_share_places_alike_and_take_what_others_leave() -> None:
+def test_within_a_step_owners_share_places_equally_and_take_what_others_leave() -> None:
     waiting = [Candidate(1, False, "a")] * 10 + [Candidate(1, False, "b")] * 3 + [Candidate(1, False, "c")]
     by_owner = Counter(waiting[index].owner for index in choose(waiting, step_tokens=64, max_batch=9))
     assert by_owner == {"a": 5, "b": 3, "c": 1}
@@ -114,12 +114,12 @@ def test_short_prefills_share_a_step_beside_decoding_requests_as_far_as_one_long
     assert choose(waiting, step_tokens=512, max_batch=8, prefill_tokens_beside=16) == [0, 1]
 
 
-def test_prefills_share_a_step_when_nobody_decodes() -> None:
+def test_prefills_share_a_step_when_no_session_decodes() -> None:
     waiting = [Candidate(256, True), Candidate(256, True), Candidate(256, True)]
     assert choose(waiting, step_tokens=512, max_batch=8) == [0, 1]
 
 
-# -- who begins -------------------------------------------------------------------------------------------------------
+# -- which begins -----------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -128,7 +128,7 @@ def test_prefills_share_a_step_when_nobody_decodes() -> None:
     st.integers(1, 12),
     st.integers(0, 4),
 )
-def test_admission_fills_what_is_free_keeps_the_limits_and_leaves_nobody_out(
+def test_admission_fills_what_is_free_keeps_the_limits_and_leaves_no_owner_out(
     waiting: list[str], running: dict[str, int], most: int, most_per_owner: int
 ) -> None:
     begun = admit(waiting, running, most=most, most_per_owner=most_per_owner)
@@ -142,7 +142,7 @@ def test_admission_fills_what_is_free_keeps_the_limits_and_leaves_nobody_out(
     assert all(places(owner, counts, most=most, most_per_owner=most_per_owner) == 0 for owner in left)
     for owner in set(waiting):
         assert most_per_owner == 0 or counts[owner] <= max(most_per_owner, running.get(owner, 0))
-        assert counts[owner] >= 1, "who has nothing running waits for nobody"
+        assert counts[owner] >= 1, "an owner with nothing running does not wait"
         own = [index for index in begun if waiting[index] == owner]
         assert own == sorted(own), "first come, first served, within an owner"
 

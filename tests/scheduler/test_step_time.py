@@ -14,14 +14,14 @@ def pace(fixed: float, each: float, sizes: list[int]) -> StepPace:
     return known
 
 
-def test_steps_of_different_sizes_tell_what_any_other_takes() -> None:
+def test_steps_of_different_sizes_predict_what_any_other_takes() -> None:
     known = pace(0.010, 0.001, [1, 64, 1, 256, 1, 1, 32, 1])
     assert known.seconds(100) == pytest.approx(0.110)
     assert known.tokens_within(0.1101) == 100
     assert known.tokens_within(0.001) == 0
 
 
-def test_too_few_steps_or_steps_of_one_size_tell_nothing() -> None:
+def test_too_few_steps_or_steps_of_one_size_predict_nothing() -> None:
     for sizes in ([], [1, 64], [8] * 100):
         known = pace(0.010, 0.001, sizes)
         assert known.seconds(10) is None

@@ -66,7 +66,7 @@ def test_a_task_that_hangs_is_an_engine_that_stands_still_and_a_drain_waits_for_
         drain_waits_for(engine, may_end)
 
 
-def test_a_drain_waits_until_whoever_asked_has_heard_of_the_end() -> None:
+def test_a_drain_waits_until_the_caller_has_received_the_end() -> None:
     is_ending, may_end = threading.Event(), threading.Event()
 
     def hold_the_end(event: Event) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from inference_engine.scheduler.batching import _MOST_TURNS, Turns
 
 
-def test_who_was_served_longest_ago_has_the_smallest_number_and_a_neighbour_none() -> None:
+def test_the_owner_served_longest_ago_has_the_smallest_number_and_a_neighbour_none() -> None:
     turns = Turns()
     turns.served([("a", False), ("b", False)])
     turns.served([("b", False), ("b", True)])

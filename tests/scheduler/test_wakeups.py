@@ -1,4 +1,4 @@
-"""Who waits for what a step gives is woken once for all of it, and in time."""
+"""A reader that waits for tokens is notified once a step, and in time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_is_reported_while_nothing_is_held_back_is_reported_at_once() -> No
     assert reported == [0, 1, 2]
 
 
-def test_the_engine_holds_back_nothing_that_another_thread_tells() -> None:
+def test_the_engine_holds_back_no_notification_of_another_thread() -> None:
     wakeups, reported = Wakeups(), threading.Event()
     wakeups.hold()
     thread = threading.Thread(target=wakeups.wake, args=(reported.set,))
@@ -47,7 +47,7 @@ def test_the_engine_holds_back_nothing_that_another_thread_tells() -> None:
     assert reported.is_set()
 
 
-def test_a_reader_hears_of_a_token_while_the_device_works_on_the_next_one() -> None:
+def test_a_reader_receives_a_token_while_the_device_works_on_the_next_one() -> None:
     is_listening, is_reported, were_reported = threading.Event(), threading.Event(), list[bool]()
 
     def look(_: int) -> None:
@@ -91,5 +91,5 @@ def test_generates_that_run_together_wake_their_common_reader_once_a_step() -> N
         engine.drain(60)
     assert len(rings) > count * tokens
     assert forward.steps < 2 * tokens
-    # One for each who began to listen, and one a step.
+    # One for each that began to listen, and one a step.
     assert len(wakes) <= count + forward.steps

@@ -1,4 +1,4 @@
-"""Certificates for tests: of a server, of clients, and of an authority that nobody trusts."""
+"""Certificates for tests: of a server, of clients, and of an authority that is not trusted."""
 
 from __future__ import annotations
 

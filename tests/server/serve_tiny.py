@@ -1,4 +1,4 @@
-"""A server process on TinyModel: prints where it listens, serves until it is told to stop.
+"""A server process on TinyModel: prints where it listens, serves until it is asked to stop.
 
 usage: serve_tiny.py <bind> <drain seconds>
 """

@@ -89,7 +89,7 @@ async def test_another_owners_session_is_as_unknown_as_one_that_never_was(
 
 
 @pytest.mark.parametrize("method", OF_A_SESSION)
-async def test_an_argument_that_is_wrong_tells_nothing_of_another_owners_session(
+async def test_a_wrong_argument_reveals_nothing_of_another_owners_session(
     owners: tuple[Client, Client], method: str
 ) -> None:
     alice, bob = owners
@@ -120,7 +120,7 @@ async def test_a_session_created_with_the_id_of_another_owners_request_is_anothe
     assert (await refused(bob.length(first))).reason == "NOT_FOUND SESSION_NOT_FOUND"
 
 
-async def test_an_evicted_session_is_unknown_to_everybody_but_its_owner(key_file: str) -> None:
+async def test_an_evicted_session_is_unknown_to_all_but_its_owner(key_file: str) -> None:
     now = 0.0
     with tiny_engine(clock=lambda: now, session_idle_ttl_seconds=10.0) as engine:
         async with (
@@ -139,9 +139,9 @@ async def test_an_evicted_session_is_unknown_to_everybody_but_its_owner(key_file
 
 async def test_no_answer_lists_or_counts_another_owners_sessions(owners: tuple[Client, Client]) -> None:
     alice, bob = owners
-    session_id = await alice.open(client_label="a-label-nobody-may-see")
+    session_id = await alice.open(client_label="a-secret-label")
     info = await bob.call("GetServerInfo", pb.GetServerInfoRequest())
-    assert session_id not in str(info) and "a-label-nobody-may-see" not in str(info)
+    assert session_id not in str(info) and "a-secret-label" not in str(info)
     repeated = {field.name for field in pb.GetServerInfoResponse.DESCRIPTOR.fields if field.is_repeated}
     assert repeated == {"strategies"}, "a list that is new here: is it of the caller's own?"
 
@@ -155,7 +155,7 @@ async def test_every_key_opens_every_method(guarded: ServerHandle) -> None:
             await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
 
 
-async def test_a_stream_that_runs_goes_on_when_its_key_is_taken_back(guarded: ServerHandle, key_file: str) -> None:
+async def test_a_running_stream_goes_on_when_its_key_is_removed(guarded: ServerHandle, key_file: str) -> None:
     async with connected(guarded, metadata=bearer(ALICE)) as alice:
         session_id = await alice.open_endless()
         stream = alice.stream(pb.GenerateRequest(session_id=session_id, max_tokens=200))

@@ -119,7 +119,7 @@ def test_a_line_that_cannot_be_meant_stops_the_start(file: Path, line: str) -> N
     assert line not in str(caught.value)
 
 
-def test_a_new_key_opens_and_one_taken_back_does_not_from_the_next_call_on(
+def test_a_new_key_works_and_a_removed_one_does_not_from_the_next_call_on(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ring = KeyRing.from_file(str(file))
@@ -128,7 +128,7 @@ def test_a_new_key_opens_and_one_taken_back_does_not_from_the_next_call_on(
         assert [opens(ring, key) for key in (ALICE, BOB, CAROL)] == [False, True, True]
 
 
-def test_the_last_key_taken_back_leaves_nobody_in(file: Path) -> None:
+def test_no_caller_is_let_in_after_the_last_key_is_removed(file: Path) -> None:
     ring = KeyRing.from_file(str(file))
     write(file)
     assert not opens(ring, ALICE)
@@ -229,6 +229,6 @@ def test_a_certificate_names_its_owner_by_its_spiffe_id_or_else_by_its_whole_sub
 
 
 @pytest.mark.parametrize("facts", [{}, {"x509_subject": [b""]}, {"x509_common_name": [b"alice"]}], ids=str)
-def test_a_certificate_that_names_nobody_opens_nothing(facts: dict[str, list[bytes]]) -> None:
+def test_a_certificate_without_a_name_opens_nothing(facts: dict[str, list[bytes]]) -> None:
     with pytest.raises(Unauthenticated):
         owner_of_certificate(facts)

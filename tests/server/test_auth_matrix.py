@@ -1,4 +1,4 @@
-"""Every method × every shape of credential × every kind of bind: who is let in, as one table.
+"""Every method × every shape of credential × every kind of bind: which calls are let in, as one table.
 
 The methods come from the descriptors of the services, so that a new RPC is here the moment it is in the contract.
 """
@@ -176,7 +176,7 @@ def verdict(details: Details, method: str) -> str:
         assert details.text == "send one valid 'authorization: Bearer <key>' header"
         assert details.error_info is not None and not details.error_info.metadata
         return details.reason
-    # Whoever is let in is told what is wrong with an empty message, or that there is no such method here.
+    # A call that is let in gets an error on its empty message, or that there is no such method here.
     is_served = method in methods_of(pb.DESCRIPTOR)
     understood = {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT}
     assert details.code in (understood if is_served else {grpc.StatusCode.UNIMPLEMENTED}), (method, details.reason)
@@ -184,7 +184,7 @@ def verdict(details: Details, method: str) -> str:
 
 
 @pytest.mark.parametrize("bind", BINDS.values(), ids=BINDS)
-async def test_who_is_let_in_is_what_the_table_says(bind: Bind, engine: Engine, tmp_path: Path) -> None:
+async def test_calls_are_let_in_as_the_table_says(bind: Bind, engine: Engine, tmp_path: Path) -> None:
     async with channels(bind, engine, tmp_path) as by_certificate:
         found, expected = {}, {}
         for certificate, channel in by_certificate.items():

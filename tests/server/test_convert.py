@@ -124,7 +124,7 @@ def test_a_strategy_without_an_arm_is_asked_for_and_reported_by_name() -> None:
         (named("mac", rung="9"), "strategy", "mac has no option 'rung'; it has ring, band"),
         (named("mac", ring="x"), "strategy.named.options.ring", "a whole number, got 'x'"),
         (named("mac", ring="0"), "strategy.named.options.ring", "must be"),
-        # What fits no field of the strategy's own arm is refused before a session is made that cannot be told of.
+        # What fits no field of the strategy's own arm is refused before a session is made that cannot be reported.
         (named("mac", ring=str(2**32)), "strategy.named.options.ring", "out of the range"),
         (named("mac", ring="9" * 1000), "strategy.named.options.ring", "out of the range"),
         (named("restored", source="latent", resident_latent_bytes=str(2**64)), "strategy.named.options.resident", ""),

@@ -1,4 +1,4 @@
-"""The live page: what it is told, who may read it, and that its script draws what it was told.
+"""The live page: its data, which callers may read it, and that its script draws that data.
 
 The page as a browser shows it is checked by `scripts/screenshot_dashboard.py`, which needs one.
 """
@@ -101,8 +101,8 @@ def test_a_page_in_a_browser_can_neither_embed_nor_extend_ours(port: MetricsPort
     "host", ["evil.example:9090", "evil.example", "127.0.0.1.evil.example", "[2001:db8::1]:9090", "[", "[::1", ""]
 )
 @pytest.mark.parametrize("path", ["/metrics", "/dashboard", "/dashboard/data"])
-def test_who_comes_by_another_name_is_refused(port: MetricsPort, path: str, host: str) -> None:
-    """Else a page of somebody else's could have its own name resolve to us, and read along."""
+def test_a_request_for_another_host_name_is_refused(port: MetricsPort, path: str, host: str) -> None:
+    """Else a foreign page could have its own name resolve to us, and read along."""
     answer = get(port, path, Host=host)
     assert answer.status == 421
     assert b"session" not in answer.body
@@ -148,7 +148,7 @@ def test_an_engine_that_fails_to_answer_fails_that_answer_only(port: MetricsPort
 # -- the data ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_data_says_what_the_engine_holds_and_names_nobody(port: MetricsPort, engine: Engine) -> None:
+def test_the_data_says_what_the_engine_holds_and_names_no_owner(port: MetricsPort, engine: Engine) -> None:
     engine.metrics.set_build_info(version="1", model="tiny", device="cpu", dtype="float32", mode="batched")
     ids = [chat(engine, owner=owner) for owner in ("an-owner", "another")]
     answer = get(port, "/dashboard/data")

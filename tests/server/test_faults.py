@@ -1,4 +1,4 @@
-"""What breaks under a running Generate reaches its client as a typed error, and nobody else."""
+"""What breaks under a running Generate reaches its client as a typed error, and no other client."""
 
 import torch
 

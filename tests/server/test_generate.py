@@ -1,4 +1,4 @@
-"""The stream of a Generate: which frames, in which order, and how it ends when somebody wants it to."""
+"""The stream of a Generate: which frames, in which order, and how it ends when it is stopped."""
 
 import asyncio
 import subprocess
@@ -247,7 +247,7 @@ async def test_a_waiting_append_goes_on_as_soon_as_the_session_is_free(engine: E
         assert await waiting == await client.length(session_id)
 
 
-async def test_callers_who_give_up_waiting_for_a_session_leave_nothing_behind(
+async def test_callers_that_give_up_waiting_for_a_session_leave_nothing_behind(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     when_free, registered = engine.when_free, []

@@ -1,4 +1,4 @@
-"""Who may use the shim, by which name, over what; and what every answer of it carries."""
+"""Which callers may use the shim, by which name, over what; and what every answer of it carries."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def connect(handle: ServerHandle, context: ssl.SSLContext, session: ssl.SSLSessi
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3], ids=str)
-async def test_an_authority_that_was_taken_out_lets_nobody_in_whatever_happens_to_the_files(
+async def test_a_removed_authority_lets_no_client_in_whatever_happens_to_the_files(
     engine: Engine, chat: ChatText, tmp_path: Path, version: ssl.TLSVersion
 ) -> None:
     authority, newer = certificates.Authority(), certificates.Authority()
@@ -309,9 +309,7 @@ async def test_a_port_in_use_is_said_by_the_settings_name(engine: Engine, chat: 
 
 
 @pytest.mark.hostile
-async def test_metrics_are_not_for_everybody_who_has_a_key(
-    engine: Engine, chat: ChatText, key_file: str, tmp_path: Path
-) -> None:
+async def test_metrics_are_not_for_every_key(engine: Engine, chat: ChatText, key_file: str, tmp_path: Path) -> None:
     headers = {"authorization": f"Bearer {KEY}"}
     async with serving_http(engine, chat, api_key_file=key_file) as handle, http_client(handle) as client:
         answer = await client.get(site(handle) + METRICS, headers=headers)
@@ -328,7 +326,7 @@ async def test_metrics_show_what_is_there_now(engine: Engine, server: ServerHand
             engine.close_session(sessions.pop())
 
 
-async def test_metrics_show_the_engine_and_who_still_comes_this_way(server: ServerHandle) -> None:
+async def test_metrics_show_the_engine_and_the_requests_over_http(server: ServerHandle) -> None:
     async with http_client(server) as client:
         await client.post(COMPLETIONS, json=asking())
         await client.post(COMPLETIONS, json=asking(top_k=1))

@@ -76,7 +76,7 @@ async def test_an_answer_is_that_of_a_session_with_the_rendered_ids(
     assert choice.message.content == shown(said)
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
-    # Logprobs tell tokens apart that have no text.
+    # Logprobs distinguish tokens that have no text.
     assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx(logprobs[: len(said)], abs=1e-5)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == len(token_ids)
@@ -101,7 +101,7 @@ async def test_a_stream_says_what_the_whole_answer_says(client: openai.AsyncOpen
     assert chunks[0].id != whole.id
 
 
-async def test_a_stream_tells_its_usage_only_if_asked(client: openai.AsyncOpenAI) -> None:
+async def test_a_stream_reports_its_usage_only_if_asked(client: openai.AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3, stream=True)
     chunks = [chunk async for chunk in stream]
     assert all(chunk.usage is None for chunk in chunks)

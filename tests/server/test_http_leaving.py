@@ -94,7 +94,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine, str], asyncio.E
     return called
 
 
-async def test_who_waits_when_the_server_gives_up_on_its_engine_hears_why(
+async def test_a_request_that_waits_when_the_server_gives_up_on_its_engine_gets_the_reason(
     engine: Engine, chat: ChatText, called: Callable[[Engine, str], asyncio.Event]
 ) -> None:
     async with serving_http(engine, chat) as server, http_client(server) as client:
@@ -158,7 +158,7 @@ async def calling(server: ServerHandle) -> AsyncIterator[Caller]:
 @pytest.mark.parametrize(
     "begun", [b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Slow: "], ids=["silent", "slow"]
 )
-async def test_who_connects_and_never_finishes_asking_is_hung_up_on(
+async def test_a_connection_that_never_finishes_its_request_is_closed(
     server: ServerHandle, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.05)
@@ -167,7 +167,7 @@ async def test_who_connects_and_never_finishes_asking_is_hung_up_on(
         assert await caller.is_hung_up()
 
 
-async def test_who_asked_before_is_hung_up_on_in_the_middle_of_the_next_question(
+async def test_a_reused_connection_that_never_finishes_its_next_request_is_closed(
     server: ServerHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.05)
@@ -178,7 +178,7 @@ async def test_who_asked_before_is_hung_up_on_in_the_middle_of_the_next_question
         assert await caller.is_hung_up()
 
 
-async def test_who_waits_for_an_answer_is_not_hung_up_on(
+async def test_a_connection_that_waits_for_an_answer_is_not_closed(
     engine: Engine, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.001)
@@ -187,7 +187,7 @@ async def test_who_waits_for_an_answer_is_not_hung_up_on(
     assert answer.usage.completion_tokens == 400
 
 
-NOBODY = UnauthenticatedPeers(KeyRing(), most=10, most_of_address=0, clock=lambda: 0.0)
+NO_PEERS = UnauthenticatedPeers(KeyRing(), most=10, most_of_address=0, clock=lambda: 0.0)
 MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: %s\r\n\r\n"
 
 
@@ -231,7 +231,7 @@ async def test_a_client_that_leaves_its_stream_frees_the_engine_within_a_step(
     await stream.close()
     assert await left_nothing(engine)
     assert ended(engine, "closed") == 1
-    # A token whose step was over may still have been on its way when the session was closed.
+    # A token whose step was over may still have been in flight when the session was closed.
     assert generated(engine) - tokens_at_close[0] <= 1
 
 
@@ -367,7 +367,7 @@ async def test_requests_that_never_get_on_keep_others_out_only_while_they_are_th
             assert status == 200
 
 
-async def test_who_holds_every_place_keeps_no_other_owner_out(chat: ChatText, tmp_path: Path) -> None:
+async def test_an_owner_that_holds_every_place_keeps_no_other_owner_out(chat: ChatText, tmp_path: Path) -> None:
     keys = [letter * 32 for letter in "ab"]
     (tmp_path / "keys").write_text("\n".join(keys), encoding="utf-8")
     with tiny_engine(max_running=1, max_queued=1) as engine:
@@ -462,7 +462,7 @@ async def test_a_client_that_does_not_read_loses_its_session(
         now=lambda: 0.0,
         given_up=asyncio.get_running_loop().create_future(),
     )
-    app = create_app(desk, KeyRing(), Address(host="127.0.0.1", port=0, is_loopback=True), State(), NOBODY)
+    app = create_app(desk, KeyRing(), Address(host="127.0.0.1", port=0, is_loopback=True), State(), NO_PEERS)
     body = json.dumps({**FOREVER, "stream": True}).encode()
     coming: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[str] = []

@@ -1,4 +1,4 @@
-"""Over HTTP one owner's texts, and a hostile tokenizer or template, delay and break nothing of anybody else's."""
+"""Over HTTP one owner's texts, and a hostile tokenizer or template, delay and break nothing of another's."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ async def test_slow_owners_share_all_places_but_one() -> None:
 
     tasks = [asyncio.create_task(turns.run(owner, hold)) for owner in "abc"]
     assert await asyncio.to_thread(at_work.acquire, timeout=30.0)
-    # However many owners are slow, there is a place for one who is not.
+    # However many owners are slow, there is a place for one that is not.
     await asyncio.wait_for(turns.run("d", lambda _place: None), 30.0)
     assert not at_work.acquire(blocking=False)
     let_go.set()
@@ -169,7 +169,7 @@ async def test_slow_owners_share_all_places_but_one() -> None:
     turns.close()
 
 
-async def test_who_waits_too_long_is_reported_to_come_later_and_leaves_no_place_taken() -> None:
+async def test_a_request_that_waits_too_long_is_refused_and_leaves_no_place_taken() -> None:
     turns = Turns(1, max_wait_seconds=0.05)
     let_go = threading.Event()
     held = asyncio.create_task(turns.run("a", lambda _place: let_go.wait(30.0)))

@@ -25,7 +25,7 @@ MESSAGES = (
     {"role": "assistant", "content": "Hi"},
     {"role": "user", "content": "Again"},
 )
-# What templates of known models do, each in its own way.
+# What templates of known models do.
 IDIOMS = {
     "loops": "{%- for m in messages %}\n  {%- if loop.first %}{% continue %}{% endif %}{{ m.content }}\n{%- endfor %}",
     "namespace": "{% set n = namespace(s='') %}{% for m in messages %}{% set n.s = n.s ~ m.role %}{% endfor %}{{n.s}}",

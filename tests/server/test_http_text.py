@@ -1,4 +1,4 @@
-"""Ids to text piece by piece, and text up to a stop string: the same whatever way it is cut."""
+"""Ids to text piece by piece, and text up to a stop string: the same however it is cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that stalls, runs out of memory or gives nonsense: who hears of it, what is kept, and that others go on."""
+"""An engine that stalls, runs out of memory or gives nonsense: errors, what is kept, and that others go on."""
 
 import asyncio
 import signal
@@ -123,7 +123,7 @@ async def test_want_of_memory_in_one_step_leaves_sessions_of_other_steps_alone(
 async def test_want_of_memory_again_and_again_is_not_a_sick_device(
     engine: Engine, client: Client, script: Script
 ) -> None:
-    """Or one client with too large a request would take the server away from everybody."""
+    """Else one client with too large a request would take the server away from all."""
     session_id = await client.open((*HISTORY, POISON))
     script.faults[POISON] = (Fault.OUT_OF_MEMORY, None)
     for _ in range(5):
@@ -131,7 +131,7 @@ async def test_want_of_memory_again_and_again_is_not_a_sick_device(
         assert engine.is_alive()
 
 
-async def test_rows_that_cannot_even_be_wiped_are_dropped_all_the_same(
+async def test_entries_that_cannot_be_zeroed_are_dropped(
     client: Client, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     history = (*HISTORY, POISON)
@@ -183,7 +183,7 @@ def test_what_the_allocator_of_the_cpu_says_is_known() -> None:
 # -- nonsense -----------------------------------------------------------------------------------------------------
 
 
-async def test_logits_that_are_not_finite_end_their_generate_alone_and_drop_its_rows(
+async def test_logits_that_are_not_finite_end_their_generate_alone_and_drop_its_entries(
     engine: Engine, client: Client, script: Script
 ) -> None:
     history = (*HISTORY, POISON)
@@ -197,10 +197,10 @@ async def test_logits_that_are_not_finite_end_their_generate_alone_and_drop_its_
     assert (info.history_length, info.cached_token_count, info.kv_live_bytes) == (len(history), 0, 0)
     kv = kv_of(engine, session_id)
     for group in kv.groups:
-        rows = torch.from_numpy(
+        vectors = torch.from_numpy(
             (group.starts[:, None] + group.region_offsets(np.arange(group.layout.region))).reshape(-1)
         )
-        assert not group.buffer.keys[rows].any() and not group.buffer.values[rows].any()
+        assert not group.buffer.keys[vectors].any() and not group.buffer.values[vectors].any()
     assert await generated(client, session_id) == expected[1]
 
 
@@ -300,7 +300,9 @@ async def test_an_engine_whose_thread_has_ended_is_stalled(engine: Engine, clock
     assert watchdog.look()
 
 
-async def test_calls_that_run_when_the_server_gives_up_hear_why(engine: Engine, script: Script, clock: Clock) -> None:
+async def test_calls_that_run_when_the_server_gives_up_get_the_reason(
+    engine: Engine, script: Script, clock: Clock
+) -> None:
     async with (
         serving(engine) as handle,
         connected(handle) as client,

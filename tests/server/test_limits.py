@@ -1,4 +1,4 @@
-"""What one client may take: calls, connections, bytes. Everybody else goes on."""
+"""What one client may take: calls, connections, bytes. All others go on."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from tests.server.wire import HISTORY, Client, connected, held, read_rest, refus
 pytestmark = pytest.mark.hostile
 
 ALICE, BOB = "alice-" + "a" * 32, "bob-" + "b" * 32
-# Channels of one process to one target share their connection unless they are told not to.
+# Channels of one process to one target share their connection unless an option forbids it.
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 
@@ -167,7 +167,7 @@ async def test_headers_are_taken_up_to_a_limit_of_bytes_and_32_more_for_each(eng
 
 
 def padded(size: int) -> bytes:
-    """That many bytes: an unknown field, which everybody has to skip, its tag, its length, and the rest."""
+    """That many bytes: an unknown field, which every reader has to skip, its tag, its length, and the rest."""
     padding = size - 5
     length = bytes((padding & 0x7F | 0x80, padding >> 7 & 0x7F | 0x80, padding >> 14))
     return b"\xfa\x7f" + length + bytes(padding)

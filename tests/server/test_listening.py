@@ -161,7 +161,7 @@ async def test_metrics_are_for_this_machine_only(engine: Engine) -> None:
 
 async def test_metrics_count_calls_by_method_and_code_and_name_no_session(engine: Engine) -> None:
     async with serving(engine, metrics_bind="127.0.0.1:0") as handle, connected(handle) as client:
-        session_id = await client.open(client_label="a-label-nobody-may-see")
+        session_id = await client.open(client_label="a-secret-label")
         await client.generate(session_id)
         await refused(client.append("unknown", [1]))
         page = await asyncio.to_thread(fetch, f"http://{handle.metrics_target}/metrics")
@@ -181,7 +181,7 @@ async def test_metrics_count_calls_by_method_and_code_and_name_no_session(engine
     ):
         assert f"# HELP {name} " in page
     assert session_id not in page
-    assert "a-label-nobody-may-see" not in page
+    assert "a-secret-label" not in page
     assert "_created" not in page
 
 
@@ -223,12 +223,12 @@ async def test_no_token_label_key_or_session_id_reaches_the_log(
     caplog.set_level("INFO")
     metadata = [("authorization", f"Bearer {KEY}")]
     async with serving(engine, api_key_file=key_file) as handle, connected(handle, metadata=metadata) as client:
-        session_id = await client.open([101, 103, 107], client_label="a-label-nobody-may-see")
+        session_id = await client.open([101, 103, 107], client_label="a-secret-label")
         await client.generate(session_id)
         await refused(client.append(session_id, [2**32 - 1]))
         endless = await client.open_endless()
         stream = client.stream(pb.GenerateRequest(session_id=endless, max_tokens=1000))
         await stream.read()
         stream.cancel()
-    for secret in (KEY, session_id, "a-label-nobody-may-see", "4294967295", "101, 103"):
+    for secret in (KEY, session_id, "a-secret-label", "4294967295", "101, 103"):
         assert secret not in caplog.text

@@ -1,4 +1,4 @@
-"""The log: two formats, hashes by which to find a session or a call, and nothing that anybody said."""
+"""The log: two formats, hashes by which to find a session or a call, and no text or token ids."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_is_logged_within_a_call_is_about_that_call() -> None:
     assert before.keys() == after.keys()
 
 
-def test_a_tag_can_be_worked_out_by_whoever_knows_the_id() -> None:
+def test_a_tag_can_be_computed_from_the_id() -> None:
     assert tag("abc") == tag(b"abc") == "ba7816bf8f01"
 
 
@@ -100,7 +100,7 @@ def test_the_root_logger_is_left_as_it_was() -> None:
     assert (list(root.handlers), root.level) == before
 
 
-def test_a_reader_who_does_not_read_stops_nobody_and_learns_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_does_not_read_stops_no_writer_and_learns_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "_QUEUED_LINES", 10)
     may_write, is_writing = threading.Event(), threading.Event()
 
@@ -126,7 +126,7 @@ def test_a_stream_that_is_closed_ends_the_log_and_nothing_else() -> None:
     stream = io.StringIO()
     with written("text", stream):
         stream.close()
-        log.info("to nobody")
+        log.info("to no reader")
 
 
 @pytest.mark.hostile
@@ -186,13 +186,13 @@ async def test_nothing_that_a_client_said_is_in_the_log(kind: str, tmp_path: Any
             serving(engine, api_key_file=str(key_file)) as handle,
             connected(handle, metadata=[("authorization", f"Bearer {KEY}")]) as client,
         ):
-            session_id = await client.open(rare, client_label="a-label-nobody-may-see")
+            session_id = await client.open(rare, client_label="a-secret-label")
             assert (await refused(client.generate(session_id))).reason == "INTERNAL INTERNAL"
             said = await client.generate(session_id, 4)
             await refused(client.append(session_id, [987654]))
             await refused(client.append("an-id-that-is-none", [1]))
     text = stream.getvalue()
     assert "incident" in text and tag(session_id) in text
-    for secret in (KEY, "a-label-nobody-may-see", session_id, "987654", "an-id-that-is-none", str(rare)[1:-1]):
+    for secret in (KEY, "a-secret-label", session_id, "987654", "an-id-that-is-none", str(rare)[1:-1]):
         assert secret not in text
     assert str(said)[1:-1] not in text

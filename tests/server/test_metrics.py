@@ -1,4 +1,4 @@
-"""Every instrument is moved by something that happens, and no label says who it happened to."""
+"""Every instrument is moved by something that happens, and no label names an owner or a session."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def an_ordinary_day(seen: Seen) -> None:
             request = pb.AppendTokensRequest(session_id=session_id, token_ids=[1], request_id=os.urandom(16))
             for _ in range(2):
                 await client.call("AppendTokens", request)
-            await refused(client.append("nobody's", [1]))
+            await refused(client.append("unknown", [1]))
             await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
             with held(engine):
                 seen.look(engine)  # a Generate runs
@@ -148,7 +148,7 @@ async def drafting(seen: Seen) -> None:
 
 
 async def a_fork_that_outlives_its_parent(seen: Seen) -> None:
-    """It goes on reading rows of the parent's, which are kept for it: where no row ever leaves, so without windows."""
+    """It reads entries of the parent's, which are kept for it: only without windows, where none is evicted."""
     with tiny_engine(windowed=False) as engine:
         seen.begin(engine)
         parent = engine.create_session().session_id
@@ -229,7 +229,7 @@ async def a_log_on_a_full_disk(seen: Seen) -> None:
 
 
 async def unauthenticated(seen: Seen) -> None:
-    """Two connections where there is room for one, and nobody has asked for anything yet."""
+    """Two connections where there is room for one, and no call came yet."""
     with tiny_engine() as engine:
         seen.begin(engine)
         async with serving_http(engine, tiny_chat(), max_connections=1) as handle:
@@ -245,7 +245,7 @@ async def unauthenticated(seen: Seen) -> None:
 
 
 async def test_every_instrument_is_moved_by_something_that_happens() -> None:
-    """No instrument is there that nobody sets."""
+    """Every instrument is set."""
     seen = Seen()
     scenarios: tuple[Scenario, ...] = (
         an_ordinary_day,
@@ -281,7 +281,7 @@ KNOWN_LABELS: dict[str, set[str]] = {
 }
 
 
-async def test_labels_come_from_small_fixed_sets_whoever_calls() -> None:
+async def test_labels_come_from_small_fixed_sets_whatever_the_caller() -> None:
     """Twenty sessions, owners and labels later there are as many time series as after two."""
     with tiny_engine() as engine:
         async with serving(engine) as handle, connected(handle) as client:
@@ -349,7 +349,7 @@ def test_the_parts_of_a_step_add_up_to_the_step() -> None:
 
 
 async def test_a_step_is_mostly_its_forward_where_the_forward_takes_long() -> None:
-    """The share outside the model can be read: here the device sleeps in the forward, for far longer than the rest."""
+    """The share outside the model can be read: here the device waits in the forward, for far longer than the rest."""
     with scripted_engine(script=Script(step_seconds=0.05)) as engine:
         session = engine.create_session()
         engine.append(session.session_id, HISTORY)
@@ -404,7 +404,7 @@ def test_what_was_lost_is_counted_once_when_several_look_at_the_same_time(monkey
         def items(self) -> Any:
             yield from super().items()
             with contextlib.suppress(threading.BrokenBarrierError):
-                both.wait(0.5)  # for the other one, who has counted the same by now, or is kept out
+                both.wait(0.5)  # for the other one, which has counted the same by now, or is kept out
 
     monkeypatch.setattr("inference_engine.metrics.lost_lines", lambda: Lost({**before, "queue": before["queue"] + 3}))
     lookers = [threading.Thread(target=metrics.look) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""What one owner can learn of another from the numbers that the server tells: nothing exact."""
+"""What one owner can learn of another from the numbers that the server reports: nothing exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing done to a session at the cap keeps the event loop or the engine's thread for long: everybody waits for them.
+"""No call on a session at the cap occupies the event loop or the engine's thread for long: all sessions share them.
 
 Counted is the processor time of the thread, so that a machine that is busy with something else fails nothing.
 """
@@ -9,10 +9,12 @@ import asyncio
 import functools
 import gc
 import math
+import multiprocessing
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,18 +114,31 @@ def fill(engine: Engine, session_id: str, tokens: int) -> None:
             session.record(journal_of(engine), ids[:missing], Mark.APPENDED)
 
 
-async def test_no_call_on_a_session_at_the_cap_keeps_anybody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_call_on_a_session_at_the_cap_keeps_anybody_waiting() -> None:
+    # In a process of its own, as a server is: what freeing memory takes depends on all that a process did before.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        longest = process.submit(longest_pauses).result(timeout=240)
+    assert {"event loop", "engine: begin", "engine: settle", "engine: expire"} <= set(longest)
+    too_long = {what: seconds for what, seconds in longest.items() if seconds > MOST_SECONDS}
+    assert not too_long, f"seconds of processor time, the least of {TRIES} tries: {too_long}"
+
+
+def longest_pauses() -> dict[str, float]:
+    """The longest that each thread was kept by each kind of work, in the try where it took the least."""
     quickest = Watch()
     for _ in range(TRIES):
-        with scripted_engine() as engine, server_thread(engine) as target:
-            async with grpc.aio.insecure_channel(target) as channel:
-                with watching(monkeypatch) as watch:
-                    await use(Client(channel), engine)
-        assert {"event loop", "engine: begin", "engine: settle", "engine: expire"} <= set(watch.longest)
-        quickest.keep_shortest(watch)
+        quickest.keep_shortest(asyncio.run(watched_use()))
         if not quickest.too_long():
-            return
-    raise AssertionError(f"seconds of processor time, the least of {TRIES} tries: {quickest.too_long()}")
+            break
+    return quickest.longest
+
+
+async def watched_use() -> Watch:
+    with pytest.MonkeyPatch.context() as monkeypatch, scripted_engine() as engine, server_thread(engine) as target:
+        async with grpc.aio.insecure_channel(target) as channel:
+            with watching(monkeypatch) as watch:
+                await use(Client(channel), engine)
+        return watch
 
 
 async def use(client: Client, engine: Engine) -> None:
@@ -166,7 +181,7 @@ def test_what_a_decode_step_does_with_a_history_at_the_cap_is_short() -> None:
             "draft": lambda _: drafter.propose([Wanted(None, history, 16)]) if drafter.method(history) else None,
             "record": lambda _: session.record(journal_of(engine), history[-1:], Mark.GENERATED),
             "pending": lambda _: (session.pending_ids(512), session.pending_generated(512)),
-            "tell": lambda _: history.ids(end - 256, end).tolist(),
+            "report": lambda _: history.ids(end - 256, end).tolist(),
             "penalty": lambda _: history.seen(engine.info().facts.vocab_size),
             "room": lambda _: store_of(engine).history_room(session),
         }

@@ -94,7 +94,7 @@ async def insist_on_tokens(line: Middle, request: pb.GenerateRequest) -> tuple[l
 async def conversation(
     line: Middle, request_id: bytes, strategy: str, sampling: str
 ) -> tuple[str, list[Any], list[int]]:
-    """Some turns, every call with an id and as often as it takes. Session, tokens, and the lengths that were told."""
+    """Some turns, every call with an id and as often as it takes. Session, tokens, and the reported lengths."""
     create = pb.CreateSessionRequest(strategy=STRATEGIES[strategy], request_id=request_id)
     opened = await insist(line, "CreateSession", create)
     tokens: list[Any] = []
@@ -122,7 +122,7 @@ async def test_over_a_line_that_breaks_a_conversation_is_what_it_is_over_a_calm_
     async with open_middle(server.target, fates) as broken, open_middle(server.target) as calm:
         _, expected, lengths = await conversation(calm, ONE, strategy, sampling)
         session_id, tokens, reported = await conversation(broken, OTHER, strategy, sampling)
-        assert 2 * TURNS < broken.acted < broken.calls < ATTEMPTS, "none was spared for want of fates"
+        assert 2 * TURNS < broken.acted < broken.calls < ATTEMPTS, "none was spared because fates ran out"
     assert reported == lengths
     assert [token.position for token in tokens] == [token.position for token in expected]
     assert [token.token_id for token in tokens] == [token.token_id for token in expected]
@@ -275,7 +275,7 @@ async def test_a_client_that_asks_again_at_once_need_not_wait_for_the_old_stream
     assert given == await client.generate(await client.open_endless(), len(given))
 
 
-async def test_when_somebody_wrote_behind_it_a_stopped_generate_does_not_go_on(engine: Engine, client: Client) -> None:
+async def test_a_stopped_generate_does_not_go_on_after_another_append(engine: Engine, client: Client) -> None:
     session_id = await client.open_endless()
     stream, _ = await started(client, session_id, 3)
     stream.cancel()
@@ -314,7 +314,7 @@ async def test_a_client_that_did_not_read_is_reported_where_it_was_and_gets_the_
         details = await refused(read_rest(stream, into=shown))
         assert details.reason == "RESOURCE_EXHAUSTED SLOW_CONSUMER"
         assert details.error_info is not None
-        # Where sending stopped; what was on its way then may have come since.
+        # Where sending stopped; what was in flight then may have come since.
         assert len(HISTORY) < int(details.error_info.metadata["position"]) <= len(HISTORY) + len(shown)
         assert details.retry_info is not None  # it may come again at once
         request.resume_from = len(HISTORY) + len(shown)

@@ -42,7 +42,7 @@ EXAMPLES = {
 
 
 def kinds(base: type[RequestError] = RequestError) -> Iterator[type[RequestError]]:
-    """Those that gRPC may have to tell; the HTTP shim has more of its own."""
+    """Those that gRPC may have to report; the HTTP shim has more of its own."""
     for kind in base.__subclasses__():
         if not kind.__module__.startswith("inference_engine.server.http"):
             yield kind

@@ -125,9 +125,7 @@ async def test_with_keys_the_key_names_the_owner_whatever_the_certificate(
         assert (await refused(without.length(session_id))).reason == "UNAUTHENTICATED UNAUTHENTICATED"
 
 
-async def test_an_authority_that_was_taken_out_lets_nobody_new_in(
-    engine: Engine, authority: Authority, tmp_path: Path
-) -> None:
+async def test_a_removed_authority_lets_no_new_client_in(engine: Engine, authority: Authority, tmp_path: Path) -> None:
     credentials, newer = authority.credentials(authority.client("alice")), Authority()
     async with serving(engine, **authority.settings(tmp_path, asks_clients=True)) as handle:
         async with encrypted(handle, credentials) as client:
@@ -152,7 +150,7 @@ async def test_the_sdk_shows_its_certificate(engine: Engine, authority: Authorit
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
-async def test_beyond_loopback_plaintext_needs_a_word_of_its_own(
+async def test_beyond_loopback_plaintext_needs_a_setting_of_its_own(
     engine: Engine, key_file: str, address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings: dict[str, Any] = {"bind": address, "api_key_file": key_file}
@@ -166,7 +164,9 @@ async def test_beyond_loopback_plaintext_needs_a_word_of_its_own(
             assert (await refused(Client(channel).open())).reason == "UNAUTHENTICATED UNAUTHENTICATED"
 
 
-async def test_nothing_lets_everybody_in_beyond_loopback(engine: Engine, authority: Authority, tmp_path: Path) -> None:
+async def test_no_setting_admits_callers_without_keys_beyond_loopback(
+    engine: Engine, authority: Authority, tmp_path: Path
+) -> None:
     for settings in ({"allow_plaintext": True}, authority.settings(tmp_path)):
         with pytest.raises(ConfigError, match="can be reached from other machines"):
             await start_server(engine, ServerConfig(bind="0.0.0.0:0", **settings))

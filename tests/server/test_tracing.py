@@ -120,7 +120,7 @@ async def test_one_generate_is_one_tree_under_the_clients_span(engine: Engine, r
 
 
 def test_the_parts_of_a_generate_follow_each_other_without_a_gap(engine: Engine, recorded: Recorded) -> None:
-    """A strategy that sleeps wakes first."""
+    """An idle session wakes first."""
     session_id = engine.create_session(strategy=parse_strategy("restored:sink=4,window=16")).session_id
     engine.append(session_id, [token % 128 for token in range(100)])
     assert list(engine.generate(session_id, GenerateParams(max_tokens=3)))
@@ -224,7 +224,7 @@ async def test_a_traceparent_that_is_none_begins_a_trace_of_its_own(
         assert f"{span.context.trace_id:032x}" != TRACE_ID
 
 
-async def test_who_is_not_let_in_leaves_no_span(recorded: Recorded, tmp_path: Any) -> None:
+async def test_a_call_that_is_not_let_in_leaves_no_span(recorded: Recorded, tmp_path: Any) -> None:
     key_file = tmp_path / "keys"
     key_file.write_text("a-key-that-is-long-enough-0123456789\n", encoding="utf-8")
     with tiny_engine(tracing=Tracing(recorded.tracer)) as engine:
@@ -268,7 +268,7 @@ async def test_the_python_sdk_hands_its_span_on(engine: Engine, recorded: Record
     assert trace.get_current_span().get_span_context().is_valid is False
 
 
-# -- on their way out -------------------------------------------------------------------------------------------------
+# -- leaving ----------------------------------------------------------------------------------------------------------
 
 
 class Collector:

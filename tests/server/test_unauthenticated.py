@@ -86,7 +86,7 @@ def test_half_of_all_connections_are_not_for_unauthenticated_peers() -> None:
     assert door.to_drop() == []
 
 
-def test_beyond_what_an_address_may_have_unauthenticated_peers_go_first_and_then_who_came_last() -> None:
+def test_beyond_the_limit_of_an_address_unauthenticated_peers_go_first_and_then_the_newest() -> None:
     door = door_with(Clock(), most_of_address=10)
     known = opened(door, 8)
     for peer in known:
@@ -109,7 +109,7 @@ def test_an_unauthenticated_peer_is_refused_so_often_and_an_owner_without_end() 
     assert not any(door.refused(owner) for _ in range(10 * MOST_REFUSALS))
 
 
-def test_whose_key_was_taken_back_is_an_unauthenticated_peer_again(tmp_path: Path) -> None:
+def test_a_peer_whose_key_was_removed_is_unauthenticated_again(tmp_path: Path) -> None:
     write(tmp_path / "keys", ALICE, BOB)
     door = door_with(Clock(), keys=KeyRing.from_file(str(tmp_path / "keys")))
     first, second = opened(door, 2)
@@ -120,7 +120,9 @@ def test_whose_key_was_taken_back_is_an_unauthenticated_peer_again(tmp_path: Pat
     assert not any(door.refused(second) for _ in range(2 * MOST_REFUSALS))
 
 
-def test_a_connection_of_several_owners_is_known_until_the_last_of_their_keys_is_taken_back(tmp_path: Path) -> None:
+def test_a_connection_of_several_owners_is_authenticated_until_the_last_of_their_keys_is_removed(
+    tmp_path: Path,
+) -> None:
     write(tmp_path / "keys", ALICE, BOB)
     door = door_with(Clock(), keys=KeyRing.from_file(str(tmp_path / "keys")))
     (proxy,) = opened(door, 1)
@@ -128,7 +130,7 @@ def test_a_connection_of_several_owners_is_known_until_the_last_of_their_keys_is
         door.accepted(proxy, digest(key))
     write(tmp_path / "keys", BOB)
     assert not any(door.refused(proxy) for _ in range(2 * MOST_REFUSALS))
-    write(tmp_path / "keys", ALICE)  # put back; nobody has shown it since
+    write(tmp_path / "keys", ALICE)  # put back; no call has shown it since
     assert len(door) == 0
     door.to_drop()
     assert len(door) == 1
@@ -136,7 +138,7 @@ def test_a_connection_of_several_owners_is_known_until_the_last_of_their_keys_is
     assert len(door) == 0
 
 
-def test_connections_of_a_key_that_was_taken_back_give_way_like_new_ones_though_nobody_calls(tmp_path: Path) -> None:
+def test_connections_of_a_removed_key_are_dropped_like_new_ones_though_no_call_comes(tmp_path: Path) -> None:
     write(tmp_path / "keys", ALICE, BOB)
     clock = Clock()
     door = door_with(clock, keys=KeyRing.from_file(str(tmp_path / "keys")))
@@ -150,7 +152,7 @@ def test_connections_of_a_key_that_was_taken_back_give_way_like_new_ones_though_
     assert door.to_drop() == peers[:5]
 
 
-def test_a_call_that_came_in_with_a_key_that_is_taken_back_makes_no_connection_known(tmp_path: Path) -> None:
+def test_a_call_with_a_key_that_is_removed_meanwhile_authenticates_no_connection(tmp_path: Path) -> None:
     write(tmp_path / "keys", ALICE, BOB)
     door = door_with(Clock(), keys=KeyRing.from_file(str(tmp_path / "keys")))
     (peer,) = opened(door, 1)
@@ -192,7 +194,7 @@ def test_an_ipv4_address_is_one_however_it_is_written() -> None:
     assert not door.refused(("::ffff:10.0.0.2", 60_000))
 
 
-def test_an_unauthenticated_peer_who_comes_back_again_and_again_is_dropped_at_once_and_others_are_not() -> None:
+def test_an_unauthenticated_peer_that_reconnects_repeatedly_is_dropped_at_once_and_others_are_not() -> None:
     clock = Clock()
     door = door_with(clock)
     for port in range(ADDRESS_REFUSALS + 50):

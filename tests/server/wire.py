@@ -138,10 +138,10 @@ async def until_free(engine: Engine, session_id: str) -> None:
     """Returns once no operation holds the session."""
     loop, is_free = asyncio.get_running_loop(), asyncio.Event()
 
-    def tell() -> None:
+    def notify() -> None:
         loop.call_soon_threadsafe(is_free.set)
 
-    engine.when_free(session_id, tell)
+    engine.when_free(session_id, notify)
     await is_free.wait()
 
 

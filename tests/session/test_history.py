@@ -199,7 +199,7 @@ def test_a_fork_of_a_long_history_holds_next_to_nothing_until_it_grows() -> None
 
 
 def test_memory_of_histories_that_ended_is_never_more_than_it_was_before() -> None:
-    """Though nobody tidies up: each new leaf frees two old ones."""
+    """Without any other cleaning: each new leaf frees two old ones."""
     holdings, leaves = Holdings(), Leaves()
     ids, most = some(BRANCH_TOKENS), 0
     for _ in range(5):
@@ -214,7 +214,7 @@ def test_memory_of_histories_that_ended_is_never_more_than_it_was_before() -> No
     assert most <= 1.01 * alone.nbytes
 
 
-def test_a_history_that_ended_says_so_to_who_reads_and_holds_nothing() -> None:
+def test_reading_a_history_that_ended_is_an_error_and_it_holds_nothing() -> None:
     history = History()
     history.extend(some(BRANCH_TOKENS + 10), Mark.APPENDED)
     history.release()
@@ -233,7 +233,7 @@ def test_a_stretch_says_what_its_history_said_and_counts_until_it_is_given_up(
         history, ids = History(holdings, leaves), some(length).tolist()
         history.extend(array(ids), Mark.APPENDED)
         stretch = Stretch(history, start, stop)
-        history.extend(array(ids), Mark.APPENDED)  # nobody writes into it
+        history.extend(array(ids), Mark.APPENDED)  # no other code writes into it
         history.release()
         assert holdings.tokens == stop - start
         first = data.draw(st.integers(start, stop))

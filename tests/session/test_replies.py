@@ -34,7 +34,7 @@ def replies(clock: Clock, *, most_per_session: int = 4) -> Replies[str]:
     return Replies(clock, most_per_session=most_per_session, keep_seconds=KEEP_SECONDS)
 
 
-def test_a_call_without_an_id_is_nobodys() -> None:
+def test_a_call_without_an_id_is_not_remembered() -> None:
     kept = replies(Clock())
     assert identify(b"", "content", owner="me") is None
     kept.remember(None, "reply", session_id="s")
@@ -147,7 +147,7 @@ def test_what_came_to_nothing_is_forgotten() -> None:
     assert len(kept) == 0
 
 
-def test_an_owner_who_opens_and_closes_without_end_is_bounded_and_displaces_nobody_else() -> None:
+def test_an_owner_that_opens_and_closes_without_end_is_bounded_and_displaces_no_other() -> None:
     kept = replies(Clock())
     kept.remember(call(1, owner="you"), "yours", session_id="your session")
     kept.session_ended("your session", "you")

@@ -29,12 +29,12 @@ def noise_of_all(keys: Tensor, vocab: int) -> Tensor:
 
 @triton.jit
 def _noise(p_keys, p_out, vocab, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    key = tl.load(p_keys + row).to(tl.uint64, bitcast=True)
+    index = tl.program_id(1).to(tl.int64)
+    key = tl.load(p_keys + index).to(tl.uint64, bitcast=True)
     o_id = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     b_bits = _mixed(_mixed(o_id.to(tl.uint64) * _GOLDEN) ^ key)
     b_uniform = ((b_bits >> _UNUSED_BITS).to(tl.int64).to(tl.float64) + 0.5) * _STEP
-    tl.store(p_out + row * vocab + o_id, -tl.log(-tl.log(b_uniform)), mask=o_id < vocab)
+    tl.store(p_out + index * vocab + o_id, -tl.log(-tl.log(b_uniform)), mask=o_id < vocab)
 
 
 @triton.jit

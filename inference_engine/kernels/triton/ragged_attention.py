@@ -1,13 +1,13 @@
 """`kernels/ragged_attention.py` in Triton: split over keys, then merged.
 
-A program serves one row, one KV head and one part of the slots; the query heads of the group share what it reads. The
-parts are merged by their log-sum-exp (Flash-Decoding: Dao et al., 2023). Of many rows most belong to a chunk of some
-prefill: they are cut into tiles, and where all rows of a tile look at one region, a program serves the tile.
+A program serves one query, one KV head and one part of the slots; the query heads of the group share what it reads. The
+parts are merged by their log-sum-exp (Flash-Decoding: Dao et al., 2023). Of many queries most belong to a chunk of some
+prefill: they are cut into tiles, and where all queries of a tile look at one region, a program serves the tile.
 
-    rows    a b c c | c c c c | c c c 0      tiles of four; the first and the last are served row by row
+    queries  a b c c | c c c c | c c c 0      tiles of four; the first and the last are served query by query
 
-Which tiles these are, and how far loops run, are numbers read on the device, so a launch depends on the number of rows
-alone and can be part of a CUDA graph. Sums are float32; float32 inputs are multiplied as float32, not in TF32.
+Which tiles these are, and how far loops run, are numbers read on the device, so a launch depends on the number of
+queries alone and can be part of a CUDA graph. Sums are float32; float32 inputs are multiplied as float32, not in TF32.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 from inference_engine.kernels.ragged_attention import FIELDS
 from inference_engine.kernels.triton.region_blocks import choose_blocks
 
-_PROGRAMS = 256  # enough to fill a GPU; fewer rows are split into more parts
+_PROGRAMS = 256  # enough to fill a GPU; fewer queries are split into more parts
 _MOST_SPLITS = 32
 _SOME_SPLITS = 8
 _LEAST = 16  # rows and columns that a matrix product of Triton has at least
-_FEW_ROWS = 64  # up to these many, each is likely to look at a region of its own
+_FEW_QUERIES = 64  # up to these many, each is likely to look at a region of its own
 
 
 def attend_ragged(
@@ -39,20 +39,20 @@ def attend_ragged(
     blocks: int = 0,
 ) -> Tensor:
     """See `RaggedAttention`."""
-    rows, query_heads, head_dim = queries.shape
+    query_count, query_heads, head_dim = queries.shape
     group = query_heads // kv_heads
     width = max(_LEAST, triton.next_power_of_2(head_dim))
     is_narrow = width * queries.element_size() <= 256
     block_q = 64 if is_narrow and queries.element_size() == 2 else 32
-    tile = 1 if rows <= _FEW_ROWS else max(1, block_q // group)
-    tiles = triton.cdiv(rows, tile)
+    tile = 1 if query_count <= _FEW_QUERIES else max(1, block_q // group)
+    tiles = triton.cdiv(query_count, tile)
     if tile == 1:
-        splits = min(_MOST_SPLITS, triton.next_power_of_2(max(1, _PROGRAMS // (rows * kv_heads))))
+        splits = min(_MOST_SPLITS, triton.next_power_of_2(max(1, _PROGRAMS // (query_count * kv_heads))))
     else:  # one of two numbers: each is a kernel that has to be compiled
         splits = _SOME_SPLITS if tiles * kv_heads < _PROGRAMS // 2 else 1
     queries, regions = queries.contiguous(), regions.contiguous()
-    parts = torch.empty((rows, query_heads, splits, head_dim), dtype=torch.float32, device=queries.device)
-    sums = torch.empty((rows, query_heads, splits), dtype=torch.float32, device=queries.device)
+    parts = torch.empty((query_count, query_heads, splits, head_dim), dtype=torch.float32, device=queries.device)
+    sums = torch.empty((query_count, query_heads, splits), dtype=torch.float32, device=queries.device)
     out = torch.empty_like(queries)
     block_g = max(_LEAST, triton.next_power_of_2(group))
     chosen = sums  # unused if no query selects blocks
@@ -69,14 +69,14 @@ def attend_ragged(
         "HAS_CAP": softcap is not None,
         "BLOCK_D": width,
     }
-    _attend_part[(rows, kv_heads, splits)](
+    _attend_part[(query_count, kv_heads, splits)](
         *tensors, chosen, *numbers, BLOCKS=blocks, BLOCK_G=block_g, BLOCK_S=64 if is_narrow else 32, **constants
     )
     if tile > 1:
         _attend_tile_part[(tiles, kv_heads, splits)](
-            *tensors, rows, *numbers, BLOCK_Q=block_q, BLOCK_S=block_q, **constants
+            *tensors, query_count, *numbers, BLOCK_Q=block_q, BLOCK_S=block_q, **constants
         )
-    _merge_parts[(rows * query_heads,)](parts, sums, out, SPLITS=splits, D=head_dim, BLOCK_D=width)
+    _merge_parts[(query_count * query_heads,)](parts, sums, out, SPLITS=splits, D=head_dim, BLOCK_D=width)
     return out
 
 
@@ -102,11 +102,11 @@ def _attend_part(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
     heads = tl.num_programs(1)
-    p_line = p_regions + row * FIELDS
+    p_line = p_regions + query * FIELDS
     start = tl.load(p_line)
     region = tl.load(p_line + 1)
     count = tl.load(p_line + 2)
@@ -126,7 +126,7 @@ def _attend_part(
     m_own = m_g
     if TILE > 1:
         # What a tile shares is left to the program that serves the tile.
-        o_first = row // TILE * TILE
+        o_first = query // TILE * TILE
         o_last = tl.minimum(o_first + TILE, tl.num_programs(0)) - 1
         is_shared = tl.load(p_regions + o_first * FIELDS) == tl.load(p_regions + o_last * FIELDS)
         # Padding queries look alike, and a real one may be between them.
@@ -140,7 +140,7 @@ def _attend_part(
 
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
-    o_q = ((row * heads + head) * GROUP + o_g)[:, None] * D + o_d[None, :]
+    o_q = ((query * heads + head) * GROUP + o_g)[:, None] * D + o_d[None, :]
     b_q = tl.load(p_queries + o_q, mask=m_g[:, None] & m_d[None, :], other=0.0)
 
     b_top = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
@@ -158,12 +158,12 @@ def _attend_part(
         m_seen = m_s & (position <= upto) & (position >= tl.where(in_sink, sink_floor, own_floor))
         m_read = m_s
         if BLOCKS > 0:
-            o_chosen = (row * heads + head) * BLOCKS + o_s // tl.maximum(block, 1)
+            o_chosen = (query * heads + head) * BLOCKS + o_s // tl.maximum(block, 1)
             m_distant = m_seen & (block > 0) & (o_s >= sink) & (o_s < local)
             m_seen = m_seen & (tl.load(p_chosen + o_chosen, mask=m_distant, other=1) != 0)
             m_read = m_seen
-        o_row = tl.where(o_s < begin, prefix, own) + o_s
-        o_kv = o_row[:, None] * D + o_d[None, :]
+        o_entry = tl.where(o_s < begin, prefix, own) + o_s
+        o_kv = o_entry[:, None] * D + o_d[None, :]
         m_kv = m_read[:, None] & m_d[None, :]
         b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
         b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
@@ -182,14 +182,14 @@ def _attend_part(
         b_top = b_new
 
     b_some = tl.where(b_sum > 0, b_sum, 1.0)
-    o_h = (row * heads + head) * GROUP + o_g
+    o_h = (query * heads + head) * GROUP + o_g
     o_part = (o_h * SPLITS + split)[:, None] * D + o_d[None, :]
     tl.store(p_parts + o_part, b_out / b_some[:, None], mask=m_own[:, None] & m_d[None, :])
     b_lse = tl.where(b_sum > 0, b_top + tl.log(b_some), float("-inf"))
     tl.store(p_sums + o_h * SPLITS + split, b_lse, mask=m_own)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["query_count"])
 def _attend_tile_part(
     p_queries,
     p_keys,
@@ -197,7 +197,7 @@ def _attend_tile_part(
     p_regions,
     p_parts,
     p_sums,
-    rows,
+    query_count,
     scaling,
     softcap,
     FIELDS: tl.constexpr,
@@ -210,12 +210,12 @@ def _attend_tile_part(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """As `_attend_part`, for the rows of a tile that look at one region: their lines differ only in what they see."""
+    """As `_attend_part`, for queries of a tile that look at one region: their lines differ only in what they see."""
     o_first = tl.program_id(0).to(tl.int64) * TILE
     head = tl.program_id(1)
     split = tl.program_id(2)
     heads = tl.num_programs(1)
-    o_last = tl.minimum(o_first + TILE, rows) - 1
+    o_last = tl.minimum(o_first + TILE, query_count) - 1
     p_line = p_regions + o_first * FIELDS
     start = tl.load(p_line)
     region = tl.load(p_line + 1)
@@ -227,14 +227,14 @@ def _attend_tile_part(
     begin = tl.load(p_line + 15)
     is_shared = (start == tl.load(p_regions + o_last * FIELDS)) & (count > 0) & (tl.load(p_line + 9) == 0)
 
-    # Of each row the query heads of the group, one after another.
+    # The query heads of the group, query after query.
     o_q = tl.arange(0, BLOCK_Q)
-    o_row = o_first + o_q // GROUP
-    m_q = (o_q < tl.where(is_shared, TILE * GROUP, 0)) & (o_row <= o_last)
-    o_h = (o_row * heads + head) * GROUP + o_q % GROUP
-    b_upto = tl.load(p_regions + o_row * FIELDS + 6, mask=m_q, other=-1).to(tl.int32)
-    b_floor = tl.load(p_regions + o_row * FIELDS + 7, mask=m_q, other=0).to(tl.int32)
-    b_sink_floor = tl.load(p_regions + o_row * FIELDS + 8, mask=m_q, other=0).to(tl.int32)
+    o_query = o_first + o_q // GROUP
+    m_q = (o_q < tl.where(is_shared, TILE * GROUP, 0)) & (o_query <= o_last)
+    o_h = (o_query * heads + head) * GROUP + o_q % GROUP
+    b_upto = tl.load(p_regions + o_query * FIELDS + 6, mask=m_q, other=-1).to(tl.int32)
+    b_floor = tl.load(p_regions + o_query * FIELDS + 7, mask=m_q, other=0).to(tl.int32)
+    b_sink_floor = tl.load(p_regions + o_query * FIELDS + 8, mask=m_q, other=0).to(tl.int32)
     b_floor = tl.where(ring > 0, tl.maximum(b_floor, sink), tl.maximum(b_floor, 0))
     # Where slots are positions, no query reads those after the last query's own.
     count = tl.where(ring > 0, count, tl.minimum(count, tl.max(b_upto, axis=0) + 1))

@@ -1,6 +1,6 @@
 """The blocks of its region that a query selects: `kept` of `kernels/ragged_attention.py` in Triton.
 
-    bounds of a row's blocks  ── score ──▶  [N, Hkv, blocks] float32  ── select ──▶  [N, Hkv, blocks], chosen or not
+    bounds of a query's blocks  ── score ──▶  [N, Hkv, blocks] float32  ── select ──▶  [N, Hkv, blocks], chosen or not
 
 Nothing of it comes to the host, so a step whose queries select blocks can be part of a CUDA graph.
 """
@@ -26,15 +26,16 @@ def choose_blocks(
     block_g: int,
     width: int,
 ) -> Tensor:
-    """[N, Hkv, blocks] int8: 1 for the blocks between sink and window that each row reads; rows without any as well.
+    """[N, Hkv, blocks] int8: 1 for the blocks between sink and window that each query reads; queries without any as
+    well.
 
     block_g, width: the query heads of a group and D, filled up to what a matrix product of Triton takes.
     """
-    rows, query_heads, head_dim = queries.shape
-    scores = torch.empty((rows, kv_heads, blocks), dtype=torch.float32, device=queries.device)
-    chosen = torch.empty((rows, kv_heads, blocks), dtype=torch.int8, device=queries.device)
+    query_count, query_heads, head_dim = queries.shape
+    scores = torch.empty((query_count, kv_heads, blocks), dtype=torch.float32, device=queries.device)
+    chosen = torch.empty((query_count, kv_heads, blocks), dtype=torch.int8, device=queries.device)
     some = 32 if width <= 128 else 16
-    _score_blocks[(rows, kv_heads, triton.cdiv(blocks, some))](
+    _score_blocks[(query_count, kv_heads, triton.cdiv(blocks, some))](
         queries,
         keys,
         values,
@@ -49,7 +50,7 @@ def choose_blocks(
         BLOCK_D=width,
         BLOCK_B=some,
     )
-    _select_blocks[(rows, kv_heads)](
+    _select_blocks[(query_count, kv_heads)](
         scores, chosen, regions, FIELDS=FIELDS, BLOCKS=blocks, BLOCK_B=triton.next_power_of_2(blocks)
     )
     return chosen
@@ -72,10 +73,10 @@ def _score_blocks(
     BLOCK_B: tl.constexpr,
 ):
     """The bounds of `kernels/bounds.py`; -inf for what is no candidate."""
-    row = tl.program_id(0).to(tl.int64)
+    query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     heads = tl.num_programs(1)
-    p_line = p_regions + row * FIELDS
+    p_line = p_regions + query * FIELDS
     start = tl.load(p_line)
     region = tl.load(p_line + 1)
     sink = tl.load(p_line + 3)
@@ -90,7 +91,7 @@ def _score_blocks(
     o_d = tl.arange(0, BLOCK_D)
     m_g = o_g < GROUP
     m_d = o_d < D
-    o_q = ((row * heads + head) * GROUP + o_g)[:, None] * D + o_d[None, :]
+    o_q = ((query * heads + head) * GROUP + o_g)[:, None] * D + o_d[None, :]
     b_q = tl.load(p_queries + o_q, mask=m_g[:, None] & m_d[None, :], other=0.0).to(tl.float32)
     o_kv = (start + head * region + bounds + o_b)[:, None] * D + o_d[None, :]
     m_kv = m_b[:, None] & m_d[None, :]
@@ -99,7 +100,7 @@ def _score_blocks(
     b_scores = tl.dot(tl.maximum(b_q, 0.0), tl.trans(b_high), input_precision="ieee")
     b_scores += tl.dot(tl.minimum(b_q, 0.0), tl.trans(b_low), input_precision="ieee")
     b_best = tl.max(tl.where(m_g[:, None], b_scores, float("-inf")), axis=0) * scaling
-    o_score = (row * heads + head) * BLOCKS + o_b
+    o_score = (query * heads + head) * BLOCKS + o_b
     tl.store(p_scores + o_score, tl.where(m_b, b_best, float("-inf")), mask=o_b < BLOCKS)
 
 
@@ -113,10 +114,10 @@ def _select_blocks(
     BLOCK_B: tl.constexpr,
 ):
     """The `kept` candidates of highest scores, of equal ones the first, by halving the range of their bit patterns."""
-    row = tl.program_id(0).to(tl.int64)
+    query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     heads = tl.num_programs(1)
-    p_line = p_regions + row * FIELDS
+    p_line = p_regions + query * FIELDS
     sink = tl.load(p_line + 3)
     block = tl.load(p_line + 9)
     kept = tl.load(p_line + 10)
@@ -124,7 +125,7 @@ def _select_blocks(
     o_b = tl.arange(0, BLOCK_B)
     o_from = tl.maximum(o_b * block, sink)
     m_b = (o_b < BLOCKS) & (o_from < tl.minimum((o_b + 1) * block, local))
-    o_score = (row * heads + head) * BLOCKS + o_b
+    o_score = (query * heads + head) * BLOCKS + o_b
     b_scores = tl.load(p_scores + o_score, mask=m_b, other=0.0)
     b_bits = b_scores.to(tl.int32, bitcast=True)
     # Whole numbers in the order of the scores; 0 and -0 are one score.

@@ -21,13 +21,13 @@ _BLOCK, _CHAINS = 256, 32  # numbers, and chains, of a program
 def choose(numbers: Tensor, levels: Levels) -> Tensor:
     """See `kernels.trellis.choose`."""
     numbers = numbers.contiguous()
-    rows, count = numbers.shape
-    codes = torch.empty((rows, count), dtype=torch.int32, device=numbers.device)
+    vector_count, count = numbers.shape
+    codes = torch.empty((vector_count, count), dtype=torch.int32, device=numbers.device)
     if not numbers.numel():
         return codes
-    costs = numbers.new_empty((SUBSETS, rows, count))
-    nearest = torch.empty((SUBSETS, rows, count), dtype=torch.int16, device=numbers.device)
-    _near[(rows, triton.cdiv(count, _BLOCK))](
+    costs = numbers.new_empty((SUBSETS, vector_count, count))
+    nearest = torch.empty((SUBSETS, vector_count, count), dtype=torch.int16, device=numbers.device)
+    _near[(vector_count, triton.cdiv(count, _BLOCK))](
         numbers,
         levels.values,
         levels.first,
@@ -40,9 +40,9 @@ def choose(numbers: Tensor, levels: Levels) -> Tensor:
         HALVINGS=levels.longest.bit_length() - 1,
         BLOCK=_BLOCK,
     )
-    regions = rows * levels.chains
-    from_above = torch.empty((STEPS, regions), dtype=torch.uint8, device=numbers.device)
-    _path[(triton.cdiv(regions, _CHAINS),)](
+    path_count = vector_count * levels.chains
+    from_above = torch.empty((STEPS, path_count), dtype=torch.uint8, device=numbers.device)
+    _path[(triton.cdiv(path_count, _CHAINS),)](
         costs,
         nearest,
         from_above,
@@ -50,7 +50,7 @@ def choose(numbers: Tensor, levels: Levels) -> Tensor:
         count,
         numbers.numel(),
         levels.chains,
-        regions,
+        path_count,
         STEPS=STEPS,
         BLOCK=_CHAINS,
         num_warps=1,
@@ -63,8 +63,8 @@ def levels_of(codes: Tensor, levels: Levels) -> Tensor:
     codes = codes.contiguous()
     found = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     if codes.numel():
-        rows, count = codes.shape
-        _levels[(rows, triton.cdiv(count, _BLOCK))](
+        vector_count, count = codes.shape
+        _levels[(vector_count, triton.cdiv(count, _BLOCK))](
             codes, levels.values, levels.first, found, count, levels.chains, BLOCK=_BLOCK
         )
     return found
@@ -115,12 +115,21 @@ def _near(
 
 @triton.jit
 def _path(
-    p_costs, p_nearest, p_from_above, p_codes, count, plane, chains, regions, STEPS: tl.constexpr, BLOCK: tl.constexpr
+    p_costs,
+    p_nearest,
+    p_from_above,
+    p_codes,
+    count,
+    plane,
+    chains,
+    path_count,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    o_region = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = o_region < regions
-    o_chain = o_region % chains
-    place = (o_region // chains).to(tl.int64) * count + o_chain
+    o_path = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = o_path < path_count
+    o_chain = o_path % chains
+    place = (o_path // chains).to(tl.int64) * count + o_chain
     stride = tl.cast(plane, tl.int64)
     s0 = tl.zeros([BLOCK], dtype=tl.float32)
     s1 = s0 + float("inf")
@@ -130,7 +139,7 @@ def _path(
     s5 = s1
     s6 = s1
     s7 = s1
-    o_step = o_region.to(tl.int64)
+    o_step = o_path.to(tl.int64)
     for step in range(STEPS):
         # A chain that has ended goes on at no cost.
         here = live & (o_chain + step * chains < count)
@@ -149,7 +158,7 @@ def _path(
         b_above += ((s7 + c1) < (s3 + c3)).to(tl.int32) << 6
         b_above += ((s7 + c3) < (s3 + c1)).to(tl.int32) << 7
         tl.store(p_from_above + o_step, b_above.to(tl.uint8), mask=live)
-        o_step += regions
+        o_step += path_count
         n0 = tl.minimum(s0 + c0, s4 + c2)
         n1 = tl.minimum(s0 + c2, s4 + c0)
         n2 = tl.minimum(s1 + c2, s5 + c0)
@@ -186,7 +195,7 @@ def _path(
     tl.debug_barrier()
     for back in range(STEPS):
         step = STEPS - 1 - back
-        o_step -= regions
+        o_step -= path_count
         here = live & (o_chain + step * chains < count)
         b_above = tl.load(p_from_above + o_step, mask=live, other=0).to(tl.int32)
         b_branch = b_state | (((b_above >> b_state) & 1) << 3)
@@ -202,15 +211,15 @@ def _path(
 def _levels(p_codes, p_values, p_first, p_found, count, chains, BLOCK: tl.constexpr):
     o_number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = o_number < count
-    row = tl.program_id(0).to(tl.int64) * count
-    b_code = tl.load(p_codes + row + o_number, mask=live, other=0)
-    b_one = tl.load(p_codes + row + o_number - chains, mask=live & (o_number >= chains), other=0)
-    b_two = tl.load(p_codes + row + o_number - 2 * chains, mask=live & (o_number >= 2 * chains), other=0)
-    b_three = tl.load(p_codes + row + o_number - 3 * chains, mask=live & (o_number >= 3 * chains), other=0)
+    base = tl.program_id(0).to(tl.int64) * count
+    b_code = tl.load(p_codes + base + o_number, mask=live, other=0)
+    b_one = tl.load(p_codes + base + o_number - chains, mask=live & (o_number >= chains), other=0)
+    b_two = tl.load(p_codes + base + o_number - 2 * chains, mask=live & (o_number >= 2 * chains), other=0)
+    b_three = tl.load(p_codes + base + o_number - 3 * chains, mask=live & (o_number >= 3 * chains), other=0)
     b_subset = (((b_code ^ b_one ^ b_three) & 1) << 1) | (b_two & 1)
     b_first = tl.load(p_first + o_number, mask=live, other=0)
     b_level = tl.load(p_values + b_first + ((b_code >> 1) << 2) + b_subset, mask=live, other=0.0)
-    tl.store(p_found + row + o_number, b_level, mask=live)
+    tl.store(p_found + base + o_number, b_level, mask=live)
 
 
 trellis = Trellis(choose, levels_of)

@@ -171,7 +171,7 @@ class _CodedGroup:
             device = self._context.device if self._kept.capacity else torch.device("cpu")
             nothing = torch.zeros((len(layers.layers), 0, layers.kv_heads, dim), device=device)
             return EntryBlock(positions, nothing, nothing)
-        name = ("rows of codes", self._compressor, dim)
+        name = ("vectors of codes", self._compressor, dim)
         codes = [self._codes_of(places, positions) for places in self._codes]
         entries = self._context.compute(name, partial(_decode, self._compressor, dim), codes)
         keys, values = (part.transpose(0, 1) + self._mean(index) for index, part in enumerate(entries))

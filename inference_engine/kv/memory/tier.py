@@ -193,7 +193,7 @@ class HostTier(Tier):
         return _HostStore(self, shape)
 
     def allocate(self, count: int) -> Tensor:
-        """`count` bytes, once those that were let go are free. Engine's thread.
+        """`count` bytes, once those that were released are free. Engine's thread.
 
         Raises OSError, or RuntimeError if the device has failed meanwhile.
         """
@@ -296,7 +296,7 @@ class _FileStore(Store):
 
     def __init__(self, folder: Path, shape: ChunkShape) -> None:
         self._shape = shape
-        with tempfile.TemporaryFile(dir=folder, prefix="kakeya-rows-") as file:
+        with tempfile.TemporaryFile(dir=folder, prefix="kakeya-kv-") as file:
             self._size = shape.chunks * shape.chunk_bytes
             file.truncate(self._size)
             self._mapped: mmap.mmap | None = mmap.mmap(file.fileno(), 0)

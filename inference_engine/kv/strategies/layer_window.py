@@ -9,7 +9,7 @@ is measured. Layers with a native sliding window stay as they are, whatever `win
 
 The windowed layers work as under `sink_window`, also in the distance of the sink: after eviction, its keys are moved
 to right before the window. True distances would stay within the trained range here, because full layers end the
-session there; but this way a windowed layer is the same under both strategies. Full layers read every key at its true
+session there; but a windowed layer is to be the same under both strategies. Full layers read every key at its true
 distance. Until the first eviction nothing is moved, and the session equals `full`.
 
 Sources: Wu et al., Retrieval Head, arXiv 2404.15574 (few heads retrieve, in every model); Xiao et al., DuoAttention,

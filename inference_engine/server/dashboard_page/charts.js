@@ -103,7 +103,7 @@ export function bandPaths(series, slots) {
   return paths;
 }
 
-// Which point lies under a place `fraction` of the way across the chart; null if none does.
+// The point under a place `fraction` of the width from the left; null if there is none.
 export function pointAt(fraction, length, slots) {
   const index = Math.round(((fraction * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT)) * (slots - 1)) - (slots - length);
   return index >= 0 && index < length ? index : null;

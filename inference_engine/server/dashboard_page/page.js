@@ -6,7 +6,7 @@ const SLOTS = 300;
 const STALL_SECONDS = 10;
 const STATES = ["idle", "dropped", "appending", "queued", "prefilling", "decoding", "failed"];
 const KINDS = {
-  rows: "rows", archive: "archives", restored: "restored", draft: "draft memories", sink_copy: "sink copies",
+  rows: "entries", archive: "archives", restored: "restored", draft: "draft memories", sink_copy: "sink copies",
   bounds: "block bounds", mac: "past queries", fetched: "fetched blocks",
 };
 const PARTS = { forward: "model", sample: "sampling", plan: "planning", draft: "drafting", settle: "settling" };
@@ -28,7 +28,7 @@ const specs = ({ points }) => [
     format: share,
     bands: true,
   },
-  { title: "Drafts accepted", series: [["of guesses", points.acceptance]], format: share, most: 1 },
+  { title: "Drafts accepted", series: [["of draft tokens", points.acceptance]], format: share, most: 1 },
 ];
 
 const tile = (name, value, more) =>
@@ -44,7 +44,7 @@ function tiles({ points, sessions }) {
     tile("Sessions", count(open), `${count(now("running"))} generating, ${count(now("waiting"))} waiting`),
     tile("First token, p95", seconds(now("first_token_p95")), `p50 ${seconds(now("first_token_p50"))}`),
     tile("Between tokens, p95", seconds(now("inter_token_p95")), `p50 ${seconds(now("inter_token_p50"))}`),
-    tile("Drafts accepted", share(now("acceptance")), "of guesses verified"),
+    tile("Drafts accepted", share(now("acceptance")), "of draft tokens verified"),
     tile("Outside the model", share(outside), `engine busy ${share(now("busy"))}`),
   ].join("");
 }
@@ -53,7 +53,7 @@ function memory({ bytes: held }) {
   const kinds = Object.keys({ ...KINDS, ...held.kinds })
     .map((kind, index) => [KINDS[kind] ?? kind, held.kinds[kind] ?? 0, Math.min(index, 7)]);
   const bars = [bar("On the device", kinds, held.reserved, held.capacity)];
-  if (held.tier_reserved) bars.push(bar("Second tier", [["rows and latents", held.tier, 0]], held.tier_reserved, held.tier_capacity));
+  if (held.tier_reserved) bars.push(bar("Second tier", [["entries and latents", held.tier, 0]], held.tier_reserved, held.tier_capacity));
   return bars.map((html) => `<div class="card">${html}</div>`).join("");
 }
 
@@ -62,7 +62,7 @@ function tables({ sessions, ended, errors, evicted }) {
   return [
     table("Sessions", heads, rows),
     table("Generates that ended", ["how", "since the start"], Object.entries(ended)),
-    table("Errors told to clients", ["reason", "since the start"], Object.entries(errors)),
+    table("Errors returned to clients", ["reason", "since the start"], Object.entries(errors)),
     table("Sessions that lost their K/V", ["cause", "since the start"], Object.entries(evicted)),
   ].map((html) => `<div class="card">${html}</div>`).join("");
 }

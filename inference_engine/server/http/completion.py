@@ -138,7 +138,7 @@ async def _stream(answer: Answer, replies: Replies, events: EventQueue, send: Se
             await write(replies.last_chunk(answer.finish_reason, answer.dropped_tokens))
             if replies.include_usage:
                 await write(replies.usage_chunk(answer.usage))
-        except Exception as error:  # noqa: BLE001 - the status is sent; this is the only way left to tell the client
+        except Exception as error:  # noqa: BLE001 - the status is sent; only the body can still report the error
             await write(body_of(as_request_error(error, ROUTE)))
         else:
             await write("[DONE]")

@@ -1,6 +1,6 @@
 """One pattern for every model family: render once, then append what is new.
 
-Shows, for the ways in which four families mark turns, the ids that a session gets: the rendered start, the words the
+Shows, for the formats in which four families mark turns, the ids that a session gets: the rendered start, the words the
 model generated (here made up), and what `tokens_for_next_turn` puts behind them, both when the model ended its turn and
 when it was cut short. Needs no server.
 

@@ -1,7 +1,7 @@
 """An agent with two local tools that keeps one session for its whole conversation.
 
 Every turn appends only what is new: the question, then each tool's result. The model asks for a tool by writing a JSON
-object; small models write it in many ways, so it is read leniently, and what cannot be used is told to the model.
+object; small models write it in many forms, so it is read leniently, and what cannot be used is reported to the model.
 
     pip install './sdks/python[tokenization]'                   # in the repository's folder
     kakeya serve                                                # in another terminal
@@ -110,8 +110,8 @@ def answer(session: Session, tokenizer: ChatTokenizer, question: str, *, max_tok
         result = use_tool(call)
         print(f"tool   {call['tool']} → {result}")
         # Every family's template knows the role "user"; few know "tool".
-        told = [{"role": "user", "content": f"The tool answered: {result}"}]
-        session.append(tokens_for_next_turn(told, tokenizer, after=generated))
+        answer = [{"role": "user", "content": f"The tool answered: {result}"}]
+        session.append(tokens_for_next_turn(answer, tokenizer, after=generated))
         words, generated = speak(session, tokenizer, max_tokens)
     return words
 

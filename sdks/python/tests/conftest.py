@@ -131,7 +131,7 @@ def explained() -> Callable[..., Callable[[Any, grpc.ServicerContext], Any]]:
 def explained_failure(
     code: grpc.StatusCode,
     reason: str,
-    message: str = "as told",
+    message: str = "as scripted",
     *,
     domain: str = "kakeya.v1",
     retry_after_seconds: float | None = None,
@@ -224,7 +224,7 @@ def read(flavour: str) -> Read:
 
 @pytest.fixture
 def unused_port() -> int:
-    """A port nobody listens on."""
+    """A port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

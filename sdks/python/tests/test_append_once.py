@@ -46,7 +46,7 @@ class Server:
         self.history = list(history or [])
         self._replies: dict[bytes, pb.AppendTokensResponse] | None = {} if knows_ids else None
         self.appends = 0
-        self.meanwhile: list[int] = []  # somebody else's ids, when a request's time is up
+        self.meanwhile: list[int] = []  # ids of another client, when a request's time is up
         self._faults = faults
         self._late: pb.AppendTokensRequest | None = None
         self._limit = max_append_tokens
@@ -116,8 +116,8 @@ class Server:
         assert len(request.token_ids) <= self._limit
         assert len(request.request_id) == 16
         if self._replies is not None and request.request_id in self._replies:
-            told = self._replies[request.request_id]
-            return pb.AppendTokensResponse(history_length=told.history_length, replayed=True)
+            known = self._replies[request.request_id]
+            return pb.AppendTokensResponse(history_length=known.history_length, replayed=True)
         if request.HasField("expected_history_length") and request.expected_history_length != len(self.history):
             return None
         self.history.extend(request.token_ids)
@@ -217,14 +217,14 @@ def test_an_append_whose_answers_were_lost_is_sent_again_and_arrives_once(knows_
     assert server.history == [1, 2, 3]
 
 
-def test_an_answer_that_was_lost_after_a_lagging_length_is_told_again() -> None:
+def test_an_answer_that_was_lost_after_a_lagging_length_is_returned_again() -> None:
     """The length alone would not say whether the ids arrived; the server knows the request."""
     server = Server(["ok", "unanswered"], history=[7, 8, 9])
     assert append(server, [1, 2, 3], Tail(length=0, may_lag=True)) == 6
     assert server.history == [7, 8, 9, 1, 2, 3]
 
 
-def test_an_append_that_nobody_answered_is_asked_about_before_giving_up() -> None:
+def test_an_append_without_an_answer_is_asked_about_before_giving_up() -> None:
     server = Server(["unanswered", "lost", "lost", "ok"])
     assert append(server, [1, 2, 3], Tail()) == 3
 
@@ -292,8 +292,8 @@ def test_a_server_that_knows_ids_proves_that_an_append_did_not_arrive() -> None:
 
 
 @pytest.mark.parametrize("fate", ["unanswered", "lost"])
-def test_where_the_length_cannot_tell_the_requests_id_does(fate: str) -> None:
-    """Its time is up, and somebody else has appended as many ids meanwhile."""
+def test_where_the_length_does_not_show_it_the_requests_id_does(fate: str) -> None:
+    """Its time is up, and another client has appended as many ids meanwhile."""
     server = Server(["timeout" if fate == "unanswered" else "lost timeout"], history=[7])
     server.meanwhile = [8, 9]
     tail = Tail(length=1)

@@ -1,4 +1,4 @@
-"""A client and its server: what it learns of it, that nobody is there, and the event loop it belongs to."""
+"""A client and its server: what it learns of it, a port without a server, and the event loop it belongs to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def test_server_info_has_the_model_and_the_limits(client: Any, do: Do) -> 
     assert info.max_append_tokens == 40
 
 
-async def test_nobody_answers_at_a_closed_port(do: Do, flavour: str, unused_port: int) -> None:
+async def test_a_call_to_a_closed_port_fails(do: Do, flavour: str, unused_port: int) -> None:
     client = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(f"127.0.0.1:{unused_port}")
     with pytest.raises(kakeya.ConnectionFailed, match=str(unused_port)) as caught:
         await do(client.create_session)

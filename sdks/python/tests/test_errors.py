@@ -117,8 +117,8 @@ def test_the_facts_of_an_error_are_attributes() -> None:
 
     from inference_engine.server.status import SlowConsumer
 
-    for told in (errors.StreamTakenOver(17), SlowConsumer(30.0, 17)):
-        stopped = from_rpc_error(server_failure(told), "here")
+    for sent in (errors.StreamTakenOver(17), SlowConsumer(30.0, 17)):
+        stopped = from_rpc_error(server_failure(sent), "here")
         assert isinstance(stopped, kakeya.StreamTakenOver | kakeya.SlowConsumer)
         assert stopped.position == 17
 

@@ -108,11 +108,11 @@ def test_the_agent_reads_tool_calls_leniently(example: Example, text: str, tool:
     ],
     ids=str,
 )
-def test_a_bad_tool_call_is_told_to_the_model(example: Example, call: dict[str, Any], result: str) -> None:
+def test_a_bad_tool_call_is_reported_to_the_model(example: Example, call: dict[str, Any], result: str) -> None:
     assert result in example("tool_calling_agent").use_tool(call)
 
 
-def test_the_agent_says_when_nobody_serves(
+def test_the_agent_reports_that_no_server_answers(
     example: Example, tmp_path: Path, unused_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example("tokenization_per_family").FAMILIES["ChatML"].tokenizer().save_pretrained(tmp_path)

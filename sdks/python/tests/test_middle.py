@@ -83,7 +83,7 @@ async def test_whatever_becomes_of_its_calls_a_conversation_is_the_calm_one(
 
 @pytest.fixture
 async def own_server(run_server: Callable[..., Any]) -> AsyncIterator[tuple[str, Callable[[], Awaitable[None]]]]:
-    """Nobody else's, and how to drain it and end it."""
+    """A server of this test alone, and how to drain it and end it."""
     server = run_server(ServerConfig(bind="127.0.0.1:0", drain_seconds=0.2, busy_wait_seconds=0.5))
     target = await asyncio.to_thread(server.__enter__)
     is_ended = False
@@ -125,19 +125,19 @@ async def test_an_answer_is_complete_once_it_is_done(
     await do(client.close)
 
 
-@pytest.mark.parametrize("tells_progress", [False, True])
+@pytest.mark.parametrize("reports_progress", [False, True])
 @pytest.mark.parametrize("fate", [Fate("headers", "cut"), Fate("messages", "close", messages=1)], ids=shown)
 async def test_a_stream_that_never_gets_to_a_token_is_tried_so_many_times_and_no_more(
-    server_target: str, middle: Middle, connect: Callable[..., Any], do: Do, fate: Fate, tells_progress: bool
+    server_target: str, middle: Middle, connect: Callable[..., Any], do: Do, fate: Fate, reports_progress: bool
 ) -> None:
     client = connect(QUICK)
     session = await do(client.create_session)
     await do(session.append, PROMPT)
     calls = middle.calls
-    fate = fate if tells_progress else Fate("headers", "cut")  # without it the first message is a token
+    fate = fate if reports_progress else Fate("headers", "cut")  # without it the first message is a token
     middle.fates.extend([fate] * 200)
-    told: list[kakeya.Progress] = []
-    stream = session.generate(5, on_progress=told.append if tells_progress else None)
+    progress: list[kakeya.Progress] = []
+    stream = session.generate(5, on_progress=progress.append if reports_progress else None)
     with pytest.raises(kakeya.ConnectionFailed):
         await do(stream.result)
     assert 1 < middle.calls - calls <= QUICK.attempts
@@ -157,7 +157,7 @@ async def test_an_append_that_takes_longer_than_its_timeout_is_resolved_by_its_i
     await do(client.close)
 
 
-async def test_in_the_dark_a_call_ends_with_its_deadline_and_an_append_says_that_nobody_can_tell(
+async def test_without_an_answer_a_call_ends_with_its_deadline_and_an_append_is_unresolved(
     middle: Middle, connect: Callable[..., Any], do: Do, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kakeya._append.INQUIRY_SECONDS", 0.3)

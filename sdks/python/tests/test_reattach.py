@@ -95,7 +95,7 @@ async def test_tokens_read_one_by_one_come_once_each_while_the_line_is_cut_again
         await do(client.close)
 
 
-async def test_a_fork_goes_its_own_way(server_target: str, flavour: str, do: Do) -> None:
+async def test_a_fork_diverges_from_its_session(server_target: str, flavour: str, do: Do) -> None:
     client = connect(flavour, server_target)
     session = await do(client.create_session, kakeya.SinkWindow(sink=4, window=32), eos_token_ids=[1])
     await do(session.append, PROMPT)

@@ -123,7 +123,7 @@ def test_a_wait_that_outlasts_the_deadline_is_not_begun() -> None:
         flow.throw(draining)
 
 
-def test_a_refused_connection_after_a_drain_is_told_as_draining() -> None:
+def test_a_refused_connection_after_a_drain_is_reported_as_draining() -> None:
     flow = repeatable("GetSessionInfo", INFO, patience(attempts=2))
     next(flow)
     draining = Draining("shutting down", code="UNAVAILABLE", reason="DRAINING", retry_after_seconds=5.0)
@@ -136,7 +136,7 @@ def test_a_refused_connection_after_a_drain_is_told_as_draining() -> None:
     assert caught.value.__notes__ == ["tried again since, and at last: lost [UNAVAILABLE]"]
 
 
-def test_what_the_server_says_last_is_told_whatever_it_said_before() -> None:
+def test_the_last_error_of_the_server_is_reported_whatever_came_before() -> None:
     flow = repeatable("GetSessionInfo", INFO, patience(attempts=2))
     next(flow)
     flow.throw(Draining("shutting down", code="UNAVAILABLE", reason="DRAINING"))
@@ -178,7 +178,7 @@ def test_what_is_neither_a_lost_connection_nor_promised_for_later_is_not_tried_a
         flow.throw(error)
 
 
-def test_what_the_server_promises_for_later_is_tried_again_then_and_not_by_everybody_at_once() -> None:
+def test_after_retry_after_calls_are_tried_again_and_not_all_at_once() -> None:
     full = NoCapacity("no room", code="RESOURCE_EXHAUSTED", retry_after_seconds=2.0)
     waits = set()
     jitters = [0.0, 0.5]

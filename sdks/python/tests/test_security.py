@@ -18,7 +18,7 @@ from inference_engine.config import ServerConfig
 
 Do = Callable[..., Awaitable[Any]]
 KEY = "a" * 32
-# Who waits before trying again fails by time-out.
+# A client that waits before trying again fails by time-out.
 NEVER_IN_TIME = kakeya.RetryPolicy(first_delay_seconds=600.0, max_delay_seconds=600.0)
 
 
@@ -109,7 +109,7 @@ async def test_a_server_of_an_unknown_authority_is_not_talked_to(guarded: Guarde
         await do(client.close)
 
 
-async def test_a_certificate_of_another_name_is_told_at_once(
+async def test_a_certificate_of_another_name_is_reported_at_once(
     authority: trustme.CA, run_grpc: Callable[..., str], do: Do, flavour: str
 ) -> None:
     target = run_grpc(authority.issue_cert("elsewhere.example.org"))
@@ -120,7 +120,7 @@ async def test_a_certificate_of_another_name_is_told_at_once(
     await do(client.close)
 
 
-async def test_an_expired_certificate_is_told_at_once(
+async def test_an_expired_certificate_is_reported_at_once(
     authority: trustme.CA, run_grpc: Callable[..., str], do: Do, flavour: str
 ) -> None:
     target = run_grpc(authority.issue_cert("127.0.0.1", not_after=datetime(2020, 1, 1, tzinfo=UTC)))
@@ -142,7 +142,7 @@ async def test_a_server_that_asks_for_a_certificate_says_so(
     await do(client.close)
 
 
-async def test_certificates_that_are_none_are_told_at_once(guarded: Guarded, do: Do, flavour: str) -> None:
+async def test_certificates_that_are_none_are_reported_at_once(guarded: Guarded, do: Do, flavour: str) -> None:
     tls = kakeya.TLS(root_certificates=b"no PEM at all")
     client = make(flavour, guarded.target, tls=tls, retry=NEVER_IN_TIME)
     with pytest.raises(kakeya.TLSFailed, match="cannot be used; each is PEM text"):

@@ -14,7 +14,7 @@ Do = Callable[..., Awaitable[Any]]
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
 
 
-async def test_a_new_session_tells_what_it_is_made_of(client: Any, do: Do) -> None:
+async def test_a_new_session_reports_its_settings_and_bounds(client: Any, do: Do) -> None:
     session = await do(client.create_session, kakeya.SinkWindow(sink=2, window=30), label="test")
     assert session.strategy == kakeya.SinkWindow(sink=2, window=30)
     assert 0 < session.sustained_bytes <= session.peak_bytes
@@ -62,14 +62,14 @@ async def test_histories_are_counted_and_their_caps_are_typed_errors(run_server:
         assert one.append(PROMPT[:3]) == 27
 
 
-async def test_a_session_with_full_layers_tells_them_and_every_number_in_force(client: Any, do: Do) -> None:
+async def test_a_session_with_full_layers_reports_them_and_every_number_in_force(client: Any, do: Do) -> None:
     session = await do(client.create_session, kakeya.LayerWindow(full_layers=(2,), window=30))
     assert session.strategy == kakeya.LayerWindow(full_layers=(2,), sink=4, window=30)
     assert session.limit_tokens == 512
     await do(session.close)
 
 
-async def test_a_tiered_session_tells_what_it_holds_off_the_device(client: Any, do: Do) -> None:
+async def test_a_tiered_session_reports_what_it_holds_off_the_device(client: Any, do: Do) -> None:
     tiered = kakeya.Tiered(block=4, sink=0, window=20, budget=40, resident_tokens=20)
     session = await do(client.create_session, tiered)
     assert session.strategy == tiered

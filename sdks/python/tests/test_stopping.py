@@ -1,4 +1,4 @@
-"""Ways to stop a Generate that would go on, against the real server: it ends, and what came is kept."""
+"""Stopping a Generate that would go on, against the real server: it ends, and what came is kept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def endless(client: Any, do: Do) -> AsyncIterator[Any]:
 
 
 def long_generate(session: Any) -> tuple[Any, asyncio.Event]:
-    """A Generate that does not end by itself, and an event that is set once somebody reads it and it runs."""
+    """A Generate that does not end by itself, and an event that is set once it is read and runs."""
     began = asyncio.Event()
     loop = asyncio.get_running_loop()
     stream = session.generate(LONG, on_progress=lambda _: loop.call_soon_threadsafe(began.set))

@@ -1,4 +1,4 @@
-"""What a Generate that runs to its end says, in each of the ways to read it, against the real server."""
+"""What a Generate that runs to its end says, by each method of reading it, against the real server."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_progress_is_reported_before_the_first_token(session: Any, do: Do)
     assert reports[-1].done_tokens == reports[-1].total_tokens > 0
 
 
-async def test_the_same_seed_gives_the_same_tokens_and_a_drawn_one_is_told(client: Any, do: Do) -> None:
+async def test_the_same_seed_gives_the_same_tokens_and_a_drawn_seed_is_reported(client: Any, do: Do) -> None:
     async def sample(seed: int | None) -> kakeya.GenerateResult:
         session = await do(client.create_session)
         await do(session.append, PROMPT)

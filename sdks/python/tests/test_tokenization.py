@@ -308,7 +308,7 @@ def test_openai_messages_that_cannot_be_rendered_are_named_by_path(message: Any,
     assert caught.value.path == path
 
 
-def test_messages_in_a_row_keep_their_order() -> None:
+def test_messages_of_one_role_keep_their_order() -> None:
     names = [str(index) for index in range(5)]
     rendered = from_openai_messages([user(name) for name in names])
     assert [message["content"] for message in rendered] == names

@@ -192,7 +192,7 @@ async def test_an_error_without_details_is_the_transports(
 
 
 @pytest.mark.parametrize("code", ["CANCELLED", "UNKNOWN", "INTERNAL", "RESOURCE_EXHAUSTED"])
-async def test_a_call_that_something_on_the_way_ended_is_tried_again(
+async def test_a_call_that_a_middlebox_ended_is_tried_again(
     scripted: Any, session: Any, do: Do, unexplained: Failure, explained: Failure, code: str
 ) -> None:
     status = grpc.StatusCode[code]
@@ -217,7 +217,9 @@ async def test_details_that_cannot_be_read_count_as_none(scripted: Any, session:
         await do(session.info)
 
 
-async def test_somebody_elses_error_info_is_not_ours(scripted: Any, session: Any, do: Do, explained: Failure) -> None:
+async def test_an_error_info_of_another_domain_is_not_ours(
+    scripted: Any, session: Any, do: Do, explained: Failure
+) -> None:
     scripted.on("GetSessionInfo", explained(grpc.StatusCode.NOT_FOUND, "SESSION_NOT_FOUND", domain="proxy.example"))
     with pytest.raises(kakeya.TransportError):
         await do(session.info)
@@ -308,7 +310,7 @@ async def test_an_append_under_way_when_its_client_is_closed_does_not_claim_that
     assert caught.value.appended_tokens is None
 
 
-def test_a_channel_closed_in_the_moment_of_a_call_is_told_as_the_client_closed(
+def test_a_channel_closed_in_the_moment_of_a_call_is_reported_as_the_client_closed(
     scripted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: dict[str, Callable[[kakeya.Client, kakeya.Session], Any]] = {
@@ -338,7 +340,7 @@ def test_a_channel_closed_in_the_moment_of_a_call_is_told_as_the_client_closed(
         ("INTERNAL", "Exception serializing response!", kakeya.ServerError),
     ],
 )
-async def test_what_fails_the_same_way_each_time_is_sent_once(
+async def test_what_fails_alike_each_time_is_sent_once(
     scripted: Any, session: Any, do: Do, unexplained: Failure, code: str, message: str, kind: type[kakeya.KakeyaError]
 ) -> None:
     scripted.on("GetSessionInfo", *[unexplained(grpc.StatusCode[code], message)] * QUICK.attempts)

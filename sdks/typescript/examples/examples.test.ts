@@ -65,7 +65,7 @@ test("the agent feeds tool results back", async () => {
   expect(printed).toContain("tool   add → 5");
 });
 
-test("the agent says when nobody serves", async () => {
+test("the agent reports that no server answers", async () => {
   expect(await main(join(folder, "ChatML"), "Hello?", "127.0.0.1:1")).toBe(1);
   expect(printed.join("\n")).toContain("ConnectionFailed: no connection to 127.0.0.1:1");
 });
@@ -88,6 +88,6 @@ test.each<[string, Record<string, unknown>, string]>([
   ["add", { a: 1 }, "failed"],
   ["fly", {}, "no tool fly"],
   ["toString", {}, "no tool toString"],
-])("what a tool does, or what was wrong with the call, is told to the model: %s %j", (tool, values, result) => {
+])("what a tool does, or what was wrong with the call, is reported to the model: %s %j", (tool, values, result) => {
   expect(callTool({ tool, values })).toContain(result);
 });

@@ -2,7 +2,8 @@
  * An agent with two local tools that keeps one session for its whole conversation.
  *
  * Every turn appends only what is new: the question, then each tool's result. The model asks for a tool by writing a JSON
- * object; small models write it in many ways, so it is read leniently, and what cannot be used is told to the model.
+ * object; small models write it in many forms, so it is read leniently, and what cannot be used is reported to the
+ * model.
  *
  *     npm install PACKAGE                                     # what `npm pack` makes in sdks/typescript
  *     npm install @huggingface/tokenizers @huggingface/jinja
@@ -118,8 +119,8 @@ export async function answer(
     const result = callTool(call);
     console.log(`tool   ${call.tool} → ${result}`);
     // Every family's template knows the role "user"; few know "tool".
-    const told: Message[] = [{ role: "user", content: `The tool answered: ${result}` }];
-    await session.append(tokensForNextTurn(told, tokenizer, { after: said.tokenIds }));
+    const answer: Message[] = [{ role: "user", content: `The tool answered: ${result}` }];
+    await session.append(tokensForNextTurn(answer, tokenizer, { after: said.tokenIds }));
     said = await speak(session);
   }
   return said.words;

@@ -33,9 +33,9 @@ const INQUIRY_SECONDS = 5;
 const ENVELOPE_BYTES = 256;
 const BYTES_PER_ID = 5;
 
-/** The end of a session's history, as far as this client was told. It can lag, but never leads. */
+/** The end of a session's history, as far as the server has reported it to this client. It can lag, but never leads. */
 export class Tail {
-  /** A Generate ran and its last word was not heard. */
+  /** A Generate ran and its last frame was not received. */
   mayLag = false;
   /** A request may yet arrive, so the next append insists on `length`. */
   hasOpenAppend = false;
@@ -159,7 +159,7 @@ export class Append {
           }
           this.#tail.settle(error.actual);
           if (isInDoubt && !(await this.#serverKnowsIds())) {
-            // Only its length can tell.
+            // Only its length shows it.
             if (this.#isExact && error.actual === end) {
               this.#moveTo(end);
               return;
@@ -198,8 +198,8 @@ export class Append {
           }
           throw this.#unresolved(failure, chunk);
         }
-        // It arrived, or something else made the history longer: the request's id can tell. To send it once more is to
-        // ask: if it did not arrive, there is no length any more at which it could.
+        // It arrived, or something else made the history longer: the request's id shows which. To send it once more is
+        // to ask: if it did not arrive, there is no length any more at which it could.
         givenUp = failure;
         patience = this.#patience.extended(INQUIRY_SECONDS);
         attempts = 0;
@@ -261,7 +261,7 @@ export class Append {
   }
 }
 
-/** After these nobody on this side knows whether the request took effect. */
+/** After these the client does not know whether the request took effect. */
 function isFateOpen(error: KakeyaError): boolean {
   const kinds = [TransportError, DeadlineExceeded, ServerError, StateError];
   return error.wasSent && kinds.some((kind) => error instanceof kind);

@@ -74,17 +74,17 @@ export function openChannel(target: string, apiKey: string | undefined, tls: TLS
 
 /**
  * Connect's, but for errors of a connection that it has left already: a call that comes between the destruction of a dead
- * connection and its error takes Connect's listener away, and an error that nobody listens to ends the process. Calls hear
- * of it by themselves.
+ * connection and its error takes Connect's listener away, and an error without a listener ends the process. Calls
+ * receive it by themselves.
  */
 class Connections extends Http2SessionManager {
-  readonly #heard = new WeakSet<Http2Session>();
+  readonly #listened = new WeakSet<Http2Session>();
 
   override async request(...call: Parameters<Http2SessionManager["request"]>): Promise<ClientHttp2Stream> {
     const stream = await super.request(...call);
     const { session } = stream;
-    if (session !== undefined && !this.#heard.has(session)) {
-      this.#heard.add(session);
+    if (session !== undefined && !this.#listened.has(session)) {
+      this.#listened.add(session);
       session.on("error", () => undefined);
     }
     return stream;

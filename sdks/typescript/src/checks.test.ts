@@ -101,7 +101,7 @@ test("settings that make no sense are refused by name", async () => {
   }
 });
 
-test("an option of another name is an error, wherever it is given, and is told with those there are", async () => {
+test("an option of another name is an error, wherever it is given, and the error lists those there are", async () => {
   const stray = { stratgy: { kind: "full" }, retry: { attempts: 1 } };
   const unknown = await failure(kakeya.InvalidArgument, () => new kakeya.Client("127.0.0.1:1", stray));
   expect(unknown.message).toBe(

@@ -100,7 +100,7 @@ export function invalid(name: string, problem: string): InvalidArgument {
   return new InvalidArgument(`${name} ${problem}`, { metadata: { field: wireName(name) } });
 }
 
-/** `topP` is `top_p` in the contract, which is how an error's field is given, whoever refuses. */
+/** `topP` is `top_p` in the contract, which is how an error's field is given, by the SDK and by the server. */
 function wireName(name: string): string {
   return name.replace(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`);
 }

@@ -35,7 +35,7 @@ interface Scenarios {
 }
 
 const FILE = JSON.parse(readFileSync(join(ROOT, "tests", "conformance", "scenarios.json"), "utf8")) as Scenarios;
-// Not facts of the session but of the clock, and what depends on who else uses the server.
+// Not facts of the session but of the clock, and what depends on other clients of the server.
 const LEFT_OUT = [
   "idleSeconds",
   "prefillSeconds",
@@ -107,7 +107,7 @@ class Player {
     try {
       return await this.#do(step, options);
     } catch (error) {
-      if (error instanceof KakeyaError) return told(error);
+      if (error instanceof KakeyaError) return described(error);
       throw error;
     }
   }
@@ -184,7 +184,7 @@ class Player {
 }
 
 /** An error as its reader sees it. Words found on this side of the wire are each SDK's own. */
-function told(error: KakeyaError): Seen {
+function described(error: KakeyaError): Seen {
   return {
     error: error.name,
     reason: error.reason ?? null,

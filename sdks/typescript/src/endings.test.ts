@@ -1,4 +1,4 @@
-/** How calls end whose server goes away: what is told, how often it was tried, and what is complete all the same. */
+/** How calls end whose server goes away: what is reported, how often it was tried, and what is complete anyway. */
 import { setTimeout as sleep } from "node:timers/promises";
 
 import { Code, ConnectError } from "@connectrpc/connect";
@@ -35,7 +35,7 @@ const done = (count: number) => ({
 const accepted = { payload: { case: "accepted" as const, value: { prefillTokenCount: 8n } } };
 const progress = { payload: { case: "progress" as const, value: { doneTokenCount: 4n, totalTokenCount: 8n } } };
 
-test.each([false, true])("a stream that gives no token is tried four times, progress told: %s", async (tells) => {
+test.each([false, true])("a stream that gives no token is tried four times, progress reported: %s", async (reports) => {
   let calls = 0;
   const session = await (
     await serve({
@@ -48,11 +48,11 @@ test.each([false, true])("a stream that gives no token is tried four times, prog
       },
     })
   ).createSession();
-  const told: kakeya.Progress[] = [];
-  const onProgress = tells ? (each: kakeya.Progress): void => void told.push(each) : undefined;
+  const seen: kakeya.Progress[] = [];
+  const onProgress = reports ? (each: kakeya.Progress): void => void seen.push(each) : undefined;
   await failure(kakeya.ConnectionFailed, session.generate(4, { onProgress }).result());
   expect(calls).toBe(4);
-  expect(told.length > 0).toBe(tells);
+  expect(seen.length > 0).toBe(reports);
 });
 
 test("attempts count from the last token", async () => {
@@ -111,7 +111,7 @@ test("a frame behind the last one is an error of the server's", async () => {
   expect(error.message).toContain("after the last one");
 });
 
-test("a refused connection after a drain is told as draining", async () => {
+test("a refused connection after a drain is reported as draining", async () => {
   const gone: Promise<void>[] = [];
   const session = await (
     await serve({
@@ -128,7 +128,7 @@ test("a refused connection after a drain is told as draining", async () => {
   server = await scripted({}); // for afterEach
 });
 
-test("a stream that a drain ended is told as draining, not as the refused connection that follows", async () => {
+test("a stream that a drain ended is reported as draining, not as the refused connection that follows", async () => {
   const gone: Promise<void>[] = [];
   const session = await (
     await serve({
@@ -202,14 +202,14 @@ test.each(["lost", "unanswered"] as const)(
   },
 );
 
-test("where the server knows no ids and the length cannot tell, nobody can, and the error says so", async () => {
+test("an append is unresolved where the server knows no ids and the length does not show it", async () => {
   const session = await (await serve(history(["lost"], { knowsIds: false, ids: 3 }))).createSession();
   const error = await failure(kakeya.AppendUnresolved, session.append([7, 8]));
   expect(error.cause).toBeInstanceOf(kakeya.HistoryLengthMismatch);
   expect([error.appendedTokens, error.historyLength, error.pendingTokens]).toEqual([null, 0, 2]);
 });
 
-test("an append that nobody answers is unresolved, and the error says of what", async () => {
+test("an append without an answer is unresolved, and the error says of what", async () => {
   const session = await (await serve(history(["gone"], { knowsIds: true }))).createSession();
   const error = await failure(kakeya.AppendUnresolved, session.append([7, 8]));
   expect(error.cause).toBeInstanceOf(kakeya.ConnectionFailed);
@@ -316,7 +316,7 @@ test.each([
   [Code.ResourceExhausted, "gRPC message exceeds maximum size 4: 5", kakeya.CallerError],
   [Code.Internal, "Exception deserializing request!", kakeya.CallerError],
   [Code.Internal, "Exception serializing response!", kakeya.ServerError],
-])("what fails the same way each time is sent once: %i %s", async (code, message, kind) => {
+])("what fails alike each time is sent once: %i %s", async (code, message, kind) => {
   let calls = 0;
   const session = await (
     await serve({

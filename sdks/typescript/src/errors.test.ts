@@ -39,7 +39,7 @@ function codeOf(name = ""): Code {
 const explain = (error: ConnectError, isLate = false): kakeya.KakeyaError =>
   fromConnectError(error, "10.1.2.3:99", isLate);
 
-test("every reason that the server can give has its class, by whose name it can be told, and no other has", async () => {
+test("every reason that the server can give has one class of its own name, and no other reason has one", async () => {
   const codes = await serverReasons(inject("control"));
   expect(Object.keys(CLASS_BY_REASON).sort()).toEqual(Object.keys(codes).sort());
   for (const [reason, kind] of Object.entries(CLASS_BY_REASON)) {
@@ -87,7 +87,7 @@ test("the wait that the server asks for is kept", () => {
   expect(error.retryAfterSeconds).toBe(2.5);
 });
 
-test("somebody else's ErrorInfo is not ours", () => {
+test("an ErrorInfo of another domain is not ours", () => {
   const error = explain(failed(Code.NotFound, "SESSION_NOT_FOUND", { domain: "proxy.example" }));
   expect([error.constructor, error.reason, error.code]).toEqual([kakeya.TransportError, undefined, "NOT_FOUND"]);
 });
@@ -103,7 +103,7 @@ test.each([
   [Code.Canceled, true, kakeya.DeadlineExceeded],
   [Code.ResourceExhausted, false, kakeya.TransportError],
   [Code.Unimplemented, false, kakeya.TransportError],
-])("a failure that nobody explains, %i, names the target", (code, isLate, kind) => {
+])("a failure without an explanation, %i, names the target", (code, isLate, kind) => {
   const error = explain(failed(code), isLate);
   expect(error.constructor).toBe(kind);
   expect(error.message).toContain("10.1.2.3:99");

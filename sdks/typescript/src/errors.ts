@@ -36,7 +36,7 @@ export class KakeyaError extends Error {
   readonly code: string | undefined;
   /** The runtime's word for the situation; undefined where it gave none. */
   readonly reason: string | undefined;
-  /** The facts of the situation, as the runtime tells them. */
+  /** The facts of the situation, as the runtime reports them. */
   readonly metadata: Readonly<Record<string, string>>;
   /** The wait the server asked for, if it did. */
   readonly retryAfterSeconds: number | undefined;
@@ -171,7 +171,7 @@ export class InvalidMessages extends CallerError {
   }
 }
 
-/** The tokenizer's chat template cannot be used in the way that was asked. */
+/** The tokenizer's chat template cannot be used as was asked. */
 export class TemplateError extends CallerError {}
 
 /** The tokenizer cannot be loaded. */

@@ -1,4 +1,4 @@
-/** What is done once, or told, when connections are lost: a proxy that loses them, and the real server behind it. */
+/** What is done once, or reported, when connections are lost: a proxy that loses them before the real server. */
 import { afterEach, beforeEach, expect, inject, test } from "vitest";
 
 import { failure, PROMPT, read, untilIdle } from "../testing/moves.js";
@@ -44,7 +44,7 @@ test("after four attempts it is the caller's turn", async () => {
   expect((await client.serverInfo()).modelId).toBe("tiny");
 });
 
-test("without retries the first loss is told", async () => {
+test("without retries the first loss is reported", async () => {
   await using single = new kakeya.Client(proxy.target, { retry: { attempts: 1 } });
   proxy.refuse(1);
   await failure(kakeya.ConnectionFailed, single.serverInfo());
@@ -83,7 +83,7 @@ test("an append stopped by its signal leaves the next one to insist on the lengt
   const append = session.append(PROMPT, { signal: abort.signal });
   abort.abort(new Error("mine"));
   await expect(append).rejects.toThrow("mine");
-  // Whether it arrived is open. Either way nothing is in the history twice.
+  // Whether it arrived is open. In both cases nothing is in the history twice.
   const length = await session.append([2]).catch((error: unknown) => {
     expect(error).toBeInstanceOf(kakeya.HistoryLengthMismatch);
     return (error as kakeya.HistoryLengthMismatch).actual;
@@ -92,7 +92,7 @@ test("an append stopped by its signal leaves the next one to insist on the lengt
 });
 
 test("a session that was made, and whose answer was lost, is made once", async () => {
-  // Of its own: what is counted is everybody's.
+  // A client of its own: the counts are of all its connections.
   const { target } = await openServer(inject("control"), {});
   const lossy = await Proxy.before(target);
   await using alone = new kakeya.Client(lossy.target, { retry: QUICK });
@@ -105,7 +105,7 @@ test("a session that was made, and whose answer was lost, is made once", async (
   await lossy.close();
 });
 
-test("a close whose answer was lost tells the final length", async () => {
+test("a close whose answer was lost returns the final length", async () => {
   const session = await client.createSession();
   await session.append(PROMPT);
   proxy.lose("answer");

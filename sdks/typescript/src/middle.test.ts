@@ -68,7 +68,7 @@ test.each<Fate>([
   { when: "answer", what: "cut" },
   { when: "headers", what: "reset" },
 ])("a session whose answer was lost is made once: %j", async (fate) => {
-  // Of its own: what is counted is everybody's.
+  // A client of its own: the counts are of all its connections.
   const { target } = await openServer(inject("control"), {});
   const before = await Middle.before(inject("control"), target);
   await using alone = new kakeya.Client(before.target, { retry: STUBBORN });
@@ -93,14 +93,14 @@ test.each<[boolean, Fate]>([
   [false, { when: "headers", what: "cut" }],
   [true, { when: "headers", what: "cut" }],
   [true, { when: "messages", messages: 1, what: "close" }],
-])("a stream that never gets to a token is tried four times, progress told: %s, %j", async (tells, fate) => {
+])("a stream that never gets to a token is tried four times, progress reported: %s, %j", async (reports, fate) => {
   await using impatient = new kakeya.Client(middle.target, { retry: { firstDelaySeconds: 0.05 } });
   const session = await impatient.createSession();
   await session.append(PROMPT);
   const { calls } = await middle.passed();
   await middle.expect(...Array.from({ length: 200 }, () => fate));
-  const told: kakeya.Progress[] = [];
-  const onProgress = tells ? (each: kakeya.Progress): void => void told.push(each) : undefined;
+  const seen: kakeya.Progress[] = [];
+  const onProgress = reports ? (each: kakeya.Progress): void => void seen.push(each) : undefined;
   const stream = session.generate(5, { onProgress });
   await failure(kakeya.ConnectionFailed, stream.result());
   expect((await middle.passed()).calls - calls).toBe(4);
@@ -115,7 +115,7 @@ test("an append that takes longer than its timeout is resolved by its id", async
   expect((await session.info()).historyLength).toBe(9);
 });
 
-test("in the dark a call ends with its deadline, and an append says that nobody can tell", async () => {
+test("without an answer a call ends with its deadline, and an append is unresolved", async () => {
   const session = await client.createSession();
   await session.append(PROMPT);
   await middle.darken();

@@ -57,7 +57,7 @@ export interface CreateSessionOptions extends CallOptions {
    * generate may then throw NoCapacity, the history kept. Default: as the server is set.
    */
   readonly guaranteed?: boolean | undefined;
-  /** Your own name for the session, at most 128 printable characters; `info()` tells it. */
+  /** Your own name for the session, at most 128 printable characters; `info()` returns it. */
   readonly label?: string | undefined;
 }
 
@@ -73,11 +73,11 @@ export interface ForkOptions extends CallOptions {
   readonly expectedHistoryLength?: number | undefined;
   /** The fork's own length limit. Default: that of the session it is made from. */
   readonly limitTokens?: number | bigint | undefined;
-  /** Your own name for the session, at most 128 printable characters; `info()` tells it. */
+  /** Your own name for the session, at most 128 printable characters; `info()` returns it. */
   readonly label?: string | undefined;
 }
 
-/** How tokens are drawn, when to stop, and what to tell. */
+/** How tokens are drawn, when to stop, and what to report. */
 export interface GenerateOptions extends CallOptions {
   /** The same seed at the same position draws the same token. Default: the server draws one; the result has it. */
   readonly seed?: number | bigint | undefined;
@@ -95,7 +95,7 @@ export interface GenerateOptions extends CallOptions {
   readonly logitBias?: ReadonlyMap<number, number> | undefined;
   /** End this Generate, beside the session's own. */
   readonly stopTokenIds?: TokenIds | undefined;
-  /** Tell each token's log-probability. */
+  /** Report each token's log-probability. */
   readonly logprobs?: boolean | undefined;
   /** Called while the stream is read, before its first token. */
   readonly onProgress?: ((progress: Progress) => void) | undefined;

@@ -185,7 +185,7 @@ test("the Electron example is built in a folder of its own, and its main process
      import { loadTokenizer } from "@kakeya/runtime/tokenization";
      import { Conversation } from "./dist/conversation.js";
      const { port1, port2 } = new MessageChannel();
-     const port = { send: (report) => port1.postMessage(report), onMessage: (heard) => port1.on("message", heard) };
+     const port = { send: (report) => port1.postMessage(report), onMessage: (listener) => port1.on("message", listener) };
      const session = await new Client("${target}").createSession();
      const tokenizer = await loadTokenizer("${join(folder, "tokenizers", "ChatML")}");
      await Conversation.over(port, session, tokenizer, { maxTokens: 8, temperature: 0 });
@@ -198,7 +198,7 @@ test("the Electron example is built in a folder of its own, and its main process
   expect(run(process.execPath, ["speak.mjs"], { cwd: example, timeout: 30_000 }).trim()).toMatch(/^ready .*end$/);
 });
 
-test("nothing that is depended on has a name that somebody else could take", () => {
+test("every dependency comes from a registry, or from this repository", () => {
   const locked = JSON.parse(readFileSync(join(HERE, "package-lock.json"), "utf8")) as {
     packages: Record<string, { version?: string; integrity?: string }>;
   };

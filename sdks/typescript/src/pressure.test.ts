@@ -3,7 +3,7 @@ import { expect, inject, test } from "vitest";
 
 import { ABORTS, STREAM_TOKENS } from "../testing/amounts.js";
 import { ENDLESS, failure, LONG, PROMPT, untilIdle, untilStill } from "../testing/moves.js";
-import { censusOf, openServer } from "../testing/servers.js";
+import { statisticsOf, openServer } from "../testing/servers.js";
 import { Client, StateError, type Session } from "./index.js";
 
 // A connection takes 256 calls at a time.
@@ -44,8 +44,8 @@ test("aborts at random moments leave no session busy", async () => {
     await session.close();
   }
   // And the server says so itself. A stream that was aborted before its request left is none of its Generates.
-  const census = await censusOf(inject("control"), target);
-  expect(census).toMatchObject({
+  const statistics = await statisticsOf(inject("control"), target);
+  expect(statistics).toMatchObject({
     session_active: 0,
     session_kv_reserved_bytes: 0,
     session_kv_live_bytes: 0,
@@ -53,8 +53,8 @@ test("aborts at random moments leave no session busy", async () => {
     generate_queue_depth: 0,
     session_total: sessions.length,
   });
-  expect(census["generate_total"]).toBeLessThanOrEqual(ABORTS);
-  expect(census["generate_total"]).toBeGreaterThan(ABORTS / 2);
+  expect(statistics["generate_total"]).toBeLessThanOrEqual(ABORTS);
+  expect(statistics["generate_total"]).toBeGreaterThan(ABORTS / 2);
 });
 
 test("more agents than a connection takes calls share one client without an error", async () => {
@@ -87,11 +87,11 @@ test("a stream read slowly needs hardly more memory than one read fast, and hold
   expect(slow.tokenIds).toEqual(fast.tokenIds);
   // Ids take eight bytes each; frames, of some hundred, must not stay.
   expect(fast.grownBytes).toBeLessThan(2 ** 20 + 32 * STREAM_TOKENS);
-  // Of what has not been read, no more than a connection lets be on its way: 64 KiB, in very many buffers.
+  // Of what has not been read, no more than a connection lets be in flight: 64 KiB, in very many buffers.
   expect(slow.grownBytes).toBeLessThan(fast.grownBytes + 2 ** 22);
 });
 
-test("a stream that nobody reads can be stopped", async () => {
+test("a stream that is not read can be stopped", async () => {
   await using client = new Client(inject("target"));
   await using session = await client.createSession({ strategy: ENDLESS });
   await session.append(PROMPT);

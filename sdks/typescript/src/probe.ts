@@ -27,7 +27,7 @@ export async function tlsMismatch(target: string, tls: TLS | boolean): Promise<M
     return { problem: "it asks its clients for a certificate; tls: { certificate, key } gives one", isCertain: true };
   }
   if (isEncrypted && met === "left") {
-    // What gRPC's own servers do for want of a certificate; but others may have other reasons.
+    // What gRPC's own servers do without a certificate; but others may have other reasons.
     const problem =
       "it ends the connection after the handshake; if it asks its clients for a certificate, " +
       "tls: { certificate, key } gives one";

@@ -41,7 +41,7 @@ export function appendRequest(sessionId: string, tokenIds: number[], length?: nu
   });
 }
 
-/** The request for one Generate. It always asks for detailed frames: they tell the history length as it grows. */
+/** The request for one Generate. It always asks for detailed frames: they carry the history length as it grows. */
 export function generateRequest(sessionId: string, maxTokens: number, options: GenerateOptions): GenerateRequest {
   const { temperature, topP, topK, minP, repetitionPenalty, seed } = known(options, "generate");
   return create(GenerateRequestSchema, {

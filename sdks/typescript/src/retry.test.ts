@@ -1,4 +1,4 @@
-/** When a call is tried again, and what counts as an attempt: a link whose calls end as they are told to. */
+/** When a call is tried again, and what counts as an attempt: a link whose calls end as each test says. */
 import { afterEach, expect, test, vi } from "vitest";
 
 import { failure } from "../testing/moves.js";
@@ -54,7 +54,7 @@ test("closing a session that never was is an error though the connection was ful
 });
 
 test("what a signal was aborted with is thrown as it is, whatever its class", async () => {
-  // Of a class that would be tried again, looked into, or told as what the server said before.
+  // Of a class that would be tried again, looked into, or reported as what the server said before.
   const reason = new ConnectionFailed("another call's", { code: "UNAVAILABLE" });
   const abort = new AbortController();
   const patience = new Patience(retryPolicyOf(), null, abort.signal);

@@ -78,7 +78,7 @@ export class Patience {
     return this.signal?.aborted === true;
   }
 
-  /** Is `error` what the caller's signal was aborted with? Then nobody said it of this call, whatever its class. */
+  /** Is `error` what the caller's signal was aborted with? Then it does not describe this call, whatever its class. */
   isReason(error: unknown): boolean {
     return this.isAborted && this.signal?.reason === error;
   }

@@ -11,15 +11,15 @@ import { failure } from "../testing/moves.js";
 import { openServer, type Guarded } from "../testing/servers.js";
 import * as kakeya from "./index.js";
 
-// Who waits before trying again fails by time-out.
+// A client that waits before trying again fails by time-out.
 const NEVER_IN_TIME: kakeya.RetryPolicy = { firstDelaySeconds: 600, maxDelaySeconds: 600 };
 
 let guarded: Guarded;
-let stranger: Guarded;
+let another: Guarded;
 let folder: string;
 
 beforeAll(async () => {
-  [guarded, stranger] = [
+  [guarded, another] = [
     await openServer<Guarded>(inject("control"), { guarded: true }),
     await openServer<Guarded>(inject("control"), { guarded: true }),
   ];
@@ -46,14 +46,14 @@ test.each([undefined, "b".repeat(32)])("without the key it stays shut: %s", asyn
 });
 
 test("a server of an unknown authority is not talked to", async () => {
-  for (const tls of [true, { rootCertificates: Buffer.from(stranger.authority) }]) {
+  for (const tls of [true, { rootCertificates: Buffer.from(another.authority) }]) {
     await using client = new kakeya.Client(guarded.target, { apiKey: guarded.key, tls, retry: NEVER_IN_TIME });
     const error = await failure(kakeya.TLSFailed, client.createSession());
     expect(error.message).toContain("its certificate is not accepted: unable to verify the first certificate");
   }
 });
 
-test("a certificate of another name is told at once", async () => {
+test("a certificate of another name is reported at once", async () => {
   const tls = { rootCertificates: Buffer.from(guarded.authority) };
   // The same server, by a name that is not in its certificate.
   await using client = new kakeya.Client(guarded.target.replace("127.0.0.1", "127.0.0.2"), {

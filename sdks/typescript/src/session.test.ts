@@ -19,7 +19,7 @@ async function endless(): Promise<kakeya.Session> {
   return session;
 }
 
-test("a new session tells what it is made of", async () => {
+test("a new session reports its settings and bounds", async () => {
   await using session = await client.createSession({
     strategy: { kind: "sink_window", sink: 2, window: 30 },
     label: "test",
@@ -104,7 +104,7 @@ test("progress is reported before the first token", async () => {
   expect(reports.at(-1)?.doneTokens).toBe(reports.at(-1)?.totalTokens);
 });
 
-test("the same seed gives the same tokens, all 64 bits of it, and a drawn one is told", async () => {
+test("the same seed gives the same tokens, all 64 bits of it, and a drawn seed is reported", async () => {
   async function sample(seed?: number | bigint): Promise<kakeya.GenerateResult> {
     await using session = await client.createSession();
     await session.append(PROMPT);
@@ -232,7 +232,7 @@ test("a session that is busy is worth a retry", async () => {
   expect(await session.append([1])).toBe(session.historyLength);
 });
 
-test("a call that does not wait for an append is told to", async () => {
+test("a call during an append is refused with the advice to await it", async () => {
   await using session = await client.createSession();
   const append = session.append(PROMPT);
   await failure(kakeya.StateError, session.append([1]));

@@ -39,7 +39,7 @@ export class Session implements AsyncDisposable {
     return this.#facts.id;
   }
 
-  /** Tokens appended and generated, as far as this object has heard; `info()` asks. */
+  /** Tokens appended and generated, as far as this object has received; `info()` asks. */
   get historyLength(): number {
     return this.#tail.length;
   }
@@ -54,7 +54,7 @@ export class Session implements AsyncDisposable {
     return this.#facts.sustainedBytes;
   }
 
-  /** Of `sustainedBytes`, those reserved when it was opened; `info()` tells them as they are now. */
+  /** Of `sustainedBytes`, those reserved when it was opened; `info()` returns them as they are now. */
   get reservedBytes(): number {
     return this.#facts.reservedBytes;
   }

@@ -1,5 +1,5 @@
 /**
- * Special tokens come out of what the chat template writes, never out of what somebody said.
+ * Special tokens come out of what the chat template writes, never out of the messages.
  *
  * A template makes one text of markup and messages, and a tokenizer finds the text of a special token wherever it
  * stands: `<|im_end|>` in a message ends the turn. So:
@@ -8,13 +8,13 @@
  *     template   "<|im_start|>user\na ⟨⟩ b<|im_end|>"
  *     encoded    what the template wrote as special tokens, the rest as text, with the merges that text has there
  *
- * The last step takes a copy of the tokenizer in which special tokens have names that nobody can write. Where no message
- * holds such a text, nothing of this happens: the ids are the tokenizer's own for the rendered text, and are only checked
- * to hold no special token that the text does not show. The Python SDK does the same.
+ * The last step takes a copy of the tokenizer in which special tokens have names that no message can hold. Where no
+ * message holds such a text, nothing of this happens: the ids are the tokenizer's own for the rendered text, and are
+ * only checked to hold no special token that the text does not show. The Python SDK does the same.
  *
- * A template may also write a special token in pieces, with what somebody said between them: `<|{{ message.name }}|>`.
+ * A template may also write a special token in pieces, with text of a message between them: `<|{{ message.name }}|>`.
  * Then it is asked again, for messages in whose words no character can be one of a special token. What is left is the
- * template's own; if that is less, the messages are refused. A role that templates know is no word of somebody's.
+ * template's own; if that is less, the messages are refused. A role that templates know is not text of a message.
  */
 import { randomBytes } from "node:crypto";
 
@@ -95,7 +95,7 @@ export class SpecialTokens {
 export class Conversation {
   readonly messages: readonly Values[];
   readonly options: Values;
-  /** Could a special token be put together from pieces of messages? Then `checkBroken` tells. */
+  /** Could a special token be put together from pieces of messages? Then `checkBroken` decides. */
   readonly isDoubtful: boolean;
   readonly #special: SpecialTokens;
   readonly #given: readonly [readonly Values[], Values];
@@ -149,10 +149,10 @@ export class Conversation {
   }
 
   /**
-   * The ids of a rendered text, or of its beginning. encode: the tokenizer's own way.
+   * The ids of a rendered text, or of its beginning. encode: the tokenizer's own method.
    *
    * Throws SpecialTextError if a special token would come out of a message, or the template altered the messages'
-   * special text in a way that cannot be undone.
+   * special text irreversibly.
    */
   encode(text: string, encode: Encode, respelled: () => Respelled): number[] {
     const held = [...this.#tokenOf.keys()];
@@ -234,7 +234,7 @@ export class Conversation {
   }
 }
 
-/** A copy of a tokenizer in which special tokens have names that nobody can write, and nothing else differs. */
+/** A copy of a tokenizer in which special tokens have names that no message can hold, and nothing else differs. */
 export class Respelled {
   readonly encode: Encode;
   readonly #names: ReadonlyMap<string, string>;
@@ -269,7 +269,7 @@ export function renamed(specification: Values, names: ReadonlyMap<string, string
   };
   for (const merge of model.merges ?? []) {
     if (names.has(typeof merge === "string" ? merge.replace(" ", "") : merge.join(""))) {
-      throw new SpecialTextError("this tokenizer cannot tell text from special tokens");
+      throw new SpecialTextError("this tokenizer cannot separate text from special tokens");
     }
   }
   const added = specification["added_tokens"] as readonly { readonly content: string }[];
@@ -330,7 +330,7 @@ function mapped(value: unknown, change: (text: string) => string): unknown {
 
 /** Of `tokens`, those of which the template could write beginning and end, and words without edges the rest. */
 function inPieces(tokens: readonly string[], edges: ReadonlySet<string>, template: string): readonly string[] {
-  if (template === "") return tokens; // nobody knows
+  if (template === "") return tokens; // the template is unknown
   const sizes = Array.from({ length: Math.max(0, ...tokens.map((token) => token.length)) }, (_, size) => size);
   const stops = new Set<string>();
   for (const { index } of template.matchAll(STOPS)) {

@@ -67,7 +67,7 @@ const CODES_OF_A_LOST_CONNECTION = new Set([
 // HTTP/2's word for it (RFC 9113, section 8.7): the server did not process the call, it may be retried.
 const REFUSED_STREAM = "REFUSED_STREAM";
 
-// What fails the same way each time, in the words of gRPC's cores, its Go and Java, and Connect.
+// What fails alike each time, in the words of gRPC's cores, its Go and Java, and Connect.
 const FINAL: readonly [Code, RegExp, ErrorClass, string][] = [
   [
     Code.ResourceExhausted,

@@ -54,14 +54,14 @@ test("options of a named strategy are numbers, texts and arrays, and come back a
   await again.close();
 });
 
-test("a strategy of the contract can be asked for by its name, and is told by its kind", async () => {
+test("a strategy of the contract can be asked for by its name, and is reported by its kind", async () => {
   await using session = await client.createSession({
     strategy: { kind: "named", name: "sink_window", options: { window: 30 } },
   });
   expect(session.strategy).toEqual({ kind: "sink_window", sink: 4, window: 30 });
 });
 
-test("a tiered session tells what it holds off the device", async () => {
+test("a tiered session reports what it holds off the device", async () => {
   const tiered: kakeya.Strategy = { kind: "tiered", block: 4, sink: 0, window: 20, budget: 40, residentTokens: 20 };
   await using session = await client.createSession({ strategy: tiered });
   await session.append(Array.from({ length: 200 }, (_, n) => n % 128));

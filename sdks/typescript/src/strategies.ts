@@ -102,7 +102,7 @@ export interface Mac {
   readonly band?: number | undefined;
   /** How near, as a share of the distance of unlike queries; 0: nothing is taken over. */
   readonly threshold?: number | undefined;
-  /** Links back to a token that read every row; -1: any number. */
+  /** Links back to a token that read every KV entry; -1: any number. */
   readonly chainLimit?: number | undefined;
 }
 

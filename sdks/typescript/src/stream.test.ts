@@ -22,7 +22,7 @@ afterAll(async () => {
   await client.close();
 });
 
-/** A Generate that does not end by itself, and a promise that is kept once somebody reads it and it runs. */
+/** A Generate that does not end by itself, and a promise that is kept once it is read and runs. */
 function longGenerate(options: kakeya.GenerateOptions = {}): [kakeya.GenerateStream, Promise<void>] {
   const began = resolvers();
   const stream = session.generate(LONG, { ...options, onProgress: began.resolve });
@@ -85,7 +85,7 @@ test("a signal stops the generation, and reading throws its reason", async () =>
   await untilIdle(session);
 });
 
-test("a signal stops a generation that nobody reads", async () => {
+test("a signal stops a generation that is not read", async () => {
   const abort = new AbortController();
   session.generate(LONG, { signal: abort.signal });
   abort.abort();

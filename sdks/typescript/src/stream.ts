@@ -120,7 +120,8 @@ export class Fold {
 /**
  * The calls behind one stream: the first, and after a lost connection another that goes on where that one stopped.
  *
- * It begins at once, and knows nothing of the stream that reads it, so that a stream nobody holds can be collected.
+ * It begins at once, and knows nothing of the stream that reads it, so that a stream without references can be
+ * collected.
  */
 class Attachment {
   readonly #link: Link;
@@ -150,7 +151,7 @@ class Attachment {
         const frame = await (this.#first ?? this.#frames.next());
         this.#first = undefined;
         if (frame.done === true) return undefined;
-        // Only tokens count as getting on: a server tells of progress to each attempt.
+        // Only tokens count as getting on: a server reports progress to each attempt.
         if (frame.value.payload.case === "token") {
           this.#attempts = 1;
           this.#patience.answered();
@@ -187,18 +188,18 @@ class Attachment {
     const options = { signal: this.#leash.signal, ...timeoutOf(this.#patience) };
     const frames = this.#link.rpc.generate(request, options)[Symbol.asyncIterator]();
     const first = frames.next();
-    // It fails for whoever reads it; until somebody does, that is nobody's unhandled rejection.
+    // It fails where it is read; until it is read, its failure is not an unhandled rejection.
     first.catch(() => undefined);
     return [frames, first];
   }
 }
 
-/** Whatever is left of a call that was cancelled. Only one that is read to its end takes its deadline's timer away. */
+/** What is left of a call that was cancelled. Only one that is read to its end takes its deadline's timer away. */
 async function readOut(frames: AsyncIterator<unknown>): Promise<void> {
   try {
     while ((await frames.next()).done !== true);
   } catch {
-    // That it was cancelled is no news.
+    // That it was cancelled is known.
   }
 }
 

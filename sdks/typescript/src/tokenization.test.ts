@@ -1,4 +1,4 @@
-/** The same ids as the Python SDK's, from the same tokenizers' folders; and what cannot be rendered is told. */
+/** The same ids as the Python SDK's, from the same tokenizers' folders; and what cannot be rendered is reported. */
 import { execFileSync } from "node:child_process";
 import { mkdtempSync, rmSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
@@ -19,18 +19,18 @@ import {
   type Message,
 } from "./tokenization.js";
 
-interface Told {
+interface Rendered {
   readonly end_of_turn: number[];
   readonly chats: { readonly messages: Message[]; readonly allowed: boolean; readonly ids?: number[] }[];
   readonly turns: { readonly messages: Message[]; readonly after: number[]; readonly ids?: number[] }[];
 }
 
 let folder: string;
-let told: Record<string, Told>;
+let rendered: Record<string, Rendered>;
 beforeAll(() => {
   folder = mkdtempSync(join(tmpdir(), "tokenizers-"));
   const command = ["-m", "tests.conformance.save_tokenizers", folder];
-  told = JSON.parse(execFileSync(PYTHON, command, { cwd: ROOT, encoding: "utf8" })) as Record<string, Told>;
+  rendered = JSON.parse(execFileSync(PYTHON, command, { cwd: ROOT, encoding: "utf8" })) as Record<string, Rendered>;
 });
 afterAll(() => {
   rmSync(folder, { recursive: true });
@@ -40,8 +40,8 @@ test.each(["ChatML", "Llama", "Gemma", "Qwen", "bytes", "roles"])(
   "%s: messages become the ids they become in Python",
   async (name) => {
     const tokenizer = await loadTokenizer(join(folder, name));
-    const python = told[name];
-    if (python === undefined) throw new Error(`Python told nothing of ${name}`);
+    const python = rendered[name];
+    if (python === undefined) throw new Error(`Python rendered nothing for ${name}`);
     expect(endOfTurnIds(tokenizer)).toEqual(python.end_of_turn);
     for (const { messages, allowed, ids } of python.chats) {
       const chat = (): number[] => tokensForChat(messages, tokenizer, { allowSpecialTokens: allowed });
@@ -80,20 +80,20 @@ test.each(["Kqzwxjvbm", "Vhgtfyprd", "Kqzwxjvbmxx and Kqzwxjvbmx", "KqzwxjvbmKqz
     const turn = tokensForNextTurn([{ role: "user", content: words }], tokenizer, { after: [] });
     expect(tokenizer.decode(turn)).toContain(`user\n${words}<|im_end|>`);
     const calm: Message[] = [{ role: "user", content: "b" }];
-    const told = {
+    const changed = {
       ...tokenizer,
       render: (...[messages, { tools, mood, ...options }]: Parameters<typeof tokenizer.render>) =>
         `${JSON.stringify(tools)}${String(mood)}${tokenizer.render(messages, options)}`,
     };
     const options = { tools: [{ type: "function", function: { name: words } }], templateOptions: { mood: words } };
-    expect(tokensForNextTurn(calm, told, { after: [], ...options })).toEqual(
+    expect(tokensForNextTurn(calm, changed, { after: [], ...options })).toEqual(
       tokensForNextTurn(calm, tokenizer, { after: [] }),
     );
-    expect(endOfTurnIds(told, options)).toEqual(endOfTurnIds(tokenizer));
+    expect(endOfTurnIds(changed, options)).toEqual(endOfTurnIds(tokenizer));
   },
 );
 
-test("what somebody says ends no turn, unless that is asked for", async () => {
+test("the text of a message ends no turn, unless that is asked for", async () => {
   const tokenizer = await loadTokenizer(join(folder, "bytes"));
   const special = (ids: readonly number[]): number[] =>
     ids.filter((id) => tokenizer.addedTokens.some((token) => token.id === id));
@@ -147,7 +147,7 @@ test("what the model said is not appended again", async () => {
   await failure(InvalidMessages, () => tokensForChat([], tokenizer));
 });
 
-test("a folder without a tokenizer, or without a template, is told apart", async () => {
+test("a folder without a tokenizer, or without a template, is reported apart", async () => {
   expect((await failure(TokenizerError, loadTokenizer(join(folder, "nowhere")))).message).toContain("nowhere");
   const bare = join(folder, "ChatML");
   rmSync(join(bare, "chat_template.jinja"));
@@ -199,7 +199,7 @@ test.each<[string, unknown]>([
     "messages[0].tool_calls[0].function.arguments",
     [{ role: "assistant", tool_calls: [{ id: "1", function: { name: "a", arguments: "[]" } }] }],
   ],
-])("what cannot be expressed is told by its path, %s", async (path, messages) => {
+])("what cannot be expressed is reported by its path, %s", async (path, messages) => {
   const error = await failure(InvalidMessages, () => fromOpenAIMessages(messages as unknown[]));
   expect(error.path).toBe(path);
 });

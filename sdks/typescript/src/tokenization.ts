@@ -1,5 +1,5 @@
 /**
- * Chat messages to token ids, on the client's side, in the one way that fits a history that only grows.
+ * Chat messages to token ids, on the client's side, as fits a history that only grows.
  *
  * A chat template renders a whole conversation. Rendered again one turn later, earlier turns can come out differently:
  * reasoning is stripped, whitespace trimmed, tool calls re-ordered; and text the model wrote, encoded again, need not
@@ -325,8 +325,8 @@ function keptApart<T>(work: () => T): T {
     return work();
   } catch (cause) {
     if (!(cause instanceof SpecialTextError)) throw cause;
-    const way = "take that out of the messages, or pass allowSpecialTokens: true";
-    throw new TemplateError(`${cause.message}; ${way}`, { cause });
+    const remedy = "take that out of the messages, or pass allowSpecialTokens: true";
+    throw new TemplateError(`${cause.message}; ${remedy}`, { cause });
   }
 }
 

@@ -1,4 +1,4 @@
-/** What the runtime tells its callers, as plain values with the units in their names. */
+/** What the runtime reports to its callers, as plain values with the units in their names. */
 import { exact } from "./checks.js";
 import {
   GenerateDone_StopReason as WireStopReason,
@@ -61,7 +61,7 @@ export interface GenerateResult {
   readonly restoredPositions: number;
   /** Positions that were unreadable already at the first token. */
   readonly truncatedTokens: number;
-  /** Guesses of the server's drafter that were verified. */
+  /** Draft tokens of the server's drafter that were verified. */
   readonly draftedTokens: number;
   /** How many of them were right. */
   readonly acceptedTokens: number;
@@ -113,7 +113,7 @@ export interface SessionInfo {
   readonly inv1Violations: number;
   readonly inv2Violations: number;
   readonly inv3Violations: number;
-  /** Guesses of the server's drafter that were verified in all Generates. */
+  /** Draft tokens of the server's drafter that were verified in all Generates. */
   readonly draftedTokens: number;
   /** How many of them were right. */
   readonly acceptedTokens: number;

@@ -1,10 +1,10 @@
-/** A reader that does not read holds the server back, wherever tokens are buffered on their way. */
+/** A reader that does not read holds the server back, wherever tokens are buffered. */
 import { expect, inject, test } from "vitest";
 
 import { Client } from "../src/index.js";
 import { ENDLESS, LONG, PROMPT, read, untilStill } from "./moves.js";
 
-test("the server gets only so far ahead of a stream that nobody reads, and goes on when somebody does", async () => {
+test("the server gets only so far ahead of a stream that is not read, and goes on when it is read", async () => {
   await using client = new Client(inject("target"));
   await using session = await client.createSession({ strategy: ENDLESS });
   await session.append(PROMPT);

@@ -17,7 +17,7 @@ export async function untilIdle(session: Session): Promise<SessionInfo> {
   }
 }
 
-/** The server has got as far as it does while nobody reads: its history grows no more, or the Generate has ended. */
+/** The stream is not read, and the server has stopped: its history grows no more, or the Generate has ended. */
 export async function untilStill(session: Session): Promise<SessionInfo> {
   for (let last = -1; ;) {
     const info = await session.info();

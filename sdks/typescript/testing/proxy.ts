@@ -109,7 +109,7 @@ export class Proxy {
   }
 }
 
-/** Takes bytes of HTTP/2 as they come and tells of each frame, once it is whole. */
+/** Takes bytes of HTTP/2 as they come and reports each frame, once it is whole. */
 function framesOf(onFrame: (type: number, flags: number) => void): (bytes: Buffer) => void {
   let held = Buffer.alloc(0);
   return (bytes) => {

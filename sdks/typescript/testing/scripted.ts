@@ -1,4 +1,4 @@
-/** A gRPC server that says what it is told to say, for what a real one does rarely. */
+/** A gRPC server that answers as each test says, for what a real one does rarely. */
 import { once } from "node:events";
 import { createServer, type ServerHttp2Session } from "node:http2";
 import type { AddressInfo } from "node:net";

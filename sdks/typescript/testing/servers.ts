@@ -8,7 +8,7 @@ import type { TestProject } from "vitest/node";
 
 import { PYTHON, ROOT } from "./python.mjs";
 
-/** What a server is told to be; settings as the runtime names them. */
+/** What a server is configured to be; settings as the runtime names them. */
 export interface ServerSettings {
   readonly engine?: Readonly<Record<string, unknown>>;
   readonly server?: Readonly<Record<string, unknown>>;
@@ -77,7 +77,7 @@ export async function drainServer(control: number, target: string): Promise<void
 }
 
 /** What a server counts, by the names of its metrics; over all labels. */
-export async function censusOf(control: number, target: string): Promise<Record<string, number>> {
+export async function statisticsOf(control: number, target: string): Promise<Record<string, number>> {
   return (await ask(control, { census: target })) as Record<string, number>;
 }
 

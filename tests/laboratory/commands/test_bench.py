@@ -95,7 +95,7 @@ def test_a_turn_is_timed_from_when_it_was_due_not_from_when_it_could_begin(targe
     assert samples.finished == 2
     assert len(samples.first_token) == 2
     assert samples.first_token[1] > samples.turn[0]
-    # Most of that is the turn before, and told as such.
+    # Most of that is the turn before, and reported as such.
     assert samples.first_token[1] == pytest.approx(samples.behind[1] + samples.first_token_asked[1], abs=0.2)
 
 
@@ -115,7 +115,7 @@ def test_a_turn_may_be_tried_on_a_fork_that_changes_nothing_of_what_comes(target
     forked = Turn(due_seconds=0.0, append_tokens=6, generate_tokens=5, is_forked=True)
     samples = play(target, [Agent(number=0, turns=(forked, turn(0.0)))])
     assert (samples.finished, len(samples.fork), len(samples.turn)) == (2, 1, 2)
-    # The tokens of the fork are nobody's goodput.
+    # The tokens of the fork count in no goodput.
     assert sum(samples.tokens_by_second.values()) == 10
 
 

@@ -120,7 +120,7 @@ def test_a_record_says_which_latent_it_measured(tiny_folder: Path, tmp_path: Pat
 def test_a_length_that_is_done_is_on_disk_whatever_becomes_of_the_next(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine that is taken away asks nobody."""
+    """A machine that is taken away gives no notice."""
     measure = restoration._measure
 
     def measured(target: Any, matches: Any, passages: Any, **options: Any) -> Any:

@@ -29,7 +29,7 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shared = ("--model", str(tiny_folder), "--cache-dir", str(cache))
     own = cache / "own.txt"
     own.write_text("The quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
-    few = ("--tokens", "6000", "--rows", "50", "--length", "160", "--text", str(own))
+    few = ("--tokens", "6000", "--texts-at-once", "50", "--length", "160", "--text", str(own))
     assert main(["train", "corpus", *shared, *few]) == 0
     small = ("--layers", "1", "--taps", "2", "--block-size", "4", "--batch", "4", "--anchors", "8", "--steps", "12")
     quick = ("--measured-texts", "1", "--mask-token-id", "127", "--commit", "0123abc")
@@ -120,7 +120,18 @@ def test_a_training_reads_all_corpora_it_is_given(
     monkeypatch.setattr(record, "commit", lambda: "none")
     shared = ("--model", str(tiny_folder), "--cache-dir", str(made))
     first, second = corpus_folder(tiny_folder.name, made), tmp_path / "corpus"
-    few = ("--tokens", "1000", "--rows", "10", "--length", "160", "--seed", "5", "--text", str(made / "own.txt"))
+    few = (
+        "--tokens",
+        "1000",
+        "--texts-at-once",
+        "10",
+        "--length",
+        "160",
+        "--seed",
+        "5",
+        "--text",
+        str(made / "own.txt"),
+    )
     assert main(["train", "corpus", *shared, *few, "--out", str(second)]) == 0
     shape = ("--layers", "1", "--taps", "2", "--block-size", "4", "--batch", "4", "--anchors", "8", "--steps", "2")
     both = ("--corpus", str(first), str(second), "--out", str(tmp_path / "drafter"), "--commit", "0123abc")
@@ -170,7 +181,7 @@ def test_a_folder_that_is_asked_for_must_hold_a_drafter_of_this_model(
     "words",
     [
         ("corpus", "--length", "10"),
-        ("corpus", "--rows", "0"),
+        ("corpus", "--texts-at-once", "0"),
         ("drafter", "--block-size", "1"),
         ("drafter", "--teacher-share", "2"),
         ("drafter", "--chain", "-1"),

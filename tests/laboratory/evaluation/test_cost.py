@@ -21,7 +21,7 @@ TEXT = [(7 * place) % VOCABULARY for place in range(301)]
 WINDOW = SinkWindow(sink=2, window=16)
 
 
-def test_a_run_tells_what_a_session_holds_and_reads() -> None:
+def test_a_run_reports_what_a_session_holds_and_reads() -> None:
     with tiny_engine() as engine:
         full = run(engine, Full(), [TEXT[:100]], 5)
         window = run(engine, WINDOW, [TEXT[:100]], 5)

@@ -1,4 +1,4 @@
-"""Steps are counted as they were, who knows the text is told from who does not, and no token changes."""
+"""Steps are counted as they were, drafters that know the text differ from those that do not, and no token changes."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ ASKED = [
 
 
 @dataclass
-class Told(Plain):
-    """Was told what is written after each prompt, and errs in every `errs`-th place of the history."""
+class Knowing(Plain):
+    """Knows what is written after each prompt, and errs in every `errs`-th place of the history."""
 
     texts: Sequence[tuple[int, ...]] = ()
     errs: int = 10**9
@@ -67,8 +67,8 @@ class Told(Plain):
         ]
 
 
-def reported(texts: Sequence[Text], asked: Sequence[Asked] = ASKED, *, errs: int = 10**9) -> Told:
-    return Told(texts=[(*one.token_ids, *text.token_ids) for one, text in zip(asked, texts, strict=True)], errs=errs)
+def reported(texts: Sequence[Text], asked: Sequence[Asked] = ASKED, *, errs: int = 10**9) -> Knowing:
+    return Knowing(texts=[(*one.token_ids, *text.token_ids) for one, text in zip(asked, texts, strict=True)], errs=errs)
 
 
 def drafter_for(model: ModelConfig, forward: Forward) -> Drafter | None:
@@ -126,7 +126,7 @@ def test_the_steps_of_a_lone_session_give_all_its_tokens_but_the_first(written: 
             assert (text.accepted == text.drafted) == (errs > LONG * LONG)
 
 
-def test_steps_before_everybody_has_begun_do_not_count(written: list[Text]) -> None:
+def test_steps_before_all_sessions_have_begun_do_not_count(written: list[Text]) -> None:
     with tiny_engine(drafter=reported(written), draft_tokens=2) as engine:
         group = write(engine, ASKED, tokens=LONG)
         assert engine.info().kv_reserved_bytes == 0
@@ -176,7 +176,7 @@ def test_a_place_is_right_only_if_those_before_it_are() -> None:
     assert right_by_place([Step(0, 0, 1)]) == []
 
 
-def test_who_knows_the_text_is_reported_from_who_does_not(target: Target) -> None:
+def test_a_drafter_that_knows_the_text_accepts_more_than_one_that_does_not(target: Target) -> None:
     asked = {("noise", "greedy"): ASKED}
     plain = write_all(target.engine, ASKED, tokens=LONG, stop_ids=target.stop_ids)
     drafters: dict[str, Drafter] = {"knows": reported(plain), "errs": reported(plain, errs=3), "wrong": Wrong()}
@@ -185,13 +185,13 @@ def test_who_knows_the_text_is_reported_from_who_does_not(target: Target) -> Non
     assert knows["acceptance length"] > errs["acceptance length"] > 1.5 > wrong["acceptance length"] >= 1
     assert knows["draft tokens that are right"] == 1
     assert {line["right"] for line in drafting.place_table(found) if line["drafter"] == "knows"} == {1.0}
-    assert [text.token_ids for text in found[Cell(drafter="errs", kind="noise", way="greedy")]] == [
+    assert [text.token_ids for text in found[Cell(drafter="errs", kind="noise", method="greedy")]] == [
         text.token_ids for text in plain
     ]
 
 
 def test_a_ratio_is_of_one_round() -> None:
-    here: dict[str, Any] = {"kind": "prose", "way": "greedy"}
+    here: dict[str, Any] = {"kind": "prose", "method": "greedy"}
 
     def pace(seconds: float) -> draft_speed.Pace:
         return draft_speed.Pace(
@@ -249,7 +249,7 @@ def test_no_token_changes_where_shapes_are_fixed(tmp_path: Path) -> None:
     ) as target:
         short = short_prompts(target, arguments("--kinds", "looped", "tool_json", "--identity-prompts=5"))
         found = draft_identity.compare(target, find(target, ["wrong"]), short, draft_tokens=3)
-    assert set(found) == {(name, way) for name in (AGAIN, "wrong") for way in ("greedy", "at 0.7")}
+    assert set(found) == {(name, method) for name in (AGAIN, "wrong") for method in ("greedy", "at 0.7")}
     for (name, _), one in found.items():
         assert (one.prompts, one.differences) == (5, ())
         assert (one.drafted > 0) == (name == "wrong")

@@ -1,4 +1,4 @@
-"""Families of models: what is admitted stays so at other sizes, and what a family cannot have is told."""
+"""Families of models: what is admitted stays so at other sizes, and what a family cannot have is reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(*options: str) -> dict[str, list[dict[str, object]]]:
     return tables
 
 
-def test_a_family_has_a_row_with_the_strategies_it_can_have() -> None:
+def test_a_family_is_listed_with_the_strategies_it_can_have() -> None:
     tables = run("--only", "HunYuanDense", "SmolLM3", "GPTJ", "--sizes", "1")
     rows = {row["family"]: row for row in tables["admitted"]}
     assert rows["SmolLM3ForCausalLM"]["strategies"] == ", ".join(strategy_names())

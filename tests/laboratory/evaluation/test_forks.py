@@ -23,7 +23,7 @@ def parsed(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def test_every_way_gives_the_same_sessions_and_leaves_none_behind(tiny_target: Target) -> None:
+def test_every_variant_gives_the_same_sessions_and_leaves_none_behind(tiny_target: Target) -> None:
     found = measure(tiny_target, TEXT, 100, forks=3, appended=5, tokens=8, rounds=1)
     assert set(found) == {SHARED, COPIED, ANEW}
     (shared,), (copied,), (anew,) = found[SHARED], found[COPIED], found[ANEW]
@@ -35,15 +35,15 @@ def test_every_way_gives_the_same_sessions_and_leaves_none_behind(tiny_target: T
     assert shared.held_bytes == anew.held_bytes > 0
 
 
-def test_a_record_says_bytes_seconds_and_agreement_of_each_way(tiny_target: Target, tmp_path: Path) -> None:
+def test_a_record_says_bytes_seconds_and_agreement_of_each_variant(tiny_target: Target, tmp_path: Path) -> None:
     arguments = parsed("--lengths", "60", "--forks", "2", "--appended", "3", "--tokens", "8", "--rounds", "2")
     payload = main(arguments, tiny_target)
     write_record("forks", {"command": "kakeya evaluate forks", **payload}, results_dir=tmp_path)
     values = payload["values"]
-    for way in (SHARED, COPIED):
-        assert values[f"sessions with the tokens of anew, {way}, at 60"]["median"] == 1
-        assert values[f"first_token_seconds ÷ anew, {way}, at 60"]["count"] == 2
-        assert values[f"reserved_bytes ÷ anew, {way}, at 60"]["median"] == 1
+    for variant in (SHARED, COPIED):
+        assert values[f"sessions with the tokens of anew, {variant}, at 60"]["median"] == 1
+        assert values[f"first_token_seconds ÷ anew, {variant}, at 60"]["count"] == 2
+        assert values[f"reserved_bytes ÷ anew, {variant}, at 60"]["median"] == 1
     assert [row["way"] for row in payload["tables"]["forks"]] == [SHARED, COPIED, ANEW]
 
 

@@ -74,13 +74,13 @@ def test_losses_are_those_full_had_when_it_wrote_the_text(engine: Engine) -> Non
 
 
 def test_full_writes_the_same_again_and_a_narrow_window_soon_something_else(tiny_target: Target) -> None:
-    ways = {"greedy": [GREEDY], "at 0.7": [SAMPLED]}
-    found = measure(tiny_target, [NARROW, Full()], {"noise": [PROMPT]}, ways, 61)
+    methods = {"greedy": [GREEDY], "at 0.7": [SAMPLED]}
+    found = measure(tiny_target, [NARROW, Full()], {"noise": [PROMPT]}, methods, 61)
     assert [cell.strategy for cell in found] == [FULL, REPEATED, str(NARROW)] * 2
     for cell, (written,) in found.items():
         assert len(written.token_ids) == len(written.losses) == 61
         assert (written.same == 61) == (cell.strategy != str(NARROW))
-    greedy, sampled = (found[Cell(strategy=FULL, kind="noise", way=way)][0].token_ids for way in ways)
+    greedy, sampled = (found[Cell(strategy=FULL, kind="noise", method=method)][0].token_ids for method in methods)
     assert greedy != sampled
     assert tiny_target.engine.info().kv_reserved_bytes == 0
 
@@ -131,7 +131,7 @@ def test_what_is_missing_or_not_finite_is_unusable_and_not_in_the_perplexity() -
 
 
 def test_a_ratio_is_taken_text_by_text_and_tables_say_what_values_say() -> None:
-    here: dict[str, Any] = {"kind": "prose", "way": "greedy"}
+    here: dict[str, Any] = {"kind": "prose", "method": "greedy"}
     full, other = Cell(strategy=FULL, **here), Cell(strategy="other", **here)
     found = {
         full: [text([1, 2, 3, 4], [0.0] * 4, same=4), text([1, 2, 3, 4], [math.log(9.0)] * 4, same=4)],
@@ -149,7 +149,7 @@ def test_a_ratio_is_taken_text_by_text_and_tables_say_what_values_say() -> None:
 # -- a whole run ------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_leaves_a_record_that_explains_itself_and_a_plot_for_each_kind_and_way(
+def test_a_run_leaves_a_record_that_explains_itself_and_a_plot_for_each_kind_and_method(
     tiny_target: Target, tmp_path: Path
 ) -> None:
     typed = arguments("--kinds", "polish", "--length=70", "--tokens=64", "--texts=2")

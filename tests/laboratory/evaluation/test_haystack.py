@@ -92,7 +92,7 @@ def test_every_kind_has_its_own_digest() -> None:
     assert all(len(TEXTS.digest(kind)) == 64 for kind in WRITTEN)
 
 
-def test_without_a_model_there_is_nobody_to_chat() -> None:
+def test_without_a_model_there_is_no_chat() -> None:
     for ask in (lambda: TEXTS.filler(CHAT, 10, seed=0), lambda: TEXTS.digest(CHAT)):
         with pytest.raises(InvalidArgument, match="what a model says to itself"):
             ask()

@@ -1,4 +1,4 @@
-"""What a hint saves is told of the choices that the engine makes, and none of them is changed by watching."""
+"""What a hint saves is measured on the choices that the engine makes, and none of them is changed by watching."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_only_layers_that_select_are_watched() -> None:
 def test_watching_changes_no_token() -> None:
     found: dict[int, Choices] = {}
     assert tokens_of_a_generate(9, on_choice=watching(found).note) == tokens_of_a_generate(9)
-    # The last token has no row yet and the first none before it; each other one chooses in both KV heads.
+    # The last token has no entry yet and the first none before it; each other one chooses in both KV heads.
     assert {layer: len(own.overlap) for layer, own in found.items()} == dict.fromkeys(LAYERS, 2 * 7)
 
 
@@ -88,7 +88,7 @@ def test_the_same_scores_twice_overlap_wholly_and_others_by_what_they_share() ->
     assert found[0].chance == pytest.approx([0.1] * 4)
 
 
-def test_where_all_is_read_there_is_no_choice_to_tell_of() -> None:
+def test_where_all_is_read_there_is_no_choice_to_report() -> None:
     found: dict[int, Choices] = {}
     with tiny_engine(on_choice=watching(found).note) as engine:
         generate(engine, GATHER, TEXT[:24], 5, SAMPLING)

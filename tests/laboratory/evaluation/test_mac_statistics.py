@@ -35,7 +35,7 @@ def test_shares_stand_for_every_forced_token_of_every_text() -> None:
             assert line[share] == pytest.approx((first[share] + second[share]) / 2)
 
 
-def test_without_a_match_nothing_is_skipped_and_without_mac_there_is_nothing_to_tell() -> None:
+def test_without_a_match_nothing_is_skipped_and_without_mac_there_is_nothing_to_report() -> None:
     with tiny_engine() as engine:
         assert layer_lines(engine, Full(), passages()) == []
         for line in layer_lines(engine, NEVER, passages()):

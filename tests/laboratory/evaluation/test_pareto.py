@@ -1,4 +1,4 @@
-"""Records are joined as they are, and who wins at which bytes follows from them."""
+"""Records are joined as they are, and the winners at each number of bytes follow from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LATENT = "restored:sink=4,window=64,source=latent,bytes_per_token=20"
 GATHER, WINDOW = "gather:budget=800,block=16,sink=16,window=256,scorer=bounds", "sink_window:sink=4,window=64"
 TIERED = "tiered:budget=800,block=16,sink=16,window=64,resident_tokens=64"
 BYTES = {"full": 400, INT4: 60, INT8: 110, LATENT: 20, GATHER: 412, WINDOW: 0}
-ROWS = {INT4: (0.02, 1.01), INT8: (0.001, 1.001), LATENT: (0.1, 1.2), "full": (0.0, 1.0), WINDOW: (1.0, 2.0)}
+ENTRIES = {INT4: (0.02, 1.01), INT8: (0.001, 1.001), LATENT: (0.1, 1.2), "full": (0.0, 1.0), WINDOW: (1.0, 2.0)}
 CONFIG = {
     "model": "tiny",
     "weights_sha256": "ab",
@@ -38,7 +38,7 @@ CONFIG = {
 def fidelity(folder: Path, *, lengths: Mapping[str, tuple[int, ...]] | None = None, **config: Any) -> Path:
     lines = [
         {"strategy": name, "kind": "prose", "length": length, "kl": kl * length / 1000, "perplexity ÷ full": ratio}
-        for name, (kl, ratio) in ROWS.items()
+        for name, (kl, ratio) in ENTRIES.items()
         for length in (lengths or {}).get(name, (1000, 2000))
     ]
     return written(
@@ -114,7 +114,7 @@ def test_what_keeps_no_token_or_all_of_it_is_not_compared_and_reported(tmp_path:
     }
 
 
-def test_a_record_that_does_not_tell_bytes_off_the_device_is_refused_only_where_there_are_some(tmp_path: Path) -> None:
+def test_a_record_without_bytes_off_the_device_is_refused_only_where_there_are_some(tmp_path: Path) -> None:
     path = fidelity(tmp_path)
     content = json.loads(path.read_text(encoding="utf-8"))
     for row in content["tables"]["bytes"]:
@@ -198,7 +198,7 @@ def test_records_that_give_nothing_to_compare_are_refused(tmp_path: Path) -> Non
         ("restored:window=64,source=latent,bytes_per_token=40", 40, 0),
         ("restored:window=64,source=latent,bytes_per_token=40,resident_latent_bytes=4000", 0, 40),
         ("layer_window:window=64,full_layers=1", 2 * 2 * 16 * 4, 0),
-        # The bounds of its blocks stay: a lowest and a highest key of 16 rows.
+        # The bounds of its blocks stay: a lowest and a highest key of 16 entries.
         (TIERED, 2 * 2 * 2 * 16 * 4 // 16, 2 * 2 * 2 * 16 * 4),
     ],
 )

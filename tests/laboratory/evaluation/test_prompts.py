@@ -59,7 +59,7 @@ def test_a_prompt_is_exactly_as_long_as_asked_and_its_fact_is_where_it_says(
         assert tail.endswith(made.question.opening)
 
 
-def test_a_fact_in_a_conversation_is_said_by_somebody(texts: Texts) -> None:
+def test_a_fact_in_a_conversation_is_said_in_a_turn(texts: Texts) -> None:
     for trial in range(10):
         made = prompt(trial=trial, kind=CHAT, length=509, texts=texts)
         before = TOKENIZER.decode(made.token_ids[: made.fact_at])

@@ -77,7 +77,7 @@ def test_what_makes_later_calls_wait_is_recommended_with_that_warning() -> None:
 @pytest.mark.parametrize(
     ("differing", "trials", "serves"), [(1, 40, True), (2, 40, False), (3, 100, True), (1, 10, False)]
 )
-def test_recall_holds_with_one_answer_in_forty_or_three_in_a_hundred_unlike_fulls(
+def test_recall_holds_with_one_answer_in_forty_or_three_in_a_hundred_other_than_fulls(
     differing: int, trials: int, serves: bool
 ) -> None:
     assert replace(GATHER, differing=differing, trials=trials).serves(FACTS) is serves

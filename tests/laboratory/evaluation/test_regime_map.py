@@ -119,7 +119,7 @@ def test_what_was_measured_is_recommended_where_no_model_fits_it(tmp_path: Path)
         ({"tables": {"cost": [row for row in ROWS if row["strategy"] != "full"]}}, "no rows of full"),
     ],
 )
-def test_a_record_that_tells_nothing_is_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+def test_a_record_without_the_data_is_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidArgument, match=reason):
         main(parse("--cost", str(write_cost(tmp_path, **changes))), None)
 

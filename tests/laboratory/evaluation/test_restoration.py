@@ -87,7 +87,7 @@ def test_more_latent_bytes_give_the_others_longer_windows() -> None:
     windows = [size(matched(4096, rate).strategies["window"]) for rate in (288, 576, 1152, 2304)]
     assert windows == sorted(windows)
     assert windows[0] > 64
-    assert size(matched(4096).strategies["int4"]) > 2 * windows[2], "coded rows are a longer window of as many bytes"
+    assert size(matched(4096).strategies["int4"]) > 2 * windows[2], "coded entries are a longer window of as many bytes"
 
 
 @pytest.mark.parametrize("window", [64, 128, 300, 1024])
@@ -114,7 +114,7 @@ def run(target: Target, *typed: str) -> dict[str, Any]:
     return main(parser.parse_args(typed), target)
 
 
-def test_a_record_tells_bytes_and_both_ways_of_failing_side_by_side(target: Target, tmp_path: Path) -> None:
+def test_a_record_says_bytes_and_both_kinds_of_failure_side_by_side(target: Target, tmp_path: Path) -> None:
     words = ("--lengths", "301", "--kinds", "prose", "--rates", "120", "--window", str(WINDOW))
     asked = ("--task", "single", "multi", "--trials", "2")
     payload = run(target, *words, "--families", "window", "recompute", "--count", "9", "--texts", "1", *asked)

@@ -1,4 +1,4 @@
-"""Answers are graded exactly, and what is wrong is told apart by what it is."""
+"""Answers are graded exactly, and what is wrong is classified by what it is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_key_is_right_only_as_the_first_number() -> None:
         assert grade("single", wrong) is Grade.WRONG
 
 
-def test_the_key_of_somebody_else_is_reported_apart() -> None:
+def test_the_key_of_another_fact_is_reported_apart() -> None:
     question = TASKS["multi"].make(2, 0)
     keys = [fact.split()[-1].rstrip(".") for fact in question.facts]
     assert question.asked == 2

@@ -50,7 +50,7 @@ def test_speakers_take_turns_after_the_opening(engine: Engine) -> None:
     text = TOKENIZER.decode(made)
     assert text.startswith(f"{START}user\nHow are you?{END}\n{START}assistant\n")
     handovers = [text.count(f"{END}\n{START}{role}\n") for role in ("assistant", "user")]
-    assert handovers == [4, 3]  # the last turn hands over to nobody who speaks
+    assert handovers == [4, 3]  # no turn follows the last one
 
 
 def test_no_turn_and_no_conversation_is_longer_than_allowed(engine: Engine) -> None:
@@ -151,7 +151,7 @@ def test_every_call_fits_a_schema_reported_before_it_and_every_result_its_call()
 def test_no_tool_and_no_argument_is_one_of_calibration() -> None:
     calls = [json.loads(text.split("\n", 1)[1].rsplit("\n", 2)[0]) for text in islice(tool_calls(0), 0, 4000, 2)]
     assert not {call["name"] for call in calls} & {tool.name for tool in tool_json.TOOLS}
-    fields = {name for tool in tool_json.TOOLS for name in (*tool.parameters, *tool.rows)}
+    fields = {name for tool in tool_json.TOOLS for name in (*tool.parameters, *tool.fields)}
     assert not {name for call in calls for name in call["arguments"]} & fields
 
 

@@ -1,4 +1,4 @@
-"""The traffic model recovers the terms that made its rows, and prices rows it never saw."""
+"""The traffic model recovers the terms that made its measurements, and predicts measurements it never saw."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TRUTH = Bill(
     step_seconds=0.0031,
     finding_seconds={"finds": 0.0017},
 )
-ROW_BYTES = 2 * 3 * 64 * 4
+ENTRY_BYTES = 2 * 3 * 64 * 4
 GEOMETRY = Geometry(
     layers=(
         LayerGeometry(query_heads=9, kv_heads=3, head_dim=64),
@@ -73,9 +73,9 @@ WINDOWED = [step("windowed", length, 1, 4e6) for length in (500, 4000)]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "rows"),
+    ("strategy", "entries"),
     [
-        # A query at 99, in the segment that starts at 96; a native window counts the query's own row.
+        # A query at 99, in the segment that starts at 96; a native window counts the query's own entry.
         (Full(), 100 + 24 + 100),
         (SinkWindow(sink=4, window=8), 2 * (4 + 8 + 4) + 12),
         (SinkWindow(sink=4, window=40), 2 * (4 + 40 + 4) + 24),
@@ -83,23 +83,23 @@ WINDOWED = [step("windowed", length, 1, 4e6) for length in (500, 4000)]
     ],
     ids=str,
 )
-def test_a_token_reads_the_rows_its_strategy_lets_it_see(strategy: KVStrategy, rows: int) -> None:
-    assert bytes_read(strategy, GEOMETRY, 100) == rows * ROW_BYTES
+def test_a_token_reads_the_entries_its_strategy_lets_it_see(strategy: KVStrategy, entries: int) -> None:
+    assert bytes_read(strategy, GEOMETRY, 100) == entries * ENTRY_BYTES
 
 
 def test_gather_reads_its_keep_set_and_the_bounds_of_whole_blocks() -> None:
     gather = Gather(budget=40, block=8, sink=8, window=16)
     # At 99: the sink's block, the window from 80 on, one distant block, and the bounds of twelve whole blocks.
     layer = 8 + 20 + 8 + 12
-    assert bytes_read(gather, GEOMETRY, 100) == (2 * layer + 24) * ROW_BYTES
+    assert bytes_read(gather, GEOMETRY, 100) == (2 * layer + 24) * ENTRY_BYTES
     assert finds(gather, GEOMETRY, 100)
     assert not finds(Full(), GEOMETRY, 100)
 
 
-def test_a_budget_for_everything_reads_every_row_once_and_the_bounds() -> None:
+def test_a_budget_for_everything_reads_every_entry_once_and_the_bounds() -> None:
     gather = Gather(budget=400, block=8, sink=8, window=16)
     for length in (1, 9, 23, 24, 25, 100):
-        bounds = 2 * (length // 8) * ROW_BYTES
+        bounds = 2 * (length // 8) * ENTRY_BYTES
         assert bytes_read(gather, GEOMETRY, length) == bytes_read(Full(), GEOMETRY, length) + bounds
 
 
@@ -122,18 +122,18 @@ def test_before_anything_leaves_a_window_reads_what_full_reads() -> None:
         assert bytes_read(SinkWindow(sink=4, window=8), GEOMETRY, length) == bytes_read(Full(), GEOMETRY, length)
 
 
-def test_bandwidth_and_fixed_cost_are_recovered_from_dense_rows() -> None:
+def test_bandwidth_and_fixed_cost_are_recovered_from_measurements_of_full() -> None:
     bill = fit(DENSE, WEIGHT_BYTES)
     assert bill.bytes_per_second == pytest.approx(TRUTH.bytes_per_second)
     assert bill.step_seconds == pytest.approx(TRUTH.step_seconds)
 
 
-def test_rows_that_were_not_fitted_are_predicted() -> None:
+def test_measurements_that_were_not_fitted_are_predicted() -> None:
     bill = fit(DENSE[:3], WEIGHT_BYTES)
     assert max(relative_errors(bill, [*DENSE[3:], *WINDOWED])) < 1e-9
 
 
-def test_the_price_of_finding_is_fitted_on_one_row_and_predicts_the_others() -> None:
+def test_the_cost_of_selection_is_fitted_on_one_measurement_and_predicts_the_others() -> None:
     bill, unseen = fit_finding(fit(DENSE, WEIGHT_BYTES), [*SPARSE, *WINDOWED])
     assert bill.finding_seconds == pytest.approx(TRUTH.finding_seconds)
     assert len(unseen) == len(SPARSE) + len(WINDOWED) - 1
@@ -155,13 +155,13 @@ def test_what_a_session_costs_by_itself_is_recovered_where_batches_differ() -> N
     assert max(relative_errors(without, unseen)) > 0.05
 
 
-def test_one_batch_cannot_tell_sessions_from_steps() -> None:
+def test_one_batch_size_does_not_separate_sessions_from_steps() -> None:
     alone = [step for step in DENSE if step.batch == 1]
     with pytest.raises(ValueError, match="two lengths and two batches"):
         fit(alone, WEIGHT_BYTES, with_sessions=True)
 
 
-def test_leaving_a_dense_row_out_shows_an_outlier_that_the_sample_hides() -> None:
+def test_leaving_a_measurement_of_full_out_shows_an_outlier_that_the_sample_hides() -> None:
     *others, last = DENSE
     spoilt = [*others, replace(last, seconds=2 * last.seconds)]
     assert max(leave_one_out(DENSE, WEIGHT_BYTES)) < 1e-9
@@ -180,12 +180,12 @@ def test_speed_is_reported_against_full_at_the_same_place() -> None:
 
 
 @pytest.mark.parametrize("dense", [DENSE[:1], [], [DENSE[0], DENSE[0]]])
-def test_one_length_cannot_tell_bandwidth_from_fixed_cost(dense: Sequence[Step]) -> None:
+def test_one_length_does_not_separate_bandwidth_from_fixed_cost(dense: Sequence[Step]) -> None:
     with pytest.raises(ValueError, match="at least two lengths"):
         fit(dense, WEIGHT_BYTES)
 
 
-def test_rows_that_get_faster_as_they_read_more_are_refused() -> None:
+def test_measurements_that_get_faster_as_they_read_more_are_refused() -> None:
     steps = [
         Step(strategy="full", length=length, batch=1, bytes_read=length, seconds=1 / length) for length in (1, 2, 3)
     ]

@@ -25,7 +25,7 @@ def test_an_interval_holds_its_share_and_stays_a_share(trials: int, data: st.Dat
     assert high - low > 0
 
 
-def test_pairs_are_counted_by_who_was_right() -> None:
+def test_pairs_are_counted_by_which_was_right() -> None:
     paired = pair([True, True, True, False, False], [True, False, False, True, False])
     assert (paired.both, paired.only_baseline, paired.only_other, paired.neither) == (1, 2, 1, 1)
     assert paired.discordant == 3

@@ -1,4 +1,4 @@
-"""Idle sessions are counted in an engine of their own, and every way of going on goes on from the same history."""
+"""Idle sessions are counted in an engine of their own, and every method of continuing starts from the same history."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_idle_sessions_hold_what_they_were_promised_and_fill_their_pool(target: 
         assert one.reported_bytes <= one.peak_bytes <= one.bound.peak_bytes
         assert one.transient_bytes is None
     assert restored.reported_bytes < latent.reported_bytes < full.reported_bytes
-    assert restored.peak_bytes > restored.bound.sustained_bytes, "awake, it has regions"
+    assert restored.peak_bytes > restored.bound.sustained_bytes, "active, it has regions"
     assert target.engine.info().kv_reserved_bytes == 0
 
 
@@ -58,8 +58,8 @@ def test_what_the_engine_refuses_is_raised(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize("drop_cache", [False, True] if CAN_DROP else [False])
-def test_rows_read_from_a_file_go_on_as_the_engine_does(target: Target, tmp_path: Path, drop_cache: bool) -> None:
-    saved = SavedEntries(target.forward, geometry_of(target), TEXT[:150], room=9, path=tmp_path / "rows")
+def test_entries_read_from_a_file_go_on_as_the_engine_does(target: Target, tmp_path: Path, drop_cache: bool) -> None:
+    saved = SavedEntries(target.forward, geometry_of(target), TEXT[:150], room=9, path=tmp_path / "entries")
     session = target.engine.create_session(limit_tokens=200).session_id
     target.engine.append(session, TEXT[:159])
     (expected, *_) = [
@@ -79,7 +79,7 @@ def test_rows_read_from_a_file_go_on_as_the_engine_does(target: Target, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_rows_are_added_to_a_file_as_if_they_had_been_there(target: Target, tmp_path: Path) -> None:
+def test_entries_added_to_a_file_are_as_if_written_with_it(target: Target, tmp_path: Path) -> None:
     grown = SavedEntries(target.forward, geometry_of(target), TEXT[:100], room=60, path=tmp_path / "grown")
     grown.extend(TEXT[100:131])
     grown.extend(TEXT[131:150])
@@ -91,14 +91,14 @@ def test_rows_are_added_to_a_file_as_if_they_had_been_there(target: Target, tmp_
 
 
 def test_a_file_that_was_cut_short_is_reported(target: Target, tmp_path: Path) -> None:
-    saved = SavedEntries(target.forward, geometry_of(target), TEXT[:50], room=3, path=tmp_path / "rows")
-    (tmp_path / "rows").write_bytes(b"x" * 100)
+    saved = SavedEntries(target.forward, geometry_of(target), TEXT[:50], room=3, path=tmp_path / "entries")
+    (tmp_path / "entries").write_bytes(b"x" * 100)
     with pytest.raises(BackendError, match="ended after 100 of"):
         saved.first_token(TEXT[50:53], drop_cache=False)
     saved.close()
 
 
-def test_everybody_wakes_once_a_round(target: Target, tmp_path: Path) -> None:
+def test_every_session_wakes_once_a_round(target: Target, tmp_path: Path) -> None:
     strategies = {str(one): one for one in (Full(), RESTORED)}
     found = wake_all(target, strategies, TEXT, 90, rounds=3, appended=5, folder=tmp_path)
     assert set(found) == {KEPT, str(RESTORED), ANEW, CACHED, *([STORED] if CAN_DROP else [])}
@@ -107,7 +107,7 @@ def test_everybody_wakes_once_a_round(target: Target, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_who_is_given_everything_anew_gets_what_full_holds(
+def test_a_session_that_is_given_everything_again_gets_what_full_holds(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every round all of them give the token that full's session gives, from as long a history."""
@@ -137,8 +137,8 @@ def test_who_is_given_everything_anew_gets_what_full_holds(
     monkeypatch.setattr(SavedEntries, "first_token", reading)
     wake_all(target, {KEPT: Full()}, TEXT, 90, rounds=3, appended=5, folder=tmp_path)
     assert said["session"][1:] == said["anew"]
-    ways = 2 if CAN_DROP else 1
-    assert said["saved"] == [token for token in said["anew"] for _ in range(ways)]
+    methods = 2 if CAN_DROP else 1
+    assert said["saved"] == [token for token in said["anew"] for _ in range(methods)]
     assert sorted(lengths) == [91, 97, 97, 103, 103, 109, 109, 115, 115]
 
 
@@ -181,7 +181,7 @@ def test_a_run_leaves_a_record_and_images(tiny_target: Target, tmp_path: Path) -
     assert all(set(VALUE_KEYS) <= value.keys() for value in reported.values())
     assert reported[f"first token ÷ ({ANEW}), {RESTORED}, at 203"]["count"] == 2
     assert payload["config"]["saved_on"] == filesystem(tmp_path)
-    # This engine has no latent codec: the strategy that needs one is told as left out.
+    # This engine has no latent codec: the strategy that needs one is reported as left out.
     assert {one["cell"] for one in payload["tables"]["left out"]} == {f"{LATENT}, at 90", f"{LATENT}, at 203"}
     assert {line["strategy"] for line in payload["tables"]["idle"]} == {"full", str(RESTORED)}
 

@@ -1,4 +1,4 @@
-"""Rows captured from real model classes are the ones the model attends with, and a codec can be made from them."""
+"""Entries captured from real model classes are the ones the model attends with, and a codec can be made from them."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ ROUNDING = 1e-5
 # HEADS tokens: then shapes alone do not say which axis is which.
 @pytest.mark.parametrize("make", [llama, qwen3, gemma3])
 @pytest.mark.parametrize("length", [HEADS, 4, 11])
-def test_rows_before_rotation_have_the_lengths_of_the_models_own_cache(
+def test_entries_before_rotation_have_the_lengths_of_the_models_own_cache(
     make: Callable[[], PreTrainedModel], length: int
 ) -> None:
     model = make()
     ids = tokens(3, length)
-    (rows,) = capture(model, [ids], layers=range(3))
+    (entries,) = capture(model, [ids], layers=range(3))
     with torch.no_grad():
         cache = model(input_ids=ids, use_cache=True).past_key_values
-    for row in rows:
-        keys, values = cache.layers[row.layer].keys, cache.layers[row.layer].values
+    for entry in entries:
+        keys, values = cache.layers[entry.layer].keys, cache.layers[entry.layer].values
         # A rotation keeps each pair's length; position 0 is not rotated at all.
-        own = row.keys.view(3, length, HEADS, 8).transpose(1, 2)
+        own = entry.keys.view(3, length, HEADS, 8).transpose(1, 2)
         torch.testing.assert_close(own[:, :, 0], keys[:, :, 0], atol=ROUNDING, rtol=ROUNDING)
         pairs = [x.unflatten(-1, (2, 4)).square().sum(-2) for x in (own, keys)]
         torch.testing.assert_close(*pairs, atol=ROUNDING, rtol=ROUNDING)
         torch.testing.assert_close(
-            row.values.view(3, length, HEADS, 8).transpose(1, 2), values, atol=ROUNDING, rtol=ROUNDING
+            entry.values.view(3, length, HEADS, 8).transpose(1, 2), values, atol=ROUNDING, rtol=ROUNDING
         )
-        assert row.queries.shape == (3 * length, 4, 8)
+        assert entry.queries.shape == (3 * length, 4, 8)
 
 
 def test_no_hook_stays_behind_when_capture_is_left_early() -> None:

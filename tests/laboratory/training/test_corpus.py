@@ -37,7 +37,7 @@ END, HEAD_USER, HEAD_ASSISTANT = 5, (101, 102), (103, 104, 105)
 CHAT = Chat(
     opened=(1, 2, 3), asked=((1, 2, 7, 8, 9),), before_user=HEAD_USER, before_assistant=HEAD_ASSISTANT, end_of_turn=END
 )
-PLAN = CorpusPlan(tokens=1000, rows=4, length=110, turn_tokens=12)
+PLAN = CorpusPlan(tokens=1000, texts_at_once=4, length=110, turn_tokens=12)
 DIGEST = "ab" * 32
 
 
@@ -81,7 +81,7 @@ def corpus(
 
 @pytest.mark.parametrize("make", [tiny_model, gemma3], ids=["native window", "gemma"])
 def test_greedy_texts_are_what_transformers_would_say(make: Callable[[], PreTrainedModel]) -> None:
-    """Longer than the models' own windows, rows of different prompts side by side."""
+    """Longer than the models' own windows, texts of different prompts side by side."""
     plain = make()
     ours: PreTrainedModel = tiny_model() if make is tiny_model else gemma3()
     ours.set_attn_implementation(ATTENTION)

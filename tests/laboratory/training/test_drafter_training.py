@@ -166,7 +166,7 @@ def test_a_block_sees_its_window_and_itself() -> None:
     blocks = blocks_at(sample(), torch.tensor([[0, 5]]), block_size=2)
     seen = blocks.mask(11, window=3)[0, 0].nonzero().tolist()
     own = [[0, 11], [0, 12], [1, 11], [1, 12], [2, 13], [2, 14], [3, 13], [3, 14]]
-    assert sorted(seen) == sorted([*own, *([row, key] for row in (2, 3) for key in (2, 3, 4))])
+    assert sorted(seen) == sorted([*own, *([query, key] for query in (2, 3) for key in (2, 3, 4))])
 
 
 def test_blocks_of_one_text_draft_as_each_would_alone() -> None:
@@ -259,15 +259,15 @@ def test_a_model_that_scales_its_embeddings_and_norms_otherwise_can_be_begun_wit
     torch.testing.assert_close(network.norm.weight, before * (1 + model.state_dict()["model.norm.weight"]))
     answers = np.ones(40, dtype=np.bool_)
     ids = torch.randint(1, 63, (4, 40), generator=torch.Generator().manual_seed(3)).numpy().astype(np.uint32)
-    texts = text_set(Text(row, answers, "chat", is_held_out=False) for row in ids)
+    texts = text_set(Text(one, answers, "chat", is_held_out=False) for one in ids)
     assert train(model, network, texts, PLAN, tmp_path, seconds=1e9, report=lambda *_: None).is_finished
 
 
 def test_every_text_comes_once_an_epoch_in_another_order() -> None:
     whole = texts()
     epochs = [torch.cat([whole.step(index, 2, 0).token_ids for index in range(3 * e, 3 * e + 3)]) for e in range(2)]
-    rows = [sorted(map(tuple, epoch.tolist())) for epoch in epochs]
-    assert rows[0] == rows[1] and not torch.equal(*epochs)
+    batches = [sorted(map(tuple, epoch.tolist())) for epoch in epochs]
+    assert batches[0] == batches[1] and not torch.equal(*epochs)
 
 
 def test_texts_without_own_words_are_nothing_to_learn_from() -> None:

@@ -30,20 +30,20 @@ def calibrated(model: PreTrainedModel, basis: str = "fitted") -> LatentCodec:
 def test_more_bytes_move_predictions_less_and_nothing_kept_moves_them_most(make: Make) -> None:
     model = make()
     codec = calibrated(model)
-    ways = {"all": through(codec), "half": through(codec.at(BYTES // 2)), "nothing": nothing}
-    found = measure_divergence(model, tokens(3, 41, seed=9), ways, layers=[1, 2], sink=SINK, window=WINDOW)
+    variants = {"all": through(codec), "half": through(codec.at(BYTES // 2)), "nothing": nothing}
+    found = measure_divergence(model, tokens(3, 41, seed=9), variants, layers=[1, 2], sink=SINK, window=WINDOW)
     assert found["all"].mean < found["half"].mean < found["nothing"].mean
     assert found["all"].mean < found["all"].p99
     assert found["all"].tokens == 3 * (41 - SINK - WINDOW)
 
 
 @MODELS
-def test_exact_rows_seen_from_afar_move_nothing(make: Make) -> None:
+def test_exact_entries_move_nothing(make: Make) -> None:
     model = make()
     found = measure_divergence(
         model,
         tokens(2, 33),
-        {"exact": lambda _, rows: ([one.keys for one in rows], [one.values for one in rows])},
+        {"exact": lambda _, entries: ([one.keys for one in entries], [one.values for one in entries])},
         layers=[1, 2],
         sink=SINK,
         window=WINDOW,

@@ -19,12 +19,12 @@ EACH_MODEL = pytest.mark.parametrize("make", [llama, qwen3, gemma3, smollm3, phi
 
 
 @EACH_MODEL
-def test_rows_put_back_where_they_were_change_nothing(make: Callable[[], PreTrainedModel]) -> None:
+def test_entries_put_back_where_they_were_change_nothing(make: Callable[[], PreTrainedModel]) -> None:
     model, ids = make(), tokens(2, 24)
-    (rows,) = capture(model, [ids], layers=LAYERS)
+    (entries,) = capture(model, [ids], layers=LAYERS)
 
     def far(layer: int, keys: Tensor, values: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:
-        own = rows[layer].keys.view(*ids.shape, *rows[layer].keys.shape[1:]).transpose(1, 2)
+        own = entries[layer].keys.view(*ids.shape, *entries[layer].keys.shape[1:]).transpose(1, 2)
         return rotate(own), values
 
     with torch.no_grad(), seeing(model, LAYERS) as forward:

@@ -59,9 +59,10 @@ def test_importances_are_symmetric_not_negative_and_the_same_again(make: Make) -
     ("make", "projection", "part"),
     [(llama, "k_proj", 0), (llama, "v_proj", 1), (qwen3, "v_proj", 1), (gemma3, "v_proj", 1)],
 )
-def test_importances_foretell_what_an_error_costs(make: Make, projection: str, part: int) -> None:
-    """The last position alone sees one row as restored. In the last layer, an error δ in that row can be put into what
-    the projection gives, and KL at the last position is then δᵀ M δ / 2."""
+def test_importances_predict_what_an_error_costs(make: Make, projection: str, part: int) -> None:
+    """The last position alone sees one entry as restored. In the last layer, an error δ in that entry can be put into
+    what the projection gives, and KL at the last position is then δᵀ M δ / 2.
+    """
     model = make()
     ids = tokens(1, SINK + WINDOW + 1, seed=3)
     draws = [
@@ -88,7 +89,7 @@ def adding(error: Tensor) -> Callable[[nn.Module, object, Tensor], Tensor]:
     return hook
 
 
-def test_rows_seen_exactly_do_not_count() -> None:
+def test_entries_seen_exactly_do_not_count() -> None:
     model = llama()
     ids = tokens(1, 40)
     near = measure_sensitivity(model, [ids], layers=[2], sink=SINK, window=WINDOW)[2] * (40 - SINK - WINDOW)

@@ -129,7 +129,7 @@ class Append:
                     raise
                 self._tail.settle(error.actual)
                 if is_in_doubt and not (yield from self._server_knows_ids()):
-                    if self._is_exact and error.actual == end:  # only its length can tell
+                    if self._is_exact and error.actual == end:  # only its length shows it
                         break
                     self._is_fate_known = False
                     raise self._unresolved(given_up or error, chunk) from error
@@ -165,8 +165,8 @@ class Append:
             if found == self._length:
                 raise failure
             if found is not None and given_up is None:
-                # It arrived, or something else made the history longer: the request's id can tell. To send it once more
-                # is to ask: if it did not arrive, there is no length any more at which it could.
+                # It arrived, or something else made the history longer: the request's id shows which. To send it once
+                # more is to ask: if it did not arrive, there is no length any more at which it could.
                 given_up, patience, attempt = failure, self._patience.extended(INQUIRY_SECONDS), 0
                 continue
             if self._is_exact and found == end:

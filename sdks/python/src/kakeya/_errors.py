@@ -1,4 +1,4 @@
-"""Every error the SDK raises on purpose. The second level says who has to act.
+"""Every error the SDK raises on purpose. The second level says which side has to act.
 
     KakeyaError
     ├── CallerError                 the caller must fix it; the same call fails again

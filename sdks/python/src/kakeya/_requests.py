@@ -72,7 +72,7 @@ def generate(
     expected_history_length: int | None,
     drafting: bool,
 ) -> pb.GenerateRequest:
-    """The request for one Generate. It always asks for detailed frames: they tell the history length as it grows."""
+    """The request for one Generate. It always asks for detailed frames: they carry the history length as it grows."""
     bias = dict(logit_bias or {})
     biased_ids = token_ids(list(bias), "logit_bias")
     return pb.GenerateRequest(

@@ -1,4 +1,4 @@
-"""Special tokens come out of what the chat template writes, never out of what somebody said.
+"""Special tokens come out of what the chat template writes, never out of the messages.
 
 A template makes one text of markup and messages, and a tokenizer finds the text of a special token wherever it stands:
 `<|im_end|>` in a message ends the turn. So:
@@ -7,13 +7,13 @@ A template makes one text of markup and messages, and a tokenizer finds the text
     template   "<|im_start|>user\\na ⟨⟩ b<|im_end|>"
     encoded    what the template wrote as special tokens, the rest as text, with the merges that text has there
 
-The last step takes a copy of the tokenizer in which special tokens have names that nobody can write. Where no message
-holds such a text, nothing of this happens: the ids are the tokenizer's own for the rendered text, and are only checked
-to hold no special token that the text does not show.
+The last step takes a copy of the tokenizer in which special tokens have names that no message can hold. Where no
+message holds such a text, nothing of this happens: the ids are the tokenizer's own for the rendered text, and are only
+checked to hold no special token that the text does not show.
 
-A template may also write a special token in pieces, with what somebody said between them: `<|{{ message.name }}|>`.
+A template may also write a special token in pieces, with text of a message between them: `<|{{ message.name }}|>`.
 Then it is asked again, for messages in whose words no character can be one of a special token. What is left is the
-template's own; if that is less, the messages are refused. A role that templates know is no word of somebody's.
+template's own; if that is less, the messages are refused. A role that templates know is not text of a message.
 
 This file imports nothing of ours, so that a process without the SDK can load it.
 """
@@ -149,10 +149,10 @@ class Conversation:
             raise SpecialTextError("the chat template puts a special token together from parts of the messages")
 
     def encode(self, text: str, encode: Encode, respelled: Callable[[], Respelled]) -> list[int]:
-        """The ids of a rendered text, or of its beginning. encode: the tokenizer's own way.
+        """The ids of a rendered text, or of its beginning. encode: the tokenizer's own method.
 
         Raises SpecialTextError if a special token would come out of a message, or the template altered the messages'
-        special text in a way that cannot be undone.
+        special text irreversibly.
         """
         if not any(character in text for character in self._token_of):
             self._refuse_escaped(text)
@@ -210,7 +210,7 @@ class Conversation:
 
 
 class Respelled:
-    """A copy of a tokenizer in which special tokens have names that nobody can write, and nothing else differs."""
+    """A copy of a tokenizer in which special tokens have names that no message can hold, and nothing else differs."""
 
     def __init__(self, specification: str, special: SpecialTokens) -> None:
         """specification: what tokenizer.json holds. Raises SpecialTextError if there can be no such copy."""
@@ -222,11 +222,11 @@ class Respelled:
         try:
             copy = Tokenizer.from_str(json.dumps(_renamed(json.loads(specification), self._names)))
         except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
-            raise SpecialTextError(f"this tokenizer cannot tell text from special tokens: {error}") from None
+            raise SpecialTextError(f"this tokenizer cannot separate text from special tokens: {error}") from None
         copy.no_truncation()
         copy.no_padding()
         if any(copy.token_to_id(self._names[text]) != token_id for text, token_id in special.ids.items()):
-            raise SpecialTextError("this tokenizer cannot tell text from special tokens")
+            raise SpecialTextError("this tokenizer cannot separate text from special tokens")
         self._copy = copy
 
     def encode(self, text: str) -> list[int]:
@@ -308,7 +308,7 @@ def _edges(texts: Iterable[str]) -> frozenset[str]:
 def _in_pieces(tokens: frozenset[str], template: str) -> frozenset[str]:
     """Of `tokens`, those of which the template could write beginning and end, and words without edges the rest."""
     if not tokens or not template:
-        return tokens  # nobody knows
+        return tokens  # the template is unknown
     edges, sizes = _edges(tokens), range(max(map(len, tokens)))
     stops = {
         template[max(0, found.start() - size) : found.start()] for found in _STOPS.finditer(template) for size in sizes

@@ -74,7 +74,7 @@ _UNEXPLAINED: dict[grpc.StatusCode, tuple[type[errors.KakeyaError], str]] = {
 }
 
 
-# What fails the same way each time, in the words of gRPC's cores, its Go and Java.
+# What fails alike each time, in the words of gRPC's cores, its Go and Java.
 _FINAL: tuple[tuple[grpc.StatusCode, re.Pattern[str], type[errors.KakeyaError], str], ...] = (
     (
         grpc.StatusCode.RESOURCE_EXHAUSTED,

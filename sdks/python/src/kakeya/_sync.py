@@ -74,9 +74,9 @@ class Client(ClientBase):
         """Open a session.
 
         `eos_token_ids` end every Generate of the session; `limit_tokens` is its own length limit (a smaller limit is a
-        smaller bound); `label` is your own name for the session, which `info()` tells. `guaranteed`: True reserves all
-        of `sustained_bytes` now, False lets the server grant memory as the history grows (an append or a Generate may
-        then raise NoCapacity, the history kept); None leaves it to the server's settings.
+        smaller bound); `label` is your own name for the session, which `info()` returns. `guaranteed`: True reserves
+        all of `sustained_bytes` now, False lets the server grant memory as the history grows (an append or a Generate
+        may then raise NoCapacity, the history kept); None leaves it to the server's settings.
         """
         request = requests.create_session(strategy, eos_token_ids, limit_tokens, label, guaranteed)
         return Session(self, self._run(repeatable("CreateSession", request, self._patience(timeout))))
@@ -233,7 +233,7 @@ class Session(SessionBase):
         expected_history_length: int | None = None,
         timeout: Timeout = DEFAULT,
     ) -> Session:
-        """A new session that begins with this one's history, and goes its own way from there.
+        """A new session that begins with this one's history, and diverges from there.
 
         It has this one's strategy, end ids and, unless `limit_tokens` is given, length limit. With
         `expected_history_length`, a history of any other length is not forked.

@@ -1,4 +1,4 @@
-"""Chat messages to token ids, on the client's side, in the one way that fits a history that only grows.
+"""Chat messages to token ids, on the client's side, as fits a history that only grows.
 
 A chat template renders a whole conversation. Rendered again one turn later, earlier turns can come out differently:
 reasoning is stripped, whitespace trimmed, tool calls re-ordered; and text the model wrote, encoded again, need not give

@@ -57,8 +57,8 @@ class CreateSessionRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     GUARANTEED_FIELD_NUMBER: _builtins.int
     client_label: _builtins.str
-    """The owner's own name for the session, at most 128 printable characters. GetSessionInfo tells it to the owner; it is in
-    no log, metric or trace.
+    """The owner's own name for the session, at most 128 printable characters. GetSessionInfo returns it to the owner; it
+    is in no log, metric or trace.
     """
     limit_tokens: _builtins.int
     """The session's own length limit in tokens, at least 1; a smaller limit is a smaller bound.
@@ -290,7 +290,7 @@ class GenerateRequest(_message.Message):
     expected_history_length: _builtins.int
     """If present and different from the history length, nothing is generated: ABORTED, HISTORY_LENGTH_MISMATCH."""
     drafting: _builtins.bool
-    """May the server's drafter guess ahead? That changes no token, only how fast they come. Absent: true."""
+    """May the server's drafter propose draft tokens? That changes no token, only how fast they come. Absent: true."""
     request_id: _builtins.bytes
     """As in CreateSessionRequest; ids are a session's own here, and its last 8 Generates are remembered while it lives. A
     second call with the id of a Generate attaches to it: it gets the tokens from resume_from on, those already there
@@ -498,7 +498,7 @@ class GenerateDone(_message.Message):
     restored_position_count: _builtins.int
     """Of the attended positions, those that the last token read in a coded or restored form, in some layer at least."""
     drafted_token_count: _builtins.int
-    """Guesses of the server's drafter that were verified, and how many of them were right."""
+    """Draft tokens of the server's drafter that were verified, and how many of them were accepted."""
     accepted_token_count: _builtins.int
     degraded: _builtins.bool
     """The drafter failed and was not asked again. The tokens are what they would have been."""
@@ -702,8 +702,8 @@ class ForkSessionRequest(_message.Message):
     expected_history_length: _builtins.int
     """If present and different from the history length, nothing is forked: ABORTED, HISTORY_LENGTH_MISMATCH."""
     client_label: _builtins.str
-    """The owner's own name for the session, at most 128 printable characters. GetSessionInfo tells it to the owner; it is in
-    no log, metric or trace.
+    """The owner's own name for the session, at most 128 printable characters. GetSessionInfo returns it to the owner; it
+    is in no log, metric or trace.
     """
     limit_tokens: _builtins.int
     """The fork's own length limit in tokens; at least the history's length. Absent: that of the session it is made from."""
@@ -758,7 +758,7 @@ class ForkSessionResponse(_message.Message):
     mode: Global___Mode.ValueType
     model_id: _builtins.str
     shared_bytes: _builtins.int
-    """Bytes of K/V that the fork reads where the session it was made from holds them. They are in nobody's bound twice."""
+    """Bytes of K/V that the fork reads where the session it was made from holds them. No two bounds count them."""
     replayed: _builtins.bool
     """An earlier call with this request_id had made the fork."""
     reserved_bytes: _builtins.int
@@ -855,7 +855,7 @@ class GetSessionInfoResponse(_message.Message):
     """A Generate is running."""
     cache_invariant_inv3_violations: _builtins.int
     drafted_token_count: _builtins.int
-    """Guesses of the server's drafter that were verified in all Generates, and how many of them were right."""
+    """Draft tokens of the server's drafter that were verified in all Generates, and how many of them were accepted."""
     accepted_token_count: _builtins.int
     tier_live_bytes: _builtins.int
     """Bytes of K/V held off the device, in the server's memory or in a file: now, and at most. The others are on it."""
@@ -967,7 +967,7 @@ class GetServerInfoResponse(_message.Message):
     """Positions that leave memory together; the unit of prefill."""
     session_idle_ttl_seconds: _builtins.float
     drafter: _builtins.str
-    """What guesses ahead in Generates that allow it. Empty: nothing does."""
+    """What proposes draft tokens in Generates that allow it. Empty: nothing does."""
     tier_capacity_bytes: _builtins.int
     """The same off the device: over all sessions, and reserved by the caller's own."""
     tier_reserved_bytes: _builtins.int
@@ -1137,7 +1137,7 @@ Global___NamedStrategy: _TypeAlias = NamedStrategy  # noqa: Y015
 
 @_typing.final
 class FullStrategy(_message.Message):
-    """Every row stays. The session ends at the model's trained positions."""
+    """Every KV entry stays. The session ends at the model's trained positions."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1145,14 +1145,14 @@ class FullStrategy(_message.Message):
     EXACT_WINDOW_FIELD_NUMBER: _builtins.int
     EXACT_LAYERS_FIELD_NUMBER: _builtins.int
     codec: _builtins.str
-    """Name of a compressor, such as "int8", that keeps the rows behind the last exact_window positions in fewer bytes, the
-    first few rows excepted. Absent: every row stays as it is.
+    """Name of a compressor, such as "int8", that keeps the entries before the last exact_window positions in fewer bytes,
+    the first few entries excepted. Absent: every entry stays as it is.
     """
     exact_window: _builtins.int
-    """The last positions whose rows stay as they are, at least 1. Only with a codec; absent: 128."""
+    """The last positions whose entries stay as they are, at least 1. Only with a codec; absent: 128."""
     @_builtins.property
     def exact_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Layers, numbered from 0, whose rows are never coded. Only with a codec."""
+        """Layers, numbered from 0, whose entries are never compressed. Only with a codec."""
 
     def __init__(
         self,
@@ -1178,7 +1178,7 @@ Global___FullStrategy: _TypeAlias = FullStrategy  # noqa: Y015
 
 @_typing.final
 class SinkWindowStrategy(_message.Message):
-    """The first `sink` rows and at least the last `window` rows stay; the rest are evicted and not read again."""
+    """The first `sink` entries and at least the last `window` entries stay; the rest are evicted and not read again."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1191,7 +1191,7 @@ class SinkWindowStrategy(_message.Message):
     window: _builtins.int
     """At least 1."""
     codec: _builtins.str
-    """As in FullStrategy, for the rows within the window."""
+    """As in FullStrategy, for the entries within the window."""
     exact_window: _builtins.int
     @_builtins.property
     def exact_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -1229,7 +1229,7 @@ Global___SinkWindowStrategy: _TypeAlias = SinkWindowStrategy  # noqa: Y015
 
 @_typing.final
 class LayerWindowStrategy(_message.Message):
-    """In the layers of `full_layers` every row stays, in the others those of SinkWindowStrategy. Layers with a sliding
+    """In the layers of `full_layers` every entry stays, in the others those of SinkWindowStrategy. Layers with a sliding
     window of the model's own stay as they are. The session ends at the model's trained positions.
     """
 
@@ -1288,8 +1288,8 @@ Global___LayerWindowStrategy: _TypeAlias = LayerWindowStrategy  # noqa: Y015
 
 @_typing.final
 class RestoredStrategy(_message.Message):
-    """The rows of SinkWindowStrategy stay; each Generate has the others restored and reads every position. The session ends
-    at the model's trained positions.
+    """The entries of SinkWindowStrategy stay; each Generate has the others restored and reads every position. The session
+    ends at the model's trained positions.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1304,21 +1304,21 @@ class RestoredStrategy(_message.Message):
     window: _builtins.int
     """At least 1."""
     source: _builtins.str
-    """Where evicted rows come back from. Absent or "recompute": computed again from the token ids, exact, at the price of
-    a prefill of the whole history. "latent": from a thin code kept of each evicted position, close to what they were;
-    needs a server that has the codec for its model.
+    """Where evicted entries come back from. Absent or "recompute": computed again from the token ids, exact, at the price
+    of a prefill of the whole history. "latent": from a small latent kept of each evicted position, close to what they
+    were; needs a server that has the codec for its model.
     """
     bytes_per_token: _builtins.int
-    """Bytes of the code kept of each evicted position, at least 1. Only with the source "latent"; absent: a twentieth of
-    the position's rows in bfloat16.
+    """Bytes of the latent kept of each evicted position, at least 1. Only with the source "latent"; absent: a twentieth
+    of the position's entries in bfloat16.
     """
     mode: _builtins.str
-    """Absent or "hold": evicted rows are restored once for a Generate and held until it ends. "stream": they are decoded
-    again for each token, a chunk of one layer at a time, so that the session never holds more than that; only with the
-    source "latent".
+    """Absent or "hold": evicted entries are restored once for a Generate and held until it ends. "stream": they are
+    decoded again for each token, a chunk of one layer at a time, so that the session never holds more than that; only
+    with the source "latent".
     """
     resident_latent_bytes: _builtins.int
-    """Bytes of those codes that stay on the device; older ones go to the server's memory or into a file (tier_bytes).
+    """Bytes of those latents that stay on the device; older ones go to the server's memory or into a file (tier_bytes).
     Only with the source "latent"; absent: all stay, 0: none.
     """
     def __init__(
@@ -1364,8 +1364,9 @@ Global___RestoredStrategy: _TypeAlias = RestoredStrategy  # noqa: Y015
 
 @_typing.final
 class GatherStrategy(_message.Message):
-    """Every row stays. Appended tokens read all of them; generated tokens read the first `sink` positions, the last `window`
-    and the blocks in between that answer best, `budget` rows in all. The session ends at the model's trained positions.
+    """Every entry stays. Appended tokens read all of them; generated tokens read the first `sink` positions, the last
+    `window` and the selected blocks in between, `budget` entries in all. The session ends at the model's trained
+    positions.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1376,7 +1377,7 @@ class GatherStrategy(_message.Message):
     WINDOW_FIELD_NUMBER: _builtins.int
     SCORER_FIELD_NUMBER: _builtins.int
     budget: _builtins.int
-    """Rows a generated token may read, at least the sink, the window and a block."""
+    """Entries a generated token may read, at least the sink, the window and a block."""
     block: _builtins.int
     """Positions of a block, a multiple of the server's page."""
     sink: _builtins.int
@@ -1424,9 +1425,9 @@ Global___GatherStrategy: _TypeAlias = GatherStrategy  # noqa: Y015
 
 @_typing.final
 class TieredStrategy(_message.Message):
-    """Every row stays, the last `resident_tokens` and the sink on the device, the others in the server's memory or in a file.
-    What tokens read is as in GatherStrategy; rows that are not on the device are fetched. The session ends at the model's
-    trained positions.
+    """Every entry stays, the last `resident_tokens` and the sink on the device, the others in the server's memory or in a
+    file. What tokens read is as in GatherStrategy; entries that are not on the device are fetched. The session ends at
+    the model's trained positions.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1481,9 +1482,9 @@ Global___TieredStrategy: _TypeAlias = TieredStrategy  # noqa: Y015
 
 @_typing.final
 class MacStrategy(_message.Message):
-    """Every row stays. Appended tokens read all of them. A generated token whose query is near that of a recent generated
-    token takes over what that one saw of rows more than `band` before it, and reads only the later ones. The session ends
-    at the model's trained positions.
+    """Every entry stays. Appended tokens read all of them. A generated token whose query is near that of a recent generated
+    token takes over the attention of that one over the entries more than `band` before it, and reads only the later
+    entries. The session ends at the model's trained positions.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1495,14 +1496,14 @@ class MacStrategy(_message.Message):
     ring: _builtins.int
     """Positions that are searched for a near query, at least 1."""
     band: _builtins.int
-    """Rows before the near query's token that are read again."""
+    """Entries before the near query's token that are read again."""
     threshold: _builtins.float
     """How near, as a share of the distance between two queries that have nothing in common: finite, at least 0. 0: no
-    query is near, and every row is read.
+    query is near, and every entry is read.
     """
     chain_limit: _builtins.int
-    """What a token saw may contain what another one saw, and so on; this is how many links back may lie to a token that
-    read every row. -1: any number. Errors grow along the links.
+    """What a token takes over may itself be taken over, and so on; this is how many links back may lie to a token that
+    read every entry. -1: any number. Errors grow along the links.
     """
     def __init__(
         self,

@@ -30,9 +30,9 @@ export function openChat(document: Document, port: PagePort): void {
     if (!isSpeaking) input.focus();
   }
 
-  function add(who: string, text: string): HTMLElement {
+  function add(speaker: string, text: string): HTMLElement {
     const message = document.createElement("p");
-    message.className = who;
+    message.className = speaker;
     message.textContent = text;
     log.append(message);
     log.scrollTop = log.scrollHeight;

@@ -28,7 +28,7 @@ export class Conversation {
     this.#voice = voice;
   }
 
-  /** Tells the page that it may speak, and listens. */
+  /** Notifies the page that it may speak, and listens. */
   static async over(
     port: Port<Report, Request>,
     session: Session,
@@ -37,16 +37,16 @@ export class Conversation {
   ): Promise<Conversation> {
     const conversation = new Conversation(session, tokenizer, port, voice);
     port.onMessage((request) => {
-      conversation.#hear(request);
+      conversation.#receive(request);
     });
     port.send({ kind: "ready", facts: await conversation.#facts() });
     return conversation;
   }
 
-  #hear(request: Request): void {
+  #receive(request: Request): void {
     switch (request.kind) {
       case "say":
-        // The page lets nobody speak before the turn is over.
+        // The page sends no message before the turn is over.
         if (this.#turn === undefined) void this.#answer(request.text);
         break;
       case "stop":
@@ -60,7 +60,7 @@ export class Conversation {
     }
   }
 
-  /** One turn. Whatever goes wrong is the page's to know. */
+  /** One turn. Every failure is reported to the page. */
   async #answer(text: string): Promise<void> {
     const turn = new AbortController();
     this.#turn = turn;

@@ -1,7 +1,7 @@
 /**
  * The main process: holds the client, its key and its session, and hands the page one end of a port.
  *
- * The page is sandboxed and has no way to Node, to the network or to other windows; all it can do is say what
+ * The page is sandboxed and has no access to Node, to the network or to other windows; all it can do is say what
  * `protocol.ts` lets it say.
  *
  *     KAKEYA_TOKENIZER=FOLDER [KAKEYA_TARGET=127.0.0.1:50051] npm start

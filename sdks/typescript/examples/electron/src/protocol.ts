@@ -1,8 +1,8 @@
 /**
  * What the page and the main process say to each other, over a MessagePort. Plain values only: classes do not survive
- * the way between processes.
+ * the transfer between processes.
  *
- * Pieces of text are acknowledged by the page. At most `PIECES_AHEAD` are on their way; then the main process reads no
+ * Pieces of text are acknowledged by the page. At most `PIECES_AHEAD` are in flight; then the main process reads no
  * further, the SDK holds back the server, and a page that is busy costs no memory anywhere.
  */
 

@@ -41,14 +41,14 @@ const say = (request: Request): void => {
 function reportsUntil(...kinds: readonly Report["kind"][]): Promise<Report[]> {
   const reports: Report[] = [];
   return new Promise((resolve) => {
-    const hear = (report: Report): void => {
+    const receive = (report: Report): void => {
       reports.push(report);
       if (report.kind === "piece") say({ kind: "shown", count: 1 });
       if (!kinds.includes(report.kind)) return;
-      port2.off("message", hear);
+      port2.off("message", receive);
       resolve(reports);
     };
-    port2.on("message", hear);
+    port2.on("message", receive);
   });
 }
 

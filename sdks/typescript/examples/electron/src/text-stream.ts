@@ -7,7 +7,7 @@ export class TextStream {
   readonly #tokenizer: ChatTokenizer;
   /** The ids of the last piece, whose text what follows may lean on, then those whose text is not out yet. */
   #ids: number[] = [];
-  #told = 0;
+  #emitted = 0;
 
   constructor(tokenizer: ChatTokenizer) {
     this.#tokenizer = tokenizer;
@@ -16,11 +16,11 @@ export class TextStream {
   /** The text that is certain now. */
   push(tokenId: number): string {
     this.#ids.push(tokenId);
-    const before = this.#decode(this.#ids.slice(0, this.#told));
+    const before = this.#decode(this.#ids.slice(0, this.#emitted));
     const text = this.#decode(this.#ids);
     if (text.endsWith(UNFINISHED) || text.length <= before.length) return "";
-    this.#ids = this.#ids.slice(this.#told);
-    this.#told = this.#ids.length;
+    this.#ids = this.#ids.slice(this.#emitted);
+    this.#emitted = this.#ids.length;
     return text.slice(before.length);
   }
 

@@ -23,8 +23,8 @@ export const file_kakeya_v1_runtime: GenFile = /*@__PURE__*/
  */
 export type CreateSessionRequest = Message<"kakeya.v1.CreateSessionRequest"> & {
   /**
-   * The owner's own name for the session, at most 128 printable characters. GetSessionInfo tells it to the owner; it is in
-   * no log, metric or trace.
+   * The owner's own name for the session, at most 128 printable characters. GetSessionInfo returns it to the owner; it
+   * is in no log, metric or trace.
    *
    * @generated from field: string client_label = 1;
    */
@@ -322,7 +322,7 @@ export type GenerateRequest = Message<"kakeya.v1.GenerateRequest"> & {
   expectedHistoryLength?: bigint | undefined;
 
   /**
-   * May the server's drafter guess ahead? That changes no token, only how fast they come. Absent: true.
+   * May the server's drafter propose draft tokens? That changes no token, only how fast they come. Absent: true.
    *
    * @generated from field: optional bool drafting = 18;
    */
@@ -492,7 +492,7 @@ export type GenerateDone = Message<"kakeya.v1.GenerateDone"> & {
   restoredPositionCount: bigint;
 
   /**
-   * Guesses of the server's drafter that were verified, and how many of them were right.
+   * Draft tokens of the server's drafter that were verified, and how many of them were accepted.
    *
    * @generated from field: uint64 drafted_token_count = 17;
    */
@@ -756,8 +756,8 @@ export type ForkSessionRequest = Message<"kakeya.v1.ForkSessionRequest"> & {
   expectedHistoryLength?: bigint | undefined;
 
   /**
-   * The owner's own name for the session, at most 128 printable characters. GetSessionInfo tells it to the owner; it is in
-   * no log, metric or trace.
+   * The owner's own name for the session, at most 128 printable characters. GetSessionInfo returns it to the owner; it
+   * is in no log, metric or trace.
    *
    * @generated from field: string client_label = 4;
    */
@@ -834,7 +834,7 @@ export type ForkSessionResponse = Message<"kakeya.v1.ForkSessionResponse"> & {
   modelId: string;
 
   /**
-   * Bytes of K/V that the fork reads where the session it was made from holds them. They are in nobody's bound twice.
+   * Bytes of K/V that the fork reads where the session it was made from holds them. No two bounds count them.
    *
    * @generated from field: uint64 shared_bytes = 10;
    */
@@ -962,7 +962,7 @@ export type GetSessionInfoResponse = Message<"kakeya.v1.GetSessionInfoResponse">
   cacheInvariantInv3Violations: bigint;
 
   /**
-   * Guesses of the server's drafter that were verified in all Generates, and how many of them were right.
+   * Draft tokens of the server's drafter that were verified in all Generates, and how many of them were accepted.
    *
    * @generated from field: uint64 drafted_token_count = 19;
    */
@@ -1123,7 +1123,7 @@ export type GetServerInfoResponse = Message<"kakeya.v1.GetServerInfoResponse"> &
   sessionIdleTtlSeconds: number;
 
   /**
-   * What guesses ahead in Generates that allow it. Empty: nothing does.
+   * What proposes draft tokens in Generates that allow it. Empty: nothing does.
    *
    * @generated from field: string drafter = 17;
    */
@@ -1284,28 +1284,28 @@ export const NamedStrategySchema: GenMessage<NamedStrategy> = /*@__PURE__*/
   messageDesc(file_kakeya_v1_runtime, 20);
 
 /**
- * Every row stays. The session ends at the model's trained positions.
+ * Every KV entry stays. The session ends at the model's trained positions.
  *
  * @generated from message kakeya.v1.FullStrategy
  */
 export type FullStrategy = Message<"kakeya.v1.FullStrategy"> & {
   /**
-   * Name of a compressor, such as "int8", that keeps the rows behind the last exact_window positions in fewer bytes, the
-   * first few rows excepted. Absent: every row stays as it is.
+   * Name of a compressor, such as "int8", that keeps the entries before the last exact_window positions in fewer bytes,
+   * the first few entries excepted. Absent: every entry stays as it is.
    *
    * @generated from field: optional string codec = 1;
    */
   codec?: string | undefined;
 
   /**
-   * The last positions whose rows stay as they are, at least 1. Only with a codec; absent: 128.
+   * The last positions whose entries stay as they are, at least 1. Only with a codec; absent: 128.
    *
    * @generated from field: optional uint32 exact_window = 2;
    */
   exactWindow?: number | undefined;
 
   /**
-   * Layers, numbered from 0, whose rows are never coded. Only with a codec.
+   * Layers, numbered from 0, whose entries are never compressed. Only with a codec.
    *
    * @generated from field: repeated uint32 exact_layers = 3;
    */
@@ -1320,7 +1320,7 @@ export const FullStrategySchema: GenMessage<FullStrategy> = /*@__PURE__*/
   messageDesc(file_kakeya_v1_runtime, 21);
 
 /**
- * The first `sink` rows and at least the last `window` rows stay; the rest are evicted and not read again.
+ * The first `sink` entries and at least the last `window` entries stay; the rest are evicted and not read again.
  *
  * @generated from message kakeya.v1.SinkWindowStrategy
  */
@@ -1338,7 +1338,7 @@ export type SinkWindowStrategy = Message<"kakeya.v1.SinkWindowStrategy"> & {
   window?: number | undefined;
 
   /**
-   * As in FullStrategy, for the rows within the window.
+   * As in FullStrategy, for the entries within the window.
    *
    * @generated from field: optional string codec = 3;
    */
@@ -1363,7 +1363,7 @@ export const SinkWindowStrategySchema: GenMessage<SinkWindowStrategy> = /*@__PUR
   messageDesc(file_kakeya_v1_runtime, 22);
 
 /**
- * In the layers of `full_layers` every row stays, in the others those of SinkWindowStrategy. Layers with a sliding
+ * In the layers of `full_layers` every entry stays, in the others those of SinkWindowStrategy. Layers with a sliding
  * window of the model's own stay as they are. The session ends at the model's trained positions.
  *
  * @generated from message kakeya.v1.LayerWindowStrategy
@@ -1414,8 +1414,8 @@ export const LayerWindowStrategySchema: GenMessage<LayerWindowStrategy> = /*@__P
   messageDesc(file_kakeya_v1_runtime, 23);
 
 /**
- * The rows of SinkWindowStrategy stay; each Generate has the others restored and reads every position. The session ends
- * at the model's trained positions.
+ * The entries of SinkWindowStrategy stay; each Generate has the others restored and reads every position. The session
+ * ends at the model's trained positions.
  *
  * @generated from message kakeya.v1.RestoredStrategy
  */
@@ -1433,33 +1433,33 @@ export type RestoredStrategy = Message<"kakeya.v1.RestoredStrategy"> & {
   window?: number | undefined;
 
   /**
-   * Where evicted rows come back from. Absent or "recompute": computed again from the token ids, exact, at the price of
-   * a prefill of the whole history. "latent": from a thin code kept of each evicted position, close to what they were;
-   * needs a server that has the codec for its model.
+   * Where evicted entries come back from. Absent or "recompute": computed again from the token ids, exact, at the price
+   * of a prefill of the whole history. "latent": from a small latent kept of each evicted position, close to what they
+   * were; needs a server that has the codec for its model.
    *
    * @generated from field: optional string source = 3;
    */
   source?: string | undefined;
 
   /**
-   * Bytes of the code kept of each evicted position, at least 1. Only with the source "latent"; absent: a twentieth of
-   * the position's rows in bfloat16.
+   * Bytes of the latent kept of each evicted position, at least 1. Only with the source "latent"; absent: a twentieth
+   * of the position's entries in bfloat16.
    *
    * @generated from field: optional uint32 bytes_per_token = 4;
    */
   bytesPerToken?: number | undefined;
 
   /**
-   * Absent or "hold": evicted rows are restored once for a Generate and held until it ends. "stream": they are decoded
-   * again for each token, a chunk of one layer at a time, so that the session never holds more than that; only with the
-   * source "latent".
+   * Absent or "hold": evicted entries are restored once for a Generate and held until it ends. "stream": they are
+   * decoded again for each token, a chunk of one layer at a time, so that the session never holds more than that; only
+   * with the source "latent".
    *
    * @generated from field: optional string mode = 5;
    */
   mode?: string | undefined;
 
   /**
-   * Bytes of those codes that stay on the device; older ones go to the server's memory or into a file (tier_bytes).
+   * Bytes of those latents that stay on the device; older ones go to the server's memory or into a file (tier_bytes).
    * Only with the source "latent"; absent: all stay, 0: none.
    *
    * @generated from field: optional uint64 resident_latent_bytes = 6;
@@ -1475,14 +1475,15 @@ export const RestoredStrategySchema: GenMessage<RestoredStrategy> = /*@__PURE__*
   messageDesc(file_kakeya_v1_runtime, 24);
 
 /**
- * Every row stays. Appended tokens read all of them; generated tokens read the first `sink` positions, the last `window`
- * and the blocks in between that answer best, `budget` rows in all. The session ends at the model's trained positions.
+ * Every entry stays. Appended tokens read all of them; generated tokens read the first `sink` positions, the last
+ * `window` and the selected blocks in between, `budget` entries in all. The session ends at the model's trained
+ * positions.
  *
  * @generated from message kakeya.v1.GatherStrategy
  */
 export type GatherStrategy = Message<"kakeya.v1.GatherStrategy"> & {
   /**
-   * Rows a generated token may read, at least the sink, the window and a block.
+   * Entries a generated token may read, at least the sink, the window and a block.
    *
    * @generated from field: optional uint32 budget = 1;
    */
@@ -1524,9 +1525,9 @@ export const GatherStrategySchema: GenMessage<GatherStrategy> = /*@__PURE__*/
   messageDesc(file_kakeya_v1_runtime, 25);
 
 /**
- * Every row stays, the last `resident_tokens` and the sink on the device, the others in the server's memory or in a file.
- * What tokens read is as in GatherStrategy; rows that are not on the device are fetched. The session ends at the model's
- * trained positions.
+ * Every entry stays, the last `resident_tokens` and the sink on the device, the others in the server's memory or in a
+ * file. What tokens read is as in GatherStrategy; entries that are not on the device are fetched. The session ends at
+ * the model's trained positions.
  *
  * @generated from message kakeya.v1.TieredStrategy
  */
@@ -1569,9 +1570,9 @@ export const TieredStrategySchema: GenMessage<TieredStrategy> = /*@__PURE__*/
   messageDesc(file_kakeya_v1_runtime, 26);
 
 /**
- * Every row stays. Appended tokens read all of them. A generated token whose query is near that of a recent generated
- * token takes over what that one saw of rows more than `band` before it, and reads only the later ones. The session ends
- * at the model's trained positions.
+ * Every entry stays. Appended tokens read all of them. A generated token whose query is near that of a recent generated
+ * token takes over the attention of that one over the entries more than `band` before it, and reads only the later
+ * entries. The session ends at the model's trained positions.
  *
  * @generated from message kakeya.v1.MacStrategy
  */
@@ -1584,7 +1585,7 @@ export type MacStrategy = Message<"kakeya.v1.MacStrategy"> & {
   ring?: number | undefined;
 
   /**
-   * Rows before the near query's token that are read again.
+   * Entries before the near query's token that are read again.
    *
    * @generated from field: optional uint32 band = 2;
    */
@@ -1592,15 +1593,15 @@ export type MacStrategy = Message<"kakeya.v1.MacStrategy"> & {
 
   /**
    * How near, as a share of the distance between two queries that have nothing in common: finite, at least 0. 0: no
-   * query is near, and every row is read.
+   * query is near, and every entry is read.
    *
    * @generated from field: optional double threshold = 3;
    */
   threshold?: number | undefined;
 
   /**
-   * What a token saw may contain what another one saw, and so on; this is how many links back may lie to a token that
-   * read every row. -1: any number. Errors grow along the links.
+   * What a token takes over may itself be taken over, and so on; this is how many links back may lie to a token that
+   * read every entry. -1: any number. Errors grow along the links.
    *
    * @generated from field: optional sint32 chain_limit = 4;
    */

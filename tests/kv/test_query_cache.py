@@ -1,4 +1,4 @@
-"""Rings of past queries: where they lie, and that a session reads with them what the kernel alone would."""
+"""The query cache: where it is, and that a session reads with it what the kernel alone would."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from inference_engine.kv.layout import QueryMatcher
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.parts.query_cache import PastQueries, query_cache_demand
 from inference_engine.kv.strategies.mac import Mac
-from tests.laws.test_session_kv_laws import LAYERS, Rows, awake, context, feed, step, turn
+from tests.laws.test_session_kv_laws import LAYERS, Entries, active, context, feed, step, turn
 
 MAC = Mac(ring=24, band=6, threshold=0.6, chain_limit=1)
 MATCHER = QueryMatcher(ring=5, band=1, threshold=0.5, chain_limit=0)
 SCALING = 0.35  # that of `step`
 
 
-def by_kernel(rows: Rows, layer: int, given: int, length: int) -> tuple[list[Tensor], list[MacStats]]:
-    """What the rows from `given` to `length` read if the model generated them: outputs [Hq, D] and statistics."""
+def by_kernel(entries: Entries, layer: int, given: int, length: int) -> tuple[list[Tensor], list[MacStats]]:
+    """What the tokens from `given` to `length` read if the model generated them: outputs [Hq, D] and statistics."""
     shape = LAYERS[layer]
     state = MacState.allocate(shape.query_heads, shape.head_dim, MAC.ring)
     positions = torch.arange(length)
-    queries, keys = (turn(states[layer][:, :length], positions) for states in (rows.q, rows.k))
+    queries, keys = (turn(states[layer][:, :length], positions) for states in (entries.q, entries.k))
     outs, reported = [], []
     for position in range(given, length):
         out, entry, stats = mac_attend(
             state,
-            rows.q[layer][:, position],
+            entries.q[layer][:, position],
             queries[:, position],
             keys,
-            rows.v[layer],
+            entries.v[layer],
             position,
             band=MAC.band,
             threshold=MAC.threshold,
@@ -49,12 +49,12 @@ def by_kernel(rows: Rows, layer: int, given: int, length: int) -> tuple[list[Ten
 
 @pytest.mark.parametrize("layer", [0, 2])
 def test_generated_queries_read_what_the_kernel_gives_and_are_counted(layer: int) -> None:
-    rows = Rows(120)
-    kv = awake(MAC, context())
-    feed(kv, rows, 60)
+    entries = Entries(120)
+    kv = active(MAC, context())
+    feed(kv, entries, 60)
     assert kv.statistics() == {}
-    ours = feed(kv, rows, 120, chunk=7, generated=True)[layer]
-    outs, reported = by_kernel(rows, layer, 60, 120)
+    ours = feed(kv, entries, 120, chunk=7, generated=True)[layer]
+    outs, reported = by_kernel(entries, layer, 60, 120)
     torch.testing.assert_close(ours, torch.stack(outs), atol=2e-5, rtol=0)
 
     totals = kv.statistics()[layer]
@@ -71,39 +71,39 @@ def test_generated_queries_read_what_the_kernel_gives_and_are_counted(layer: int
 
 def test_a_query_asked_again_is_found_wherever_it_stands() -> None:
     """What is compared is the query before its rotation."""
-    rows = Rows(60)
-    for queries in rows.q:
+    entries = Entries(60)
+    for queries in entries.q:
         queries[:] = queries[:, :1].clone()
-    kv = awake(Mac(ring=24, band=6, threshold=1e-3, chain_limit=-1), context())
-    feed(kv, rows, 20)
-    feed(kv, rows, 60, generated=True)
+    kv = active(Mac(ring=24, band=6, threshold=1e-3, chain_limit=-1), context())
+    feed(kv, entries, 20)
+    feed(kv, entries, 60, generated=True)
     assert all((totals.hits == 39).all() for totals in kv.statistics().values()), "all but the first"
 
 
-def test_rejected_rows_are_not_counted() -> None:
-    rows = Rows(60)
-    kv = awake(MAC, context())
-    feed(kv, rows, 40)
-    step(kv, rows, 4, commit=40, generated=True)
+def test_rejected_tokens_are_not_counted() -> None:
+    entries = Entries(60)
+    kv = active(MAC, context())
+    feed(kv, entries, 40)
+    step(kv, entries, 4, commit=40, generated=True)
     assert kv.statistics() == {}
     assert "mac" in kv.footprint().by_kind
     assert kv.footprint().by_kind["mac"] == 0
-    step(kv, rows, 4, commit=42, generated=True)
+    step(kv, entries, 4, commit=42, generated=True)
     assert {totals.queries for totals in kv.statistics().values()} == {2}
     assert kv.footprint().by_kind["mac"] > 0
 
 
-def test_layers_with_a_window_of_their_own_match_nothing_and_keep_no_ring() -> None:
-    rows = Rows(60)
-    kv = awake(MAC, context())
-    feed(kv, rows, 60, generated=True)
+def test_layers_with_a_window_of_their_own_match_nothing_and_keep_no_query_cache() -> None:
+    entries = Entries(60)
+    kv = active(MAC, context())
+    feed(kv, entries, 60, generated=True)
     own = {layer for layer, shape in enumerate(LAYERS) if shape.native_window is not None}
     assert kv.statistics().keys() == set(range(len(LAYERS))) - own
 
 
 @pytest.mark.parametrize("head_dim", [2, 6, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_ring_is_exact_in_a_pool_of_any_type_and_stays_within_its_allocation(
+def test_a_query_cache_is_exact_in_a_pool_of_any_dtype_and_stays_within_its_allocation(
     dtype: torch.dtype, head_dim: int
 ) -> None:
     heads = 4
@@ -119,9 +119,9 @@ def test_a_ring_is_exact_in_a_pool_of_any_type_and_stays_within_its_allocation(
     for states in (buffer.keys, buffer.values):
         states.fill_(1)  # what an earlier session left
 
-    rings = PastQueries(MATCHER, {0: taken[0], 1: taken[2]}, kv_context)
+    cache = PastQueries(MATCHER, {0: taken[0], 1: taken[2]}, kv_context)
     alone = MacState.allocate(heads, head_dim, MATCHER.ring)
-    rings.stage()
+    cache.stage()
     random = torch.Generator().manual_seed(0)
     entries = [
         MacEntry(
@@ -134,14 +134,14 @@ def test_a_ring_is_exact_in_a_pool_of_any_type_and_stays_within_its_allocation(
         for position in range(3, 3 + MATCHER.ring)
     ]
     stats = MacStats(**{name: torch.zeros(heads) for name in MacStats.__slots__})
-    rings.leave(1, [(entry, stats) for entry in entries])
-    rings.commit(100)
+    cache.leave(1, [(entry, stats) for entry in entries])
+    cache.commit(100)
     alone.commit(entries)
     for name in MacState.__slots__:
-        assert torch.equal(getattr(rings.state(1, 1), name), getattr(alone, name)), name
-        assert not getattr(rings.state(0, 1), name).any(), "the other layer's is empty"
-    rows = demand.elements // head_dim
-    between = np.arange(taken[1], taken[1] + rows)
+        assert torch.equal(getattr(cache.state(1, 1), name), getattr(alone, name)), name
+        assert not getattr(cache.state(0, 1), name).any(), "the other layer's is empty"
+    vectors = demand.elements // head_dim
+    between = np.arange(taken[1], taken[1] + vectors)
     for states in (buffer.keys, buffer.values):
         assert (states[between] == 1).all()
-    assert rings.held_bytes() <= 2 * 2 * demand.elements * dtype.itemsize
+    assert cache.held_bytes() <= 2 * 2 * demand.elements * dtype.itemsize
