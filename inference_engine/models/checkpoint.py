@@ -81,7 +81,8 @@ class StoredTensor:
         from gguf.quants import dequantize
 
         blocks = self.data.reshape(self.shape[0], -1)
-        numbers: NDArray[np.float32] = dequantize(blocks, GGMLQuantizationType[self.encoding])
+        with np.errstate(invalid="ignore", over="ignore"):  # a damaged file may hold infinite scales
+            numbers: NDArray[np.float32] = dequantize(blocks, GGMLQuantizationType[self.encoding])
         return numbers
 
 

@@ -27,6 +27,7 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Layout
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.models import check_model
+from inference_engine.models.checkpoint import open_checkpoint
 from inference_engine.models.folder import weight_files
 from inference_engine.models.safetensors_header import check_safetensors
 
@@ -54,16 +55,18 @@ def finds(strategy: KVStrategy, geometry: Geometry, length: int) -> bool:
 def weight_bytes(model: ModelConfig, itemsize: int) -> int:
     """Bytes of the weights that a step reads: all of them, but for a table of embeddings that is only looked up.
 
-    Raises ModelError if the model's folder cannot be read.
+    Raises ModelError if the model's files cannot be read.
     """
-    folder = check_model(model.model, cache=model.cache_path).folder
-    tensors = {
-        name: tensor for file in weight_files(folder) for name, tensor in check_safetensors(folder / file).items()
-    }
-    if any(name.endswith("lm_head.weight") for name in tensors):
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("embed_tokens.weight")}
-    numbers: int = sum(math.prod(tensor["shape"]) for tensor in tensors.values())
-    return itemsize * numbers
+    checked = check_model(model.model, cache=model.cache_path)
+    if checked.only_gguf:
+        checkpoint = open_checkpoint(checked.stored)
+        shapes = {name: checkpoint.tensor(name).shape for name in checkpoint.names()}
+    else:
+        files = [check_safetensors(checked.folder / file) for file in weight_files(checked.folder)]
+        shapes = {name: tensor["shape"] for tensors in files for name, tensor in tensors.items()}
+    if any(name.endswith("lm_head.weight") for name in shapes):
+        shapes = {name: shape for name, shape in shapes.items() if not name.endswith("embed_tokens.weight")}
+    return itemsize * sum(math.prod(shape) for shape in shapes.values())
 
 
 def _layouts(strategy: KVStrategy, geometry: Geometry, length: int) -> list[Layout]:

@@ -179,8 +179,9 @@ def test_a_file_cut_off_anywhere_is_refused(whole: bytes, tmp_path: Path) -> Non
 
 
 @pytest.mark.hostile
+@pytest.mark.parametrize("examples", [250, pytest.param(20_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
 def test_a_file_with_any_bytes_changed_is_read_or_refused(
-    whole: bytes, tmp_path_factory: pytest.TempPathFactory
+    examples: int, whole: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("fuzz") / "a.gguf"
     header = whole.index(b"token_embd") + 2000  # what follows is numbers
@@ -193,7 +194,7 @@ def test_a_file_with_any_bytes_changed_is_read_or_refused(
     )
 
     @given(st.lists(st.tuples(st.integers(0, header), change), min_size=1, max_size=3))
-    @settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
     def run(changes: list[tuple[int, Callable[[bytearray, int], None]]]) -> None:
         content = bytearray(whole)
         for at, make in changes:
