@@ -15,7 +15,7 @@ unexport PYTHONPATH PYTHONHOME
 
 SOURCES := inference_engine kv_cache_proposer laboratory scripts tests
 TYPED := inference_engine kv_cache_proposer laboratory sdks/python/src $(sort $(dir $(wildcard sdks/python/*/*.py))) scripts tests
-LINTED := $(SOURCES) sdks/python
+LINTED := $(SOURCES) sdks/python setup.py
 
 # The theme tells of its successor at each start; the pins decide. --quiet would make --strict see nothing.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir
@@ -31,7 +31,8 @@ SOAK ?= --interleavings 100000 --cancels 10000 --calls 2000000 --messages 100000
 # Checks come before tests and share one installation: the steps run one after another, even under -j.
 .NOTPARALLEL:
 
-.PHONY: help setup demo serve chat test test-long test-hostile check proto bench bench-load evaluate soak seeded-bugs clean
+.PHONY: help setup native demo serve chat test test-long test-hostile check proto bench bench-load evaluate soak seeded-bugs
+.PHONY: clean sanitize
 .PHONY: lint format types contracts wire reference documents docs unit node typescript unit-typescript long-typescript
 
 help: ## this list
@@ -41,29 +42,36 @@ help: ## this list
 	@echo
 	@echo 'Options go through ARGS:  make demo ARGS="--strategy sink_window"'
 
-setup: $(INSTALLED) ## make .venv and install everything (the other commands do it by themselves)
+setup: native ## make .venv and install everything (the other commands do it by themselves)
 
-demo: $(INSTALLED) ## an agent's conversation with a real model over gRPC
+# Does nothing where the library is that of the sources. Without a compiler one is installed into .venv, as a wheel.
+native: $(INSTALLED) ## compile the native library if its sources have changed; CXX names the compiler
+	@$(BIN)/python -m inference_engine.native.build --quiet --fetch $(if $(filter default,$(origin CXX)),,--compiler '$(CXX)')
+
+demo: native ## an agent's conversation with a real model over gRPC
 	@$(BIN)/kakeya demo $(ARGS)
 
-serve: $(INSTALLED) ## the server, until Ctrl-C
+serve: native ## the server, until Ctrl-C
 	@$(BIN)/kakeya serve $(ARGS)
 
-chat: $(INSTALLED) ## talk to a model in the terminal
+chat: native ## talk to a model in the terminal
 	@$(BIN)/kakeya chat $(ARGS)
 
 test: check unit-typescript unit ## everything that must hold: check, then unit and integration tests
 
-unit: $(INSTALLED) node ## the tests without the checks; ARGS go to pytest
+unit: native node ## the tests without the checks; ARGS go to pytest
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
-test-long: $(INSTALLED) long-typescript ## the tests that take minutes to hours
+test-long: native long-typescript sanitize ## the tests that take minutes to hours
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@$(BIN)/python -m pytest -m long --timeout=14400 $(ARGS)
 
-test-hostile: $(INSTALLED) ## every attack on a server of its own on loopback, and what its neighbours notice; ten minutes
+test-hostile: native ## every attack on a server of its own on loopback, and what its neighbours notice; ten minutes
 	@OMP_NUM_THREADS=1 timeout --kill-after=30 900 $(BIN)/python -m pytest -m hostile --timeout=300 $(ARGS)
+
+sanitize: $(INSTALLED) ## the native library's tests with the checks of -fsanitize=address,undefined
+	@$(BIN)/python scripts/sanitize.py $(ARGS)
 
 check: lint types contracts wire documents typescript ## style, types, import contracts, wire contract, documents, TypeScript
 
@@ -101,14 +109,14 @@ docs: $(INSTALLED) ## the documentation as a site, in site/; needs no network, a
 	@$(MKDOCS) site $(OR_SHOW)
 	@echo 'open site/index.html'
 
-bench: $(INSTALLED) ## measure decode, prefill and the server's overhead; records in results/
+bench: native ## measure decode, prefill and the server's overhead; records in results/
 	@$(BIN)/python scripts/bench_decode.py $(ARGS)
 	@$(BIN)/python scripts/bench_server.py $(ARGS)
 
-bench-load: $(INSTALLED) ## many streams at once, and up to ten times too much load; record and plots in results/
+bench-load: native ## many streams at once, and up to ten times too much load; record and plots in results/
 	@$(BIN)/python scripts/bench_load.py $(ARGS)
 
-evaluate: $(INSTALLED) ## greedy output against transformers; what each strategy forgets, on the CPU; the index of records
+evaluate: native ## greedy output against transformers; what each strategy forgets, on the CPU; the index of records
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@$(BIN)/python scripts/evaluate_greedy.py
 	@$(BIN)/kakeya evaluate needle --segment-tokens 64 --lengths 512 --trials 10 --name needle_cpu \
@@ -118,17 +126,17 @@ evaluate: $(INSTALLED) ## greedy output against transformers; what each strategy
 	@$(BIN)/kakeya evaluate cost --lengths 1024 --batches 1 --rounds 3 --name cost_cpu --strategies $(EVALUATED) $(ARGS)
 	@$(BIN)/kakeya evaluate report
 
-soak: $(INSTALLED) ## hours of turns, interleavings, cancels and random bytes (SOAK=…); one session for TURNS=200 turns
+soak: native ## hours of turns, interleavings, cancels and random bytes (SOAK=…); one session for TURNS=200 turns
 	@$(if $(findstring --guided-seconds,$(SOAK)),$(PIP) atheris==3.0.0 >>$(LOG) 2>&1 || { tail -n 10 $(LOG) >&2; exit 1; })
 	@$(BIN)/python scripts/soak.py $(SOAK)
 	@$(BIN)/python scripts/bench_agentic/bench_session_long_run.py --turns $(TURNS) $(ARGS)
 
-seeded-bugs: $(INSTALLED) ## put faults into a copy of the code one by one; does the suite see each? record in results/
+seeded-bugs: native ## put faults into a copy of the code one by one; does the suite see each? record in results/
 	@$(BIN)/python scripts/seeded_bugs.py $(ARGS)
 
 clean: ## remove .venv and everything that tools left (model cache and results stay)
 	@rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	@rm -rf *.egg-info sdks/python/build sdks/python/dist sdks/python/src/*.egg-info
+	@rm -rf *.egg-info inference_engine/native/libkakeya.* sdks/python/build sdks/python/dist sdks/python/src/*.egg-info
 	@rm -rf $(TYPESCRIPT)/node_modules $(TYPESCRIPT)/dist $(addprefix $(TYPESCRIPT)/examples/electron/,node_modules dist)
 	@find $(SOURCES) sdks/python -type d -name __pycache__ -prune -exec rm -rf {} +
 

@@ -18,9 +18,12 @@ from pathlib import Path
 import pytest
 
 from inference_engine.config import child_environment
+from inference_engine.native.build import LIBRARY
+from inference_engine.native.library import load
 
 ROOT = Path(__file__).resolve().parents[1]
-BUILT = ("LICENSE", "README.md", "inference_engine", "kv_cache_proposer", "laboratory", "pyproject.toml", "sdks/python")
+BUILT = ("LICENSE", "README.md", "inference_engine", "kv_cache_proposer", "laboratory", "sdks/python")
+BUILT_BY = ("pyproject.toml", "setup.py")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 
@@ -28,7 +31,7 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """By the name of their distribution, built from a copy: setuptools leaves folders where it builds."""
     copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
-    for name in BUILT:
+    for name in (*BUILT, *BUILT_BY):
         copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         copied(ROOT / name, copy / name)
@@ -76,6 +79,15 @@ def test_a_wheel_has_its_licence_its_text_and_its_types(wheels: dict[str, Path],
     assert text.startswith("# ")
 
 
+def test_the_runtimes_wheel_is_for_one_kind_of_machine_and_any_python(wheels: dict[str, Path]) -> None:
+    python, abi, machine = wheels["kakeya-runtime"].stem.split("-")[-3:]
+    with zipfile.ZipFile(wheels["kakeya-runtime"]) as archive:
+        held = set(archive.namelist())
+    assert "inference_engine/native/src/kernels.cpp" in held
+    assert (f"inference_engine/native/{LIBRARY.name}" in held) == (machine != "any") == (load() is not None)
+    assert (python, abi) == ("py3", "none")
+
+
 def test_copies_of_the_licence_are_the_licence() -> None:
     licence = (ROOT / "LICENSE").read_bytes()
     for sdk in ("python", "typescript"):
@@ -114,5 +126,8 @@ def test_the_runtimes_wheel_alone_gives_the_command_and_the_sdk(wheels: dict[str
     where = said(str(python), "-c", "import inference_engine as one, kakeya; print(one.__file__, kakeya.__file__)")
     assert [Path(each).parent.parent for each in where.split()] == [fresh, fresh]
     assert "serve" in said(str(scripts / "kakeya"), "--help")
+    levels = "from inference_engine.native.library import load; found = load(); print(found and found.levels())"
+    opened = load()
+    assert said(str(python), "-c", levels).strip() == str(opened and opened.levels())
     help_of_serve = said(str(scripts / "kakeya"), "serve", "--help")
     assert "--model" in help_of_serve

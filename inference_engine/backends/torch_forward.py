@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from inference_engine.kv.memory.pool import Pool
 from inference_engine.models import load_model
 from inference_engine.models.norms import fuse_norms
 from inference_engine.models.seam import ATTENTION, Seam
+from inference_engine.native.library import usable_cores
 from inference_engine.types import Mode, ModelFacts
 
 
@@ -196,6 +196,4 @@ def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
 
 def use_threads(count: int) -> None:
     """Let torch compute with `count` threads; 0 means one for each core this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    usable = len(affinity(0)) if affinity else os.cpu_count() or 1
-    torch.set_num_threads(count or usable)
+    torch.set_num_threads(count or usable_cores())

@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,13 +36,14 @@ from inference_engine.kernels.ragged_attention import (
     kept,
     seen,
 )
+from inference_engine.native import build
+from inference_engine.native.library import load, why_missing
 
-LIBRARY = Path(__file__).parents[2] / "build" / "native" / "libkakeya.so"
-LEVELS = ["plain", "avx2", "avx512"]
+LEVELS = ["plain", "neon", "avx2", "avxvnni", "avx512"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZE = 24_000  # vectors of a buffer
 
-pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="the library is not built")
+pytestmark = pytest.mark.skipif(load() is None, reason=str(why_missing()))
 
 
 class Attention(ctypes.Structure):
@@ -57,7 +57,7 @@ class Attention(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL:
-    loaded = ctypes.CDLL(str(LIBRARY))
+    loaded = ctypes.CDLL(str(build.LIBRARY))
     loaded.kakeya_kernels.restype = ctypes.c_void_p
     loaded.kakeya_open_threads.restype = ctypes.c_void_p
     return loaded

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from enum import IntEnum
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +12,10 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-LIBRARY = Path(__file__).parents[2] / "build" / "native" / "libkakeya.so"
-LEVELS = ("plain", "avx2", "avx512")
+from inference_engine.native import build
+from inference_engine.native.library import why_missing
+
+LEVELS = ("plain", "neon", "avx2", "avxvnni", "avx512")
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
@@ -63,7 +64,7 @@ class MatrixC(ctypes.Structure):
 
 class Native:
     def __init__(self) -> None:
-        self.lib = ctypes.CDLL(str(LIBRARY))
+        self.lib = ctypes.CDLL(str(build.LIBRARY))
         self.lib.kakeya_kernels.restype = ctypes.c_void_p
         self.lib.kakeya_open_threads.restype = ctypes.c_void_p
         self.lib.kakeya_packed_bytes.restype = ctypes.c_int64
@@ -129,8 +130,8 @@ class Packed:
 
 @pytest.fixture(scope="module")
 def native() -> Iterator[Native]:
-    if not LIBRARY.exists():
-        pytest.skip("the native library is not built")
+    if reason := why_missing():
+        pytest.skip(reason)
     library = Native()
     yield library
     library.close()

@@ -5,16 +5,55 @@
 #include "threads.h"
 #include "types.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
+// From the build: EACH(name) for every level that is compiled, and the fingerprint of what it is compiled from.
+#if !defined(LEVELS) || !defined(FINGERPRINT)
+#error "compile with `python -m inference_engine.native.build`"
+#endif
+
 namespace {
 
+#if defined(__x86_64__)
+// The processor and the system, which has to save the wide registers. Not asked of the compiler's own runtime, which
+// some compilers do not bring.
+struct Processor {
+  bool avx2 = false, avxvnni = false, avx512 = false;
+
+  Processor() {
+    unsigned a, b, c, d, b7, c7, d7, states, high, leaves;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return;
+    const unsigned needed = 1u << 12 | 1u << 27 | 1u << 28 | 1u << 29;  // fma, xgetbv, avx, f16c
+    if ((c & needed) != needed || !__get_cpuid_count(7, 0, &leaves, &b7, &c7, &d7)) return;
+    asm volatile("xgetbv" : "=a"(states), "=d"(high) : "c"(0));
+    avx2 = (states & 0x06) == 0x06 && b7 >> 5 & 1;
+    avxvnni = avx2 && leaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 4 & 1;
+    const unsigned wide = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // avx512 f, dq, bw, vl
+    avx512 = avx2 && (states & 0xe6) == 0xe6 && (b7 & wide) == wide && c7 >> 11 & 1;  // vnni
+  }
+};
+#endif
+
+// Whether this machine has the instructions of a level.
 bool runs(const char* level) {
 #if defined(__x86_64__)
-  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (!strcmp(level, "avx2")) return avx2;
-  if (!strcmp(level, "avx512"))
-    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vnni");
+  static const Processor processor;
+  if (!strcmp(level, "avx2")) return processor.avx2;
+  if (!strcmp(level, "avxvnni")) return processor.avxvnni;
+  if (!strcmp(level, "avx512")) return processor.avx512;
+#elif defined(__aarch64__) && defined(__linux__)
+  const unsigned long needed = 1ul << 8 | 1ul << 20;  // atomics, which armv8.2-a has, and dotprod
+  if (!strcmp(level, "neon")) return (getauxval(AT_HWCAP) & needed) == needed;
+#elif defined(__aarch64__) && defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof has;
+  if (!strcmp(level, "neon")) return !sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) && has;
 #endif
   return !strcmp(level, "plain");
 }
@@ -23,14 +62,22 @@ bool runs(const char* level) {
 
 extern "C" {
 
+// The fingerprint of the sources, as `inference_engine/native/build.py` makes it.
+const char* kakeya_sources() { return FINGERPRINT; }
+
+// Of the structures that Python fills in: Matrix, Attention.
+void kakeya_sizes(int64_t* sizes) {
+  sizes[0] = sizeof(Matrix);
+  sizes[1] = sizeof(Attention);
+}
+
 // The kernels of a level; null if this processor, or this build, has none.
 const Kernels* kakeya_kernels(const char* level) {
-  if (!runs(level)) return nullptr;
-#if defined(__x86_64__)
-  if (!strcmp(level, "avx512")) return kernels_avx512();
-  if (!strcmp(level, "avx2")) return kernels_avx2();
-#endif
-  return kernels_plain();
+#define EACH(name) \
+  if (!strcmp(level, #name) && runs(#name)) return kernels_##name();
+  LEVELS
+#undef EACH
+  return nullptr;
 }
 
 void* kakeya_open_threads(int32_t count) { return new Threads(count); }

@@ -1,0 +1,263 @@
+"""The native library, as Python sees it: which levels of instructions run here, threads, and the kernels.
+
+The structures are those of `src/types.h`. A call takes the addresses of numpy arrays and returns when the result is in
+its place; other threads of Python run meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+import platform
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_engine.errors import BackendError
+from inference_engine.native import build
+
+Floats = NDArray[np.float32]
+
+# The best first.
+LEVELS = ("avx512", "avxvnni", "avx2", "neon", "plain")
+
+
+class Format(enum.IntEnum):
+    """How the numbers of a matrix are stored."""
+
+    FLOAT32 = 0
+    FLOAT16 = 1
+    BFLOAT16 = 2
+    INT8 = 3
+    INT8_PAIR = 4
+    INT4 = 5
+    INT4_WIDE = 6
+
+
+class Identity(enum.IntEnum):
+    """How activations enter a product with a quantised matrix."""
+
+    EXACT = 0
+    QUANTISED = 1
+
+
+class KVType(enum.IntEnum):
+    """The dtype of K and V."""
+
+    FLOAT32 = 0
+    FLOAT16 = 1
+    BFLOAT16 = 2
+
+
+class Matrix(ctypes.Structure):
+    """A packed matrix. Whoever fills this in keeps the array of `tiles` alive."""
+
+    _fields_ = (
+        ("format", ctypes.c_int32),
+        ("outputs", ctypes.c_int32),
+        ("inputs", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("tiles", ctypes.c_void_p),
+    )
+    format: int
+    outputs: int
+    inputs: int
+    reserved: int
+    tiles: int | None
+
+
+class Attention(ctypes.Structure):
+    """Attention of `count` single queries. Whoever fills this in keeps its arrays alive."""
+
+    _fields_ = (
+        ("queries", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("regions", ctypes.c_void_p),
+        ("head_sinks", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("query_stride", ctypes.c_int64),
+        ("region_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("query_heads", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("kv_type", ctypes.c_int32),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+    queries: int | None
+    keys: int | None
+    values: int | None
+    regions: int | None
+    head_sinks: int | None
+    out: int | None
+    count: int
+    query_stride: int
+    region_stride: int
+    out_stride: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    kv_type: int
+    scaling: float
+    softcap: float
+
+
+class Threads:
+    """Threads of the library's own, the caller's among them. Used by one caller at a time; to be closed."""
+
+    def __init__(self, functions: ctypes.CDLL, count: int) -> None:
+        self.count = count
+        self._functions = functions
+        self._address: int | None = functions.kakeya_open_threads(count)
+
+    @property
+    def address(self) -> int:
+        assert self._address is not None, "these threads are closed"
+        return self._address
+
+    def close(self) -> None:
+        """End them. Does nothing the second time."""
+        address, self._address = self._address, None
+        if address is not None:
+            self._functions.kakeya_close_threads(address)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Kernels:
+    """The kernels of one level. All levels give the same bits."""
+
+    def __init__(self, functions: ctypes.CDLL, level: str, address: int) -> None:
+        self.level = level
+        self._functions = functions
+        self._address = address
+
+    def linear(self, threads: Threads, matrix: Matrix, identity: Identity, x: Floats, out: Floats) -> None:
+        """out [count, outputs] = x [count, inputs] · matrix."""
+        assert x.shape[1:] == (matrix.inputs,) and out.shape == (x.shape[0], matrix.outputs)
+        self._functions.kakeya_linear(
+            self._address,
+            threads.address,
+            ctypes.byref(matrix),
+            identity,
+            _address_of(x),
+            x.shape[0],
+            _address_of(out),
+        )
+
+    def row(self, matrix: Matrix, output: int, out: Floats) -> None:
+        """The numbers of one output, [inputs]: an embedding."""
+        assert out.shape == (matrix.inputs,) and 0 <= output < matrix.outputs
+        self._functions.kakeya_row(self._address, ctypes.byref(matrix), output, _address_of(out))
+
+    def attend(self, threads: Threads, attention: Attention) -> None:
+        """Attention of single queries, each over a region of its own."""
+        self._functions.kakeya_attend(self._address, threads.address, ctypes.byref(attention))
+
+
+class Library:
+    """An open native library."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if the file is not there or not for this machine, BackendError if it is of other sources."""
+        self.path = path
+        functions = ctypes.CDLL(str(path))
+        try:
+            _declare(functions)
+            is_stale = functions.kakeya_sources() != build.fingerprint().encode()
+        except AttributeError:
+            is_stale = True
+        if is_stale:
+            raise BackendError(
+                f"{path} was compiled from other sources than those beside it; "
+                "run `python -m inference_engine.native.build`"
+            )
+        sizes = (ctypes.c_int64 * 2)()
+        functions.kakeya_sizes(sizes)
+        assert tuple(sizes) == (ctypes.sizeof(Matrix), ctypes.sizeof(Attention)), "these structures are not types.h's"
+        self._functions = functions
+
+    def levels(self) -> tuple[str, ...]:
+        """Those that this build has and this processor runs, the best first."""
+        return tuple(level for level in LEVELS if self._functions.kakeya_kernels(level.encode()))
+
+    def kernels(self, level: str = "auto") -> Kernels:
+        """Those of `level`, or of the best that runs here."""
+        chosen = self.levels()[0] if level == "auto" else level
+        address = self._functions.kakeya_kernels(chosen.encode())
+        if not address:
+            raise BackendError(f"kernels for {level!r} do not run here; choose one of {', '.join(self.levels())}")
+        return Kernels(self._functions, chosen, address)
+
+    def open_threads(self, count: int = 0) -> Threads:
+        """`count` threads; 0 means one for each core this process may use."""
+        return Threads(self._functions, count or usable_cores())
+
+
+def load() -> Library | None:
+    """The library, or None; `why_missing` has the reason. Raises BackendError if it is of other sources."""
+    found = _open(build.LIBRARY)
+    return found if isinstance(found, Library) else None
+
+
+def why_missing() -> str | None:
+    """Why there is no library and what to do about it. None if there is one."""
+    found = _open(build.LIBRARY)
+    return found if isinstance(found, str) else None
+
+
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+@cache
+def _open(path: Path) -> Library | str:
+    """The library at `path`, or the reason why there is none."""
+    if not path.exists():
+        if not build.is_supported():
+            return f"there is no native library for {platform.system()} on {build.machine()}"
+        return f"{path} is not there; {build.REMEDY}"
+    try:
+        return Library(path)
+    except OSError as error:
+        return f"{path} cannot be loaded: {error}; delete it and run `python -m inference_engine.native.build`"
+
+
+def _declare(functions: ctypes.CDLL) -> None:
+    """The types of every function of `src/api.cpp`."""
+    pointer, matrix, attention = ctypes.c_void_p, ctypes.POINTER(Matrix), ctypes.POINTER(Attention)
+    long, integer, text = ctypes.c_int64, ctypes.c_int32, ctypes.c_char_p
+    declared: dict[str, tuple[type | None, tuple[type, ...]]] = {
+        "sources": (text, ()),
+        "sizes": (None, (ctypes.POINTER(long),)),
+        "kernels": (pointer, (text,)),
+        "open_threads": (pointer, (integer,)),
+        "close_threads": (None, (pointer,)),
+        "linear": (None, (pointer, pointer, matrix, integer, pointer, long, pointer)),
+        "row": (None, (pointer, matrix, long, pointer)),
+        "attend": (None, (pointer, pointer, attention)),
+    }
+    for name, (result, arguments) in declared.items():
+        function = getattr(functions, f"kakeya_{name}")
+        function.restype, function.argtypes = result, arguments
+
+
+def _address_of(array: Floats) -> int:
+    assert array.dtype == np.float32 and array.flags.c_contiguous
+    return array.ctypes.data
