@@ -21,6 +21,7 @@ from inference_engine.cli.ports import bind_error
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
 from inference_engine.errors import KakeyaError, ModelError
+from inference_engine.native.library import load, why_missing
 from inference_engine.server.address import resolve_bind
 from inference_engine.server.metrics_port import refuse_unless_loopback
 from inference_engine.server.trace_export import check_exporter
@@ -130,6 +131,14 @@ def _device(found: Settings) -> Finding:
     return Finding(Level.OK, f"{device}{name}, {found.model.dtype}")
 
 
+def _native(_: Settings) -> Finding:
+    library = load()
+    if library is None:
+        return Finding(Level.WARN, f"none, torch computes on the CPU: {why_missing()}")
+    best, *others = library.levels()
+    return Finding(Level.OK, f"{best} runs on this processor" + (f", also {', '.join(others)}" if others else ""))
+
+
 def _family(found: Settings) -> Finding:
     from inference_engine.compose import admit
 
@@ -219,6 +228,7 @@ CHECKS: dict[str, Callable[[Settings], Finding]] = {
     "versions": _versions,
     "machine": _machine,
     "device": _device,
+    "native": _native,
     "family": _family,
     "model": _model,
     "tokenizer": _tokenizer,

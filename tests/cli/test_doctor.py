@@ -12,6 +12,9 @@ import pytest
 from inference_engine.backends.base import Admitted
 from inference_engine.cli.doctor import CHECKS
 from inference_engine.cli.main import main
+from inference_engine.errors import BackendError
+from inference_engine.native import build
+from inference_engine.native.library import why_missing
 
 
 def lines(printed: str) -> dict[str, tuple[str, str]]:
@@ -28,8 +31,8 @@ def test_what_works_passes_down_to_a_token(tiny_folder: Path, capsys: pytest.Cap
     found = lines(capsys.readouterr().out)
     assert list(found) == list(CHECKS)
     levels = {name: level for name, (level, _) in found.items() if level != "ok"}
-    # Nothing vouches for a folder that was not downloaded.
-    assert levels == {"model": "warn"}
+    # Nothing vouches for a folder that was not downloaded. Where nothing compiles C++, there is no native library.
+    assert levels == {"model": "warn"} | ({"native": "warn"} if why_missing() else {})
     assert "after 1, 2, 3" in found["self test"][1]
 
 
@@ -103,7 +106,30 @@ def test_a_device_that_is_not_there_fails(tiny_folder: Path, capsys: pytest.Capt
     assert text.startswith("no-such-device cannot be used: ")
 
 
+def test_without_the_native_library_it_says_what_to_do(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "libkakeya.so")
+    assert doctor("--model", tiny_folder) == 0
+    level, text = lines(capsys.readouterr().out)["native"]
+    assert level == "warn"
+    assert text.startswith("none, torch computes on the CPU: ")
+    assert text.endswith(build.REMEDY)
+
+
+def test_a_native_library_of_other_sources_fails(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise BackendError("libkakeya.so was compiled from other sources")
+
+    monkeypatch.setattr("inference_engine.cli.doctor.load", refuse)
+    assert doctor("--model", tiny_folder) == 1
+    assert lines(capsys.readouterr().out)["native"] == ("fail", "libkakeya.so was compiled from other sources")
+
+
 @pytest.mark.real_model
 def test_the_real_model_passes_every_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor() == 0
-    assert {level for level, _ in lines(capsys.readouterr().out).values()} == {"ok"}
+    found = lines(capsys.readouterr().out)
+    assert {name for name, (level, _) in found.items() if level != "ok"} == ({"native"} if why_missing() else set())
