@@ -51,16 +51,27 @@ using KERNELS::load;
 
 // -- products of small matrices ---------------------------------------------------------------------------------------
 
+// Memory that is read next: while a product computes, it is fetched, `step` bytes for each of the `count`.
+struct Ahead {
+  const char* from;
+  int64_t step;
+  void fetch(int k) const {
+    for (int64_t byte = 0; byte < step; byte += 64) __builtin_prefetch(from + k * step + byte, 0, 2);
+  }
+};
+constexpr Ahead NOTHING = {nullptr, 0};
+
 // c[R][16 N] += a[R][count] · b[count][16 N]: every element is one chain of fma, `count` ascending.
 template <int R, int N, class T>
 static void product_tile(const float* a, int64_t a_stride, const T* b, int64_t b_stride, int count, float* c,
-                         int64_t c_stride) {
+                         int64_t c_stride, Ahead ahead) {
   F sums[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++) sums[r][n] = load(c + r * c_stride + 16 * n);
   for (int k = 0; k < count; k++, b += b_stride) {
+    ahead.fetch(k);
     F row[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++) row[n] = load(b + 16 * n);
@@ -79,28 +90,28 @@ static void product_tile(const float* a, int64_t a_stride, const T* b, int64_t b
 
 template <int R, class T>
 static void product_rows(const float* a, int64_t a_stride, const T* b, int64_t b_stride, int count, float* c,
-                         int64_t c_stride, int vectors) {
+                         int64_t c_stride, int vectors, Ahead ahead) {
   int v = 0;
-  for (; v + WIDE <= vectors; v += WIDE)
-    product_tile<R, WIDE>(a, a_stride, b + 16 * v, b_stride, count, c + 16 * v, c_stride);
+  for (; v + WIDE <= vectors; v += WIDE, ahead = NOTHING)
+    product_tile<R, WIDE>(a, a_stride, b + 16 * v, b_stride, count, c + 16 * v, c_stride, ahead);
   if (WIDE > 2 && v + 2 <= vectors) {
-    product_tile<R, 2>(a, a_stride, b + 16 * v, b_stride, count, c + 16 * v, c_stride);
-    v += 2;
+    product_tile<R, 2>(a, a_stride, b + 16 * v, b_stride, count, c + 16 * v, c_stride, ahead);
+    v += 2, ahead = NOTHING;
   }
-  if (v < vectors) product_tile<R, 1>(a, a_stride, b + 16 * v, b_stride, count, c + 16 * v, c_stride);
+  if (v < vectors) product_tile<R, 1>(a, a_stride, b + 16 * v, b_stride, count, c + 16 * v, c_stride, ahead);
 }
 
 // c[rows][16 · vectors] += a[rows][count] · b[count][16 · vectors], at most ROWS rows.
 template <class T>
 static void product(int rows, const float* a, int64_t a_stride, const T* b, int64_t b_stride, int count, float* c,
-                    int64_t c_stride, int vectors) {
+                    int64_t c_stride, int vectors, Ahead ahead = NOTHING) {
   switch (rows) {
-    case 1: return product_rows<1>(a, a_stride, b, b_stride, count, c, c_stride, vectors);
-    case 2: return product_rows<2>(a, a_stride, b, b_stride, count, c, c_stride, vectors);
-    case 3: return product_rows<3>(a, a_stride, b, b_stride, count, c, c_stride, vectors);
-    case 4: return product_rows<4>(a, a_stride, b, b_stride, count, c, c_stride, vectors);
-    case 5: return product_rows<5>(a, a_stride, b, b_stride, count, c, c_stride, vectors);
-    default: return product_rows<6>(a, a_stride, b, b_stride, count, c, c_stride, vectors);
+    case 1: return product_rows<1>(a, a_stride, b, b_stride, count, c, c_stride, vectors, ahead);
+    case 2: return product_rows<2>(a, a_stride, b, b_stride, count, c, c_stride, vectors, ahead);
+    case 3: return product_rows<3>(a, a_stride, b, b_stride, count, c, c_stride, vectors, ahead);
+    case 4: return product_rows<4>(a, a_stride, b, b_stride, count, c, c_stride, vectors, ahead);
+    case 5: return product_rows<5>(a, a_stride, b, b_stride, count, c, c_stride, vectors, ahead);
+    default: return product_rows<6>(a, a_stride, b, b_stride, count, c, c_stride, vectors, ahead);
   }
 }
 
@@ -130,7 +141,6 @@ struct Sight {
     }
   }
   bool none() const { return !(words[0] | words[1] | words[2] | words[3]); }
-  int group(int g) const { return (int)(words[g / 4] >> (g % 4 * 16) & 0xffff); }
 };
 
 // The blocks that a query reads for one KV head, ascending.
@@ -206,34 +216,49 @@ INLINE void keep(float* lanes, int mask, float value) {
   for (int i = 0; i < 16; i++) lanes[i] = mask >> i & 1 ? lanes[i] : value;
 }
 
+// The largest score of 16 lanes and those before; `wrong` stays 0, unless a score is not finite.
+INLINE F top_of(float* lanes, int mask, float softcap, F top, F& wrong) {
+  if (mask != 0xffff) keep(lanes, mask, HIDDEN);
+  F score = load(lanes);
+  wrong = fma(score, all(0.0f), wrong);
+  if (softcap == 0) return larger(score, top);
+  store(lanes, mul(all(softcap), hyperbolic_tangent(divide(score, all(softcap)))));
+  if (mask != 0xffff) keep(lanes, mask, HIDDEN);
+  return larger(load(lanes), top);
+}
+
+// Scores become weights; returns their sum and those before.
+INLINE F weights_of(float* lanes, int mask, F top, F total) {
+  F weights = exponential(sub(load(lanes), top));
+  store(lanes, weights);
+  if (mask == 0xffff) return add(total, weights);
+  keep(lanes, mask, 0.0f);
+  return add(total, load(lanes));
+}
+
+// body(lanes, mask) for each 16 slots of which the query sees any.
+template <class Body>
+INLINE void groups_of(float* lanes, const Sight& sight, const Body& body) {
+  for (int w = 0; w < CHUNK / WORD; w++, lanes += WORD) {
+    uint64_t word = sight.words[w];
+    if (word == ~0ull) {
+#pragma GCC unroll 4
+      for (int g = 0; g < 4; g++) body(lanes + 16 * g, 0xffff);
+    } else {
+      for (int g = 0; word; g++, word >>= 16)
+        if (word & 0xffff) body(lanes + 16 * g, (int)(word & 0xffff));
+    }
+  }
+}
+
 // Turns a row's scores into weights; sets the sum and the top of its state.
 INLINE void weigh(float* scores, const Sight& sight, float softcap, float* state, int dim) {
-  F top = all(-INFINITY), total = all(0.0f), wrong = all(0.0f), cap = all(softcap);
-  for (int g = 0; g < CHUNK / 16; g++) {
-    int mask = sight.group(g);
-    if (!mask) continue;
-    float* lanes = scores + 16 * g;
-    if (mask != 0xffff) keep(lanes, mask, HIDDEN);
-    F score = load(lanes);
-    wrong = fma(score, all(0.0f), wrong);  // 0, unless a score is not finite
-    if (softcap != 0) {
-      store(lanes, mul(cap, hyperbolic_tangent(divide(score, cap))));
-      if (mask != 0xffff) keep(lanes, mask, HIDDEN);
-      score = load(lanes);
-    }
-    top = larger(score, top);
-  }
-  float largest_score = largest(top);
-  for (int g = 0; g < CHUNK / 16; g++) {
-    int mask = sight.group(g);
-    if (!mask) continue;
-    float* lanes = scores + 16 * g;
-    store(lanes, exponential(sub(load(lanes), all(largest_score))));
-    if (mask != 0xffff) keep(lanes, mask, 0.0f);
-    total = add(total, load(lanes));
-  }
+  F tops = all(-INFINITY), total = all(0.0f), wrong = all(0.0f);
+  groups_of(scores, sight, [&](float* lanes, int mask) { tops = top_of(lanes, mask, softcap, tops, wrong); });
+  float top = largest(tops);
+  groups_of(scores, sight, [&](float* lanes, int mask) { total = weights_of(lanes, mask, all(top), total); });
   state[dim] = sum(total) + sum(wrong);
-  state[dim + 1] = largest_score;
+  state[dim + 1] = top;
 }
 
 // Adds a later chunk's state to the state of those before it. A sum of 0 says that nothing was seen.
@@ -295,12 +320,27 @@ struct Plan {
   int64_t states_size = 0, counts = 0;
 };
 
-// Memory of a thread, aligned to cache lines.
+// A chunk of which a query sees something.
+struct Seen {
+  int64_t chunk;
+  Sight sight;
+};
+
+// What a thread computes with; reused by its next item.
 class Room {
  public:
-  float* of(int64_t floats) {
-    if ((int64_t)memory_.size() < floats + 16) memory_.resize(floats + 16);
+  std::vector<Sight> sights;
+  std::vector<Seen> ahead;
+
+  // Memory that begins with a cache line.
+  float* floats(int64_t count) {
+    if ((int64_t)memory_.size() < count + 16) memory_.resize(count + 16);
     return (float*)(((uintptr_t)memory_.data() + 63) & ~(uintptr_t)63);
+  }
+
+  static Room& own() {
+    static thread_local Room room;
+    return room;
   }
 
  private:
@@ -323,11 +363,17 @@ class Reader {
     make_room(rows);
     take_queries();
     if (!states) memset(totals_, 0, sizeof(float) * size);
+    bool is_alone = count_ == 1;
+    if (is_alone) look_ahead(first, end);
     for (int64_t chunk = first; chunk < end; chunk++) {
       float* state = states ? states + (chunk - first) * size : parts_;
-      bool sees = read_chunk(chunk * CHUNK, state);
-      if (states || !sees) continue;
-      for (int64_t row = 0; row < rows; row++)
+      if (!(is_alone ? take_sight(chunk) : take_sights(chunk))) {
+        for (int64_t row = 0; states && row < rows; row++) state[row * state_size(dim_) + dim_] = 0;
+        continue;
+      }
+      memset(state, 0, sizeof(float) * size);
+      read_chunk(chunk * CHUNK, state);
+      for (int64_t row = 0; !states && row < rows; row++)
         join(totals_ + row * state_size(dim_), state + row * state_size(dim_), dim_);
     }
     if (!states) finish_rows(tile, head, totals_);
@@ -346,12 +392,10 @@ class Reader {
   const int64_t* line(int query) const { return call_.regions + (first_ + query) * call_.region_stride; }
 
   void make_room(int64_t rows) {
-    static thread_local Room room;
-    static thread_local std::vector<Sight> sights;
-    if ((int64_t)sights.size() < count_) sights.resize(count_);
-    sights_ = sights.data();
+    if ((int64_t)room_.sights.size() < count_) room_.sights.resize(count_);
+    sights_ = room_.sights.data();
     int64_t queries = padded(rows * dim_), keys = (int64_t)dim_ * WORD, state = rows * state_size(dim_);
-    queries_ = room.of(queries + rows * CHUNK + keys + 2 * state + dim_);
+    queries_ = room_.floats(queries + rows * CHUNK + keys + 2 * state + dim_);
     scores_ = queries_ + queries;
     keys_ = scores_ + rows * CHUNK;
     parts_ = keys_ + keys;
@@ -375,18 +419,56 @@ class Reader {
     return sight_of_blocks(numbers, {plan_.chosen.data() + at * plan_.most_kept, plan_.chosen_count[at]}, chunk);
   }
 
-  // The state of each row over the slots from `chunk` on; false if no query sees any.
-  bool read_chunk(int64_t chunk, float* states) {
+  // What each query sees of a chunk; false if that is nothing.
+  bool take_sights(int64_t chunk) {
     bool any = false;
     for (int query = 0; query < count_; query++) {
-      sights_[query] = look(query, chunk);
+      sights_[query] = look(query, chunk * CHUNK);
       any = any || !sights_[query].none();
     }
-    if (!any) {
-      for (int64_t row = 0; row < (int64_t)count_ * group_; row++) states[row * state_size(dim_) + dim_] = 0;
-      return false;
+    return any;
+  }
+
+  // The same for a tile of one query, whose keys and values are fetched while others are multiplied.
+  bool take_sight(int64_t chunk) {
+    if (next_ == room_.ahead.size() || room_.ahead[next_].chunk != chunk) return false;
+    sights_[0] = room_.ahead[next_++].sight;
+    std::fill_n(next_keys_, CHUNK / WORD, nullptr);
+    if (next_ == room_.ahead.size()) return true;
+    int at = 0;
+    for (int w = 0; w < CHUNK / WORD; w++) {
+      if (!room_.ahead[next_].sight.words[w]) continue;
+      while (at < CHUNK / WORD && !sights_[0].words[at]) at++;
+      if (at < CHUNK / WORD) next_keys_[at++] = key_bytes(room_.ahead[next_].chunk, w);
     }
-    memset(states, 0, sizeof(float) * count_ * group_ * state_size(dim_));
+    return true;
+  }
+
+  // Finds the chunks first … end - 1 of which the only query sees any, and fetches the keys of the first of them.
+  void look_ahead(int64_t first, int64_t end) {
+    room_.ahead.clear(), next_ = 0;
+    for (int64_t chunk = first; chunk < end; chunk++) {
+      Sight sight = look(0, chunk * CHUNK);
+      if (!sight.none()) room_.ahead.push_back({chunk, sight});
+    }
+    take_region(line(0));
+    for (int w = 0; !room_.ahead.empty() && w < CHUNK / WORD; w++)
+      if (room_.ahead[0].sight.words[w])
+        Ahead{key_bytes(room_.ahead[0].chunk, w), (int64_t)sizeof(T) * WORD * dim_}.fetch(0);
+  }
+
+  const char* key_bytes(int64_t chunk, int w) const {
+    return (const char*)vector(call_.keys, chunk * CHUNK + w * WORD);
+  }
+
+  void take_region(const int64_t* numbers) {
+    base_ = numbers[BLOCK] ? 0 : numbers[BASE];
+    own_ = numbers[START] + head_ * numbers[HEAD_SLOTS] - base_;
+    prefix_ = numbers[PREFIX_START] + head_ * numbers[PREFIX_HEAD_SLOTS];
+  }
+
+  // The state of each row over the slots from `chunk` on.
+  void read_chunk(int64_t chunk, float* states) {
     // Forks of one prefix share what lies in it, and only that.
     for (int first = 0, end; first < count_; first = end) {
       bool in_prefix = !line(first)[BLOCK] && chunk + CHUNK <= line(first)[BASE];
@@ -394,19 +476,15 @@ class Reader {
       while (end < count_ && (in_prefix || same_region(line(first), line(end)))) end++;
       read_together(first, end, chunk, states);
     }
-    return true;
   }
 
   // Queries first … end - 1 of the tile, which read the same memory.
   void read_together(int first, int end, int64_t chunk, float* states) {
-    const int64_t* numbers = line(first);
-    base_ = numbers[BLOCK] ? 0 : numbers[BASE];
-    own_ = numbers[START] + head_ * numbers[HEAD_SLOTS] - base_;
-    prefix_ = numbers[PREFIX_START] + head_ * numbers[PREFIX_HEAD_SLOTS];
+    take_region(line(first));
     for (int w = 0; w < CHUNK / WORD; w++) {
       uint64_t seen = turn_keys(first, end, chunk, w);
       if (!seen) continue;
-      strips(first, end, [&](int from, int to, int64_t row, int rows) { score(from, to, row, rows, w); });
+      strips(first, end, [&](int from, int to, int64_t row, int rows) { score(from, to, row, rows, chunk, w); });
     }
     for (int query = first; query < end; query++) {
       if (sights_[query].none()) continue;
@@ -459,13 +537,15 @@ class Reader {
     return seen;
   }
 
-  void score(int first, int end, int64_t row, int rows, int w) {
+  void score(int first, int end, int64_t row, int rows, int64_t chunk, int w) {
     uint64_t seen = seen_by_any(first, end, w);
     if (!seen) return;
     int from = __builtin_ctzll(seen) / 16, to = (63 - __builtin_clzll(seen)) / 16 + 1;
     float* scores = scores_ + row * CHUNK + w * WORD + 16 * from;
     for (int r = 0; r < rows; r++) memset(scores + r * CHUNK, 0, sizeof(float) * 16 * (to - from));
-    product(rows, queries_ + row * dim_, dim_, keys_ + 16 * from, WORD, dim_, scores, CHUNK, to - from);
+    Ahead values = NOTHING;
+    if (count_ == 1) values = {(const char*)vector(call_.values, chunk + w * WORD), WORD * (int64_t)sizeof(T)};
+    product(rows, queries_ + row * dim_, dim_, keys_ + 16 * from, WORD, dim_, scores, CHUNK, to - from, values);
   }
 
   // Slots that all these queries see are added to all at once, others to each query by itself; ascending for each.
@@ -507,8 +587,12 @@ class Reader {
     int border = (int)std::min<int64_t>(std::max<int64_t>(base_ - chunk, from), to);
     for (; from < to; from = border, border = to) {
       if (from == border) continue;
+      Ahead keys = NOTHING;
+      const char* next = count_ == 1 ? next_keys_[from / WORD] : nullptr;
+      int64_t bytes = dim_ * (int64_t)sizeof(T);
+      if (next) keys = {next + from % WORD * bytes, bytes};
       product(rows, scores_ + row * CHUNK + from, CHUNK, vector(call_.values, chunk + from), dim_, border - from,
-              states + row * state_size(dim_), state_size(dim_), dim_ / 16);
+              states + row * state_size(dim_), state_size(dim_), dim_ / 16, keys);
     }
   }
 
@@ -523,7 +607,10 @@ class Reader {
 
   const Attention& call_;
   const Plan& plan_;
+  Room& room_ = Room::own();
   int dim_, group_;
+  size_t next_ = 0;                                // of what is ahead
+  const char* next_keys_[CHUNK / WORD] = {};       // to fetch beside each word of values
   int head_ = 0, count_ = 0;
   int64_t first_ = 0, base_ = 0, own_ = 0, prefix_ = 0;
   float *queries_ = nullptr, *scores_ = nullptr, *keys_ = nullptr, *parts_ = nullptr, *totals_ = nullptr;
@@ -568,9 +655,8 @@ class Chooser {
 
  private:
   void make_room() {
-    static thread_local Room room;
     int64_t query = (int64_t)group_ * dim_, bounds = (int64_t)dim_ * WORD;
-    positive_ = room.of(padded(query) * 2 + bounds + (int64_t)group_ * WORD + dim_);
+    positive_ = Room::own().floats(padded(query) * 2 + bounds + (int64_t)group_ * WORD + dim_);
     negative_ = positive_ + padded(query);
     bounds_ = negative_ + padded(query);
     scores_ = bounds_ + bounds;
@@ -590,8 +676,11 @@ class Chooser {
   // The bounds of `count` blocks from a slot on, for each head of the group: all channels of `high`, then of `low`.
   void score(int64_t slot, int count) {
     memset(scores_, 0, sizeof(float) * group_ * WORD);
-    add(positive_, (const T*)call_.values + slot * dim_, count);
-    add(negative_, (const T*)call_.keys + slot * dim_, count);
+    const T *high = (const T*)call_.values + slot * dim_, *low = (const T*)call_.keys + slot * dim_;
+    Ahead{(const char*)high, count * dim_ * (int64_t)sizeof(T)}.fetch(0);
+    Ahead{(const char*)low, count * dim_ * (int64_t)sizeof(T)}.fetch(0);
+    add(positive_, high, count);
+    add(negative_, low, count);
   }
 
   void add(const float* queries, const T* bounds, int count) {
