@@ -13,7 +13,8 @@
 // query's sum, hence its output, not a number.
 //
 // Keys are turned, 64 at a time, so that 16 of them lie in the lanes; then scores are a product of small matrices as
-// the weighted sum of values is. Queries next to each other that look at one region form a tile and share the keys.
+// the weighted sum of values is. Queries next to each other that look at one region form a tile and share the keys; a
+// query alone waits for memory, so what it reads next is fetched while it multiplies.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -37,10 +38,13 @@ constexpr int MOST_ROWS = 96;      // of a tile: a row is a query head of a quer
 constexpr int64_t MOST_STATES = 32 << 20;  // floats that wait to be merged
 constexpr int64_t WORTH_THREADS = 40000;   // row · slots · channels / 16 of a call that waking threads pays for
 constexpr float HIDDEN = -std::numeric_limits<float>::max();  // the score of what is not seen, until it has no weight
+// Vectors across it, as many as there are registers for.
 #if defined(__AVX512F__)
-constexpr int WIDE = 4;            // vectors across it, as many as there are registers for
+constexpr int wide(int) { return 4; }
+#elif defined(__AVX2__)
+constexpr int wide(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 #else
-constexpr int WIDE = 1;
+constexpr int wide(int rows) { return rows <= 2 ? 2 : 1; }
 #endif
 
 struct Half { uint16_t bits; };
@@ -91,6 +95,7 @@ static void product_tile(const float* a, int64_t a_stride, const T* b, int64_t b
 template <int R, class T>
 static void product_rows(const float* a, int64_t a_stride, const T* b, int64_t b_stride, int count, float* c,
                          int64_t c_stride, int vectors, Ahead ahead) {
+  constexpr int WIDE = wide(R);
   int v = 0;
   for (; v + WIDE <= vectors; v += WIDE, ahead = NOTHING)
     product_tile<R, WIDE>(a, a_stride, b + 16 * v, b_stride, count, c + 16 * v, c_stride, ahead);
@@ -609,8 +614,8 @@ class Reader {
   const Plan& plan_;
   Room& room_ = Room::own();
   int dim_, group_;
-  size_t next_ = 0;                                // of what is ahead
-  const char* next_keys_[CHUNK / WORD] = {};       // to fetch beside each word of values
+  size_t next_ = 0;                           // of what is ahead
+  const char* next_keys_[CHUNK / WORD] = {};  // of the chunk after, to fetch while these words' values are added
   int head_ = 0, count_ = 0;
   int64_t first_ = 0, base_ = 0, own_ = 0, prefix_ = 0;
   float *queries_ = nullptr, *scores_ = nullptr, *keys_ = nullptr, *parts_ = nullptr, *totals_ = nullptr;
