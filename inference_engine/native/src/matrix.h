@@ -61,6 +61,15 @@ struct Tile {
   INLINE F offset(const uint8_t* block) { return after_codes(block, 1); }
 };
 
+// Asks for what lies `ahead` bytes after a step of C tiles. A processor guesses what a loop reads next only once it has
+// read some of it, and a tile is over soon: while one tile is computed, the next ones come into the second cache.
+template <int64_t BYTES, int C>
+INLINE void fetch(const uint8_t* at, int64_t tile_bytes, int64_t ahead) {
+  UNROLL for (int c = 0; c < C; c++)
+    UNROLL for (int64_t line = 0; line < BYTES; line += 64)
+      __builtin_prefetch(at + c * tile_bytes + ahead + line, 0, 2);
+}
+
 // Totals of `T` tokens and `C` tiles.
 template <int T, int C>
 struct Totals {
@@ -103,12 +112,14 @@ INLINE void direct_block(const uint8_t* block, int64_t tile_bytes, const float* 
 }
 
 template <int FORMAT, int T, int C>
-INLINE void direct(const uint8_t* tiles, int64_t tile_bytes, const Activations& a, int64_t group, Totals<T, C>& y) {
+INLINE void direct(const uint8_t* tiles, int64_t tile_bytes, int64_t ahead, const Activations& a, int64_t group,
+                   Totals<T, C>& y) {
   using Kind = Tile<FORMAT>;
   int64_t first = a.groups.first(group);
   const float* x = a.numbers + first * a.inputs;
   if constexpr (Kind::FLOATS) {
     for (int64_t i = 0; i < a.inputs; i++, tiles += Kind::STEP, x += T) {
+      if (ahead) fetch<Kind::STEP, C>(tiles, tile_bytes, ahead);
       F w[C];
       UNROLL for (int c = 0; c < C; c++) w[c] = Kind::number(tiles + c * tile_bytes);
       UNROLL for (int t = 0; t < T; t++) {
@@ -118,8 +129,10 @@ INLINE void direct(const uint8_t* tiles, int64_t tile_bytes, const Activations& 
     }
   } else {
     const float* sums = a.sums + first * a.blocks;
-    for (int64_t b = 0; b < a.blocks; b++, tiles += Kind::STEP, x += BLOCK * T, sums += T)
+    for (int64_t b = 0; b < a.blocks; b++, tiles += Kind::STEP, x += BLOCK * T, sums += T) {
+      if (ahead) fetch<Kind::STEP, C>(tiles, tile_bytes, ahead);
       direct_block<FORMAT, T, C>(tiles, tile_bytes, x, sums, y);
+    }
   }
 }
 
@@ -161,11 +174,13 @@ INLINE void bytes_block(const uint8_t* block, int64_t tile_bytes, const int32_t*
 }
 
 template <int FORMAT, int T, int C>
-INLINE void bytes(const uint8_t* tiles, int64_t tile_bytes, const Activations& a, int64_t group, Totals<T, C>& y) {
+INLINE void bytes(const uint8_t* tiles, int64_t tile_bytes, int64_t ahead, const Activations& a, int64_t group,
+                  Totals<T, C>& y) {
   int64_t first = a.groups.first(group) * a.blocks;
   const int32_t *quads = a.quads + first * QUADS, *corrections = a.corrections + first * 2;
   const float *scales = a.scales + first, *sums = a.sums + first;
   for (int64_t b = 0; b < a.blocks; b++) {
+    if (ahead) fetch<Tile<FORMAT>::STEP, C>(tiles, tile_bytes, ahead);
     bytes_block<FORMAT, T, C>(tiles, tile_bytes, quads, scales, corrections, sums, y);
     tiles += Tile<FORMAT>::STEP;
     quads += QUADS * T;
@@ -197,23 +212,24 @@ struct Outputs {
 };
 
 // Tiles that one group of tokens is multiplied with at once: so many sums run side by side that none waits for itself.
-constexpr int tiles_at_once(int tokens, bool bytes) {
+// One token waits for the memory instead, which is read fastest as one stream.
+constexpr int tiles_at_once(int tokens, bool floats, bool bytes) {
+  if (tokens == 1) return bytes ? 1 : floats ? 4 : 2;
 #if defined(__AVX512F__)
-  if (bytes) return tokens <= 2 ? 4 : 2;
-  return tokens == 1 ? 8 : tokens == 2 ? 4 : tokens <= 4 ? 2 : 1;
+  return tokens == 2 && !bytes ? 4 : 2;
 #else
-  (void)bytes;
-  return tokens == 1 ? 4 : tokens == 2 ? 2 : 1;
+  return tokens == 2 ? 2 : 1;
 #endif
 }
 
 template <int FORMAT, bool BYTES, int T, int C>
-__attribute__((noinline)) void few(const uint8_t* tiles, int64_t tile_bytes, const Activations& a, int64_t group,
-                                   const Outputs& out, int64_t tile) {
+__attribute__((noinline)) void few(const uint8_t* tiles, int64_t tile_bytes, bool far,
+                                   const Activations& a, int64_t group, const Outputs& out, int64_t tile) {
+  int64_t ahead = far ? C * tile_bytes : 0;
   Totals<T, C> y;
   UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < C; c++) y.at[t][c] = all(0.0f);
-  if constexpr (BYTES) bytes<FORMAT, T, C>(tiles, tile_bytes, a, group, y);
-  else direct<FORMAT, T, C>(tiles, tile_bytes, a, group, y);
+  if constexpr (BYTES) bytes<FORMAT, T, C>(tiles, tile_bytes, ahead, a, group, y);
+  else direct<FORMAT, T, C>(tiles, tile_bytes, ahead, a, group, y);
   int64_t first = a.groups.first(group);
   UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < C; c++) out.put(first + t, tile + c, y.at[t][c]);
 }
@@ -234,19 +250,20 @@ template <int FORMAT, bool BYTES>
 void few_tokens(const Matrix& matrix, const Activations& a, int64_t from, int64_t to, int64_t tile, int64_t end,
                 const Outputs& out) {
   int64_t tile_bytes = Tile<FORMAT>::bytes(matrix.inputs);
-  int wide = a.groups.width(0), next;
-  for (int64_t g = from; g < to; g++) wide = std::max(wide, a.groups.width(g));
+  int most = 4, next;
+  for (int64_t g = from; g < to; g++)
+    most = std::min(most, tiles_at_once(a.groups.width(g), Tile<FORMAT>::FLOATS, BYTES));
   for (; tile < end; tile += next) {
     const uint8_t* at = matrix.tiles + tile * tile_bytes;
-    next = tiles_at_once(wide, BYTES);
+    next = most;
     while (next > end - tile) next /= 2;
     for (int64_t g = from; g < to; g++)
       with_width(a.groups.width(g), [&](auto width) {
-        constexpr int T = width, MOST = tiles_at_once(T, BYTES);
-        if (next == 8) if constexpr (MOST >= 8) return few<FORMAT, BYTES, T, 8>(at, tile_bytes, a, g, out, tile);
-        if (next == 4) if constexpr (MOST >= 4) return few<FORMAT, BYTES, T, 4>(at, tile_bytes, a, g, out, tile);
-        if (next == 2) if constexpr (MOST >= 2) return few<FORMAT, BYTES, T, 2>(at, tile_bytes, a, g, out, tile);
-        few<FORMAT, BYTES, T, 1>(at, tile_bytes, a, g, out, tile);
+        constexpr int T = width, MOST = tiles_at_once(T, Tile<FORMAT>::FLOATS, BYTES);
+        bool far = g == from;  // for the other groups the tiles are near
+        if (next == 4) if constexpr (MOST >= 4) return few<FORMAT, BYTES, T, 4>(at, tile_bytes, far, a, g, out, tile);
+        if (next == 2) if constexpr (MOST >= 2) return few<FORMAT, BYTES, T, 2>(at, tile_bytes, far, a, g, out, tile);
+        few<FORMAT, BYTES, T, 1>(at, tile_bytes, far, a, g, out, tile);
       });
   }
 }
@@ -273,6 +290,7 @@ INLINE void decode(const uint8_t* tiles, int64_t tile_bytes, int64_t first, int6
     } else {
       for (int64_t i = 0; i < count; i += Kind::AT_ONCE) {
         const uint8_t* block = tiles + (first + i) / BLOCK * Kind::STEP;
+        __builtin_prefetch(block + i % BLOCK / Kind::AT_ONCE * 64 + C * tile_bytes, 0, 2);
         Bytes codes = load_bytes(block + i % BLOCK / Kind::AT_ONCE * 64);
         UNROLL for (int n = 0; n < Kind::AT_ONCE; n++) store(to + (i + n) * C * LANES, Kind::code(codes, n));
       }
@@ -345,7 +363,8 @@ void many_piece(const uint8_t* tiles, int64_t tile_bytes, int64_t first, int64_t
 }
 
 template <int FORMAT, int C>
-void many_tiles(const Matrix& matrix, const Activations& a, int64_t from, int64_t to, int64_t tile, const Outputs& out) {
+void many_tiles(const Matrix& matrix, const Activations& a, int64_t from, int64_t to, int64_t tile,
+                const Outputs& out) {
   static thread_local Scratch number_memory, total_memory;
   int64_t tile_bytes = Tile<FORMAT>::bytes(matrix.inputs), begin = a.groups.first(from), end = a.groups.first(to);
   const uint8_t* tiles = matrix.tiles + tile * tile_bytes;
