@@ -33,6 +33,7 @@ enum Field { START, HEAD_SLOTS, COUNT, SINK, RING, LAST, UPTO, FLOOR, SINK_FLOOR
 
 constexpr int WORD = 64;           // slots whose sight is one word of bits
 constexpr int CHUNK = 4 * WORD;
+constexpr int TURN_FETCHES = 8;    // slots whose values are fetched while 16 keys are turned; the rest while those score
 constexpr int ROWS = 6;            // rows of a small matrix product
 constexpr int MOST_ROWS = 96;      // of a tile: a row is a query head of a query
 constexpr int64_t MOST_STATES = 32 << 20;  // floats that wait to be merged
@@ -60,7 +61,7 @@ struct Ahead {
   const char* from;
   int64_t step;
   void fetch(int k) const {
-    for (int64_t byte = 0; byte < step; byte += 64) __builtin_prefetch(from + k * step + byte, 0, 2);
+    for (int64_t byte = 0; byte < step; byte += 64) __builtin_prefetch(from + k * step + byte);
   }
 };
 constexpr Ahead NOTHING = {nullptr, 0};
@@ -120,10 +121,11 @@ static void product(int rows, const float* a, int64_t a_stride, const T* b, int6
   }
 }
 
-// 16 vectors into columns: channel d of vector i goes to out[d · WORD + i].
+// 16 vectors into columns: channel d of vector i goes to out[d · WORD + i]. `ahead` counts 16 channels.
 template <class T>
-static void turn(const T* const* vectors, int dim, float* out) {
+static void turn(const T* const* vectors, int dim, float* out, Ahead ahead = NOTHING) {
   for (int d = 0; d < dim; d += 16) {
+    ahead.fetch(d / 16);
     F x[16];
     for (int i = 0; i < 16; i++) x[i] = load(vectors[i] + d);
     transpose(x);
@@ -537,7 +539,10 @@ class Reader {
         // Memory that nobody sees may be somebody else's, or none.
         vectors[i] = seen >> (16 * g + i) & 1 ? vector(call_.keys, chunk + slot) : (const T*)nothing_;
       }
-      turn(vectors, dim_, keys_ + 16 * g);
+      Ahead values = NOTHING;
+      int64_t first_value = chunk + w * WORD + g * TURN_FETCHES, bytes = TURN_FETCHES * 16 * (int64_t)sizeof(T);
+      if (count_ == 1) values = {(const char*)vector(call_.values, first_value), bytes};
+      turn(vectors, dim_, keys_ + 16 * g, values);
     }
     return seen;
   }
@@ -549,7 +554,8 @@ class Reader {
     float* scores = scores_ + row * CHUNK + w * WORD + 16 * from;
     for (int r = 0; r < rows; r++) memset(scores + r * CHUNK, 0, sizeof(float) * 16 * (to - from));
     Ahead values = NOTHING;
-    if (count_ == 1) values = {(const char*)vector(call_.values, chunk + w * WORD), WORD * (int64_t)sizeof(T)};
+    int64_t first_value = w * WORD + WORD / 16 * TURN_FETCHES, bytes = (WORD - WORD / 16 * TURN_FETCHES) * sizeof(T);
+    if (count_ == 1) values = {(const char*)vector(call_.values, chunk + first_value), bytes};
     product(rows, queries_ + row * dim_, dim_, keys_ + 16 * from, WORD, dim_, scores, CHUNK, to - from, values);
   }
 
