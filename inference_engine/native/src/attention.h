@@ -33,7 +33,7 @@ enum Field { START, HEAD_SLOTS, COUNT, SINK, RING, LAST, UPTO, FLOOR, SINK_FLOOR
 
 constexpr int WORD = 64;           // slots whose sight is one word of bits
 constexpr int CHUNK = 4 * WORD;
-constexpr int TURN_FETCHES = 8;    // slots whose values are fetched while 16 keys are turned; the rest while those score
+constexpr int TURN_FETCHES = 8;    // slots whose values are fetched while 16 keys are turned; others, while they score
 constexpr int ROWS = 6;            // rows of a small matrix product
 constexpr int MOST_ROWS = 96;      // of a tile: a row is a query head of a query
 constexpr int64_t MOST_STATES = 32 << 20;  // floats that wait to be merged
