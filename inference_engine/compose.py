@@ -13,6 +13,7 @@ a model is trusted. Drafters:
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import kv_cache_proposer
 from inference_engine.config import EngineConfig, ModelConfig
+from inference_engine.errors import BackendError, NotNative
 from inference_engine.models import check_model, weights_digest
 from kv_cache_proposer.errors import DrafterError
 from kv_cache_proposer.hybrid import LONG_COPY, HybridDrafter
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from inference_engine.tracing import Tracing
     from kv_cache_proposer.dflash.network import DFlashNetwork
     from kv_cache_proposer.f_theta.codec import LatentCodec
+
+logger = logging.getLogger(__name__)
 
 # Drafters that come with the package, one folder each.
 SHIPPED = Path(kv_cache_proposer.__file__).parent / "checkpoints"
@@ -89,10 +93,18 @@ def open_backend(config: ModelConfig, admitted: Admitted | None = None) -> Forwa
     """Load the model. Raises ModelError or BackendError.
 
     admitted: what `admit` gave for this configuration, if it was asked already. The architecture is admitted by test
-    (`backends/twin.py`) before weights are read.
+    (`backends/twin.py`) before weights are read. `backend=auto` is native where that runs the model, else torch.
     """
-    opener = BACKENDS["torch"]
-    return opener(config, admitted or admit(config))
+    admitted = admitted or admit(config)
+    if config.backend == "torch":
+        return BACKENDS["torch"](config, admitted)
+    try:
+        return BACKENDS["native"](config, admitted)
+    except NotNative as reason:
+        if config.backend == "native":
+            raise BackendError(f"backend=native does not run {config.model}: {reason}") from reason
+        logger.log(reason.level, "torch runs the model, not the native backend: %s", reason)
+    return BACKENDS["torch"](config, admitted)
 
 
 def _open_torch(config: ModelConfig, admitted: Admitted) -> Forward:
@@ -101,8 +113,14 @@ def _open_torch(config: ModelConfig, admitted: Admitted) -> Forward:
     return open_torch(config, admitted)
 
 
+def _open_native(config: ModelConfig, admitted: Admitted) -> Forward:
+    from inference_engine.backends.native.loading import open_native
+
+    return open_native(config, admitted)
+
+
 # Functions that load a model, by name of the backend.
-BACKENDS: Mapping[str, Callable[[ModelConfig, Admitted], Forward]] = {"torch": _open_torch}
+BACKENDS: Mapping[str, Callable[[ModelConfig, Admitted], Forward]] = {"torch": _open_torch, "native": _open_native}
 
 
 # -- the latent -------------------------------------------------------------------------------------------------------

@@ -140,6 +140,13 @@ class ModelConfig:
     model: str = "smollm2-135m"
     device: str = "cpu"
     dtype: str = "float32"
+    # "native": kernels in C++ for the CPU; "torch"; "auto": native where the model and the other settings allow it
+    backend: str = "auto"
+    # Of the native backend: "auto", as they are stored; floating-point numbers can be made "int8", "int4", "bfloat16"
+    weights: str = "auto"
+    # Of the native backend: activations stay float32 ("exact") or are rounded to "int8", 32 to a scale, where weights
+    # are quantised, which is faster; "auto" is int8
+    numerics: str = "auto"
     kernels: str = "auto"  # "triton" on a GPU; "plain": plain torch everywhere
     graphs: str = "auto"  # CUDA graphs for decode steps on a GPU; "off": never
     linear: str = "auto"  # weights packed for oneDNN where supported (on a CPU); "packed": required; "plain": never
@@ -154,6 +161,12 @@ class ModelConfig:
             raise ConfigError("latent must be auto, none or a folder, got an empty string")
         if not self.drafter:
             raise ConfigError("drafter must be auto, none, ngram or a folder, got an empty string")
+        if self.backend not in ("auto", "native", "torch"):
+            raise ConfigError(f"backend must be auto, native or torch, got {self.backend!r}")
+        if self.weights not in ("auto", "float32", "bfloat16", "int8", "int4"):
+            raise ConfigError(f"weights must be auto, float32, bfloat16, int8 or int4, got {self.weights!r}")
+        if self.numerics not in ("auto", "exact", "int8"):
+            raise ConfigError(f"numerics must be auto, exact or int8, got {self.numerics!r}")
         if self.kernels not in ("auto", "plain", "triton"):
             raise ConfigError(f"kernels must be auto, plain or triton, got {self.kernels!r}")
         if self.graphs not in ("auto", "on", "off"):

@@ -5,6 +5,7 @@
     ├── ModelError           weights or an architecture that is refused
     │   └── NonFiniteEntries keys or values hold NaN or infinity
     ├── BackendError         the device cannot do what is required (quanta, memory)
+    │   └── NotNative        the native backend does not run this model here
     └── RequestError         one request; has a wire `reason`
         ├── InvalidArgument ── TokenOutOfRange, RequestIdReused
         ├── SessionNotFound ── SessionEvicted
@@ -19,6 +20,7 @@ Each message states the problem, the value and the remedy. Only `server/status.p
 
 from __future__ import annotations
 
+import logging
 from typing import ClassVar
 
 
@@ -51,6 +53,17 @@ class NonFiniteEntries(ModelError):
 
 class BackendError(KakeyaError):
     """The device cannot do what was asked of it."""
+
+
+class NotNative(BackendError):
+    """The native backend does not run this model with these settings here. The torch backend may.
+
+    level: at which the reason is logged when torch takes over.
+    """
+
+    def __init__(self, message: str, *, level: int = logging.INFO) -> None:
+        super().__init__(message)
+        self.level = level
 
 
 class RequestError(KakeyaError):

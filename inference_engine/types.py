@@ -223,5 +223,8 @@ class ModelFacts:
     trained_positions: int
     device: str
     dtype: str
+    # What runs the model, and its numeric identity: within one, equal histories have equal logits.
+    backend: str = "torch"
+    numerics: str = "torch"
     # Strategies that this model does not support, and why: its admission twin gave other logits, or none.
     refused_strategies: tuple[tuple[str, str], ...] = ()

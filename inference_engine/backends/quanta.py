@@ -7,7 +7,7 @@ model's own weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from inference_engine.backends.packed_linear import PackedLinear
 from inference_engine.errors import BackendError
 from inference_engine.kernels.attention import attend
+from inference_engine.kv.geometry import LayerGeometry
 from inference_engine.models.seam import Seam
 
 _TOKEN_QUANTA = (2, 4, 8, 16)
@@ -28,10 +29,24 @@ def probe_quanta(seam: Seam) -> tuple[int, int]:
     for tokens in _TOKEN_QUANTA:
         if all(_linear_agrees(linear, tokens, device, seam.dtype) for linear in _distinct_linears(seam)):
             for keys in _KEY_QUANTA:
-                if all(_attention_agrees(shape, tokens, keys, device, seam.dtype) for shape in _head_shapes(seam)):
+                shapes = _head_shapes(seam.layers)
+                if all(_attention_agrees(shape, tokens, keys, device, seam.dtype) for shape in shapes):
                     return tokens, keys
-    raise BackendError(
-        f"fixed-shape mode is not available here: with {seam.dtype} on {device} no token quantum of {_TOKEN_QUANTA} "
+    raise _unavailable(seam.dtype, device)
+
+
+def probe_attention(layers: Sequence[LayerGeometry], device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
+    """As `probe_quanta`, for a model whose products have one order of adding for any number of tokens."""
+    for tokens in _TOKEN_QUANTA:
+        for keys in _KEY_QUANTA:
+            if all(_attention_agrees(shape, tokens, keys, device, dtype) for shape in _head_shapes(layers)):
+                return tokens, keys
+    raise _unavailable(dtype, device)
+
+
+def _unavailable(dtype: torch.dtype, device: torch.device) -> BackendError:
+    return BackendError(
+        f"fixed-shape mode is not available here: with {dtype} on {device} no token quantum of {_TOKEN_QUANTA} "
         f"and key quantum of {_KEY_QUANTA} gives equal bits; use batched mode"
     )
 
@@ -47,8 +62,8 @@ def _distinct_linears(seam: Seam) -> Iterator[nn.Linear | PackedLinear]:
                 yield module
 
 
-def _head_shapes(seam: Seam) -> set[tuple[int, int, int]]:
-    return {(layer.query_heads, layer.kv_heads, layer.head_dim) for layer in seam.layers}
+def _head_shapes(layers: Sequence[LayerGeometry]) -> set[tuple[int, int, int]]:
+    return {(layer.query_heads, layer.kv_heads, layer.head_dim) for layer in layers}
 
 
 @torch.inference_mode()

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from inference_engine.backends.base import Admitted, Step
+from inference_engine.backends.base import Admitted, Forward, Step
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.errors import InvalidArgument, ModelError
 from inference_engine.kv.archives.latent import exact_bytes_per_token, latent_layers
@@ -66,7 +66,7 @@ _MOST_NUMBERS = 300_000_000  # parameters of a twin; more means that a family ha
 _SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _NOISE = 0.1
 # Relative to the largest logit: different summation orders in float32.
-_TOLERANCE = 2e-4
+TOLERANCE = 2e-4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,9 +97,9 @@ def admit_config(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         traits = _try(kind, "traits", lambda: _traits(kind, config, sizes))
-        twin = _try(kind, "twin", lambda: _Twin(kind, config, traits, sizes))
-        difference = _try(kind, "logits", lambda: twin.difference(_chunks_beside_a_neighbour(twin), twin.expected))
-        if not difference <= _TOLERANCE:
+        twin = _try(kind, "twin", lambda: Twin(kind, config, traits, sizes))
+        difference = _try(kind, "logits", twin.difference_of_chunks)
+        if not difference <= TOLERANCE:
             raise ModelError(
                 f"{kind.__name__} is not served rightly: through the attention seam a small twin's logits differ by "
                 f"{difference:.3g} from the model's own. Its attention does something the runtime does not honour"
@@ -171,7 +171,7 @@ _FAILED = {
 }
 
 
-def _try_strategy(kind: type[PreTrainedModel], twin: _Twin, strategy: KVStrategy) -> tuple[float | None, str]:
+def _try_strategy(kind: type[PreTrainedModel], twin: Twin, strategy: KVStrategy) -> tuple[float | None, str]:
     """The largest difference with `strategy`, None if it was not measured; and why it is refused, or ""."""
     try:
         check_strategy(strategy, twin.geometry)
@@ -182,7 +182,7 @@ def _try_strategy(kind: type[PreTrainedModel], twin: _Twin, strategy: KVStrategy
     except Exception:
         logger.debug("trying out %s with %s", kind.__name__, strategy, exc_info=True)
         return None, f"a small twin of {kind.__name__} does not run with {strategy}"
-    if difference <= _TOLERANCE:
+    if difference <= TOLERANCE:
         return difference, ""
     return difference, (
         f"with {strategy} a small twin of {kind.__name__} gives logits that differ by {difference:.3g} from those that "
@@ -201,8 +201,11 @@ def _traits(kind: type[PreTrainedModel], config: PretrainedConfig, sizes: TwinSi
     return find_traits(Seam(_built(kind, small)))
 
 
-class _Twin:
-    """A few layers of each kind, twice: as transformers runs them, and taken over by the seam."""
+class Twin:
+    """A few layers of each kind, twice: as transformers runs them, and taken over by the seam.
+
+    tensors: the weights of both, by name.
+    """
 
     def __init__(
         self, kind: type[PreTrainedModel], config: PretrainedConfig, traits: Sequence[LayerTraits], sizes: TwinSizes
@@ -218,7 +221,8 @@ class _Twin:
         taken_config = copy.deepcopy(small)
         taken_config._attn_implementation = ATTENTION
         taken = kind(taken_config).eval()
-        taken.load_state_dict(own.state_dict())
+        self.tensors: dict[str, Tensor] = own.state_dict()
+        taken.load_state_dict(self.tensors)
         self.seam = Seam(taken, [traits[layer] for layer in layers])
         facts = ModelFacts(
             model_id="twin",
@@ -227,11 +231,15 @@ class _Twin:
             device="cpu",
             dtype="float32",
         )
-        self.forward = TorchForward(self.seam, facts, torch.device("cpu"))
+        self.forward: Forward = TorchForward(self.seam, facts, torch.device("cpu"))
         self.geometry = self.forward.geometry(mode=Mode.BATCHED, page_tokens=4, segment_tokens=_SEGMENT)
 
     def open(self) -> KVContext:
         return self.forward.open(self.geometry, _POOL_BYTES)
+
+    def difference_of_chunks(self) -> float:
+        """The largest difference of a logit, as a share of the largest, in chunks beside another session."""
+        return self.difference(_chunks_beside_a_neighbour(self), self.expected)
 
     @staticmethod
     def difference(ours: Tensor, expected: Tensor) -> float:
@@ -309,7 +317,7 @@ def representative_layers(config: PretrainedConfig, traits: Sequence[LayerTraits
 # -- ours --------------------------------------------------------------------------------------------------------------
 
 
-def _chunks_beside_a_neighbour(twin: _Twin) -> Tensor:
+def _chunks_beside_a_neighbour(twin: Twin) -> Tensor:
     context = twin.open()
     ours, neighbour = (SessionKV(Full(), context, _LENGTH) for _ in range(2))
     logits = []
@@ -317,7 +325,7 @@ def _chunks_beside_a_neighbour(twin: _Twin) -> Tensor:
         chunk = twin.text[first : first + _SEGMENT]
         for session in (neighbour, ours):
             session.stage(len(chunk))
-        plan = StepPlan([neighbour, ours], context.geometry, context.pool, mask_dtype=torch.float32)
+        plan = StepPlan([neighbour, ours], context.geometry, context.pool, mask_dtype=torch.float32, ops=context.ops)
         real = plan.spans[1].real
         step = Step(np.concatenate([chunk[::-1], chunk]), plan, range(real.start, real.stop))
         logits.append(twin.forward.run(step).logits)
@@ -326,7 +334,7 @@ def _chunks_beside_a_neighbour(twin: _Twin) -> Tensor:
     return torch.cat(logits)
 
 
-def _in_segments(twin: _Twin, strategy: KVStrategy) -> Tensor:
+def _in_segments(twin: Twin, strategy: KVStrategy) -> Tensor:
     """The logits of the text, one segment per step; between steps the session is idle. All its tokens count as
     generated: appended ones read everything, whatever the strategy."""
     opened = twin.open()
@@ -386,7 +394,7 @@ class _ExactTokens:
 # -- plain attention under a rule --------------------------------------------------------------------------------------
 
 
-def _expected(twin: _Twin, strategy: KVStrategy) -> Tensor:
+def _expected(twin: Twin, strategy: KVStrategy) -> Tensor:
     """The correct logits under `strategy`."""
     rules = [strategy.rule(index, twin.geometry) for index in range(len(twin.geometry.layers))]
     if all(rule.window is None for rule in rules):

@@ -21,7 +21,6 @@ from inference_engine.cli.ports import bind_error
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
 from inference_engine.errors import KakeyaError, ModelError
-from inference_engine.native.library import load, why_missing
 from inference_engine.server.address import resolve_bind
 from inference_engine.server.metrics_port import refuse_unless_loopback
 from inference_engine.server.trace_export import check_exporter
@@ -132,6 +131,8 @@ def _device(found: Settings) -> Finding:
 
 
 def _native(_: Settings) -> Finding:
+    from inference_engine.native.library import load, why_missing
+
     library = load()
     if library is None:
         return Finding(Level.WARN, f"none, torch computes on the CPU: {why_missing()}")

@@ -35,7 +35,6 @@ from inference_engine.models import (
     model_folder,
     read_config,
 )
-from inference_engine.models.checkpoint import open_checkpoint
 from inference_engine.models.folder import GGUF
 
 if TYPE_CHECKING:
@@ -172,6 +171,8 @@ def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
 
 def _encodings(checked: CheckedFolder) -> str:
     """How its numbers are stored, the most frequent first."""
+    from inference_engine.models.checkpoint import open_checkpoint
+
     checkpoint = open_checkpoint(checked.stored)
     counts = Counter(checkpoint.tensor(name).encoding for name in checkpoint.names())
     tensors = ", ".join(f"{count} in {encoding}" for encoding, count in counts.most_common())

@@ -28,6 +28,7 @@ from inference_engine.errors import ModelError
 from inference_engine.models.safetensors_header import check_safetensors
 
 CONFIG = "config.json"
+GGUF_MAGIC = b"GGUF"  # the first bytes of a GGUF file
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GGUF = "model.gguf"

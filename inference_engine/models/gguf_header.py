@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_engine.errors import ModelError
-
-MAGIC = b"GGUF"
+from inference_engine.models.folder import GGUF_MAGIC
 
 # Large vocabularies with their merges take 20 MB.
 MAX_HEADER_BYTES = 2**27
@@ -169,8 +168,8 @@ def read_gguf(path: Path) -> GgufHeader:
 
 
 def _read(reader: _Reader, path: Path) -> GgufHeader:
-    if (magic := reader.take(4, "the format")) != MAGIC:
-        raise ModelError(f"{path}: not a GGUF file: it starts with {magic!r}; name one that starts with {MAGIC!r}")
+    if (magic := reader.take(4, "the format")) != GGUF_MAGIC:
+        raise ModelError(f"{path}: not a GGUF file: it starts with {magic!r}; name one that starts with {GGUF_MAGIC!r}")
     version = reader.number("<I", "the version")
     if version not in _VERSIONS:
         big = version.to_bytes(4, "little") in [known.to_bytes(4, "big") for known in _VERSIONS]

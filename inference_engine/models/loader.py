@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from inference_engine.config import forbid_model_hub, hub_cache
 from inference_engine.errors import BackendError, ModelError
-from inference_engine.models.checkpoint import open_checkpoint
 from inference_engine.models.checksums import sha256_of
 from inference_engine.models.fetch import check_fetched, model_folder
 from inference_engine.models.folder import (
     CONFIG,
     GGUF,
+    GGUF_MAGIC,
     GGUF_SUFFIX,
     asks_for_code,
     check_configuration,
@@ -37,8 +37,6 @@ from inference_engine.models.folder import (
     weights_read,
     without_code,
 )
-from inference_engine.models.gguf_header import MAGIC
-from inference_engine.models.gguf_model import check_gguf, gguf_tokenizer_folder, load_gguf, read_gguf_config
 from inference_engine.models.hub import hub_model, name_of_snapshot, snapshot
 from inference_engine.models.manifest import Manifest, check_manifest, has_manifest
 from inference_engine.models.registry import is_known, known_model, known_names
@@ -114,6 +112,8 @@ def find_model(name_or_path: str, *, cache: Path) -> FoundModel:
     try:
         folder = _locate(name_or_path, cache)
         if (gguf := _only_gguf(folder)) is not None:
+            from inference_engine.models.gguf_model import check_gguf
+
             check_gguf(gguf)
             name = (name_of_snapshot(folder.resolve()) if folder.is_dir() else None) or gguf.stem.strip(".") or "model"
             return FoundModel(model_id=name, folder=gguf.parent.resolve(), gguf=gguf.resolve(), only_gguf=True)
@@ -140,6 +140,8 @@ def check_model(name_or_path: str, *, cache: Path, thorough: bool = False) -> Ch
         )
         found = find_model(name_or_path, cache=cache)
         if found.only_gguf:
+            from inference_engine.models.checkpoint import open_checkpoint
+
             open_checkpoint(found.stored)
         else:
             if manifest is None and has_manifest(found.folder):
@@ -161,6 +163,8 @@ def read_config(found: FoundModel) -> PretrainedConfig:
     """The configuration as an object of a built-in class of transformers. Raises ModelError."""
     forbid_model_hub()
     if found.only_gguf:
+        from inference_engine.models.gguf_model import read_gguf_config
+
         return read_gguf_config(found.stored)
     import transformers
     from transformers import AutoConfig
@@ -227,6 +231,8 @@ def load_model(
     if reported := describe_ignored(checked.ignored):
         logger.info("%s: %s", checked.model_id, reported)
     if checked.only_gguf:
+        from inference_engine.models.gguf_model import load_gguf
+
         model = load_gguf(checked.stored, config, getattr(torch, dtype), attention)
     else:
         model = _from_pretrained(checked.folder, getattr(torch, dtype), attention)
@@ -255,6 +261,8 @@ def tokenizer_folder(name_or_path: str, cache: Path) -> Path:
     folder = checked.folder
     has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
     if checked.only_gguf and not (has_tokenizer and _locate(name_or_path, cache).is_dir()):
+        from inference_engine.models.gguf_model import gguf_tokenizer_folder
+
         return gguf_tokenizer_folder(checked.stored, cache)
     if not has_tokenizer:
         raise ModelError(f"{folder}: holds no tokenizer ({', '.join(_TOKENIZERS)})")
@@ -291,7 +299,7 @@ def _only_gguf(path: Path) -> Path | None:
     if path.name.lower().endswith(GGUF_SUFFIX):
         return path
     with path.open("rb") as file:
-        return path if file.read(len(MAGIC)) == MAGIC else None
+        return path if file.read(len(GGUF_MAGIC)) == GGUF_MAGIC else None
 
 
 def _classes(model_type: str) -> tuple[str, ...]:

@@ -151,9 +151,7 @@ class TokenRotary(nn.Module):
         cos, sin = self._own(x, position_ids, name)
         if not self._now.is_beyond_trained:
             return cos, sin
-        prefix = "" if name == _DEFAULT_ROTARY else f"{name}_"
-        frequencies: Tensor = getattr(self.original, f"{prefix}inv_freq")
-        factor: float = getattr(self.original, f"{prefix}attention_scaling")
+        frequencies, factor = self.frequencies(name)
         order = self._frequency_order(x, name, cos.shape[-1], len(frequencies))
         angle = position_ids[..., None].double() * frequencies.double()[order]
         far = (position_ids >= self.trained_positions)[..., None]
@@ -161,6 +159,11 @@ class TokenRotary(nn.Module):
             torch.where(far, (angle.cos() * factor).to(cos.dtype), cos),
             torch.where(far, (angle.sin() * factor).to(sin.dtype), sin),
         )
+
+    def frequencies(self, name: str) -> tuple[Tensor, float]:
+        """The angle per position of each pair of numbers, float32 [d / 2], and the factor of cos and sin."""
+        prefix = "" if name == _DEFAULT_ROTARY else f"{name}_"
+        return getattr(self.original, f"{prefix}inv_freq"), getattr(self.original, f"{prefix}attention_scaling")
 
     def scale(self, name: str, device: torch.device) -> float:
         """The factor of cos and sin: the cosine of position 0."""
@@ -244,6 +247,11 @@ class Seam:
         # The model's function rotates queries and keys; only the keys are used.
         return self._apply(keys[None, :0], keys[None], cos, sin)[1][0]
 
+    def rotary_frequencies(self, name: str) -> tuple[NDArray[np.float32], float]:
+        """A rotation table: the angle per position of each pair of numbers [d / 2], and the factor of cos and sin."""
+        frequencies, factor = self._rotary.frequencies(name)
+        return frequencies.float().cpu().numpy(), float(factor)
+
     @cached_property
     def _turns_part_of_heads(self) -> bool:
         """If only a part of each head is rotated: does the model split heads before it calls its function?
@@ -252,7 +260,7 @@ class Seam:
         """
         name = next(layer.rotary for layer in self.layers if layer.rotary not in (UNROTATED, IMMOVABLE))
         head_dim = max(layer.head_dim for layer in self.layers if layer.rotary == name)
-        head = torch.zeros((1, 1, 1, head_dim), dtype=self.dtype, device=self.model.device)
+        head = torch.zeros((1, 1, 1, head_dim), dtype=self.dtype, device=self._rotary_device(name))
         cos, sin = self._turn(head[0], torch.ones(1, dtype=torch.long), name)
         assert self._apply is not None
         try:
@@ -276,10 +284,14 @@ class Seam:
         self._turns[wanted] = found  # least recently used first
         return found
 
+    def _rotary_device(self, name: str) -> torch.device:
+        """Where the table is: the weights may be elsewhere, or nowhere."""
+        return self._rotary.frequencies(name)[0].device
+
     def _rotary_scale(self, name: str) -> float:
         """The factor of cos and sin in some rotary kinds (yarn): keys that were rotated once already have it."""
         if name not in self._rotary_scales:
-            self._rotary_scales[name] = self._rotary.scale(name, self.model.device)
+            self._rotary_scales[name] = self._rotary.scale(name, self._rotary_device(name))
         return self._rotary_scales[name]
 
 

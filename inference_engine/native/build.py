@@ -23,7 +23,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "src"
-LIBRARY = HERE / ("libkakeya.dylib" if sys.platform == "darwin" else "libkakeya.so")
+# Two dots: a file of one would be taken for a module of Python.
+LIBRARY = HERE / ("libkakeya.native.dylib" if sys.platform == "darwin" else "libkakeya.native.so")
 
 # Brings its own compiler for machines that have none (100 MB).
 ZIG = "ziglang==0.17.1"

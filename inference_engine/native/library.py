@@ -13,7 +13,7 @@ import platform
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,29 @@ class Format(enum.IntEnum):
     INT8_PAIR = 4
     INT4 = 5
     INT4_WIDE = 6
+
+
+class Source(enum.IntEnum):
+    """How the numbers of a checkpoint are stored; the names of blocks are llama.cpp's."""
+
+    F32 = 0
+    F16 = 1
+    BF16 = 2
+    Q4_0 = 3
+    Q4_1 = 4
+    Q5_0 = 5
+    Q8_0 = 6
+    Q4_K = 7
+    Q6_K = 8
+
+
+class PackError(enum.IntEnum):
+    """Why a matrix could not be packed."""
+
+    PACKED = 0
+    NO_SUCH_FORMAT = 1
+    BROKEN_BLOCKS = 2
+    TOO_LARGE = 3
 
 
 class Identity(enum.IntEnum):
@@ -110,6 +133,61 @@ class Attention(ctypes.Structure):
     softcap: float
 
 
+class Operation(ctypes.Structure):
+    """One operation of a step."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("kind", "input", "second", "output", "matrix", "vector", "table")),
+        *((name, ctypes.c_int32) for name in ("layer", "offset", "heads", "width", "activation", "flag")),
+        ("number", ctypes.c_float),
+        ("other", ctypes.c_float),
+    )
+    kind: int
+    input: int
+    second: int
+    output: int
+    matrix: int
+    vector: int
+    table: int
+    layer: int
+    offset: int
+    heads: int
+    width: int
+    activation: int
+    flag: int
+    number: float
+    other: float
+
+
+class Layer(ctypes.Structure):
+    """The heads of a layer."""
+
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("query_heads", "kv_heads", "head_dim"))
+
+
+class Rotary(ctypes.Structure):
+    """A rotation table. Whoever fills this in keeps the array of `frequencies` alive."""
+
+    _fields_ = (
+        ("frequencies", ctypes.c_void_p),
+        ("turned", ctypes.c_int64),
+        ("trained", ctypes.c_int64),
+        ("factor", ctypes.c_float),
+    )
+
+
+class Step(ctypes.Structure):
+    """The arrays of one step. Whoever fills this in keeps them alive."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("ids", "positions", "writes", "regions", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("logit_queries", "logits", "taps", "tapped")),
+        *((name, ctypes.c_int64) for name in ("tokens", "logit_count", "vocabulary")),
+        ("tap_count", ctypes.c_int32),
+    )
+    tokens: int
+
+
 class Threads:
     """Threads of the library's own, the caller's among them. Used by one caller at a time; to be closed."""
 
@@ -144,13 +222,13 @@ class Kernels:
     def __init__(self, functions: ctypes.CDLL, level: str, address: int) -> None:
         self.level = level
         self._functions = functions
-        self._address = address
+        self.address = address
 
     def linear(self, threads: Threads, matrix: Matrix, identity: Identity, x: Floats, out: Floats) -> None:
         """out [count, outputs] = x [count, inputs] · matrix."""
         assert x.shape[1:] == (matrix.inputs,) and out.shape == (x.shape[0], matrix.outputs)
         self._functions.kakeya_linear(
-            self._address,
+            self.address,
             threads.address,
             ctypes.byref(matrix),
             identity,
@@ -162,11 +240,11 @@ class Kernels:
     def row(self, matrix: Matrix, output: int, out: Floats) -> None:
         """The numbers of one output, [inputs]: an embedding."""
         assert out.shape == (matrix.inputs,) and 0 <= output < matrix.outputs
-        self._functions.kakeya_row(self._address, ctypes.byref(matrix), output, _address_of(out))
+        self._functions.kakeya_row(self.address, ctypes.byref(matrix), output, _address_of(out))
 
     def attend(self, threads: Threads, attention: Attention) -> None:
         """Attention of single queries, each over a region of its own."""
-        self._functions.kakeya_attend(self._address, threads.address, ctypes.byref(attention))
+        self._functions.kakeya_attend(self.address, threads.address, ctypes.byref(attention))
 
 
 class Library:
@@ -190,6 +268,53 @@ class Library:
         functions.kakeya_sizes(sizes)
         assert tuple(sizes) == (ctypes.sizeof(Matrix), ctypes.sizeof(Attention)), "these structures are not types.h's"
         self._functions = functions
+
+    def packed_bytes(self, kind: Format, outputs: int, inputs: int) -> int:
+        """Bytes of a packed matrix."""
+        return int(self._functions.kakeya_packed_bytes(kind, outputs, inputs))
+
+    def pack(
+        self,
+        kind: Format,
+        source: Source,
+        data: NDArray[np.uint8],
+        shape: tuple[int, int],
+        order: NDArray[np.int64] | None,
+        tiles: NDArray[np.uint8],
+    ) -> PackError:
+        """Pack a matrix [outputs, inputs] into `tiles`. order: the stored row of each output; None: as they lie."""
+        assert len(tiles) == self.packed_bytes(kind, *shape)
+        return PackError(
+            self._functions.kakeya_pack(
+                kind, source, data.ctypes.data, *shape, None if order is None else order.ctypes.data, tiles.ctypes.data
+            )
+        )
+
+    def open_program(
+        self,
+        kernels: Kernels,
+        threads: Threads,
+        identity: Identity,
+        kv_type: KVType,
+        *arrays: ctypes.Array[Any],
+    ) -> int:
+        """The address of a program over these arrays: operations, matrices, vectors, layers, rotations, widths."""
+        lengths = [argument for array in arrays for argument in (array, len(array))]
+        return int(self._functions.kakeya_open_program(kernels.address, threads.address, identity, kv_type, *lengths))
+
+    def close_program(self, program: int) -> None:
+        """Free its registers."""
+        self._functions.kakeya_close_program(program)
+
+    def run(self, program: int, step: Step, first: int, end: int) -> bool:
+        """The operations [first, end) of a step. False if there is no memory for its registers."""
+        return not self._functions.kakeya_run(program, ctypes.byref(step), first, end)
+
+    def register(self, program: int, index: int, count: int) -> Floats:
+        """The first `count` numbers of a register, a view that is valid until the next step."""
+        address = self._functions.kakeya_register(program, index)
+        view: Floats = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), (count,))
+        return view
 
     def levels(self) -> tuple[str, ...]:
         """Those that this build has and this processor runs, the best first."""
@@ -252,6 +377,12 @@ def _declare(functions: ctypes.CDLL) -> None:
         "linear": (None, (pointer, pointer, matrix, integer, pointer, long, pointer)),
         "row": (None, (pointer, matrix, long, pointer)),
         "attend": (None, (pointer, pointer, attention)),
+        "packed_bytes": (long, (integer, long, long)),
+        "pack": (integer, (integer, integer, pointer, long, long, pointer, pointer)),
+        "open_program": (pointer, (pointer, pointer, integer, integer, *(pointer, long) * 6)),
+        "close_program": (None, (pointer,)),
+        "run": (integer, (pointer, ctypes.POINTER(Step), integer, integer)),
+        "register": (pointer, (pointer, integer)),
     }
     for name, (result, arguments) in declared.items():
         function = getattr(functions, f"kakeya_{name}")

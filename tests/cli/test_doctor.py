@@ -123,7 +123,7 @@ def test_a_native_library_of_other_sources_fails(
     def refuse() -> None:
         raise BackendError("libkakeya.so was compiled from other sources")
 
-    monkeypatch.setattr("inference_engine.cli.doctor.load", refuse)
+    monkeypatch.setattr("inference_engine.native.library.load", refuse)
     assert doctor("--model", tiny_folder) == 1
     assert lines(capsys.readouterr().out)["native"] == ("fail", "libkakeya.so was compiled from other sources")
 

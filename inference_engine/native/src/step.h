@@ -1,4 +1,4 @@
-// A step of a model: a list of operations over registers, run by one call (`inference_engine/native/steps.py` makes it).
+// A step of a model: a list of operations over registers, run by one call (`inference_engine/models/step_list.py` makes it).
 //
 // A register holds one vector for each token of the step. What an operation does to one token depends on that token
 // alone, attention apart, and sums run in one order: so a token's logits do not depend on what else is in the step.

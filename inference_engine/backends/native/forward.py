@@ -1,0 +1,255 @@
+"""A model on the CPU in one native call a step.
+
+    the queries of all sessions read by plan numbers    one call from ids to logits
+    some need a view (restored or offloaded entries)    a call up to each layer's attention, the plan attends, a call on
+
+Both use the same kernels, whose sums run in one order for one token and for many. So a token's logits do not depend on
+what else is in the step, as long as its entries are read by numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from inference_engine.backends.base import Result, Step
+from inference_engine.backends.native.program import Program, RotaryTable
+from inference_engine.backends.quanta import probe_attention
+from inference_engine.kernels.ops import REFERENCE
+from inference_engine.kernels.ragged_attention import FIELDS
+from inference_engine.kernels.sampling import draw_all
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, Geometry
+from inference_engine.kv.memory.address_space import discard, reserve_zeros
+from inference_engine.kv.memory.host import free_host_bytes
+from inference_engine.kv.memory.pool import Pool
+from inference_engine.models.seam import ATTENTION, LayerTraits, Seam
+from inference_engine.models.step_list import Attend
+from inference_engine.native.library import Attention, Kernels, KVType, Threads
+from inference_engine.native.library import Step as NativeStep
+from inference_engine.types import Mode, ModelFacts
+
+_DTYPES = {KVType.FLOAT32: torch.float32, KVType.FLOAT16: torch.float16, KVType.BFLOAT16: torch.bfloat16}
+
+
+class NativeForward:
+    """Implements Forward. The seam gives the layers' geometry and moves keys; its model's weights are not used."""
+
+    def __init__(self, seam: Seam, facts: ModelFacts, program: Program) -> None:
+        self.seam = seam
+        self.program = program
+        self._facts = facts
+        self._device = torch.device("cpu")
+        self._dtype = _DTYPES[program.kv_type]
+        layers = seam.layers
+        attention = NativeAttention(program.kernels, program.threads)
+        self._ops = replace(REFERENCE, attend_ragged=attention, attends_together=True)
+        self._writes, self._writes_per_token = _write_offsets([layer.kv_heads for layer in layers])
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
+    def torch_model(self) -> None:
+        return None
+
+    @property
+    def records_graphs(self) -> bool:
+        return False
+
+    @property
+    def has_address_space(self) -> bool:
+        return True
+
+    def free_bytes(self) -> int:
+        return free_host_bytes()
+
+    def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
+        # Products have one order for any number of tokens; attention by views has not.
+        quanta = probe_attention(self.seam.layers, self._device, self._dtype) if mode is Mode.FIXED_SHAPE else (1, 1)
+        token_quantum, key_quantum = quanta
+        return Geometry(
+            layers=self.seam.layers,
+            itemsize=self._dtype.itemsize,
+            trained_positions=self.seam.trained_positions,
+            page_tokens=page_tokens,
+            segment_tokens=segment_tokens,
+            token_quantum=token_quantum,
+            key_quantum=key_quantum,
+        )
+
+    def open(
+        self, geometry: Geometry, capacity_bytes: int, *, address_bytes: int = 0, tap_layers: tuple[int, ...] = ()
+    ) -> KVContext:
+        zeros = partial(reserve_zeros, dtype=self._dtype, is_sparse=address_bytes > 0)
+        return KVContext(
+            geometry=geometry,
+            pool=Pool(geometry, capacity_bytes, zeros, address_bytes=address_bytes, discard=discard),
+            rotate=self.seam.rotate,
+            device=self._device,
+            ops=self._ops,
+        )
+
+    def run(self, step: Step) -> Result:
+        result = self._forward(step)
+        step.on_computed()
+        if not step.draws:
+            return result
+        with torch.inference_mode():
+            samples = draw_all(result.logits, step.draws, self._ops.noise_of_all)
+        return replace(result, samples=samples)
+
+    def _forward(self, step: Step) -> Result:
+        plan, steps = step.plan, self.program.steps
+        tokens = plan.query_count
+        ids = np.ascontiguousarray(step.token_ids, np.int64)
+        positions = np.ascontiguousarray(plan.positions, np.int64)
+        asked = np.fromiter(step.logit_queries, np.int64, len(step.logit_queries))
+        taps = np.array(step.tap_layers, np.int32)
+        logits = torch.empty(len(asked), steps.vocabulary)
+        tapped = torch.empty(tokens, len(taps), steps.hidden) if len(taps) else None
+        numbers = plan.numbers.all
+        writes = numbers.ctypes.data + self._writes * tokens
+        buffer = next(iter(plan.pool.buffers.values()))  # vectors of every size lie in the same memory
+        native = NativeStep(
+            ids=ids.ctypes.data,
+            positions=positions.ctypes.data,
+            writes=writes.ctypes.data,
+            regions=numbers.ctypes.data + self._writes_per_token * tokens,
+            keys=buffer.keys.data_ptr(),
+            values=buffer.values.data_ptr(),
+            logit_queries=asked.ctypes.data,
+            logits=logits.data_ptr(),
+            taps=taps.ctypes.data,
+            tapped=None if tapped is None else tapped.data_ptr(),
+            tokens=tokens,
+            logit_count=len(asked),
+            vocabulary=steps.vocabulary,
+            tap_count=len(taps),
+        )
+        if plan.is_numbers_only:
+            self.program.run(native)
+        else:
+            self._run_by_layers(step, native)
+        return Result(logits, tapped)
+
+    def _run_by_layers(self, step: Step, native: NativeStep) -> None:
+        """The plan attends, layer by layer; everything else is native."""
+        program, first, tokens = self.program, 0, step.plan.query_count
+        attends = [operation for operation in program.steps.operations if isinstance(operation, Attend)]
+        with torch.inference_mode():
+            for index, attend in zip(program.attends, attends, strict=True):
+                program.run(native, first, index)
+                layer = program.steps.layers[attend.layer]
+                heads = torch.from_numpy(program.register(attend.input, tokens))
+                states = heads.view(tokens, -1, layer.head_dim).transpose(0, 1)[None]
+                keys_at, values_at = layer.query_heads, layer.query_heads + layer.kv_heads
+                out = step.plan.attend(
+                    attend.layer,
+                    states[:, :keys_at],
+                    states[:, keys_at:values_at].to(self._dtype),
+                    states[:, values_at:].to(self._dtype),
+                    scaling=attend.scaling,
+                    softcap=attend.softcap,
+                )
+                torch.from_numpy(program.register(attend.output, tokens)).copy_(out.reshape(tokens, -1))
+                first = index + 1
+        program.run(native, first)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeAttention:
+    """Implements RaggedAttention on float32 queries."""
+
+    kernels: Kernels
+    threads: Threads
+
+    def __call__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        regions: Tensor,
+        *,
+        kv_heads: int,
+        scaling: float,
+        softcap: float | None = None,
+        blocks: int = 0,
+    ) -> Tensor:
+        count, heads, head_dim = queries.shape
+        queries, regions = queries.contiguous(), regions.contiguous()
+        out = torch.empty_like(queries)
+        self.kernels.attend(
+            self.threads,
+            Attention(
+                queries=queries.data_ptr(),
+                keys=keys.data_ptr(),
+                values=values.data_ptr(),
+                regions=regions.data_ptr(),
+                head_sinks=None,
+                out=out.data_ptr(),
+                count=count,
+                query_stride=heads * head_dim,
+                region_stride=FIELDS,
+                out_stride=heads * head_dim,
+                query_heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                kv_type=next(kind for kind, dtype in _DTYPES.items() if dtype == keys.dtype),
+                scaling=scaling,
+                softcap=softcap or 0.0,
+            ),
+        )
+        return out
+
+
+def rotary_tables(seam: Seam) -> dict[str, RotaryTable]:
+    """The tables that the layers' keys are rotated with."""
+    names = dict.fromkeys(layer.rotary for layer in seam.layers if layer.rotary not in (UNROTATED, IMMOVABLE))
+    return {name: RotaryTable(*seam.rotary_frequencies(name)) for name in names}
+
+
+def seam_without_weights(
+    config: PretrainedConfig, kind: type[PreTrainedModel], traits: Sequence[LayerTraits] | None
+) -> Seam:
+    """The layers and the rotation of a model of this configuration; no memory is taken for its weights."""
+    own = copy.deepcopy(config)
+    own._attn_implementation = ATTENTION
+    with torch.device("meta"):
+        model = kind(own).eval()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if name == "rotary_emb":
+                setattr(parent, name, type(child)(own.get_text_config()))
+    return Seam(model, traits)
+
+
+def _write_offsets(kv_heads: Sequence[int]) -> tuple[NDArray[np.int64], int]:
+    """Where each layer's writes begin in a step's numbers, and where its regions do: bytes for each token of the step.
+
+    See `kv/numbers.py`: the layers with equally many KV heads lie together.
+    """
+    offsets, first = np.zeros(len(kv_heads), np.int64), 0
+    for heads in dict.fromkeys(kv_heads):
+        for layer, own in enumerate(kv_heads):
+            if own == heads:
+                offsets[layer] = first
+                first += heads * 8
+    return offsets, first

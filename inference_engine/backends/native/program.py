@@ -1,0 +1,382 @@
+"""A model's list of operations with its weights, packed for the kernels: what one native call runs.
+
+The weights keep the numbers of their file: blocks of a GGUF file are re-arranged, not quantised again. What is asked
+to be quantised (`weights`) is quantised here, 32 inputs to a scale.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_engine.errors import BackendError, ModelError, Overloaded
+from inference_engine.models.step_list import (
+    Add,
+    Attend,
+    Embed,
+    Experts,
+    Gated,
+    Norm,
+    Operation,
+    Product,
+    Rotate,
+    Select,
+    Softcap,
+    StepList,
+    Tap,
+)
+from inference_engine.native.library import (
+    Format,
+    Identity,
+    Kernels,
+    KVType,
+    Layer,
+    Library,
+    Matrix,
+    PackError,
+    Rotary,
+    Source,
+    Threads,
+)
+from inference_engine.native.library import Operation as NativeOperation
+from inference_engine.native.library import Step as NativeStep
+
+_LANES = 16
+_ALIGNMENT = 64
+_KINDS = (Embed, Norm, Product, Rotate, Attend, Add, Gated, Tap, Select, Softcap, Experts)  # the numbers of types.h
+_ACTIVATIONS = ("silu", "gelu_tanh")
+# Encodings whose numbers are quantised already, and the format that holds exactly these numbers.
+_QUANTISED = {
+    "Q8_0": Format.INT8,
+    "Q4_0": Format.INT4,
+    "Q4_1": Format.INT4,
+    "Q5_0": Format.INT8,
+    "Q4_K": Format.INT4_WIDE,
+    "Q6_K": Format.INT8_PAIR,
+}
+_FLOATS = {"F32": Format.FLOAT32, "F16": Format.FLOAT16, "BF16": Format.BFLOAT16}
+_WHY = {
+    PackError.NO_SUCH_FORMAT: "{name} is stored as {encoding}, which cannot be packed as {wanted}",
+    PackError.BROKEN_BLOCKS: "{name} is stored as {encoding}, and its rows are not whole blocks of that",
+    PackError.TOO_LARGE: "{name} has numbers that {wanted} cannot hold or that are not finite; use backend=torch",
+}
+WEIGHTS: Mapping[str, Format | None] = {
+    "auto": None,
+    "float32": Format.FLOAT32,
+    "bfloat16": Format.BFLOAT16,
+    "int8": Format.INT8,
+    "int4": Format.INT4,
+}
+
+
+class StoredTensor(Protocol):
+    """A tensor of a checkpoint (`models/checkpoint.py`): its numbers in the encoding of the file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def encoding(self) -> str: ...
+
+    @property
+    def data(self) -> NDArray[np.uint8]: ...
+
+    @property
+    def row_order(self) -> NDArray[np.int64] | None: ...
+
+    def as_float32(self) -> NDArray[np.float32]: ...
+
+
+class Checkpoint(Protocol):
+    """A model's tensors by transformers' names."""
+
+    def names(self) -> Sequence[str]: ...
+
+    def tensor(self, name: str) -> StoredTensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """frequencies: float32 [turned / 2], angles per position. factor: of cosine and sine."""
+
+    frequencies: NDArray[np.float32]
+    factor: float
+
+
+class Program:
+    """A model that is ready to run, one step at a time. To be closed."""
+
+    def __init__(
+        self,
+        library: Library,
+        steps: StepList,
+        checkpoint: Checkpoint,
+        rotaries: Mapping[str, RotaryTable],
+        *,
+        trained_positions: int,
+        identity: Identity,
+        weights: str = "auto",
+        kv_type: KVType = KVType.FLOAT32,
+        threads: int = 0,
+        level: str = "auto",
+    ) -> None:
+        """threads: 0 means one for each core. Raises BackendError for weights that cannot be packed as asked for."""
+        self.steps = steps
+        self.kernels: Kernels = library.kernels(level)
+        self.threads: Threads = library.open_threads(threads)
+        self.kv_type = kv_type
+        self._library = library
+        self._registers = {name: index for index, name in enumerate(steps.widths)}
+        self._packed = _Packed(library, checkpoint, weights)
+        self._vectors: list[NDArray[np.float32]] = []
+        self._tables = {name: index for index, name in enumerate(rotaries)}
+        self._operations = [one for operation in steps.operations for one in self._lowered(operation, checkpoint)]
+        self.count = len(self._operations)
+        self.attends = [index for index, one in enumerate(self._operations) if one.kind == _KINDS.index(Attend)]
+        self._address: int | None = self._open(rotaries, trained_positions, identity)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the packed weights."""
+        return self._packed.nbytes + sum(vector.nbytes for vector in self._vectors)
+
+    def formats(self) -> dict[str, int]:
+        """Bytes of the packed matrices by format."""
+        return self._packed.by_format()
+
+    def run(self, step: NativeStep, first: int = 0, end: int | None = None) -> None:
+        """The operations [first, end) of a step; a run begins with operation 0. Raises Overloaded without memory."""
+        assert self._address is not None, "the program is closed"
+        if not self._library.run(self._address, step, first, self.count if end is None else end):
+            raise Overloaded(f"no memory is left for a step of {step.tokens} tokens; send fewer at a time")
+
+    def register(self, name: str, tokens: int) -> NDArray[np.float32]:
+        """[tokens, width], a view that is valid until the next step."""
+        assert self._address is not None, "the program is closed"
+        width = self.steps.widths[name]
+        return self._library.register(self._address, self._registers[name], tokens * width).reshape(tokens, width)
+
+    def close(self) -> None:
+        """End its threads and free its memory. Does nothing the second time."""
+        address, self._address = self._address, None
+        if address is not None:
+            self._library.close_program(address)
+            self.threads.close()
+
+    def _open(self, rotaries: Mapping[str, RotaryTable], trained: int, identity: Identity) -> int:
+        operations = (NativeOperation * self.count)(*self._operations)
+        matrices = (Matrix * len(self._packed.matrices))(*self._packed.matrices)
+        vectors = (ctypes.c_void_p * len(self._vectors))(*(vector.ctypes.data for vector in self._vectors))
+        layers = (Layer * len(self.steps.layers))(
+            *(Layer(layer.query_heads, layer.kv_heads, layer.head_dim) for layer in self.steps.layers)
+        )
+        self._frequencies = [np.ascontiguousarray(table.frequencies, np.float32) for table in rotaries.values()]
+        tables = (Rotary * len(rotaries))(
+            *(
+                Rotary(frequencies.ctypes.data, 2 * len(frequencies), trained, table.factor)
+                for frequencies, table in zip(self._frequencies, rotaries.values(), strict=True)
+            )
+        )
+        widths = (ctypes.c_int64 * len(self.steps.widths))(*self.steps.widths.values())
+        return self._library.open_program(
+            self.kernels, self.threads, identity, self.kv_type, operations, matrices, vectors, layers, tables, widths
+        )
+
+    def _lowered(self, operation: Operation, checkpoint: Checkpoint) -> Iterator[NativeOperation]:
+        """The structures of one operation: several for a product whose matrices are stored in several formats."""
+        one = NativeOperation(kind=_KINDS.index(type(operation)))
+        one.second = one.matrix = one.vector = one.table = one.layer = -1
+        one.input, one.output = -1, -1
+        one.number = 1.0
+        for name in ("input", "output", "register"):
+            if (register := getattr(operation, name, None)) is not None:
+                setattr(one, "input" if name == "register" else name, self._registers[register])
+        match operation:
+            case Product():
+                yield from self._products(operation, checkpoint)
+                return
+            case Embed():
+                shape = (self.steps.vocabulary, self.steps.hidden)
+                one.matrix, one.number = self._packed.add([operation.matrix], shape), operation.factor
+            case Norm():
+                weights = _sized(checkpoint.tensor(operation.weights), operation.weights, operation.width)
+                one.vector = self._vector(weights + np.float32(1) if operation.plus_one else weights)
+                one.number, one.width = operation.epsilon, operation.width
+                one.heads, one.offset = operation.heads, operation.offset
+            case Rotate():
+                one.table = self._tables[operation.rotary]
+                one.heads, one.width, one.offset = operation.heads, operation.width, operation.offset
+            case Attend():
+                one.layer, one.number, one.other = operation.layer, operation.scaling, operation.softcap or 0.0
+            case Add():
+                one.number = operation.factor
+            case Gated():
+                one.activation = _ACTIVATIONS.index(operation.activation)
+            case Experts():
+                one.second = self._registers[operation.router]
+                one.heads, one.flag = operation.chosen, operation.sums_to_one
+                one.activation = _ACTIVATIONS.index(operation.activation)
+                one.matrix = len(self._packed.matrices)
+                hidden = self.steps.hidden
+                for gate, up, down in operation.matrices:
+                    inner = checkpoint.tensor(down).shape[-1]
+                    self._packed.add([gate, up], (2 * inner, hidden))
+                    self._packed.add([down], (hidden, inner))
+            case Tap():
+                one.layer = operation.layer
+            case Softcap():
+                one.number = operation.limit
+            case Select():
+                pass
+        yield one
+
+    def _products(self, operation: Product, checkpoint: Checkpoint) -> Iterator[NativeOperation]:
+        """One structure for each run of matrices that are stored alike; their outputs lie one behind the other."""
+        inputs = self.steps.widths[operation.input]
+        outputs = self.steps.vocabulary if operation.output is None else self.steps.widths[operation.output]
+        biases = dict(zip(operation.matrices, operation.biases, strict=False))
+        offset = 0
+        for names in self._packed.alike(operation.matrices):
+            one = NativeOperation(kind=_KINDS.index(Product))
+            one.second = one.table = one.layer = -1
+            one.input = self._registers[operation.input]
+            one.output = -1 if operation.output is None else self._registers[operation.output]
+            sizes = [checkpoint.tensor(name).shape[0] for name in names]
+            one.matrix = self._packed.add(names, (sum(sizes), inputs))
+            own = [
+                _sized(checkpoint.tensor(biases[name]), biases[name], size)
+                for name, size in zip(names, sizes, strict=True)
+                if name in biases
+            ]
+            one.vector = self._vector(np.concatenate(own)) if own else -1
+            one.offset = offset
+            offset += sum(sizes)
+            yield one
+        if offset != outputs:
+            raise ModelError(
+                f"{', '.join(operation.matrices)} have {offset} outputs, the configuration asks for {outputs}; the "
+                "weights do not fit config.json"
+            )
+
+    def _vector(self, numbers: NDArray[np.float32]) -> int:
+        padded = np.zeros(-(-len(numbers) // _LANES) * _LANES, np.float32)
+        padded[: len(numbers)] = numbers
+        self._vectors.append(padded)
+        return len(self._vectors) - 1
+
+
+class _Packed:
+    """The packed matrices, each once."""
+
+    def __init__(self, library: Library, checkpoint: Checkpoint, weights: str) -> None:
+        self.matrices: list[Matrix] = []
+        self._library = library
+        self._checkpoint = checkpoint
+        self._weights = weights
+        self._tiles: list[NDArray[np.uint8]] = []
+        self._found: dict[tuple[str, ...], int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tiles.nbytes for tiles in self._tiles)
+
+    def by_format(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for matrix, tiles in zip(self.matrices, self._tiles, strict=True):
+            name = Format(matrix.format).name.lower()
+            found[name] = found.get(name, 0) + tiles.nbytes
+        return found
+
+    def alike(self, names: Sequence[str]) -> Iterator[list[str]]:
+        """Neighbours that are packed in the same format can be multiplied as one matrix."""
+        group: list[str] = []
+        for name in names:
+            if group and self._format(group[-1]) != self._format(name):
+                yield group
+                group = []
+            group.append(name)
+        yield group
+
+    def add(self, names: Sequence[str], shape: tuple[int, int]) -> int:
+        """The index of these matrices, one below the other. Raises ModelError if together they have another shape."""
+        if (index := self._found.get(tuple(names))) is not None:
+            return index
+        tensors = [self._checkpoint.tensor(name) for name in names]
+        wanted = self._format(names[0])
+        inputs = shape[1]
+        if sum(tensor.shape[0] for tensor in tensors) != shape[0] or any(
+            tensor.shape[1:] != (inputs,) for tensor in tensors
+        ):
+            raise ModelError(
+                f"{', '.join(names)} have the shapes {', '.join(str(tensor.shape) for tensor in tensors)}, the "
+                f"configuration asks for {shape[0]} outputs of {inputs} inputs; the weights do not fit config.json"
+            )
+        for name, tensor in zip(names[:-1], tensors[:-1], strict=True):
+            if tensor.shape[0] % _LANES:
+                raise BackendError(f"{name} has {tensor.shape[0]} outputs, which is no multiple of {_LANES}")
+        sizes = [self._library.packed_bytes(wanted, tensor.shape[0], inputs) for tensor in tensors]
+        tiles = _aligned(sum(sizes))
+        first = 0
+        for name, tensor, size in zip(names, tensors, sizes, strict=True):
+            part = tiles[first : first + size]
+            error = self._library.pack(
+                wanted, Source[tensor.encoding], tensor.data, (tensor.shape[0], inputs), tensor.row_order, part
+            )
+            if error is not PackError.PACKED:
+                raise BackendError(_WHY[error].format(name=name, encoding=tensor.encoding, wanted=wanted.name.lower()))
+            first += size
+        outputs = sum(tensor.shape[0] for tensor in tensors)
+        self.matrices.append(Matrix(wanted, outputs, inputs, 0, tiles.ctypes.data))
+        self._tiles.append(tiles)
+        self._found[tuple(names)] = len(self.matrices) - 1
+        return self._found[tuple(names)]
+
+    def _format(self, name: str) -> Format:
+        return packed_format(name, self._checkpoint.tensor(name), self._weights)
+
+
+def _sized(tensor: StoredTensor, name: str, width: int) -> NDArray[np.float32]:
+    """The numbers of a norm or a bias. Raises ModelError if they are not `width`."""
+    if tensor.shape != (width,):
+        raise ModelError(
+            f"{name} has the shape {tensor.shape}, the configuration asks for {width} numbers; the weights do not fit "
+            "config.json"
+        )
+    return tensor.as_float32()
+
+
+def packed_format(name: str, tensor: StoredTensor, weights: str) -> Format:
+    """The format that `weights` asks for: `auto` keeps the numbers of the file. Raises BackendError."""
+    wanted = WEIGHTS[weights]
+    if tensor.encoding in _QUANTISED:
+        if wanted is not None:
+            raise BackendError(
+                f"weights={weights} is for files of floating-point numbers; {name} is stored as {tensor.encoding}. "
+                "Start with weights=auto, which keeps the numbers of the file"
+            )
+        return _QUANTISED[tensor.encoding]
+    if tensor.encoding not in _FLOATS:
+        raise BackendError(f"{name} is stored as {tensor.encoding}, which is not one of {', '.join(_known())}")
+    if wanted is None:
+        return _FLOATS[tensor.encoding]
+    # Routers are tiny and choose; embeddings and heads lose most in four bits.
+    if name.endswith("mlp.gate.weight"):
+        return _FLOATS[tensor.encoding]
+    if wanted is Format.INT4 and ("embed_tokens" in name or "lm_head" in name):
+        return Format.INT8
+    return wanted
+
+
+def _known() -> list[str]:
+    return [*_FLOATS, *_QUANTISED]
+
+
+def _aligned(count: int) -> NDArray[np.uint8]:
+    memory = np.empty(count + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + count]

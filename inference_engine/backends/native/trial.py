@@ -1,0 +1,111 @@
+"""Tests a model's list of operations: on a small twin, it must give the logits that transformers gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from inference_engine.backends.native.forward import NativeForward, rotary_tables
+from inference_engine.backends.native.program import Program
+from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes
+from inference_engine.models.seam import LayerTraits
+from inference_engine.models.step_list import NoStepListError, step_list
+from inference_engine.native.library import Identity, Library
+from inference_engine.types import Mode
+
+
+def try_list(
+    library: Library,
+    kind: type[PreTrainedModel],
+    config: PretrainedConfig,
+    traits: Sequence[LayerTraits],
+    *,
+    seed: int = 0,
+    sizes: TwinSizes | None = None,
+) -> float:
+    """The largest difference of a logit between the twin's list and transformers, as a share of the largest logit.
+
+    Raises NoStepListError if there is no list, or if it gives other logits.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        twin = Twin(kind, config, traits, sizes or TwinSizes())
+    checkpoint = LoadedTensors(twin.tensors)
+    small = twin.seam.model.config.get_text_config()
+    steps = step_list(small, twin.seam.layers, checkpoint.names())
+    program = Program(
+        library,
+        steps,
+        checkpoint,
+        rotary_tables(twin.seam),
+        trained_positions=twin.seam.trained_positions,
+        identity=Identity.EXACT,
+        threads=1,
+    )
+    try:
+        twin.forward = NativeForward(twin.seam, twin.forward.facts, program)
+        twin.geometry = twin.forward.geometry(mode=Mode.BATCHED, page_tokens=4, segment_tokens=16)
+        difference = twin.difference_of_chunks()
+    finally:
+        program.close()
+    if not difference <= TOLERANCE:
+        raise NoStepListError(
+            f"the list of operations gives a small twin of {kind.__name__} logits that differ by {difference:.3g} "
+            "from the model's own"
+        )
+    return difference
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """Implements StoredTensor."""
+
+    states: Tensor
+    encoding: str = "F32"
+    row_order: None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.states.shape)
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        return self.as_float32().view(np.uint8).reshape(-1)
+
+    def as_float32(self) -> NDArray[np.float32]:
+        numbers: NDArray[np.float32] = np.ascontiguousarray(self.states.float().numpy())
+        return numbers
+
+
+class LoadedTensors:
+    """Implements Checkpoint over the tensors of a model in memory, under the names that checkpoints have.
+
+    transformers keeps the experts of a layer in one tensor, checkpoints keep each by itself.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        for name, states in tensors.items():
+            head, _, last = name.rpartition(".experts.")
+            if last == "gate_up_proj":
+                for expert, both in enumerate(states):
+                    gate, up = both.chunk(2)
+                    self._tensors[f"{head}.experts.{expert}.gate_proj.weight"] = gate
+                    self._tensors[f"{head}.experts.{expert}.up_proj.weight"] = up
+            elif last == "down_proj":
+                for expert, down in enumerate(states):
+                    self._tensors[f"{head}.experts.{expert}.down_proj.weight"] = down
+            else:
+                self._tensors[name] = states
+
+    def names(self) -> Sequence[str]:
+        return list(self._tensors)
+
+    def tensor(self, name: str) -> _Loaded:
+        return _Loaded(self._tensors[name])

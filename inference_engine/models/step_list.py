@@ -1,0 +1,319 @@
+"""A family's decode step as data: a short list of operations over registers, for executors that are not transformers.
+
+    hidden = embed(ids)
+    normed = norm(hidden) · heads = normed · [q k v] · rotate(heads) · mixed = attend(heads) · delta = mixed · o
+    hidden += delta · normed = norm(hidden) · gates = normed · [gate up] · inner = act(gate) · up · delta = inner · down
+    hidden += delta · … · last = norm(hidden of the queries asked for) · logits = last · head
+
+A register holds one vector for each token. The list is made from the model's configuration and the names in its
+checkpoint; a new family is a new list, not a new kernel. Whether it is right is tested, not believed: a small twin of
+the model runs it beside transformers (`backends/native/trial.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from inference_engine.kv.geometry import UNROTATED, LayerGeometry
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+# What these families do in a layer is in the list below; whether the list is right is for the twin to say.
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "qwen3_moe")
+_GEMMA = ("gemma2", "gemma3_text")
+
+
+class NoStepListError(Exception):
+    """The model cannot be written as a list of these operations; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Embed:
+    """output = the embedding of each token's id, times `factor`."""
+
+    output: str
+    matrix: str
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Norm:
+    """Root mean square norm of `heads` pieces of `width` numbers of `input`, from `offset` on.
+
+    plus_one: weights are stored as differences from one. In place if output is input.
+    """
+
+    input: str
+    output: str
+    weights: str
+    epsilon: float
+    width: int
+    heads: int = 1
+    offset: int = 0
+    plus_one: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """output = input · [matrices, one below the other] + biases. output None: the logits."""
+
+    input: str
+    output: str | None
+    matrices: tuple[str, ...]
+    biases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rotate:
+    """Rotary position embedding of `heads` heads of `width` numbers, from `offset` on, in place. rotary: the table."""
+
+    register: str
+    rotary: str
+    heads: int
+    width: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attend:
+    """Write K and V of the layer and attend. input: queries, keys, values of a token, one behind the other."""
+
+    input: str
+    output: str
+    layer: int
+    scaling: float
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Add:
+    """output += input · factor."""
+
+    input: str
+    output: str
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gated:
+    """output = activation(first half of input) · second half."""
+
+    input: str
+    output: str
+    activation: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """output = the gated products of each token's `chosen` experts, weighted by the softmax of `router`.
+
+    matrices: gate, up and down of each expert. sums_to_one: are the weights of the chosen ones divided by their sum?
+    """
+
+    input: str
+    router: str
+    output: str
+    matrices: tuple[tuple[str, str, str], ...]
+    chosen: int
+    sums_to_one: bool
+    activation: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tap:
+    """The hidden states after this layer, for steps that ask for them."""
+
+    input: str
+    layer: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Select:
+    """output = input of the queries whose logits are asked for; the operations behind it are about those."""
+
+    input: str
+    output: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Softcap:
+    """logits = limit · tanh(logits / limit)."""
+
+    limit: float
+
+
+Operation = Embed | Norm | Product | Rotate | Attend | Add | Gated | Experts | Tap | Select | Softcap
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepList:
+    """The operations of a step, and the numbers that each register holds for one token."""
+
+    operations: tuple[Operation, ...]
+    widths: dict[str, int]
+    layers: tuple[LayerGeometry, ...]
+    hidden: int
+    vocabulary: int
+
+
+def step_list(config: PretrainedConfig, layers: Sequence[LayerGeometry], names: Collection[str]) -> StepList:
+    """The list of a model. config: of its text model; names: of the tensors in its checkpoint.
+
+    Raises NoStepListError if there is none.
+    """
+    return _Builder(config, layers, frozenset(names)).build()
+
+
+@dataclass(kw_only=False, slots=True)
+class _Builder:
+    config: PretrainedConfig
+    layers: Sequence[LayerGeometry]
+    names: frozenset[str]
+    operations: list[Operation] = field(default_factory=list)
+    widths: dict[str, int] = field(default_factory=dict)
+
+    def build(self) -> StepList:
+        kind = self.config.model_type
+        if kind not in _FAMILIES:
+            raise NoStepListError(f"there is no list of operations for the model type {kind!r}")
+        self.widths |= {"hidden": self._hidden, "normed": self._hidden, "delta": self._hidden, "last": self._hidden}
+        factor = float(self._hidden) ** 0.5 if kind in _GEMMA else 1.0
+        self.operations.append(Embed(output="hidden", matrix=self._own(EMBEDDING), factor=factor))
+        for index in range(len(self.layers)):
+            self._layer(index)
+        self.operations.append(Select(input="hidden", output="last"))
+        self._norm("model.norm.weight", "last", "last")
+        head = HEAD if HEAD in self.names else EMBEDDING
+        biases = ("lm_head.bias",) if "lm_head.bias" in self.names else ()
+        self.operations.append(Product(input="last", output=None, matrices=(head,), biases=biases))
+        if (limit := getattr(self.config, "final_logit_softcapping", None)) is not None:
+            self.operations.append(Softcap(limit=float(limit)))
+        return StepList(
+            operations=tuple(self.operations),
+            widths=dict(self.widths),
+            layers=tuple(self.layers),
+            hidden=self._hidden,
+            vocabulary=self.config.vocab_size,
+        )
+
+    def _layer(self, index: int) -> None:
+        layer, prefix = self.layers[index], f"model.layers.{index}."
+        queries, keys, dim = layer.query_heads, layer.kv_heads, layer.head_dim
+        if dim % 16:
+            raise NoStepListError(f"layer {index} has heads of {dim} numbers, which is no multiple of 16")
+        self._register("heads", (queries + 2 * keys) * dim)
+        self._register("mixed", queries * dim)
+        self._norm(prefix + "input_layernorm.weight", "hidden", "normed")
+        attention = prefix + "self_attn."
+        self._product("normed", "heads", [f"{attention}{name}_proj" for name in "qkv"])
+        for name, heads, offset in (("q_norm", queries, 0), ("k_norm", keys, queries * dim)):
+            if (weights := f"{attention}{name}.weight") in self.names:
+                self._norm(weights, "heads", "heads", width=dim, heads=heads, offset=offset)
+        if layer.rotary != UNROTATED:
+            self.operations.append(Rotate(register="heads", rotary=layer.rotary, heads=queries + keys, width=dim))
+        self.operations.append(
+            Attend(input="heads", output="mixed", layer=index, scaling=self._scaling(dim), softcap=self._softcap)
+        )
+        self._product("mixed", "delta", [attention + "o_proj"])
+        has_four_norms = prefix + "pre_feedforward_layernorm.weight" in self.names
+        if has_four_norms:
+            self._norm(prefix + "post_attention_layernorm.weight", "delta", "delta")
+        self.operations.append(Add(input="delta", output="hidden"))
+        second = "pre_feedforward_layernorm" if has_four_norms else "post_attention_layernorm"
+        self._norm(f"{prefix}{second}.weight", "hidden", "normed")
+        self._feed_forward(prefix + "mlp.")
+        if has_four_norms:
+            self._norm(prefix + "post_feedforward_layernorm.weight", "delta", "delta")
+        self.operations += [Add(input="delta", output="hidden"), Tap(input="hidden", layer=index)]
+
+    def _feed_forward(self, prefix: str) -> None:
+        if prefix + "gate.weight" in self.names:
+            self._experts(prefix)
+            return
+        inner = self.config.intermediate_size
+        self._register("gates", 2 * inner)
+        self._register("inner", inner)
+        self._product("normed", "gates", [prefix + "gate_proj", prefix + "up_proj"])
+        self.operations.append(Gated(input="gates", output="inner", activation=self._activation))
+        self._product("inner", "delta", [prefix + "down_proj"])
+
+    def _experts(self, prefix: str) -> None:
+        config: Any = self.config
+        self._register("router", config.num_experts)
+        self._product("normed", "router", [prefix + "gate"])
+        parts = ("gate_proj", "up_proj", "down_proj")
+        matrices = tuple(
+            tuple(self._own(f"{prefix}experts.{expert}.{part}.weight") for part in parts)
+            for expert in range(config.num_experts)
+        )
+        self.operations.append(
+            Experts(
+                input="normed",
+                router="router",
+                output="delta",
+                matrices=matrices,  # type: ignore[arg-type]  # tuples of three
+                chosen=config.num_experts_per_tok,
+                sums_to_one=bool(config.norm_topk_prob),
+                activation=self._activation,
+            )
+        )
+
+    def _norm(
+        self, weights: str, register: str, output: str, *, width: int | None = None, heads: int = 1, offset: int = 0
+    ) -> None:
+        self.operations.append(
+            Norm(
+                input=register,
+                output=output,
+                weights=self._own(weights),
+                epsilon=float(self.config.rms_norm_eps),
+                width=width or self._hidden,
+                heads=heads,
+                offset=offset,
+                plus_one=self.config.model_type in _GEMMA,
+            )
+        )
+
+    def _product(self, register: str, output: str, modules: Sequence[str]) -> None:
+        matrices = tuple(self._own(f"{module}.weight") for module in modules)
+        biases = tuple(name for module in modules if (name := f"{module}.bias") in self.names)
+        if biases and len(biases) != len(modules):
+            raise NoStepListError(f"{biases[0]} is there, and not a bias for each of {', '.join(modules)}")
+        self.operations.append(Product(input=register, output=output, matrices=matrices, biases=biases))
+
+    def _register(self, name: str, width: int) -> None:
+        if self.widths.setdefault(name, width) != width:
+            raise NoStepListError(f"layers differ in their sizes ({name}: {self.widths[name]} and {width} numbers)")
+
+    def _own(self, name: str) -> str:
+        if name not in self.names:
+            raise NoStepListError(f"the checkpoint has no {name}")
+        return name
+
+    def _scaling(self, head_dim: int) -> float:
+        scalar = getattr(self.config, "query_pre_attn_scalar", None)
+        return math.pow(head_dim if scalar is None else float(scalar), -0.5)
+
+    @property
+    def _softcap(self) -> float | None:
+        limit = getattr(self.config, "attn_logit_softcapping", None)
+        return None if limit is None else float(limit)
+
+    @property
+    def _hidden(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def _activation(self) -> str:
+        config: Any = self.config
+        name = getattr(config, "hidden_activation", None) or config.hidden_act
+        if name not in ACTIVATIONS:
+            raise NoStepListError(f"the activation {name!r} is not one of {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[name]

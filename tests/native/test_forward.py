@@ -1,0 +1,179 @@
+"""The native backend gives transformers' logits, and a token's logits do not depend on what else is in the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import CohereConfig, Gemma2Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers.models.gemma3 import Gemma3TextConfig
+from transformers.models.mistral import MistralConfig
+from transformers.models.qwen3_moe import Qwen3MoeConfig
+from transformers.models.smollm3 import SmolLM3Config
+
+from inference_engine.backends.base import Forward, Result, Step
+from inference_engine.backends.native.trial import try_list
+from inference_engine.backends.twin import TwinSizes, admit_config, text_generator
+from inference_engine.kv.plan import StepPlan
+from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.models.step_list import NoStepListError
+from inference_engine.native.library import Identity
+from inference_engine.types import Mode
+from tests.tiny import PAGES, TRAINED_POSITIONS, VOCABULARY, tiny_forward
+from tests.tiny_native import library, tiny_native
+
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(num_hidden_layers=4, num_key_value_heads=8, attention_bias=True),
+    "mistral": MistralConfig(num_hidden_layers=4),
+    "qwen2": Qwen2Config(num_hidden_layers=4, num_attention_heads=28, num_key_value_heads=4, hidden_size=3584),
+    "qwen3": Qwen3Config(num_hidden_layers=4, tie_word_embeddings=True),
+    "smollm3": SmolLM3Config(num_hidden_layers=8),
+    "gemma2": Gemma2Config(num_hidden_layers=4),
+    "gemma3": Gemma3TextConfig(num_hidden_layers=7),
+    "qwen3_moe": Qwen3MoeConfig(num_hidden_layers=4, mlp_only_layers=[1], norm_topk_prob=True),
+}
+KINDS = [
+    (Identity.EXACT, "auto"),
+    (Identity.EXACT, "int4"),
+    (Identity.QUANTISED, "int8"),
+    (Identity.QUANTISED, "int4"),
+]
+each_kind = pytest.mark.parametrize(
+    ("identity", "weights"), KINDS, ids=lambda value: str(getattr(value, "name", value))
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sizes", [TwinSizes(), TwinSizes(head_dim=32, kv_heads=1), TwinSizes(hidden=80, head_dim=48)])
+def test_a_list_gives_the_logits_of_transformers(family: str, sizes: TwinSizes) -> None:
+    config, kind = text_generator(FAMILIES[family])
+    traits = admit_config(config, kind, seed=1, sizes=sizes).traits
+
+    assert try_list(library(), kind, config, traits, seed=1, sizes=sizes) < 2e-4
+
+
+def test_a_family_without_a_list_is_named() -> None:
+    config, kind = text_generator(CohereConfig(num_hidden_layers=2))
+    traits = admit_config(config, kind).traits
+
+    with pytest.raises(NoStepListError, match="cohere"):
+        try_list(library(), kind, config, traits)
+
+
+class Sessions:
+    """Sessions of one forward, stepped by hand."""
+
+    def __init__(
+        self, forward: Forward, *strategies: KVStrategy, mode: Mode = Mode.BATCHED, limit: int | None = 256
+    ) -> None:
+        self.forward = forward
+        self.context = forward.open(forward.geometry(mode=mode, **PAGES), 2**24)
+        self.sessions = [SessionKV(strategy, self.context, limit) for strategy in strategies]
+
+    def step(self, *staged: tuple[int, Sequence[int]], taps: tuple[int, ...] = ()) -> tuple[Result, list[slice]]:
+        """Stage and commit ids of some sessions. Their logits, and which of them are whose."""
+        for index, ids in staged:
+            self.sessions[index].stage(len(ids))
+        context = self.context
+        plan = StepPlan(
+            [self.sessions[index] for index, _ in staged],
+            context.geometry,
+            context.pool,
+            mask_dtype=torch.float32,
+            ops=context.ops,
+        )
+        packed = np.zeros(plan.query_count, np.int64)
+        for span, (_, ids) in zip(plan.spans, staged, strict=True):
+            packed[span.real] = ids
+        queries = [query for span in plan.spans for query in range(span.real.start, span.real.stop)]
+        self.last = plan.spans[-1].real  # of the tokens, padding included
+        result = self.forward.run(Step(packed, plan, queries, tap_layers=taps))
+        for index, ids in staged:
+            session = self.sessions[index]
+            session.commit(session.length + len(ids))
+        ends = np.cumsum([0, *(len(ids) for _, ids in staged)]).tolist()
+        return result, [slice(first, end) for first, end in pairwise(ends)]
+
+    def logits(self, index: int, ids: Sequence[int], cuts: Sequence[int]) -> Tensor:
+        """Of one session alone, its ids cut into steps."""
+        pieces = np.split(np.array(ids), cuts)
+        return torch.cat([self.step((index, piece.tolist()))[0].logits for piece in pieces])
+
+
+def ids_of(count: int, seed: int = 0) -> list[int]:
+    found: NDArray[np.int64] = np.random.default_rng(seed).integers(1, VOCABULARY, count)
+    return [int(token) for token in found]
+
+
+STRATEGIES = (Full(), SinkWindow(sink=2, window=24))
+
+
+@each_kind
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_logits_are_equal_to_the_bit_however_tokens_are_cut_and_beside_others(
+    strategy: KVStrategy, identity: Identity, weights: str
+) -> None:
+    forward = tiny_native(identity=identity, weights=weights)
+    ids = ids_of(96)
+    segments = list(range(16, 96, 16))
+    expected = Sessions(forward, strategy).logits(0, ids, segments)
+
+    one_by_one = Sessions(forward, strategy).logits(0, ids, range(1, 96))
+    assert torch.equal(one_by_one, expected)
+
+    crowd = Sessions(forward, Full(), strategy, SinkWindow(sink=1, window=20))
+    found = []
+    for first in range(0, 96, 16):
+        others = [(0, ids_of(8, first)), (2, ids_of(2, first + 1))]
+        result, parts = crowd.step(others[0], (1, ids[first : first + 16]), others[1])
+        found.append(result.logits[parts[1]])
+    assert torch.equal(torch.cat(found), expected)
+
+
+@each_kind
+def test_levels_and_threads_give_equal_bits(identity: Identity, weights: str) -> None:
+    ids = ids_of(60)
+    expected = Sessions(tiny_native(identity=identity, weights=weights), Full()).logits(0, ids, [16, 32, 33, 48])
+
+    for level in library().levels():
+        for threads in (1, 3):
+            forward = tiny_native(identity=identity, weights=weights, level=level, threads=threads)
+            assert torch.equal(Sessions(forward, Full()).logits(0, ids, [16, 32, 33, 48]), expected), (level, threads)
+
+
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_logits_and_hidden_states_are_those_of_torch(strategy: KVStrategy, mode: Mode) -> None:
+    ids, found = ids_of(50), []
+    for forward in (tiny_native(), tiny_forward()):
+        sessions = Sessions(forward, strategy, Full(), mode=mode)
+        sessions.step((1, ids_of(9, 5)))
+        results = [
+            sessions.step((0, ids[:16]), (1, [3]), taps=(0, 2)),
+            sessions.step((1, [5]), (0, ids[16:30]), taps=(0, 2)),
+        ]
+        taps = results[1][0].taps
+        assert taps is not None
+        own = [results[0][0].logits[results[0][1][0]], results[1][0].logits[results[1][1][1]]]
+        found.append([*own, taps[sessions.last]])
+
+    for ours, torchs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, torchs, atol=2e-4, rtol=2e-4)
+
+
+def test_positions_past_the_trained_ones_give_the_logits_of_torch() -> None:
+    strategy, ids = SinkWindow(sink=0, window=16), ids_of(TRAINED_POSITIONS + 64)
+    cuts = range(16, len(ids), 16)
+    ours, torchs = (
+        Sessions(forward(windowed=False), strategy, limit=None).logits(0, ids, cuts)[-64:]
+        for forward in (tiny_native, tiny_forward)
+    )
+    torch.testing.assert_close(ours, torchs, atol=5e-4, rtol=5e-4)

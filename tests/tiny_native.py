@@ -1,0 +1,60 @@
+"""TinyModel on the native backend."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+
+from inference_engine.backends.native.forward import NativeForward, rotary_tables
+from inference_engine.backends.native.program import Program
+from inference_engine.backends.native.trial import LoadedTensors
+from inference_engine.models.seam import ATTENTION, Seam
+from inference_engine.models.step_list import step_list
+from inference_engine.native import library as native_library
+from inference_engine.native.library import Identity, Library
+from inference_engine.types import ModelFacts
+from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_model
+
+
+def library() -> Library:
+    found = native_library.load()
+    if found is None:
+        pytest.skip(f"no native library: {native_library.why_missing()}")
+    return found
+
+
+@lru_cache(maxsize=8)
+def tiny_native(
+    *,
+    seed: int = 0,
+    windowed: bool = True,
+    identity: Identity = Identity.EXACT,
+    weights: str = "auto",
+    threads: int = 1,
+    level: str = "auto",
+) -> NativeForward:
+    model = tiny_model(seed=seed, windowed=windowed, attention=ATTENTION)
+    checkpoint = LoadedTensors(model.state_dict())
+    seam = Seam(model)
+    program = Program(
+        library(),
+        step_list(model.config, seam.layers, checkpoint.names()),
+        checkpoint,
+        rotary_tables(seam),
+        trained_positions=TRAINED_POSITIONS,
+        identity=identity,
+        weights=weights,
+        threads=threads,
+        level=level,
+    )
+    facts = ModelFacts(
+        model_id="tiny",
+        vocab_size=VOCABULARY,
+        trained_positions=TRAINED_POSITIONS,
+        device="cpu",
+        dtype="float32",
+        backend="native",
+        numerics="exact" if identity is Identity.EXACT else "int8",
+    )
+    return NativeForward(seam, facts, program)
