@@ -339,6 +339,8 @@ def server_info_to_wire(
         drafter=info.drafter,
         default_limit_tokens=info.default_limit_tokens,
         growth_guaranteed=info.growth_is_guaranteed,
+        backend=info.facts.backend,
+        numerics=info.facts.numerics,
         history_tokens_per_session=info.config.history_tokens_per_session,
         history_tokens_per_owner=info.config.history_tokens_per_owner,
         history_token_count=history_tokens,

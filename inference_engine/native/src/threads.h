@@ -1,7 +1,8 @@
 // Threads of our own: they compute one parallel region after another and sleep when there is none.
 //
 // A step is a few hundred regions of some microseconds, so a thread that has finished one spins for a moment before it
-// sleeps. The caller is thread 0. Work is divided by index, never by who comes first: results do not depend on timing.
+// sleeps. The caller is thread 0. Every output is computed by one thread in one order of adding, so results do not depend
+// on which thread that is.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -50,7 +51,8 @@ class Threads {
       else pause();
   }
 
-  // body(first, end) over [0, total) in as many equal parts as there are threads, in multiples of `unit`.
+  // body(first, end) over [0, total) in pieces of whole units. Which thread computes a piece depends on who is free:
+  // a core that something else keeps busy then delays a step by one piece, not by half of the work.
   template <class Body>
   void split(int64_t total, int64_t unit, const Body& body) {
     int64_t units = (total + unit - 1) / unit;
@@ -58,15 +60,17 @@ class Threads {
       if (total) body((int64_t)0, total);
       return;
     }
-    run([&](int index, int count) {
-      int64_t first = units * index / count * unit, end = units * (index + 1) / count * unit;
-      if (end > total) end = total;
-      if (first < end) body(first, end);
+    int64_t most = (int64_t)count_ * PIECES, piece = (units + most - 1) / most * unit;
+    std::atomic<int64_t> next{0};
+    run([&](int, int) {
+      for (int64_t first; (first = next.fetch_add(piece, std::memory_order_relaxed)) < total;)
+        body(first, first + piece < total ? first + piece : total);
     });
   }
 
  private:
   static constexpr int SPINS = 4000;
+  static constexpr int PIECES = 4;  // for each thread
 
   static void pause() {
 #if defined(__x86_64__)

@@ -164,6 +164,10 @@ export interface ServerInfo {
   readonly historyTokensPerOwner: number;
   /** In your sessions now, counted so. */
   readonly historyTokens: number;
+  /** What runs the model: native, torch; empty: an older server. */
+  readonly backend: string;
+  /** The numeric identity: within one, equal histories have equal logits. */
+  readonly numerics: string;
 }
 
 /** @internal */
@@ -278,5 +282,7 @@ export function serverInfoOf(reply: GetServerInfoResponse): ServerInfo {
     historyTokensPerSession: exact(reply.historyTokensPerSession, "history_tokens_per_session"),
     historyTokensPerOwner: exact(reply.historyTokensPerOwner, "history_tokens_per_owner"),
     historyTokens: exact(reply.historyTokenCount, "history_token_count"),
+    backend: reply.backend,
+    numerics: reply.numerics,
   };
 }

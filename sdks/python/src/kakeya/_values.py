@@ -140,6 +140,8 @@ class ServerInfo:
     history_tokens_per_session: int  # the longest history a session may have, whatever its own limit; 0: no limit
     history_tokens_per_owner: int  # in all your sessions, what forks share counted once; 0: no limit
     history_tokens: int  # in your sessions now, counted so
+    backend: str = ""  # what runs the model: native, torch; empty: an older server
+    numerics: str = ""  # the numeric identity: within one, equal histories have equal logits
 
 
 def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
@@ -194,4 +196,6 @@ def server_info(reply: pb.GetServerInfoResponse) -> ServerInfo:
         history_tokens_per_session=reply.history_tokens_per_session,
         history_tokens_per_owner=reply.history_tokens_per_owner,
         history_tokens=reply.history_token_count,
+        backend=reply.backend,
+        numerics=reply.numerics,
     )

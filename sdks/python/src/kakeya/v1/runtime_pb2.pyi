@@ -948,6 +948,8 @@ class GetServerInfoResponse(_message.Message):
     HISTORY_TOKENS_PER_SESSION_FIELD_NUMBER: _builtins.int
     HISTORY_TOKENS_PER_OWNER_FIELD_NUMBER: _builtins.int
     HISTORY_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     model_id: _builtins.str
     vocab_size: _builtins.int
@@ -985,6 +987,11 @@ class GetServerInfoResponse(_message.Message):
     """
     history_token_count: _builtins.int
     """Those that the caller's own sessions have, counted so."""
+    backend: _builtins.str
+    """What runs the model, such as "native" or "torch", and its numeric identity, such as "exact" or "int8": within one
+    identity, equal histories have equal logits. Empty: an older server.
+    """
+    numerics: _builtins.str
     @_builtins.property
     def strategies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the strategies that CreateSession accepts."""
@@ -1018,10 +1025,12 @@ class GetServerInfoResponse(_message.Message):
         history_tokens_per_session: _builtins.int = ...,
         history_tokens_per_owner: _builtins.int = ...,
         history_token_count: _builtins.int = ...,
+        backend: _builtins.str = ...,
+        numerics: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy", "device", b"device", "drafter", b"drafter", "dtype", b"dtype", "growth_guaranteed", b"growth_guaranteed", "history_token_count", b"history_token_count", "history_tokens_per_owner", b"history_tokens_per_owner", "history_tokens_per_session", b"history_tokens_per_session", "kv_capacity_bytes", b"kv_capacity_bytes", "kv_reserved_bytes", b"kv_reserved_bytes", "max_append_tokens", b"max_append_tokens", "max_message_bytes", b"max_message_bytes", "max_tokens_limit", b"max_tokens_limit", "mode", b"mode", "model_id", b"model_id", "segment_tokens", b"segment_tokens", "session_idle_ttl_seconds", b"session_idle_ttl_seconds", "strategies", b"strategies", "tier_capacity_bytes", b"tier_capacity_bytes", "tier_reserved_bytes", b"tier_reserved_bytes", "trained_position_count", b"trained_position_count", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "backend", b"backend", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy", "device", b"device", "drafter", b"drafter", "dtype", b"dtype", "growth_guaranteed", b"growth_guaranteed", "history_token_count", b"history_token_count", "history_tokens_per_owner", b"history_tokens_per_owner", "history_tokens_per_session", b"history_tokens_per_session", "kv_capacity_bytes", b"kv_capacity_bytes", "kv_reserved_bytes", b"kv_reserved_bytes", "max_append_tokens", b"max_append_tokens", "max_message_bytes", b"max_message_bytes", "max_tokens_limit", b"max_tokens_limit", "mode", b"mode", "model_id", b"model_id", "numerics", b"numerics", "segment_tokens", b"segment_tokens", "session_idle_ttl_seconds", b"session_idle_ttl_seconds", "strategies", b"strategies", "tier_capacity_bytes", b"tier_capacity_bytes", "tier_reserved_bytes", b"tier_reserved_bytes", "trained_position_count", b"trained_position_count", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__default_limit_tokens: _TypeAlias = _typing.Literal["default_limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__default_limit_tokens: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens"]  # noqa: Y015
