@@ -136,6 +136,7 @@ class Program:
         self._vectors: list[NDArray[np.float32]] = []
         self._tables = {name: index for index, name in enumerate(rotaries)}
         self._operations = [one for operation in steps.operations for one in self._lowered(operation, checkpoint)]
+        self._packed.let_go()
         self.count = len(self._operations)
         self.attends = [index for index, one in enumerate(self._operations) if one.kind == _KINDS.index(Attend)]
         self._address: int | None = self._open(rotaries, trained_positions, identity)
@@ -284,6 +285,10 @@ class _Packed:
     @property
     def nbytes(self) -> int:
         return sum(tiles.nbytes for tiles in self._tiles)
+
+    def let_go(self) -> None:
+        """Nothing is packed any more: the checkpoint's file need not stay mapped."""
+        del self._checkpoint
 
     def by_format(self) -> dict[str, int]:
         found: dict[str, int] = {}
