@@ -52,10 +52,19 @@ def choose(
         chosen.append(index)
         tokens += candidates[index].tokens
     most = len(decodes) + prefill_tokens_beside if decodes else step_tokens
+    # Where several owners wait, no request passes an earlier one of its owner that does not fit: that would count as the
+    # owner's turn, and the earlier one would never come first.
+    has_turns = len({candidates[index].owner for index in prefills}) > 1
+    passed_over: set[str] = set()
     for index in prefills[1:]:
-        if len(chosen) < max_batch and tokens + candidates[index].tokens <= most:
+        one = candidates[index]
+        if one.owner in passed_over:
+            continue
+        if len(chosen) < max_batch and tokens + one.tokens <= most:
             chosen.append(index)
-            tokens += candidates[index].tokens
+            tokens += one.tokens
+        elif has_turns:
+            passed_over.add(one.owner)
     return chosen
 
 

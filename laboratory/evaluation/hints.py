@@ -82,6 +82,8 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     model = target.model
     if model.kernels == "triton" or (model.kernels == "auto" and torch.device(model.device).type == "cuda"):
         raise InvalidArgument("kernels", f"{model.kernels} chooses on {model.device} itself: ask with --kernels plain")
+    if target.forward.facts.backend == "native":
+        raise InvalidArgument("backend", "the native backend chooses in its kernels: ask with --backend torch")
     require_at_least(arguments, lengths=1, count=3, texts=1)  # the last has no entry yet, the first none before it
     count, texts = (_QUICK_COUNT, 1) if arguments.quick else (arguments.count, arguments.texts)
     geometry = geometry_of(target)

@@ -101,7 +101,9 @@ def test_a_client_whose_key_was_removed_and_that_cancels_refused_calls_is_droppe
             connection.send(frame(DATA, END_STREAM, first, message(b"")))
             answered = (each.kind for each in connection.frames() if each.stream == first)
             assert DATA in answered
-            Path(keys).write_text(f"{Key.of(VICTIM, 'victim').line}\n", encoding="utf-8")
+            # Replaced in one piece: the server must not read half of it.
+            (tmp_path / "keys.new").write_text(f"{Key.of(VICTIM, 'victim').line}\n", encoding="utf-8")
+            (tmp_path / "keys.new").replace(keys)
             cancel_until_dropped(connection, first + 2)
             victim.goes_on()
 

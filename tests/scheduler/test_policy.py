@@ -6,7 +6,7 @@ from collections import Counter, deque
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from inference_engine.scheduler.policy import (
@@ -64,6 +64,7 @@ def test_a_step_stays_within_its_budgets_and_is_never_empty(waiting: list[Candid
 
 
 @given(candidates, st.integers(1, 16))
+@example([Candidate(tokens, True, owner) for tokens, owner in ((1, ""), (128, ""), (129, "a"), (129, "b"))], 2)
 def test_every_request_is_served_before_long(waiting: list[Candidate], max_batch: int) -> None:
     """An owner's turn comes at least every few steps, and the turn of each of its requests every few of those."""
     line, served = Line(waiting, max_batch), Counter[int]()

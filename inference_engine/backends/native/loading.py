@@ -21,7 +21,7 @@ from inference_engine.types import ModelFacts
 
 logger = logging.getLogger(__name__)
 
-_IDENTITIES = {"exact": Identity.EXACT, "int8": Identity.QUANTISED, "auto": Identity.QUANTISED}
+_IDENTITIES = {"exact": Identity.EXACT, "int8": Identity.QUANTISED, "auto": Identity.EXACT}
 _NAMES = {Identity.EXACT: "exact", Identity.QUANTISED: "int8"}
 
 

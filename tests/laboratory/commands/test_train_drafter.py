@@ -40,7 +40,7 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(tiny_folder: Path, cache: Path, drafter: str) -> tuple[ModelConfig, TorchForward]:
-    model = ModelConfig(model=str(tiny_folder), cache_dir=str(cache), drafter=drafter)
+    model = ModelConfig(model=str(tiny_folder), cache_dir=str(cache), drafter=drafter, backend="torch")
     forward = open_backend(model)
     assert isinstance(forward, TorchForward)
     return model, forward

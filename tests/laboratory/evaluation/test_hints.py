@@ -102,9 +102,9 @@ def arguments(*typed: str) -> argparse.Namespace:
     return parser.parse_args(typed)
 
 
-def test_a_run_leaves_a_record_and_images(tiny_target: Target, tmp_path: Path) -> None:
+def test_a_run_leaves_a_record_and_images(tiny_torch_target: Target, tmp_path: Path) -> None:
     typed = ("--strategies", str(GATHER), "--lengths", "150", "203", "--kinds", "looped", "--count=7", "--texts=2")
-    payload = main(arguments(*typed), tiny_target)
+    payload = main(arguments(*typed), tiny_torch_target)
     path = write_record("hints", {"command": "kakeya evaluate hints", **payload}, results_dir=tmp_path)
     draw(payload, path.parent)
     assert {image.name for image in path.parent.glob("*.png")} == {"overlap_looped.png", "passes_looped.png"}
@@ -123,13 +123,18 @@ def test_a_run_leaves_a_record_and_images(tiny_target: Target, tmp_path: Path) -
         (("--strategies", str(GATHER), "--lengths=512"), "limit_tokens"),
     ],
 )
-def test_what_has_nothing_to_choose_is_refused(tiny_target: Target, typed: tuple[str, ...], said: str) -> None:
+def test_what_has_nothing_to_choose_is_refused(tiny_torch_target: Target, typed: tuple[str, ...], said: str) -> None:
     with pytest.raises(InvalidArgument, match=said):
-        main(arguments(*typed, "--kinds", "looped"), tiny_target)
+        main(arguments(*typed, "--kinds", "looped"), tiny_torch_target)
 
 
 @pytest.mark.parametrize("own", [{"kernels": "triton"}, {"device": "cuda"}], ids=str)
-def test_choices_that_a_kernel_makes_cannot_be_watched(tiny_target: Target, own: dict[str, Any]) -> None:
+def test_choices_that_a_kernel_makes_cannot_be_watched(tiny_torch_target: Target, own: dict[str, Any]) -> None:
     target = replace(tiny_target, model=replace(tiny_target.model, **own))
     with pytest.raises(InvalidArgument, match="--kernels plain"):
         main(arguments("--strategies", str(GATHER), "--lengths", "150", "--kinds", "looped"), target)
+
+
+def test_choices_of_the_native_backend_cannot_be_observed(tiny_target: Target) -> None:
+    with pytest.raises(InvalidArgument, match="--backend torch"):
+        main(arguments("--strategies", str(GATHER), "--kinds", "looped"), tiny_target)
