@@ -52,8 +52,8 @@ def choose(
         chosen.append(index)
         tokens += candidates[index].tokens
     most = len(decodes) + prefill_tokens_beside if decodes else step_tokens
-    # Where several owners wait, no request passes an earlier one of its owner that does not fit: that would count as the
-    # owner's turn, and the earlier one would never come first.
+    # Where several owners wait, no request passes an earlier one of its owner that does not fit: that would count as
+    # the owner's turn, and the earlier one would never come first.
     has_turns = len({candidates[index].owner for index in prefills}) > 1
     passed_over: set[str] = set()
     for index in prefills[1:]:

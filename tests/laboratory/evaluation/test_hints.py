@@ -130,7 +130,7 @@ def test_what_has_nothing_to_choose_is_refused(tiny_torch_target: Target, typed:
 
 @pytest.mark.parametrize("own", [{"kernels": "triton"}, {"device": "cuda"}], ids=str)
 def test_choices_that_a_kernel_makes_cannot_be_watched(tiny_torch_target: Target, own: dict[str, Any]) -> None:
-    target = replace(tiny_target, model=replace(tiny_target.model, **own))
+    target = replace(tiny_torch_target, model=replace(tiny_torch_target.model, **own))
     with pytest.raises(InvalidArgument, match="--kernels plain"):
         main(arguments("--strategies", str(GATHER), "--lengths", "150", "--kinds", "looped"), target)
 
