@@ -102,6 +102,12 @@ class Draw:
     drafted: Sequence[int] = ()
     needs_logprob: bool = False
 
+    @property
+    def is_plainly_greedy(self) -> bool:
+        """Are its samples the ids of the largest raw logits, and nothing else?"""
+        sampler = self.sampler
+        return sampler.sampling.temperature == 0.0 and sampler.is_plain and not self.needs_logprob
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -123,6 +129,9 @@ class _Place:
 
 def draw_all(logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll = noise_of_all) -> list[list[Sample]]:
     """For each draw a sample of each of its rows of raw float32 `logits` [n, V]. One synchronisation for all."""
+    if logits.device.type == "cpu" and all(each.is_plainly_greedy for each in draws):
+        rows = logits.numpy()
+        return [[_largest_of(rows[index]) for index in each.indices] for each in draws]
     drawn: list[list[Sample]] = [[] for _ in draws]
     places = _places(draws, logits.shape[-1])
     if not places:
@@ -150,6 +159,13 @@ def draw_all(logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll = n
         logprob = rest[0] if place.draw.needs_logprob else None
         drawn[place.index].append(Sample(int(token_id), logprob, is_finite))
     return drawn
+
+
+def _largest_of(row: NDArray[np.float32]) -> Sample:
+    """The id of the largest of one row of logits on a CPU, where this takes a fraction of what operations for all do."""
+    token_id = int(row.argmax())  # of NaN, if there is one
+    is_finite = math.isfinite(row[token_id]) and math.isfinite(np.minimum.reduce(row))
+    return Sample(token_id, None, is_finite)
 
 
 def _places(draws: Sequence[Draw], vocab: int) -> list[_Place]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from inference_engine.errors import ConfigError
 
@@ -38,6 +39,9 @@ class Geometry:
 
     page_tokens: unit of allocation. segment_tokens: positions that are prefilled and evicted together.
     token_quantum, key_quantum: what tokens and keys of a forward are padded to; 1 means no padding.
+    opening_tokens: slots that are opened together. Padded keys are read (and masked), so they are opened with the
+    entries they pad.
+    by_heads: the layers by their number of KV heads.
     """
 
     layers: tuple[LayerGeometry, ...]
@@ -47,12 +51,20 @@ class Geometry:
     segment_tokens: int = 256
     token_quantum: int = 1
     key_quantum: int = 1
+    # Worked out once: every step asks for them.
+    opening_tokens: int = field(init=False, repr=False, compare=False)
+    by_heads: Mapping[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.segment_tokens % self.token_quantum:
             raise ConfigError(
                 f"segment_tokens ({self.segment_tokens}) must be a multiple of the token quantum ({self.token_quantum})"
             )
+        by_heads: dict[int, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            by_heads.setdefault(layer.kv_heads, []).append(index)
+        object.__setattr__(self, "by_heads", {heads: tuple(layers) for heads, layers in by_heads.items()})
+        object.__setattr__(self, "opening_tokens", math.lcm(self.page_tokens, self.key_quantum))
 
     @property
     def entry_bytes(self) -> int:
@@ -63,14 +75,6 @@ class Geometry:
     def alignment(self) -> int:
         """Elements that allocations are multiples of: any head vector, and a word of 8 bytes, can begin there."""
         return math.lcm(8, *(layer.head_dim for layer in self.layers))
-
-    @property
-    def opening_tokens(self) -> int:
-        """Slots that are opened together.
-
-        Padded keys are read (and masked), so they are opened with the entries they pad.
-        """
-        return math.lcm(self.page_tokens, self.key_quantum)
 
     def round_up(self, entries: int) -> int:
         """Slots that `entries` take, rounded up to what is opened together."""

@@ -71,7 +71,7 @@ class StepNumbers:
     def attend(self, layers: Indexes, tokens: slice, starts: Numbers, lines: Numbers) -> None:
         """Set what `tokens` see in `layers`. Only the regions' `starts` differ between layers.
 
-        lines: [tokens, FIELDS], see `region_lines`.
+        lines: [tokens, FIELDS], see `RegionLines`.
         """
         regions = self.regions.reshape(len(self.regions), -1)
         regions[layers, tokens.start * FIELDS : tokens.stop * FIELDS] = lines.reshape(-1)
@@ -113,7 +113,7 @@ class StepTables:
         writes, regions = _split(numbers, geometry, tokens)
         by_layer = {
             layer: writes[heads][place].reshape(-1)
-            for heads, layers in _by_heads(geometry).items()
+            for heads, layers in geometry.by_heads.items()
             for place, layer in enumerate(layers)
         }
         ordered = tuple(by_layer[layer] for layer in range(len(geometry.layers)))
@@ -169,26 +169,34 @@ class StepTables:
         return self.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)[None]
 
 
-def region_lines(layout: Layout, queries: Positions, *, last: int, count: int) -> Numbers:
-    """[n, FIELDS]: a line for each of `queries`, which read every slot they see. Fields that differ by layer are 0.
+class RegionLines:
+    """Lines for queries that read every slot they see in regions of this layout."""
 
-    last: the last position that has an entry. count: slots to look at, those before the layout's base included. A query
-    sees a slot if `layout.visible` says so of the position that the slot holds.
-    """
-    window, native = layout.window, layout.native_window
-    nearest = np.zeros_like(queries) if native is None else np.maximum(0, queries - native + 1)
-    horizons = np.zeros_like(queries) if window is None else queries - queries % layout.segment - window
-    lines = np.zeros((len(queries), FIELDS), dtype=np.int64)
-    lines[:, HEAD_SLOTS] = layout.region
-    lines[:, COUNT] = count
-    lines[:, SINK] = layout.sink
-    lines[:, RING] = 0 if window is None else max(1, layout.capacity - layout.sink)
-    lines[:, LAST] = last
-    lines[:, UPTO] = queries
-    lines[:, FLOOR] = np.maximum(nearest, horizons)
-    lines[:, SINK_FLOOR] = nearest
-    lines[:, BASE] = layout.base
-    return lines
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._alike = np.zeros((1, FIELDS), dtype=np.int64)  # what all its lines have in common
+        self._alike[0, HEAD_SLOTS] = layout.region
+        self._alike[0, SINK] = layout.sink
+        self._alike[0, RING] = 0 if layout.window is None else max(1, layout.capacity - layout.sink)
+        self._alike[0, BASE] = layout.base
+
+    def of(self, queries: Positions, *, last: int, count: int) -> Numbers:
+        """[n, FIELDS]: a line for each of `queries`. Fields that differ by layer are 0.
+
+        last: the last position that has an entry. count: slots to look at, those before the layout's base included. A
+        query sees a slot if `layout.visible` says so of the position that the slot holds.
+        """
+        window, native = self._layout.window, self._layout.native_window
+        lines = self._alike.repeat(len(queries), axis=0)
+        lines[:, COUNT] = count
+        lines[:, LAST] = last
+        lines[:, UPTO] = queries
+        if native is not None:
+            lines[:, FLOOR] = lines[:, SINK_FLOOR] = np.maximum(0, queries - native + 1)
+        if window is not None:
+            horizons = queries - queries % self._layout.segment - window
+            lines[:, FLOOR] = np.maximum(lines[:, FLOOR], horizons)
+        return lines
 
 
 def choose_blocks(lines: Numbers, layout: Layout, selector: BlockSelector, queries: Positions) -> None:
@@ -211,8 +219,8 @@ def most_blocks(geometry: Geometry) -> int:
 def places_of(geometry: Geometry) -> Numbers:
     """Each layer's index among the layers with the same number of KV heads."""
     places = np.zeros(len(geometry.layers), dtype=np.int64)
-    for layers in _by_heads(geometry).values():
-        places[layers] = np.arange(len(layers))
+    for layers in geometry.by_heads.values():
+        places[list(layers)] = np.arange(len(layers))
     return places
 
 
@@ -229,23 +237,18 @@ def as_vectors(states: Tensor) -> Tensor:
     return states[0].transpose(0, 1).reshape(-1, states.shape[-1])
 
 
-def _by_heads(geometry: Geometry) -> dict[int, list[int]]:
-    """The layers by their number of KV heads."""
-    found: dict[int, list[int]] = {}
-    for index, layer in enumerate(geometry.layers):
-        found.setdefault(layer.kv_heads, []).append(index)
-    return found
-
-
 def _count(geometry: Geometry, tokens: int, has_regions: bool) -> int:
-    return tokens * sum(layer.kv_heads + FIELDS * has_regions for layer in geometry.layers)
+    count = len(geometry.layers) * FIELDS if has_regions else 0
+    for heads, layers in geometry.by_heads.items():
+        count += len(layers) * heads
+    return tokens * count
 
 
 def _split(numbers: Array, geometry: Geometry, tokens: int) -> tuple[dict[int, Array], Array]:
     """Views of one run of numbers: the writes by number of KV heads, and the regions of all layers."""
     writes: dict[int, Array] = {}
     first = 0
-    for heads, layers in _by_heads(geometry).items():
+    for heads, layers in geometry.by_heads.items():
         count = len(layers) * tokens * heads
         writes[heads] = numbers[first : first + count].reshape(len(layers), tokens, heads)
         first += count

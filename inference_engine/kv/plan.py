@@ -155,14 +155,16 @@ def _staged(session: SessionKV, quantum: int, packed: int) -> StagedQueries:
     """What a session has staged. Its packed tokens begin at index `packed`."""
     first, end = session.next_position, session.next_position + session.staged
     begin, stop = first - first % quantum, -(-end // quantum) * quantum
-    has_generated = bool(session.staged_generated.any())
+    positions = np.arange(begin, stop, dtype=np.int64)
+    generated = np.count_nonzero(session.staged_generated)
     return StagedQueries(
-        positions=np.arange(begin, stop, dtype=np.int64),
+        positions=positions,
+        staged=positions[first - begin : end - begin],
         packed=slice(packed, packed + stop - begin),
         real=slice(packed + first - begin, packed + end - begin),
         first=first,
         end=end,
         generated=session.staged_generated,
-        has_generated=has_generated,
-        has_appended=not (has_generated and session.staged_generated.all()),
+        has_generated=generated > 0,
+        has_appended=generated < session.staged,
     )

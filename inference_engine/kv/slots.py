@@ -18,7 +18,7 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.allocation import Allocation
 from inference_engine.kv.memory.pool import KVBuffer
-from inference_engine.kv.numbers import Indexes, as_slice, places_of
+from inference_engine.kv.numbers import Indexes, RegionLines, as_slice, places_of
 from inference_engine.kv.views import ChunkView, EntrySource, Portion, Region, StagedQueries, StepReads
 
 
@@ -27,6 +27,7 @@ class LayerSlots:
     """The regions of a set of layers. `held` says which position each slot holds, -1 for none.
 
     layer_index: the layers' numbers. place_index: their places among the layers with as many KV heads.
+    entry_bytes: bytes of one position in all layers of the set.
     """
 
     context: KVContext
@@ -39,9 +40,19 @@ class LayerSlots:
     layer_index: Indexes = field(init=False)
     place_index: Indexes = field(init=False)
     region: Region = field(init=False)
+    lines: RegionLines = field(init=False)
+    kv_heads: int = field(init=False)
+    head_dim: int = field(init=False)
+    entry_bytes: int = field(init=False)
+    _heads: NDArray[np.int64] = field(init=False)  # where each head's slots begin, from a layer's start
     _even: tuple[tuple[slice, int], ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.kv_heads, self.head_dim = self.layer_set.kv_heads, self.layer_set.head_dim
+        vectors = 2 * self.kv_heads * len(self.layer_set.layers)
+        self.entry_bytes = vectors * self.head_dim * self.context.geometry.itemsize
+        self.lines = RegionLines(self.layout)
+        self._heads = np.arange(self.kv_heads, dtype=np.int64) * self.layout.region
         self.layers = np.array(self.layer_set.layers, dtype=np.int64)
         self.held = np.full(self.layout.capacity, -1, dtype=np.int64)
         self.layer_index = as_slice(self.layers)
@@ -53,26 +64,12 @@ class LayerSlots:
         self._even = tuple(evenly_apart(starts))
 
     @property
-    def kv_heads(self) -> int:
-        return self.layer_set.kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.layer_set.head_dim
-
-    @property
     def buffer(self) -> KVBuffer:
         return self.context.pool.buffers[self.head_dim]
 
-    @property
-    def entry_bytes(self) -> int:
-        """Bytes of one position in all layers of the set."""
-        return 2 * self.kv_heads * self.head_dim * self.context.geometry.itemsize * len(self.layers)
-
     def region_offsets(self, slots: Positions) -> NDArray[np.int64]:
         """Offsets of `slots` in every head from a layer's start: [slots · Hkv]."""
-        heads = np.arange(self.kv_heads, dtype=np.int64) * self.layout.region
-        return (slots[:, None] + heads).reshape(-1)
+        return (slots[:, None] + self._heads).reshape(-1)
 
     def open_slots(self, length: int) -> int:
         """Slots that histories of `length` have touched."""
@@ -80,8 +77,8 @@ class LayerSlots:
 
     def paged_slots(self, length: int) -> int:
         """Slots in the pages that histories of `length` have opened."""
-        page = self.context.geometry.opening_tokens
-        return min(self.layout.capacity, -(-self.open_slots(length) // page) * page)
+        page, layout = self.context.geometry.opening_tokens, self.layout
+        return min(layout.capacity, -(-(length - layout.base) // page) * page)
 
     def open(self, first: int, end: int) -> None:
         """Wipe the slots from `first` to `end`."""

@@ -50,12 +50,13 @@ class View(Protocol):
 class StagedQueries:
     """What one session has staged in a step.
 
-    packed, real: where its tokens lie in the step, with padding and without. positions: those of `packed`.
-    [first, end): the staged positions. generated: [end - first], which of them the model generated.
+    packed, real: where its tokens lie in the step, with padding and without. positions, staged: those of `packed`, and
+    those of `real`, from `first` to `end`. generated: [end - first], which of them the model generated.
     views: by layer; none where the queries read by numbers.
     """
 
     positions: Positions
+    staged: Positions
     packed: slice
     real: slice
     first: int

@@ -23,7 +23,7 @@ from inference_engine.kernels.ragged_attention import (
 )
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.layout import BlockSelector, LayerRule, Layout
-from inference_engine.kv.numbers import choose_blocks, region_lines
+from inference_engine.kv.numbers import RegionLines, choose_blocks
 from tests.kernels.own_process import run_with_triton
 
 Build = Callable[[tuple[int, int, int], torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]]
@@ -84,7 +84,7 @@ def test_the_numbers_of_a_query_let_it_see_what_its_layout_lets_it_see(name: str
         for first in {length - 1, max(layout.segment_start(length - 1), length - 3)}:
             queries = np.arange(first, length)
             own = held(layout, length)
-            numbers = region_lines(layout, queries, last=length - 1, count=layout.capacity)
+            numbers = RegionLines(layout).of(queries, last=length - 1, count=layout.capacity)
             expected = layout.visible(queries, own)
             for place, line in enumerate(numbers):
                 found = seen(torch.arange(layout.capacity), line.tolist())
@@ -93,7 +93,7 @@ def test_the_numbers_of_a_query_let_it_see_what_its_layout_lets_it_see(name: str
 
 def line_of(start: int, layout: Layout, queries: np.ndarray, *, count: int) -> np.ndarray:
     """The lines of queries, the last of which is that of the last position, over regions that begin at `start`."""
-    lines = region_lines(layout, queries, last=int(queries[-1]), count=count)
+    lines = RegionLines(layout).of(queries, last=int(queries[-1]), count=count)
     lines[:, START] = start
     return lines
 

@@ -13,6 +13,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from inference_engine.native.library import Attention, Kernels, KVType, Threads
 from inference_engine.native.library import Step as NativeStep
 from inference_engine.types import Mode, ModelFacts
 
+_BYTES = 8  # of each number of a step
 _DTYPES = {KVType.FLOAT32: torch.float32, KVType.FLOAT16: torch.float16, KVType.BFLOAT16: torch.bfloat16}
 
 
@@ -112,37 +114,37 @@ class NativeForward:
         step.on_computed()
         if not step.draws:
             return result
-        with torch.inference_mode():
-            samples = draw_all(result.logits, step.draws, self._ops.noise_of_all)
-        return replace(result, samples=samples)
+        return replace(result, samples=draw_all(result.logits, step.draws, self._ops.noise_of_all))
 
     def _forward(self, step: Step) -> Result:
         plan, steps = step.plan, self.program.steps
-        tokens = plan.query_count
-        ids = np.ascontiguousarray(step.token_ids, np.int64)
-        positions = np.ascontiguousarray(plan.positions, np.int64)
-        asked = np.fromiter(step.logit_queries, np.int64, len(step.logit_queries))
-        taps = np.array(step.tap_layers, np.int32)
-        logits = torch.empty(len(asked), steps.vocabulary)
-        tapped = torch.empty(tokens, len(taps), steps.hidden) if len(taps) else None
-        numbers = plan.numbers.all
-        writes = numbers.ctypes.data + self._writes * tokens
+        tokens, asked, taps = plan.query_count, len(step.logit_queries), len(step.tap_layers)
+        # Memory of numpy's: torch would let other threads run while it allocates, and readers have just been woken.
+        logits = torch.from_numpy(np.empty((asked, steps.vocabulary), np.float32))
+        tapped = torch.empty(tokens, taps, steps.hidden) if taps else None
+        tap_layers = np.array(step.tap_layers, np.int32)
+        numbers = _address_of(plan.numbers.all)
+        # One array, so that one address is asked for: each takes as long as a part of the plan.
+        inputs = np.concatenate(
+            (step.token_ids, plan.positions, numbers + self._writes * tokens, step.logit_queries), dtype=np.int64
+        )
+        ids = _address_of(inputs)
         buffer = next(iter(plan.pool.buffers.values()))  # vectors of every size lie in the same memory
         native = NativeStep(
-            ids=ids.ctypes.data,
-            positions=positions.ctypes.data,
-            writes=writes.ctypes.data,
-            regions=numbers.ctypes.data + self._writes_per_token * tokens,
+            ids=ids,
+            positions=ids + _BYTES * tokens,
+            writes=ids + 2 * _BYTES * tokens,
+            regions=numbers + self._writes_per_token * tokens,
             keys=buffer.keys.data_ptr(),
             values=buffer.values.data_ptr(),
-            logit_queries=asked.ctypes.data,
+            logit_queries=ids + _BYTES * (len(inputs) - asked),
             logits=logits.data_ptr(),
-            taps=taps.ctypes.data,
+            taps=_address_of(tap_layers),
             tapped=None if tapped is None else tapped.data_ptr(),
             tokens=tokens,
-            logit_count=len(asked),
+            logit_count=asked,
             vocabulary=steps.vocabulary,
-            tap_count=len(taps),
+            tap_count=taps,
         )
         if plan.is_numbers_only:
             self.program.run(native)
@@ -239,6 +241,12 @@ def seam_without_weights(
             if name == "rotary_emb":
                 setattr(parent, name, type(child)(own.get_text_config()))
     return Seam(model, traits)
+
+
+def _address_of(array: NDArray[Any]) -> int:
+    """Without the object that `array.ctypes` makes."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def _write_offsets(kv_heads: Sequence[int]) -> tuple[NDArray[np.int64], int]:

@@ -26,7 +26,6 @@ from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.allocation import Allocation
 from inference_engine.kv.memory.pool import Demand
 from inference_engine.kv.memory.transfers import TransferTotals
-from inference_engine.kv.numbers import region_lines
 from inference_engine.kv.part import Held, Need, Part, Saved
 from inference_engine.kv.parts.block_index import BlockIndex
 from inference_engine.kv.parts.layer_part import LayerPart, LayoutPart
@@ -125,7 +124,7 @@ class LayerEntries(LayerSlots, Part):
         opened, needed = self.paged_slots(first), self.paged_slots(end)
         if needed > opened:
             self.open(opened, needed)
-        if (self.held[self.layout.slots(positions)] >= 0).any():
+        if np.count_nonzero(self.held[self.layout.slots(positions)] >= 0):
             raise InvariantViolated("INV1", f"a slot for positions from {first} is still held")
         for part in self.parts:
             part.prepare(positions, generated)
@@ -138,12 +137,11 @@ class LayerEntries(LayerSlots, Part):
         return all(part.fits_numbers for part in self.parts)
 
     def read(self, queries: StagedQueries, step: StepReads) -> None:
-        staged = np.arange(queries.first, queries.end, dtype=np.int64)
-        targets = self.region_offsets(self.layout.slots(staged))
+        targets = self.region_offsets(self.layout.slots(queries.staged))
         step.numbers.write(self.kv_heads, self.place_index, queries.real, self.starts, targets)
         if self._has_numbers(queries, step):
             count = self.slot_count(queries.end) + self.layout.base
-            lines = region_lines(self.layout, queries.positions, last=int(queries.positions[-1]), count=count)
+            lines = self.lines.of(queries.positions, last=int(queries.positions[-1]), count=count)
             step.numbers.attend(self.layer_index, queries.real, self.starts, lines)
             for part in self.parts:
                 part.amend(queries, step)
