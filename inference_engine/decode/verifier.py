@@ -15,7 +15,7 @@ must equal the keyed sample, which gives the same distribution and the same toke
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +27,9 @@ from inference_engine.backends.base import Forward, Step
 from inference_engine.errors import InvariantViolated, RestorationFailed
 from inference_engine.kernels.sampling import Draw, Sample, Sampler
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.plan import Span, SpanFailed, StepPlan
+from inference_engine.kv.plan import SpanFailed, StepPlan
 from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.views import StagedQueries
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,19 +60,18 @@ class Block:
         ids: list[int] = self.token_ids[len(self.token_ids) - self.drafted :].tolist()
         return ids
 
-    def draws(self, end: int) -> Iterator[Draw]:
+    def draw(self, sampler: Sampler, end: int, position: int) -> Draw:
         """The samples to draw for this block, whose last token has index `end` - 1 in the logits.
 
-        Call it after the block is staged.
+        position: of the token after the block.
         """
-        if self.sampler is not None:
-            yield Draw(
-                indices=range(end - self.sampled, end),
-                sampler=self.sampler,
-                position=self.kv.next_position + self.kv.staged - self.drafted,
-                drafted=self.draft_tokens,
-                needs_logprob=self.needs_logprob,
-            )
+        return Draw(
+            indices=range(end - 1 - self.drafted, end),
+            sampler=sampler,
+            position=position - self.drafted,
+            drafted=self.draft_tokens if self.drafted else (),
+            needs_logprob=self.needs_logprob,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Verifier:
 
     def waits(self, blocks: Sequence[Block]) -> bool:
         """Does `run` return only when these blocks are computed? On a GPU only if tokens are sampled."""
-        return self._forward.device.type == "cpu" or any(block.sampled for block in blocks)
+        return self._forward.device.type == "cpu" or any([block.sampled for block in blocks])
 
     def run(self, blocks: Sequence[Block], *, on_planned: Callable[[], None] = lambda: None) -> list[Outcome]:
         """Forward all blocks in one step. on_planned: called right before work for the device is launched.
@@ -156,15 +156,19 @@ class Verifier:
         wanted: list[int] = []  # packed tokens whose logits are computed
         ends: list[int] = []  # per block, one past the place of its last token in `wanted`
         draws: list[Draw] = []
+        reported: list[tuple[int, Block]] = []  # whose logits or samples are returned
         for block, span in zip(blocks, plan.spans, strict=True):
             token_ids[span.real] = block.token_ids
-            count = max(block.wanted_logits, block.sampled)
+            sampled = block.sampled
+            count = max(block.wanted_logits, sampled)
+            if count:
+                reported.append((len(ends), block))
             aligned = _aligned_queries(span, context.geometry.token_quantum, count)
             ends.append(len(wanted) + (span.real.stop - aligned.start if count else 0))
             wanted.extend(aligned)
-            draws.extend(block.draws(ends[-1]))
-        tap_layers = self._tap_layers if any(block.needs_taps for block in blocks) else ()
-        reported = [(index, block) for index, block in enumerate(blocks) if block.sampled or block.wanted_logits]
+            if block.sampler is not None:
+                draws.append(block.draw(block.sampler, ends[-1], span.end))
+        tap_layers = self._tap_layers if any([block.needs_taps for block in blocks]) else ()
 
         def on_computed() -> None:
             self._lap("forward")
@@ -183,7 +187,7 @@ class Verifier:
         samples = iter(result.samples)
         return [
             Outcome(
-                samples=_agreeing(block, next(samples)) if block.sampled else (),
+                samples=_agreeing(block, next(samples)) if block.sampler is not None else (),
                 logits=result.logits[end - block.wanted_logits : end].clone() if block.wanted_logits else None,
                 taps=result.taps[span.real] if result.taps is not None and block.needs_taps else None,
             )
@@ -201,7 +205,7 @@ def _agreeing(block: Block, samples: Sequence[Sample]) -> tuple[Sample, ...]:
     return tuple(samples)
 
 
-def _aligned_queries(span: Span, quantum: int, count: int) -> range:
+def _aligned_queries(span: StagedQueries, quantum: int, count: int) -> range:
     """The packed tokens, in whole quanta, that contain the span's last `count` tokens."""
     if not count:
         return range(0)

@@ -128,12 +128,6 @@ class Part(ABC):
     def evict(self, before: int, length: int) -> None:
         """Evict entries that no query of a history of `length` reads. Raises RestorationFailed."""
 
-    def ask_finite(self) -> None:
-        """Start a check on the device that archived and restored entries are finite. Nothing waits for it."""
-
-    def require_finite(self) -> None:
-        """Raise RestorationFailed if a check of `ask_finite` failed."""
-
     # -- as a whole -------------------------------------------------------------------------------------------------
 
     def copy_from(self, other: Self, length: int) -> None:

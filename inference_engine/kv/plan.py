@@ -15,7 +15,6 @@ mask. A step whose queries all read regions is a table of numbers (`StepTables`)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -29,23 +28,10 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.numbers import StepNumbers, StepTables
 from inference_engine.kv.session_kv import SessionKV
-from inference_engine.kv.views import OnChoice, Scoring, StagedQueries, StepReads, View
+from inference_engine.kv.views import OnChoice, Scoring, StagedQueries, StepReads
 
 # Longer blocks are computed session by session: each fills a device, and fused operations are fastest then.
 _MOST_RAGGED_TOKENS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One session's tokens in the packed forward: `packed` includes padding, `real` does not."""
-
-    packed: slice
-    real: slice
-    views: dict[int, View]  # by layer; none where the queries read by numbers
-
-    @property
-    def count(self) -> int:
-        return int(self.real.stop - self.real.start)
 
 
 class SpanFailed(Exception):
@@ -79,13 +65,13 @@ class StepPlan:
         quantum = geometry.token_quantum
         self._attend_ragged = ops.attend_ragged
         attends_together = ops.attends_together and quantum == 1
-        staged: list[StagedQueries] = []
+        self.spans: list[StagedQueries] = []  # of each session
         total = 0
         for session in sessions:
-            staged.append(_staged(session, quantum, total))
-            total = staged[-1].packed.stop
+            self.spans.append(_staged(session, quantum, total))
+            total = self.spans[-1].packed.stop
         self.query_count = total
-        self.positions: NDArray[np.int64] = np.concatenate([queries.positions for queries in staged])
+        self.positions: NDArray[np.int64] = np.concatenate([span.positions for span in self.spans])
         has_regions = attends_together and any(kv.staged <= _MOST_RAGGED_TOKENS for kv in sessions)
         self.numbers = StepNumbers(geometry, total, has_regions=has_regions, scratch=pool.scratch)
         reads = StepReads(
@@ -97,14 +83,13 @@ class StepPlan:
             numbers=self.numbers,
             on_choice=on_choice,
         )
-        for session, queries in zip(sessions, staged, strict=True):
+        for session, span in zip(sessions, self.spans, strict=True):
             for part in session.parts:
-                part.read(queries, reads)
+                part.read(span, reads)
         self._device = device
         self.selects = reads.selects  # does a query that reads by numbers choose blocks?
-        self.spans = tuple(Span(queries.packed, queries.real, queries.views) for queries in staged)
         # Do all queries read by numbers?
-        self.is_numbers_only = not any(span.views for span in self.spans)
+        self.is_numbers_only = not any([span.views for span in self.spans])
 
     @cached_property
     def _tables(self) -> StepTables:
@@ -156,7 +141,6 @@ def _staged(session: SessionKV, quantum: int, packed: int) -> StagedQueries:
     first, end = session.next_position, session.next_position + session.staged
     begin, stop = first - first % quantum, -(-end // quantum) * quantum
     positions = np.arange(begin, stop, dtype=np.int64)
-    generated = np.count_nonzero(session.staged_generated)
     return StagedQueries(
         positions=positions,
         staged=positions[first - begin : end - begin],
@@ -165,6 +149,6 @@ def _staged(session: SessionKV, quantum: int, packed: int) -> StagedQueries:
         first=first,
         end=end,
         generated=session.staged_generated,
-        has_generated=generated > 0,
-        has_appended=generated < session.staged,
+        has_generated=True in session.staged_generated,
+        has_appended=False in session.staged_generated,
     )

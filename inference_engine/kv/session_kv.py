@@ -316,7 +316,7 @@ class SessionKV:
 
     def ask_finite(self) -> None:
         """Start a check on the device that archived and restored entries are finite. Nothing waits for it."""
-        for part in self.parts:
+        for part in self._archived:
             part.ask_finite()
 
     def require_finite(self) -> None:
@@ -324,7 +324,7 @@ class SessionKV:
 
         Call it before any result that was computed from those entries reaches a client.
         """
-        for part in self.parts:
+        for part in self._archived:
             part.require_finite()
 
     def idle(self) -> None:

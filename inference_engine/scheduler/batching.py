@@ -69,29 +69,25 @@ class Batching:
 
         requests: the running ones, longest unserved first; at least one.
         """
-        decoders = sum(not request.is_prefilling for request in requests)
+        turns = [_turn_of(request) for request in requests]
+        prefills = [request for request, (_, is_prefilling) in zip(requests, turns, strict=True) if is_prefilling]
+        decoders = len(requests) - len(prefills)
         candidates = [
-            Candidate(
-                self._tokens(request, decoders),
-                request.is_prefilling,
-                request.session.owner,
-                self._turns.last(_turn_of(request)),
-            )
-            for request in requests
+            Candidate(self._tokens(request, decoders), is_prefilling, owner, self._turns.last((owner, is_prefilling)))
+            for request, (owner, is_prefilling) in zip(requests, turns, strict=True)
         ]
-        # The longest step that any of them may be part of.
-        step_tokens = max(self._most_tokens(request) for request in requests)
-        prefills = [request for request in requests if request.is_prefilling] if decoders else []
+        # Without decoders, the longest step that any of them may be part of.
+        step_tokens = 0 if decoders else max(self._most_tokens(request) for request in prefills)
         beside = min(decoders, self._config.max_batch)
         chosen = choose(
             candidates,
             step_tokens=step_tokens,
             max_batch=self._config.max_batch,
-            prefill_tokens_beside=min(
-                (self._prefill_tokens_beside(request, beside) for request in prefills), default=0
-            ),
+            prefill_tokens_beside=min([self._prefill_tokens_beside(request, beside) for request in prefills])
+            if decoders and prefills
+            else 0,
         )
-        self._turns.served(_turn_of(requests[index]) for index in chosen)
+        self._turns.served([turns[index] for index in chosen])
         return {requests[index]: candidates[index].tokens for index in chosen}
 
     def took(self, tokens: int, seconds: float) -> None:

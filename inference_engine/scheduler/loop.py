@@ -79,7 +79,8 @@ class Scheduler:
         self._beginnings = Beginnings(metrics, clock, self._endings, self.wakeups, self._enter, vocab_size=vocab_size)
         self._batching = Batching(config, clock, self._drafting)
         self._settling = Settling(store, journal, metrics, clock, self._endings, self._drafting)
-        self._wake = threading.Condition()
+        self._lock = threading.RLock()
+        self._wake = threading.Condition(self._lock)
         self._tasks: deque[Callable[[], None]] = deque()
         self._queued: deque[Request] = deque()  # in order of arrival
         self._running: deque[Request] = deque()  # longest unserved first
@@ -110,7 +111,7 @@ class Scheduler:
 
         refuse_late: if its first token would come after more than `max_first_token_seconds` of waiting, refuse it.
         """
-        with self._wake:
+        with self._lock:
             if not self._thread.is_alive():
                 raise InternalError("engine-thread-ended")
             if self._is_draining or self._is_stopping:
@@ -172,7 +173,7 @@ class Scheduler:
 
     def between_steps(self, task: Callable[[], None]) -> None:
         """Run `task` on the loop's thread, soon, and before any request that is submitted later. It must not raise."""
-        with self._wake:
+        with self._lock:
             if not self._thread.is_alive():
                 raise InternalError("engine-thread-ended")
             if self._is_stopping:
@@ -182,12 +183,12 @@ class Scheduler:
 
     def nudge(self) -> None:
         """Wake the loop: a stop was requested."""
-        with self._wake:
+        with self._lock:
             self._wake.notify_all()
 
     def drain(self, grace_seconds: float) -> None:
         """Refuse new requests; wait for those in flight; after the grace, end them with Draining."""
-        with self._wake:
+        with self._lock:
             self._is_draining = True
             if self._wake.wait_for(self._is_done, timeout=grace_seconds):
                 return
@@ -199,7 +200,7 @@ class Scheduler:
     def stop(self) -> None:
         """End everything with Draining and join the thread."""
         self.drain(0.0)
-        with self._wake:
+        with self._lock:
             self._is_stopping = True
             self._wake.notify_all()
         self._thread.join(timeout=_STUCK_SECONDS)
@@ -221,7 +222,7 @@ class Scheduler:
 
     def requests(self) -> tuple[Request, ...]:
         """Those in flight, waiting ones included."""
-        with self._wake:
+        with self._lock:
             return (*self._queued, *self._running)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ class Scheduler:
         while True:
             if not self._running:
                 self.wakeups.release()  # it is not known when the device works again
-            with self._wake:
+            with self._lock:
                 self._is_ending = False
                 if self._is_idle():
                     self._wake.notify_all()
@@ -250,7 +251,8 @@ class Scheduler:
                     self._run_task()
                 is_clean &= not self._store.expire()
                 self._end_stopped()
-                self._begin_waiting([request for request in waiting if request.state is RequestState.QUEUED])
+                if waiting:
+                    self._begin_waiting([request for request in waiting if request.state is RequestState.QUEUED])
                 self._step()
             except Exception as error:
                 # A bug outside any request: nothing in flight can be trusted to continue.
@@ -261,7 +263,7 @@ class Scheduler:
         try:
             self._tasks[0]()
         finally:
-            with self._wake:
+            with self._lock:
                 self._tasks.popleft()
 
     def _end_stopped(self) -> None:
@@ -296,7 +298,8 @@ class Scheduler:
         self._timer.begin()
         chosen = self._batching.choose(requests)
         batch = list(chosen)
-        is_decoding = not any(request.is_prefilling for request in batch)
+        first = [request for request in batch if request.is_prefilling]
+        is_decoding = not first
         drafts: dict[Request, TokenIds] = {}
         self._timer.lap("plan")
         if self._drafting is not None and is_decoding:
@@ -320,7 +323,7 @@ class Scheduler:
             self._endings.fail_all(batch, error)
             return
         self.failed_steps = 0
-        seconds, tokens = self._clock() - began, sum(len(block.token_ids) for block in blocks)
+        seconds, tokens = self._clock() - began, sum([len(block.token_ids) for block in blocks])
         has_waited = self._verifier.waits(blocks)
         # Otherwise the measured time includes work of the steps before it, or misses some of its own.
         is_known = has_waited and self._is_caught_up
@@ -333,7 +336,6 @@ class Scheduler:
         if self._drafting is not None and is_decoding and is_known:
             self._drafting.took(len(batch), tokens, seconds)
         self._move_back(batch, None if last is None else (last[1], step_began - last[0]))
-        first = [request for request in batch if not request.generated]
         self.wakeups.hold()
         for request, block, outcome in zip(batch, blocks, outcomes, strict=True):
             try:
@@ -342,7 +344,8 @@ class Scheduler:
                 self._endings.fail_session(request, violation)
             except Exception as error:
                 self._endings.fail_all([request], error)
-        self._record_first_tokens(first)
+        if first:
+            self._record_first_tokens(first)
         self._timer.lap("settle")
         if self._drafting is not None:
             self._drafting.flush_if_many()
@@ -383,7 +386,7 @@ class Scheduler:
         last: tokens of the step before this one, and seconds from its beginning to this one's.
         """
         served = set(batch)
-        with self._wake:
+        with self._lock:
             if last is not None:
                 self._foresight.stepped(*last)
             others = [request for request in self._running if request not in served]
@@ -395,17 +398,17 @@ class Scheduler:
         answered = [request for request in requests if request.generated]
         if answered:
             now = self._clock()
-            with self._wake:
+            with self._lock:
                 for request in answered:
                     self._foresight.answered(request, now)
 
     def _enter(self, request: Request) -> None:
-        with self._wake:
+        with self._lock:
             self._queued.remove(request)
             self._running.append(request)
 
     def _leave(self, request: Request) -> None:
-        with self._wake:
+        with self._lock:
             self._is_ending = True
             if request in self._queued:
                 self._queued.remove(request)

@@ -46,6 +46,8 @@ def choose(
     prefills = _in_turn(candidates, [index for index, one in enumerate(candidates) if one.is_prefilling])
     # One place is kept for a prefill, else max_batch decoders would starve it.
     chosen = decodes[: max_batch - 1 if prefills else max_batch]
+    if not prefills:
+        return chosen
     tokens = sum(candidates[index].tokens for index in chosen)
     # One prefill always joins, however full the step is: a stream of new decoders must not starve it.
     for index in prefills[:1]:

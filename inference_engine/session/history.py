@@ -167,8 +167,9 @@ class History:
 
     def extend(self, token_ids: TokenIds, mark: Mark) -> None:
         """Add tokens, all or, if it raises MemoryError, none."""
-        self.reserve(len(token_ids))
         before, done = self._length, 0
+        if before + len(token_ids) > self._capacity:
+            self.reserve(len(token_ids))
         if len(token_ids) == 1:  # a fast path: generated tokens come one by one
             leaf, place = self._leaf(before), before % LEAF_TOKENS
             leaf.ids[place], leaf.marks[place] = token_ids[0], mark
@@ -368,7 +369,10 @@ class History:
         return branch
 
     def _leaf(self, position: int) -> _Leaf:
-        return self._branch(position // BRANCH_TOKENS).leaves[position % BRANCH_TOKENS // LEAF_TOKENS]
+        branch = self._branches[position // BRANCH_TOKENS]  # as `_branch` does: every token comes here a few times
+        if branch is None:
+            raise SessionClosed
+        return branch.leaves[position % BRANCH_TOKENS // LEAF_TOKENS]
 
 
 class Stretch:

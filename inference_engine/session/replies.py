@@ -113,11 +113,7 @@ class Replies(Generic[R]):
         self._due = min(self._due, now + self._keep_seconds)
         self._expire_of(owner, now)
 
-    def expire(self) -> None:
-        """Forget expired replies. Call it now and then; it is cheap enough for every step."""
-        now = self._clock()
-        if now < self._due:
-            return
+    def _expire(self, now: float) -> None:
         for owner in list(self._ended):
             self._expire_of(owner, now)
         oldest = min((next(iter(ended.values())) for ended in self._ended.values()), default=math.inf)
@@ -173,8 +169,11 @@ class ReplyBook:
             page.session_ended(session_id, owner)
 
     def expire(self) -> None:
+        """Forget expired replies. Call it now and then; it is cheap enough for every step."""
+        now = self._clock()
         for page in self._pages:
-            page.expire()
+            if now >= page._due:
+                page._expire(now)
 
 
 _PLAIN = frozenset({int, float, bool, str, type(None)})

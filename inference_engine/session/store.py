@@ -16,7 +16,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -237,11 +237,9 @@ class SessionStore:
 
     # -- one operation at a time ------------------------------------------------------------------------------------
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[object]:
         """Hold the store's lock over a few host instructions, so that a change and its journal record are one."""
-        with self._lock:
-            yield
+        return self._lock
 
     def acquire(self, session: Session, operation: Operation) -> None:
         """Let `operation` hold the session. Raises SessionBusy at once if something else does."""

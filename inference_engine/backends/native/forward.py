@@ -110,13 +110,12 @@ class NativeForward:
         )
 
     def run(self, step: Step) -> Result:
-        result = self._forward(step)
+        logits, tapped = self._forward(step)
         step.on_computed()
-        if not step.draws:
-            return result
-        return replace(result, samples=draw_all(result.logits, step.draws, self._ops.noise_of_all))
+        return Result(logits, tapped, draw_all(logits, step.draws, self._ops.noise_of_all) if step.draws else ())
 
-    def _forward(self, step: Step) -> Result:
+    def _forward(self, step: Step) -> tuple[Tensor, Tensor | None]:
+        """The logits, and the hidden states after the layers that the step asks for."""
         plan, steps = step.plan, self.program.steps
         tokens, asked, taps = plan.query_count, len(step.logit_queries), len(step.tap_layers)
         # Memory of numpy's: torch would let other threads run while it allocates, and readers have just been woken.
@@ -126,7 +125,7 @@ class NativeForward:
         numbers = _address_of(plan.numbers.all)
         # One array, so that one address is asked for: each takes as long as a part of the plan.
         inputs = np.concatenate(
-            (step.token_ids, plan.positions, numbers + self._writes * tokens, step.logit_queries), dtype=np.int64
+            (step.token_ids, plan.positions, numbers + self._writes * tokens, np.array(step.logit_queries, np.int64))
         )
         ids = _address_of(inputs)
         buffer = next(iter(plan.pool.buffers.values()))  # vectors of every size lie in the same memory
@@ -150,7 +149,7 @@ class NativeForward:
             self.program.run(native)
         else:
             self._run_by_layers(step, native)
-        return Result(logits, tapped)
+        return logits, tapped
 
     def _run_by_layers(self, step: Step, native: NativeStep) -> None:
         """The plan attends, layer by layer; everything else is native."""

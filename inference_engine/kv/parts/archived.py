@@ -170,9 +170,11 @@ class ArchivedEntries(Part):
         return min(exact.layout.horizon(length) for exact in self._sets) if self._replays else 0
 
     def ask_finite(self) -> None:
+        """Start a check on the device that archived and restored entries are finite. Nothing waits for it."""
         self._archive.ask_finite()
 
     def require_finite(self) -> None:
+        """Raise RestorationFailed if a check of `ask_finite` failed."""
         try:
             self._archive.require_finite()
         except NonFiniteEntries as error:

@@ -124,7 +124,7 @@ class LayerEntries(LayerSlots, Part):
         opened, needed = self.paged_slots(first), self.paged_slots(end)
         if needed > opened:
             self.open(opened, needed)
-        if np.count_nonzero(self.held[self.layout.slots(positions)] >= 0):
+        if True in (self.held[self.layout.slots(positions)] >= 0):
             raise InvariantViolated("INV1", f"a slot for positions from {first} is still held")
         for part in self.parts:
             part.prepare(positions, generated)
@@ -188,7 +188,7 @@ class LayerEntries(LayerSlots, Part):
             part.commit(before, length, rejected, is_replay=is_replay)
 
     def evict(self, before: int, length: int) -> None:
-        if self.layout.horizon(length) > self.layout.horizon(before):
+        if self.layout.window is not None and self.layout.horizon(length) > self.layout.horizon(before):
             self.let_leave(length)
         for part in self.parts:
             part.evict(before, length)
