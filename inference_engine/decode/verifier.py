@@ -118,7 +118,7 @@ class Verifier:
 
     def waits(self, blocks: Sequence[Block]) -> bool:
         """Does `run` return only when these blocks are computed? On a GPU only if tokens are sampled."""
-        return self._forward.device.type == "cpu" or any([block.sampled for block in blocks])
+        return self._forward.device.type == "cpu" or any(block.sampled for block in blocks)
 
     def run(self, blocks: Sequence[Block], *, on_planned: Callable[[], None] = lambda: None) -> list[Outcome]:
         """Forward all blocks in one step. on_planned: called right before work for the device is launched.
@@ -133,7 +133,8 @@ class Verifier:
                     block.kv.stage(len(block.token_ids), block.generated)
                 except InvariantViolated as violation:
                     raise BlockFailed(index, violation) from violation
-            return self._forward_and_sample(blocks, on_planned)
+            with torch.inference_mode():
+                return self._forward_and_sample(blocks, on_planned)
         except BaseException:
             for block in blocks:
                 # A device that failed the forward may fail this too; the sessions' tables are correct all the same.
@@ -141,7 +142,6 @@ class Verifier:
                     block.kv.commit(block.kv.next_position)
             raise
 
-    @torch.inference_mode()
     def _forward_and_sample(self, blocks: Sequence[Block], on_planned: Callable[[], None]) -> list[Outcome]:
         context = self.context
         plan = StepPlan(
@@ -168,7 +168,7 @@ class Verifier:
             wanted.extend(aligned)
             if block.sampler is not None:
                 draws.append(block.draw(block.sampler, ends[-1], span.end))
-        tap_layers = self._tap_layers if any([block.needs_taps for block in blocks]) else ()
+        tap_layers = self._tap_layers if any(block.needs_taps for block in blocks) else ()
 
         def on_computed() -> None:
             self._lap("forward")

@@ -106,7 +106,8 @@ class Draw:
     def is_plainly_greedy(self) -> bool:
         """Are its samples the ids of the largest raw logits, and nothing else?"""
         sampler = self.sampler
-        return sampler.sampling.temperature == 0.0 and sampler.is_plain and not self.needs_logprob
+        is_raw = sampler.seen is None and sampler.bias is None
+        return is_raw and sampler.sampling.temperature == 0.0 and not self.needs_logprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ def draw_all(logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll = n
 
 
 def _largest_of(row: NDArray[np.float32]) -> Sample:
-    """The id of the largest of one row of logits on a CPU, where this takes a fraction of what operations for all do."""
+    """The id of the largest of one row of logits on a CPU, the lower one of equals."""
     token_id = int(row.argmax())  # of NaN, if there is one
     is_finite = math.isfinite(row[token_id]) and math.isfinite(np.minimum.reduce(row))
     return Sample(token_id, None, is_finite)

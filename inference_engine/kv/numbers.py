@@ -49,15 +49,24 @@ class StepNumbers:
     """The numbers on the host. They start as zeros: K and V go to vector 0 of the buffer, and queries read nothing.
 
     writes: by number of KV heads, [Ln, N, Hkv]. regions: [L, N, FIELDS], or [L, 0, FIELDS] where no query reads a
-    region.
+    region. The memory of all is used again by later steps, so views of it must not outlive this.
     """
+
+    _scratch: Scratch | None = None
 
     def __init__(self, geometry: Geometry, tokens: int, *, has_regions: bool, scratch: Scratch | None = None) -> None:
         """scratch: where the memory comes from, and goes to when these numbers go; None: the system."""
         self.geometry = geometry
         self.tokens = tokens
-        self.all = (scratch or Scratch()).zeros(_count(geometry, tokens, has_regions), self)
+        count = _count(geometry, tokens, has_regions)
+        self._memory = (scratch or Scratch()).take(count)
+        self._scratch = scratch
+        self.all = self._memory[:count]
         self.writes, self.regions = _split(self.all, geometry, tokens)
+
+    def __del__(self) -> None:
+        if self._scratch is not None:
+            self._scratch.give_back(self._memory)
 
     def write(self, kv_heads: int, places: Indexes, tokens: slice, starts: Numbers, region_offsets: Numbers) -> None:
         """Set where the K and V of `tokens` go, in the layers with so many KV heads at `places`.

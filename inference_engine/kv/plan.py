@@ -89,7 +89,7 @@ class StepPlan:
         self._device = device
         self.selects = reads.selects  # does a query that reads by numbers choose blocks?
         # Do all queries read by numbers?
-        self.is_numbers_only = not any([span.views for span in self.spans])
+        self.is_numbers_only = not any(span.views for span in self.spans)
 
     @cached_property
     def _tables(self) -> StepTables:
@@ -138,7 +138,8 @@ class StepPlan:
 
 def _staged(session: SessionKV, quantum: int, packed: int) -> StagedQueries:
     """What a session has staged. Its packed tokens begin at index `packed`."""
-    first, end = session.next_position, session.next_position + session.staged
+    first = session.next_position
+    end = first + session.staged
     begin, stop = first - first % quantum, -(-end // quantum) * quantum
     positions = np.arange(begin, stop, dtype=np.int64)
     return StagedQueries(

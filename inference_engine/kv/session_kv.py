@@ -139,7 +139,8 @@ class SessionKV:
 
     def covers(self, tokens: int) -> bool:
         """Is memory granted for a history of `tokens`?"""
-        return not self.grows or self.granted_tokens is None or self.granted_tokens >= min(tokens, self._most_tokens)
+        granted = self.granted_tokens
+        return not self.grows or granted is None or granted >= tokens or granted >= self._most_tokens
 
     def grow(self, tokens: int) -> bool:
         """Grant memory for a history of `tokens`. False, and nothing changed, if the pool has none left.
@@ -390,7 +391,7 @@ class SessionKV:
         Otherwise segments do not limit it.
         """
         segment = self.context.geometry.segment_tokens
-        at = self.next_position
+        at = self.length if self._replayed is None else self._replayed  # `next_position`
         to_limit = math.inf if self.limit_tokens is None else self.limit_tokens - at
         is_cut = self._has_windows or (self._is_selective and generated)
         to_boundary = segment - at % segment if is_cut else math.inf

@@ -71,10 +71,6 @@ class LayerSlots:
         """Offsets of `slots` in every head from a layer's start: [slots · Hkv]."""
         return (slots[:, None] + self._heads).reshape(-1)
 
-    def open_slots(self, length: int) -> int:
-        """Slots that histories of `length` have touched."""
-        return min(length - self.layout.base, self.layout.capacity)
-
     def paged_slots(self, length: int) -> int:
         """Slots in the pages that histories of `length` have opened."""
         page, layout = self.context.geometry.opening_tokens, self.layout
@@ -112,8 +108,8 @@ class LayerSlots:
 
     def slot_count(self, length: int) -> int:
         """Slots to read for a history of `length`, padded as keys are."""
-        quantum = self.context.geometry.key_quantum
-        return min(self.layout.capacity, -(-self.open_slots(length) // quantum) * quantum)
+        quantum, layout = self.context.geometry.key_quantum, self.layout
+        return min(layout.capacity, -(-(length - layout.base) // quantum) * quantum)
 
     def mask(self, positions: Positions, count: int, step: StepReads) -> Tensor | None:
         """[T, count] additive. None when every query sees every key, as a single decoding query often does."""

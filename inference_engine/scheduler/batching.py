@@ -170,8 +170,8 @@ class Batching:
     @staticmethod
     def _room(request: Request) -> int:
         session = request.session
-        is_selective = session.kv.is_selective
-        return session.kv.room(generated=is_selective and bool(session.pending_generated(request.pending_tokens).any()))
+        has_generated = session.kv.is_selective and True in session.pending_generated(request.pending_tokens)
+        return session.kv.room(generated=has_generated)
 
 
 def _turn_of(request: Request) -> Turn:

@@ -121,17 +121,20 @@ class Settling:
 
     def _report_tokens(self, request: Request, samples: Sequence[Sample]) -> None:
         """Report the tokens that were appended to the history."""
+        if not samples:
+            return
         session, now = request.session, self._clock()
-        if samples and request.generated == 0:
+        first = len(session.history) - len(samples)
+        if request.generated == 0:
             request.prefill_seconds = now - request.started_at
             self._metrics.prefill_seconds.observe(request.prefill_seconds)
             if request.prefill_seconds > 0:
                 self._metrics.prefill_rate.observe(request.prefilled_tokens / request.prefill_seconds)
             self._metrics.first_token_seconds.observe(now - request.accepted_at)
             request.trace.enter("decode")
-            if dropped := self._unreadable(session, len(session.history) - len(samples) - 1):
+            if dropped := self._unreadable(session, first - 1):
                 request.listener(Truncated(dropped))
-        for position, sample in enumerate(samples, start=len(session.history) - len(samples)):
+        for position, sample in enumerate(samples, start=first):
             if request.generated:
                 self._metrics.inter_token_seconds.observe(now - request.token_at)
             request.token_at = now
@@ -140,9 +143,8 @@ class Settling:
             assert request.sampler is not None
             request.sampler.observe(sample.token_id)
             request.listener(TokenCommitted(sample.token_id, position, sample.logprob))
-        if samples:
-            self._metrics.generated_tokens.inc(len(samples))
-        if samples and (reason := self._stop_reason(request, samples[-1].token_id)):
+        self._metrics.generated_tokens.inc(len(samples))
+        if reason := self._stop_reason(request, samples[-1].token_id):
             self._endings.end(request, request.finished(reason, now))
 
     @staticmethod
@@ -156,7 +158,8 @@ class Settling:
             return StopReason.EOS
         if request.generated >= request.params.max_tokens:
             return StopReason.MAX_TOKENS
-        if session.longest is not None and len(session.history) >= session.longest:
+        longest = session.longest
+        if longest is not None and len(session.history) >= longest:
             return StopReason.TRUNCATED
         return None
 

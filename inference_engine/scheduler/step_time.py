@@ -24,14 +24,11 @@ class StepPace:
 
     def saw(self, tokens: int, seconds: float) -> None:
         """Record that a step of `tokens` took `seconds`."""
-        for name, value in (
-            ("_count", 1.0),
-            ("_tokens", float(tokens)),
-            ("_seconds", seconds),
-            ("_tokens_squared", float(tokens * tokens)),
-            ("_tokens_seconds", tokens * seconds),
-        ):
-            setattr(self, name, _MEMORY * getattr(self, name) + value)
+        self._count = _MEMORY * self._count + 1
+        self._tokens = _MEMORY * self._tokens + tokens
+        self._seconds = _MEMORY * self._seconds + seconds
+        self._tokens_squared = _MEMORY * self._tokens_squared + tokens * tokens
+        self._tokens_seconds = _MEMORY * self._tokens_seconds + tokens * seconds
 
     def seconds(self, tokens: int) -> float | None:
         """Expected duration of a step of `tokens`; None before a few steps of different sizes were measured."""

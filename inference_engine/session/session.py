@@ -139,13 +139,13 @@ class Session:
 
     def refresh_facts(self) -> None:
         """Engine's thread, after a commit: publish what other threads may read. Raises InvariantViolated."""
-        length = self.kv.length
-        if length > len(self.history):
-            raise InvariantViolated("INV1", f"{length} positions are cached of {len(self.history)} recorded")
+        length, recorded = self.kv.length, len(self.history)
+        if length > recorded:
+            raise InvariantViolated("INV1", f"{length} positions are cached of {recorded} recorded")
         if length < self.cached_tokens:
             raise InvariantViolated("INV2", f"the cache went back from {self.cached_tokens} to {length} positions")
         footprint = self.kv.footprint()
-        self.live_bytes, self.tier_live_bytes = footprint.total_bytes, footprint.tier_bytes
+        self.live_bytes, self.tier_live_bytes = sum(footprint.by_kind.values()), footprint.tier_bytes
         self.live_kinds = footprint.by_kind
         self.evicted_tokens = self.kv.evicted
         self.cached_tokens = length

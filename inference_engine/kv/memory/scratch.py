@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,13 +10,13 @@ _MOST_KEPT = 2
 
 
 class Scratch:
-    """Memory is reused after its holder is freed, so views of it must not outlive the holder. Safe from any thread."""
+    """Safe from any thread."""
 
     def __init__(self) -> None:
         self._free: list[Numbers] = []
 
-    def zeros(self, count: int, holder: object) -> Numbers:
-        """`count` zeros, valid while `holder` exists."""
+    def take(self, count: int) -> Numbers:
+        """At least `count` numbers, the first `count` of them zeros."""
         try:
             memory = self._free.pop()
         except IndexError:
@@ -27,9 +25,9 @@ class Scratch:
             memory = np.zeros(count, dtype=np.int64)
         else:
             memory[:count] = 0
-        weakref.finalize(holder, self._give_back, memory).atexit = False
-        return memory[:count]
+        return memory
 
-    def _give_back(self, memory: Numbers) -> None:
+    def give_back(self, memory: Numbers) -> None:
+        """It is used again: no view of it may be used any more."""
         if len(self._free) < _MOST_KEPT:
             self._free.append(memory)

@@ -153,9 +153,9 @@ class LayerEntries(LayerSlots, Part):
 
     def _has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
         """Can these queries read by numbers, in the step's one operation over regions?"""
-        if not step.attends_together or queries.count > step.most_queries:
+        if not step.attends_together or queries.end - queries.first > step.most_queries:
             return False
-        return all(part.has_numbers(queries, step) for part in self.parts)
+        return not self.parts or all(part.has_numbers(queries, step) for part in self.parts)
 
     def _dense_view(self, queries: StagedQueries, step: StepReads) -> View:
         """The view of queries that read every entry, all of them in regions."""
