@@ -11,8 +11,9 @@ from torch import Tensor
 
 from inference_engine.errors import InvalidArgument
 from inference_engine.kernels.noise import key
-from inference_engine.kernels.sampling import Sampler, logprobs
+from inference_engine.kernels.sampling import Draw, Sampler, logprobs
 from inference_engine.kernels.sampling import draw as draw_all
+from inference_engine.kernels.sampling import draw_all as draw_step
 from inference_engine.types import Sampling
 from tests.decode.plain_sampling import filtered_probabilities, next_token, seen
 
@@ -34,6 +35,21 @@ def draw(sampling: Sampling, raw: Tensor, position: int = 5, history: list[int] 
 def test_greedy_takes_the_largest_and_the_lowest_id_of_equals() -> None:
     raw = torch.tensor([0.0, 3.0, 1.0, 3.0])
     assert next_token(Sampler(Sampling(), 0), raw, 0) == 1
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 100, 48_000])
+def test_a_greedy_draw_by_itself_is_the_one_beside_others(bad: float | None, place: int) -> None:
+    """Alone it takes a shorter way."""
+    raw = torch.randn(3, 49_152, generator=torch.Generator().manual_seed(1)).round()  # with many equals
+    if bad is not None:
+        raw[1, place] = bad
+    greedy, random = Sampler(Sampling(), 0), Sampler(Sampling(temperature=1.0), 0)
+    one = Draw(indices=range(2), sampler=greedy, position=5, drafted=(7,))
+    (alone,) = draw_step(raw, [one])
+    beside, _ = draw_step(raw, [one, Draw(indices=range(2, 3), sampler=random, position=9)])
+    assert [sample.is_finite for sample in alone] == [True, bad is None]
+    assert alone == beside
 
 
 def test_a_draw_is_a_function_of_seed_and_position_alone() -> None:

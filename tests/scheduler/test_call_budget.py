@@ -15,19 +15,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference_engine.backends.base import Step
+from inference_engine.backends.base import Forward, Step
+from inference_engine.config import EngineConfig
 from inference_engine.decode.verifier import Block, Verifier
+from inference_engine.engine import Engine
 from inference_engine.kernels.sampling import Sampler
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
 from inference_engine.types import GenerateParams, Mode, Sampling
+from tests.facade import WatchedForward
 from tests.laws.variants import drain, text
-from tests.tiny import PAGES, SMALL, tiny_engine, tiny_forward
+from tests.tiny import PAGES, SMALL, tiny_forward
+from tests.tiny_native import tiny_native
 
 # What a token takes today and 2 %. Lower them as the counts fall; a change that raises one says what for.
 # Python 3.11 counts a comprehension as a call, later ones do not.
-VERIFIER_CALLS = 828
-LOOP_CALLS = 1134
+VERIFIER_CALLS = {"torch": 757, "native": 115}
+LOOP_CALLS = {"torch": 947, "native": 305}
 
 SEGMENT: int = SMALL["segment_tokens"]
 LENGTH = 3 * SEGMENT  # pages and segments begin and end in the same steps each time
@@ -59,9 +63,15 @@ def nothing_is_collected() -> Iterator[None]:
     gc.enable()
 
 
-def calls_of_the_verifier() -> int:
+each_backend = pytest.mark.parametrize("backend", ["torch", "native"])
+
+
+def forward_of(backend: str) -> Forward:
+    return tiny_native() if backend == "native" else tiny_forward()
+
+
+def calls_of_the_verifier(forward: Forward) -> int:
     """Of one segment of single tokens, staged, computed, sampled and committed."""
-    forward = tiny_forward()
     context = forward.open(forward.geometry(mode=Mode.BATCHED, **PAGES), SMALL["kv_bytes"])
     verifier, kv = Verifier(forward, context), SessionKV(Full(), context, 512)
     assert kv.wake(512)
@@ -85,7 +95,7 @@ def calls_of_the_verifier() -> int:
     return calls.count
 
 
-def calls_of_the_loop() -> int:
+def calls_of_the_loop(forward: Forward) -> int:
     """Of one segment of tokens on the engine's thread, from the forward of one step to that of a later one."""
     calls, ticks = Calls(), count()
     steps: list[int] = []
@@ -95,7 +105,8 @@ def calls_of_the_loop() -> int:
             calls.begin()
         steps.append(calls.count)
 
-    with tiny_engine(on_step=on_step, clock=lambda: next(ticks) / 1000) as engine:
+    watched = WatchedForward(forward, on_step)
+    with Engine(watched, EngineConfig(**SMALL), clock=lambda: next(ticks) / 1000) as engine:
         session = engine.create_session(strategy=Full()).session_id
         engine.append(session, text(LENGTH))
         drain(engine.generate(session, GenerateParams(max_tokens=WARM_UP + SEGMENT + 2)))
@@ -116,9 +127,11 @@ def test_each_call_is_counted_and_nothing_else() -> None:
     assert calls.count == 5 + 1  # and `end`
 
 
-def test_a_decode_step_of_the_verifier_calls_no_more_than_its_budget() -> None:
-    assert calls_of_the_verifier() / SEGMENT <= VERIFIER_CALLS
+@each_backend
+def test_a_decode_step_of_the_verifier_calls_no_more_than_its_budget(backend: str) -> None:
+    assert calls_of_the_verifier(forward_of(backend)) / SEGMENT <= VERIFIER_CALLS[backend]
 
 
-def test_a_token_calls_no_more_than_its_budget_in_the_whole_loop() -> None:
-    assert calls_of_the_loop() / SEGMENT <= LOOP_CALLS
+@each_backend
+def test_a_token_calls_no_more_than_its_budget_in_the_whole_loop(backend: str) -> None:
+    assert calls_of_the_loop(forward_of(backend)) / SEGMENT <= LOOP_CALLS[backend]

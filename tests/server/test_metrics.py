@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
 from inference_engine.engine import Engine
@@ -23,7 +23,14 @@ from inference_engine.errors import QuotaExceeded
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.logs import lost_lines, written
-from inference_engine.metrics import KV_KINDS, SESSION_STATES, STEP_PARTS, EngineMetrics, StepTimer
+from inference_engine.metrics import (
+    KV_KINDS,
+    SESSION_STATES,
+    STEP_PARTS,
+    Distribution,
+    EngineMetrics,
+    StepTimer,
+)
 from inference_engine.server.service import SERVICE_NAME
 from inference_engine.server.status import CODES
 from inference_engine.server.watchdog import Watchdog
@@ -329,6 +336,28 @@ def _strategy(name: str) -> KVStrategy:
         "tiered": "block=4,sink=4,window=16,budget=32,resident_tokens=48",
     }
     return parse_strategy(f"{name}:{small[name]}" if name in small else name)
+
+
+@pytest.mark.parametrize("observed", [0, 1, 63, 64, 200])
+def test_observations_that_are_counted_together_are_all_counted(observed: int) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    buckets = (0.5, 1.0, 2.0)
+    one = Distribution("some_seconds", "Help.", ("part",), buckets=buckets, registry=ours).labels("some")
+    other = Histogram("some_seconds", "Help.", ("part",), buckets=buckets, registry=theirs).labels("some")
+    for number in range(observed):
+        for histogram in (one, other):
+            histogram.observe(number % 6 / 2)
+    shown = [
+        {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in registry.collect()
+            for sample in family.samples
+            if not sample.name.endswith("_created")  # a time
+        }
+        for registry in (ours, theirs)
+    ]
+    assert shown[0] == shown[1]
+    assert shown[0]["some_seconds_count", "some"] == observed
 
 
 def test_the_parts_of_a_step_add_up_to_the_step() -> None:
