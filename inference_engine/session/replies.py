@@ -69,7 +69,7 @@ class Replies(Generic[R]):
         self._of_session: dict[str, OrderedDict[tuple[str, str, bytes], None]] = {}  # oldest first
         self._ended: dict[str, OrderedDict[str, float]] = {}  # owner -> session id -> when it ended, oldest first
         self._ended_count: dict[str, int] = {}  # owner -> replies of those sessions
-        self._due = math.inf  # no reply expires before this
+        self.due = math.inf  # no reply expires before this
 
     def knows(self, request_id: bytes, *, owner: str, session_id: str = "") -> bool:
         """Is a reply to this id remembered? `recall` checks whether the content is equal."""
@@ -110,14 +110,18 @@ class Replies(Generic[R]):
             self._ended_count[owner] = self._ended_count.get(owner, 0) + len(self._of_session[session_id])
         ended[session_id] = now = self._clock()
         ended.move_to_end(session_id)
-        self._due = min(self._due, now + self._keep_seconds)
+        self.due = min(self.due, now + self._keep_seconds)
         self._expire_of(owner, now)
 
-    def _expire(self, now: float) -> None:
+    def expire(self) -> None:
+        """Forget expired replies. There are none before `due`."""
+        now = self._clock()
+        if now < self.due:
+            return
         for owner in list(self._ended):
             self._expire_of(owner, now)
         oldest = min((next(iter(ended.values())) for ended in self._ended.values()), default=math.inf)
-        self._due = oldest + self._keep_seconds
+        self.due = oldest + self._keep_seconds
 
     def __len__(self) -> int:
         return len(self._replies)
@@ -172,8 +176,8 @@ class ReplyBook:
         """Forget expired replies. Call it now and then; it is cheap enough for every step."""
         now = self._clock()
         for page in self._pages:
-            if now >= page._due:
-                page._expire(now)
+            if now >= page.due:
+                page.expire()
 
 
 _PLAIN = frozenset({int, float, bool, str, type(None)})
