@@ -147,6 +147,9 @@ class ModelConfig:
     # Of the native backend: activations stay float32 ("exact") or are rounded to "int8", 32 to a scale, where weights
     # are quantised, which is faster; "auto" is int8
     numerics: str = "auto"
+    # K and V of the native backend: "float32", "float16", or "bfloat16" for models whose keys or values exceed 65,504;
+    # "auto" is float16. On torch they have the dtype of its activations
+    kv_dtype: str = "auto"
     kernels: str = "auto"  # "triton" on a GPU; "plain": plain torch everywhere
     graphs: str = "auto"  # CUDA graphs for decode steps on a GPU; "off": never
     linear: str = "auto"  # weights packed for oneDNN where supported (on a CPU); "packed": required; "plain": never
@@ -167,6 +170,8 @@ class ModelConfig:
             raise ConfigError(f"weights must be auto, float32, bfloat16, int8 or int4, got {self.weights!r}")
         if self.numerics not in ("auto", "exact", "int8"):
             raise ConfigError(f"numerics must be auto, exact or int8, got {self.numerics!r}")
+        if self.kv_dtype not in ("auto", "float32", "float16", "bfloat16"):
+            raise ConfigError(f"kv_dtype must be auto, float32, float16 or bfloat16, got {self.kv_dtype!r}")
         if self.kernels not in ("auto", "plain", "triton"):
             raise ConfigError(f"kernels must be auto, plain or triton, got {self.kernels!r}")
         if self.graphs not in ("auto", "on", "off"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -12,7 +13,7 @@ from inference_engine.backends.native.trial import LoadedTensors
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.models.step_list import step_list
 from inference_engine.native import library as native_library
-from inference_engine.native.library import Identity, Library
+from inference_engine.native.library import Identity, KVType, Library
 from inference_engine.types import ModelFacts
 from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_model
 
@@ -31,10 +32,18 @@ def tiny_native(
     windowed: bool = True,
     identity: Identity = Identity.EXACT,
     weights: str = "auto",
+    kv_type: KVType = KVType.FLOAT32,
     threads: int = 1,
     level: str = "auto",
+    attends_together: bool = True,
+    enlarged: str = "",
 ) -> NativeForward:
+    """attends_together: False makes every session's queries read by views. enlarged: a part of the
+    last layer, "k_norm" or "v_proj", whose first output becomes a million times as large.
+    """
     model = tiny_model(seed=seed, windowed=windowed, attention=ATTENTION)
+    if enlarged:
+        model.get_submodule(f"model.layers.2.self_attn.{enlarged}").weight.data[0] *= 1e6
     checkpoint = LoadedTensors(model.state_dict())
     seam = Seam(model)
     program = Program(
@@ -45,6 +54,7 @@ def tiny_native(
         trained_positions=TRAINED_POSITIONS,
         identity=identity,
         weights=weights,
+        kv_type=kv_type,
         threads=threads,
         level=level,
     )
@@ -55,6 +65,9 @@ def tiny_native(
         device="cpu",
         dtype="float32",
         backend="native",
-        numerics="exact" if identity is Identity.EXACT else "int8",
+        numerics=f"{'exact' if identity is Identity.EXACT else 'int8'}, {kv_type.name.lower()} K/V",
     )
-    return NativeForward(seam, facts, program)
+    forward = NativeForward(seam, facts, program)
+    if not attends_together:
+        forward._ops = replace(forward._ops, attends_together=False)
+    return forward

@@ -160,6 +160,11 @@ class TorchForward:
 
 def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
     """Load the model that was admitted and make it ready to run. Raises ModelError or BackendError."""
+    if config.kv_dtype not in ("auto", config.dtype):
+        raise BackendError(
+            f"kv_dtype={config.kv_dtype} is for the native backend; torch keeps K and V in its dtype, {config.dtype}. "
+            "Start with kv_dtype=auto"
+        )
     use_threads(config.threads)
     # cuDNN's attention builds a plan for every number of keys, and decoding has a new number at every token.
     torch.backends.cuda.enable_cudnn_sdp(False)

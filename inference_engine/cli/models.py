@@ -150,7 +150,7 @@ def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
         ("heads", f"{heads} for queries, {kv_heads} for K and V, of {head_dim} values"),
         ("trained positions", f"{text.max_position_embeddings:,}"),
         ("vocabulary", f"{text.vocab_size:,}"),
-        ("K/V per token", f"{4 * entry_values:,} bytes in float32, {2 * entry_values:,} in bfloat16"),
+        ("K/V per token", f"{2 * entry_values:,} bytes in 16 bits, {4 * entry_values:,} in float32"),
     ]
     if checked.gguf is not None:
         facts.append(("GGUF", _encodings(checked)))

@@ -32,6 +32,10 @@ HELP = {
     "backend": ("NAME", "native (kernels in C++ for the CPU), torch, or auto: native where it runs the model"),
     "weights": ("TYPE", "of the native backend: auto (as stored), or floats made int8, int4, bfloat16 or float32"),
     "numerics": ("NAME", "of the native backend: exact (float32 activations), int8 (8 bits), or auto: int8"),
+    "kv_dtype": (
+        "TYPE",
+        "of K and V on the native backend: float32, float16, bfloat16 (larger range), or auto: float16",
+    ),
     "kernels": ("KIND", "triton, plain torch (plain), or auto: triton on a GPU"),
     "graphs": ("WHEN", "on, off, or auto: CUDA graphs for decode steps, where the device supports them"),
     "linear": (

@@ -4,6 +4,7 @@
 
 Query heads come in groups of `Hq // Hkv` per KV head, as in grouped-query attention (Ainslie et al., arXiv
 2305.13245). The group is folded into the query dimension, so K and V are read once per KV head, without a copy.
+Where they are kept in another dtype than that of the queries, they are converted to it first.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def attend(
     softcap: scores become softcap · tanh(scores / softcap) before the mask (Gemma 2).
     head_sinks: [Hq] logits that join each query's softmax and carry no value (gpt-oss).
     """
+    keys, values = keys.to(queries.dtype), values.to(queries.dtype)
     query_count, query_heads, head_dim = queries.shape
     kv_heads = keys.shape[0]
     group = query_heads // kv_heads
@@ -56,6 +58,7 @@ def attend_causal(
 
     No mask is made, so a GPU can use fused operations, and nothing after a query's own position is computed.
     """
+    keys, values = keys.to(queries.dtype), values.to(queries.dtype)
     query_count, query_heads, head_dim = queries.shape
     kv_heads, count, _ = keys.shape
     if softcap is not None or head_sinks is not None:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inference_engine.kernels.kept import as_kept
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.allocation import Allocation
@@ -161,6 +162,7 @@ class LayerSlots:
 
     def put(self, states: Tensor, slots: Positions, fresh: Tensor) -> None:
         """The inverse of `gather`; rounded to the buffer's dtype."""
+        fresh = as_kept(fresh, states.dtype)
         place = 0
         for first, end in neighbours(slots):
             for layers, views in self._views(states, first, end):

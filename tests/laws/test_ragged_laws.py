@@ -26,6 +26,7 @@ from inference_engine.kv.parts.shared_prefix import PrefixView
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.native.library import KVType
 from inference_engine.types import GenerateParams, Mode, Sampling
 from kv_cache_proposer.dflash.drafter import DFlashDrafter
 from kv_cache_proposer.dflash.network import DFlashNetwork
@@ -40,12 +41,18 @@ from tests.tiny_native import tiny_native
 ON_GPU = torch.cuda.is_available()
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
 VARIANTS = {"regions": False, "regions-graphs": True} if ON_GPU else {"regions": False}
-# The native backend has no model on torch, whose weights a trained drafter shares.
-EVERYWHERE = {**VARIANTS, "native": False}
+# The native backend has no model on torch, whose weights a trained drafter shares. K and V in 16 bits are compared with
+# the same: session by session, they are read by torch.
+ALONE = {**dict.fromkeys((*VARIANTS, "native"), "alone"), "native-float16": "native-float16-alone"}
+EVERYWHERE = tuple(ALONE)
 
 
 def forward(variant: str) -> Forward:
-    return tiny_native() if variant == "native" else forward_on_torch(variant)
+    if variant == "native":
+        return tiny_native()
+    if variant.startswith("native-float16"):
+        return tiny_native(kv_type=KVType.FLOAT16, attends_together=not variant.endswith("alone"))
+    return forward_on_torch(variant)
 
 
 @lru_cache(maxsize=3)
@@ -85,7 +92,7 @@ def conversation(variant: str, strategy: KVStrategy, **extras: Any) -> list[list
 @each_strategy
 @pytest.mark.parametrize("variant", EVERYWHERE)
 def test_tokens_attended_to_together_give_what_they_give_session_by_session(strategy: KVStrategy, variant: str) -> None:
-    expected, found = conversation("alone", strategy), conversation(variant, strategy)
+    expected, found = conversation(ALONE[variant], strategy), conversation(variant, strategy)
 
     for turn, (wanted, got) in enumerate(zip(expected, found, strict=True)):
         assert same(wanted, got, Mode.BATCHED), turn
@@ -96,7 +103,7 @@ def test_long_chunks_without_a_mask_give_what_they_give_under_one(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a first prefill and of one that goes on, beside tokens that read regions."""
-    expected = conversation("alone", Full())
+    expected = conversation(ALONE[variant], Full())
     monkeypatch.setattr(plan, "_MOST_RAGGED_TOKENS", 4)
 
     found = conversation(variant, Full())
@@ -122,7 +129,7 @@ def test_forks_that_read_a_prefix_are_attended_to_with_all_others(
             running = [engine.generate(session, params) for session in (*sessions, parent)]
             return [tokens(drain(generation)) for generation in running]
 
-    expected = said("alone")
+    expected = said(ALONE[variant])
 
     def read(*_: object) -> Tensor:
         raise AssertionError("a fork was attended to by itself")

@@ -25,7 +25,7 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.models.step_list import NoStepListError
-from inference_engine.native.library import Identity
+from inference_engine.native.library import Identity, KVType
 from inference_engine.types import Mode
 from tests.tiny import PAGES, TRAINED_POSITIONS, VOCABULARY, tiny_forward
 from tests.tiny_native import library, tiny_native
@@ -49,6 +49,7 @@ KINDS = [
 each_kind = pytest.mark.parametrize(
     ("identity", "weights"), KINDS, ids=lambda value: str(getattr(value, "name", value))
 )
+each_kv_type = pytest.mark.parametrize("kv_type", KVType, ids=lambda kv_type: kv_type.name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -117,11 +118,12 @@ STRATEGIES = (Full(), SinkWindow(sink=2, window=24))
 
 
 @each_kind
+@each_kv_type
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_logits_are_equal_to_the_bit_however_tokens_are_cut_and_beside_others(
-    strategy: KVStrategy, identity: Identity, weights: str
+    strategy: KVStrategy, kv_type: KVType, identity: Identity, weights: str
 ) -> None:
-    forward = tiny_native(identity=identity, weights=weights)
+    forward = tiny_native(identity=identity, weights=weights, kv_type=kv_type)
     ids = ids_of(96)
     segments = list(range(16, 96, 16))
     expected = Sessions(forward, strategy).logits(0, ids, segments)
@@ -139,13 +141,15 @@ def test_logits_are_equal_to_the_bit_however_tokens_are_cut_and_beside_others(
 
 
 @each_kind
-def test_levels_and_threads_give_equal_bits(identity: Identity, weights: str) -> None:
+@each_kv_type
+def test_levels_and_threads_give_equal_bits(kv_type: KVType, identity: Identity, weights: str) -> None:
     ids = ids_of(60)
-    expected = Sessions(tiny_native(identity=identity, weights=weights), Full()).logits(0, ids, [16, 32, 33, 48])
+    alone = tiny_native(identity=identity, weights=weights, kv_type=kv_type)
+    expected = Sessions(alone, Full()).logits(0, ids, [16, 32, 33, 48])
 
     for level in library().levels():
         for threads in (1, 3):
-            forward = tiny_native(identity=identity, weights=weights, level=level, threads=threads)
+            forward = tiny_native(identity=identity, weights=weights, kv_type=kv_type, level=level, threads=threads)
             assert torch.equal(Sessions(forward, Full()).logits(0, ids, [16, 32, 33, 48]), expected), (level, threads)
 
 
@@ -177,3 +181,47 @@ def test_positions_past_the_trained_ones_give_the_logits_of_torch() -> None:
         for forward in (tiny_native, tiny_forward)
     )
     torch.testing.assert_close(ours, torchs, atol=5e-4, rtol=5e-4)
+
+
+# How far the logits of TinyModel move when K and V are rounded to 16 bits.
+KV_ROUNDING = {KVType.FLOAT32: 0.0, KVType.FLOAT16: 0.03, KVType.BFLOAT16: 0.25}
+
+
+@each_kv_type
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_entries_take_the_bytes_of_their_dtype_and_change_logits_by_its_rounding(
+    strategy: KVStrategy, kv_type: KVType
+) -> None:
+    ids, cuts = ids_of(96), range(16, 96, 16)
+    exact, rounded = Sessions(tiny_native(), strategy), Sessions(tiny_native(kv_type=kv_type), strategy)
+
+    difference = (exact.logits(0, ids, cuts) - rounded.logits(0, ids, cuts)).abs().max()
+
+    assert difference <= KV_ROUNDING[kv_type] and bool(difference) == (kv_type is not KVType.FLOAT32)
+    share = 1 if kv_type is KVType.FLOAT32 else 2
+    assert rounded.context.geometry.entry_bytes * share == exact.context.geometry.entry_bytes
+    bytes_of = [sessions.sessions[0].footprint().by_kind["rows"] for sessions in (exact, rounded)]
+    assert bytes_of[1] * share == bytes_of[0]
+
+
+@pytest.mark.parametrize("kv_type", [KVType.FLOAT16, KVType.BFLOAT16], ids=lambda kv_type: kv_type.name)
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_views_read_entries_of_16_bits_as_the_kernels_do(strategy: KVStrategy, mode: Mode, kv_type: KVType) -> None:
+    ids, cuts = ids_of(60), [16, 32, 33, 48]
+    together = Sessions(tiny_native(kv_type=kv_type), strategy).logits(0, ids, cuts)
+    by_views = Sessions(tiny_native(kv_type=kv_type, attends_together=False), strategy, mode=mode)
+
+    torch.testing.assert_close(by_views.logits(0, ids, cuts), together, atol=KV_ROUNDING[kv_type] / 4, rtol=0)
+
+
+@pytest.mark.parametrize("attends_together", [True, False])
+@pytest.mark.parametrize("part", ["k_norm", "v_proj"])
+def test_an_entry_too_large_for_16_bits_makes_what_reads_it_not_a_number(part: str, attends_together: bool) -> None:
+    """It is never left out: an infinite key would be, where its score is the smallest."""
+    kept = tiny_native(kv_type=KVType.FLOAT16, attends_together=attends_together, enlarged=part)
+    logits = Sessions(kept, Full()).logits(0, ids_of(40), [16, 32])
+    assert logits.isnan().all()
+
+    wider = tiny_native(kv_type=KVType.BFLOAT16, attends_together=attends_together, enlarged=part)
+    assert Sessions(wider, Full()).logits(0, ids_of(40), [16, 32]).isfinite().all()

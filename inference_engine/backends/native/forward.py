@@ -5,6 +5,9 @@
 
 Both use the same kernels, whose sums run in one order for one token and for many. So a token's logits do not depend on
 what else is in the step, as long as its entries are read by numbers.
+
+K and V are kept in float32 or in 16 bits: rounded once, when they are written, and converted in registers when they
+are read. Everything is computed in float32.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from inference_engine.backends.base import Result, Step
 from inference_engine.backends.native.program import Program, RotaryTable
 from inference_engine.backends.quanta import probe_attention
+from inference_engine.kernels.kept import as_kept
 from inference_engine.kernels.ops import REFERENCE
 from inference_engine.kernels.ragged_attention import FIELDS
 from inference_engine.kernels.sampling import draw_all
@@ -39,7 +43,7 @@ from inference_engine.native.library import Step as NativeStep
 from inference_engine.types import Mode, ModelFacts
 
 _BYTES = 8  # of each number of a step
-_DTYPES = {KVType.FLOAT32: torch.float32, KVType.FLOAT16: torch.float16, KVType.BFLOAT16: torch.bfloat16}
+KV_DTYPES = {KVType.FLOAT32: torch.float32, KVType.FLOAT16: torch.float16, KVType.BFLOAT16: torch.bfloat16}
 
 
 class NativeForward:
@@ -50,7 +54,7 @@ class NativeForward:
         self.program = program
         self._facts = facts
         self._device = torch.device("cpu")
-        self._dtype = _DTYPES[program.kv_type]
+        self._kv_dtype = KV_DTYPES[program.kv_type]
         layers = seam.layers
         attention = NativeAttention(program.kernels, program.threads)
         self._ops = replace(REFERENCE, attend_ragged=attention, attends_together=True)
@@ -85,11 +89,12 @@ class NativeForward:
 
     def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
         # Products have one order for any number of tokens; attention by views has not.
-        quanta = probe_attention(self.seam.layers, self._device, self._dtype) if mode is Mode.FIXED_SHAPE else (1, 1)
-        token_quantum, key_quantum = quanta
+        token_quantum = key_quantum = 1
+        if mode is Mode.FIXED_SHAPE:
+            token_quantum, key_quantum = probe_attention(self.seam.layers, self._device, self.compute_dtype)
         return Geometry(
             layers=self.seam.layers,
-            itemsize=self._dtype.itemsize,
+            itemsize=self._kv_dtype.itemsize,
             trained_positions=self.seam.trained_positions,
             page_tokens=page_tokens,
             segment_tokens=segment_tokens,
@@ -100,14 +105,18 @@ class NativeForward:
     def open(
         self, geometry: Geometry, capacity_bytes: int, *, address_bytes: int = 0, tap_layers: tuple[int, ...] = ()
     ) -> KVContext:
-        zeros = partial(reserve_zeros, dtype=self._dtype, is_sparse=address_bytes > 0)
+        zeros = partial(reserve_zeros, dtype=self._kv_dtype, is_sparse=address_bytes > 0)
         return KVContext(
             geometry=geometry,
             pool=Pool(geometry, capacity_bytes, zeros, address_bytes=address_bytes, discard=discard),
-            rotate=self.seam.rotate,
+            rotate=self._rotate,
             device=self._device,
             ops=self._ops,
         )
+
+    def _rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:
+        """In float32, whatever the keys are kept in: they are rounded once, when they are written."""
+        return self.seam.rotate(keys.float(), shifts, name)
 
     def run(self, step: Step) -> Result:
         logits, tapped = self._forward(step)
@@ -165,8 +174,8 @@ class NativeForward:
                 out = step.plan.attend(
                     attend.layer,
                     states[:, :keys_at],
-                    states[:, keys_at:values_at].to(self._dtype),
-                    states[:, values_at:].to(self._dtype),
+                    as_kept(states[:, keys_at:values_at], self._kv_dtype).to(self._kv_dtype),
+                    as_kept(states[:, values_at:], self._kv_dtype).to(self._kv_dtype),
                     scaling=attend.scaling,
                     softcap=attend.softcap,
                 )
@@ -213,7 +222,7 @@ class NativeAttention:
                 query_heads=heads,
                 kv_heads=kv_heads,
                 head_dim=head_dim,
-                kv_type=next(kind for kind, dtype in _DTYPES.items() if dtype == keys.dtype),
+                kv_type=next(kind for kind, dtype in KV_DTYPES.items() if dtype == keys.dtype),
                 scaling=scaling,
                 softcap=softcap or 0.0,
             ),

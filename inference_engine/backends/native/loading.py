@@ -16,12 +16,18 @@ from inference_engine.models.checkpoint import open_checkpoint
 from inference_engine.models.folder import describe_ignored
 from inference_engine.models.step_list import NoStepListError, step_list
 from inference_engine.native import library as native_library
-from inference_engine.native.library import Identity, Library
+from inference_engine.native.library import Identity, KVType, Library
 from inference_engine.types import ModelFacts
 
 logger = logging.getLogger(__name__)
 
 _IDENTITIES = {"exact": Identity.EXACT, "int8": Identity.QUANTISED, "auto": Identity.EXACT}
+_KV_TYPES = {
+    "auto": KVType.FLOAT16,
+    "float32": KVType.FLOAT32,
+    "float16": KVType.FLOAT16,
+    "bfloat16": KVType.BFLOAT16,
+}
 _NAMES = {Identity.EXACT: "exact", Identity.QUANTISED: "int8"}
 
 
@@ -48,6 +54,7 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
         trained_positions=trained,
         identity=_IDENTITIES[config.numerics],
         weights=config.weights,
+        kv_type=_KV_TYPES[config.kv_dtype],
         threads=config.threads,
     )
     facts = ModelFacts(
@@ -101,4 +108,5 @@ def _asks_for_torch(config: ModelConfig) -> str:
 def _numerics(config: ModelConfig, program: Program) -> str:
     """The numeric identity: products of floating-point weights are exact in any case."""
     is_quantised = any(name.startswith("int") for name in program.formats())
-    return _NAMES[_IDENTITIES[config.numerics]] if is_quantised else "exact"
+    products = _NAMES[_IDENTITIES[config.numerics]] if is_quantised else "exact"
+    return f"{products}, {program.kv_type.name.lower()} K/V"

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inference_engine.kernels.kept import as_kept
+from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.archives.restorer import Archive, EntryBlock, KeptLayers, Restorer
 from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.context import KVContext
@@ -68,6 +70,8 @@ class _CodedArchive(Archive):
         self._context = context
         self._demands = demands
         self._starts = starts
+        self._kept = kept
+        self._finite = FiniteCheck()
         ends = np.cumsum([len(group.layers.layers) for group in kept])
         self._groups = [
             _CodedGroup(compressor, context, group, starts[end - len(group.layers.layers) : end])
@@ -79,11 +83,18 @@ class _CodedArchive(Archive):
             group.begin(block)
 
     def keep(self, blocks: Sequence[EntryBlock]) -> None:
-        for group, block in zip(self._groups, blocks, strict=True):
+        for kept, group, block in zip(self._kept, self._groups, blocks, strict=True):
+            self._finite.ask(kept.layers.layers, block.keys, block.values, come_back=False)
             group.keep(block)
 
     def restore(self, positions: Sequence[Positions]) -> Sequence[EntryBlock]:
         return [group.restore(asked) for group, asked in zip(self._groups, positions, strict=True)]
+
+    def ask_finite(self) -> None:
+        self._finite.send()
+
+    def require_finite(self) -> None:
+        self._finite.require()
 
     def save(self, positions: Sequence[Positions]) -> Iterator[tuple[Tensor, ...]]:
         for group, kept in zip(self._groups, positions, strict=True):
@@ -98,7 +109,8 @@ class _CodedArchive(Archive):
         return sum(group.held_bytes(count) for group, count in zip(self._groups, counts, strict=True))
 
     def forget(self) -> None:
-        """Nothing to do: old codes are never read again, and new ones overwrite them."""
+        """Old codes are never read again, and new ones overwrite them."""
+        self._finite.forget()
 
     def release(self) -> None:
         self._context.pool.release(self._demands, self._starts)
@@ -144,7 +156,7 @@ class _CodedGroup:
         for means, entries in zip(self._means, (block.keys, block.values), strict=True):
             mean = entries.mean(dim=1)
             for layers, place in means:
-                place.copy_(mean[layers])
+                place.copy_(as_kept(mean[layers], place.dtype))
 
     def keep(self, block: EntryBlock) -> None:
         if not len(block.positions):

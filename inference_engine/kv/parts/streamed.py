@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from inference_engine.errors import RestorationFailed
+from inference_engine.kernels.kept import as_kept
 from inference_engine.kv.archives.restorer import Archive, chunk_demand
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK, Positions
@@ -146,7 +147,7 @@ class _ChunkRoom:
         held = []
         for half, fresh in zip(self._halves, (keys, values), strict=True):
             place = half[: fresh.numel()].view(fresh.shape[1], fresh.shape[0], fresh.shape[2])
-            held.append(place.copy_(fresh.transpose(0, 1)))
+            held.append(place.copy_(as_kept(fresh.transpose(0, 1), place.dtype)))
         return held[0], held[1]
 
     def release(self) -> None:

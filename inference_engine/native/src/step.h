@@ -61,12 +61,17 @@ INLINE F activated(F x, int32_t activation) {
   return mul(mul(all(0.5f), x), add(all(1.0f), hyperbolic_tangent(inner)));
 }
 
+// Writes a vector of K or V. What is too large for 16 bits becomes NaN, not infinite: an infinite key may just have no
+// weight, unnoticed, and NaN reaches the logits.
 static void put(int32_t type, void* buffer, int64_t place, const float* x, int64_t width) {
   for (int64_t i = 0; i < width; i += LANES) {
     F v = load(x + i);
     if (type == KV_FLOAT32) store((float*)buffer + place * width + i, v);
-    else if (type == KV_FLOAT16) store_f16((uint16_t*)buffer + place * width + i, v);
-    else store_bf16((uint16_t*)buffer + place * width + i, v);
+    else if (type == KV_FLOAT16) {
+      uint16_t* out = (uint16_t*)buffer + place * width + i;
+      store_f16(out, v);
+      store_f16(out, fma(load_f16(out), all(0.0f), v));
+    } else store_bf16((uint16_t*)buffer + place * width + i, v);
   }
 }
 
