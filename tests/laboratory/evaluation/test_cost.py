@@ -11,6 +11,7 @@ import pytest
 from inference_engine.errors import InvalidArgument, NoCapacity
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
+from laboratory.evaluation.arguments import geometry_of
 from laboratory.evaluation.cost import Cell, add_arguments, draw, main, measure, rows, values
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.record import VALUE_KEYS, write_record
@@ -110,7 +111,7 @@ def test_a_run_leaves_a_record_that_a_regime_map_can_be_made_of(tiny_target: Tar
     assert {image.name for image in path.parent.glob("*.png")} == {"decode.png", "kv_bytes.png"}
     lines = {(line["strategy"], line["length"]): line for line in payload["tables"]["cost"]}
     # Of 200 and one tokens, four more were timed; the layer that slides by itself reads its window.
-    entry_bytes = 2 * 2 * 16 * 4
+    entry_bytes = geometry_of(tiny_target).layers[0].entry_bytes(geometry_of(tiny_target).itemsize)
     assert lines["full", 200]["bytes_read"] == (2 * (202 + 205) / 2 + NATIVE_WINDOW) * entry_bytes
     assert lines[str(WINDOW), 200]["bytes_read"] < lines["full", 200]["bytes_read"]
     assert not lines["full", 200]["finds"]

@@ -72,7 +72,8 @@ def test_entries_read_from_a_file_go_on_as_the_engine_does(target: Target, tmp_p
         token, seconds = saved.first_token(TEXT[150:159], drop_cache=drop_cache)
         assert token == expected
         assert seconds > 0
-    entry_bytes = 2 * 2 * 16 * 4
+    geometry = geometry_of(target)
+    entry_bytes = geometry.layers[0].entry_bytes(geometry.itemsize)
     # The layer that slides by itself holds its window's ring.
     assert 2 * 150 * entry_bytes < saved.file_bytes <= 3 * 150 * entry_bytes
     saved.close()
