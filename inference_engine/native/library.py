@@ -10,6 +10,8 @@ import ctypes
 import enum
 import os
 import platform
+import threading
+import weakref
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -189,23 +191,48 @@ class Step(ctypes.Structure):
 
 
 class Threads:
-    """Threads of the library's own, the caller's among them. Used by one caller at a time; to be closed."""
+    """Threads of the library's own, the caller's among them. Used by one caller at a time, who holds `lock`.
+
+    They end when they are closed or not referred to any more; at the end of the process the system ends them.
+    """
 
     def __init__(self, functions: ctypes.CDLL, count: int) -> None:
-        self.count = count
-        self._functions = functions
-        self._address: int | None = functions.kakeya_open_threads(count)
+        """Raises BackendError without memory. There are fewer than `count` if the system gives no more."""
+        address = functions.kakeya_open_threads(count)
+        if not address:
+            raise BackendError(f"no memory is left for {count} threads; start with fewer (threads)")
+        self.count: int = functions.kakeya_count_threads(address)
+        self._address: int = address
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._end = weakref.finalize(self, _close_threads, functions, address, self._process)
+        self._end.atexit = False
 
     @property
     def address(self) -> int:
-        assert self._address is not None, "these threads are closed"
+        self._check()
         return self._address
+
+    @property
+    def lock(self) -> threading.RLock:
+        """What a caller holds from its first call to the last one that belongs to it. Raises BackendError after a fork.
+
+        A thread that holds it may take it again.
+        """
+        self._check()
+        return self._lock
 
     def close(self) -> None:
         """End them. Does nothing the second time."""
-        address, self._address = self._address, None
-        if address is not None:
-            self._functions.kakeya_close_threads(address)
+        self._end()
+
+    def _check(self) -> None:
+        assert self._end.alive, "these threads are closed"
+        if os.getpid() != self._process:
+            raise BackendError(
+                f"the native threads of process {self._process} are not in this one, {os.getpid()}, which was forked "
+                "from it; load the model here, or start processes by spawn"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -225,17 +252,20 @@ class Kernels:
         self.address = address
 
     def linear(self, threads: Threads, matrix: Matrix, identity: Identity, x: Floats, out: Floats) -> None:
-        """out [count, outputs] = x [count, inputs] · matrix."""
+        """out [count, outputs] = x [count, inputs] · matrix. Raises MemoryError."""
         assert x.shape[1:] == (matrix.inputs,) and out.shape == (x.shape[0], matrix.outputs)
-        self._functions.kakeya_linear(
-            self.address,
-            threads.address,
-            ctypes.byref(matrix),
-            identity,
-            _address_of(x),
-            x.shape[0],
-            _address_of(out),
-        )
+        with threads.lock:
+            fails = self._functions.kakeya_linear(
+                self.address,
+                threads.address,
+                ctypes.byref(matrix),
+                identity,
+                _address_of(x),
+                x.shape[0],
+                _address_of(out),
+            )
+        if fails:
+            raise MemoryError(f"no memory is left for the products of {x.shape[0]} tokens")
 
     def row(self, matrix: Matrix, output: int, out: Floats) -> None:
         """The numbers of one output, [inputs]: an embedding."""
@@ -243,8 +273,11 @@ class Kernels:
         self._functions.kakeya_row(self.address, ctypes.byref(matrix), output, _address_of(out))
 
     def attend(self, threads: Threads, attention: Attention) -> None:
-        """Attention of single queries, each over a region of its own."""
-        self._functions.kakeya_attend(self.address, threads.address, ctypes.byref(attention))
+        """Attention of single queries, each over a region of its own. Raises MemoryError."""
+        with threads.lock:
+            fails = self._functions.kakeya_attend(self.address, threads.address, ctypes.byref(attention))
+        if fails:
+            raise MemoryError(f"no memory is left for the attention of {attention.count} tokens")
 
 
 class Library:
@@ -264,9 +297,10 @@ class Library:
                 f"{path} was compiled from other sources than those beside it; "
                 "run `python -m inference_engine.native.build`"
             )
-        sizes = (ctypes.c_int64 * 2)()
+        structures = (Matrix, Attention, Operation, Layer, Rotary, Step)
+        sizes = (ctypes.c_int64 * len(structures))()
         functions.kakeya_sizes(sizes)
-        assert tuple(sizes) == (ctypes.sizeof(Matrix), ctypes.sizeof(Attention)), "these structures are not types.h's"
+        assert list(sizes) == [ctypes.sizeof(one) for one in structures], "these structures are not types.h's"
         self._functions = functions
 
     def packed_bytes(self, kind: Format, outputs: int, inputs: int) -> int:
@@ -298,9 +332,15 @@ class Library:
         kv_type: KVType,
         *arrays: ctypes.Array[Any],
     ) -> int:
-        """The address of a program over these arrays: operations, matrices, vectors, layers, rotations, widths."""
+        """The address of a program over these arrays: operations, matrices, vectors, layers, rotations, widths.
+
+        Raises MemoryError.
+        """
         lengths = [argument for array in arrays for argument in (array, len(array))]
-        return int(self._functions.kakeya_open_program(kernels.address, threads.address, identity, kv_type, *lengths))
+        address = self._functions.kakeya_open_program(kernels.address, threads.address, identity, kv_type, *lengths)
+        if not address:
+            raise MemoryError("no memory is left for the list of operations")
+        return int(address)
 
     def close_program(self, program: int) -> None:
         """Free its registers."""
@@ -373,10 +413,11 @@ def _declare(functions: ctypes.CDLL) -> None:
         "sizes": (None, (ctypes.POINTER(long),)),
         "kernels": (pointer, (text,)),
         "open_threads": (pointer, (integer,)),
+        "count_threads": (integer, (pointer,)),
         "close_threads": (None, (pointer,)),
-        "linear": (None, (pointer, pointer, matrix, integer, pointer, long, pointer)),
+        "linear": (integer, (pointer, pointer, matrix, integer, pointer, long, pointer)),
         "row": (None, (pointer, matrix, long, pointer)),
-        "attend": (None, (pointer, pointer, attention)),
+        "attend": (integer, (pointer, pointer, attention)),
         "packed_bytes": (long, (integer, long, long)),
         "pack": (integer, (integer, integer, pointer, long, long, pointer, pointer)),
         "open_program": (pointer, (pointer, pointer, integer, integer, *(pointer, long) * 6)),
@@ -387,6 +428,12 @@ def _declare(functions: ctypes.CDLL) -> None:
     for name, (result, arguments) in declared.items():
         function = getattr(functions, f"kakeya_{name}")
         function.restype, function.argtypes = result, arguments
+
+
+def _close_threads(functions: ctypes.CDLL, address: int, process: int) -> None:
+    # In a process forked from theirs they are not there to be waited for.
+    if os.getpid() == process:
+        functions.kakeya_close_threads(address)
 
 
 def _address_of(array: Floats) -> int:

@@ -1,6 +1,6 @@
 // The functions that Python calls. Plain C: the library depends on no version of Python.
 #include <cstring>
-#include <new>
+#include <exception>
 
 #include "threads.h"
 #include "types.h"
@@ -58,17 +58,30 @@ bool runs(const char* level) {
   return !strcmp(level, "plain");
 }
 
+// 0, or -1 if body throws: for want of memory, as nothing else here does. Python's calls cannot be unwound.
+template <class Body>
+int32_t guarded(const Body& body) {
+  try {
+    body();
+  } catch (const std::exception&) {
+    return -1;
+  }
+  return 0;
+}
+
 }  // namespace
 
+// -1, or null for what is opened: there is no memory for it.
 extern "C" {
 
 // The fingerprint of the sources, as `inference_engine/native/build.py` makes it.
 const char* kakeya_sources() { return FINGERPRINT; }
 
-// Of the structures that Python fills in: Matrix, Attention.
+// Of the structures that Python fills in.
 void kakeya_sizes(int64_t* sizes) {
-  sizes[0] = sizeof(Matrix);
-  sizes[1] = sizeof(Attention);
+  const int64_t found[] = {sizeof(Matrix), sizeof(Attention), sizeof(Operation),
+                           sizeof(Layer),  sizeof(Rotary),    sizeof(Step)};
+  memcpy(sizes, found, sizeof found);
 }
 
 // The kernels of a level; null if this processor, or this build, has none.
@@ -80,20 +93,27 @@ const Kernels* kakeya_kernels(const char* level) {
   return nullptr;
 }
 
-void* kakeya_open_threads(int32_t count) { return new Threads(count); }
+void* kakeya_open_threads(int32_t count) {
+  Threads* threads = nullptr;
+  guarded([&] { threads = new Threads(count); });
+  return threads;
+}
+int32_t kakeya_count_threads(const void* threads) { return ((const Threads*)threads)->count(); }
 void kakeya_close_threads(void* threads) { delete (Threads*)threads; }
 
-void kakeya_linear(const Kernels* kernels, void* threads, const Matrix* matrix, int32_t identity, const float* x,
-                   int64_t count, float* y) {
-  kernels->linear(*(Threads*)threads, *matrix, (Identity)identity, x, matrix->inputs, count, y, matrix->outputs);
+int32_t kakeya_linear(const Kernels* kernels, void* threads, const Matrix* matrix, int32_t identity, const float* x,
+                      int64_t count, float* y) {
+  return guarded([&] {
+    kernels->linear(*(Threads*)threads, *matrix, (Identity)identity, x, matrix->inputs, count, y, matrix->outputs);
+  });
 }
 
 void kakeya_row(const Kernels* kernels, const Matrix* matrix, int64_t output, float* out) {
   kernels->row(*matrix, output, out);
 }
 
-void kakeya_attend(const Kernels* kernels, void* threads, const Attention* attention) {
-  kernels->attend(*(Threads*)threads, *attention);
+int32_t kakeya_attend(const Kernels* kernels, void* threads, const Attention* attention) {
+  return guarded([&] { kernels->attend(*(Threads*)threads, *attention); });
 }
 
 void* kakeya_open_program(const Kernels* kernels, void* threads, int32_t identity, int32_t kv_type,
@@ -101,33 +121,35 @@ void* kakeya_open_program(const Kernels* kernels, void* threads, int32_t identit
                           int64_t matrix_count, const float* const* vectors, int64_t vector_count, const Layer* layers,
                           int64_t layer_count, const Rotary* rotaries, int64_t rotary_count, const int64_t* widths,
                           int64_t register_count) {
-  Program* program = new Program();
-  program->kernels = kernels;
-  program->threads = (Threads*)threads;
-  program->identity = identity;
-  program->kv_type = kv_type;
-  program->operations.assign(operations, operations + operation_count);
-  program->matrices.assign(matrices, matrices + matrix_count);
-  program->vectors.assign(vectors, vectors + vector_count);
-  program->layers.assign(layers, layers + layer_count);
-  program->rotaries.assign(rotaries, rotaries + rotary_count);
-  program->widths.assign(widths, widths + register_count);
-  program->registers.resize((size_t)register_count);
-  program->turns.resize((size_t)rotary_count);
+  Program* program = nullptr;
+  bool fails = guarded([&] {
+    program = new Program();
+    program->kernels = kernels;
+    program->threads = (Threads*)threads;
+    program->identity = identity;
+    program->kv_type = kv_type;
+    program->operations.assign(operations, operations + operation_count);
+    program->matrices.assign(matrices, matrices + matrix_count);
+    program->vectors.assign(vectors, vectors + vector_count);
+    program->layers.assign(layers, layers + layer_count);
+    program->rotaries.assign(rotaries, rotaries + rotary_count);
+    program->widths.assign(widths, widths + register_count);
+    program->registers.resize((size_t)register_count);
+    program->turns.resize((size_t)rotary_count);
+  });
+  if (fails) {
+    delete program;
+    program = nullptr;
+  }
   return program;
 }
 
 void kakeya_close_program(void* program) { delete (Program*)program; }
 
-// Runs the operations [first, end) of a step; a run begins with operation 0. -1: there is no memory for its registers.
+// Runs the operations [first, end) of a step; a run begins with operation 0.
 int32_t kakeya_run(void* program, const Step* step, int32_t first, int32_t end) {
   Program& opened = *(Program*)program;
-  try {
-    opened.kernels->run(opened, *step, first, end);
-  } catch (const std::bad_alloc&) {
-    return -1;
-  }
-  return 0;
+  return guarded([&] { opened.kernels->run(opened, *step, first, end); });
 }
 
 // The numbers of a register, [tokens][width]: valid until the next step.

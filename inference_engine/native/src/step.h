@@ -279,8 +279,11 @@ class Run {
     each(tokens_, [&](int64_t token) {
       float* x = s_.logits + token * count;
       for (int64_t i = 0; i < count; i += LANES) {
-        F v = hyperbolic_tangent(divide(load_some(x + i, count - i), limit));
-        store_some(x + i, mul(v, limit), count - i);
+        F v = load_some(x + i, count - i);
+        // The tangent of what is not a number is one: 0 / 0 keeps it.
+        F is_number = where_least(v, -INFINITY, all(1.0f));
+        F capped = mul(mul(hyperbolic_tangent(divide(v, limit)), limit), is_number);
+        store_some(x + i, divide(capped, is_number), count - i);
       }
     });
   }
@@ -322,12 +325,17 @@ class Run {
     }
   }
 
-  // Softmax over all experts; the `chosen` largest keep their share, the lower number first among equals.
+  // Softmax over all experts; the `chosen` largest keep their share, the lower number first among equals. If a logit is
+  // not a number, no share is one.
   static void share(const float* logits, int64_t count, int64_t chosen, bool sums_to_one, float* shares) {
     float most = logits[0], total = 0.0f;
     for (int64_t i = 1; i < count; i++) most = std::max(most, logits[i]);
     std::vector<float> weights((size_t)count);
     for (int64_t i = 0; i < count; i++) total += weights[(size_t)i] = std::exp(logits[i] - most);
+    if (!std::isfinite(total)) {
+      std::fill(shares, shares + count, total - total);
+      return;
+    }
     std::vector<int64_t> order((size_t)count);
     for (int64_t i = 0; i < count; i++) order[(size_t)i] = i;
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return logits[a] > logits[b]; });

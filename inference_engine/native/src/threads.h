@@ -7,14 +7,27 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
+
+// The C library gives a thread its thread_local memory when it first touches any, and ends the process if there is none:
+// so threads touch it as they begin.
+inline thread_local volatile char has_begun = 0;
 
 class Threads {
  public:
-  explicit Threads(int count) : count_(count < 1 ? 1 : count) {
-    for (int index = 1; index < count_; index++) threads_.emplace_back([this, index] { work(index); });
+  // As many of `count` as the system gives, the caller's among them.
+  explicit Threads(int count) {
+    has_begun = 1;
+    threads_.reserve(count < 1 ? 0 : (size_t)count);
+    try {
+      for (; count_ < count; count_++) threads_.emplace_back([this, index = count_] { work(index); });
+    } catch (const std::system_error&) {
+    }
   }
   ~Threads() {
     {
@@ -30,7 +43,7 @@ class Threads {
 
   int count() const { return count_; }
 
-  // body(index, count) on every thread; returns when all have finished.
+  // body(index, count) on every thread; returns when all have finished. Throws what one of them has thrown.
   template <class Body>
   void run(const Body& body) {
     if (count_ == 1) {
@@ -45,10 +58,11 @@ class Threads {
       std::lock_guard<std::mutex> held(mutex_);
       wake_.notify_all();
     }
-    body(0, count_);
+    guarded(0);
     for (int spins = 0; left_.load(std::memory_order_acquire);)
       if (++spins > SPINS) std::this_thread::yield();
       else pause();
+    if (thrown_) std::rethrow_exception(std::exchange(thrown_, nullptr));
   }
 
   // body(first, end) over [0, total) in pieces of whole units. Which thread computes a piece depends on who is free:
@@ -80,7 +94,18 @@ class Threads {
 #endif
   }
 
+  // An exception waits until all have finished: they use what the caller has on its stack.
+  void guarded(int index) {
+    try {
+      call_(body_, index, count_);
+    } catch (...) {
+      std::lock_guard<std::mutex> held(mutex_);
+      if (!thrown_) thrown_ = std::current_exception();
+    }
+  }
+
   void work(int index) {
+    has_begun = 1;
     for (uint32_t done = 0;; done++) {
       for (int spins = 0; round_.load() == done; spins++) {
         if (spins < SPINS) {
@@ -93,12 +118,12 @@ class Threads {
         sleeping_.fetch_sub(1);
       }
       if (ends_) return;
-      call_(body_, index, count_);
+      guarded(index);
       left_.fetch_sub(1, std::memory_order_acq_rel);
     }
   }
 
-  int count_;
+  int count_ = 1;
   std::vector<std::thread> threads_;
   std::atomic<uint32_t> round_{0};
   std::atomic<int> left_{0}, sleeping_{0};
@@ -107,4 +132,5 @@ class Threads {
   std::condition_variable wake_;
   void (*call_)(const void*, int, int) = nullptr;
   const void* body_ = nullptr;
+  std::exception_ptr thrown_;
 };
