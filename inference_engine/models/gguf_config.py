@@ -49,7 +49,7 @@ class _Keys:
         """A positive whole number. Raises ModelError if it is missing and there is no default."""
         key = self.key(name)
         value = self.header.values.get(key)
-        if isinstance(value, np.ndarray) and len(value) and np.all(value == value[0]):
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value) and np.all(value == value[0]):
             found: int | None = int(value[0])  # the same in every layer
         else:
             found = self.header.number(key)
@@ -106,7 +106,7 @@ def _common(keys: _Keys) -> dict[str, Any]:
         "rms_norm_eps": epsilon,
         "max_position_embeddings": keys.size("context_length"),
         "vocab_size": words.shape[0],
-        "rope_parameters": _rotation(keys),
+        "rope_parameters": _rotation(keys, head_dim),
         "tie_word_embeddings": not keys.has("output.weight"),
         "bos_token_id": header.number("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _ends(header),
@@ -120,7 +120,7 @@ def _ends(header: GgufHeader) -> int | list[int] | None:
     return found if len(found) > 1 else found[0] if found else None
 
 
-def _rotation(keys: _Keys) -> dict[str, Any]:
+def _rotation(keys: _Keys, head_dim: int) -> dict[str, Any]:
     theta = keys.real("rope.freq_base", _DEFAULT_THETA)
     kind = keys.text("rope.scaling.type") or "none"
     factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear"))
@@ -133,7 +133,7 @@ def _rotation(keys: _Keys) -> dict[str, Any]:
             "safetensors can"
         )
     if keys.has("rope_freqs.weight"):
-        return {"rope_theta": theta, **_llama3(keys, theta or _DEFAULT_THETA)}
+        return {"rope_theta": theta, **_llama3(keys, theta or _DEFAULT_THETA, head_dim)}
     if kind == "none" or factor is None or factor == 1.0:
         return {"rope_type": "default", "rope_theta": theta}
     if kind == "linear":
@@ -148,14 +148,14 @@ def _rotation(keys: _Keys) -> dict[str, Any]:
     )
 
 
-def _llama3(keys: _Keys, theta: float) -> dict[str, Any]:
+def _llama3(keys: _Keys, theta: float, head_dim: int) -> dict[str, Any]:
     """The rotation of which the file has only the divisor of each frequency."""
     header, tensor = keys.header, keys.header.tensors["rope_freqs.weight"]
     refusal = ModelError(
         f"{header.path}: rope_freqs.weight is not what Llama 3 scales its rotation by; it cannot be served from GGUF, "
         "a folder of safetensors can"
     )
-    if tensor.encoding.name != "F32" or len(tensor.shape) != 1:
+    if tensor.encoding.name != "F32" or tensor.shape != (head_dim // 2,):
         raise refusal
     with header.path.open("rb") as file:
         file.seek(tensor.start)
@@ -256,6 +256,10 @@ def _layer_types(keys: _Keys, default: int) -> list[str]:
             raise ModelError(f"{keys.header.path}: {key} is of {len(found)} layers, the model has {layers}")
         return ["sliding_attention" if slides else "full_attention" for slides in found]
     every = keys.size("attention.sliding_window_pattern", default)
+    if layers > len(keys.header.tensors):
+        raise ModelError(
+            f"{keys.header.path}: {layers} layers, and {len(keys.header.tensors)} tensors; get the file again"
+        )
     return ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)]
 
 

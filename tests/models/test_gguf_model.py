@@ -153,6 +153,37 @@ def test_a_configuration_that_cannot_be_served_is_refused(
 
 
 @pytest.mark.hostile
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_more_layers_than_tensors_are_refused_before_they_are_listed(family: str, tmp_path: Path, cache: Path) -> None:
+    path = rewritten(tmp_path / "model.gguf", family, block_count=2**31 - 1, attention__sliding_window=8)
+    with pytest.raises(ModelError, match=r"model\.gguf: 2147483647 layers, and 1 tensors"):
+        find_model(str(path), cache=cache)
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("count", [np.inf, np.nan, 4.5])
+def test_a_size_of_each_layer_that_is_no_whole_number_is_refused(count: float, tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_array("llama.attention.head_count", [float(count)] * 2)
+    writer.add_uint32("llama.embedding_length", 64)
+    writer.add_tensor("token_embd.weight", np.zeros((259, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"llama\.attention\.head_count is an array of 2, expected a whole number"):
+        find_model(str(path), cache=cache)
+
+
+@pytest.mark.hostile
+def test_factors_of_a_rotation_that_are_not_one_for_each_pair_are_refused(tmp_path: Path, cache: Path) -> None:
+    write_gguf(tiny_model("llama"), tmp_path / "model.gguf", factors=np.ones(64))
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight is not what Llama 3 scales its rotation by"):
+        find_model(str(tmp_path / "model.gguf"), cache=cache)
+
+
+@pytest.mark.hostile
 @pytest.mark.parametrize("hidden", [64, 2**30])
 def test_weights_that_do_not_fit_are_refused_before_memory_is_taken(hidden: int, tmp_path: Path, cache: Path) -> None:
     path = rewritten(tmp_path / "model.gguf", embedding_length=hidden, rope__dimension_count=16)
