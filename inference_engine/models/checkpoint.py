@@ -164,7 +164,7 @@ class SafetensorsCheckpoint(Checkpoint):
             found |= _places(folder, file)
             self._maps[file] = _mapped(folder / file)
         for name, place in found.items():
-            self._add(_text_name(name), place)
+            self._add(text_name(name), place)
 
     def names(self) -> Sequence[str]:
         return tuple(self._places)
@@ -188,6 +188,8 @@ class SafetensorsCheckpoint(Checkpoint):
         """All experts of a layer in one tensor become tensors of each, as most checkpoints have them."""
         match = _EXPERTS.fullmatch(name)
         if match is None or len(place.shape) != 3:
+            if name in self._places:
+                raise ModelError(f"{self.path}: two tensors are {name}; copy the folder again")
             self._places[name] = place
             return
         experts, outputs, inputs = place.shape
@@ -203,7 +205,7 @@ class SafetensorsCheckpoint(Checkpoint):
             self._places[f"{match['layer']}.{expert}.{halves[half]}.weight"] = part
 
 
-def _text_name(name: str) -> str:
+def text_name(name: str) -> str:
     """The name that a tensor of the text model has if there is only that: without what leads to it among others."""
     for root, own in sorted(_ROOTS, key=lambda root: -len(root[0])):
         if name.startswith(root):

@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from inference_engine.kv.geometry import UNROTATED, LayerGeometry
+from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerGeometry
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 HEAD = "lm_head.weight"
@@ -171,6 +171,12 @@ def step_list(config: PretrainedConfig, layers: Sequence[LayerGeometry], names: 
     return _Builder(config, layers, frozenset(names)).build()
 
 
+def check_family(config: PretrainedConfig) -> None:
+    """Raise NoStepListError if there is no list for models of this kind. config: of the text model."""
+    if config.model_type not in _FAMILIES:
+        raise NoStepListError(f"there is no list of operations for the model type {config.model_type!r}")
+
+
 @dataclass(kw_only=False, slots=True)
 class _Builder:
     config: PretrainedConfig
@@ -180,9 +186,10 @@ class _Builder:
     widths: dict[str, int] = field(default_factory=dict)
 
     def build(self) -> StepList:
+        check_family(self.config)
         kind = self.config.model_type
-        if kind not in _FAMILIES:
-            raise NoStepListError(f"there is no list of operations for the model type {kind!r}")
+        if self._hidden < 1:
+            raise NoStepListError(f"hidden_size is {self._hidden}")
         self.widths |= {"hidden": self._hidden, "normed": self._hidden, "delta": self._hidden, "last": self._hidden}
         factor = float(self._hidden) ** 0.5 if kind in _GEMMA else 1.0
         self.operations.append(Embed(output="hidden", matrix=self._own(EMBEDDING), factor=factor))
@@ -206,8 +213,12 @@ class _Builder:
     def _layer(self, index: int) -> None:
         layer, prefix = self.layers[index], f"model.layers.{index}."
         queries, keys, dim = layer.query_heads, layer.kv_heads, layer.head_dim
-        if dim % 16:
+        if dim < 1 or dim % 16:
             raise NoStepListError(f"layer {index} has heads of {dim} numbers, which is no multiple of 16")
+        if keys < 1 or queries < 1 or queries % keys:
+            raise NoStepListError(f"layer {index} has {queries} query heads, which are not as many for each of {keys}")
+        if layer.rotary == IMMOVABLE:
+            raise NoStepListError(f"layer {index} changes its keys by position in a way that is not a rotation")
         self._register("heads", (queries + 2 * keys) * dim)
         self._register("mixed", queries * dim)
         self._norm(prefix + "input_layernorm.weight", "hidden", "normed")
@@ -246,6 +257,8 @@ class _Builder:
 
     def _experts(self, prefix: str) -> None:
         config: Any = self.config
+        if not 1 <= config.num_experts_per_tok <= config.num_experts:
+            raise NoStepListError(f"{config.num_experts_per_tok} of {config.num_experts} experts are chosen")
         self._register("router", config.num_experts)
         self._product("normed", "router", [prefix + "gate"])
         parts = ("gate_proj", "up_proj", "down_proj")
@@ -289,6 +302,8 @@ class _Builder:
         self.operations.append(Product(input=register, output=output, matrices=matrices, biases=biases))
 
     def _register(self, name: str, width: int) -> None:
+        if width < 1:
+            raise NoStepListError(f"{name}: {width} numbers")
         if self.widths.setdefault(name, width) != width:
             raise NoStepListError(f"layers differ in their sizes ({name}: {self.widths[name]} and {width} numbers)")
 

@@ -119,7 +119,8 @@ class NativeForward:
         return self.seam.rotate(keys.float(), shifts, name)
 
     def run(self, step: Step) -> Result:
-        logits, tapped = self._forward(step)
+        with self.program.threads.lock:  # several engines may run one model
+            logits, tapped = self._forward(step)
         step.on_computed()
         return Result(logits, tapped, draw_all(logits, step.draws, self._ops.noise_of_all) if step.draws else ())
 
@@ -247,7 +248,7 @@ def seam_without_weights(
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if name == "rotary_emb":
-                setattr(parent, name, type(child)(own.get_text_config()))
+                setattr(parent, name, type(child)(getattr(child, "config", own.get_text_config())))
     return Seam(model, traits)
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Sequence
+
+from transformers import PretrainedConfig, PreTrainedModel
 
 from inference_engine.backends.base import Admitted
 from inference_engine.backends.native.forward import NativeForward, rotary_tables, seam_without_weights
@@ -10,11 +14,12 @@ from inference_engine.backends.native.program import Program
 from inference_engine.backends.native.trial import try_list
 from inference_engine.backends.twin import text_generator
 from inference_engine.config import ModelConfig
-from inference_engine.errors import NotNative
+from inference_engine.errors import ModelError, NotNative
 from inference_engine.models import check_model, read_config, sizes
-from inference_engine.models.checkpoint import open_checkpoint
+from inference_engine.models.checkpoint import Checkpoint, open_checkpoint, text_name
 from inference_engine.models.folder import describe_ignored
-from inference_engine.models.step_list import NoStepListError, step_list
+from inference_engine.models.seam import LayerTraits, Seam
+from inference_engine.models.step_list import HEAD, NoStepListError, check_family, step_list
 from inference_engine.native import library as native_library
 from inference_engine.native.library import Identity, KVType, Library
 from inference_engine.types import ModelFacts
@@ -30,33 +35,48 @@ _KV_TYPES = {
 }
 _NAMES = {Identity.EXACT: "exact", Identity.QUANTISED: "int8"}
 
+# Tensors of a text model; what else a checkpoint has is not read.
+_TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+_WITHOUT_EFFECT = re.compile(r".*rotary_emb\.inv_freq")  # of old checkpoints
+_EXPERTS = re.compile(r"(?P<layer>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")
+
 
 def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
-    """Load the model that was admitted. Raises NotNative, ModelError or BackendError."""
+    """Load the model that was admitted. Raises NotNative, ModelError or BackendError.
+
+    Weights that do not fit the configuration are left to torch, which refuses them: NotNative has the reason, too.
+    """
     library = _library(config)
     checked = check_model(config.model, cache=config.cache_path)
     full, kind = text_generator(read_config(checked))
     trained, vocabulary = sizes(full, checked.folder)
     text = full.get_text_config()
-    seam = seam_without_weights(full, kind, admitted.traits)
-    checkpoint = open_checkpoint(checked.stored)
     try:
-        steps = step_list(text, seam.layers, checkpoint.names())
+        check_family(text)
+        seam = _seam(full, kind, admitted.traits)
+        checkpoint = open_checkpoint(checked.stored)
+        check_fits(checkpoint, seam)
+        # A checkpoint may have a tied head as well; transformers does not read it.
+        is_tied = HEAD not in _tensors(seam.model)
+        names = [name for name in checkpoint.names() if not (is_tied and name == HEAD)]
+        steps = step_list(text, seam.layers, names)
         difference = try_list(library, kind, full, admitted.traits)
-    except NoStepListError as error:
+        logger.debug("a twin's logits differ by %.3g from transformers'", difference)
+        program = Program(
+            library,
+            steps,
+            checkpoint,
+            rotary_tables(seam),
+            trained_positions=trained,
+            identity=_IDENTITIES[config.numerics],
+            weights=config.weights,
+            kv_type=_KV_TYPES[config.kv_dtype],
+            threads=config.threads,
+        )
+    except (NoStepListError, ModelError, OSError) as error:
         raise NotNative(str(error)) from error
-    logger.debug("a twin's logits differ by %.3g from transformers'", difference)
-    program = Program(
-        library,
-        steps,
-        checkpoint,
-        rotary_tables(seam),
-        trained_positions=trained,
-        identity=_IDENTITIES[config.numerics],
-        weights=config.weights,
-        kv_type=_KV_TYPES[config.kv_dtype],
-        threads=config.threads,
-    )
+    except MemoryError as error:
+        raise NotNative(f"no memory is left for its packed weights ({error})", level=logging.WARNING) from error
     facts = ModelFacts(
         model_id=checked.model_id,
         vocab_size=vocabulary,
@@ -77,6 +97,52 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
         ", ".join(f"{name} {count >> 20} MiB" for name, count in program.formats().items()),
     )
     return NativeForward(seam, facts, program)
+
+
+def _seam(config: PretrainedConfig, kind: type[PreTrainedModel], traits: Sequence[LayerTraits]) -> Seam:
+    try:
+        return seam_without_weights(config, kind, traits)
+    except ModelError:
+        raise
+    except Exception as error:
+        # Any exception of the library means that the configuration is invalid.
+        logger.debug("%s cannot be built without weights", kind.__name__, exc_info=True)
+        raise NotNative(f"{kind.__name__} cannot be built without weights ({error})") from error
+
+
+def check_fits(checkpoint: Checkpoint, seam: Seam) -> None:
+    """Raise ModelError unless the checkpoint has the tensors of transformers' model of this configuration, no others.
+
+    The list of operations takes what is there: a bias or a norm that the model has no place for would change it.
+    """
+    wanted = _tensors(seam.model)
+    is_tied = HEAD not in wanted  # a checkpoint may have the matrix twice
+    for name, shape in wanted.items():
+        checkpoint.tensor(name, shape)
+    for name in checkpoint.names():
+        is_known = name in wanted or (is_tied and name == HEAD) or _WITHOUT_EFFECT.fullmatch(name)
+        if name.startswith(_TEXT) and not is_known:
+            raise ModelError(
+                f"{checkpoint.path}: {name} has no place in a model of this configuration; the weights do not fit it"
+            )
+
+
+def _tensors(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """The shapes of the text model's parameters, by the names of a checkpoint; each expert has its own."""
+    found: dict[str, tuple[int, ...]] = {}
+    for own, parameter in model.named_parameters():
+        name, shape = text_name(own), tuple(parameter.shape)
+        match = _EXPERTS.fullmatch(name)
+        if match is None:
+            if name.startswith(_TEXT):
+                found[name] = shape
+            continue
+        experts, outputs, inputs = shape
+        parts = ("gate_proj", "up_proj") if match["kind"] == "gate_up_proj" else ("down_proj",)
+        for expert in range(experts):
+            for part in parts:
+                found[f"{match['layer']}.{expert}.{part}.weight"] = outputs // len(parts), inputs
+    return found
 
 
 def _library(config: ModelConfig) -> Library:

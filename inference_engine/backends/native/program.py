@@ -7,6 +7,7 @@ to be quantised (`weights`) is quantised here, 32 inputs to a scale.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +15,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_engine.errors import BackendError, ModelError, Overloaded
+from inference_engine.errors import BackendError, ModelError, NotNative, Overloaded
+from inference_engine.models.gguf_header import ENCODINGS
 from inference_engine.models.step_list import (
     Add,
     Attend,
@@ -59,6 +61,7 @@ _QUANTISED = {
     "Q4_K": Format.INT4_WIDE,
     "Q6_K": Format.INT8_PAIR,
 }
+_STORED = {encoding.name: encoding for encoding in ENCODINGS.values()}
 _FLOATS = {"F32": Format.FLOAT32, "F16": Format.FLOAT16, "BF16": Format.BFLOAT16}
 _WHY = {
     PackError.NO_SUCH_FORMAT: "{name} is stored as {encoding}, which cannot be packed as {wanted}",
@@ -125,21 +128,28 @@ class Program:
         threads: int = 0,
         level: str = "auto",
     ) -> None:
-        """threads: 0 means one for each core. Raises BackendError for weights that cannot be packed as asked for."""
+        """threads: 0 means one for each core.
+
+        Raises BackendError for weights that cannot be packed as asked for, NotNative for those that cannot be packed at
+        all, ModelError for those that do not fit the list.
+        """
         self.steps = steps
         self.kernels: Kernels = library.kernels(level)
-        self.threads: Threads = library.open_threads(threads)
         self.kv_type = kv_type
         self._library = library
         self._registers = {name: index for index, name in enumerate(steps.widths)}
         self._packed = _Packed(library, checkpoint, weights)
         self._vectors: list[NDArray[np.float32]] = []
         self._tables = {name: index for index, name in enumerate(rotaries)}
+        self._turned = {name: 2 * len(table.frequencies) for name, table in rotaries.items()}
         self._operations = [one for operation in steps.operations for one in self._lowered(operation, checkpoint)]
         self._packed.let_go()
         self.count = len(self._operations)
         self.attends = [index for index, one in enumerate(self._operations) if one.kind == _KINDS.index(Attend)]
-        self._address: int | None = self._open(rotaries, trained_positions, identity)
+        self.threads: Threads = library.open_threads(threads)
+        self._address = self._open(rotaries, trained_positions, identity)
+        self._end = weakref.finalize(self, library.close_program, self._address)
+        self._end.atexit = False
 
     @property
     def weight_bytes(self) -> int:
@@ -152,22 +162,29 @@ class Program:
 
     def run(self, step: NativeStep, first: int = 0, end: int | None = None) -> None:
         """The operations [first, end) of a step; a run begins with operation 0. Raises Overloaded without memory."""
-        assert self._address is not None, "the program is closed"
-        if not self._library.run(self._address, step, first, self.count if end is None else end):
-            raise Overloaded(f"no memory is left for a step of {step.tokens} tokens; send fewer at a time")
+        with self.threads.lock:
+            assert self._end.alive, "the program is closed"
+            if not self._library.run(self._address, step, first, self.count if end is None else end):
+                raise Overloaded(
+                    f"no memory is left for a step of {step.tokens} tokens; send fewer at a time"
+                ) from MemoryError()
 
     def register(self, name: str, tokens: int) -> NDArray[np.float32]:
         """[tokens, width], a view that is valid until the next step."""
-        assert self._address is not None, "the program is closed"
+        assert self._end.alive, "the program is closed"
         width = self.steps.widths[name]
         return self._library.register(self._address, self._registers[name], tokens * width).reshape(tokens, width)
 
     def close(self) -> None:
-        """End its threads and free its memory. Does nothing the second time."""
-        address, self._address = self._address, None
-        if address is not None:
-            self._library.close_program(address)
-            self.threads.close()
+        """End its threads and free its memory, after the step that runs. Does nothing the second time.
+
+        A program that nobody refers to any more is closed, too.
+        """
+        if not self._end.alive:
+            return
+        with self.threads.lock:
+            self._end()
+        self.threads.close()
 
     def _open(self, rotaries: Mapping[str, RotaryTable], trained: int, identity: Identity) -> int:
         operations = (NativeOperation * self.count)(*self._operations)
@@ -210,7 +227,9 @@ class Program:
                 one.number, one.width = operation.epsilon, operation.width
                 one.heads, one.offset = operation.heads, operation.offset
             case Rotate():
-                one.table = self._tables[operation.rotary]
+                one.table, turned = self._tables[operation.rotary], self._turned[operation.rotary]
+                if turned > operation.width:
+                    raise NotNative(f"{turned} numbers are rotated of heads that have {operation.width}")
                 one.heads, one.width, one.offset = operation.heads, operation.width, operation.offset
             case Attend():
                 one.layer, one.number, one.other = operation.layer, operation.scaling, operation.softcap or 0.0
@@ -225,7 +244,9 @@ class Program:
                 one.matrix = len(self._packed.matrices)
                 hidden = self.steps.hidden
                 for gate, up, down in operation.matrices:
-                    inner = checkpoint.tensor(down).shape[-1]
+                    inner = _rows(checkpoint, gate)
+                    if _rows(checkpoint, up) != inner:
+                        raise ModelError(f"{gate} and {up} differ in their outputs; the weights do not fit config.json")
                     self._packed.add([gate, up], (2 * inner, hidden))
                     self._packed.add([down], (hidden, inner))
             case Tap():
@@ -247,7 +268,7 @@ class Program:
             one.second = one.table = one.layer = -1
             one.input = self._registers[operation.input]
             one.output = -1 if operation.output is None else self._registers[operation.output]
-            sizes = [checkpoint.tensor(name).shape[0] for name in names]
+            sizes = [_rows(checkpoint, name) for name in names]
             one.matrix = self._packed.add(names, (sum(sizes), inputs))
             own = [
                 _sized(checkpoint.tensor(biases[name]), biases[name], size)
@@ -314,16 +335,18 @@ class _Packed:
         tensors = [self._checkpoint.tensor(name) for name in names]
         wanted = self._format(names[0])
         inputs = shape[1]
-        if sum(tensor.shape[0] for tensor in tensors) != shape[0] or any(
-            tensor.shape[1:] != (inputs,) for tensor in tensors
+        if any(tensor.shape[1:] != (inputs,) for tensor in tensors) or (
+            sum(tensor.shape[0] for tensor in tensors) != shape[0]
         ):
             raise ModelError(
                 f"{', '.join(names)} have the shapes {', '.join(str(tensor.shape) for tensor in tensors)}, the "
                 f"configuration asks for {shape[0]} outputs of {inputs} inputs; the weights do not fit config.json"
             )
+        for name, tensor in zip(names, tensors, strict=True):
+            _check_stored(name, tensor)
         for name, tensor in zip(names[:-1], tensors[:-1], strict=True):
             if tensor.shape[0] % _LANES:
-                raise BackendError(f"{name} has {tensor.shape[0]} outputs, which is no multiple of {_LANES}")
+                raise NotNative(f"{name} has {tensor.shape[0]} outputs, which is no multiple of {_LANES}")
         sizes = [self._library.packed_bytes(wanted, tensor.shape[0], inputs) for tensor in tensors]
         tiles = _aligned(sum(sizes))
         first = 0
@@ -333,7 +356,9 @@ class _Packed:
                 wanted, Source[tensor.encoding], tensor.data, (tensor.shape[0], inputs), tensor.row_order, part
             )
             if error is not PackError.PACKED:
-                raise BackendError(_WHY[error].format(name=name, encoding=tensor.encoding, wanted=wanted.name.lower()))
+                # What was not asked for is no reason to refuse the model.
+                kind = NotNative if WEIGHTS[self._weights] is None else BackendError
+                raise kind(_WHY[error].format(name=name, encoding=tensor.encoding, wanted=wanted.name.lower()))
             first += size
         outputs = sum(tensor.shape[0] for tensor in tensors)
         self.matrices.append(Matrix(wanted, outputs, inputs, 0, tiles.ctypes.data))
@@ -343,6 +368,30 @@ class _Packed:
 
     def _format(self, name: str) -> Format:
         return packed_format(name, self._checkpoint.tensor(name), self._weights)
+
+
+def _rows(checkpoint: Checkpoint, name: str) -> int:
+    """The outputs of a matrix. Raises ModelError for anything else."""
+    shape = checkpoint.tensor(name).shape
+    if len(shape) != 2:
+        raise ModelError(f"{name} has the shape {shape}, not that of a matrix; the weights do not fit config.json")
+    return shape[0]
+
+
+def _check_stored(name: str, tensor: StoredTensor) -> None:
+    """Raise ModelError unless every number that is read lies within the tensor's own bytes."""
+    rows, inputs = tensor.shape
+    stored = _STORED[tensor.encoding]
+    if inputs % stored.numbers or tensor.data.nbytes != rows * stored.bytes_of(inputs):
+        raise ModelError(
+            f"{name}: {tensor.data.nbytes} bytes cannot hold {tensor.shape} numbers of {tensor.encoding}; copy the "
+            "file again"
+        )
+    order = tensor.row_order
+    if order is not None and not (
+        order.dtype == np.int64 and order.flags.c_contiguous and np.array_equal(np.sort(order), np.arange(rows))
+    ):
+        raise ModelError(f"{name}: its rows are not named by the numbers 0 to {rows - 1}")
 
 
 def _sized(tensor: StoredTensor, name: str, width: int) -> NDArray[np.float32]:
@@ -366,7 +415,7 @@ def packed_format(name: str, tensor: StoredTensor, weights: str) -> Format:
             )
         return _QUANTISED[tensor.encoding]
     if tensor.encoding not in _FLOATS:
-        raise BackendError(f"{name} is stored as {tensor.encoding}, which is not one of {', '.join(_known())}")
+        raise NotNative(f"{name} is stored as {tensor.encoding}, which is not one of {', '.join(_known())}")
     if wanted is None:
         return _FLOATS[tensor.encoding]
     # Routers are tiny and choose; embeddings and heads lose most in four bits.

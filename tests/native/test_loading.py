@@ -1,0 +1,260 @@
+"""Models that the native backend does not run are refused by a typed error, or served by torch; none is run wrongly."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from inference_engine.backends.base import Admitted
+from inference_engine.compose import admit, open_backend
+from inference_engine.config import ModelConfig
+from inference_engine.errors import BackendError, ModelError
+from inference_engine.kv.geometry import IMMOVABLE, LayerGeometry
+from inference_engine.models.gguf_header import read_gguf
+from inference_engine.models.step_list import NoStepListError, step_list
+from tests.models.tiny_gguf import FAMILIES, tiny_model, write_gguf
+from tests.tiny_native import library
+
+pytestmark = pytest.mark.hostile
+
+Tensors = dict[str, Tensor]
+LAYER = "model.layers.1."
+ATTENTION, MLP = f"{LAYER}self_attn.", f"{LAYER}mlp."
+
+
+@pytest.fixture(autouse=True)
+def _has_library() -> None:
+    library()
+
+
+class Folders:
+    """Folders of tiny models, changed. A family is admitted once: what is changed here does not show in its twin."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._admitted: dict[str, Admitted] = {}
+
+    def make(
+        self, family: str, change: Callable[[Tensors], Any] | None = None, **config: Any
+    ) -> tuple[ModelConfig, Admitted]:
+        folder = self.path / f"model-{len(list(self.path.iterdir()))}"
+        tiny_model(family).save_pretrained(folder)
+        settings = ModelConfig(model=str(folder), cache_dir=str(self.path / "cache"))
+        if family not in self._admitted:
+            self._admitted[family] = admit(settings)
+        if config:
+            path = folder / "config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | config))
+        if change is not None:
+            tensors = load_file(folder / "model.safetensors")
+            change(tensors)
+            save_file({name: states.contiguous() for name, states in tensors.items()}, folder / "model.safetensors")
+        return settings, self._admitted[family]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(tmp_path_factory.mktemp("models"))
+
+
+def native(settings: ModelConfig) -> ModelConfig:
+    return ModelConfig(model=settings.model, cache_dir=settings.cache_dir, backend="native")
+
+
+def cut(name: str, *shape: int) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        tensors[name] = torch.zeros(shape)
+
+    return change
+
+
+def move_rows(tensors: Tensors) -> None:
+    """As many outputs together as before."""
+    tensors[f"{ATTENTION}q_proj.weight"] = torch.zeros(48, 64)
+    tensors[f"{ATTENTION}k_proj.weight"] = torch.zeros(48, 64)
+
+
+def drop(*names: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for name in names:
+            del tensors[name]
+
+    return change
+
+
+UNFIT: Mapping[str, tuple[str, Callable[[Tensors], None], str]] = {
+    "norm": ("llama", cut(f"{LAYER}input_layernorm.weight", 48), r"input_layernorm\.weight has the shape \(48,\)"),
+    "last norm": ("llama", cut("model.norm.weight", 80), r"model\.norm\.weight has the shape"),
+    "too few words": ("llama", cut("model.embed_tokens.weight", 200, 64), r"embed_tokens\.weight has the shape"),
+    "another head": ("qwen2", cut("lm_head.weight", 300, 64), r"lm_head\.weight has the shape \(300, 64\)"),
+    "no head": ("qwen2", drop("lm_head.weight"), r"no tensor lm_head\.weight"),
+    "inputs": ("llama", cut(f"{MLP}down_proj.weight", 64, 80), r"down_proj\.weight has the shape"),
+    "a vector": ("llama", cut(f"{ATTENTION}o_proj.weight", 64), r"o_proj\.weight has the shape \(64,\)"),
+    "a number": ("llama", cut(f"{ATTENTION}o_proj.weight"), r"o_proj\.weight has the shape \(\)"),
+    "rows of q as k": ("llama", move_rows, r"(q|k)_proj\.weight has the shape"),
+    "bias": ("qwen2", cut(f"{ATTENTION}k_proj.bias", 16), r"k_proj\.bias has the shape \(16,\)"),
+    "no bias": ("qwen2", drop(*(f"{ATTENTION}{name}_proj.bias" for name in "qkv")), r"no tensor .*_proj\.bias"),
+    "a bias too many": ("qwen3", cut(f"{MLP}down_proj.bias", 64), r"down_proj\.bias has no place"),
+    "a norm too many": ("llama", cut(f"{ATTENTION}q_norm.weight", 16), r"q_norm\.weight has no place"),
+    "router": ("qwen3moe", cut(f"{MLP}gate.weight", 3, 64), r"mlp\.gate\.weight has the shape \(3, 64\)"),
+    "experts": (
+        "qwen3moe",
+        lambda tensors: drop(*[name for name in tensors if ".experts.3." in name])(tensors),
+        r"no tensor .*experts\.3\.",
+    ),
+    "an expert of another size": (
+        "qwen3moe",
+        lambda tensors: tensors.update(
+            {name: torch.zeros(48, 64) for name in tensors if ".experts.2.gate" in name or ".experts.2.up" in name}
+        ),
+        r"experts\.2\..* has the shape \(48, 64\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_weights_that_do_not_fit_are_refused_by_name(case: str, folders: Folders) -> None:
+    family, change, reason = UNFIT[case]
+    settings, admitted = folders.make(family, change)
+
+    with pytest.raises(BackendError, match=reason):
+        open_backend(native(settings), admitted)
+    with pytest.raises(ModelError, match=r"do not fit|cannot load"):
+        open_backend(settings, admitted)
+
+
+SERVED_BY_TORCH: Mapping[str, tuple[str, Callable[[Tensors], Any] | None, dict[str, Any], str]] = {
+    "heads of 24": ("qwen3", None, {"head_dim": 24}, "heads of 24 numbers"),
+    "heads of 8": ("qwen3", None, {"head_dim": 8}, "heads of 8 numbers"),
+    "odd inner size": ("llama", None, {"intermediate_size": 100}, "100 outputs, which is no multiple of 16"),
+    "float64": (
+        "llama",
+        lambda tensors: tensors.update({name: states.double() for name, states in tensors.items()}),
+        {},
+        "stored as F64",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SERVED_BY_TORCH)
+def test_what_the_kernels_are_not_made_for_is_served_by_torch(case: str, folders: Folders) -> None:
+    family, change, config, reason = SERVED_BY_TORCH[case]
+    if config:
+        own = FAMILIES[family]()
+        for name, value in config.items():
+            setattr(own, name, value)
+        from transformers import AutoModelForCausalLM
+
+        state = AutoModelForCausalLM.from_config(own).state_dict()
+        if own.tie_word_embeddings:
+            del state["lm_head.weight"]
+
+        def change(tensors: Tensors) -> None:
+            tensors.update({name: states.clone() for name, states in state.items()})
+
+    settings, admitted = folders.make(family, change, **config)
+
+    with pytest.raises(BackendError, match=reason):
+        open_backend(native(settings), admitted)
+    assert open_backend(settings, admitted).facts.backend == "torch"
+
+
+@pytest.mark.parametrize("encoding", ["Q5_1", "IQ4_NL"])
+def test_blocks_that_cannot_be_packed_are_served_by_torch(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.gguf"
+    if encoding == "Q5_1":
+        write_gguf(tiny_model("llama"), path, encoding)
+    else:  # of the same size as Q4_0, which can be written
+        write_gguf(tiny_model("llama"), path, "Q4_0")
+        content = bytearray(path.read_bytes())
+        for name in (b"q_proj", b"blk.0.ffn_gate.weight", b"token_embd.weight"):
+            at = content.find(name)
+            if at >= 0:
+                kind = at + len(name) + 4 + 2 * 8
+                assert content[kind] == 2
+                content[kind] = 20
+        path.write_bytes(content)
+    settings = ModelConfig(model=str(path), cache_dir=str(tmp_path / "cache"))
+
+    with pytest.raises(BackendError, match=f"stored as {encoding}"):
+        open_backend(native(settings))
+    assert open_backend(settings).facts.backend == "torch"
+
+
+def test_a_scale_that_is_not_finite_is_left_to_torch(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(tiny_model("llama"), path, "Q8_0")
+    content, first = bytearray(path.read_bytes()), read_gguf(path).tensors["blk.0.ffn_up.weight"].start
+    content[first : first + 2] = b"\xff\xff"
+    path.write_bytes(content)
+    settings = ModelConfig(model=str(path), cache_dir=str(tmp_path / "cache"))
+
+    with pytest.raises(BackendError, match="not finite"):
+        open_backend(native(settings))
+
+
+def test_a_size_that_was_asked_for_and_cannot_be_had_is_an_error(folders: Folders) -> None:
+    def spoil(tensors: Tensors) -> None:
+        tensors[f"{ATTENTION}o_proj.weight"][0, 0] = math.inf
+
+    settings, admitted = folders.make("llama", spoil)
+    asked = ModelConfig(model=settings.model, cache_dir=settings.cache_dir, weights="int8")
+    with pytest.raises(BackendError, match=r"o_proj\.weight has numbers that int8 cannot hold"):
+        open_backend(asked, admitted)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"query_heads": 4, "kv_heads": 3}, "4 query heads, which are not as many for each of 3"),
+        ({"query_heads": 2, "kv_heads": 4}, "2 query heads"),
+        ({"head_dim": 0}, "heads of 0 numbers"),
+        ({"rotary": IMMOVABLE}, "not a rotation"),
+    ],
+)
+def test_layers_that_the_kernels_cannot_read_have_no_list(change: dict[str, Any], reason: str) -> None:
+    model = tiny_model("llama")
+    own = {"query_heads": 4, "kv_heads": 2, "head_dim": 16, "native_window": None, "rotary": "default", **change}
+
+    with pytest.raises(NoStepListError, match=reason):
+        step_list(model.config, [LayerGeometry(**own)] * 2, list(model.state_dict()))
+
+
+@pytest.mark.parametrize(("experts", "chosen"), [(4, 5), (4, 0), (0, 0)])
+def test_more_experts_than_there_are_cannot_be_chosen(experts: int, chosen: int) -> None:
+    model = tiny_model("qwen3moe")
+    model.config.num_experts, model.config.num_experts_per_tok = experts, chosen
+    layer = LayerGeometry(query_heads=4, kv_heads=2, head_dim=16, native_window=None, rotary="default")
+    with pytest.raises(NoStepListError, match=f"{chosen} of {experts} experts"):
+        step_list(model.config, [layer] * 2, [*model.state_dict()])
+
+
+def test_its_threads_end_when_a_model_is_dropped(folders: Folders) -> None:
+    settings, admitted = folders.make("llama")
+    asked = ModelConfig(model=settings.model, cache_dir=settings.cache_dir, backend="native", threads=3)
+    before = _tasks()
+    forward = open_backend(asked, admitted)
+    assert _tasks() == before + 2
+    del forward
+    gc.collect()
+    assert _tasks() == before
+
+
+def _tasks() -> int:
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("needs /proc")
+    count = int(status.read_text().split("Threads:")[1].split()[0])
+    return count - threading.active_count()
