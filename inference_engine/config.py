@@ -145,7 +145,7 @@ class ModelConfig:
     # Of the native backend: "auto", as they are stored; floating-point numbers can be made "int8", "int4", "bfloat16"
     weights: str = "auto"
     # Of the native backend: activations stay float32 ("exact") or are rounded to "int8", 32 to a scale, where weights
-    # are quantised, which is faster; "auto" is int8
+    # are quantised, which is faster; "auto" is exact
     numerics: str = "auto"
     # K and V of the native backend: "float32", "float16", or "bfloat16" for models whose keys or values exceed 65,504;
     # "auto" is float16. On torch they have the dtype of its activations

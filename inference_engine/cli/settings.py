@@ -31,7 +31,7 @@ HELP = {
     "dtype": ("DTYPE", "of torch's activations and weights: float32 or bfloat16"),
     "backend": ("NAME", "native (kernels in C++ for the CPU), torch, or auto: native where it runs the model"),
     "weights": ("TYPE", "of the native backend: auto (as stored), or floats made int8, int4, bfloat16 or float32"),
-    "numerics": ("NAME", "of the native backend: exact (float32 activations), int8 (8 bits), or auto: int8"),
+    "numerics": ("NAME", "of the native backend: exact (float32 activations), int8 (8 bits), or auto: exact"),
     "kv_dtype": (
         "TYPE",
         "of K and V on the native backend: float32, float16, bfloat16 (larger range), or auto: float16",

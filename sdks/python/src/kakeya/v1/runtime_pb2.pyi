@@ -988,8 +988,8 @@ class GetServerInfoResponse(_message.Message):
     history_token_count: _builtins.int
     """Those that the caller's own sessions have, counted so."""
     backend: _builtins.str
-    """What runs the model, such as "native" or "torch", and its numeric identity, such as "exact" or "int8": within one
-    identity, equal histories have equal logits. Empty: an older server.
+    """What runs the model, such as "native" or "torch", and its numeric identity, such as "exact, float16 K/V": within
+    one identity, equal histories have equal logits. Empty: an older server.
     """
     numerics: _builtins.str
     @_builtins.property

@@ -1179,8 +1179,8 @@ export type GetServerInfoResponse = Message<"kakeya.v1.GetServerInfoResponse"> &
   historyTokenCount: bigint;
 
   /**
-   * What runs the model, such as "native" or "torch", and its numeric identity, such as "exact" or "int8": within one
-   * identity, equal histories have equal logits. Empty: an older server.
+   * What runs the model, such as "native" or "torch", and its numeric identity, such as "exact, float16 K/V": within
+   * one identity, equal histories have equal logits. Empty: an older server.
    *
    * @generated from field: string backend = 25;
    */
