@@ -14,11 +14,12 @@ import torch
 
 from inference_engine.backends.native.program import Program
 from inference_engine.config import child_environment
-from inference_engine.errors import BackendError
+from inference_engine.errors import BackendError, Overloaded
 from inference_engine.kv.strategies.full import Full
 from inference_engine.models.step_list import Embed, Experts, Product, Select, Softcap, StepList
 from inference_engine.native import build
 from inference_engine.native.library import Identity, Matrix, Step
+from inference_engine.scheduler.lifecycle import is_out_of_memory
 from tests.native.test_forward import Sessions, ids_of
 from tests.tiny_native import library, tiny_native
 
@@ -36,23 +37,24 @@ queries = np.ones((count, heads, dim), np.float32)
 out, states = np.empty_like(queries), np.ones((count * 8, dim), np.float32)
 lines = np.zeros((count, 16), np.int64)
 lines[:, 1], lines[:, 2], lines[:, 6] = count, count, np.arange(count)
-pages = int(Path("/proc/self/statm").read_text().split()[0])
-def attend():
+def attend(dim):
     kernels.attend(threads, Attention(
         queries=queries.ctypes.data, keys=states.ctypes.data, values=states.ctypes.data, regions=lines.ctypes.data,
         out=out.ctypes.data, count=count, query_stride=heads * dim, region_stride=16, out_stride=heads * dim,
         query_heads=heads, kv_heads=heads, head_dim=dim, kv_type=KVType.FLOAT32, scaling=1.0, softcap=0.0))
+attend(16)  # every thread has begun
+pages = int(Path("/proc/self/statm").read_text().split()[0])
 limits = resource.getrlimit(resource.RLIMIT_AS)
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), limits[1]))
 try:
-    attend()
+    attend(dim)
 except MemoryError as error:
     said = str(error)
 else:
     said = "no error"
 resource.setrlimit(resource.RLIMIT_AS, limits)
 print(said)
-attend()
+attend(dim)
 print(bool((abs(out - 1) < 1e-6).all()))
 """
 
@@ -68,7 +70,8 @@ def test_a_thread_without_memory_raises_an_error_in_python() -> None:
         text=True,
         check=False,
         timeout=120,
-        env=child_environment(OPENBLAS_NUM_THREADS="1"),
+        # What is large comes from the system each time, not from what was freed before.
+        env=child_environment(OPENBLAS_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="65536", MALLOC_ARENA_MAX="1"),
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["no memory is left for the attention of 256 tokens", "True"]
@@ -167,6 +170,14 @@ def test_a_router_that_is_not_a_number_gives_none(spoilt: float) -> None:
     assert np.isnan(found[1]).all()
     others = np.arange(16) != 3  # the head has the spoilt row, too
     np.testing.assert_array_equal(found[[0, 2]][:, others], expected[[0, 2]][:, others])
+
+
+def test_a_step_without_memory_counts_as_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = tiny_native()
+    monkeypatch.setattr(type(library()), "run", lambda *_: False)
+    with pytest.raises(Overloaded, match="no memory is left for a step of 3 tokens") as caught:
+        Sessions(forward, Full()).logits(0, [1, 2, 3], [])
+    assert is_out_of_memory(caught.value)
 
 
 def test_several_engines_may_run_one_model_at_once() -> None:

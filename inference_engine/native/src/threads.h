@@ -14,15 +14,18 @@
 #include <utility>
 #include <vector>
 
-// The C library gives a thread its thread_local memory when it first touches any, and ends the process if there is none:
-// so threads touch it as they begin.
-inline thread_local volatile char has_begun = 0;
+// The C library gives a thread the thread_local memory of a library when it first touches it, and ends the process if
+// there is none: so threads touch ours, and that of exceptions, as they begin.
+inline void begin_thread() {
+  static thread_local volatile int exceptions = 0;
+  exceptions = exceptions + std::uncaught_exceptions();
+}
 
 class Threads {
  public:
   // As many of `count` as the system gives, the caller's among them.
   explicit Threads(int count) {
-    has_begun = 1;
+    begin_thread();
     threads_.reserve(count < 1 ? 0 : (size_t)count);
     try {
       for (; count_ < count; count_++) threads_.emplace_back([this, index = count_] { work(index); });
@@ -105,7 +108,7 @@ class Threads {
   }
 
   void work(int index) {
-    has_begun = 1;
+    begin_thread();
     for (uint32_t done = 0;; done++) {
       for (int spins = 0; round_.load() == done; spins++) {
         if (spins < SPINS) {
