@@ -41,7 +41,7 @@ STRATEGIES = ("gather:budget=800,block=16,sink=16,window=256", "sink_window:sink
 # Files, and how many characters from where: two of English and code, three of a language the model hardly knows.
 TEXTS = (
     ("docs/architecture.md", 2000),
-    ("inference_engine/kv/pool.py", 0),
+    ("inference_engine/types.py", 0),
     ("laboratory/evaluation/texts/polish_bread.txt", 0),
     ("laboratory/evaluation/texts/polish_bridge.txt", 0),
     ("laboratory/evaluation/texts/polish_council.txt", 0),
