@@ -490,7 +490,7 @@ def main() -> None:
                 "OpenVINO": "not measured"
                 if args.openvino == "none"
                 else f"GenAI {version_of(args.openvino, OPENVINO)} on the same file, its own defaults; histories up to "
-                "1,024 tokens, each computed anew; its prefill has no tokens before it",
+                "1,024 tokens; its prefill has no tokens before it",
                 "onnxruntime": "not measured: it does not read the file",
                 "texts": [name for name, _ in TEXTS],
                 "text_tokens": TEXT_TOKENS,

@@ -416,7 +416,7 @@ class Transformers(Contender):
 
 
 class OpenVINO(Contender):
-    """OpenVINO GenAI on the same GGUF file, with its own defaults. It begins each history anew."""
+    """OpenVINO GenAI on the same GGUF file, with its own defaults. A prefill has no tokens before it."""
 
     def __init__(self, threads: int, file: str) -> None:
         self._lib = importlib.import_module("openvino_genai")
