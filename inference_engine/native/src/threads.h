@@ -1,8 +1,9 @@
 // Threads of our own: they compute one parallel region after another and sleep when there is none.
 //
 // A step is a few hundred regions of some microseconds, so a thread that has finished one spins for a moment before it
-// sleeps. The caller is thread 0. Every output is computed by one thread in one order of adding, so results do not depend
-// on which thread that is.
+// sleeps. The caller is thread 0. A region's work is taken piece by piece, and the caller waits only for threads that have
+// begun one: a thread that the system does not let run, because something else is on its core, delays nothing. Every
+// output is computed by one thread in one order of adding, so results do not depend on which thread that is.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -36,7 +37,6 @@ class Threads {
     {
       std::lock_guard<std::mutex> held(mutex_);
       ends_ = true;
-      round_.fetch_add(1);
     }
     wake_.notify_all();
     for (std::thread& thread : threads_) thread.join();
@@ -46,7 +46,8 @@ class Threads {
 
   int count() const { return count_; }
 
-  // body(index, count) on every thread; returns when all have finished. Throws what one of them has thrown.
+  // body(index, count) on the caller and on each thread that is free; returns when all that have begun it have finished.
+  // Bodies take pieces of work from a counter until none is left. Throws what one of them has thrown.
   template <class Body>
   void run(const Body& body) {
     if (count_ == 1) {
@@ -55,14 +56,14 @@ class Threads {
     }
     call_ = [](const void* body_, int index, int count) { (*(const Body*)body_)(index, count); };
     body_ = &body;
-    left_.store(count_ - 1, std::memory_order_relaxed);
-    round_.fetch_add(1);
+    state_.store(((state_.load(std::memory_order_relaxed) / ROUND + 1) * ROUND) | OPEN);
     if (sleeping_.load()) {
       std::lock_guard<std::mutex> held(mutex_);
       wake_.notify_all();
     }
     guarded(0);
-    for (int spins = 0; left_.load(std::memory_order_acquire);)
+    state_.fetch_and(~OPEN);  // nothing is left to begin with
+    for (int spins = 0; state_.load(std::memory_order_acquire) & BUSY;)
       if (++spins > SPINS) std::this_thread::yield();
       else pause();
     if (thrown_) std::rethrow_exception(std::exchange(thrown_, nullptr));
@@ -86,6 +87,7 @@ class Threads {
   }
 
  private:
+  static constexpr uint64_t OPEN = 1 << 16, BUSY = OPEN - 1, ROUND = 2 * OPEN;
   static constexpr int SPINS = 4000;
   static constexpr int PIECES = 4;  // for each thread
 
@@ -107,30 +109,43 @@ class Threads {
     }
   }
 
+  bool is_new(uint64_t state, uint64_t last) const { return (state & OPEN) && state / ROUND != last; }
+
+  // Begins the open region, unless it was closed or is the last one that this thread has seen.
+  void join(int index, uint64_t& last) {
+    uint64_t state = state_.load();
+    while (is_new(state, last)) {
+      if (!state_.compare_exchange_weak(state, state + 1)) continue;
+      last = state / ROUND;
+      guarded(index);
+      state_.fetch_sub(1, std::memory_order_acq_rel);
+      return;
+    }
+  }
+
   void work(int index) {
     begin_thread();
-    for (uint32_t done = 0;; done++) {
-      for (int spins = 0; round_.load() == done; spins++) {
+    uint64_t last = 0;
+    while (!ends_) {
+      for (int spins = 0; !is_new(state_.load(), last) && !ends_; spins++) {
         if (spins < SPINS) {
           pause();
           continue;
         }
         std::unique_lock<std::mutex> held(mutex_);
         sleeping_.fetch_add(1);
-        wake_.wait(held, [&] { return round_.load() != done; });
+        wake_.wait(held, [&] { return ends_ || is_new(state_.load(), last); });
         sleeping_.fetch_sub(1);
       }
-      if (ends_) return;
-      guarded(index);
-      left_.fetch_sub(1, std::memory_order_acq_rel);
+      join(index, last);
     }
   }
 
   int count_ = 1;
   std::vector<std::thread> threads_;
-  std::atomic<uint32_t> round_{0};
-  std::atomic<int> left_{0}, sleeping_{0};
-  bool ends_ = false;
+  std::atomic<uint64_t> state_{0};  // number of the region · is it open? · threads that are in it
+  std::atomic<int> sleeping_{0};
+  std::atomic<bool> ends_{false};
   std::mutex mutex_;
   std::condition_variable wake_;
   void (*call_)(const void*, int, int) = nullptr;
