@@ -43,7 +43,7 @@ INSTRUMENTS = (
 
 def test_a_server_says_in_one_line_what_it_serves(server: Server) -> None:
     said = server.ready_line
-    assert f"ready at {server.target}: tiny in float32 on cpu, strategy full, " in said
+    assert f"ready at {server.target}: tiny in float32 on cpu (native, exact, float16 K/V), strategy full, " in said
     assert "MB for K/V, metrics at http://127.0.0.1:" in said
 
 
@@ -212,7 +212,7 @@ def test_a_server_whose_weights_are_written_into_ends_and_says_so(how: str, tiny
     weights, log = folder / "model.safetensors", tmp_path / "log"
     with (
         log.open("w", encoding="utf-8") as stderr,
-        kakeya_serve("--model", folder, "--kv-bytes=64MiB", stderr=stderr) as server,
+        kakeya_serve("--model", folder, "--kv-bytes=64MiB", "--backend=torch", stderr=stderr) as server,
         sdk.Client(server.target, retry=sdk.RetryPolicy(attempts=1)) as client,
     ):
         session = client.create_session()
@@ -232,3 +232,21 @@ def test_a_server_whose_weights_are_written_into_ends_and_says_so(how: str, tiny
     said = log.read_text(encoding="utf-8")
     noticed = status == EXIT_SPOILED and "model.safetensors was written to" in said and "intact files" in said
     assert noticed or (how == "cut" and status == -signal.SIGBUS and "Bus error" in said), (status, said)
+
+
+def test_weights_that_were_packed_may_be_written_over(tiny_folder: Path, tmp_path: Path) -> None:
+    """The native backend maps no file once it serves."""
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "tiny"))
+    weights = folder / "model.safetensors"
+    with (
+        kakeya_serve("--model", folder, "--kv-bytes=64MiB", "--backend=native") as server,
+        sdk.Client(server.target) as client,
+    ):
+        answers = []
+        for _ in range(2):
+            with client.create_session() as session:
+                session.append([1, 2, 3])
+                answers.append(session.generate(20).result().token_ids)
+            with weights.open("r+b") as file:
+                file.write(b"\xff" * weights.stat().st_size)
+    assert answers[0] == answers[1]

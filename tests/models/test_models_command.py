@@ -30,7 +30,7 @@ def test_show_prints_what_a_token_costs(folder: Path, cache: Path, capsys: pytes
     assert kakeya_models("show", str(folder), "--cache-dir", str(cache)) == 0
     printed = capsys.readouterr().out
     # K and V of 2 layers, 2 heads of 8 values, 4 bytes each.
-    assert "256 bytes in float32" in printed
+    assert "128 bytes in 16 bits, 256 in float32" in printed
     assert "these files cannot be verified" in printed
 
 

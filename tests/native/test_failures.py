@@ -62,7 +62,7 @@ print(bool((abs(out - 1) < 1e-6).all()))
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 def test_a_thread_without_memory_raises_an_error_in_python() -> None:
     library()
-    if "libasan" in os.environ.get("LD_PRELOAD", ""):
+    if "libasan" in child_environment().get("LD_PRELOAD", ""):
         pytest.skip("the checks of addresses need memory of their own")
     done = subprocess.run(
         [sys.executable, "-c", NO_MEMORY, str(build.LIBRARY)],
