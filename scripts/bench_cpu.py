@@ -5,7 +5,7 @@
 
 Each contender is a process of its own (`cpu_contenders.py`), on the same cores, with as many threads. All stay loaded
 and take turns at each kind of work, so a slow minute of the machine hits all of them; ratios are taken within a round.
-Ours goes through the engine, without a server. Nobody drafts.
+Ours goes through the engine, without a server. There is no drafter.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CONTENDERS = Path(__file__).with_name("cpu_contenders.py")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contender:
-    """Who: its Python, its kind and what `cpu_contenders.py` makes it with, besides threads. What it is measured at.
+    """Its Python, its kind, what `cpu_contenders.py` makes it with besides threads, and what it is measured at.
 
     is_slow: takes a fraction of the steps.
     """

@@ -5,7 +5,7 @@
     [11.4, 11.3, ...]                            answered: milliseconds
 
 llama.cpp and OpenVINO run in environments of their own, which have nothing of ours: this file imports what a contender
-needs when it starts. Nobody drafts, and no server is between. Every id is the likeliest one.
+needs when it starts. There is no drafter and no server. Every id is the likeliest one.
 """
 
 from __future__ import annotations

@@ -165,6 +165,12 @@ def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
             f"kv_dtype={config.kv_dtype} is for the native backend; torch keeps K and V in its dtype, {config.dtype}. "
             "Start with kv_dtype=auto"
         )
+    for name, asked in (("weights", config.weights), ("numerics", config.numerics)):
+        if asked != "auto":
+            raise BackendError(
+                f"{name}={asked} is for the native backend, which does not run this model here; start with "
+                f"{name}=auto, or with backend=native to see the reason"
+            )
     use_threads(config.threads)
     # cuDNN's attention builds a plan for every number of keys, and decoding has a new number at every token.
     torch.backends.cuda.enable_cudnn_sdp(False)

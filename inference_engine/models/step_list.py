@@ -261,17 +261,21 @@ class _Builder:
             raise NoStepListError(f"{config.num_experts_per_tok} of {config.num_experts} experts are chosen")
         self._register("router", config.num_experts)
         self._product("normed", "router", [prefix + "gate"])
-        parts = ("gate_proj", "up_proj", "down_proj")
+        experts = (f"{prefix}experts.{expert}." for expert in range(config.num_experts))
         matrices = tuple(
-            tuple(self._own(f"{prefix}experts.{expert}.{part}.weight") for part in parts)
-            for expert in range(config.num_experts)
+            (
+                self._own(f"{expert}gate_proj.weight"),
+                self._own(f"{expert}up_proj.weight"),
+                self._own(f"{expert}down_proj.weight"),
+            )
+            for expert in experts
         )
         self.operations.append(
             Experts(
                 input="normed",
                 router="router",
                 output="delta",
-                matrices=matrices,  # type: ignore[arg-type]  # tuples of three
+                matrices=matrices,
                 chosen=config.num_experts_per_tok,
                 sums_to_one=bool(config.norm_topk_prob),
                 activation=self._activation,

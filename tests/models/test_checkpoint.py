@@ -116,12 +116,12 @@ def test_the_configuration_is_the_models_own(family: str, tmp_path: Path) -> Non
     write_gguf(model, tmp_path / "model.gguf")
     content = gguf_config(read_gguf(tmp_path / "model.gguf"))
     read = {name: (value, getattr(model.config, name, None)) for name, value in content.items()}
-    told = {name: pair for name, pair in read.items() if pair[0] != pair[1]}
-    assert {name: pair for name, pair in told.items() if name not in ("architectures", "head_dim")} == {}
+    differing = {name: pair for name, pair in read.items() if pair[0] != pair[1]}
+    assert {name: pair for name, pair in differing.items() if name not in ("architectures", "head_dim")} == {}
     assert content["head_dim"] == getattr(model.config, "head_dim", None) or 16
 
 
-def test_rotation_scaled_as_in_llama_3_is_told_from_its_factors(tmp_path: Path) -> None:
+def test_rotation_scaled_as_in_llama_3_is_recovered_from_its_factors(tmp_path: Path) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     model = tiny_model("llama")

@@ -54,8 +54,8 @@ def gguf(
     counts: tuple[int, int] | None = None,
     data: int = 128,
 ) -> bytes:
-    told = counts or (len(tensors), len(pairs))
-    header = magic + struct.pack("<IQQ", version, *told) + b"".join(pairs) + b"".join(tensors)
+    declared = counts or (len(tensors), len(pairs))
+    header = magic + struct.pack("<IQQ", version, *declared) + b"".join(pairs) + b"".join(tensors)
     return header + bytes(-len(header) % 32) + bytes(data)
 
 

@@ -199,7 +199,7 @@ def test_several_engines_may_run_one_model_at_once() -> None:
     assert all(torch.equal(one, expected) for one in found)
 
 
-def test_a_forked_process_is_told_that_the_threads_are_not_there() -> None:
+def test_a_forked_process_gets_an_error_because_it_has_no_threads() -> None:
     threads = library().open_threads(2)
     reading, writing = os.pipe()
     child = os.fork()

@@ -1,8 +1,9 @@
-"""The setting kv_dtype: what it makes of K and V, and who refuses it."""
+"""The settings of the native backend: what kv_dtype makes of K and V, and that torch refuses them."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,3 +64,12 @@ def test_an_entry_that_is_too_large_ends_in_an_error(strategy: KVStrategy, part:
         session = opened(engine, strategy, text(100))
         with pytest.raises((NonFiniteLogits, RestorationFailed)):
             drain(engine.generate(session, GenerateParams(max_tokens=60)))
+
+
+@pytest.mark.parametrize("setting", [{"weights": "int8"}, {"numerics": "int8"}], ids=str)
+def test_torch_refuses_what_only_the_native_backend_has(folder: Path, setting: dict[str, Any]) -> None:
+    """Also where `auto` goes to torch: a setting without effect would go unnoticed."""
+    choices: tuple[dict[str, Any], ...] = ({"backend": "torch"}, {"backend": "auto", "kernels": "plain"})
+    for choice in choices:
+        with pytest.raises(BackendError, match="is for the native backend"):
+            open_backend(ModelConfig(model=str(folder), threads=1, **choice, **setting))
