@@ -1,5 +1,11 @@
 """What holds for every test: idle threads sleep, no model hub is asked, property tests repeat themselves."""
 
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
 from hypothesis import settings
 
 from inference_engine.config import configure_threads_environment, forbid_model_hub
@@ -11,3 +17,17 @@ forbid_model_hub()
 # A slow machine is not a failure: no deadline.
 settings.register_profile("reproducible", derandomize=True, deadline=None)
 settings.load_profile("reproducible")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object | None) -> None:
+    """Say how a worker ended that pytest did not ask to end. Its own stacks are on standard error."""
+    reporter = node.config.pluginmanager.getplugin("terminalreporter")
+    if error and reporter is not None:
+        reporter.write_line(f"\n{node.gateway.id} ended {_ending(node.gateway._io.wait())}")
+
+
+def _ending(status: int | None) -> str:
+    if status is None or status >= 0:
+        return f"with status {status}"
+    return f"by signal {-status} ({signal.strsignal(-status)})"

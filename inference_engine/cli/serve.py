@@ -67,7 +67,8 @@ def _serve(args: argparse.Namespace, model: ModelConfig, engine_config: EngineCo
             raise cannot_bind(setting, address)
 
     # A truncated file of weights (SIGBUS) or a fault in a library ends the process, with a stack on standard error.
-    faulthandler.enable(_STANDARD_ERROR)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(_STANDARD_ERROR)
     with MappedWeights(*found.weights) if server.watch_weights else nullcontext() as weights:
         return _serve_model(args, model, engine_config, server, weights)
 
