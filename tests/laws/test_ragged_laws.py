@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from kv_cache_proposer.dflash.drafter import DFlashDrafter
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import words_of
 from kv_cache_proposer.ngram import NgramDrafter
+from tests.facade import WatchedForward
 from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
 from tests.laws.test_engine_laws import opened
 from tests.laws.variants import drain, each_strategy, same, text, tokens
@@ -96,6 +98,34 @@ def test_tokens_attended_to_together_give_what_they_give_session_by_session(stra
 
     for turn, (wanted, got) in enumerate(zip(expected, found, strict=True)):
         assert same(wanted, got, Mode.BATCHED), turn
+
+
+@each_strategy
+def test_a_step_is_one_native_call_while_its_sessions_hold_what_they_read(
+    strategy: KVStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Appending, waking, archiving and recomputing included. Layer by layer are only steps that read what lies outside
+    the regions (entries that have left them, or what an earlier token read), or some queries all and others blocks.
+    """
+    native, calls, by_step = tiny_native(kv_type=KVType.FLOAT16), 0, []
+    run = native.program.run
+
+    def counted(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        run(*arguments)
+
+    monkeypatch.setattr(native.program, "run", counted)
+    watched = WatchedForward(native, lambda _: by_step.append(calls))
+    with Engine(watched, EngineConfig(**SMALL), latent=tiny_latent()) as engine:
+        session = opened(engine, strategy)
+        for turn, count in enumerate((12, 61, 30)):
+            engine.append(session, text(count, seed=turn))
+            drain(engine.generate(session, GenerateParams(max_tokens=17)))
+    counts = np.diff([*by_step, calls])
+
+    reads_elsewhere = strategy.name in ("gather", "mac", "tiered") or strategy.options().get("mode") == "stream"
+    assert counts[0] == 1 and (counts.max() > 1) == reads_elsewhere, counts
 
 
 @pytest.mark.parametrize("variant", EVERYWHERE)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.gather import attend_entries, gather_vectors
+from inference_engine.kernels.ragged_attention import FLOOR
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions, TierLayout
@@ -252,7 +253,13 @@ class OffloadedBlocks(BlockIndex):
         return False
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
-        return False
+        is_here = self._offloaded.end == self._slots.layout.sink
+        return is_here and super().has_numbers(queries, step)
+
+    def amend(self, queries: StagedQueries, step: StepReads) -> None:
+        # Entries leave in whole blocks: some are seen although they are before the window.
+        step.numbers.regions[self._slots.layer_index, queries.real, FLOOR] = 0
+        super().amend(queries, step)
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         def dense() -> View:

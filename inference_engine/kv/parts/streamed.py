@@ -104,7 +104,7 @@ class StreamedReads(LayerPart):
         return False
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
-        return False
+        return not self.chunks(queries.first)
 
     def view(self, queries: StagedQueries, step: StepReads, inner: Callable[[], View]) -> View:
         chunks = self.chunks(queries.first)
