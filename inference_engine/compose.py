@@ -4,7 +4,7 @@ A trained codec or drafter belongs to a model if its manifest has the digest of 
 a model is trusted. Drafters:
 
     auto     long copies first, else the model's trained drafter, from the cache or from the package; without a trained
-             one, ngram
+             one, or one that the backend does not run, ngram
     ngram    prompt lookup
     none     no drafting
     FOLDER   the trained or published drafter there, alone
@@ -28,8 +28,6 @@ from kv_cache_proposer.hybrid import LONG_COPY, HybridDrafter
 from kv_cache_proposer.ngram import NgramDrafter
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from inference_engine.backends.base import Admitted, Forward
     from inference_engine.decode.draft import Drafter
     from inference_engine.engine import Engine
@@ -183,7 +181,7 @@ def drafter_folder(model_id: str, cache: Path) -> Path:
 
 
 def find_drafter(model: ModelConfig, forward: Forward) -> Drafter | None:
-    """The drafter that `model.drafter` selects, on the device and in the dtype of `forward`, which runs the model.
+    """The drafter that `model.drafter` selects, run by what runs the model: `forward`.
 
     Raises ModelError for one that is not there, damaged, or made for other weights.
     """
@@ -191,17 +189,25 @@ def find_drafter(model: ModelConfig, forward: Forward) -> Drafter | None:
         return None
     if model.drafter == "ngram":
         return NgramDrafter()
-
-    target = forward.torch_model
+    target = _target_of(forward)
     if target is None:
         if model.drafter == "auto":
             return NgramDrafter()
-        raise DrafterError("a trained drafter needs a model that runs on torch; start with --drafter ngram or none")
-    if model.drafter == "auto":
-        network = _trained_for(model, forward, target)
-        return NgramDrafter() if network is None else HybridDrafter(_drafter(network, model, forward, target))
-    network = _in_folder(Path(model.drafter).expanduser(), model, forward, target)
-    return _drafter(network, model, forward, target)
+        raise DrafterError("a trained drafter needs the weights of a model; start with --drafter ngram or none")
+    if model.drafter != "auto":
+        own = _in_folder(Path(model.drafter).expanduser(), model, forward, target)
+        try:
+            return _drafter(own, model, forward)
+        except NotNative as reason:
+            raise DrafterError(f"{model.drafter}: {reason}; start with --backend torch, or --drafter auto") from reason
+    network = _trained_for(model, forward, target)
+    if network is None:
+        return NgramDrafter()
+    try:
+        return HybridDrafter(_drafter(network, model, forward))
+    except NotNative as reason:
+        logger.log(reason.level, "prompt lookup drafts, not the trained drafter: %s", reason)
+        return NgramDrafter()
 
 
 def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
@@ -212,8 +218,8 @@ def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
     if model.drafter == "none":
         return {}
     folder = None if model.drafter in ("auto", "ngram") else Path(model.drafter).expanduser()
-    if model.drafter == "auto" and forward.torch_model is not None:
-        folder = _trained_folder(model, forward.torch_model)
+    if model.drafter == "auto" and (target := _target_of(forward)) is not None:
+        folder = _trained_folder(model, target)
     if folder is None:
         return asdict(NgramDrafter())
 
@@ -229,16 +235,48 @@ def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
     return {"tensors_sha256": hashlib.sha256(digests.encode()).hexdigest()}
 
 
-def _drafter(network: DFlashNetwork, model: ModelConfig, forward: Forward, target: PreTrainedModel) -> Drafter:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Target:
+    """What a trained drafter has to fit."""
+
+    hidden: int
+    layers: int
+    embedding_scale: float
+
+
+def _target_of(forward: Forward) -> _Target | None:
+    """None if the model has no weights that a drafter could share."""
+    if (program := forward.program) is not None:
+        from kv_cache_proposer.dflash.native import embedding_factor
+
+        steps = program.steps
+        return _Target(hidden=steps.hidden, layers=len(steps.layers), embedding_scale=embedding_factor(steps))
+    if (model := forward.torch_model) is None:
+        return None
+    from kv_cache_proposer.dflash.target import embedding_scale_of
+
+    config = model.config.get_text_config()
+    return _Target(
+        hidden=config.hidden_size, layers=config.num_hidden_layers, embedding_scale=embedding_scale_of(model)
+    )
+
+
+def _drafter(network: DFlashNetwork, model: ModelConfig, forward: Forward) -> Drafter:
+    target = _target_of(forward)
+    assert target is not None, "the network was loaded for a target"
+    if (last_tap := network.config.tap_layers[-1]) >= target.layers:
+        raise DrafterError(f"the drafter reads layer {last_tap} of its target, this model has {target.layers}")
+    if forward.program is not None:
+        from kv_cache_proposer.dflash.native import NativeDrafter
+
+        return NativeDrafter(network, forward.program)
     from inference_engine.backends.packed_linear import can_pack, pack_linears
     from kv_cache_proposer.dflash.drafter import DFlashDrafter
     from kv_cache_proposer.dflash.shortlist import Shortlist, can_shortlist
     from kv_cache_proposer.dflash.target import words_of
 
-    layers, last_tap = target.config.get_text_config().num_hidden_layers, network.config.tap_layers[-1]
-    if last_tap >= layers:
-        raise DrafterError(f"the drafter reads layer {last_tap} of its target, this model has {layers}")
-    words = words_of(target)
+    assert forward.torch_model is not None
+    words = words_of(forward.torch_model)
     if model.linear != "plain" and can_shortlist(words):
         assert words.head_weight is not None
         words = replace(words, shortlist=Shortlist(words.head_weight))
@@ -248,7 +286,7 @@ def _drafter(network: DFlashNetwork, model: ModelConfig, forward: Forward, targe
     return drafter
 
 
-def _trained_for(model: ModelConfig, forward: Forward, target: PreTrainedModel) -> DFlashNetwork | None:
+def _trained_for(model: ModelConfig, forward: Forward, target: _Target) -> DFlashNetwork | None:
     from kv_cache_proposer.dflash.store import load_drafter, stored_target
 
     folder = _trained_folder(model, target)
@@ -258,17 +296,16 @@ def _trained_for(model: ModelConfig, forward: Forward, target: PreTrainedModel) 
     return load_drafter(folder, target_digest=digest, device=forward.device, dtype=forward.compute_dtype)[0]
 
 
-def _trained_folder(model: ModelConfig, target: PreTrainedModel) -> Path | None:
+def _trained_folder(model: ModelConfig, target: _Target) -> Path | None:
     """The first folder whose manifest has the digest of the model's weights."""
     from kv_cache_proposer.dflash.store import stored_shape, stored_target
 
     checked = check_model(model.model, cache=model.cache_path)
-    hidden = target.config.get_text_config().hidden_size
     # The shape is compared first: hashing large weights without a manifest takes long.
     folders = [
         folder
         for folder in (drafter_folder(checked.model_id, model.cache_path), *sorted(SHIPPED.glob("*")))
-        if _is_trained(folder) and stored_shape(folder).hidden == hidden
+        if _is_trained(folder) and stored_shape(folder).hidden == target.hidden
     ]
     if not folders:
         return None
@@ -276,17 +313,15 @@ def _trained_folder(model: ModelConfig, target: PreTrainedModel) -> Path | None:
     return next((folder for folder in folders if stored_target(folder) == digest), None)
 
 
-def _in_folder(folder: Path, model: ModelConfig, forward: Forward, target: PreTrainedModel) -> DFlashNetwork:
+def _in_folder(folder: Path, model: ModelConfig, forward: Forward, target: _Target) -> DFlashNetwork:
     from kv_cache_proposer.dflash.published import load_published
     from kv_cache_proposer.dflash.store import load_drafter
-    from kv_cache_proposer.dflash.target import embedding_scale_of
 
     device, dtype = forward.device, forward.compute_dtype
     if _is_trained(folder) or not (folder / "config.json").is_file():
         digest = weights_digest(check_model(model.model, cache=model.cache_path))
         return load_drafter(folder, target_digest=digest, device=device, dtype=dtype)[0]
-    scale = embedding_scale_of(target)
-    return load_published(folder, embedding_scale=scale, device=device, dtype=dtype)
+    return load_published(folder, embedding_scale=target.embedding_scale, device=device, dtype=dtype)
 
 
 def _is_trained(folder: Path) -> bool:

@@ -200,6 +200,10 @@ class ScriptedForward:
         return None
 
     @property
+    def program(self) -> None:
+        return None
+
+    @property
     def records_graphs(self) -> bool:
         return False
 

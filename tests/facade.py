@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from inference_engine.backends.base import Forward, Result, Step
+from inference_engine.backends.native.program import Program
 from inference_engine.engine import Engine
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
@@ -170,6 +171,10 @@ class WatchedForward:
     @property
     def torch_model(self) -> PreTrainedModel | None:
         return self._forward.torch_model
+
+    @property
+    def program(self) -> Program | None:
+        return self._forward.program
 
     @property
     def records_graphs(self) -> bool:

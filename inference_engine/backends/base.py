@@ -24,6 +24,7 @@ from inference_engine.types import Mode, ModelFacts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from inference_engine.backends.native.program import Program
     from inference_engine.models.seam import LayerTraits
 
 
@@ -106,6 +107,10 @@ class Forward(Protocol):
     @property
     def torch_model(self) -> PreTrainedModel | None:
         """The model, for a drafter that shares weights with it; None where it does not run on torch."""
+
+    @property
+    def program(self) -> Program | None:
+        """The model's list of operations and packed weights, for a drafter that shares them; None where none runs."""
 
     @property
     def records_graphs(self) -> bool:

@@ -73,6 +73,10 @@ class TorchForward:
         return self.seam.model
 
     @property
+    def program(self) -> None:
+        return None
+
+    @property
     def records_graphs(self) -> bool:
         return self._records_graphs
 

@@ -62,12 +62,17 @@ class Norm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
-    """output = input · [matrices, one below the other] + biases. output None: the logits."""
+    """output = input · [matrices, one below the other] + biases. output None: the logits.
+
+    offset, count: the part of the output that it is; None: all of it.
+    """
 
     input: str
     output: str | None
     matrices: tuple[str, ...]
     biases: tuple[str, ...] = ()
+    offset: int = 0
+    count: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +132,21 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """output = the vectors that the caller hands in: for lists that begin with states, not with ids."""
+
+    output: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Write:
+    """Write K and V of the layer; nothing attends. input: keys, values of a token, one behind the other."""
+
+    input: str
+    layer: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Tap:
     """The hidden states after this layer, for steps that ask for them."""
 
@@ -149,7 +169,7 @@ class Softcap:
     limit: float
 
 
-Operation = Embed | Norm | Product | Rotate | Attend | Add | Gated | Experts | Tap | Select | Softcap
+Operation = Embed | Norm | Product | Rotate | Attend | Add | Gated | Experts | Given | Write | Tap | Select | Softcap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

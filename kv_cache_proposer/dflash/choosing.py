@@ -25,7 +25,7 @@ from kv_cache_proposer.dflash.target import TargetWords
 
 # Ids of a place that a path may use: noise raises ids that a greedy path never reaches. The number of scored pairs
 # grows with the square.
-_LIKELIEST = 16
+LIKELIEST = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +54,29 @@ def choose_draft_tokens(
     chain = network.chain if states.shape[-2] > 1 else None
     if chain is None and draws is None:
         return choices.best()
-    likeliest, places = choices.scores.topk(min(_LIKELIEST, choices.scores.shape[-1]), dim=-1)  # [..., G, K]
+    likeliest, places = choices.scores.topk(min(LIKELIEST, choices.scores.shape[-1]), dim=-1)  # [..., G, K]
     ids = choices.named(places)
-    added = None if draws is None else draws.noise(ids)
     if chain is None:
-        assert draws is not None and added is not None
-        best = ids.gather(-1, (likeliest + added).argmax(-1, keepdim=True))[..., 0]
+        assert draws is not None
         # Ties go to the first id, which topk does not guarantee.
-        return torch.where(draws.temperatures[..., None] == 0, choices.best(), best)
+        return torch.where(draws.temperatures[..., None] == 0, choices.best(), best_alone(ids, likeliest, draws))
     before = words.embed(ids[..., :-1, :], network.config.embedding_scale)
     after = chain(states[..., 1:, None, :], before)  # [..., G − 1, K, hidden]
-    first, onward = likeliest[..., 0, :], words.scores(after, ids[..., 1:, :])  # [..., K], [..., G − 1, K, K]
-    if added is not None:
+    return best_path(ids, likeliest[..., 0, :], words.scores(after, ids[..., 1:, :]), draws)
+
+
+def best_alone(ids: Tensor, scores: Tensor, draws: Draws) -> Tensor:
+    """Of each place's `ids` [..., G, K] the best, whatever its neighbours are: [..., G]."""
+    return ids.gather(-1, (scores + draws.noise(ids)).argmax(-1, keepdim=True))[..., 0]
+
+
+def best_path(ids: Tensor, first: Tensor, onward: Tensor, draws: Draws | None) -> Tensor:
+    """From place to place the best of `ids` [..., G, K] after the one before it: [..., G].
+
+    first: scores [..., K] of the first place's; onward: [..., G − 1, K, K], of each pair of neighbours.
+    """
+    if draws is not None:
+        added = draws.noise(ids)
         first, onward = first + added[..., 0, :], onward + added[..., 1:, None, :]
     steps = onward.argmax(-1)  # [..., G − 1, K], from each id to a place among the next
     path = [first.argmax(-1, keepdim=True)]

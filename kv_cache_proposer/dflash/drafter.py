@@ -10,6 +10,7 @@ are.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -25,34 +26,57 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Demand, Pool
 from kv_cache_proposer.dflash.choosing import Draws, choose_draft_tokens
+from kv_cache_proposer.dflash.config import DFlashConfig
 from kv_cache_proposer.dflash.graphs import DrafterGraphs
-from kv_cache_proposer.dflash.memory import RingMemory, buffers_of, memory_demand, write_entries, write_index
+from kv_cache_proposer.dflash.memory import (
+    Positions,
+    RingMemory,
+    buffers_of,
+    memory_demand,
+    write_entries,
+    write_index,
+)
 from kv_cache_proposer.dflash.network import DFlashNetwork, Entries
 from kv_cache_proposer.dflash.target import TargetWords
 from kv_cache_proposer.errors import DrafterError
 
 
-class DFlashDrafter:
+class BlockDrafter(ABC):
     """One network for all sessions. It draws from the target's embedding and head, which stay the target's."""
 
-    def __init__(self, network: DFlashNetwork, words: TargetWords, *, records_graphs: bool = False) -> None:
-        """network: on the target's device, in its dtype. records_graphs: as the target's steps are, on a GPU.
+    # Does a session's memory have room for entries of the block?
+    keeps_block = False
 
-        Raises DrafterError for a target it does not fit.
-        """
-        config = network.config
-        vocab_size, hidden = words.embeddings.shape
+    def __init__(self, config: DFlashConfig, *, hidden: int, vocabulary: int) -> None:
+        """hidden, vocabulary: the target's. Raises DrafterError for a target it does not fit."""
         if hidden != config.hidden:
             raise DrafterError(f"the drafter's hidden states have {config.hidden} numbers, the target's {hidden}")
-        if config.mask_token_id >= vocab_size:
-            raise DrafterError(f"the drafter's mask is id {config.mask_token_id}, the target has {vocab_size} ids")
-        self._network = network.eval().requires_grad_(requires_grad=False)
+        if config.mask_token_id >= vocabulary:
+            raise DrafterError(f"the drafter's mask is id {config.mask_token_id}, the target has {vocabulary} ids")
+        self.config = config
         self._method = DraftMethod("network", longest=config.block_size - 1, needs_entries=True)
-        self._words = words
-        self._device = words.embeddings.device
-        self._records_graphs = records_graphs
-        # One per pool: graphs read and write where they were recorded.
-        self._graphs: WeakKeyDictionary[Pool, DrafterGraphs] = WeakKeyDictionary()
+
+    @abstractmethod
+    def write(self, memories: Sequence[RingMemory], taps: Sequence[Tensor], place: Positions, index: Positions) -> None:
+        """Write the K and V of tokens at the positions `place` [R]. taps: [r, taps, hidden] each, R in all.
+
+        memories: those they are of. index: [layers · Hkv, R] vectors of the buffers.
+        """
+
+    @abstractmethod
+    def choose(
+        self,
+        memories: Sequence[RingMemory],
+        ids: NDArray[np.int64],
+        first: NDArray[np.int64],
+        keys: NDArray[np.int64],
+        temperatures: NDArray[np.float64],
+        longest: int,
+    ) -> NDArray[np.int64]:
+        """At least `longest` draft tokens [N, …] of each block. ids: [N, B]; first: [N], where the blocks begin.
+
+        keys: [N, B − 1], and temperatures: [N], as `Draws` has them.
+        """
 
     @property
     def name(self) -> str:
@@ -60,25 +84,20 @@ class DFlashDrafter:
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
-        return self._network.config.tap_layers
+        return self.config.tap_layers
 
     @property
     def longest(self) -> int:
         return self._method.longest
 
     def demands(self, geometry: Geometry) -> tuple[Demand, ...]:
-        return (memory_demand(self._network.config, geometry),)
+        return (memory_demand(self.config, geometry, keeps_block=self.keeps_block),)
 
     def open(self, context: KVContext) -> DraftMemory | None:
-        return RingMemory.reserve(self._network.config, context)
+        return RingMemory.reserve(self.config, context, keeps_block=self.keeps_block)
 
-    def prepare(self, context: KVContext) -> None:
-        if self._records_graphs:
-            config = self._network.config
-            buffers = buffers_of(config, context)
-            self._graphs[context.pool] = DrafterGraphs(
-                self._network, self._words, buffers, taps_dtype=next(self._network.parameters()).dtype
-            )
+    @abstractmethod
+    def prepare(self, context: KVContext) -> None: ...
 
     def method(self, history: Tokens) -> DraftMethod | None:
         return self._method
@@ -94,47 +113,84 @@ class DFlashDrafter:
             assert one.taps is not None, "taps were asked for"
             taps.append(one.taps[int(places[0]) :])
             positions.append(one.first + places)
-        index, place = write_index(memories, [slots for _, slots in kept]), np.concatenate(positions)
+        index = write_index(memories, [slots for _, slots in kept])
         with torch.inference_mode():
-            graphs = self._graphs.get(memories[0].pool)
-            if graphs is not None and graphs.can_observe(len(place)):
-                graphs.observe(taps, place, index)
-                return
-            states = self._network.context(torch.cat(taps)[None], torch.from_numpy(place).to(self._device)[None])
-            keys, values = (torch.stack(part)[:, 0] for part in zip(*states, strict=True))
-            write_entries(memories[0], index, keys, values)
+            self.write(memories, taps, np.concatenate(positions), index)
 
     def propose(self, wanted: Sequence[Wanted]) -> list[TokenIds]:
         if not wanted:
             return []
-        size = self._network.config.block_size
         limits = [min(one.limit, self.longest) for one in wanted]
         first = np.array([len(one.history) - 1 for one in wanted], dtype=np.int64)
-        ids = np.full((len(wanted), size), self._network.config.mask_token_id, dtype=np.int64)
+        ids = np.full((len(wanted), self.config.block_size), self.config.mask_token_id, dtype=np.int64)
         ids[:, 0] = [int(one.history[-1]) for one in wanted]
         memories = [_ring(one.memory) for one in wanted]
         keys, temperatures = _noise(wanted, self.longest)
         with torch.inference_mode():
-            graphs = self._graphs.get(memories[0].pool)
-            if graphs is not None and graphs.can_propose(len(memories)):
-                draft_tokens = graphs.propose(memories, ids, first, keys, temperatures)
-                return [draft_tokens[place, :limit].astype(np.uint32) for place, limit in enumerate(limits)]
-            context, mask = self._context(memories, first)
-            block = self._words.embed(torch.from_numpy(ids).to(self._device), self._network.config.embedding_scale)
-            positions = torch.from_numpy(first[:, None] + np.arange(size)).to(self._device)
-            states = self._network(block, positions, context, mask)
-            longest, draws = max(limits), None
-            if temperatures.any():
-                on_device = (torch.from_numpy(part).to(self._device) for part in (keys[:, :longest], temperatures))
-                draws = Draws(*on_device)
-            draft_tokens = (
-                choose_draft_tokens(self._network, self._words, states[:, 1 : longest + 1], draws).cpu().numpy()
-            )
+            draft_tokens = self.choose(memories, ids, first, keys, temperatures, max(limits))
         return [draft_tokens[place, :limit].astype(np.uint32) for place, limit in enumerate(limits)]
+
+
+class DFlashDrafter(BlockDrafter):
+    """The network on torch, beside a target on torch."""
+
+    def __init__(self, network: DFlashNetwork, words: TargetWords, *, records_graphs: bool = False) -> None:
+        """network: on the target's device, in its dtype. records_graphs: as the target's steps are, on a GPU.
+
+        Raises DrafterError for a target it does not fit.
+        """
+        vocab_size, hidden = words.embeddings.shape
+        super().__init__(network.config, hidden=hidden, vocabulary=vocab_size)
+        self._network = network.eval().requires_grad_(requires_grad=False)
+        self._words = words
+        self._device = words.embeddings.device
+        self._records_graphs = records_graphs
+        # One per pool: graphs read and write where they were recorded.
+        self._graphs: WeakKeyDictionary[Pool, DrafterGraphs] = WeakKeyDictionary()
+
+    def prepare(self, context: KVContext) -> None:
+        if self._records_graphs:
+            buffers = buffers_of(self.config, context)
+            self._graphs[context.pool] = DrafterGraphs(
+                self._network, self._words, buffers, taps_dtype=next(self._network.parameters()).dtype
+            )
+
+    def write(self, memories: Sequence[RingMemory], taps: Sequence[Tensor], place: Positions, index: Positions) -> None:
+        graphs = self._graphs.get(memories[0].pool)
+        if graphs is not None and graphs.can_observe(len(place)):
+            graphs.observe(taps, place, index)
+            return
+        states = self._network.context(torch.cat(list(taps))[None], torch.from_numpy(place).to(self._device)[None])
+        keys, values = (torch.stack(part)[:, 0] for part in zip(*states, strict=True))
+        write_entries(memories[0], index, keys, values)
+
+    def choose(
+        self,
+        memories: Sequence[RingMemory],
+        ids: NDArray[np.int64],
+        first: NDArray[np.int64],
+        keys: NDArray[np.int64],
+        temperatures: NDArray[np.float64],
+        longest: int,
+    ) -> NDArray[np.int64]:
+        graphs = self._graphs.get(memories[0].pool)
+        if graphs is not None and graphs.can_propose(len(memories)):
+            return graphs.propose(memories, ids, first, keys, temperatures)
+        context, mask = self._context(memories, first)
+        block = self._words.embed(torch.from_numpy(ids).to(self._device), self.config.embedding_scale)
+        positions = torch.from_numpy(first[:, None] + np.arange(self.config.block_size)).to(self._device)
+        states = self._network(block, positions, context, mask)
+        draws = None
+        if temperatures.any():
+            on_device = (torch.from_numpy(part).to(self._device) for part in (keys[:, :longest], temperatures))
+            draws = Draws(*on_device)
+        chosen = choose_draft_tokens(self._network, self._words, states[:, 1 : longest + 1], draws)
+        draft_tokens: NDArray[np.int64] = chosen.cpu().numpy()
+        return draft_tokens
 
     def _context(self, memories: Sequence[RingMemory], first: NDArray[np.int64]) -> tuple[list[Entries], Tensor]:
         """Every layer's entries of all sessions, padded to the longest ring buffer in use, and each block's mask."""
-        config = self._network.config
+        config = self.config
         count = max(memory.used for memory in memories)
         visible = np.ones((len(memories), count + config.block_size), dtype=np.bool_)
         parts: list[tuple[Tensor, Tensor]] = []

@@ -1,6 +1,7 @@
 """A DFlash drafter's cache for one session: K and V of the last `context_window` positions, in every draft layer.
 
     buffer of K   [layers, Hkv, window, D]   a position's slot is its remainder by the window
+                  [Hkv, block, D]            of the block that is drafted, where the drafter keeps it: layer after layer
     buffer of V   likewise
 
 The memory is part of the sessions' pool and reserved while the session exists. Its slots are overwritten as the history
@@ -12,6 +13,7 @@ which a mask does not remove.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,10 +28,20 @@ from kv_cache_proposer.dflash.config import DFlashConfig
 Positions = NDArray[np.int64]
 
 
-def memory_demand(config: DFlashConfig, geometry: Geometry) -> Demand:
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a block sees of a ring buffer: the slots [0, before) and [since, end). A run of positions may go round."""
+
+    before: int
+    since: int
+    end: int
+
+
+def memory_demand(config: DFlashConfig, geometry: Geometry, *, keeps_block: bool = False) -> Demand:
     """One session's share of the pool: its entries, and room to begin them at a multiple of their size."""
     head_dim = geometry.layers[0].head_dim
     elements = config.elements_per_position * config.context_window + config.head_dim
+    elements += _block_elements(config) if keeps_block else 0
     unit = geometry.alignment
     return Demand(head_dim=head_dim, elements=-(-elements // unit) * unit)
 
@@ -37,8 +49,11 @@ def memory_demand(config: DFlashConfig, geometry: Geometry) -> Demand:
 class RingMemory(DraftMemory):
     """One session's entries. Only the engine's thread accesses them; `reserve` may be called from any thread."""
 
-    def __init__(self, config: DFlashConfig, context: KVContext, demand: Demand, starts: tuple[int, ...]) -> None:
+    def __init__(
+        self, config: DFlashConfig, context: KVContext, demand: Demand, starts: tuple[int, ...], *, keeps_block: bool
+    ) -> None:
         self._config = config
+        self._block_bytes = 2 * _block_elements(config) * context.geometry.itemsize if keeps_block else 0
         self._context = context
         self._demand = demand
         self._starts: tuple[int, ...] | None = starts
@@ -46,13 +61,18 @@ class RingMemory(DraftMemory):
         self.first_vector = -(-starts[0] * demand.head_dim // config.head_dim)
         self.held: Positions = np.full(config.context_window, -1, dtype=np.int64)
         self.used = 0  # slots before this one have been written or zeroed
+        self._run = 0, 0  # the last positions that were observed without a gap: the first, and one past the last
+        self._has_block = False
 
     @staticmethod
-    def reserve(config: DFlashConfig, context: KVContext) -> RingMemory | None:
-        """None, with nothing reserved, if the pool has no room."""
-        demand = memory_demand(config, context.geometry)
+    def reserve(config: DFlashConfig, context: KVContext, *, keeps_block: bool = False) -> RingMemory | None:
+        """None, with nothing reserved, if the pool has no room.
+
+        keeps_block: entries of the block that is drafted lie behind the ring buffer.
+        """
+        demand = memory_demand(config, context.geometry, keeps_block=keeps_block)
         starts = context.pool.reserve((demand,))
-        return None if starts is None else RingMemory(config, context, demand, starts)
+        return None if starts is None else RingMemory(config, context, demand, starts, keeps_block=keeps_block)
 
     @property
     def pool(self) -> Pool:
@@ -62,11 +82,14 @@ class RingMemory(DraftMemory):
     def held_bytes(self) -> int:
         page = self._context.geometry.page_tokens
         slots = min(self._config.context_window, -(-self.used // page) * page)
-        return slots * 2 * self._config.elements_per_position * self._context.geometry.itemsize
+        entries = slots * 2 * self._config.elements_per_position * self._context.geometry.itemsize
+        return entries + (self._block_bytes if self._has_block else 0)
 
     def clear(self) -> None:
         self.held[:] = -1
         self.used = 0
+        self._run = 0, 0
+        self._has_block = False
 
     def release(self) -> None:
         if self._starts is not None:
@@ -90,7 +113,25 @@ class RingMemory(DraftMemory):
                     buffer.index_fill_(0, index, 0)
             self.used = reach
         self.held[slots] = first + places
+        self._run = self._run[0] if first == self._run[1] else first, first + count
         return places, slots
+
+    def block_vectors(self) -> Positions:
+        """[Hkv, block], where entries of a block go. They count as held from now on."""
+        assert self._block_bytes, "this memory has no room for a block"
+        self._has_block = True
+        config = self._config
+        first = self.first_vector + config.layers * config.kv_heads * config.context_window
+        return first + np.arange(config.kv_heads * config.block_size).reshape(config.kv_heads, config.block_size)
+
+    def sight(self, position: int) -> Sight:
+        """The slots of the last positions before `position` that were observed without a gap, of a window at most."""
+        window = self._config.context_window
+        first, end = max(self._run[0], position - window, self._run[1] - window), self._run[1]
+        if first >= end:
+            return Sight(0, 0, 0)
+        since, last = first % window, (end - 1) % window
+        return Sight(0, since, last + 1) if since <= last else Sight(last + 1, since, window)
 
     def index(self, slots: Positions) -> NDArray[np.int64]:
         """Vectors of the buffer: for each layer and head, those of the slots; flat."""
@@ -115,6 +156,10 @@ class RingMemory(DraftMemory):
     def buffers(self) -> tuple[Tensor, Tensor]:
         """See `buffers_of`."""
         return buffers_of(self._config, self._context)
+
+
+def _block_elements(config: DFlashConfig) -> int:
+    return config.kv_heads * config.block_size * config.head_dim
 
 
 def buffers_of(config: DFlashConfig, context: KVContext) -> tuple[Tensor, Tensor]:

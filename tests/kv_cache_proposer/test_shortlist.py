@@ -157,6 +157,5 @@ def test_the_head_is_copied_unless_linear_layers_stay_as_they_come(
         return Shortlist(head_weight)
 
     monkeypatch.setattr(shortlist, "Shortlist", copy)
-    forward = tiny_forward()
-    compose._drafter(tiny_network(), ModelConfig(linear=linear), forward, forward.torch_model)
+    compose._drafter(tiny_network(), ModelConfig(linear=linear), tiny_forward())
     assert bool(copied) == is_copied

@@ -43,8 +43,7 @@ from tests.tiny_native import tiny_native
 ON_GPU = torch.cuda.is_available()
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
 VARIANTS = {"regions": False, "regions-graphs": True} if ON_GPU else {"regions": False}
-# The native backend has no model on torch, whose weights a trained drafter shares. K and V in 16 bits are compared with
-# the same: session by session, they are read by torch.
+# K and V in 16 bits are compared with the same: session by session, they are read by torch.
 ALONE = {**dict.fromkeys((*VARIANTS, "native"), "alone"), "native-float16": "native-float16-alone"}
 EVERYWHERE = tuple(ALONE)
 

@@ -51,7 +51,7 @@ class NativeForward:
 
     def __init__(self, seam: Seam, facts: ModelFacts, program: Program) -> None:
         self.seam = seam
-        self.program = program
+        self._program = program
         self._facts = facts
         self._device = torch.device("cpu")
         self._kv_dtype = KV_DTYPES[program.kv_type]
@@ -75,6 +75,10 @@ class NativeForward:
     @property
     def torch_model(self) -> None:
         return None
+
+    @property
+    def program(self) -> Program:
+        return self._program
 
     @property
     def records_graphs(self) -> bool:
@@ -119,14 +123,14 @@ class NativeForward:
         return self.seam.rotate(keys.float(), shifts, name)
 
     def run(self, step: Step) -> Result:
-        with self.program.threads.lock:  # several engines may run one model
+        with self._program.threads.lock:  # several engines may run one model
             logits, tapped = self._forward(step)
         step.on_computed()
         return Result(logits, tapped, draw_all(logits, step.draws, self._ops.noise_of_all) if step.draws else ())
 
     def _forward(self, step: Step) -> tuple[Tensor, Tensor | None]:
         """The logits, and the hidden states after the layers that the step asks for."""
-        plan, steps = step.plan, self.program.steps
+        plan, steps = step.plan, self._program.steps
         tokens, asked, taps = plan.query_count, len(step.logit_queries), len(step.tap_layers)
         # Memory of numpy's: torch would let other threads run while it allocates, and readers have just been woken.
         logits = torch.from_numpy(np.empty((asked, steps.vocabulary), np.float32))
@@ -156,14 +160,14 @@ class NativeForward:
             tap_count=taps,
         )
         if plan.is_numbers_only:
-            self.program.run(native)
+            self._program.run(native)
         else:
             self._run_by_layers(step, native)
         return logits, tapped
 
     def _run_by_layers(self, step: Step, native: NativeStep) -> None:
         """The plan attends, layer by layer; everything else is native."""
-        program, first, tokens = self.program, 0, step.plan.query_count
+        program, first, tokens = self._program, 0, step.plan.query_count
         attends = [operation for operation in program.steps.operations if isinstance(operation, Attend)]
         with torch.inference_mode():
             for index, attend in zip(program.attends, attends, strict=True):

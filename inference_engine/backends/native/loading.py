@@ -166,8 +166,6 @@ def _asks_for_torch(config: ModelConfig) -> str:
     for name, asked in (("kernels", config.kernels), ("linear", config.linear)):
         if asked != "auto":
             return f"{name}={asked} is about torch"
-    if config.drafter not in ("auto", "ngram", "none"):
-        return f"the trained drafter {config.drafter} shares the weights of a model on torch"
     return ""
 
 

@@ -23,6 +23,7 @@ from inference_engine.models.step_list import (
     Embed,
     Experts,
     Gated,
+    Given,
     Norm,
     Operation,
     Product,
@@ -31,6 +32,7 @@ from inference_engine.models.step_list import (
     Softcap,
     StepList,
     Tap,
+    Write,
 )
 from inference_engine.native.library import (
     Format,
@@ -49,8 +51,10 @@ from inference_engine.native.library import Operation as NativeOperation
 from inference_engine.native.library import Step as NativeStep
 
 _LANES = 16
+_NO_TILES: NDArray[np.uint8] = np.zeros(0, np.uint8)
 _ALIGNMENT = 64
-_KINDS = (Embed, Norm, Product, Rotate, Attend, Add, Gated, Tap, Select, Softcap, Experts)  # the numbers of types.h
+# Their places are the numbers of types.h.
+_KINDS = (Embed, Norm, Product, Rotate, Attend, Add, Gated, Tap, Select, Softcap, Experts, Given, Write)
 _ACTIVATIONS = ("silu", "gelu_tanh")
 # Encodings whose numbers are quantised already, and the format that holds exactly these numbers.
 _QUANTISED = {
@@ -127,8 +131,11 @@ class Program:
         kv_type: KVType = KVType.FLOAT32,
         threads: int = 0,
         level: str = "auto",
+        shares: Program | None = None,
     ) -> None:
         """threads: 0 means one for each core.
+
+        shares: a program whose matrices are used under their names, and its threads; it stays open at least as long.
 
         Raises BackendError for weights that cannot be packed as asked for, NotNative for those that cannot be packed at
         all, ModelError for those that do not fit the list.
@@ -136,9 +143,9 @@ class Program:
         self.steps = steps
         self.kernels: Kernels = library.kernels(level)
         self.kv_type = kv_type
-        self._library = library
+        self.library = library
         self._registers = {name: index for index, name in enumerate(steps.widths)}
-        self._packed = _Packed(library, checkpoint, weights)
+        self._packed: _Packed = _Packed(library, checkpoint, weights, None if shares is None else shares._packed)
         self._vectors: list[NDArray[np.float32]] = []
         self._tables = {name: index for index, name in enumerate(rotaries)}
         self._turned = {name: 2 * len(table.frequencies) for name, table in rotaries.items()}
@@ -146,14 +153,15 @@ class Program:
         self._packed.let_go()
         self.count = len(self._operations)
         self.attends = [index for index, one in enumerate(self._operations) if one.kind == _KINDS.index(Attend)]
-        self.threads: Threads = library.open_threads(threads)
+        self._shares = shares
+        self.threads: Threads = library.open_threads(threads) if shares is None else shares.threads
         self._address = self._open(rotaries, trained_positions, identity)
         self._end = weakref.finalize(self, library.close_program, self._address)
         self._end.atexit = False
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the packed weights."""
+        """Bytes of the packed weights, without those of another program."""
         return self._packed.nbytes + sum(vector.nbytes for vector in self._vectors)
 
     def formats(self) -> dict[str, int]:
@@ -164,7 +172,7 @@ class Program:
         """The operations [first, end) of a step; a run begins with operation 0. Raises Overloaded without memory."""
         with self.threads.lock:
             assert self._end.alive, "the program is closed"
-            if not self._library.run(self._address, step, first, self.count if end is None else end):
+            if not self.library.run(self._address, step, first, self.count if end is None else end):
                 raise Overloaded(
                     f"no memory is left for a step of {step.tokens} tokens; send fewer at a time"
                 ) from MemoryError()
@@ -173,7 +181,7 @@ class Program:
         """[tokens, width], a view that is valid until the next step."""
         assert self._end.alive, "the program is closed"
         width = self.steps.widths[name]
-        return self._library.register(self._address, self._registers[name], tokens * width).reshape(tokens, width)
+        return self.library.register(self._address, self._registers[name], tokens * width).reshape(tokens, width)
 
     def close(self) -> None:
         """End its threads and free its memory, after the step that runs. Does nothing the second time.
@@ -184,7 +192,8 @@ class Program:
             return
         with self.threads.lock:
             self._end()
-        self.threads.close()
+        if self._shares is None:
+            self.threads.close()
 
     def _open(self, rotaries: Mapping[str, RotaryTable], trained: int, identity: Identity) -> int:
         operations = (NativeOperation * self.count)(*self._operations)
@@ -201,7 +210,7 @@ class Program:
             )
         )
         widths = (ctypes.c_int64 * len(self.steps.widths))(*self.steps.widths.values())
-        return self._library.open_program(
+        return self.library.open_program(
             self.kernels, self.threads, identity, self.kv_type, operations, matrices, vectors, layers, tables, widths
         )
 
@@ -231,6 +240,8 @@ class Program:
                 if turned > operation.width:
                     raise NotNative(f"{turned} numbers are rotated of heads that have {operation.width}")
                 one.heads, one.width, one.offset = operation.heads, operation.width, operation.offset
+            case Write():
+                one.layer = operation.layer
             case Attend():
                 one.layer, one.number, one.other = operation.layer, operation.scaling, operation.softcap or 0.0
             case Add():
@@ -244,8 +255,8 @@ class Program:
                 one.matrix = len(self._packed.matrices)
                 hidden = self.steps.hidden
                 for gate, up, down in operation.matrices:
-                    inner = _rows(checkpoint, gate)
-                    if _rows(checkpoint, up) != inner:
+                    inner = self._packed.rows(gate)
+                    if self._packed.rows(up) != inner:
                         raise ModelError(f"{gate} and {up} differ in their outputs; the weights do not fit config.json")
                     self._packed.add([gate, up], (2 * inner, hidden))
                     self._packed.add([down], (hidden, inner))
@@ -253,14 +264,16 @@ class Program:
                 one.layer = operation.layer
             case Softcap():
                 one.number = operation.limit
-            case Select():
+            case Select() | Given():
                 pass
         yield one
 
     def _products(self, operation: Product, checkpoint: Checkpoint) -> Iterator[NativeOperation]:
         """One structure for each run of matrices that are stored alike; their outputs lie one behind the other."""
         inputs = self.steps.widths[operation.input]
-        outputs = self.steps.vocabulary if operation.output is None else self.steps.widths[operation.output]
+        width = self.steps.vocabulary if operation.output is None else self.steps.widths[operation.output]
+        outputs = width if operation.count is None else operation.count
+        assert 0 <= operation.offset <= width - outputs, "a product writes within its register"
         biases = dict(zip(operation.matrices, operation.biases, strict=False))
         offset = 0
         for names in self._packed.alike(operation.matrices):
@@ -268,7 +281,7 @@ class Program:
             one.second = one.table = one.layer = -1
             one.input = self._registers[operation.input]
             one.output = -1 if operation.output is None else self._registers[operation.output]
-            sizes = [_rows(checkpoint, name) for name in names]
+            sizes = [self._packed.rows(name) for name in names]
             one.matrix = self._packed.add(names, (sum(sizes), inputs))
             own = [
                 _sized(checkpoint.tensor(biases[name]), biases[name], size)
@@ -276,7 +289,7 @@ class Program:
                 if name in biases
             ]
             one.vector = self._vector(np.concatenate(own)) if own else -1
-            one.offset = offset
+            one.offset = operation.offset + offset
             offset += sum(sizes)
             yield one
         if offset != outputs:
@@ -293,15 +306,16 @@ class Program:
 
 
 class _Packed:
-    """The packed matrices, each once."""
+    """The packed matrices, each once. shared: of another program, found under their names."""
 
-    def __init__(self, library: Library, checkpoint: Checkpoint, weights: str) -> None:
+    def __init__(self, library: Library, checkpoint: Checkpoint, weights: str, shared: _Packed | None = None) -> None:
         self.matrices: list[Matrix] = []
         self._library = library
         self._checkpoint = checkpoint
         self._weights = weights
         self._tiles: list[NDArray[np.uint8]] = []
         self._found: dict[tuple[str, ...], int] = {}
+        self._shared = shared
 
     @property
     def nbytes(self) -> int:
@@ -332,9 +346,16 @@ class _Packed:
         """The index of these matrices, one below the other. Raises ModelError if together they have another shape."""
         if (index := self._found.get(tuple(names))) is not None:
             return index
+        inputs = shape[1]
+        if (matrix := self._of_another(names)) is not None:
+            if (matrix.outputs, matrix.inputs) != shape:
+                raise ModelError(
+                    f"{', '.join(names)} of the model have {matrix.outputs} outputs of {matrix.inputs} inputs, and "
+                    f"{shape[0]} of {inputs} are wanted of them"
+                )
+            return self._keep(names, matrix, None)
         tensors = [self._checkpoint.tensor(name) for name in names]
         wanted = self._format(names[0])
-        inputs = shape[1]
         if any(tensor.shape[1:] != (inputs,) for tensor in tensors) or (
             sum(tensor.shape[0] for tensor in tensors) != shape[0]
         ):
@@ -361,21 +382,33 @@ class _Packed:
                 raise kind(_WHY[error].format(name=name, encoding=tensor.encoding, wanted=wanted.name.lower()))
             first += size
         outputs = sum(tensor.shape[0] for tensor in tensors)
-        self.matrices.append(Matrix(wanted, outputs, inputs, 0, tiles.ctypes.data))
-        self._tiles.append(tiles)
+        return self._keep(names, Matrix(wanted, outputs, inputs, 0, tiles.ctypes.data), tiles)
+
+    def rows(self, name: str) -> int:
+        """The outputs of a matrix. Raises ModelError for anything else."""
+        if (matrix := self._of_another([name])) is not None:
+            return matrix.outputs
+        shape = self._checkpoint.tensor(name).shape
+        if len(shape) != 2:
+            raise ModelError(f"{name} has the shape {shape}, not that of a matrix; the weights do not fit config.json")
+        return shape[0]
+
+    def _keep(self, names: Sequence[str], matrix: Matrix, tiles: NDArray[np.uint8] | None) -> int:
+        self.matrices.append(matrix)
+        self._tiles.append(_NO_TILES if tiles is None else tiles)
         self._found[tuple(names)] = len(self.matrices) - 1
         return self._found[tuple(names)]
 
+    def _of_another(self, names: Sequence[str]) -> Matrix | None:
+        """The matrix of another program that has all these names, one below the other."""
+        if self._shared is None or (index := self._shared._found.get(tuple(names))) is None:
+            return None
+        return self._shared.matrices[index]
+
     def _format(self, name: str) -> Format:
+        if (matrix := self._of_another([name])) is not None:
+            return Format(matrix.format)
         return packed_format(name, self._checkpoint.tensor(name), self._weights)
-
-
-def _rows(checkpoint: Checkpoint, name: str) -> int:
-    """The outputs of a matrix. Raises ModelError for anything else."""
-    shape = checkpoint.tensor(name).shape
-    if len(shape) != 2:
-        raise ModelError(f"{name} has the shape {shape}, not that of a matrix; the weights do not fit config.json")
-    return shape[0]
 
 
 def _check_stored(name: str, tensor: StoredTensor) -> None:

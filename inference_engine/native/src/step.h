@@ -141,6 +141,8 @@ class Run {
       case SELECT: return select(o);
       case SOFTCAP: return cap(o);
       case EXPERTS: return experts(o);
+      case GIVEN: return given(o);
+      case WRITE: return write(p_.layers[o.layer], o.layer, at(o.input), width(o.input));
     }
   }
 
@@ -191,14 +193,15 @@ class Run {
     });
   }
 
-  // input: queries, keys and values of each token, one behind the other.
-  void attention(const Operation& o) {
-    const Layer& layer = p_.layers[o.layer];
-    const float* in = at(o.input);
-    int64_t stride = width(o.input), dim = layer.head_dim;
-    const float* keys = in + layer.query_heads * dim;
+  void given(const Operation& o) {
+    memcpy(at(o.output), s_.given, (size_t)(tokens_ * width(o.output)) * sizeof(float));
+  }
+
+  // Writes keys and values of each token, which lie one behind the other, `stride` floats from one token to the next.
+  void write(const Layer& layer, int32_t index, const float* keys, int64_t stride) {
+    int64_t dim = layer.head_dim;
     const float* values = keys + layer.kv_heads * dim;
-    const int64_t* writes = s_.writes[o.layer];
+    const int64_t* writes = s_.writes[index];
     each(tokens_, [&](int64_t token) {
       for (int64_t head = 0; head < layer.kv_heads; head++) {
         int64_t place = writes[token * layer.kv_heads + head];
@@ -206,6 +209,14 @@ class Run {
         put(p_.kv_type, s_.values, place, values + token * stride + head * dim, dim);
       }
     });
+  }
+
+  // input: queries, keys and values of each token, one behind the other.
+  void attention(const Operation& o) {
+    const Layer& layer = p_.layers[o.layer];
+    const float* in = at(o.input);
+    int64_t stride = width(o.input), dim = layer.head_dim;
+    write(layer, o.layer, in + layer.query_heads * dim, stride);
     Attention what = {};
     what.queries = in;
     what.keys = s_.keys;

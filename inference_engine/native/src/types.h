@@ -51,7 +51,7 @@ struct Attention {
 
 // -- a step of a model --------------------------------------------------------------------------------------------------
 
-enum Kind : int32_t { EMBED, NORM, LINEAR, ROTATE, ATTEND, ADD, GATED, TAP, SELECT, SOFTCAP, EXPERTS };
+enum Kind : int32_t { EMBED, NORM, LINEAR, ROTATE, ATTEND, ADD, GATED, TAP, SELECT, SOFTCAP, EXPERTS, GIVEN, WRITE };
 enum Activation : int32_t { SILU, GELU_TANH };
 
 // input, second, output: registers; an output of -1 is the logits. matrix, vector, table, layer: indexes, or -1.
@@ -84,6 +84,7 @@ struct Step {
   float* logits;         // [logit_count][vocabulary]
   const int32_t* taps;   // layers, ascending
   float* tapped;         // [tokens][tap_count][hidden]
+  const float* given;    // [tokens][width of the register they go to]: for lists that begin with states
   int64_t tokens, logit_count, vocabulary;
   int32_t tap_count;
 };

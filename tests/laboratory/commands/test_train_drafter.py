@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from inference_engine import compose
-from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.backends.base import Forward
 from inference_engine.cli.main import main
 from inference_engine.compose import drafter_folder, drafter_identity, find_drafter, open_backend
 from inference_engine.config import EngineConfig, ModelConfig
@@ -20,6 +20,7 @@ from inference_engine.types import GenerateParams
 from laboratory.commands.train_corpus import corpus_folder
 from laboratory.evaluation import record
 from tests.laws.variants import drain, text, tokens
+from tests.tiny_native import library
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +40,12 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cache
 
 
-def opened(tiny_folder: Path, cache: Path, drafter: str) -> tuple[ModelConfig, TorchForward]:
-    model = ModelConfig(model=str(tiny_folder), cache_dir=str(cache), drafter=drafter, backend="torch")
-    forward = open_backend(model)
-    assert isinstance(forward, TorchForward)
-    return model, forward
+def opened(tiny_folder: Path, cache: Path, drafter: str, backend: str = "torch") -> tuple[ModelConfig, Forward]:
+    model = ModelConfig(model=str(tiny_folder), cache_dir=str(cache), drafter=drafter, backend=backend)
+    return model, open_backend(model)
 
 
-def said(forward: TorchForward, model: ModelConfig) -> tuple[list[int], int]:
+def said(forward: Forward, model: ModelConfig) -> tuple[list[int], int]:
     """A session's greedy tokens, and how many draft tokens it was given."""
     config = EngineConfig(kv_bytes=2**24, segment_tokens=16, page_tokens=4, draft_tokens=3)
     with Engine(forward, config, drafter=find_drafter(model, forward)) as engine:
@@ -58,8 +57,13 @@ def said(forward: TorchForward, model: ModelConfig) -> tuple[list[int], int]:
         return [token for token, _ in answer], info.drafted_tokens
 
 
-def test_what_was_trained_drafts_for_its_model_and_changes_no_token(tiny_folder: Path, made: Path) -> None:
-    model, forward = opened(tiny_folder, made, "auto")
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_what_was_trained_drafts_for_its_model_and_changes_no_token(
+    tiny_folder: Path, made: Path, backend: str
+) -> None:
+    if backend == "native":
+        library()
+    model, forward = opened(tiny_folder, made, "auto", backend)
     drafter = find_drafter(model, forward)
     assert drafter is not None and drafter.name == "hybrid" and drafter.tap_layers
     drafted, draft_tokens = said(forward, model)
