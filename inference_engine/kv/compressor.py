@@ -15,11 +15,34 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from inference_engine.errors import InvalidArgument
 
 LARGEST_HEAD = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coding:
+    """What a kernel has to know to decode vectors as `KVCompressor.decode` does, to the bit.
+
+        numbers    dtype, and nothing else
+        levels     scale × groups (2 bytes each) | centre × groups (2 each), if there are | codes of `bits` bits, packed
+
+    Groups are `group` channels each; None: the whole vector. An element is (level + centre/16 − middle) · scale with
+    centres, otherwise level · scale; is_rotated: the Hadamard rotation of that. levels: by code; None: the code itself.
+    is_signed: as in `compressors/scales.py`.
+    """
+
+    dtype: torch.dtype | None = None
+    bits: int = 0
+    group: int | None = None
+    levels: tuple[float, ...] | None = None
+    has_centres: bool = False
+    middle: float = 0.0
+    is_signed: bool = False
+    is_rotated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +71,11 @@ class KVCompressor(ABC):
     @abstractmethod
     def decode(self, codes: Tensor, head_dim: int) -> Tensor:
         """uint8 [..., vector_bytes(D)], as `encode` made them -> float32 [..., D]."""
+
+    @property
+    def coding(self) -> Coding | None:
+        """How kernels decode; None: not at all."""
+        return None
 
     @abstractmethod
     def error_bound(self, vectors: Tensor) -> Tensor:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
+from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand, Pool
 from inference_engine.kv.memory.tier import NoTier, Tier
 from inference_engine.kv.part import Held, Part
@@ -31,6 +33,39 @@ Compute = Callable[[Hashable, BatchFunction, Sequence[Tensor]], Sequence[Tensor]
 def compute_plainly(_name: Hashable, function: BatchFunction, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """A `Compute` that records nothing."""
     return function(tensors)
+
+
+class Unpacker(Protocol):
+    """Decodes coded vectors into regions in one operation, to the bit as `KVCompressor.decode` and `Rotate` do."""
+
+    def reads(self, compressor: KVCompressor, head_dim: int) -> bool:
+        """Is there an operation for its codes?"""
+
+    def unpack(
+        self,
+        compressor: KVCompressor,
+        codes: Sequence[Tensor],
+        means: Sequence[Tensor],
+        slots: Positions,
+        regions: Sequence[Tensor],
+        targets: Positions,
+        *,
+        shifts: Positions | None,
+        rotary: str,
+    ) -> None:
+        """Decode the codes [capacity, Hkv, bytes] in `slots` [n] of layers, add `means` [Hkv, D], rotate by `shifts`
+        (None: not at all), and round into the slots `targets` [n] of `regions` [Hkv, slots, D].
+        """
+
+
+class NoUnpacker:
+    """For a device without such an operation."""
+
+    def reads(self, compressor: KVCompressor, head_dim: int) -> bool:
+        return False
+
+    def unpack(self, *_: object, **__: object) -> None:
+        raise AssertionError("it reads no codes")
 
 
 class TokenCodec(Protocol):
@@ -107,7 +142,8 @@ class KVContext:
     """What sessions share: the model's geometry, the pool, the model's rotation.
 
     ops: the device's array operations.
-    compute: runs a function again and again on batches of any size; the device may record it.
+    compute: runs a function again and again on batches of any size; the device may record it. unpacker: decodes
+    compressed entries where `compute` need not.
     most_tokens_at_once: tokens of the longest step that is fastest in one piece, if its queries all read regions.
     Longer steps are faster in pieces. None: there is no such length. on_choice: called with the blocks that generated
     tokens read, if plain operations choose them. latent, draft_memories, tier: a latent codec, memory for a drafter,
@@ -120,6 +156,7 @@ class KVContext:
     device: torch.device
     ops: DeviceOps = REFERENCE
     compute: Compute = compute_plainly
+    unpacker: Unpacker = field(default_factory=NoUnpacker)
     most_tokens_at_once: int | None = None
     on_choice: OnChoice | None = None
     latent: TokenCodec | None = None

@@ -105,6 +105,19 @@ class LayerSlots:
         sink = positions[positions < self.layout.spare]
         self.put(self.buffer.keys, self.layout.capacity + sink, keys[:, : len(sink)])
 
+    def moved(self, keys: Tensor, shifts: Positions) -> Tensor:
+        """Keys [layers, n, Hkv, D] of any of these layers, each rotated by its shift."""
+        if not len(shifts):
+            return keys
+        by_head = keys.transpose(1, 2)
+        flat = by_head.reshape(-1, len(shifts), keys.shape[-1])
+        moved = self.context.rotate(flat, torch.from_numpy(shifts), self.layer_set.rotary)
+        return moved.view(by_head.shape).transpose(1, 2)
+
+    def regions(self, states: Tensor) -> list[Tensor]:
+        """[Hkv, slots, D] of each layer: views."""
+        return [self.region.slots(states, layer, 0, self.layout.region) for layer in self.layer_set.layers]
+
     # -- how queries read the regions --------------------------------------------------------------------------------
 
     def slot_count(self, length: int) -> int:

@@ -135,6 +135,37 @@ class Attention(ctypes.Structure):
     softcap: float
 
 
+class CodedAs(enum.IntEnum):
+    """How a vector is coded."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    LEVELS = 2
+
+
+class Coding(ctypes.Structure):
+    """How codes become vectors. Whoever fills this in keeps the array of `levels` alive."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("kind", "bits", "group", "has_centres", "is_signed", "is_rotated")),
+        ("middle", ctypes.c_float),
+        ("reserved", ctypes.c_float),
+        ("levels", ctypes.c_void_p),
+    )
+
+
+class Unpacking(ctypes.Structure):
+    """Coded vectors to decode into regions. Whoever fills this in keeps its arrays alive."""
+
+    _fields_ = (
+        ("coding", Coding),
+        *((name, ctypes.c_void_p) for name in ("codes", "means", "out", "from_slots", "to_slots", "turns")),
+        *((name, ctypes.c_int64) for name in ("slot_bytes", "head_bytes", "region_slots", "count")),
+        *((name, ctypes.c_int32) for name in ("layers", "heads", "head_dim", "turned", "kv_type", "reserved")),
+    )
+    count: int
+
+
 class Operation(ctypes.Structure):
     """One operation of a step."""
 
@@ -279,6 +310,13 @@ class Kernels:
         if fails:
             raise MemoryError(f"no memory is left for the attention of {attention.count} tokens")
 
+    def unpack(self, threads: Threads, unpacking: Unpacking) -> None:
+        """Decode vectors into regions. Raises MemoryError."""
+        with threads.lock:
+            fails = self._functions.kakeya_unpack(self.address, threads.address, ctypes.byref(unpacking))
+        if fails:
+            raise MemoryError(f"no memory is left to decode {unpacking.count} entries")
+
 
 class Library:
     """An open native library."""
@@ -297,7 +335,7 @@ class Library:
                 f"{path} was compiled from other sources than those beside it; "
                 "run `python -m inference_engine.native.build`"
             )
-        structures = (Matrix, Attention, Operation, Layer, Rotary, Step)
+        structures = (Matrix, Attention, Operation, Layer, Rotary, Step, Unpacking)
         sizes = (ctypes.c_int64 * len(structures))()
         functions.kakeya_sizes(sizes)
         assert list(sizes) == [ctypes.sizeof(one) for one in structures], "these structures are not types.h's"
@@ -418,6 +456,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         "linear": (integer, (pointer, pointer, matrix, integer, pointer, long, pointer)),
         "row": (None, (pointer, matrix, long, pointer)),
         "attend": (integer, (pointer, pointer, attention)),
+        "unpack": (integer, (pointer, pointer, ctypes.POINTER(Unpacking))),
         "packed_bytes": (long, (integer, long, long)),
         "pack": (integer, (integer, integer, pointer, long, long, pointer, pointer)),
         "open_program": (pointer, (pointer, pointer, integer, integer, *(pointer, long) * 6)),

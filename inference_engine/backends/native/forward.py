@@ -26,6 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from inference_engine.backends.base import Result, Step
 from inference_engine.backends.native.program import Program, RotaryTable
+from inference_engine.backends.native.unpacking import NativeUnpacker
 from inference_engine.backends.quanta import probe_attention
 from inference_engine.kernels.kept import as_kept
 from inference_engine.kernels.ops import REFERENCE
@@ -58,6 +59,13 @@ class NativeForward:
         layers = seam.layers
         attention = NativeAttention(program.kernels, program.threads)
         self._ops = replace(REFERENCE, attend_ragged=attention, attends_together=True)
+        self._unpacker = NativeUnpacker(
+            kernels=program.kernels,
+            threads=program.threads,
+            kv_type=program.kv_type,
+            rotate=self._rotate,
+            turned={name: 2 * len(table.frequencies) for name, table in rotary_tables(seam).items()},
+        )
         self._writes, self._writes_per_token = _write_offsets([layer.kv_heads for layer in layers])
 
     @property
@@ -116,6 +124,7 @@ class NativeForward:
             rotate=self._rotate,
             device=self._device,
             ops=self._ops,
+            unpacker=self._unpacker,
         )
 
     def _rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:

@@ -27,7 +27,7 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand
-from inference_engine.kv.slots import evenly_apart, neighbours
+from inference_engine.kv.slots import LayerSlots, evenly_apart, neighbours
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,13 @@ class _CodedArchive(Archive):
 
     def restore(self, positions: Sequence[Positions]) -> Sequence[EntryBlock]:
         return [group.restore(asked) for group, asked in zip(self._groups, positions, strict=True)]
+
+    def restore_into(self, regions: Sequence[LayerSlots], positions: Sequence[Positions]) -> None:
+        if all(group.is_unpacked for group in self._groups):
+            for group, slots, asked in zip(self._groups, regions, positions, strict=True):
+                group.unpack_into(slots, asked)
+        else:
+            super().restore_into(regions, positions)
 
     def ask_finite(self) -> None:
         self._finite.send()
@@ -188,6 +195,29 @@ class _CodedGroup:
         entries = self._context.compute(name, partial(_decode, self._compressor, dim), codes)
         keys, values = (part.transpose(0, 1) + self._mean(index) for index, part in enumerate(entries))
         return EntryBlock(positions, keys, values)
+
+    @property
+    def is_unpacked(self) -> bool:
+        """Does the device decode these codes into regions?"""
+        return self._context.unpacker.reads(self._compressor, self._kept.layers.head_dim)
+
+    def unpack_into(self, slots: LayerSlots, positions: Positions) -> None:
+        """Write archived entries into their slots, keys rotated to their positions."""
+        if not len(positions):
+            return
+        targets = slots.layout.slots(positions)
+        for index, states in enumerate((slots.buffer.keys, slots.buffer.values)):
+            self._context.unpacker.unpack(
+                self._compressor,
+                [codes for _, place in self._codes[index] for codes in place],
+                [mean for _, place in self._means[index] for mean in place],
+                self._kept.slots(positions),
+                slots.regions(states),
+                targets,
+                shifts=positions if index == 0 else None,
+                rotary=self._kept.layers.rotary,
+            )
+        slots.held[targets] = positions
 
     def _codes_of(self, places: Sequence[tuple[slice, Tensor]], positions: Positions) -> Tensor:
         """[n, L, Hkv, vector bytes]"""

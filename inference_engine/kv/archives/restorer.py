@@ -22,6 +22,7 @@ from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK, LayerSet, Layout, Po
 from inference_engine.kv.memory.pool import Demand
 from inference_engine.kv.memory.transfers import TransferTotals
 from inference_engine.kv.part import Need
+from inference_engine.kv.slots import LayerSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,11 @@ class Archive(ABC):
     @abstractmethod
     def restore(self, positions: Sequence[Positions]) -> Sequence[EntryBlock]:
         """Archived entries, per set of layers; always equal for equal positions."""
+
+    def restore_into(self, regions: Sequence[LayerSlots], positions: Sequence[Positions]) -> None:
+        """Write archived entries into their slots, per set of layers, keys rotated to their positions."""
+        for slots, block in zip(regions, self.restore(positions), strict=True):
+            slots.write_entries(block.positions, slots.moved(block.keys, block.positions), block.values)
 
     def restore_layer(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
         """Entries of one layer, if the restorer streams: keys, unrotated, and values, float32 [n, Hkv, D]."""

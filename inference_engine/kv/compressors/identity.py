@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inference_engine.kv.compressor import KVCompressor
+from inference_engine.kv.compressor import Coding, KVCompressor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +17,10 @@ class Identity(KVCompressor):
     @property
     def name(self) -> str:
         return "identity"
+
+    @property
+    def coding(self) -> Coding:
+        return Coding(dtype=torch.float32)
 
     def vector_bytes(self, head_dim: int) -> int:
         return 4 * head_dim
@@ -39,6 +43,10 @@ class BFloat16(KVCompressor):
     @property
     def name(self) -> str:
         return "bfloat16"
+
+    @property
+    def coding(self) -> Coding:
+        return Coding(dtype=torch.bfloat16)
 
     def vector_bytes(self, head_dim: int) -> int:
         return 2 * head_dim

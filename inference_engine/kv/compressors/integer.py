@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from inference_engine.kv.compressor import Coding
 from inference_engine.kv.compressors.bits import pack, packed_bytes, unpack
 from inference_engine.kv.compressors.columns import ColumnCompressor
 from inference_engine.kv.compressors.scales import SCALE_BYTES, load_scales, round_scales, store_scales
@@ -39,6 +40,10 @@ class Integer(ColumnCompressor):
     @property
     def name(self) -> str:
         return f"int{self.bits}" if self.group is None else f"int{self.bits}g{self.group}"
+
+    @property
+    def coding(self) -> Coding:
+        return Coding(bits=self.bits, group=self.group, has_centres=True, middle=self._top / 2)
 
     def vector_bytes(self, head_dim: int) -> int:
         return self._groups(head_dim) * (SCALE_BYTES + _CENTRE_BYTES) + packed_bytes(head_dim, self.bits)

@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from inference_engine.kv.compressor import LARGEST_HEAD, require_head
+from inference_engine.kv.compressor import LARGEST_HEAD, Coding, require_head
 from inference_engine.kv.compressors.bits import pack, packed_bytes, unpack
 from inference_engine.kv.compressors.columns import ColumnCompressor, sum_channels
 from inference_engine.kv.compressors.hadamard import is_power_of_two, rotate
@@ -141,6 +141,11 @@ class RotatedInteger(RotatedCompressor):
         return f"had{self.bits}fit" if self.is_fitted else f"had{self.bits}"
 
     @property
+    def coding(self) -> Coding:
+        levels = tuple(float(level) for level in range(-self._levels, self._levels))
+        return Coding(bits=self.bits, levels=levels, is_signed=True, is_rotated=True)
+
+    @property
     def _levels(self) -> int:
         """On either side of zero; the upper side has one fewer."""
         return 1 << (self.bits - 1)
@@ -198,6 +203,10 @@ class Lloyd(RotatedCompressor):
     def name(self) -> str:
         return f"lloyd{self.bits}"
 
+    @property
+    def coding(self) -> Coding:
+        return Coding(bits=self.bits, levels=_gaussian_levels(self.bits), is_rotated=True)
+
     def _points_bytes(self, head_dim: int) -> int:
         return packed_bytes(head_dim, self.bits)
 
@@ -249,10 +258,14 @@ class _Tables:
     indices: Tensor
 
 
+def _gaussian_levels(bits: int) -> tuple[float, ...]:
+    half = _GAUSSIAN_LEVELS[bits]
+    return (*(-level for level in reversed(half)), *half)
+
+
 @lru_cache
 def _gaussian_tables(bits: int, device: torch.device) -> _Tables:
-    half = _GAUSSIAN_LEVELS[bits]
-    levels = torch.tensor([*(-level for level in reversed(half)), *half])
+    levels = torch.tensor(_gaussian_levels(bits))
     middles = (torch.arange(2 * _FARTHEST * _CELLS) + 0.5) / _CELLS - _FARTHEST
     indices = (middles[:, None] - levels).abs().argmin(dim=1)
     return _Tables(levels.to(device), levels[indices].to(device), indices.to(device, torch.uint8))

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from inference_engine.errors import NonFiniteEntries, RestorationFailed
 from inference_engine.kv.archives.restorer import Archive, EntryBlock
@@ -57,15 +55,6 @@ class ExactEntries:
     def wipe(self) -> None:
         self.regions.wipe(np.flatnonzero(self.regions.held >= 0))
         self.regions.held[:] = -1
-
-    def moved(self, keys: Tensor, shifts: Positions) -> Tensor:
-        """Keys [layers, n, Hkv, D] of any of these layers, each rotated by its shift."""
-        if not len(shifts):
-            return keys
-        by_head = keys.transpose(1, 2)
-        flat = by_head.reshape(-1, len(shifts), keys.shape[-1])
-        moved = self.regions.context.rotate(flat, torch.from_numpy(shifts), self.layers.rotary)
-        return moved.view(by_head.shape).transpose(1, 2)
 
 
 def reserve_exact_entries(context: KVContext, placement: Placement) -> list[ExactEntries] | None:
@@ -252,7 +241,7 @@ class ArchivedEntries(Part):
         blocks = []
         for exact, regions, wanted in zip(self._sets, self.regions, positions, strict=True):
             keys, values = regions.read_entries(wanted)
-            blocks.append(EntryBlock(wanted, exact.moved(keys.float(), -wanted), values.float()))
+            blocks.append(EntryBlock(wanted, exact.regions.moved(keys.float(), -wanted), values.float()))
         return blocks
 
 

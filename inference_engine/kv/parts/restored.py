@@ -145,8 +145,7 @@ class RestoredEntries(ArchivedEntries):
 
     def _replace(self, leaving: Sequence[Positions]) -> None:
         """Write these archived entries, restored, into the regions."""
-        for exact, regions, block in zip(self._sets, self._regions, self._archive.restore(leaving), strict=True):
-            regions.write_entries(block.positions, exact.moved(block.keys, block.positions), block.values)
+        self._archive.restore_into(self._regions, leaving)
 
     # -- facts ------------------------------------------------------------------------------------------------------
 

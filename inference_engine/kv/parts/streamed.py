@@ -69,7 +69,7 @@ class StreamedEntries(ArchivedEntries):
         positions = np.arange(first, last, dtype=np.int64)
         try:
             keys, values = self._archive.restore_layer(layer, positions)
-            turned = self._set_of[layer].moved(keys[None], positions)[0]
+            turned = self._set_of[layer].regions.moved(keys[None], positions)[0]
             return self._room.hold(turned, values)
         except Exception as error:
             raise RestorationFailed(error) from error

@@ -80,7 +80,7 @@ const char* kakeya_sources() { return FINGERPRINT; }
 // Of the structures that Python fills in.
 void kakeya_sizes(int64_t* sizes) {
   const int64_t found[] = {sizeof(Matrix), sizeof(Attention), sizeof(Operation),
-                           sizeof(Layer),  sizeof(Rotary),    sizeof(Step)};
+                           sizeof(Layer),  sizeof(Rotary),    sizeof(Step), sizeof(Unpacking)};
   memcpy(sizes, found, sizeof found);
 }
 
@@ -114,6 +114,10 @@ void kakeya_row(const Kernels* kernels, const Matrix* matrix, int64_t output, fl
 
 int32_t kakeya_attend(const Kernels* kernels, void* threads, const Attention* attention) {
   return guarded([&] { kernels->attend(*(Threads*)threads, *attention); });
+}
+
+int32_t kakeya_unpack(const Kernels* kernels, void* threads, const Unpacking* unpacking) {
+  return guarded([&] { kernels->unpack(*(Threads*)threads, *unpacking); });
 }
 
 void* kakeya_open_program(const Kernels* kernels, void* threads, int32_t identity, int32_t kv_type,

@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "matrix.h"
 #include "step.h"
+#include "unpack.h"
 
 #define PASTE(a, b) a##b
 #define NAMED(a, b) PASTE(a, b)
@@ -16,6 +17,7 @@ extern "C" const Kernels* NAMED(kernels_, KERNELS)() {
       KERNELS::linear,
       KERNELS::row,
       KERNELS::attend,
+      KERNELS::unpack,
       KERNELS::run,
   };
   return &table;

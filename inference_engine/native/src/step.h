@@ -61,18 +61,24 @@ INLINE F activated(F x, int32_t activation) {
   return mul(mul(all(0.5f), x), add(all(1.0f), hyperbolic_tangent(inner)));
 }
 
-// Writes a vector of K or V. What is too large for 16 bits becomes NaN, not infinite: an infinite key may just have no
+// Writes numbers of K or V. What is too large for 16 bits becomes NaN, not infinite: an infinite key may just have no
 // weight, unnoticed, and NaN reaches the logits.
+INLINE void put_lanes(int32_t type, void* buffer, int64_t at, F v) {
+  if (type == KV_FLOAT32) store((float*)buffer + at, v);
+  else if (type == KV_FLOAT16) {
+    uint16_t* out = (uint16_t*)buffer + at;
+    store_f16(out, v);
+    store_f16(out, fma(load_f16(out), all(0.0f), v));
+  } else store_bf16((uint16_t*)buffer + at, v);
+}
+
+INLINE F get(int32_t type, const void* buffer, int64_t at) {
+  if (type == KV_FLOAT32) return load((const float*)buffer + at);
+  return type == KV_FLOAT16 ? load_f16((const uint16_t*)buffer + at) : load_bf16((const uint16_t*)buffer + at);
+}
+
 static void put(int32_t type, void* buffer, int64_t place, const float* x, int64_t width) {
-  for (int64_t i = 0; i < width; i += LANES) {
-    F v = load(x + i);
-    if (type == KV_FLOAT32) store((float*)buffer + place * width + i, v);
-    else if (type == KV_FLOAT16) {
-      uint16_t* out = (uint16_t*)buffer + place * width + i;
-      store_f16(out, v);
-      store_f16(out, fma(load_f16(out), all(0.0f), v));
-    } else store_bf16((uint16_t*)buffer + place * width + i, v);
-  }
+  for (int64_t i = 0; i < width; i += LANES) put_lanes(type, buffer, place * width + i, load(x + i));
 }
 
 class Run {

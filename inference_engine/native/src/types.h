@@ -49,6 +49,31 @@ struct Attention {
   float scaling, softcap;  // softcap 0: none
 };
 
+// How a vector is coded: as numbers, or as codes of `bits` bits that name levels (`inference_engine/kv/compressor.py`).
+enum CodedAs : int32_t { CODED_FLOAT32, CODED_BFLOAT16, CODED_LEVELS };
+
+// Before the codes lie a scale for each group of channels and, if it has centres, a centre: 16 bits each.
+struct Coding {
+  int32_t kind, bits;
+  int32_t group;          // channels that share a scale, a multiple of 16; 0: numbers, which have none
+  int32_t has_centres, is_signed, is_rotated;
+  float middle;           // subtracted from a centre
+  float reserved;
+  const float* levels;    // by code; null: the code itself
+};
+
+// Vectors of some layers to decode into regions: `count` entries of every layer and head.
+struct Unpacking {
+  Coding coding;
+  const uint8_t* const* codes;  // by layer
+  const void* const* means;     // by layer, [heads][head_dim]; null: none are added
+  void* const* out;             // by layer, its regions
+  const int64_t *from, *to;     // slots of the codes and of the regions, [count]
+  const float* turns;           // cosines and sines of each entry, [count][turned]
+  int64_t slot_bytes, head_bytes, region_slots, count;
+  int32_t layers, heads, head_dim, turned, kv_type, reserved;
+};
+
 // -- a step of a model --------------------------------------------------------------------------------------------------
 
 enum Kind : int32_t { EMBED, NORM, LINEAR, ROTATE, ATTEND, ADD, GATED, TAP, SELECT, SOFTCAP, EXPERTS, GIVEN, WRITE };
@@ -114,6 +139,7 @@ struct Kernels {
   // The numbers of one output, [inputs]: an embedding.
   void (*row)(const Matrix&, int64_t output, float* out);
   void (*attend)(Threads&, const Attention&);
+  void (*unpack)(Threads&, const Unpacking&);
   // The operations [first, end) of a program; a run begins with operation 0.
   void (*run)(Program&, const Step&, int32_t first, int32_t end);
 };
