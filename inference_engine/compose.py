@@ -3,11 +3,14 @@
 A trained codec or drafter belongs to a model if its manifest has the digest of the model's weights; nothing else about
 a model is trusted. Drafters:
 
-    auto     long copies first, else the model's trained drafter, from the cache or from the package; without a trained
-             one, or one that the backend does not run, ngram
+    trained  long copies first, else the model's trained drafter, from the cache or from the package
     ngram    prompt lookup
+    auto     trained on torch, if the model has a trained drafter; else ngram
     none     no drafting
     FOLDER   the trained or published drafter there, alone
+
+On the native backend a plain step costs less than a network's draft and the tokens it makes a step longer by, so `auto`
+does not take memory for a network there (ADR 0024).
 """
 
 from __future__ import annotations
@@ -189,25 +192,25 @@ def find_drafter(model: ModelConfig, forward: Forward) -> Drafter | None:
         return None
     if model.drafter == "ngram":
         return NgramDrafter()
+    if model.drafter == "auto" and forward.torch_model is None:
+        return NgramDrafter()
     target = _target_of(forward)
     if target is None:
-        if model.drafter == "auto":
-            return NgramDrafter()
         raise DrafterError("a trained drafter needs the weights of a model; start with --drafter ngram or none")
-    if model.drafter != "auto":
-        own = _in_folder(Path(model.drafter).expanduser(), model, forward, target)
-        try:
-            return _drafter(own, model, forward)
-        except NotNative as reason:
-            raise DrafterError(f"{model.drafter}: {reason}; start with --backend torch, or --drafter auto") from reason
-    network = _trained_for(model, forward, target)
-    if network is None:
+    is_named = model.drafter in ("auto", "trained")
+    if not is_named:
+        network = _in_folder(Path(model.drafter).expanduser(), model, forward, target)
+    elif (folder := _trained_folder(model, target)) is not None:
+        network = _load_trained(folder, _digest_of_target(folder), forward)
+    elif model.drafter == "auto":
         return NgramDrafter()
+    else:
+        raise DrafterError(f"{model.model} has no trained drafter; make one with `kakeya train drafter`, or use ngram")
     try:
-        return HybridDrafter(_drafter(network, model, forward))
+        drafter = _drafter(network, model, forward)
     except NotNative as reason:
-        logger.log(reason.level, "prompt lookup drafts, not the trained drafter: %s", reason)
-        return NgramDrafter()
+        raise DrafterError(f"drafter={model.drafter}: {reason}; start with --backend torch, or use ngram") from reason
+    return HybridDrafter(drafter) if is_named else drafter
 
 
 def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
@@ -217,8 +220,9 @@ def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
     """
     if model.drafter == "none":
         return {}
-    folder = None if model.drafter in ("auto", "ngram") else Path(model.drafter).expanduser()
-    if model.drafter == "auto" and (target := _target_of(forward)) is not None:
+    is_named, target = model.drafter in ("auto", "trained"), _target_of(forward)
+    folder = None if is_named or model.drafter == "ngram" else Path(model.drafter).expanduser()
+    if target is not None and (model.drafter == "trained" or (is_named and forward.torch_model is not None)):
         folder = _trained_folder(model, target)
     if folder is None:
         return asdict(NgramDrafter())
@@ -230,7 +234,7 @@ def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
     if _is_trained(folder):
         stored = read_json(folder / MANIFEST)
         made = {name: stored[name] for name in ("tensors_sha256", "recipe", "seeds", "commit")}
-        return {**made, "copies": asdict(LONG_COPY)} if model.drafter == "auto" else made
+        return {**made, "copies": asdict(LONG_COPY)} if is_named else made
     digests = "\n".join(sha256_of(folder / name) for name in sorted(weight_files(folder)))
     return {"tensors_sha256": hashlib.sha256(digests.encode()).hexdigest()}
 
@@ -286,13 +290,9 @@ def _drafter(network: DFlashNetwork, model: ModelConfig, forward: Forward) -> Dr
     return drafter
 
 
-def _trained_for(model: ModelConfig, forward: Forward, target: _Target) -> DFlashNetwork | None:
-    from kv_cache_proposer.dflash.store import load_drafter, stored_target
+def _load_trained(folder: Path, digest: str, forward: Forward) -> DFlashNetwork:
+    from kv_cache_proposer.dflash.store import load_drafter
 
-    folder = _trained_folder(model, target)
-    if folder is None:
-        return None
-    digest = stored_target(folder)
     return load_drafter(folder, target_digest=digest, device=forward.device, dtype=forward.compute_dtype)[0]
 
 
@@ -315,13 +315,17 @@ def _trained_folder(model: ModelConfig, target: _Target) -> Path | None:
 
 def _in_folder(folder: Path, model: ModelConfig, forward: Forward, target: _Target) -> DFlashNetwork:
     from kv_cache_proposer.dflash.published import load_published
-    from kv_cache_proposer.dflash.store import load_drafter
 
-    device, dtype = forward.device, forward.compute_dtype
     if _is_trained(folder) or not (folder / "config.json").is_file():
-        digest = weights_digest(check_model(model.model, cache=model.cache_path))
-        return load_drafter(folder, target_digest=digest, device=device, dtype=dtype)[0]
+        return _load_trained(folder, weights_digest(check_model(model.model, cache=model.cache_path)), forward)
+    device, dtype = forward.device, forward.compute_dtype
     return load_published(folder, embedding_scale=target.embedding_scale, device=device, dtype=dtype)
+
+
+def _digest_of_target(folder: Path) -> str:
+    from kv_cache_proposer.dflash.store import stored_target
+
+    return stored_target(folder)
 
 
 def _is_trained(folder: Path) -> bool:

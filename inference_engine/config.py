@@ -156,7 +156,7 @@ class ModelConfig:
     threads: int = 0  # 0: one for each core
     cache_dir: str = ""  # "": the user's cache folder
     latent: str = "auto"  # the latent codec: a folder, "auto" for the one in the cache if there is one, or "none"
-    drafter: str = "auto"  # "ngram", a trained drafter's folder, "auto": long copies, then a trained drafter, or "none"
+    drafter: str = "auto"  # "ngram", "trained", a drafter's folder, "auto", or "none"; see `compose.py`
 
     def __post_init__(self) -> None:
         _at_least(self, threads=0)

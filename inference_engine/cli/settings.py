@@ -48,7 +48,7 @@ HELP = {
         "FOLDER",
         "latent codec from `kakeya train latent`; auto: the one in the cache, if there is one; none: no codec",
     ),
-    "drafter": ("NAME|FOLDER", "drafter: ngram, the output of `kakeya train drafter`, auto or none"),
+    "drafter": ("NAME|FOLDER", "drafter: ngram, trained, the output of `kakeya train drafter`, auto or none"),
     "mode": ("MODE", "batched, or fixed-shape: equal histories give bit-identical results, at a cost per token"),
     "strategy": (
         "SPEC",

@@ -13,6 +13,11 @@ length is tried and then measured.
 
 A rejected long draft costs a step or two, a short one a part of a step. So a session must earn long drafts by its own
 acceptance: that of other sessions predicts little.
+
+Expectations can be wrong for a whole answer. So a session has a balance, in plain steps: a draft costs what its step
+takes longer, each accepted draft token is worth a plain step's share, and a draft whose rejection the balance could not
+pay is not made. A session that drafts is then slower than one that does not by at most `_CREDIT` steps and `_ALLOWANCE`
+of its steps, as far as measured durations are right.
 """
 
 from __future__ import annotations
@@ -29,8 +34,10 @@ _STEP_MEMORY = 0.9
 _OUTLIER = 3.0  # a duration is capped at this many times the expected one
 # Few lengths, so that the step duration of each is soon measured, and kernels run with few shapes.
 _LENGTHS = (1, 2, 4, 7, 15, 31)
-_LEAST_GAIN = 1.02  # least expected speedup of a draft
+_LEAST_GAIN = 1.05  # least expected speedup of a draft
 _UNEARNED = 7  # the longest draft of a session without accepted draft tokens
+# Of a balance, in plain steps: at the beginning, what each step adds, and the most of it.
+_CREDIT, _ALLOWANCE, _MOST_BALANCE = 2.0, 0.01, 8.0
 
 
 @dataclass(slots=True)
@@ -69,6 +76,25 @@ class Acceptance:
         if self.like is not None:
             return self.like.rate(place)
         return self.rate(len(self._tried) - 1) if self._tried else _PRIOR_RATE
+
+
+@dataclass(slots=True)
+class Balance:
+    """What drafts of one session may still lose, in plain steps."""
+
+    steps: float = _CREDIT
+
+    def stepped(self) -> None:
+        """A step was decided on, with or without a draft."""
+        self.steps = min(self.steps + _ALLOWANCE, _MOST_BALANCE)
+
+    def pay(self, cost: float) -> None:
+        """A draft was made whose step takes `cost` plain steps longer."""
+        self.steps -= cost
+
+    def won(self, accepted: int, sessions: int) -> None:
+        """Draft tokens were accepted; a plain step would have given `sessions` tokens."""
+        self.steps = min(self.steps + accepted / sessions, _MOST_BALANCE)
 
 
 @dataclass(slots=True)
@@ -117,34 +143,50 @@ class StepSeconds:
         share = (tokens - below) / (above - below)
         return (1 - share) * self._known(below) + share * self._known(above)
 
+    def cost(self, sessions: int, drafted: int, draft_seconds: float) -> float | None:
+        """How much longer a step of `sessions` takes with a draft of so many tokens, in plain steps; None before one is
+        measured.
+
+        Measurements of different times may say that more tokens are faster; they never are.
+        """
+        plain, seconds = self.expected(sessions), self.expected(sessions + drafted)
+        if not plain or seconds is None:
+            return None
+        return (max(plain, seconds) + draft_seconds) / plain - 1.0
+
     def _known(self, tokens: int) -> float:
         seconds = self._by_tokens[tokens].seconds
         assert seconds is not None
         return seconds
 
 
-def best_length(acceptance: Acceptance, step: StepSeconds, *, sessions: int, longest: int, draft_seconds: float) -> int:
+def best_length(
+    acceptance: Acceptance,
+    step: StepSeconds,
+    *,
+    sessions: int,
+    longest: int,
+    draft_seconds: float,
+    most_cost: float = math.inf,
+) -> int:
     """The number of draft tokens, at most `longest`, with the most tokens a second; 0: a plain step has, or no plain
     step was measured.
 
     sessions: how many decode in the step, one token each besides draft tokens. draft_seconds: the cost of drafting.
+    most_cost: what a draft may cost if it is rejected, in plain steps.
     """
-    plain = step.expected(sessions)
-    if not plain:
-        return 0
-    best, best_rate = 0, _LEAST_GAIN * sessions / plain
+    best, best_rate = 0, _LEAST_GAIN * sessions
     tokens, chance = float(sessions), 1.0
     for length in range(1, min(longest, acceptance.earned) + 1):
         chance *= acceptance.rate(length - 1)
         tokens += chance
         if length not in _LENGTHS:
             continue
-        seconds = step.expected(sessions + length)
-        assert seconds is not None
-        # Measurements of different times may say that more tokens are faster; they never are.
-        seconds = max(plain, seconds) + draft_seconds
-        if tokens / seconds > best_rate:
-            best, best_rate = length, tokens / seconds
+        cost = step.cost(sessions, length, draft_seconds)
+        if cost is None or cost > most_cost:
+            break
+        if tokens / (1.0 + cost) > best_rate:
+            best, best_rate = length, tokens / (1.0 + cost)
     return best
 
 

@@ -16,7 +16,14 @@ import numpy as np
 import torch
 
 from inference_engine.decode.draft import Drafter, DraftMethod, Seen, TokenIds, Tokens, Wanted
-from inference_engine.decode.draft_length import Acceptance, RecentSeconds, StepSeconds, best_length, steps_between
+from inference_engine.decode.draft_length import (
+    Acceptance,
+    Balance,
+    RecentSeconds,
+    StepSeconds,
+    best_length,
+    steps_between,
+)
 from inference_engine.decode.verifier import Block, Outcome
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Request
@@ -101,7 +108,9 @@ class Drafting:
             Acceptance
         )  # over all sessions: the prior of a new session
         self._paces: WeakKeyDictionary[Session, dict[DraftMethod, _Pace]] = WeakKeyDictionary()
-        self._given: dict[Request, DraftMethod] = {}  # requests whose draft tokens the step verifies
+        self._balances: WeakKeyDictionary[Session, Balance] = WeakKeyDictionary()
+        # Requests whose draft tokens the step verifies: by which method, and how many sessions the step decodes.
+        self._given: dict[Request, tuple[DraftMethod, int]] = {}
         self._seen: list[tuple[Request, Seen]] = []
 
     def needs_taps(self, request: Request) -> bool:
@@ -115,6 +124,9 @@ class Drafting:
 
     def _paces_of(self, request: Request) -> dict[DraftMethod, _Pace]:
         return self._paces.setdefault(request.session, {})
+
+    def _balance(self, request: Request) -> Balance:
+        return self._balances.setdefault(request.session, Balance())
 
     def _pace(self, request: Request, method: DraftMethod) -> _Pace:
         paces = self._paces_of(request)
@@ -157,7 +169,7 @@ class Drafting:
                 self._pace(one.request, one.method).watch(draft)
             elif len(draft):
                 given[one.request] = draft
-                self._given[one.request] = one.method
+                self._given[one.request] = one.method, len(decoding)
         return given
 
     def _ask(self, request: Request, tokens_left: int, sessions: int) -> _Asked | None:
@@ -207,15 +219,25 @@ class Drafting:
         """How many draft tokens to request, and whether they are only watched."""
         if self._fixed:
             return min(self._fixed, longest), False
-        pace, step = self._pace(request, method), self._steps_of(sessions)
+        pace, step, balance = self._pace(request, method), self._steps_of(sessions), self._balance(request)
+        balance.stepped()
         pace.steps_since_watch += 1
         pace.steps_since_draft += 1
         cost = (self._draft_seconds[method].seconds or 0.0) / sessions
-        length = best_length(pace.acceptance, step, sessions=sessions, longest=longest, draft_seconds=cost)
+        length = best_length(
+            pace.acceptance,
+            step,
+            sessions=sessions,
+            longest=longest,
+            draft_seconds=cost,
+            most_cost=balance.steps,
+        )
         if length or pace.steps_since_draft > _PROBE_STEPS:
+            length = length or min(_PROBE_LENGTH, longest)
             pace.steps_since_draft = 0
             pace.watched = _NONE
-            return length or min(_PROBE_LENGTH, longest), False
+            balance.pay(step.cost(sessions, length, cost) or 0.0)
+            return length, False
         if not len(pace.watched):
             apart = steps_between(cost, step.expected(sessions) or 0.0, _WATCH_SHARE)
             if pace.steps_since_watch >= apart:
@@ -240,7 +262,8 @@ class Drafting:
             self._metrics.accepted_tokens.inc(accepted)
             self._metrics.acceptance_length.observe(accepted + 1)
             request.trace.note("verify", drafted=block.drafted, accepted=accepted)
-            method = self._given[request]
+            method, sessions = self._given[request]
+            self._balance(request).won(right, sessions)
             for acceptance in (self._pace(request, method).acceptance, self._acceptance[method]):
                 acceptance.saw(block.drafted, right)
         elif request.is_prefilling:

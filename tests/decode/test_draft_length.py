@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference_engine.decode.draft_length import Acceptance, StepSeconds, best_length, steps_between
+from inference_engine.decode.draft_length import Acceptance, Balance, StepSeconds, best_length, steps_between
 
 
 def seen(*drafts: tuple[int, int]) -> Acceptance:
@@ -63,6 +63,23 @@ def test_neighbours_that_wait_for_the_draft_tokens_count() -> None:
     half = seen(*[(1, 1), (1, 0)] * 50)
     assert longest(half, line(1.0, 0.3)) > 0
     assert longest(half, line(1.0, 0.3, tokens=(8, 9, 10, 12, 15)), sessions=8) == 0
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 7])
+def test_a_session_loses_no_more_on_drafts_than_its_balance_whatever_is_expected(accepted: int) -> None:
+    """Expectations that stay wrong: every draft is expected to be right."""
+    steps, balance, plain, drafted, tokens = line(1.0, 0.4), Balance(), 1.4, 0.0, 0
+    for _ in range(2000):
+        balance.stepped()
+        length = best_length(RIGHT, steps, sessions=1, longest=7, draft_seconds=0.1, most_cost=balance.steps)
+        cost = steps.cost(1, length, 0.1) if length else 0.0
+        assert cost is not None
+        balance.pay(cost)
+        balance.won(min(accepted, length), 1)
+        tokens += 1 + min(accepted, length)
+        drafted += plain * (1.0 + cost)
+    assert drafted <= plain * (tokens + 2.0 + 0.01 * 2000)
+    assert accepted < 7 or drafted < 0.6 * plain * tokens
 
 
 def test_nothing_is_drafted_before_a_plain_step_is_known() -> None:

@@ -63,7 +63,7 @@ def test_what_was_trained_drafts_for_its_model_and_changes_no_token(
 ) -> None:
     if backend == "native":
         library()
-    model, forward = opened(tiny_folder, made, "auto", backend)
+    model, forward = opened(tiny_folder, made, "trained", backend)
     drafter = find_drafter(model, forward)
     assert drafter is not None and drafter.name == "hybrid" and drafter.tap_layers
     drafted, draft_tokens = said(forward, model)
@@ -150,6 +150,17 @@ def test_without_a_trained_drafter_there_is_prompt_lookup(tiny_folder: Path, tmp
     for setting, name in (("auto", "ngram"), ("ngram", "ngram"), ("none", None)):
         found = find_drafter(*opened(tiny_folder, tmp_path, setting))
         assert (found and found.name) == name
+    with pytest.raises(ModelError, match="has no trained drafter"):
+        find_drafter(*opened(tiny_folder, tmp_path, "trained"))
+
+
+def test_a_network_is_not_chosen_for_a_native_model_unless_it_is_asked_for(tiny_folder: Path, made: Path) -> None:
+    library()
+    for setting, name in (("auto", "ngram"), ("trained", "hybrid")):
+        model, forward = opened(tiny_folder, made, setting, "native")
+        found = find_drafter(model, forward)
+        assert found is not None and found.name == name
+        assert ("recipe" in drafter_identity(model, forward)) == (setting == "trained")
 
 
 def test_a_drafter_that_comes_with_the_package_is_found_by_its_target(
