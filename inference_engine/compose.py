@@ -109,7 +109,7 @@ def open_backend(config: ModelConfig, admitted: Admitted | None = None) -> Forwa
 
 
 def _open_torch(config: ModelConfig, admitted: Admitted) -> Forward:
-    from inference_engine.backends.torch_forward import open_torch
+    from inference_engine.backends.torch_loading import open_torch
 
     return open_torch(config, admitted)
 

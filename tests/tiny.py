@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from inference_engine.backends.base import Forward, Step
+from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
@@ -75,8 +76,9 @@ def tiny_forward_on(
     windowed: bool = True,
     ops: DeviceOps = REFERENCE,
     records_graphs: bool = False,
+    is_listed: bool = False,
 ) -> TorchForward:
-    """A model of its own, with what its device may have; see TorchForward."""
+    """A model of its own, with what its device may have; see TorchForward. is_listed: steps of few tokens are."""
     seam = Seam(tiny_model(seed=seed, windowed=windowed, attention=ATTENTION).to(torch.device(device)))
     facts = ModelFacts(
         model_id="tiny",
@@ -85,7 +87,8 @@ def tiny_forward_on(
         device=device,
         dtype="float32",
     )
-    return TorchForward(seam, facts, torch.device(device), ops=ops, records_graphs=records_graphs)
+    listed = ListedStep(seam, ops.fused) if is_listed else None
+    return TorchForward(seam, facts, torch.device(device), ops=ops, records_graphs=records_graphs, listed=listed)
 
 
 @lru_cache(maxsize=8)

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from inference_engine.backends.base import Result, Step
+from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.recording import GraphMemory, Recording, padded
 from inference_engine.errors import BackendError
+from inference_engine.kernels.fused import MOST_TOKENS
 from inference_engine.kernels.ragged_attention import RaggedAttention
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
@@ -63,12 +65,14 @@ class StepGraphs:
         *,
         tap_layers: tuple[int, ...] = (),
         memory: GraphMemory,
+        listed: ListedStep | None = None,
     ) -> None:
         """Records all steps except those that read selected blocks, so that no request waits for a recording later.
 
-        tap_layers: of the steps that return hidden states. Raises BackendError for a model that cannot be recorded.
+        tap_layers: of the steps that return hidden states. listed: runs steps of few tokens.
+        Raises BackendError for a model that cannot be recorded.
         """
-        self._seam, self._geometry, self._attention = seam, geometry, attention
+        self._seam, self._geometry, self._attention, self._listed = seam, geometry, attention, listed
         self._device = next(iter(pool.buffers.values())).keys.device
         self._memory = memory
         self._taps = {(), tap_layers}
@@ -82,11 +86,12 @@ class StepGraphs:
 
     def _record(self, pool: Pool, size: int, taps: tuple[int, ...], *, selects: bool) -> Recorded:
         seam, geometry, attention = self._seam, self._geometry, self._attention
+        listed = self._listed if size <= MOST_TOKENS else None
 
         def compute(numbers: Tensor) -> tuple[Tensor, Tensor | None]:
             head, rest = numbers[: 2 * size + _logits(size)], numbers[2 * size + _logits(size) :]
             tables = StepTables.over(rest, geometry, pool, attention, tokens=size, selects=selects)
-            return _forward(seam, head[:size], head[size : 2 * size], head[2 * size :], tables, taps)
+            return _forward(seam, listed, head[:size], head[size : 2 * size], head[2 * size :], tables, taps)
 
         nothing = StepNumbers(geometry, size, has_regions=True, scratch=pool.scratch)
         idle = np.concatenate([np.zeros(2 * size + _logits(size), dtype=np.int64), nothing.all])
@@ -142,9 +147,18 @@ def _logits(size: int) -> int:
 
 
 def _forward(
-    seam: Seam, ids: Tensor, positions: Tensor, kept: Tensor, tables: StepTables, tap_layers: tuple[int, ...]
+    seam: Seam,
+    listed: ListedStep | None,
+    ids: Tensor,
+    positions: Tensor,
+    kept: Tensor,
+    tables: StepTables,
+    tap_layers: tuple[int, ...],
 ) -> tuple[Tensor, Tensor | None]:
     """Logits [n, V] float32 of the tokens `kept` [n], and hidden states [N, layers, hidden] if there are tap layers."""
-    with seam.tapped(tap_layers) as states, seam.attending(tables, np.zeros(1, dtype=np.int64)):
-        out = seam.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept)
+    with seam.attending(tables, np.zeros(1, dtype=np.int64)):
+        if listed is not None:
+            return listed.run(ids, positions, kept, tables, tap_layers)
+        with seam.tapped(tap_layers) as states:
+            out = seam.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept)
         return out.logits[0].float(), torch.stack(states, dim=2)[0] if states else None

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference_engine.backends.base import Admitted, Result, Step
-from inference_engine.backends.graphs import SIZES, StepGraphs, should_record_graphs
-from inference_engine.backends.packed_linear import can_pack, pack_linears
+from inference_engine.backends.base import Result, Step
+from inference_engine.backends.graphs import SIZES, StepGraphs
+from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.quanta import probe_quanta
 from inference_engine.backends.recorded_compute import RecordedCompute
 from inference_engine.backends.recording import GraphMemory
-from inference_engine.config import ModelConfig
-from inference_engine.errors import BackendError
-from inference_engine.kernels.ops import REFERENCE, DeviceOps, open_ops
+from inference_engine.kernels.fused import MOST_TOKENS
+from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kernels.sampling import draw_all
 from inference_engine.kv.context import Compute, KVContext, compute_plainly
 from inference_engine.kv.geometry import Geometry
@@ -27,9 +26,7 @@ from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK
 from inference_engine.kv.memory.address_space import discard, reserve_zeros
 from inference_engine.kv.memory.host import free_host_bytes
 from inference_engine.kv.memory.pool import Pool
-from inference_engine.models import load_model
-from inference_engine.models.norms import fuse_norms
-from inference_engine.models.seam import ATTENTION, Seam
+from inference_engine.models.seam import Seam
 from inference_engine.native.library import usable_cores
 from inference_engine.types import Mode, ModelFacts
 
@@ -45,13 +42,18 @@ class TorchForward:
         *,
         ops: DeviceOps = REFERENCE,
         records_graphs: bool = False,
+        listed: ListedStep | None = None,
     ) -> None:
-        """ops: operations of the device. records_graphs: record steps with one attention call for all sessions."""
+        """ops: operations of the device. records_graphs: record steps with one attention call for all sessions.
+
+        listed: runs steps of few tokens, over the same weights.
+        """
         self.seam = seam
         self._facts = facts
         self._device = device
         self._ops = ops
         self._records_graphs = records_graphs
+        self.listed = listed
         # One for each pool: graphs read and write the addresses they were recorded with.
         self._graphs: WeakKeyDictionary[Pool, StepGraphs] = WeakKeyDictionary()
         self._memory = GraphMemory()
@@ -118,7 +120,13 @@ class TorchForward:
         compute: Compute = compute_plainly
         if self.records_graphs and self._ops.attends_together and geometry.token_quantum == 1:
             self._graphs[pool] = StepGraphs(
-                self.seam, geometry, pool, self._ops.attend_ragged, tap_layers=tap_layers, memory=self._memory
+                self.seam,
+                geometry,
+                pool,
+                self._ops.attend_ragged,
+                tap_layers=tap_layers,
+                memory=self._memory,
+                listed=self.listed,
             )
             most_queries = SIZES[-1]
             segment = geometry.segment_tokens
@@ -147,66 +155,20 @@ class TorchForward:
         graphs = self._graphs.get(step.plan.pool)
         if graphs is not None and graphs.can_run(step):
             return graphs.run(step)
-        with (
-            torch.inference_mode(),
-            self.seam.tapped(step.tap_layers) as states,
-            self.seam.attending(step.plan, step.plan.positions),
-        ):
-            out = self.seam.model(
-                input_ids=torch.from_numpy(step.token_ids)[None].to(self._device),
-                position_ids=torch.from_numpy(step.plan.positions)[None].to(self._device),
-                use_cache=False,
-                logits_to_keep=torch.tensor(step.logit_queries, dtype=torch.long, device=self._device),
-            )
+        plan = step.plan
+        ids, positions, kept = (
+            torch.from_numpy(np.asarray(numbers, dtype=np.int64)).to(self._device)
+            for numbers in (step.token_ids, plan.positions, step.logit_queries)
+        )
+        with torch.inference_mode(), self.seam.attending(plan, plan.positions):
+            if self.listed is not None and plan.is_numbers_only and plan.query_count <= MOST_TOKENS:
+                return Result(*self.listed.run(ids, positions, kept, plan.tables, step.tap_layers))
+            with self.seam.tapped(step.tap_layers) as states:
+                out = self.seam.model(
+                    input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept
+                )
             logits: Tensor = out.logits
             return Result(logits[0].float(), torch.stack(states, dim=2)[0] if states else None)
-
-
-def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
-    """Load the model that was admitted and make it ready to run. Raises ModelError or BackendError."""
-    if config.kv_dtype not in ("auto", config.dtype):
-        raise BackendError(
-            f"kv_dtype={config.kv_dtype} is for the native backend; torch keeps K and V in its dtype, {config.dtype}. "
-            "Start with kv_dtype=auto"
-        )
-    for name, asked in (("weights", config.weights), ("numerics", config.numerics)):
-        if asked != "auto":
-            raise BackendError(
-                f"{name}={asked} is for the native backend, which does not run this model here; start with "
-                f"{name}=auto, or with backend=native to see the reason"
-            )
-    use_threads(config.threads)
-    # cuDNN's attention builds a plan for every number of keys, and decoding has a new number at every token.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    loaded = load_model(
-        config.model,
-        cache=Path(config.cache_path),
-        device=config.device,
-        dtype=config.dtype,
-        attention=ATTENTION,
-    )
-    if config.linear == "packed" and not can_pack(loaded.model):
-        raise BackendError(
-            f"linear=packed needs oneDNN and a CPU; {loaded.dtype} on {loaded.device} is served by linear=auto"
-        )
-    if config.linear != "plain" and can_pack(loaded.model):
-        pack_linears(loaded.model)
-    if config.kernels != "plain" and torch.device(loaded.device).type == "cuda":
-        fuse_norms(loaded.model)
-    facts = ModelFacts(
-        model_id=loaded.model_id,
-        vocab_size=loaded.vocab_size,
-        trained_positions=loaded.trained_positions,
-        device=loaded.device,
-        dtype=loaded.dtype,
-        refused_strategies=admitted.refused,
-    )
-    device, seam = torch.device(loaded.device), Seam(loaded.model, admitted.traits)
-    ops = open_ops(config.kernels, device)
-    if seam.has_head_sinks:
-        ops = replace(ops, attends_together=False)
-    records_graphs = should_record_graphs(config.graphs, device, has_regions=ops.attends_together)
-    return TorchForward(seam, facts, device, ops=ops, records_graphs=records_graphs)
 
 
 def use_threads(count: int) -> None:

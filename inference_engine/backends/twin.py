@@ -237,9 +237,12 @@ class Twin:
     def open(self) -> KVContext:
         return self.forward.open(self.geometry, _POOL_BYTES)
 
-    def difference_of_chunks(self) -> float:
-        """The largest difference of a logit, as a share of the largest, in chunks beside another session."""
-        return self.difference(_chunks_beside_a_neighbour(self), self.expected)
+    def difference_of_chunks(self, *, tokens: int = _SEGMENT, is_alone: bool = False) -> float:
+        """The largest difference of a logit, as a share of the largest, in chunks of so many tokens.
+
+        Beside another session, or alone.
+        """
+        return self.difference(_in_chunks(self, tokens, is_alone=is_alone), self.expected)
 
     @staticmethod
     def difference(ours: Tensor, expected: Tensor) -> float:
@@ -317,19 +320,20 @@ def representative_layers(config: PretrainedConfig, traits: Sequence[LayerTraits
 # -- ours --------------------------------------------------------------------------------------------------------------
 
 
-def _chunks_beside_a_neighbour(twin: Twin) -> Tensor:
+def _in_chunks(twin: Twin, tokens: int, *, is_alone: bool) -> Tensor:
     context = twin.open()
     ours, neighbour = (SessionKV(Full(), context, _LENGTH) for _ in range(2))
+    sessions = [ours] if is_alone else [neighbour, ours]
     logits = []
-    for first in range(0, _LENGTH, _SEGMENT):
-        chunk = twin.text[first : first + _SEGMENT]
-        for session in (neighbour, ours):
+    for first in range(0, _LENGTH, tokens):
+        chunk = twin.text[first : first + tokens]
+        for session in sessions:
             session.stage(len(chunk))
-        plan = StepPlan([neighbour, ours], context.geometry, context.pool, mask_dtype=torch.float32, ops=context.ops)
-        real = plan.spans[1].real
-        step = Step(np.concatenate([chunk[::-1], chunk]), plan, range(real.start, real.stop))
-        logits.append(twin.forward.run(step).logits)
-        for session in (neighbour, ours):
+        plan = StepPlan(sessions, context.geometry, context.pool, mask_dtype=torch.float32, ops=context.ops)
+        real = plan.spans[-1].real
+        packed = chunk if is_alone else np.concatenate([chunk[::-1], chunk])
+        logits.append(twin.forward.run(Step(packed, plan, range(real.start, real.stop))).logits.cpu())
+        for session in sessions:
             session.commit(session.length + len(chunk))
     return torch.cat(logits)
 

@@ -109,7 +109,7 @@ def ready_line(handle: ServerHandle, engine: Engine) -> str:
     metrics = f", metrics at http://{handle.metrics_target}/metrics" if handle.metrics_target else ""
     http = f", chat completions at {handle.http_url}" if handle.http_url else ""
     facts = info.facts
-    numerics = f" ({facts.backend}, {facts.numerics})" if facts.backend != "torch" else ""
+    numerics = f" ({facts.backend}, {facts.numerics})" if facts.numerics != "torch" else ""
     return (
         f"ready at {handle.target}: {facts.model_id} in {facts.dtype} on {facts.device}{numerics}, "
         f"strategy {info.default_strategy}, {decimal(info.kv_capacity_bytes)} for K/V{http}{metrics}"

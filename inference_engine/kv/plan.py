@@ -92,7 +92,8 @@ class StepPlan:
         self.is_numbers_only = not any(span.views for span in self.spans)
 
     @cached_property
-    def _tables(self) -> StepTables:
+    def tables(self) -> StepTables:
+        """The numbers on the device."""
         numbers = torch.from_numpy(self.numbers.all).to(self._device)
         return StepTables.over(
             numbers, self._geometry, self.pool, self._attend_ragged, tokens=self.query_count, selects=self.selects
@@ -113,7 +114,7 @@ class StepPlan:
 
         All [1, H, N, D], queries and keys rotated; returns [1, N, Hq, D]. Raises SpanFailed.
         """
-        tables = self._tables
+        tables = self.tables
         if self.is_numbers_only:
             return tables.attend(layer, queries, keys, values, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
         tables.write(layer, keys, values)

@@ -247,6 +247,11 @@ class Seam:
         # The model's function rotates queries and keys; only the keys are used.
         return self._apply(keys[None, :0], keys[None], cos, sin)[1][0]
 
+    def turns(self, like: Tensor, positions: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """The cosines and sines [N, d] that tokens at `positions` [N] are rotated by, in the dtype of `like`."""
+        cos, sin = self._rotary(like, positions[None], _layer_type(name))
+        return cos[0], sin[0]
+
     def rotary_frequencies(self, name: str) -> tuple[NDArray[np.float32], float]:
         """A rotation table: the angle per position of each pair of numbers [d / 2], and the factor of cos and sin."""
         frequencies, factor = self._rotary.frequencies(name)

@@ -21,7 +21,7 @@ from inference_engine.errors import ModelError
 from tests.laws.variants import generate, text
 from tests.tiny import SMALL
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
     "intermediate_size": 48,
@@ -49,7 +49,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "sliding_window": 16},
     "gemma3": {  # as it is published: with a tower for pictures, which no token passes through
-        "text_config": {**_SIZES, "head_dim": 16, "sliding_window": 16},
+        "text_config": {**SIZES, "head_dim": 16, "sliding_window": 16},
         "vision_config": {
             "hidden_size": 32,
             "intermediate_size": 32,
@@ -63,24 +63,24 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 # What people ask for, and is not served; and what the refusal has to say.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "gemma4_text": (_SIZES, "of its own in each layer"),
-    "qwen3_5_text": (_SIZES, "linear_attention"),
-    "gemma4": ({"text_config": _SIZES}, "of its own in each layer"),
-    "qwen3_5": ({"text_config": _SIZES}, "linear_attention"),
-    "llama4": ({"text_config": _SIZES}, "chunked_attention"),
-    "qwen3_next": (_SIZES, "linear_attention"),
-    "llama4_text": (_SIZES, "chunked_attention"),
-    "deepseek_v2": (_SIZES, "one compressed vector"),
-    "deepseek_v3": (_SIZES, "one compressed vector"),
-    "minimax": (_SIZES, "linear_attention"),
-    "falcon_h1": (_SIZES, ""),
+    "gemma4_text": (SIZES, "of its own in each layer"),
+    "qwen3_5_text": (SIZES, "linear_attention"),
+    "gemma4": ({"text_config": SIZES}, "of its own in each layer"),
+    "qwen3_5": ({"text_config": SIZES}, "linear_attention"),
+    "llama4": ({"text_config": SIZES}, "chunked_attention"),
+    "qwen3_next": (SIZES, "linear_attention"),
+    "llama4_text": (SIZES, "chunked_attention"),
+    "deepseek_v2": (SIZES, "one compressed vector"),
+    "deepseek_v3": (SIZES, "one compressed vector"),
+    "minimax": (SIZES, "linear_attention"),
+    "falcon_h1": (SIZES, ""),
     "gptj": (_OLD_SIZES, "another attention function"),
     "gpt2": (_OLD_SIZES, "in 0 of them"),
-    "opt": ({**_SIZES, "ffn_dim": 48}, ""),
+    "opt": ({**SIZES, "ffn_dim": 48}, ""),
     "bloom": (_OLD_SIZES, "rotate"),
     "mpt": ({"vocab_size": 128, "d_model": 64, "n_layers": 4, "n_heads": 4, "max_seq_len": 512}, ""),
-    "falcon": (_SIZES, "another attention function"),
-    "mamba": (_SIZES, "linear_attention"),
+    "falcon": (SIZES, "another attention function"),
+    "mamba": (SIZES, "linear_attention"),
 }
 # Words of a training library's error messages, which ours must not have.
 _INTERNAL = re.compile(
@@ -111,7 +111,7 @@ def write_model(folder: Path, model_type: str, sizes: dict[str, Any]) -> Any:
 def test_a_folder_of_a_family_that_is_served_generates_as_transformers_does(family: str, tmp_path: Path) -> None:
     sizes = dict(SERVED[family])
     if "text_config" not in sizes:
-        sizes = {**_SIZES, **sizes}
+        sizes = {**SIZES, **sizes}
     own = write_model(tmp_path / "model", sizes.pop("model_type", family), sizes)
     history = text(90)
     prompt = torch.tensor([history])
@@ -158,7 +158,7 @@ def test_a_configuration_at_fault_is_refused_before_the_weights_are_looked_at(
     tmp_path: Path, changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "model"
-    write_config(folder, "llama", _SIZES)
+    write_config(folder, "llama", SIZES)
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**content, **changes}))
     (folder / "model.safetensors").write_bytes(b"nothing that could be read")

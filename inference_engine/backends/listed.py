@@ -1,0 +1,383 @@
+"""A model's step of few tokens on a device: the family's list of operations, fused where neighbours can be.
+
+    norm · product · (gated activation | sum)         one `product` of `kernels/fused.py`
+    norms of heads · rotation · attention             `place_heads`, then the step's attention over regions
+    norm · sum                                        one `norm`
+
+The weights are those of the torch model, which runs all other steps: matrices that are multiplied together are laid one
+below the other, and the model's parameters become views of them. What the list means is said in `models/step_list.py`;
+that it is right for a model is tested on a small twin of it (`backends/torch_loading.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from inference_engine.kernels.fused import MOST_TOKENS, Fused, RowNorm, gated
+from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
+from inference_engine.kv.numbers import StepTables
+from inference_engine.models.checkpoint import text_name
+from inference_engine.models.seam import Seam
+from inference_engine.models.step_list import (
+    HEAD,
+    Add,
+    Attend,
+    Embed,
+    Gated,
+    Norm,
+    NoStepListError,
+    Operation,
+    Product,
+    Rotate,
+    Select,
+    Softcap,
+    StepList,
+    Tap,
+    step_list,
+)
+
+# Of the largest number: torch multiplies normed states that were rounded, and they are thousands.
+_MOST_ROUNDINGS = 4.0
+
+
+@dataclass(slots=True)
+class _State:
+    """A step on its way through the list. registers: [N, width] each, replaced and never written to."""
+
+    ids: Tensor
+    positions: Tensor
+    kept: Tensor
+    tables: StepTables
+    tap_layers: tuple[int, ...]
+    registers: dict[str, Tensor]
+    turns: dict[str, tuple[Tensor, Tensor]]
+    taps: list[Tensor]
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedProduct:
+    """output = (output +) (activation of) norm(input) · [matrices] + biases. output None: the logits."""
+
+    product: Product
+    output: str | None
+    norm: Norm | None = None
+    activation: str | None = None
+    adds: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedNorm:
+    """output = (residual +) norm(input)."""
+
+    norm: Norm
+    output: str
+    residual: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedAttend:
+    """Norms of queries and keys, their rotation, K and V written, and attention."""
+
+    attend: Attend
+    norms: tuple[Norm, Norm] | None = None
+    rotary: str = UNROTATED
+
+
+FusedOperation = Embed | FusedProduct | FusedNorm | FusedAttend | Tap | Select | Softcap
+
+
+def fuse(steps: StepList) -> tuple[FusedOperation, ...]:
+    """The operations, neighbours joined. Raises NoStepListError for one that is not joined with any."""
+    found: list[FusedOperation] = []
+    left = list(steps.operations)
+    while left:
+        operation = left.pop(0)
+        match operation:
+            case Embed() | Tap() | Select() | Softcap():
+                found.append(operation)
+            case Norm(heads=1, offset=0) if operation.width == steps.widths[operation.input]:
+                found.append(_fused_norm(operation, left))
+            case Norm() | Rotate() | Attend():
+                found.append(_fused_attend(operation, left, steps))
+            case Product():
+                found.append(_fused_product(operation, None, left))
+            case _:
+                raise NoStepListError(f"{type(operation).__name__} has no fused operation")
+    return tuple(found)
+
+
+def _fused_norm(norm: Norm, left: list[Operation]) -> FusedProduct | FusedNorm:
+    following = left[0] if left else None
+    if (
+        isinstance(following, Product)
+        and following.input == norm.output
+        and not any(_reads(later, norm.output) for later in _until_written(left[1:], norm.output))
+    ):
+        left.pop(0)
+        return _fused_product(following, norm, left)
+    if isinstance(following, Add) and following.input == norm.output and following.factor == 1.0:
+        left.pop(0)
+        return FusedNorm(norm=norm, output=following.output, residual=following.output)
+    return FusedNorm(norm=norm, output=norm.output)
+
+
+def _fused_product(product: Product, norm: Norm | None, left: list[Operation]) -> FusedProduct:
+    if product.offset or product.count is not None:
+        raise NoStepListError(f"{', '.join(product.matrices)} give a part of {product.output}")
+    following = left[0] if left else None
+    if isinstance(following, Gated) and following.input == product.output:
+        left.pop(0)
+        return FusedProduct(product=product, norm=norm, output=following.output, activation=following.activation)
+    if isinstance(following, Add) and following.input == product.output and following.factor == 1.0:
+        left.pop(0)
+        return FusedProduct(product=product, norm=norm, output=following.output, adds=True)
+    return FusedProduct(product=product, norm=norm, output=product.output)
+
+
+def _fused_attend(operation: Norm | Rotate | Attend, left: list[Operation], steps: StepList) -> FusedAttend:
+    """The operations on heads up to the attention that reads them, which have to be what one kernel does."""
+    own: list[Operation] = [operation]
+    while not isinstance(own[-1], Attend):
+        if not left or not isinstance(left[0], (Norm, Rotate, Attend)):
+            raise NoStepListError(f"{type(own[-1]).__name__} of heads is not followed by attention")
+        own.append(left.pop(0))
+    attend = own[-1]
+    layer = steps.layers[attend.layer]
+    queries, keys, dim = layer.query_heads, layer.kv_heads, layer.head_dim
+    norms = tuple(part for part in own if isinstance(part, Norm))
+    turns = [part for part in own if isinstance(part, Rotate)]
+    places = [(norm.heads, norm.width, norm.offset, norm.plus_one) for norm in norms]
+    one = norms[0].plus_one if norms else False
+    alike = places in ([], [(queries, dim, 0, one), (keys, dim, queries * dim, one)])
+    turned = [(turn.heads, turn.width, turn.offset) for turn in turns]
+    if not alike or turned not in ([], [(queries + keys, dim, 0)]) or own[:-1] != [*norms, *turns]:
+        raise NoStepListError(f"layer {attend.layer} prepares its heads in another way than norms, then a rotation")
+    return FusedAttend(
+        attend=attend,
+        norms=(norms[0], norms[1]) if norms else None,
+        rotary=turns[0].rotary if turns else UNROTATED,
+    )
+
+
+def _reads(operation: Operation, register: str) -> bool:
+    return register in (getattr(operation, "input", None), getattr(operation, "router", None))
+
+
+def _until_written(operations: Sequence[Operation], register: str) -> Sequence[Operation]:
+    """Those before the first that replaces `register`."""
+    for place, operation in enumerate(operations):
+        if getattr(operation, "output", None) == register and not isinstance(operation, Add):
+            return operations[:place]
+    return operations
+
+
+class ListedStep:
+    """Runs steps of at most MOST_TOKENS tokens whose queries all read regions."""
+
+    def __init__(self, seam: Seam, fused: Fused) -> None:
+        """Lays out the weights of the seam's model. Raises NoStepListError, and then they are as they were."""
+        self._seam = seam
+        self._fused = fused
+        names = _parameters(seam.model)
+        self.steps = step_list(seam.model.config.get_text_config(), seam.layers, names.keys())
+        self._operations = fuse(self.steps)
+        for layer in seam.layers:
+            if layer.rotary not in (UNROTATED, IMMOVABLE):
+                count = 2 * len(seam.rotary_frequencies(layer.rotary)[0])
+                if count != layer.head_dim:
+                    raise NoStepListError(f"{count} numbers of a head are rotated, of {layer.head_dim}")
+        self._tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in names.items()}
+        self._joined: dict[tuple[str, ...], Tensor] = {}
+        self._check_shapes()
+        for operation in self._operations:
+            if isinstance(operation, FusedProduct):
+                self._join(operation.product.matrices, names)
+                self._join(operation.product.biases, names)
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Try a product of each shape on the model's own weights. Raises NoStepListError if one is not as torch's is.
+
+        The twin that a list is tested on is small and in float32: it has other tiles.
+        """
+        seen: set[tuple[object, ...]] = set()
+        for operation in self._operations:
+            if not isinstance(operation, FusedProduct):
+                continue
+            product, matrix = operation.product, self._joined[operation.product.matrices]
+            options = (operation.norm is None, not product.biases, operation.adds, operation.activation)
+            if (tuple(matrix.shape), *options) in seen:
+                continue
+            seen.add((tuple(matrix.shape), *options))
+            for count in (1, 2, MOST_TOKENS):
+                difference = self._difference(operation, matrix, count)
+                if not difference <= max(_MOST_ROUNDINGS * torch.finfo(matrix.dtype).eps, 1e-5):
+                    raise NoStepListError(
+                        f"{', '.join(product.matrices)}: products of {count} tokens differ by {difference:.3g} of the "
+                        "largest number from torch's"
+                    )
+
+    def _difference(self, operation: FusedProduct, matrix: Tensor, count: int) -> float:
+        """The largest, as a share of the largest number. What torch multiplies is rounded to the model's dtype."""
+        product = operation.product
+        bias = self._joined[product.biases] if product.biases else None
+        norm = None if operation.norm is None else self._norm(operation.norm)
+        outputs, inputs = matrix.shape
+        generator = torch.Generator().manual_seed(0)
+        states = torch.randn(count, inputs, generator=generator).to(matrix.device, matrix.dtype)
+        residual = torch.randn(count, outputs, generator=generator).to(matrix.device, matrix.dtype)
+        residual_or_none = residual if operation.adds else None
+        normed = states if norm is None else norm.of(states.float()).to(matrix.dtype)
+        expected = F.linear(normed, matrix, bias).float()
+        if operation.activation is not None:
+            expected = gated(expected, operation.activation)
+        if operation.adds:
+            expected = expected + residual.float()
+        found = self._fused.product(
+            states, matrix, bias=bias, norm=norm, residual=residual_or_none, activation=operation.activation
+        )
+        return float((found.float() - expected).abs().max() / expected.abs().max())
+
+    def run(
+        self, ids: Tensor, positions: Tensor, kept: Tensor, tables: StepTables, tap_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [n, V] float32 of the tokens `kept` [n]; hidden states [N, layers, hidden] if there are tap layers.
+
+        ids, positions: [N]. Within `Seam.attending`, and in inference mode.
+        """
+        assert len(ids) <= MOST_TOKENS, len(ids)
+        state = _State(
+            ids=ids,
+            positions=positions,
+            kept=kept,
+            tables=tables,
+            tap_layers=tap_layers,
+            registers={},
+            turns={},
+            taps=[],
+        )
+        for operation in self._operations:
+            self._run(operation, state)
+        assert state.logits is not None, "a list ends in logits"
+        return state.logits, torch.stack(state.taps, dim=1) if state.taps else None
+
+    def _run(self, operation: FusedOperation, state: _State) -> None:
+        registers = state.registers
+        match operation:
+            case Embed():
+                states = F.embedding(state.ids, self._tensors[operation.matrix])
+                # As the model does it: the factor is rounded to its dtype.
+                factor = float(torch.tensor(operation.factor, dtype=states.dtype))
+                registers[operation.output] = states if factor == 1.0 else states * factor
+            case FusedProduct():
+                self._multiply(operation, state)
+            case FusedNorm():
+                residual = None if operation.residual is None else registers[operation.residual]
+                norm = self._norm(operation.norm)
+                registers[operation.output] = self._fused.norm(registers[operation.norm.input], norm, residual=residual)
+            case FusedAttend():
+                registers[operation.attend.output] = self._attend(operation, state)
+            case Tap():
+                if operation.layer in state.tap_layers:
+                    state.taps.append(registers[operation.input])
+            case Select():
+                registers[operation.output] = registers[operation.input].index_select(0, state.kept)
+            case Softcap():
+                assert state.logits is not None, "the logits come before their cap"
+                state.logits = torch.tanh(state.logits / operation.limit) * operation.limit
+
+    def _multiply(self, operation: FusedProduct, state: _State) -> None:
+        product, output = operation.product, operation.output
+        out = self._fused.product(
+            state.registers[operation.norm.input if operation.norm else product.input],
+            self._joined[product.matrices],
+            bias=self._joined[product.biases] if product.biases else None,
+            norm=None if operation.norm is None else self._norm(operation.norm),
+            residual=state.registers[output] if operation.adds and output is not None else None,
+            activation=operation.activation,
+        )
+        if output is None:
+            state.logits = out.float()
+        else:
+            state.registers[output] = out
+
+    def _attend(self, operation: FusedAttend, state: _State) -> Tensor:
+        attend, tables = operation.attend, state.tables
+        layer = self.steps.layers[attend.layer]
+        heads = state.registers[attend.input]
+        turn = None
+        if operation.rotary != UNROTATED:
+            if operation.rotary not in state.turns:
+                state.turns[operation.rotary] = self._seam.turns(heads, state.positions, operation.rotary)
+            turn = state.turns[operation.rotary]
+        buffer = tables.buffer(attend.layer)
+        queries = self._fused.place_heads(
+            heads,
+            buffer.keys,
+            buffer.values,
+            tables.writes[attend.layer],
+            query_heads=layer.query_heads,
+            kv_heads=layer.kv_heads,
+            norms=None if operation.norms is None else (self._norm(operation.norms[0]), self._norm(operation.norms[1])),
+            turn=turn,
+        )
+        out = tables.read(
+            attend.layer,
+            queries.transpose(0, 1)[None],
+            scaling=attend.scaling,
+            softcap=attend.softcap,
+            head_sinks=None,
+        )
+        return out.reshape(len(heads), -1)
+
+    def _norm(self, norm: Norm) -> RowNorm:
+        return RowNorm(weights=self._tensors[norm.weights], epsilon=norm.epsilon, adds_one=norm.plus_one)
+
+    def _check_shapes(self) -> None:
+        """Raise NoStepListError unless the matrices have the outputs and inputs of their registers."""
+        widths = self.steps.widths
+        for operation in self._operations:
+            if isinstance(operation, FusedProduct):
+                product = operation.product
+                shapes = [tuple(self._tensors[name].shape) for name in product.matrices]
+                outputs = self.steps.vocabulary if product.output is None else widths[product.output]
+                if sum(shape[0] for shape in shapes) != outputs or any(
+                    shape[1:] != (widths[product.input],) for shape in shapes
+                ):
+                    raise NoStepListError(
+                        f"{', '.join(product.matrices)} have the shapes {', '.join(map(str, shapes))}, not together "
+                        f"{outputs} outputs of {widths[product.input]} inputs"
+                    )
+
+    def _join(self, names: tuple[str, ...], parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Lay tensors one below the other; the model's parameters become views."""
+        if not names or names in self._joined:
+            return
+        own = [parameters[name] for name in names]
+        if len(own) == 1:
+            self._joined[names] = own[0].detach()
+            return
+        with torch.no_grad():
+            joined = torch.cat([parameter.detach() for parameter in own])
+        first = 0
+        for name, parameter in zip(names, own, strict=True):
+            parameter.data = joined[first : first + len(parameter)]
+            self._tensors[name] = parameter.detach()
+            first += len(parameter)
+        self._joined[names] = joined
+
+
+def _parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+    """The text model's parameters, by the names of a checkpoint; a tied head is the embedding alone."""
+    found = {text_name(name): parameter for name, parameter in model.named_parameters()}
+    head = model.get_output_embeddings()
+    if head is not None and HEAD in found and head.weight is not found[HEAD]:
+        raise NoStepListError("the head is not the model's own")
+    return found

@@ -1,0 +1,131 @@
+"""From an admitted model to one on torch, with what its device has for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from inference_engine.backends.base import Admitted
+from inference_engine.backends.graphs import should_record_graphs
+from inference_engine.backends.listed import ListedStep
+from inference_engine.backends.packed_linear import can_pack, pack_linears
+from inference_engine.backends.torch_forward import TorchForward, use_threads
+from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes, text_generator
+from inference_engine.config import ModelConfig
+from inference_engine.errors import BackendError
+from inference_engine.kernels.ops import DeviceOps, open_ops
+from inference_engine.models import find_model, load_model, read_config
+from inference_engine.models.norms import fuse_norms
+from inference_engine.models.seam import ATTENTION, LayerTraits, Seam
+from inference_engine.models.step_list import NoStepListError, check_family
+from inference_engine.types import ModelFacts
+
+logger = logging.getLogger(__name__)
+
+
+def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
+    """Load the model that was admitted and make it ready to run. Raises ModelError or BackendError."""
+    if config.kv_dtype not in ("auto", config.dtype):
+        raise BackendError(
+            f"kv_dtype={config.kv_dtype} is for the native backend; torch keeps K and V in its dtype, {config.dtype}. "
+            "Start with kv_dtype=auto"
+        )
+    for name, asked in (("weights", config.weights), ("numerics", config.numerics)):
+        if asked != "auto":
+            raise BackendError(
+                f"{name}={asked} is for the native backend, which does not run this model here; start with "
+                f"{name}=auto, or with backend=native to see the reason"
+            )
+    use_threads(config.threads)
+    # cuDNN's attention builds a plan for every number of keys, and decoding has a new number at every token.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    loaded = load_model(
+        config.model,
+        cache=Path(config.cache_path),
+        device=config.device,
+        dtype=config.dtype,
+        attention=ATTENTION,
+    )
+    if config.linear == "packed" and not can_pack(loaded.model):
+        raise BackendError(
+            f"linear=packed needs oneDNN and a CPU; {loaded.dtype} on {loaded.device} is served by linear=auto"
+        )
+    if config.linear != "plain" and can_pack(loaded.model):
+        pack_linears(loaded.model)
+    if config.kernels != "plain" and torch.device(loaded.device).type == "cuda":
+        fuse_norms(loaded.model)
+    device, seam = torch.device(loaded.device), Seam(loaded.model, admitted.traits)
+    ops = open_ops(config.kernels, device)
+    if seam.has_head_sinks:
+        ops = replace(ops, attends_together=False)
+    records_graphs = should_record_graphs(config.graphs, device, has_regions=ops.attends_together)
+    listed = _listed(config, admitted, seam, ops, device)
+    facts = ModelFacts(
+        model_id=loaded.model_id,
+        vocab_size=loaded.vocab_size,
+        trained_positions=loaded.trained_positions,
+        device=loaded.device,
+        dtype=loaded.dtype,
+        numerics="torch" if listed is None else "listed",
+        refused_strategies=admitted.refused,
+    )
+    return TorchForward(seam, facts, device, ops=ops, records_graphs=records_graphs, listed=listed)
+
+
+def _listed(
+    config: ModelConfig, admitted: Admitted, seam: Seam, ops: DeviceOps, device: torch.device
+) -> ListedStep | None:
+    """What runs steps of few tokens; None where torch's modules do, and the log says why."""
+    if not ops.attends_together:
+        return None
+    try:
+        check_family(seam.model.config.get_text_config())
+        full, kind = text_generator(read_config(find_model(config.model, cache=config.cache_path)))
+        difference = try_listed(kind, full, admitted.traits, ops=ops, device=device)
+        logger.debug("a twin's logits differ by %.3g from transformers'", difference)
+        listed = ListedStep(seam, ops.fused)
+        listed.check()
+    except NoStepListError as reason:
+        logger.info("torch's modules run all steps: %s", reason)
+        return None
+    except Exception as error:  # what a compiler of kernels raises for a device that they do not fit
+        logger.warning("torch's modules run all steps: the kernels do not run on %s (%s)", device, error, exc_info=True)
+        return None
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the matrices as they were before they were joined
+    return listed
+
+
+def try_listed(
+    kind: type[PreTrainedModel],
+    config: PretrainedConfig,
+    traits: Sequence[LayerTraits],
+    *,
+    ops: DeviceOps,
+    device: torch.device,
+    seed: int = 0,
+) -> float:
+    """The largest difference of a logit between a twin's listed steps and transformers, as a share of the largest.
+
+    One token at a time alone, and some beside another session's. Raises NoStepListError if there is no list, or if it
+    gives other logits.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        twin = Twin(kind, config, traits, TwinSizes())
+    twin.seam.model.to(device)
+    facts = replace(twin.forward.facts, device=str(device))
+    twin.forward = TorchForward(twin.seam, facts, device, ops=ops, listed=ListedStep(twin.seam, ops.fused))
+    difference = max(twin.difference_of_chunks(tokens=1, is_alone=True), twin.difference_of_chunks(tokens=8))
+    if not difference <= TOLERANCE:
+        raise NoStepListError(
+            f"the list of operations gives a small twin of {kind.__name__} logits that differ by {difference:.3g} "
+            "from the model's own"
+        )
+    return difference

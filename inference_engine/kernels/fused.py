@@ -1,0 +1,154 @@
+"""Fused operations of a step of few tokens: everything between two attentions, in few launches.
+
+    norm · product · bias · activation or residual      one `product`
+    norm of heads · rotation · write of K and V         one `place_heads`
+    norm, and the sum with what it is added to          one `norm`
+
+Inputs and outputs have the model's dtype; what is between them is float32 and is rounded once. The references below run
+anywhere; `triton/fused.py` has the same operations for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MOST_TOKENS = 16  # of a product: of more, matrix libraries are as fast
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda states: F.gelu(states, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RowNorm:
+    """Root mean square norm: x / rms(x) · weights, or · (1 + weights). weights [n], in the model's dtype."""
+
+    weights: Tensor
+    epsilon: float
+    adds_one: bool = False
+
+    def of(self, states: Tensor) -> Tensor:
+        """states [..., n] float32; returns as many, not rounded."""
+        factor = self.weights.float() + 1.0 if self.adds_one else self.weights.float()
+        return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.epsilon) * factor
+
+
+class Product(Protocol):
+    def __call__(
+        self,
+        states: Tensor,
+        matrix: Tensor,
+        *,
+        bias: Tensor | None = None,
+        norm: RowNorm | None = None,
+        residual: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:
+        """states [N, K] · matrix [O, K], as [N, O], for at most MOST_TOKENS tokens.
+
+        bias: [O]. norm: applied to states first. residual: [N, O], added at the end. activation: of the first half of
+        the outputs, which is multiplied with the second; then the result is [N, O / 2], without a residual.
+        """
+
+
+class PlaceHeads(Protocol):
+    def __call__(
+        self,
+        heads: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        writes: Tensor,
+        *,
+        query_heads: int,
+        kv_heads: int,
+        norms: tuple[RowNorm, RowNorm] | None = None,
+        turn: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """The queries [N, Hq, D] of `heads` [N, (Hq + 2 Hkv) · D]: a token's queries, keys and values.
+
+        Keys and values go to vectors `writes` [N · Hkv] of `keys` and `values` [vectors, D]. norms: of queries and of
+        keys, each head by itself. turn: cosines and sines [N, D] that queries and keys are rotated by, in halves.
+        """
+
+
+class Norm(Protocol):
+    def __call__(self, states: Tensor, norm: RowNorm, *, residual: Tensor | None = None) -> Tensor:
+        """The norm of states [N, K], added to `residual` [N, K] if there is one."""
+
+
+def product(
+    states: Tensor,
+    matrix: Tensor,
+    *,
+    bias: Tensor | None = None,
+    norm: RowNorm | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """See `Product`."""
+    wide = states.float()
+    out = (wide if norm is None else norm.of(wide)) @ matrix.float().T
+    if bias is not None:
+        out = out + bias.float()
+    if activation is not None:
+        out = gated(out, activation)
+    if residual is not None:
+        out = out + residual.float()
+    return out.to(states.dtype)
+
+
+def gated(states: Tensor, activation: str) -> Tensor:
+    """The activation of the first half of states [..., 2 n], times the second half."""
+    gate, up = states.chunk(2, dim=-1)
+    return _ACTIVATIONS[activation](gate) * up
+
+
+def place_heads(
+    heads: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    writes: Tensor,
+    *,
+    query_heads: int,
+    kv_heads: int,
+    norms: tuple[RowNorm, RowNorm] | None = None,
+    turn: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """See `PlaceHeads`."""
+    count, head_dim = len(heads), keys.shape[-1]
+    own = heads.float().view(count, query_heads + 2 * kv_heads, head_dim)
+    moved, kept = own[:, : query_heads + kv_heads], own[:, query_heads + kv_heads :]
+    if norms is not None:
+        moved = torch.cat((norms[0].of(moved[:, :query_heads]), norms[1].of(moved[:, query_heads:])), dim=1)
+    if turn is not None:
+        cos, sin = (part.float()[:, None] for part in turn)
+        first, second = moved.chunk(2, dim=-1)
+        moved = moved * cos + torch.cat((-second, first), dim=-1) * sin
+    keys.index_copy_(0, writes, moved[:, query_heads:].reshape(-1, head_dim).to(keys.dtype))
+    values.index_copy_(0, writes, kept.reshape(-1, head_dim).to(values.dtype))
+    return moved[:, :query_heads].to(heads.dtype)
+
+
+def norm(states: Tensor, norm: RowNorm, *, residual: Tensor | None = None) -> Tensor:
+    """See `Norm`."""
+    out = norm.of(states.float())
+    return (out if residual is None else out + residual.float()).to(states.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fused:
+    """The fused operations of a device."""
+
+    product: Product = product
+    place_heads: PlaceHeads = place_heads
+    norm: Norm = norm
+
+
+PLAIN = Fused()

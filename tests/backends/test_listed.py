@@ -1,0 +1,168 @@
+"""Steps of few tokens as a list of operations: the logits are transformers', whatever the family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference_engine.backends import listed, torch_loading
+from inference_engine.backends.listed import FusedAttend, FusedNorm, FusedProduct, ListedStep, fuse
+from inference_engine.backends.torch_loading import try_listed
+from inference_engine.backends.twin import admit_config, text_generator
+from inference_engine.compose import open_backend
+from inference_engine.config import EngineConfig, ModelConfig
+from inference_engine.engine import Engine
+from inference_engine.kernels.fused import PLAIN
+from inference_engine.kernels.ops import DeviceOps
+from inference_engine.kv.strategies.gather import Gather
+from inference_engine.models.step_list import (
+    Add,
+    Norm,
+    NoStepListError,
+    Operation,
+    Product,
+    Rotate,
+    StepList,
+    step_list,
+)
+from inference_engine.types import GenerateParams
+from tests.backends.test_families import SERVED, SIZES, write_model
+from tests.laws.test_engine_laws import opened
+from tests.laws.variants import drain, generate, text, tokens
+from tests.native.test_forward import FAMILIES
+from tests.tiny import SMALL, tiny_forward_on
+
+
+def listed_ops() -> DeviceOps:
+    return DeviceOps(attends_together=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "smollm3", "gemma2", "gemma3"])
+def test_listed_steps_give_the_logits_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    run = ListedStep.run
+
+    def counted(self: ListedStep, *arguments: Any) -> Any:
+        ran.append(len(arguments[0]))
+        return run(self, *arguments)
+
+    monkeypatch.setattr(ListedStep, "run", counted)
+    config, kind = text_generator(FAMILIES[family])
+    traits = admit_config(config, kind).traits
+
+    assert try_listed(kind, config, traits, ops=listed_ops(), device=torch.device("cpu")) < 2e-4
+    assert set(ran) == {1, 16}
+
+
+@pytest.mark.parametrize(("family", "numerics"), [("qwen3", "listed"), ("cohere2", "torch")])
+def test_a_model_says_whether_its_steps_are_listed(
+    family: str, numerics: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that attends to the queries of all sessions together; generates as transformers does."""
+    monkeypatch.setattr(torch_loading, "open_ops", lambda *_: listed_ops())
+    own = write_model(tmp_path / "model", family, {**SIZES, **SERVED[family]})
+    history = text(40)
+    output = own.generate(torch.tensor([history]), max_new_tokens=12, do_sample=False)
+    settings: dict[str, Any] = {"threads": 1, "backend": "torch", "linear": "plain"}  # as a GPU has no packed weights
+    forward = open_backend(ModelConfig(model=str(tmp_path / "model"), cache_dir=str(tmp_path / "cache"), **settings))
+
+    assert forward.facts.numerics == numerics
+    with Engine(forward, EngineConfig(**SMALL)) as engine:
+        session = engine.create_session().session_id
+        engine.append(session, history)
+        assert [token for token, _ in generate(engine, session, 12)] == output[0, len(history) :].tolist()
+
+
+def test_a_list_that_gives_other_logits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, kind = text_generator(FAMILIES["llama"])
+    traits = admit_config(config, kind).traits
+
+    def wrong(*arguments: Any) -> StepList:
+        steps = step_list(*arguments)
+        operations = [replace(one, epsilon=0.5) if isinstance(one, Norm) else one for one in steps.operations]
+        return replace(steps, operations=tuple(operations))
+
+    monkeypatch.setattr(listed, "step_list", wrong)
+    with pytest.raises(NoStepListError, match="logits that differ"):
+        try_listed(kind, config, traits, ops=listed_ops(), device=torch.device("cpu"))
+
+
+def test_a_layer_of_qwen_is_four_products_and_one_operation_on_heads() -> None:
+    forward = tiny_forward_on("cpu", ops=listed_ops(), is_listed=True)
+    assert forward.listed is not None
+    operations = fuse(forward.listed.steps)
+    layers = len(forward.seam.layers)
+
+    assert sum(isinstance(one, FusedProduct) for one in operations) == 4 * layers + 1
+    assert sum(isinstance(one, FusedAttend) for one in operations) == layers
+    assert not any(isinstance(one, FusedNorm) for one in operations)
+
+
+def rotates_before_norms(operations: list[Operation]) -> None:
+    place = next(place for place, one in enumerate(operations) if isinstance(one, Rotate))
+    operations.insert(place - 2, operations.pop(place))
+
+
+def adds_a_part(operations: list[Operation]) -> None:
+    place = next(place for place, one in enumerate(operations) if isinstance(one, Add))
+    operations[place] = Add(input="delta", output="hidden", factor=0.5)
+
+
+def multiplies_into_a_part(operations: list[Operation]) -> None:
+    place = next(place for place, one in enumerate(operations) if isinstance(one, Product))
+    product = operations[place]
+    assert isinstance(product, Product)
+    operations[place] = replace(product, offset=16, count=16)
+
+
+@pytest.mark.parametrize("change", [rotates_before_norms, adds_a_part, multiplies_into_a_part])
+def test_what_the_fused_operations_do_not_do_is_refused(change: Callable[[list[Operation]], None]) -> None:
+    forward = tiny_forward_on("cpu", ops=listed_ops(), is_listed=True)
+    assert forward.listed is not None
+    steps = forward.listed.steps
+    operations = list(steps.operations)
+    change(operations)
+
+    with pytest.raises(NoStepListError):
+        fuse(replace(steps, operations=tuple(operations)))
+
+
+def test_products_that_are_wrong_on_a_device_are_found_before_the_model_serves() -> None:
+    """One output of a few tokens is left out, as by a tile that does not fit."""
+
+    def leaves_one_out(*arguments: Any, **options: Any) -> Tensor:
+        found = PLAIN.product(*arguments, **options)
+        if len(found) > 1:
+            found[-1, -1] = 0.0
+        return found
+
+    seam = tiny_forward_on("cpu").seam
+    ListedStep(seam, PLAIN).check()
+
+    with pytest.raises(NoStepListError, match="products of 2 tokens differ"):
+        ListedStep(seam, replace(PLAIN, product=leaves_one_out)).check()
+
+
+def test_the_weights_are_the_models_own() -> None:
+    """Joined matrices take no memory of their own: the model's parameters are views of them."""
+    forward = tiny_forward_on("cpu", ops=listed_ops(), is_listed=True)
+    attention = forward.seam.model.get_submodule("model.layers.1.self_attn")
+    rows = attention.q_proj.out_features
+
+    assert attention.k_proj.weight.data_ptr() == attention.q_proj.weight.data_ptr() + 4 * 64 * rows
+
+
+def test_listed_steps_choose_the_blocks_that_torchs_modules_choose() -> None:
+    found = []
+    for is_listed in (False, True):
+        forward = tiny_forward_on("cpu", ops=listed_ops(), is_listed=is_listed)
+        with Engine(forward, EngineConfig(**SMALL)) as engine:
+            session = opened(engine, Gather(budget=48, block=8, sink=4, window=16), text(100))
+            found.append(tokens(drain(engine.generate(session, GenerateParams(max_tokens=30)))))
+    assert [token for token, _ in found[0]] == [token for token, _ in found[1]]

@@ -1,0 +1,135 @@
+"""The fused operations in Triton give what their references give, and no token's numbers depend on the others'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference_engine.kernels.fused import PLAIN, Fused, RowNorm
+from tests.kernels.own_process import run_with_triton
+
+# Tokens, inputs, outputs: none, one or all of them a multiple of a tile.
+SHAPES = ((1, 64, 32), (1, 200, 37), (1, 4100, 6), (5, 200, 37), (16, 1030, 6))
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def moved(norm: RowNorm, device: torch.device) -> RowNorm:
+    return RowNorm(weights=norm.weights.to(device), epsilon=norm.epsilon, adds_one=norm.adds_one)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A product with what stands around it, on the CPU."""
+
+    matrix: Tensor
+    bias: Tensor | None = None
+    norm: RowNorm | None = None
+    residual: Tensor | None = None
+    activation: str | None = None
+
+    def run(self, operations: Fused, states: Tensor, tokens: slice = slice(None)) -> Tensor:
+        """Of these states, on their device; tokens: whose residuals are added."""
+        device = states.device
+        return operations.product(
+            states,
+            self.matrix.to(device),
+            bias=None if self.bias is None else self.bias.to(device),
+            norm=None if self.norm is None else moved(self.norm, device),
+            residual=None if self.residual is None else self.residual[tokens].to(device),
+            activation=self.activation,
+        )
+
+
+def device_of_kernels() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def is_close(found: Tensor, expected: Tensor) -> bool:
+    """Up to the order of adding, and one rounding to the dtype."""
+    tolerance = 2e-5 if expected.dtype is torch.float32 else 1e-2
+    worst = (found.cpu().float() - expected.float()).abs().max().item()
+    return found.dtype == expected.dtype and worst <= tolerance * max(1.0, expected.float().abs().max().item())
+
+
+def compare_products() -> None:
+    from inference_engine.kernels.triton.fused import fused as kernels
+
+    device = device_of_kernels()
+    half = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter has no bfloat16
+    for count, inputs, outputs in SHAPES:
+        for dtype in (torch.float32, half):
+            states = numbers(count, inputs, dtype=dtype)
+            norm = RowNorm(weights=numbers(inputs, seed=1, dtype=dtype), epsilon=1e-5)
+            from_one = RowNorm(weights=norm.weights, epsilon=1e-2, adds_one=True)
+            whole = numbers(2 * outputs, inputs, seed=2, dtype=dtype) * inputs**-0.5
+            bias = numbers(2 * outputs, seed=3, dtype=dtype)
+            residual = numbers(count, outputs, seed=4, dtype=dtype)
+            cases = (
+                Case(matrix=whole, norm=norm, bias=bias),
+                Case(matrix=whole[:outputs], residual=residual),
+                Case(matrix=whole, norm=from_one, activation="silu"),
+                Case(matrix=whole, bias=bias, activation="gelu_tanh"),
+            )
+            for case in cases if dtype is torch.float32 else cases[1:3]:
+                found = case.run(kernels, states.to(device))
+                assert is_close(found, case.run(PLAIN, states)), (count, inputs, outputs, dtype, case.activation)
+                if count > 2:
+                    pair = case.run(kernels, states[1:3].to(device), slice(1, 3))
+                    assert torch.equal(pair, found[1:3]), "tokens beside a token change it"
+            found = kernels.norm(states.to(device), moved(from_one, device), residual=states.to(device))
+            assert is_close(found, PLAIN.norm(states, from_one, residual=states)), (count, inputs, dtype)
+
+
+def placed(
+    operations: Fused,
+    device: torch.device,
+    *,
+    count: int,
+    sizes: tuple[int, int, int],
+    norms: tuple[RowNorm, RowNorm] | None,
+    turn: tuple[Tensor, Tensor] | None,
+) -> list[Tensor]:
+    """The queries, and the buffers of keys and of values after it."""
+    query_heads, kv_heads, head_dim = sizes
+    heads = numbers(count, (query_heads + 2 * kv_heads) * head_dim)
+    keys, values = (torch.full((20, head_dim), 7.0, device=device) for _ in "kv")
+    writes = torch.randperm(20, generator=torch.Generator().manual_seed(3))[: count * kv_heads]
+    queries = operations.place_heads(
+        heads.to(device),
+        keys,
+        values,
+        writes.to(device),
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        norms=norms and (moved(norms[0], device), moved(norms[1], device)),
+        turn=turn and (turn[0].to(device), turn[1].to(device)),
+    )
+    return [queries, keys, values]
+
+
+def compare_heads() -> None:
+    from inference_engine.kernels.triton.fused import fused as kernels
+
+    device = device_of_kernels()
+    for count, sizes, adds_one in ((1, (6, 2, 48), False), (3, (2, 1, 16), True)):
+        query_norm, key_norm = (
+            RowNorm(weights=part, epsilon=1e-6, adds_one=adds_one) for part in numbers(2, sizes[2], seed=1)
+        )
+        angles = numbers(count, sizes[2] // 2, seed=2).repeat(1, 2)
+        for norms, turn in (((query_norm, key_norm), (angles.cos(), angles.sin())), (None, None)):
+            wanted = placed(PLAIN, torch.device("cpu"), count=count, sizes=sizes, norms=norms, turn=turn)
+            got = placed(kernels, device, count=count, sizes=sizes, norms=norms, turn=turn)
+            for expected, found in zip(wanted, got, strict=True):
+                assert is_close(found, expected), (count, sizes, norms is None)
+
+
+@pytest.mark.parametrize("compare", [compare_products, compare_heads])
+def test_the_kernels_give_what_the_references_give(compare: Callable[[], None]) -> None:
+    run_with_triton(compare)
