@@ -72,12 +72,15 @@ class Target:
         """What a record's config says of the target: what ran where, and the settings that numbers depend on."""
         import torch
 
-        facts, config = self.engine.info().facts, self.engine.config
+        facts, config, program = self.engine.info().facts, self.engine.config, self.forward.program
         return {
             "model": facts.model_id,
             "weights_sha256": self.weights_sha256,
             "device": torch.cuda.get_device_name(facts.device) if facts.device.startswith("cuda") else facts.device,
             "dtype": facts.dtype,
+            "backend": facts.backend,
+            "numerics": facts.numerics,
+            "kv_dtype": facts.dtype if program is None else program.kv_type.name.lower(),
             "linear": self.model.linear,
             **({} if self.latent is None else {"latent": dict(self.latent_identity)}),
             "mode": config.mode.value,
