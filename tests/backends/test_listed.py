@@ -18,7 +18,7 @@ from inference_engine.backends.twin import admit_config, text_generator
 from inference_engine.compose import open_backend
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
-from inference_engine.kernels.fused import PLAIN
+from inference_engine.kernels.fused import PLAIN, Fused
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.models.step_list import (
@@ -60,12 +60,31 @@ def test_listed_steps_give_the_logits_of_transformers(family: str, monkeypatch: 
     assert set(ran) == {1, 16}
 
 
-@pytest.mark.parametrize(("family", "numerics"), [("qwen3", "listed"), ("cohere2", "torch")])
+def does_not_fit(*_: object, **__: object) -> Tensor:
+    raise RuntimeError("out of resource: shared memory")
+
+
+@pytest.mark.parametrize(
+    ("family", "fused", "numerics", "said"),
+    [
+        ("qwen3", PLAIN, "listed", ""),
+        ("cohere2", PLAIN, "torch", "no list of operations for the model type 'cohere2'"),
+        ("qwen3", replace(PLAIN, product=does_not_fit), "torch", "out of resource"),
+    ],
+    ids=["listed", "no list", "no kernel"],
+)
 def test_a_model_says_whether_its_steps_are_listed(
-    family: str, numerics: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    fused: Fused,
+    numerics: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """On a device that attends to the queries of all sessions together; generates as transformers does."""
-    monkeypatch.setattr(torch_loading, "open_ops", lambda *_: listed_ops())
+    """On a device that attends to the queries of all sessions together; generates as transformers does in any case."""
+    monkeypatch.setattr(torch_loading, "open_ops", lambda *_: replace(listed_ops(), fused=fused))
+    caplog.set_level("INFO", logger=torch_loading.__name__)
     own = write_model(tmp_path / "model", family, {**SIZES, **SERVED[family]})
     history = text(40)
     output = own.generate(torch.tensor([history]), max_new_tokens=12, do_sample=False)
@@ -73,6 +92,7 @@ def test_a_model_says_whether_its_steps_are_listed(
     forward = open_backend(ModelConfig(model=str(tmp_path / "model"), cache_dir=str(tmp_path / "cache"), **settings))
 
     assert forward.facts.numerics == numerics
+    assert said in caplog.text
     with Engine(forward, EngineConfig(**SMALL)) as engine:
         session = engine.create_session().session_id
         engine.append(session, history)
