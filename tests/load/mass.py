@@ -16,6 +16,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
 
 import hypothesis
 import numpy as np
@@ -57,6 +58,20 @@ class Tally:
         self.faults += other.faults
 
 
+def _watched(part: Callable[[int, int], Tally]) -> Callable[[int, int], Tally]:
+    """Nobody waits for a sign of life after the end: the process may go on with something else."""
+
+    @wraps(part)
+    def share(amount: int, seed: int) -> Tally:
+        try:
+            return part(amount, seed)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    return share
+
+
+@_watched
 def interleavings(amount: int, seed: int) -> Tally:
     """Random operations of many owners on a standing pool, as in `tests/load/test_isolation.py`."""
     tally, journal, rng = Tally(), MemoryJournal(), np.random.default_rng(seed)
@@ -76,6 +91,7 @@ def interleavings(amount: int, seed: int) -> Tally:
     return tally
 
 
+@_watched
 def cancels(amount: int, seed: int) -> Tally:
     """At random instants, as in `tests/load/test_cancels.py`."""
     tally, script, rng = Tally(), Script(), np.random.default_rng(seed)
@@ -99,6 +115,7 @@ class _WatchedCalls(Calls):
         super().__init__()
 
 
+@_watched
 def calls(amount: int, seed: int) -> Tally:
     """Sequences of calls against a model of the histories, as in `tests/load/test_call_sequences.py`."""
     tally, number = Tally(), 0
@@ -124,6 +141,7 @@ def calls(amount: int, seed: int) -> Tally:
     return tally
 
 
+@_watched
 def messages(amount: int, seed: int) -> Tally:
     """Random bytes against the servicer, as in `tests/load/test_fuzz.py`."""
     return asyncio.run(_messages(amount, seed))

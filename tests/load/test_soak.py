@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import subprocess
 import sys
@@ -30,6 +31,16 @@ def test_a_share_reaches_its_amount_and_finds_nothing(part: str) -> None:
     tally = PARTS[part](AMOUNTS[part], 5)
     assert not tally.faults
     assert tally.counts[part] >= AMOUNTS[part]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_share_that_has_ended_ends_no_process_later(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It watches for hangs with a timer that ends the process, which may run other tests by then."""
+    seen = []
+    for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
+        monkeypatch.setattr(faulthandler, name, lambda *_, name=name, **__: seen.append(name))
+    PARTS[part](1, 5)
+    assert seen[0] == "dump_traceback_later" and seen[-1] == "cancel_dump_traceback_later"
 
 
 def test_a_share_that_meets_a_fault_stops_and_says_with_which_seed(monkeypatch: pytest.MonkeyPatch) -> None:
