@@ -25,14 +25,16 @@ LARGEST_HEAD = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coding:
-    """What a kernel has to know to decode vectors as `KVCompressor.decode` does, to the bit.
+    """What a kernel has to know to code vectors as a `KVCompressor` does, to the bit.
 
         numbers    dtype, and nothing else
         levels     scale × groups (2 bytes each) | centre × groups (2 each), if there are | codes of `bits` bits, packed
 
     Groups are `group` channels each; None: the whole vector. An element is (level + centre/16 − middle) · scale with
     centres, otherwise level · scale; is_rotated: the Hadamard rotation of that. levels: by code; None: the code itself.
-    is_signed: as in `compressors/scales.py`.
+    is_signed: as in `compressors/scales.py`. is_fitted: narrower scales are tried, too. nearest: where levels are not
+    whole numbers, the code of the level nearest to each cell of the line. Scales to try are the mean magnitude
+    times `spread` and the largest one times `outermost`.
     """
 
     dtype: torch.dtype | None = None
@@ -43,6 +45,10 @@ class Coding:
     middle: float = 0.0
     is_signed: bool = False
     is_rotated: bool = False
+    is_fitted: bool = False
+    nearest: bytes | None = None
+    spread: float = 0.0
+    outermost: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +80,7 @@ class KVCompressor(ABC):
 
     @property
     def coding(self) -> Coding | None:
-        """How kernels decode; None: not at all."""
+        """How kernels code; None: not at all."""
         return None
 
     @abstractmethod

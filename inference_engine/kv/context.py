@@ -35,37 +35,48 @@ def compute_plainly(_name: Hashable, function: BatchFunction, tensors: Sequence[
     return function(tensors)
 
 
-class Unpacker(Protocol):
-    """Decodes coded vectors into regions in one operation, to the bit as `KVCompressor.decode` and `Rotate` do."""
+class Coder(Protocol):
+    """Entries in regions become codes, and these become entries, in one operation: to the bit as a `KVCompressor` and
+    `Rotate` have them.
 
-    def reads(self, compressor: KVCompressor, head_dim: int) -> bool:
-        """Is there an operation for its codes?"""
+    By layer: `codes` [capacity, Hkv, bytes] in `code_slots` [n], entries in `slots` [n] of `regions` [Hkv, slots, D].
+    Coded is an entry that is rotated by `shifts`, minus `means` [Hkv, D]; decoded is a code, plus `means`, that is then
+    rotated by `shifts`. None: by nothing.
+    """
 
-    def unpack(
-        self,
-        compressor: KVCompressor,
-        codes: Sequence[Tensor],
-        means: Sequence[Tensor],
-        slots: Positions,
-        regions: Sequence[Tensor],
-        targets: Positions,
-        *,
-        shifts: Positions | None,
-        rotary: str,
-    ) -> None:
-        """Decode the codes [capacity, Hkv, bytes] in `slots` [n] of layers, add `means` [Hkv, D], rotate by `shifts`
-        (None: not at all), and round into the slots `targets` [n] of `regions` [Hkv, slots, D].
-        """
+    def codes(self, compressor: KVCompressor, head_dim: int) -> bool:
+        """Is there an operation for this compressor?"""
+
+    def decompress(self, compressor: KVCompressor, places: CodedPlaces) -> None: ...
+
+    def compress(self, compressor: KVCompressor, places: CodedPlaces) -> bool:
+        """False if an entry is not finite: then the codes mean nothing."""
 
 
-class NoUnpacker:
-    """For a device without such an operation."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodedPlaces:
+    """See `Coder`."""
 
-    def reads(self, compressor: KVCompressor, head_dim: int) -> bool:
+    codes: Sequence[Tensor]
+    code_slots: Positions
+    means: Sequence[Tensor]
+    regions: Sequence[Tensor]
+    slots: Positions
+    shifts: Positions | None
+    rotary: str
+
+
+class NoCoder:
+    """For a device without such operations."""
+
+    def codes(self, compressor: KVCompressor, head_dim: int) -> bool:
         return False
 
-    def unpack(self, *_: object, **__: object) -> None:
-        raise AssertionError("it reads no codes")
+    def decompress(self, *_: object) -> None:
+        raise AssertionError("it has no operation")
+
+    def compress(self, *_: object) -> bool:
+        raise AssertionError("it has no operation")
 
 
 class TokenCodec(Protocol):
@@ -142,8 +153,8 @@ class KVContext:
     """What sessions share: the model's geometry, the pool, the model's rotation.
 
     ops: the device's array operations.
-    compute: runs a function again and again on batches of any size; the device may record it. unpacker: decodes
-    compressed entries where `compute` need not.
+    compute: runs a function again and again on batches of any size; the device may record it. coder: codes
+    entries that are in regions where `compute` need not.
     most_tokens_at_once: tokens of the longest step that is fastest in one piece, if its queries all read regions.
     Longer steps are faster in pieces. None: there is no such length. on_choice: called with the blocks that generated
     tokens read, if plain operations choose them. latent, draft_memories, tier: a latent codec, memory for a drafter,
@@ -156,7 +167,7 @@ class KVContext:
     device: torch.device
     ops: DeviceOps = REFERENCE
     compute: Compute = compute_plainly
-    unpacker: Unpacker = field(default_factory=NoUnpacker)
+    coder: Coder = field(default_factory=NoCoder)
     most_tokens_at_once: int | None = None
     on_choice: OnChoice | None = None
     latent: TokenCodec | None = None

@@ -144,22 +144,23 @@ class CodedAs(enum.IntEnum):
 
 
 class Coding(ctypes.Structure):
-    """How codes become vectors. Whoever fills this in keeps the array of `levels` alive."""
+    """How vectors are coded. Whoever fills this in keeps the arrays of `levels` and `nearest` alive."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("kind", "bits", "group", "has_centres", "is_signed", "is_rotated")),
-        ("middle", ctypes.c_float),
-        ("reserved", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("kind", "bits", "group", "has_centres")),
+        *((name, ctypes.c_int32) for name in ("is_signed", "is_rotated", "is_fitted", "reserved")),
+        *((name, ctypes.c_float) for name in ("middle", "spread", "outermost", "unused")),
         ("levels", ctypes.c_void_p),
+        ("nearest", ctypes.c_void_p),
     )
 
 
-class Unpacking(ctypes.Structure):
-    """Coded vectors to decode into regions. Whoever fills this in keeps its arrays alive."""
+class CodedEntries(ctypes.Structure):
+    """Where entries and their codes lie. Whoever fills this in keeps its arrays alive."""
 
     _fields_ = (
         ("coding", Coding),
-        *((name, ctypes.c_void_p) for name in ("codes", "means", "out", "from_slots", "to_slots", "turns")),
+        *((name, ctypes.c_void_p) for name in ("codes", "means", "regions", "code_slots", "entry_slots", "turns")),
         *((name, ctypes.c_int64) for name in ("slot_bytes", "head_bytes", "region_slots", "count")),
         *((name, ctypes.c_int32) for name in ("layers", "heads", "head_dim", "turned", "kv_type", "reserved")),
     )
@@ -310,12 +311,20 @@ class Kernels:
         if fails:
             raise MemoryError(f"no memory is left for the attention of {attention.count} tokens")
 
-    def unpack(self, threads: Threads, unpacking: Unpacking) -> None:
-        """Decode vectors into regions. Raises MemoryError."""
+    def decompress(self, threads: Threads, entries: CodedEntries) -> None:
+        """Codes become entries in regions. Raises MemoryError."""
         with threads.lock:
-            fails = self._functions.kakeya_unpack(self.address, threads.address, ctypes.byref(unpacking))
+            fails = self._functions.kakeya_decompress(self.address, threads.address, ctypes.byref(entries))
         if fails:
-            raise MemoryError(f"no memory is left to decode {unpacking.count} entries")
+            raise MemoryError(f"no memory is left to decompress {entries.count} entries")
+
+    def compress(self, threads: Threads, entries: CodedEntries) -> bool:
+        """Entries in regions become codes. False if one is not finite: then these mean nothing. Raises MemoryError."""
+        with threads.lock:
+            fails = self._functions.kakeya_compress(self.address, threads.address, ctypes.byref(entries))
+        if fails < 0:
+            raise MemoryError(f"no memory is left to compress {entries.count} entries")
+        return not fails
 
 
 class Library:
@@ -335,7 +344,7 @@ class Library:
                 f"{path} was compiled from other sources than those beside it; "
                 "run `python -m inference_engine.native.build`"
             )
-        structures = (Matrix, Attention, Operation, Layer, Rotary, Step, Unpacking)
+        structures = (Matrix, Attention, Operation, Layer, Rotary, Step, CodedEntries)
         sizes = (ctypes.c_int64 * len(structures))()
         functions.kakeya_sizes(sizes)
         assert list(sizes) == [ctypes.sizeof(one) for one in structures], "these structures are not types.h's"
@@ -456,7 +465,8 @@ def _declare(functions: ctypes.CDLL) -> None:
         "linear": (integer, (pointer, pointer, matrix, integer, pointer, long, pointer)),
         "row": (None, (pointer, matrix, long, pointer)),
         "attend": (integer, (pointer, pointer, attention)),
-        "unpack": (integer, (pointer, pointer, ctypes.POINTER(Unpacking))),
+        "decompress": (integer, (pointer, pointer, ctypes.POINTER(CodedEntries))),
+        "compress": (integer, (pointer, pointer, ctypes.POINTER(CodedEntries))),
         "packed_bytes": (long, (integer, long, long)),
         "pack": (integer, (integer, integer, pointer, long, long, pointer, pointer)),
         "open_program": (pointer, (pointer, pointer, integer, integer, *(pointer, long) * 6)),

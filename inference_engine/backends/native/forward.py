@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from inference_engine.backends.base import Result, Step
+from inference_engine.backends.native.coding import NativeCoder
 from inference_engine.backends.native.program import Program, RotaryTable
-from inference_engine.backends.native.unpacking import NativeUnpacker
 from inference_engine.backends.quanta import probe_attention
 from inference_engine.kernels.kept import as_kept
 from inference_engine.kernels.ops import REFERENCE
@@ -59,7 +59,7 @@ class NativeForward:
         layers = seam.layers
         attention = NativeAttention(program.kernels, program.threads)
         self._ops = replace(REFERENCE, attend_ragged=attention, attends_together=True)
-        self._unpacker = NativeUnpacker(
+        self._coder = NativeCoder(
             kernels=program.kernels,
             threads=program.threads,
             kv_type=program.kv_type,
@@ -124,7 +124,7 @@ class NativeForward:
             rotate=self._rotate,
             device=self._device,
             ops=self._ops,
-            unpacker=self._unpacker,
+            coder=self._coder,
         )
 
     def _rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:

@@ -23,7 +23,7 @@ from inference_engine.kernels.kept import as_kept
 from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.archives.restorer import Archive, EntryBlock, KeptLayers, Restorer
 from inference_engine.kv.compressor import KVCompressor
-from inference_engine.kv.context import KVContext
+from inference_engine.kv.context import CodedPlaces, KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand
@@ -72,6 +72,8 @@ class _CodedArchive(Archive):
         self._starts = starts
         self._kept = kept
         self._finite = FiniteCheck()
+        # Does the device code entries that are in regions?
+        self._has_coder = all(context.coder.codes(compressor, group.layers.head_dim) for group in kept)
         ends = np.cumsum([len(group.layers.layers) for group in kept])
         self._groups = [
             _CodedGroup(compressor, context, group, starts[end - len(group.layers.layers) : end])
@@ -87,13 +89,20 @@ class _CodedArchive(Archive):
             self._finite.ask(kept.layers.layers, block.keys, block.values, come_back=False)
             group.keep(block)
 
+    def keep_from(self, regions: Sequence[LayerSlots], positions: Sequence[Positions]) -> None:
+        if self._has_coder and all(
+            group.compress(slots, asked) for group, slots, asked in zip(self._groups, regions, positions, strict=True)
+        ):
+            return
+        super().keep_from(regions, positions)  # where an entry is not finite, the check says which
+
     def restore(self, positions: Sequence[Positions]) -> Sequence[EntryBlock]:
         return [group.restore(asked) for group, asked in zip(self._groups, positions, strict=True)]
 
     def restore_into(self, regions: Sequence[LayerSlots], positions: Sequence[Positions]) -> None:
-        if all(group.is_unpacked for group in self._groups):
+        if self._has_coder:
             for group, slots, asked in zip(self._groups, regions, positions, strict=True):
-                group.unpack_into(slots, asked)
+                group.decompress(slots, asked)
         else:
             super().restore_into(regions, positions)
 
@@ -196,28 +205,32 @@ class _CodedGroup:
         keys, values = (part.transpose(0, 1) + self._mean(index) for index, part in enumerate(entries))
         return EntryBlock(positions, keys, values)
 
-    @property
-    def is_unpacked(self) -> bool:
-        """Does the device decode these codes into regions?"""
-        return self._context.unpacker.reads(self._compressor, self._kept.layers.head_dim)
+    def compress(self, slots: LayerSlots, positions: Positions) -> bool:
+        """Code entries that are in regions. False if one is not finite: then the codes mean nothing."""
+        coder, places = self._context.coder, self._places(slots, positions, -positions)
+        return all(coder.compress(self._compressor, part) for part in places)
 
-    def unpack_into(self, slots: LayerSlots, positions: Positions) -> None:
-        """Write archived entries into their slots, keys rotated to their positions."""
+    def decompress(self, slots: LayerSlots, positions: Positions) -> None:
+        """Write archived entries into regions, keys rotated to their positions."""
+        for part in self._places(slots, positions, positions):
+            self._context.coder.decompress(self._compressor, part)
+        slots.held[slots.layout.slots(positions)] = positions
+
+    def _places(self, slots: LayerSlots, positions: Positions, shifts: Positions) -> Iterator[CodedPlaces]:
+        """Of the keys, and of the values."""
         if not len(positions):
             return
-        targets = slots.layout.slots(positions)
+        assert positions[0] >= slots.layout.spare, "keys of the sink have been moved"
         for index, states in enumerate((slots.buffer.keys, slots.buffer.values)):
-            self._context.unpacker.unpack(
-                self._compressor,
-                [codes for _, place in self._codes[index] for codes in place],
-                [mean for _, place in self._means[index] for mean in place],
-                self._kept.slots(positions),
-                slots.regions(states),
-                targets,
-                shifts=positions if index == 0 else None,
+            yield CodedPlaces(
+                codes=[codes for _, place in self._codes[index] for codes in place],
+                code_slots=self._kept.slots(positions),
+                means=[mean for _, place in self._means[index] for mean in place],
+                regions=slots.regions(states),
+                slots=slots.layout.slots(positions),
+                shifts=shifts if index == 0 else None,
                 rotary=self._kept.layers.rotary,
             )
-        slots.held[targets] = positions
 
     def _codes_of(self, places: Sequence[tuple[slice, Tensor]], positions: Positions) -> Tensor:
         """[n, L, Hkv, vector bytes]"""

@@ -33,6 +33,12 @@ class EntryBlock:
     keys: Tensor
     values: Tensor
 
+    @staticmethod
+    def of(slots: LayerSlots, positions: Positions) -> EntryBlock:
+        """Entries in regions."""
+        keys, values = slots.read_entries(positions)
+        return EntryBlock(positions, slots.moved(keys.float(), -positions), values.float())
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptLayers:
@@ -86,6 +92,10 @@ class Archive(ABC):
     @abstractmethod
     def keep(self, blocks: Sequence[EntryBlock]) -> None:
         """Archive entries that leave the exact window. Per set of layers they follow those archived before."""
+
+    def keep_from(self, regions: Sequence[LayerSlots], positions: Sequence[Positions]) -> None:
+        """`keep` of entries in regions."""
+        self.keep([EntryBlock.of(slots, asked) for slots, asked in zip(regions, positions, strict=True)])
 
     @abstractmethod
     def restore(self, positions: Sequence[Positions]) -> Sequence[EntryBlock]:

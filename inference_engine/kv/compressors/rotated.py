@@ -143,7 +143,7 @@ class RotatedInteger(RotatedCompressor):
     @property
     def coding(self) -> Coding:
         levels = tuple(float(level) for level in range(-self._levels, self._levels))
-        return Coding(bits=self.bits, levels=levels, is_signed=True, is_rotated=True)
+        return Coding(bits=self.bits, levels=levels, is_signed=True, is_rotated=True, is_fitted=self.is_fitted)
 
     @property
     def _levels(self) -> int:
@@ -205,7 +205,15 @@ class Lloyd(RotatedCompressor):
 
     @property
     def coding(self) -> Coding:
-        return Coding(bits=self.bits, levels=_gaussian_levels(self.bits), is_rotated=True)
+        levels, nearest = _gaussian_levels(self.bits), _gaussian_tables(self.bits, torch.device("cpu")).indices
+        return Coding(
+            bits=self.bits,
+            levels=levels,
+            is_rotated=True,
+            nearest=bytes(nearest.tolist()),
+            spread=_GAUSSIAN_SPREAD,
+            outermost=1 / levels[-1],
+        )
 
     def _points_bytes(self, head_dim: int) -> int:
         return packed_bytes(head_dim, self.bits)

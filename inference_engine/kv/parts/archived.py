@@ -176,8 +176,10 @@ class ArchivedEntries(Part):
                 for exact, regions in zip(self._sets, self.regions, strict=True)
             ]
             if any(len(positions) for positions in firsts):
-                self._archive.begin(self._blocks(firsts))
-            self._archive.keep(self._blocks(leaving))
+                self._archive.begin(
+                    [EntryBlock.of(slots, asked) for slots, asked in zip(self.regions, firsts, strict=True)]
+                )
+            self._archive.keep_from(self.regions, leaving)
             self._replace(leaving)
         except Exception as error:
             raise RestorationFailed(error) from error
@@ -236,13 +238,6 @@ class ArchivedEntries(Part):
 
     def _counts(self, length: int) -> list[int]:
         return [max(0, exact.layout.horizon(length) - exact.layout.sink) for exact in self._sets]
-
-    def _blocks(self, positions: Sequence[Positions]) -> list[EntryBlock]:
-        blocks = []
-        for exact, regions, wanted in zip(self._sets, self.regions, positions, strict=True):
-            keys, values = regions.read_entries(wanted)
-            blocks.append(EntryBlock(wanted, exact.regions.moved(keys.float(), -wanted), values.float()))
-        return blocks
 
 
 def _first_positions(exact: ExactEntries, regions: LayerEntries, before: int, length: int) -> Positions:

@@ -80,7 +80,7 @@ const char* kakeya_sources() { return FINGERPRINT; }
 // Of the structures that Python fills in.
 void kakeya_sizes(int64_t* sizes) {
   const int64_t found[] = {sizeof(Matrix), sizeof(Attention), sizeof(Operation),
-                           sizeof(Layer),  sizeof(Rotary),    sizeof(Step), sizeof(Unpacking)};
+                           sizeof(Layer),  sizeof(Rotary),    sizeof(Step), sizeof(CodedEntries)};
   memcpy(sizes, found, sizeof found);
 }
 
@@ -116,8 +116,15 @@ int32_t kakeya_attend(const Kernels* kernels, void* threads, const Attention* at
   return guarded([&] { kernels->attend(*(Threads*)threads, *attention); });
 }
 
-int32_t kakeya_unpack(const Kernels* kernels, void* threads, const Unpacking* unpacking) {
-  return guarded([&] { kernels->unpack(*(Threads*)threads, *unpacking); });
+int32_t kakeya_decompress(const Kernels* kernels, void* threads, const CodedEntries* entries) {
+  return guarded([&] { kernels->decompress(*(Threads*)threads, *entries); });
+}
+
+// 1 if an entry is not finite.
+int32_t kakeya_compress(const Kernels* kernels, void* threads, const CodedEntries* entries) {
+  bool is_finite = true;
+  int32_t fails = guarded([&] { is_finite = kernels->compress(*(Threads*)threads, *entries); });
+  return fails ? fails : !is_finite;
 }
 
 void* kakeya_open_program(const Kernels* kernels, void* threads, int32_t identity, int32_t kv_type,

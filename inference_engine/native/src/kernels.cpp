@@ -4,9 +4,9 @@
 #include "types.h"
 
 #include "attention.h"
+#include "coded.h"
 #include "matrix.h"
 #include "step.h"
-#include "unpack.h"
 
 #define PASTE(a, b) a##b
 #define NAMED(a, b) PASTE(a, b)
@@ -17,7 +17,8 @@ extern "C" const Kernels* NAMED(kernels_, KERNELS)() {
       KERNELS::linear,
       KERNELS::row,
       KERNELS::attend,
-      KERNELS::unpack,
+      KERNELS::decompress,
+      KERNELS::compress,
       KERNELS::run,
   };
   return &table;

@@ -55,21 +55,23 @@ enum CodedAs : int32_t { CODED_FLOAT32, CODED_BFLOAT16, CODED_LEVELS };
 // Before the codes lie a scale for each group of channels and, if it has centres, a centre: 16 bits each.
 struct Coding {
   int32_t kind, bits;
-  int32_t group;          // channels that share a scale, a multiple of 16; 0: numbers, which have none
-  int32_t has_centres, is_signed, is_rotated;
-  float middle;           // subtracted from a centre
-  float reserved;
-  const float* levels;    // by code; null: the code itself
+  int32_t group;  // channels that share a scale, a multiple of 16; 0: numbers, which have none
+  int32_t has_centres, is_signed, is_rotated, is_fitted, reserved;
+  float middle;            // subtracted from a centre
+  float spread, outermost; // of scales to try: mean magnitudes and the largest one are multiplied by
+  float unused;
+  const float* levels;     // by code; null: the code itself
+  const uint8_t* nearest;  // by cell of the line, the code of the nearest level; null: levels are whole numbers
 };
 
-// Vectors of some layers to decode into regions: `count` entries of every layer and head.
-struct Unpacking {
+// Where entries of some layers lie, and their codes: `count` of every layer and head.
+struct CodedEntries {
   Coding coding;
-  const uint8_t* const* codes;  // by layer
-  const void* const* means;     // by layer, [heads][head_dim]; null: none are added
-  void* const* out;             // by layer, its regions
-  const int64_t *from, *to;     // slots of the codes and of the regions, [count]
-  const float* turns;           // cosines and sines of each entry, [count][turned]
+  uint8_t* const* codes;      // by layer
+  const void* const* means;   // by layer, [heads][head_dim], coded apart; null: there are none
+  void* const* regions;       // by layer
+  const int64_t *code_slots, *entry_slots;  // [count]
+  const float* turns;         // cosines and sines of the rotation of each entry, [count][turned]
   int64_t slot_bytes, head_bytes, region_slots, count;
   int32_t layers, heads, head_dim, turned, kv_type, reserved;
 };
@@ -139,7 +141,8 @@ struct Kernels {
   // The numbers of one output, [inputs]: an embedding.
   void (*row)(const Matrix&, int64_t output, float* out);
   void (*attend)(Threads&, const Attention&);
-  void (*unpack)(Threads&, const Unpacking&);
+  void (*decompress)(Threads&, const CodedEntries&);
+  bool (*compress)(Threads&, const CodedEntries&);
   // The operations [first, end) of a program; a run begins with operation 0.
   void (*run)(Program&, const Step&, int32_t first, int32_t end);
 };

@@ -1,0 +1,107 @@
+"""Entries are compressed where they lie in a session's regions, and decompressed into them, by the native library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_engine.kv.compressor import KVCompressor
+from inference_engine.kv.context import CodedPlaces, Rotate
+from inference_engine.kv.layout import Positions
+from inference_engine.native.library import CodedAs, CodedEntries, Coding, Kernels, KVType, Threads
+
+_LANES = 16
+_KINDS = {None: CodedAs.LEVELS, torch.float32: CodedAs.FLOAT32, torch.bfloat16: CodedAs.BFLOAT16}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeCoder:
+    """Implements Coder. turned: by rotation table, how many numbers of a head are rotated."""
+
+    kernels: Kernels
+    threads: Threads
+    kv_type: KVType
+    rotate: Rotate
+    turned: Mapping[str, int]
+
+    def codes(self, compressor: KVCompressor, head_dim: int) -> bool:
+        return compressor.coding is not None and head_dim % _LANES == 0
+
+    def decompress(self, compressor: KVCompressor, places: CodedPlaces) -> None:
+        entries, _alive = self._entries(compressor, places)
+        self.kernels.decompress(self.threads, entries)
+
+    def compress(self, compressor: KVCompressor, places: CodedPlaces) -> bool:
+        entries, _alive = self._entries(compressor, places)
+        return self.kernels.compress(self.threads, entries)
+
+    def _entries(self, compressor: KVCompressor, places: CodedPlaces) -> tuple[CodedEntries, tuple[object, ...]]:
+        """With what has to live as long as they are used."""
+        heads, region, head_dim = places.regions[0].shape
+        slot_bytes, head_bytes, _ = places.codes[0].stride()
+        coding, tables = _coding_of(compressor, head_dim)
+        codes, means, regions = (_addresses(tensors) for tensors in (places.codes, places.means, places.regions))
+        code_slots, slots = (np.ascontiguousarray(some, np.int64) for some in (places.code_slots, places.slots))
+        turned = 0 if places.shifts is None else self.turned.get(places.rotary, 0)
+        turns = None if places.shifts is None or not turned else self._turns(places.shifts, places.rotary, head_dim)
+        entries = CodedEntries(
+            coding=coding,
+            codes=codes.ctypes.data,
+            means=means.ctypes.data,
+            regions=regions.ctypes.data,
+            code_slots=code_slots.ctypes.data,
+            entry_slots=slots.ctypes.data,
+            turns=None if turns is None else turns.data_ptr(),
+            slot_bytes=slot_bytes,
+            head_bytes=head_bytes,
+            region_slots=region,
+            count=len(slots),
+            layers=len(codes),
+            heads=heads,
+            head_dim=head_dim,
+            turned=turned,
+            kv_type=self.kv_type,
+        )
+        return entries, (tables, codes, means, regions, code_slots, slots, turns)
+
+    def _turns(self, shifts: Positions, rotary: str, head_dim: int) -> Tensor:
+        """[n, turned], cosines and sines as the model's own rotation has them: it turns vectors of 1 and 0."""
+        turned = self.turned[rotary]
+        ones = torch.zeros((1, len(shifts), head_dim))
+        ones[..., : turned // 2] = 1
+        return self.rotate(ones, torch.from_numpy(shifts), rotary)[0, :, :turned].contiguous()
+
+
+def _addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
+    return np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+
+
+@lru_cache
+def _coding_of(compressor: KVCompressor, head_dim: int) -> tuple[Coding, tuple[NDArray[Any] | None, ...]]:
+    """With the tables that it points to."""
+    given = compressor.coding
+    assert given is not None
+    levels = None if given.levels is None else np.array(given.levels, np.float32)
+    nearest = None if given.nearest is None else np.frombuffer(given.nearest, np.uint8)
+    coding = Coding(
+        kind=_KINDS[given.dtype],
+        bits=given.bits,
+        group=0 if given.dtype is not None else min(given.group or head_dim, head_dim),
+        has_centres=given.has_centres,
+        is_signed=given.is_signed,
+        is_rotated=given.is_rotated,
+        is_fitted=given.is_fitted,
+        middle=given.middle,
+        spread=given.spread,
+        outermost=given.outermost,
+        levels=None if levels is None else levels.ctypes.data,
+        nearest=None if nearest is None else nearest.ctypes.data,
+    )
+    return coding, (levels, nearest)
