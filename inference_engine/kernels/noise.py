@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 # Of keys [n], int64, for every id below the vocabulary's size: float64 [n, vocab], to which nothing else writes.
@@ -25,6 +27,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
 _WORD = (1 << 64) - 1
+_HOST = torch.device("cpu")
 BITS = 52  # of a uniform number: with half a step added it is never 0 and never 1 in float64
 
 
@@ -41,6 +44,18 @@ def noise(keys: Tensor, token_ids: Tensor) -> Tensor:
 def noise_of_all(keys: Tensor, vocab: int) -> Tensor:
     """See `NoiseOfAll`."""
     return _gumbel(keys[:, None] ^ _all_scrambled(vocab, keys.device))
+
+
+def steps_of_all(key: int, vocab: int) -> NDArray[np.uint64]:
+    """The 52 bits that the noise of each id below the vocabulary's size is made of, on the host. It grows with them."""
+    bits = _all_scrambled(vocab, _HOST).numpy().view(np.uint64) ^ np.uint64(key & _WORD)
+    moved = np.empty_like(bits)
+    for shift, factor in zip(SHIFTS, (*FACTORS, None), strict=True):
+        bits ^= np.right_shift(bits, np.uint64(shift), out=moved)
+        if factor is not None:
+            bits *= np.uint64(factor)
+    bits >>= np.uint64(64 - BITS)
+    return bits
 
 
 @lru_cache(maxsize=8)

@@ -5,8 +5,9 @@ logits. The token is the id with the largest logit ÷ temperature + noise among 
 equals. Noise is a function of (seed, position, id) alone (`kernels/noise.py`), so neither how a history was built
 nor drafting can change it.
 
-All tokens of a step are drawn together, whatever their samplings, in a few operations. A token depends on its own row
-of logits alone, bit for bit, so each operation here treats a row the same, whatever rows are beside it.
+All tokens of a step are drawn together, whatever their samplings, in a few operations; on a CPU row by row, from as few
+ids as decide (`few_candidates.py`). A token depends on its own row of logits alone, bit for bit, so each operation here
+treats a row the same, whatever rows are beside it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from inference_engine.kernels.few_candidates import drawn_from_few
 from inference_engine.kernels.noise import NoiseOfAll, key, noise_of_all
 from inference_engine.types import Sampling
 
@@ -131,8 +133,10 @@ class _Place:
 def draw_all(logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll = noise_of_all) -> list[list[Sample]]:
     """For each draw a sample of each of its rows of raw float32 `logits` [n, V]. One synchronisation for all."""
     if logits.device.type == "cpu" and all(each.is_plainly_greedy for each in draws):
-        rows = logits.numpy()
-        return [[_largest_of(rows[index]) for index in each.indices] for each in draws]
+        raw = logits.numpy()
+        return [[_largest_of(raw[index]) for index in each.indices] for each in draws]
+    if logits.device.type == "cpu" and not any(each.needs_logprob for each in draws):
+        return _drawn_on_host(logits, draws, noise_of_all)
     drawn: list[list[Sample]] = [[] for _ in draws]
     places = _places(draws, logits.shape[-1])
     if not places:
@@ -160,6 +164,41 @@ def draw_all(logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll = n
         logprob = rest[0] if place.draw.needs_logprob else None
         drawn[place.index].append(Sample(int(token_id), logprob, is_finite))
     return drawn
+
+
+def _drawn_on_host(logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll) -> list[list[Sample]]:
+    """Row by row: each is drawn from as few ids as decide, or else as rows are on a device."""
+    raw = logits.numpy()
+    samples: list[list[Sample]] = [[] for _ in draws]
+    rows: list[NDArray[np.float32]] = []
+    samplings: list[Sampling] = []
+    keys: list[int] = []
+    places: list[tuple[list[Sample], int]] = []
+    for each, own in zip(draws, samples, strict=True):
+        sampler, indices = each.sampler, each.indices
+        adjusted = raw[indices.start : indices.stop]
+        if not sampler.is_plain:
+            adjusted = sampler.adjusted(logits[indices.start : indices.stop], each.drafted).numpy()
+        for offset, (index, row) in enumerate(zip(indices, adjusted, strict=True)):
+            largest = _largest_of(raw[index])
+            own.append(largest)
+            if not largest.is_finite:
+                continue
+            if sampler.sampling.is_greedy:
+                own[-1] = largest if sampler.is_plain else replace(largest, token_id=int(row.argmax()))
+                continue
+            rows.append(row)
+            samplings.append(sampler.sampling)
+            keys.append(key(sampler.seed, each.position + offset))
+            places.append((own, offset))
+    for row, sampling, own_key, (own, offset), found in zip(
+        rows, samplings, keys, places, drawn_from_few(rows, samplings, keys), strict=True
+    ):
+        token_id = (
+            int(draw(torch.from_numpy(row)[None], [sampling], [own_key], noise_of_all)) if found is None else found
+        )
+        own[offset] = Sample(token_id, None, is_finite=True)
+    return samples
 
 
 def _largest_of(row: NDArray[np.float32]) -> Sample:

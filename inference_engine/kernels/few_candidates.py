@@ -1,0 +1,161 @@
+"""Draws from one row of logits on a CPU without ranking the vocabulary or working out noise for all of it.
+
+    top_p, top_k    the largest numbers, a few hundred, are sorted and weighed; the rest is summed up roughly
+    neither         a smaller number wins only by noise that few ids have: bits show which, without logarithms
+
+The token is the one that `sampling.draw` gives, bit for bit: numbers and noise of what is drawn from are worked out as
+there. Where a rough sum leaves open how many ids top_p keeps, or the row is so flat that few do not decide, there is no
+answer, and `sampling.draw` is asked.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from inference_engine.kernels.noise import BITS, noise, steps_of_all
+from inference_engine.types import Sampling
+
+Row = NDArray[np.float32]
+Ids = NDArray[np.int64]
+
+_ROWS = 64  # of the table in which large numbers are looked for
+_FEW, _MOST = 64, 8192  # ids that are looked at first, and at most: more are not worth it
+# Relative errors, with room: of float64 weights and of their sum in any order; of float32 weights, whose arguments are
+# rounded, too: numbers of up to 100, three times by 2 ** -24.
+_EXACT, _ROUGH = 1e-11, 4e-5
+_AT_ONCE = 16_384  # so many, and torch wakes no threads
+# Noise that more ids than few have; steps by which a bound on them may be wrong.
+_LEAST_LIFT, _STEPS_ASIDE = 2.0, 2.0**20
+_own = threading.local()
+
+
+def drawn_from_few(rows: Sequence[Row], samplings: Sequence[Sampling], keys: Sequence[int]) -> list[int | None]:
+    """A token of each row of finite logits [V], or None. No sampling is greedy. keys: of the rows' noise."""
+    found = [_candidates(row, sampling, key) for row, sampling, key in zip(rows, samplings, keys, strict=True)]
+    known = [ids for ids in found if ids is not None]
+    if not known:
+        return [None] * len(rows)
+    counts = [0 if ids is None else len(ids) for ids in found]
+    added = _noise(np.repeat(np.array(keys, dtype=np.int64), counts), np.concatenate(known))
+    drawn: list[int | None] = []
+    first = 0
+    for row, sampling, ids, count in zip(rows, samplings, found, counts, strict=True):
+        if ids is None:
+            drawn.append(None)
+            continue
+        scores = row[ids].astype(np.float64) / sampling.temperature + added[first : first + count]
+        drawn.append(int(ids[scores.argmax()]))
+        first += count
+    return drawn
+
+
+def _candidates(row: Row, sampling: Sampling, key: int) -> Ids | None:
+    """Ids, ascending, among which the token is; None if it would take more than few to be sure."""
+    if len(row) < _ROWS * _FEW:
+        return None
+    top_k = sampling.top_k if 0 < sampling.top_k < len(row) else 0
+    if sampling.top_p < 1.0:
+        kept = _nucleus(row, sampling, top_k)
+    elif top_k:
+        kept = _largest(row, top_k)[:top_k] if top_k <= len(row) // _ROWS else None
+    elif sampling.min_p > 0.0:
+        least = row.max() + sampling.temperature * math.log(sampling.min_p)
+        kept = np.flatnonzero(row >= least - _ROUGH * abs(least))
+    else:
+        return _lifted(row, sampling.temperature, key)
+    if kept is None or len(kept) > _MOST:
+        return None
+    if sampling.min_p > 0.0:
+        left = row[kept].astype(np.float64) / sampling.temperature
+        kept = kept[left >= left.max() + math.log(sampling.min_p)]
+    return np.sort(kept)
+
+
+def _largest(row: Row, count: int) -> Ids:
+    """At least `count` ids of the largest numbers, and all of equals; the largest first, of equals the lower id.
+
+    count: at most as many as the table has columns. Each of the columns with the largest maxima has one such number.
+    """
+    columns = len(row) // _ROWS
+    maxima = row[: columns * _ROWS].reshape(_ROWS, columns).max(axis=0)
+    least = np.partition(maxima, columns - count)[columns - count]
+    return _ranked(row, np.flatnonzero(row >= least))
+
+
+def _ranked(row: Row, ids: Ids) -> Ids:
+    ranked: Ids = ids[np.argsort(-row[ids], kind="stable")]
+    return ranked
+
+
+def _nucleus(row: Row, sampling: Sampling, top_k: int) -> Ids | None:
+    """The fewest ids whose weights together reach top_p, of the `top_k` largest, or of all if that is 0."""
+    if top_k:
+        if top_k > len(row) // _ROWS:
+            return None
+        ranked = _largest(row, top_k)[:top_k]
+        kept = _share(row, ranked, sampling, 0.0)
+        return ranked[:kept] if kept else None
+    ranked = _largest(row, _FEW)
+    weights = np.subtract(row, row[ranked[0]], out=_scratch(len(row)))
+    weights *= np.float32(1.0 / sampling.temperature)
+    np.exp(weights, out=weights)
+    weights[ranked] = 0.0
+    rest = float(weights.sum())
+    if kept := _share(row, ranked, sampling, rest):
+        return ranked[:kept]
+    # All ids whose weights are below this are together less than what top_p cuts.
+    others = np.flatnonzero(weights >= (1.0 - sampling.top_p) / len(row))
+    if len(others) > _MOST:
+        return None
+    ranked = np.concatenate([ranked, _ranked(row, others)])
+    weights[others] = 0.0
+    kept = _share(row, ranked, sampling, float(weights.sum()))
+    return ranked[:kept] if kept else None
+
+
+def _share(row: Row, ranked: Ids, sampling: Sampling, rest: float) -> int:
+    """How many of `ranked` together reach top_p of all; 0 if it takes more, or if it is not certain.
+
+    rest: the weights of all others, roughly.
+    """
+    sums = np.exp((row[ranked].astype(np.float64) - row[ranked[0]]) / sampling.temperature).cumsum()
+    whole = sums[-1] + rest
+    unsure = sampling.top_p * _ROUGH * rest + _EXACT * whole
+    at_least, at_most = np.searchsorted(sums, (sampling.top_p * whole - unsure, sampling.top_p * whole + unsure)) + 1
+    return int(at_least) if at_least == at_most <= len(ranked) else 0
+
+
+def _lifted(row: Row, temperature: float, key: int) -> Ids | None:
+    """Without filters: the largest numbers, and those whose noise could lift them above the best of these."""
+    ranked = np.sort(_largest(row, _FEW))
+    numbers = row[ranked].astype(np.float64) / temperature
+    best = (numbers + _noise(np.full(len(ranked), key), ranked)).max()
+    needed = best - numbers.min() - _EXACT * abs(best) - _EXACT * abs(numbers).max()
+    if needed < _LEAST_LIFT:
+        return None
+    steps = steps_of_all(key, len(row))
+    # Noise -log(-log(u)) is at least what is needed where u is at least this.
+    least = math.exp(-math.exp(-needed)) * 2.0**BITS - _STEPS_ASIDE
+    return np.union1d(ranked, np.flatnonzero(steps >= np.uint64(least)))
+
+
+def _scratch(count: int) -> Row:
+    """Memory of this thread's own: the system would take it back, and clear it, at every row."""
+    memory: Row | None = getattr(_own, "memory", None)
+    if memory is None or len(memory) != count:
+        memory = _own.memory = np.empty(count, np.float32)
+    return memory
+
+
+def _noise(keys: NDArray[np.int64], ids: Ids) -> NDArray[np.float64]:
+    found = np.empty(len(ids))
+    for first in range(0, len(ids), _AT_ONCE):
+        part = slice(first, first + _AT_ONCE)
+        found[part] = noise(torch.from_numpy(keys[part]), torch.from_numpy(ids[part])).numpy()
+    return found

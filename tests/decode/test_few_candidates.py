@@ -1,0 +1,93 @@
+"""A draw from few candidates gives the token of the draw from all, or says that it cannot."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_engine.kernels.few_candidates import drawn_from_few
+from inference_engine.kernels.noise import BITS, noise_of_all, steps_of_all
+from inference_engine.kernels.sampling import Draw, Sampler, draw, draw_all
+from inference_engine.types import Sampling
+from tests.decode.test_drawing_together import noise_keys
+
+VOCABULARY = 5000
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.01, 0.3, 0.8, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 0, 1, 5, 70, 4000]),
+    top_p=st.sampled_from([1.0, 1e-6, 0.5, 0.9, 0.95, 0.999]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 1.0]),
+)
+
+
+@given(
+    st.lists(samplings, min_size=1, max_size=3),
+    st.lists(noise_keys, min_size=3, max_size=3),
+    st.integers(0, 2**32),
+    st.sampled_from([0.0, 1.0, 3.0, 10.0]),
+    st.sampled_from([0, 1, 4]),
+)
+@settings(deadline=None, max_examples=300)
+def test_few_candidates_give_the_token_that_all_give(
+    chosen: list[Sampling], keys: list[int], seed: int, spread: float, steps: int
+) -> None:
+    """Peaked rows and flat ones; with ties, within and across the border of what is kept."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(chosen), VOCABULARY, generator=generator) * spread
+    logits[:, torch.randint(0, VOCABULARY, (12,), generator=generator)] += 6.0
+    if steps:
+        logits = (logits * steps).round() / steps
+    found = drawn_from_few(list(logits.numpy()), chosen, keys[: len(chosen)])
+    for one, sampling, key, token in zip(logits, chosen, keys, found, strict=False):
+        assert token is None or token == int(draw(one[None], [sampling], [key])[0])
+
+
+@pytest.mark.parametrize("sampling", [
+    Sampling(temperature=0.8), Sampling(temperature=0.8, top_p=0.95), Sampling(temperature=0.8, top_k=40),
+    Sampling(temperature=0.8, min_p=0.05),
+], ids=str)  # fmt: skip
+def test_rows_as_models_give_them_need_few(sampling: Sampling) -> None:
+    """The off-switch of the test above: an answer that is never given would be right, too."""
+    logits = torch.randn(40, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 2.0
+    logits[:, :20] += torch.arange(20) * 0.5 + 4.0
+    found = drawn_from_few(list(logits.numpy()), [sampling] * 40, list(range(40)))
+    assert None not in found and len(set(found)) > 3
+
+
+def test_bits_of_noise_on_the_host_are_those_of_the_noise() -> None:
+    for key in (0, 5, -(2**63), 2**63 - 1):
+        steps = torch.from_numpy(steps_of_all(key, VOCABULARY).astype(np.float64))
+        uniform = (steps + 0.5) * 2.0**-BITS
+        assert torch.equal(-torch.log(-torch.log(uniform)), noise_of_all(torch.tensor([key]), VOCABULARY)[0])
+
+
+def test_a_step_of_greedy_sampled_penalised_and_broken_rows_is_drawn_row_by_row() -> None:
+    logits = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(2)) * 3.0
+    logits[4, 17] = torch.nan
+    bias = torch.zeros(VOCABULARY)
+    bias[99] = 100.0
+    sampled = Sampling(temperature=0.9, top_p=0.9)
+    draws = [
+        Draw(indices=range(1), sampler=Sampler(Sampling(), seed=1), position=3),
+        Draw(indices=range(1, 3), sampler=Sampler(sampled, seed=2), position=4, drafted=(7,)),
+        Draw(indices=range(3, 4), sampler=Sampler(Sampling(), seed=1, bias=bias), position=3),
+        Draw(indices=range(4, 5), sampler=Sampler(sampled, seed=1), position=3),
+        Draw(indices=range(5, 6), sampler=Sampler(sampled, seed=3), position=9),
+    ]
+    together = draw_all(logits, draws)
+    assert [[sample.is_finite for sample in own] for own in together] == [[True], [True] * 2, [True], [False], [True]]
+    assert together[0][0].token_id == int(logits[0].argmax()) and together[2][0].token_id == 99
+    for each, own in zip(draws, together, strict=True):
+        if own[0].is_finite:
+            with_logprob = Draw(
+                indices=each.indices,
+                sampler=each.sampler,
+                position=each.position,
+                drafted=each.drafted,
+                needs_logprob=True,
+            )
+            assert [one.token_id for one in draw_all(logits, [with_logprob])[0]] == [one.token_id for one in own]
