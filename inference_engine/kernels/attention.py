@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 
 def attend(
@@ -56,7 +55,7 @@ def attend_causal(
 ) -> Tensor:
     """As `attend`, where the queries stand at the last T of the S positions and see all up to their own.
 
-    No mask is made, so a GPU can use fused operations, and nothing after a query's own position is computed.
+    On a GPU no mask is made, so that it can use fused operations, and nothing after a query's own position is computed.
     """
     keys, values = keys.to(queries.dtype), values.to(queries.dtype)
     query_count, query_heads, head_dim = queries.shape
@@ -75,10 +74,23 @@ def attend_causal(
         grouped,
         keys[:, None].expand(shared),
         values[:, None].expand(shared),
-        attn_mask=causal_lower_right(query_count, count),
+        attn_mask=_causal_mask(query_count, count, queries.device),
+        is_causal=query_count == count,
         scale=scaling,
     )
     return out.permute(2, 0, 1, 3).reshape(query_count, query_heads, head_dim)
+
+
+def _causal_mask(queries: int, keys: int, device: torch.device) -> Tensor | None:
+    """What the last `queries` of `keys` positions see; None for all of them, of which the operation knows it."""
+    if queries == keys:
+        return None
+    if device.type == "cpu":
+        return torch.ones(queries, keys, dtype=torch.bool).tril_(keys - queries)
+    # Knows which fused operation sees what the mask would. It imports torch's compiler: 80 MB.
+    from torch.nn.attention.bias import causal_lower_right
+
+    return causal_lower_right(queries, keys)
 
 
 def _attend_spelled_out(
