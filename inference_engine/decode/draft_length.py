@@ -23,7 +23,7 @@ of its steps, as far as measured durations are right.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from dataclasses import dataclass, field
 
 # The prior acceptance rate, and its weight in drafts: for all sessions together, and for a new session, whose prior is
@@ -119,6 +119,7 @@ class StepSeconds:
     """Durations of steps, by their number of tokens."""
 
     _by_tokens: dict[int, RecentSeconds] = field(default_factory=dict)
+    _measured: list[int] = field(default_factory=list)  # numbers of tokens whose duration is known, ascending
 
     def saw(self, tokens: int, seconds: float, *, is_plain: bool) -> None:
         """Record that a step of `tokens` took `seconds`. is_plain: it verified no draft token; the durations of the
@@ -126,6 +127,8 @@ class StepSeconds:
         recent = self._by_tokens.setdefault(tokens, RecentSeconds())
         before = recent.seconds
         recent.saw(seconds)
+        if before is None and recent.seconds is not None:
+            insort(self._measured, tokens)
         if is_plain and before and recent.seconds:
             for other in self._by_tokens.values():
                 if other is not recent and other.seconds is not None:
@@ -133,7 +136,7 @@ class StepSeconds:
 
     def expected(self, tokens: int) -> float | None:
         """Seconds of a step of `tokens`, interpolated between measured numbers; None before any is measured."""
-        known = sorted(count for count, recent in self._by_tokens.items() if recent.seconds is not None)
+        known = self._measured
         if not known:
             return None
         after = bisect_right(known, tokens)
@@ -176,12 +179,15 @@ def best_length(
     most_cost: what a draft may cost if it is rejected, in plain steps.
     """
     best, best_rate = 0, _LEAST_GAIN * sessions
-    tokens, chance = float(sessions), 1.0
-    for length in range(1, min(longest, acceptance.earned) + 1):
-        chance *= acceptance.rate(length - 1)
-        tokens += chance
-        if length not in _LENGTHS:
-            continue
+    tokens, chance, done = float(sessions), 1.0, 0
+    most = min(longest, acceptance.earned)
+    for length in _LENGTHS:
+        if length > most:
+            break
+        for place in range(done, length):
+            chance *= acceptance.rate(place)
+            tokens += chance
+        done = length
         cost = step.cost(sessions, length, draft_seconds)
         if cost is None or cost > most_cost:
             break

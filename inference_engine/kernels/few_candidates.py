@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from inference_engine.kernels.noise import BITS, noise, steps_of_all
+from inference_engine.kernels.noise import BITS, noise_on_host, steps_of_all
 from inference_engine.types import Sampling
 
 Row = NDArray[np.float32]
@@ -35,14 +35,40 @@ _LEAST_LIFT, _STEPS_ASIDE = 2.0, 2.0**20
 _own = threading.local()
 
 
-def drawn_from_few(rows: Sequence[Row], samplings: Sequence[Sampling], keys: Sequence[int]) -> list[int | None]:
-    """A token of each row of finite logits [V], or None. No sampling is greedy. keys: of the rows' noise."""
-    found = [_candidates(row, sampling, key) for row, sampling, key in zip(rows, samplings, keys, strict=True)]
+@dataclass(frozen=True, slots=True)
+class Heavy:
+    """The largest logits of a row, all from some number on. ids: ascending.
+
+    rest: what all others weigh, roughly, where the largest weighs 1.
+    """
+
+    ids: Ids
+    rest: float
+
+
+# Of each row [V], at its temperature; None where that would be many.
+Weigh = Callable[[Sequence[Row], Sequence[float]], Sequence[Heavy | None]]
+
+
+def drawn_from_few(
+    rows: Sequence[Row], samplings: Sequence[Sampling], keys: Sequence[int], weigh: Weigh | None = None
+) -> list[int | None]:
+    """A token of each row of finite logits [V], or None. No sampling is greedy. keys: of the rows' noise.
+
+    weigh: the device's own; None: there is none.
+    """
+    heavy: Sequence[Heavy | None] = [None] * len(rows)
+    if weigh is not None and any(sampling.top_p < 1.0 for sampling in samplings):
+        heavy = weigh(rows, [sampling.temperature for sampling in samplings])
+    found = [
+        _candidates(row, sampling, key, one)
+        for row, sampling, key, one in zip(rows, samplings, keys, heavy, strict=True)
+    ]
     known = [ids for ids in found if ids is not None]
     if not known:
         return [None] * len(rows)
     counts = [0 if ids is None else len(ids) for ids in found]
-    added = _noise(np.repeat(np.array(keys, dtype=np.int64), counts), np.concatenate(known))
+    added = _noise(np.repeat(np.array(keys, dtype=np.int64), counts), np.concatenate(known), len(rows[0]))
     drawn: list[int | None] = []
     first = 0
     for row, sampling, ids, count in zip(rows, samplings, found, counts, strict=True):
@@ -55,13 +81,13 @@ def drawn_from_few(rows: Sequence[Row], samplings: Sequence[Sampling], keys: Seq
     return drawn
 
 
-def _candidates(row: Row, sampling: Sampling, key: int) -> Ids | None:
+def _candidates(row: Row, sampling: Sampling, key: int, heavy: Heavy | None = None) -> Ids | None:
     """Ids, ascending, among which the token is; None if it would take more than few to be sure."""
     if len(row) < _ROWS * _FEW:
         return None
     top_k = sampling.top_k if 0 < sampling.top_k < len(row) else 0
     if sampling.top_p < 1.0:
-        kept = _nucleus(row, sampling, top_k)
+        kept = _nucleus(row, sampling, top_k, heavy)
     elif top_k:
         kept = _largest(row, top_k)[:top_k] if top_k <= len(row) // _ROWS else None
     elif sampling.min_p > 0.0:
@@ -74,7 +100,8 @@ def _candidates(row: Row, sampling: Sampling, key: int) -> Ids | None:
     if sampling.min_p > 0.0:
         left = row[kept].astype(np.float64) / sampling.temperature
         kept = kept[left >= left.max() + math.log(sampling.min_p)]
-    return np.sort(kept)
+    kept.sort()
+    return kept
 
 
 def _largest(row: Row, count: int) -> Ids:
@@ -83,17 +110,17 @@ def _largest(row: Row, count: int) -> Ids:
     count: at most as many as the table has columns. Each of the columns with the largest maxima has one such number.
     """
     columns = len(row) // _ROWS
-    maxima = row[: columns * _ROWS].reshape(_ROWS, columns).max(axis=0)
-    least = np.partition(maxima, columns - count)[columns - count]
-    return _ranked(row, np.flatnonzero(row >= least))
+    maxima = np.maximum.reduce(row[: columns * _ROWS].reshape(_ROWS, columns), axis=0)
+    maxima.partition(columns - count)
+    return _ranked(row, (row >= maxima[columns - count]).nonzero()[0])
 
 
 def _ranked(row: Row, ids: Ids) -> Ids:
-    ranked: Ids = ids[np.argsort(-row[ids], kind="stable")]
+    ranked: Ids = ids[(-row[ids]).argsort(kind="stable")]
     return ranked
 
 
-def _nucleus(row: Row, sampling: Sampling, top_k: int) -> Ids | None:
+def _nucleus(row: Row, sampling: Sampling, top_k: int, heavy: Heavy | None) -> Ids | None:
     """The fewest ids whose weights together reach top_p, of the `top_k` largest, or of all if that is 0."""
     if top_k:
         if top_k > len(row) // _ROWS:
@@ -101,12 +128,16 @@ def _nucleus(row: Row, sampling: Sampling, top_k: int) -> Ids | None:
         ranked = _largest(row, top_k)[:top_k]
         kept = _share(row, ranked, sampling, 0.0)
         return ranked[:kept] if kept else None
+    if heavy is not None:
+        ranked = _ranked(row, heavy.ids)
+        if kept := _share(row, ranked, sampling, heavy.rest):
+            return ranked[:kept]
     ranked = _largest(row, _FEW)
     weights = np.subtract(row, row[ranked[0]], out=_scratch(len(row)))
     weights *= np.float32(1.0 / sampling.temperature)
     np.exp(weights, out=weights)
     weights[ranked] = 0.0
-    rest = float(weights.sum())
+    rest = float(np.add.reduce(weights))
     if kept := _share(row, ranked, sampling, rest):
         return ranked[:kept]
     # All ids whose weights are below this are together less than what top_p cuts.
@@ -127,15 +158,16 @@ def _share(row: Row, ranked: Ids, sampling: Sampling, rest: float) -> int:
     sums = np.exp((row[ranked].astype(np.float64) - row[ranked[0]]) / sampling.temperature).cumsum()
     whole = sums[-1] + rest
     unsure = sampling.top_p * _ROUGH * rest + _EXACT * whole
-    at_least, at_most = np.searchsorted(sums, (sampling.top_p * whole - unsure, sampling.top_p * whole + unsure)) + 1
-    return int(at_least) if at_least == at_most <= len(ranked) else 0
+    wanted = sampling.top_p * whole
+    at_least, at_most = sums.searchsorted((wanted - unsure, wanted + unsure)).tolist()
+    return at_least + 1 if at_least == at_most < len(ranked) else 0
 
 
 def _lifted(row: Row, temperature: float, key: int) -> Ids | None:
     """Without filters: the largest numbers, and those whose noise could lift them above the best of these."""
     ranked = np.sort(_largest(row, _FEW))
     numbers = row[ranked].astype(np.float64) / temperature
-    best = (numbers + _noise(np.full(len(ranked), key), ranked)).max()
+    best = (numbers + _noise(np.full(len(ranked), key), ranked, len(row))).max()
     needed = best - numbers.min() - _EXACT * abs(best) - _EXACT * abs(numbers).max()
     if needed < _LEAST_LIFT:
         return None
@@ -153,9 +185,9 @@ def _scratch(count: int) -> Row:
     return memory
 
 
-def _noise(keys: NDArray[np.int64], ids: Ids) -> NDArray[np.float64]:
-    found = np.empty(len(ids))
-    for first in range(0, len(ids), _AT_ONCE):
-        part = slice(first, first + _AT_ONCE)
-        found[part] = noise(torch.from_numpy(keys[part]), torch.from_numpy(ids[part])).numpy()
-    return found
+def _noise(keys: NDArray[np.int64], ids: Ids, vocab: int) -> NDArray[np.float64]:
+    found = [
+        noise_on_host(keys[first : first + _AT_ONCE], ids[first : first + _AT_ONCE], vocab)
+        for first in range(0, len(ids), _AT_ONCE)
+    ]
+    return found[0] if len(found) == 1 else np.concatenate(found)

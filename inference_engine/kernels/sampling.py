@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from inference_engine.kernels.few_candidates import drawn_from_few
+from inference_engine.kernels.few_candidates import Weigh, drawn_from_few
 from inference_engine.kernels.noise import NoiseOfAll, key, noise_of_all
 from inference_engine.types import Sampling
 
@@ -130,13 +130,18 @@ class _Place:
     offset: int
 
 
-def draw_all(logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll = noise_of_all) -> list[list[Sample]]:
-    """For each draw a sample of each of its rows of raw float32 `logits` [n, V]. One synchronisation for all."""
+def draw_all(
+    logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll = noise_of_all, weigh: Weigh | None = None
+) -> list[list[Sample]]:
+    """For each draw a sample of each of its rows of raw float32 `logits` [n, V]. One synchronisation for all.
+
+    weigh: the device's own, on a CPU; None: there is none.
+    """
     if logits.device.type == "cpu" and all(each.is_plainly_greedy for each in draws):
         raw = logits.numpy()
         return [[_largest_of(raw[index]) for index in each.indices] for each in draws]
     if logits.device.type == "cpu" and not any(each.needs_logprob for each in draws):
-        return _drawn_on_host(logits, draws, noise_of_all)
+        return _drawn_on_host(logits, draws, noise_of_all, weigh)
     drawn: list[list[Sample]] = [[] for _ in draws]
     places = _places(draws, logits.shape[-1])
     if not places:
@@ -166,7 +171,9 @@ def draw_all(logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll = n
     return drawn
 
 
-def _drawn_on_host(logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll) -> list[list[Sample]]:
+def _drawn_on_host(
+    logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll, weigh: Weigh | None
+) -> list[list[Sample]]:
     """Row by row: each is drawn from as few ids as decide, or else as rows are on a device."""
     raw = logits.numpy()
     samples: list[list[Sample]] = [[] for _ in draws]
@@ -192,7 +199,7 @@ def _drawn_on_host(logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfA
             keys.append(key(sampler.seed, each.position + offset))
             places.append((own, offset))
     for row, sampling, own_key, (own, offset), found in zip(
-        rows, samplings, keys, places, drawn_from_few(rows, samplings, keys), strict=True
+        rows, samplings, keys, places, drawn_from_few(rows, samplings, keys, weigh), strict=True
     ):
         token_id = (
             int(draw(torch.from_numpy(row)[None], [sampling], [own_key], noise_of_all)) if found is None else found

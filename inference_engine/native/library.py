@@ -12,6 +12,7 @@ import os
 import platform
 import threading
 import weakref
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -326,6 +327,35 @@ class Kernels:
             raise MemoryError(f"no memory is left to compress {entries.count} entries")
         return not fails
 
+    def weigh(
+        self, threads: Threads, rows: Sequence[Floats], scales: Floats, ids: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Of each row of logits [V]: which are heavy, e ** -8 of the largest at least, and what all others weigh.
+
+        scales: float32 [n], 1 / temperature. ids: [n, room], for the heavy ones, ascending. Returns how many there are,
+        more than `room` if they do not all fit, and the weights, roughly. Raises MemoryError.
+        """
+        assert all(len(row) == len(rows[0]) and row.dtype == np.float32 and row.flags.c_contiguous for row in rows)
+        assert scales.dtype == np.float32 and ids.flags.c_contiguous and len(scales) == len(ids) == len(rows)
+        addresses = np.array([row.__array_interface__["data"][0] for row in rows], np.int64)
+        found, rest = np.empty(len(rows), np.int64), np.empty(len(rows), np.float64)
+        with threads.lock:
+            fails = self._functions.kakeya_weigh(
+                self.address,
+                threads.address,
+                addresses.ctypes.data,
+                scales.ctypes.data,
+                len(rows),
+                len(rows[0]),
+                ids.shape[1],
+                ids.ctypes.data,
+                found.ctypes.data,
+                rest.ctypes.data,
+            )
+        if fails:
+            raise MemoryError(f"no memory is left to weigh the logits of {len(rows)} tokens")
+        return found, rest
+
 
 class Library:
     """An open native library."""
@@ -467,6 +497,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         "attend": (integer, (pointer, pointer, attention)),
         "decompress": (integer, (pointer, pointer, ctypes.POINTER(CodedEntries))),
         "compress": (integer, (pointer, pointer, ctypes.POINTER(CodedEntries))),
+        "weigh": (integer, (pointer, pointer, pointer, pointer, long, long, long, pointer, pointer, pointer)),
         "packed_bytes": (long, (integer, long, long)),
         "pack": (integer, (integer, integer, pointer, long, long, pointer, pointer)),
         "open_program": (pointer, (pointer, pointer, integer, integer, *(pointer, long) * 6)),

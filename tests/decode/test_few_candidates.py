@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_engine.kernels.few_candidates import drawn_from_few
-from inference_engine.kernels.noise import BITS, noise_of_all, steps_of_all
+from inference_engine.kernels.noise import BITS, noise_of_all, noise_on_host, steps_of_all
 from inference_engine.kernels.sampling import Draw, Sampler, draw, draw_all
 from inference_engine.types import Sampling
 from tests.decode.test_drawing_together import noise_keys
+from tests.tiny_native import library, tiny_native
 
 VOCABULARY = 5000
 samplings = st.builds(
@@ -62,7 +63,11 @@ def test_bits_of_noise_on_the_host_are_those_of_the_noise() -> None:
     for key in (0, 5, -(2**63), 2**63 - 1):
         steps = torch.from_numpy(steps_of_all(key, VOCABULARY).astype(np.float64))
         uniform = (steps + 0.5) * 2.0**-BITS
-        assert torch.equal(-torch.log(-torch.log(uniform)), noise_of_all(torch.tensor([key]), VOCABULARY)[0])
+        whole = noise_of_all(torch.tensor([key]), VOCABULARY)[0]
+        assert torch.equal(-torch.log(-torch.log(uniform)), whole)
+        for ids in (np.array([4999]), np.arange(3, 5000, 7), np.arange(5000)):
+            few = noise_on_host(np.full(len(ids), key), ids, VOCABULARY)
+            assert np.array_equal(few, whole.numpy()[ids])
 
 
 def test_a_step_of_greedy_sampled_penalised_and_broken_rows_is_drawn_row_by_row() -> None:
@@ -91,3 +96,37 @@ def test_a_step_of_greedy_sampled_penalised_and_broken_rows_is_drawn_row_by_row(
                 needs_logprob=True,
             )
             assert [one.token_id for one in draw_all(logits, [with_logprob])[0]] == [one.token_id for one in own]
+
+
+def test_what_the_kernels_weigh_is_what_numpy_weighs() -> None:
+    """At every level and for any width, alone and beside others; and a row that is too flat says so."""
+    rows = torch.randn(5, 1007, generator=torch.Generator().manual_seed(4)) * 4.0
+    rows[1, 5] = -3e38
+    rows[2] = 0.25
+    scales = np.array([1.0, 1.25, 1.0, 0.5, 100.0], np.float32)
+    numbers = list(rows.numpy())
+    weights = np.exp((rows.double().numpy() - rows.amax(1, keepdim=True).double().numpy()) * scales[:, None])
+    with library().open_threads(2) as threads:
+        for level in library().levels():
+            kernels, ids = library().kernels(level), np.empty((5, 200), np.int64)
+            found, rest = kernels.weigh(threads, numbers, scales, ids)
+            assert found[2] == 1007 and found[0] < 200
+            for row, own, count, weight in zip(weights, ids, found, rest, strict=True):
+                heavy = np.flatnonzero(row >= np.exp(-8.0))
+                assert count == len(heavy) and own[:200].tolist()[:count] == heavy[:200].tolist()[:count]
+                assert weight == pytest.approx(np.delete(row, heavy).sum(), rel=2e-5)
+            alone = kernels.weigh(threads, numbers[:1], scales[:1], np.empty((1, 200), np.int64))
+            assert alone[1][0] == rest[0]
+
+
+def test_a_native_step_draws_what_a_step_on_torch_draws_of_its_logits() -> None:
+    forward = tiny_native()
+    logits = torch.randn(8, VOCABULARY, generator=torch.Generator().manual_seed(6)) * 3.0
+    sampled = Sampling(temperature=0.8, top_p=0.95)
+    draws = [
+        Draw(indices=range(row, row + 1), sampler=Sampler(sampled, seed=row), position=row)
+        for row in range(len(logits))
+    ]
+    with_kernels = draw_all(logits, draws, weigh=forward._weigh)
+    assert with_kernels == draw_all(logits, draws)
+    assert all(one is not None for one in forward._weigh(list(logits.numpy()), [0.8] * 8))

@@ -28,6 +28,7 @@ from inference_engine.backends.base import Result, Step
 from inference_engine.backends.native.coding import NativeCoder
 from inference_engine.backends.native.program import Program, RotaryTable
 from inference_engine.backends.quanta import probe_attention
+from inference_engine.kernels.few_candidates import Heavy
 from inference_engine.kernels.kept import as_kept
 from inference_engine.kernels.ops import REFERENCE
 from inference_engine.kernels.ragged_attention import FIELDS
@@ -44,6 +45,7 @@ from inference_engine.native.library import Step as NativeStep
 from inference_engine.types import Mode, ModelFacts
 
 _BYTES = 8  # of each number of a step
+_MOST_HEAVY = 1024  # ids of a row that are worth a look before others
 KV_DTYPES = {KVType.FLOAT32: torch.float32, KVType.FLOAT16: torch.float16, KVType.BFLOAT16: torch.bfloat16}
 
 
@@ -135,7 +137,18 @@ class NativeForward:
         with self._program.threads.lock:  # several engines may run one model
             logits, tapped = self._forward(step)
         step.on_computed()
-        return Result(logits, tapped, draw_all(logits, step.draws, self._ops.noise_of_all) if step.draws else ())
+        samples = draw_all(logits, step.draws, self._ops.noise_of_all, self._weigh) if step.draws else ()
+        return Result(logits, tapped, samples)
+
+    def _weigh(self, rows: Sequence[NDArray[np.float32]], temperatures: Sequence[float]) -> list[Heavy | None]:
+        """Implements Weigh."""
+        ids = np.empty((len(rows), _MOST_HEAVY), np.int64)
+        program, scales = self._program, (1.0 / np.array(temperatures)).astype(np.float32)
+        found, rest = program.kernels.weigh(program.threads, rows, scales, ids)
+        return [
+            Heavy(own[:count], weight) if count <= _MOST_HEAVY else None
+            for own, count, weight in zip(ids, found.tolist(), rest.tolist(), strict=True)
+        ]
 
     def _forward(self, step: Step) -> tuple[Tensor, Tensor | None]:
         """The logits, and the hidden states after the layers that the step asks for."""

@@ -7,6 +7,7 @@
 #include "coded.h"
 #include "matrix.h"
 #include "step.h"
+#include "weigh.h"
 
 #define PASTE(a, b) a##b
 #define NAMED(a, b) PASTE(a, b)
@@ -19,6 +20,7 @@ extern "C" const Kernels* NAMED(kernels_, KERNELS)() {
       KERNELS::attend,
       KERNELS::decompress,
       KERNELS::compress,
+      KERNELS::weigh,
       KERNELS::run,
   };
   return &table;

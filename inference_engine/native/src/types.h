@@ -143,6 +143,10 @@ struct Kernels {
   void (*attend)(Threads&, const Attention&);
   void (*decompress)(Threads&, const CodedEntries&);
   bool (*compress)(Threads&, const CodedEntries&);
+  // Of each row of logits [width]: its heavy ids, ascending, at most `room` [count][room]; how many there are [count]; and
+  // what the others weigh together [count]. scales: [count], 1 / temperature.
+  void (*weigh)(Threads&, const float* const* rows, const float* scales, int64_t count, int64_t width, int64_t room,
+                int64_t* ids, int64_t* found, double* rest);
   // The operations [first, end) of a program; a run begins with operation 0.
   void (*run)(Program&, const Step&, int32_t first, int32_t end);
 };
