@@ -41,7 +41,7 @@ class Coder(Protocol):
 
     By layer: `codes` [capacity, Hkv, bytes] in `code_slots` [n], entries in `slots` [n] of `regions` [Hkv, slots, D].
     Coded is an entry that is rotated by `shifts`, minus `means` [Hkv, D]; decoded is a code, plus `means`, that is then
-    rotated by `shifts`. None: by nothing.
+    rotated by `shifts`. No shifts: it is not rotated; no means: none are added.
     """
 
     def codes(self, compressor: KVCompressor, head_dim: int) -> bool:

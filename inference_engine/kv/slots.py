@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kernels.kept import as_kept
-from inference_engine.kv.context import KVContext
+from inference_engine.kv.compressors.identity import Identity
+from inference_engine.kv.context import CodedPlaces, KVContext
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.allocation import Allocation
 from inference_engine.kv.memory.pool import KVBuffer
@@ -104,6 +105,27 @@ class LayerSlots:
         self.held[slots] = positions
         sink = positions[positions < self.layout.spare]
         self.put(self.buffer.keys, self.layout.capacity + sink, keys[:, : len(sink)])
+
+    def write_unrotated(self, positions: Positions, keys: Tensor, values: Tensor) -> None:
+        """`write_entries` of float32 entries whose keys are not rotated yet."""
+        numbers, coder = Identity(), self.context.coder
+        has_copies = len(positions) > 0 and positions[0] < self.layout.spare
+        if has_copies or not len(positions) or not coder.codes(numbers, self.head_dim):
+            self.write_entries(positions, self.moved(keys, positions), values)
+            return
+        slots = self.layout.slots(positions)
+        for states, fresh, shifts in ((self.buffer.keys, keys, positions), (self.buffer.values, values, None)):
+            places = CodedPlaces(
+                codes=fresh.view(torch.uint8).unbind(),
+                code_slots=np.arange(len(positions), dtype=np.int64),
+                means=(),
+                regions=self.regions(states),
+                slots=slots,
+                shifts=shifts,
+                rotary=self.layer_set.rotary,
+            )
+            coder.decompress(numbers, places)
+        self.held[slots] = positions
 
     def moved(self, keys: Tensor, shifts: Positions) -> Tensor:
         """Keys [layers, n, Hkv, D] of any of these layers, each rotated by its shift."""

@@ -21,8 +21,11 @@ from inference_engine.kv.context import CodedPlaces, NoCoder
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
-from inference_engine.native.library import KVType
+from inference_engine.kv.strategies.restored import Restored
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.native.library import CodedEntries, Kernels, KVType, Threads
 from tests.native.test_forward import Sessions, ids_of
+from tests.tiny import LATENT_BYTES, tiny_latent
 from tests.tiny_native import library, tiny_native
 
 CODED = [name for name in compressor_names() if make_compressor(name).coding is not None]
@@ -139,22 +142,37 @@ def test_compressed_entries_are_equal_to_the_bit(name: str, kv_type: KVType) -> 
             assert not coder.compress(compressor, replace(places, regions=list(broken), codes=list(found.clone())))
 
 
-@pytest.mark.parametrize("codec", ["lloyd4", "int8", "bfloat16"])
-def test_sessions_give_the_logits_that_they_give_without_it(codec: str) -> None:
-    """Entries that are compressed as the history grows, and all of them again when the session wakes."""
-    found = []
-    for is_plain in (False, True):
+RESTORED = [
+    *(Full(codec=codec, exact_window=9) for codec in ("lloyd4", "int8", "bfloat16", "d4q9")),
+    Restored(sink=2, window=13, source="latent", bytes_per_token=LATENT_BYTES),
+]
+
+
+@pytest.mark.parametrize("strategy", RESTORED, ids=str)
+def test_sessions_give_the_logits_that_they_give_without_it(
+    strategy: KVStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries that leave the exact window as the history grows, and all of them again when the session wakes."""
+    decompressed, run = [], Kernels.decompress
+
+    def counted(kernels: Kernels, threads: Threads, entries: CodedEntries) -> None:
+        decompressed.append(entries.count)
+        run(kernels, threads, entries)
+
+    monkeypatch.setattr(Kernels, "decompress", counted)
+    found, by_coder = [], 0
+    for coder in (None, NoCoder()):
         sessions = Sessions(tiny_native(kv_type=KVType.FLOAT16))
-        context = sessions.context
-        assert context.coder.codes(make_compressor(codec), next(iter(context.pool.buffers)))
-        if is_plain:
-            context = replace(context, coder=NoCoder())
-        sessions.sessions.append(SessionKV(Full(codec=codec, exact_window=9), context, 256))
+        context = replace(sessions.context, latent=tiny_latent())
+        if coder is not None:
+            by_coder, context = len(decompressed), replace(context, coder=coder)
+        sessions.sessions.append(SessionKV(strategy, context, 256))
         for first in (0, 60):
             assert sessions.sessions[0].wake(256)
             found.append(sessions.logits(0, ids_of(60, seed=first), range(4, 60, 4)))
             sessions.sessions[0].idle()
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert 0 < by_coder == len(decompressed)
 
 
 def test_an_entry_that_is_not_finite_is_named_when_it_would_be_compressed() -> None:

@@ -54,7 +54,7 @@ class NativeCoder:
         entries = CodedEntries(
             coding=coding,
             codes=codes.ctypes.data,
-            means=means.ctypes.data,
+            means=means.ctypes.data if places.means else None,
             regions=regions.ctypes.data,
             code_slots=code_slots.ctypes.data,
             entry_slots=slots.ctypes.data,

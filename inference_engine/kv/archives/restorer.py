@@ -104,7 +104,7 @@ class Archive(ABC):
     def restore_into(self, regions: Sequence[LayerSlots], positions: Sequence[Positions]) -> None:
         """Write archived entries into their slots, per set of layers, keys rotated to their positions."""
         for slots, block in zip(regions, self.restore(positions), strict=True):
-            slots.write_entries(block.positions, slots.moved(block.keys, block.positions), block.values)
+            slots.write_unrotated(block.positions, block.keys, block.values)
 
     def restore_layer(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
         """Entries of one layer, if the restorer streams: keys, unrotated, and values, float32 [n, Hkv, D]."""

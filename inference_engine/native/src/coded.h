@@ -261,7 +261,9 @@ class Decompressor : Columns {
     is_large_ = call_.kv_type == KV_FLOAT16 && largest(largest_seen) > LARGEST_F16;
   }
 
-  F with_mean(const float* column, int d) const { return call_.means ? add(load(column), all(mean_[d])) : load(column); }
+  F with_mean(const float* column, int d) const {
+    return call_.means ? add(load(column), all(mean_[d])) : load(column);
+  }
 
   void put_all(int layer, int head) {
     for (int d = 0; d < dim_; d += LANES) {
@@ -310,7 +312,8 @@ class Compressor : Columns {
     F wrong = all(0.0f);
     for (int d = 0; d < dim_; d += LANES) {
       F x[LANES];
-      for (int lane = 0; lane < LANES; lane++) x[lane] = get(call_.kv_type, call_.regions[layer], place(head, lane) + d);
+      for (int lane = 0; lane < LANES; lane++)
+        x[lane] = get(call_.kv_type, call_.regions[layer], place(head, lane) + d);
       transpose(x);
       for (int j = 0; j < LANES; j++) {
         wrong = fma(x[j], all(0.0f), wrong);
@@ -339,7 +342,8 @@ class Compressor : Columns {
     }
     float lanes[LANES], wrongs[LANES];
     store(lanes, most), store(wrongs, wrong);
-    for (int lane = 0; lane < LANES; lane++) powers_[lane] = number_of(std::max(word_of(lanes[lane]) & 0x7f800000, 0x00800000u));
+    for (int lane = 0; lane < LANES; lane++)
+      powers_[lane] = number_of(std::max(word_of(lanes[lane]) & 0x7f800000, 0x00800000u));
     F powers = load(powers_);
     for (int d = 0; d < dim_; d++) store(column(d), divide(load(column(d)), powers));
     for (int lane = 0; lane < LANES; lane++) {
@@ -522,7 +526,8 @@ static void pieces(Threads& threads, const CodedEntries& call, const Body& body)
     size_t needed = (size_t)Columns::room(call) + LANES;
     if (memory.size() < needed) memory.resize(needed);
     float* aligned = (float*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
-    for (constexpr int SOME = BLOCKS * LANES; first < end; first += SOME) body(aligned, first, std::min(first + SOME, end));
+    for (constexpr int SOME = BLOCKS * LANES; first < end; first += SOME)
+      body(aligned, first, std::min(first + SOME, end));
   });
 }
 
