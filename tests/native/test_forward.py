@@ -22,6 +22,7 @@ from inference_engine.backends.twin import TwinSizes, admit_config, text_generat
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.layer_window import LayerWindow
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.models.step_list import NoStepListError
@@ -137,6 +138,38 @@ def test_logits_are_equal_to_the_bit_however_tokens_are_cut_and_beside_others(
         others = [(0, ids_of(8, first)), (2, ids_of(2, first + 1))]
         result, parts = crowd.step(others[0], (1, ids[first : first + 16]), others[1])
         found.append(result.logits[parts[1]])
+    assert torch.equal(torch.cat(found), expected)
+
+
+COMPRESSED = (
+    *(Full(codec=codec, exact_window=9) for codec in ("lloyd4", "int8", "d4q9")),
+    SinkWindow(sink=2, window=44, codec="had6", exact_window=9),
+    LayerWindow(sink=20, window=40, full_layers=(2,), codec="int4", exact_window=5),
+)
+
+
+@pytest.mark.parametrize("strategy", COMPRESSED, ids=str)
+def test_logits_over_compressed_entries_are_equal_to_the_bit_however_tokens_are_cut(strategy: KVStrategy) -> None:
+    """Beside other sessions, with other threads and levels, and where the session was idle in between."""
+    ids, cuts = ids_of(112), range(16, 112, 16)
+
+    def woken(forward: Forward) -> Sessions:
+        sessions = Sessions(forward, Full(), strategy)
+        assert sessions.sessions[1].wake(256)
+        return sessions
+
+    forward = tiny_native(kv_type=KVType.FLOAT16)
+    expected = woken(forward).logits(1, ids, cuts)
+
+    one_by_one = woken(tiny_native(kv_type=KVType.FLOAT16, threads=3, level="plain")).logits(1, ids, range(1, 112))
+    assert torch.equal(one_by_one, expected)
+
+    found, crowd = [], woken(forward)
+    for first in range(0, 112, 8):
+        result, parts = crowd.step((0, ids_of(4, first)), (1, ids[first : first + 8]))
+        found.append(result.logits[parts[1]])
+        crowd.sessions[1].idle()
+        assert crowd.sessions[1].wake(256)
     assert torch.equal(torch.cat(found), expected)
 
 
