@@ -91,7 +91,7 @@ class NgramDrafter:
         """Where the continuation of the best copy begins, and how long the copy is; None if the end is new."""
         if len(ids) <= self.min_ngram:
             return None
-        ends = np.flatnonzero(ids[:-1] == ids[-1])  # last places of copies, ascending
+        ends = (ids[:-1] == ids[-1]).nonzero()[0]  # last places of copies, ascending
         best, length = ends, 1
         while len(best) and length < self.max_ngram:
             longer = best[best >= length]

@@ -69,6 +69,15 @@ class Acceptance:
             self._right[place] = memory * self._right[place] + (place < accepted)
             self._tried[place] = memory * self._tried[place] + 1.0
 
+    def rates(self, count: int) -> list[float]:
+        """The rates of the first `count` places."""
+        found = [right / tried for right, tried in zip(self._right[:count], self._tried, strict=False)]
+        if len(found) < count:
+            if self.like is not None:
+                return found + self.like.rates(count)[len(found) :]
+            found += [found[-1] if found else _PRIOR_RATE] * (count - len(found))
+        return found
+
     def rate(self, place: int) -> float:
         """Acceptance rate of the draft token in `place`, given those before it; an unseen place is like the last."""
         if place < len(self._tried):
@@ -146,15 +155,13 @@ class StepSeconds:
         share = (tokens - below) / (above - below)
         return (1 - share) * self._known(below) + share * self._known(above)
 
-    def cost(self, sessions: int, drafted: int, draft_seconds: float) -> float | None:
-        """How much longer a step of `sessions` takes with a draft of so many tokens, in plain steps; None before one is
-        measured.
+    def cost(self, sessions: int, drafted: int, draft_seconds: float, plain: float) -> float:
+        """How much longer a step of `sessions` takes with a draft of so many tokens, in plain steps of `plain` seconds.
 
         Measurements of different times may say that more tokens are faster; they never are.
         """
-        plain, seconds = self.expected(sessions), self.expected(sessions + drafted)
-        if not plain or seconds is None:
-            return None
+        seconds = self.expected(sessions + drafted)
+        assert seconds is not None, "a plain step was measured"
         return (max(plain, seconds) + draft_seconds) / plain - 1.0
 
     def _known(self, tokens: int) -> float:
@@ -178,18 +185,18 @@ def best_length(
     sessions: how many decode in the step, one token each besides draft tokens. draft_seconds: the cost of drafting.
     most_cost: what a draft may cost if it is rejected, in plain steps.
     """
+    plain = step.expected(sessions)
+    if not plain:
+        return 0
     best, best_rate = 0, _LEAST_GAIN * sessions
-    tokens, chance, done = float(sessions), 1.0, 0
-    most = min(longest, acceptance.earned)
-    for length in _LENGTHS:
-        if length > most:
-            break
-        for place in range(done, length):
-            chance *= acceptance.rate(place)
-            tokens += chance
-        done = length
-        cost = step.cost(sessions, length, draft_seconds)
-        if cost is None or cost > most_cost:
+    tokens, chance = float(sessions), 1.0
+    for length, rate in enumerate(acceptance.rates(min(longest, acceptance.earned)), start=1):
+        chance *= rate
+        tokens += chance
+        if length not in _LENGTHS:
+            continue
+        cost = step.cost(sessions, length, draft_seconds, plain)
+        if cost > most_cost:
             break
         if tokens / (1.0 + cost) > best_rate:
             best, best_rate = length, tokens / (1.0 + cost)

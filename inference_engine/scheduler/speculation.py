@@ -236,7 +236,8 @@ class Drafting:
             length = length or min(_PROBE_LENGTH, longest)
             pace.steps_since_draft = 0
             pace.watched = _NONE
-            balance.pay(step.cost(sessions, length, cost) or 0.0)
+            if plain := step.expected(sessions):
+                balance.pay(step.cost(sessions, length, cost, plain))
             return length, False
         if not len(pace.watched):
             apart = steps_between(cost, step.expected(sessions) or 0.0, _WATCH_SHARE)

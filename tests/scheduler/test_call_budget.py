@@ -17,12 +17,14 @@ import pytest
 
 from inference_engine.backends.base import Forward, Step
 from inference_engine.config import EngineConfig
+from inference_engine.decode.draft import Drafter
 from inference_engine.decode.verifier import Block, Verifier
 from inference_engine.engine import Engine
 from inference_engine.kernels.sampling import Sampler
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
 from inference_engine.types import GenerateParams, Mode, Sampling
+from kv_cache_proposer.ngram import NgramDrafter
 from tests.facade import WatchedForward
 from tests.laws.variants import drain, text
 from tests.tiny import PAGES, SMALL, tiny_forward
@@ -32,6 +34,7 @@ from tests.tiny_native import tiny_native
 # Python 3.11 counts a comprehension as a call, later ones do not.
 VERIFIER_CALLS = {"torch": 757, "native": 122}
 LOOP_CALLS = {"torch": 947, "native": 312}
+DRAFTING_CALLS = 455  # of a token beside a drafter that finds a copy at almost every step
 
 SEGMENT: int = SMALL["segment_tokens"]
 LENGTH = 3 * SEGMENT  # pages and segments begin and end in the same steps each time
@@ -95,7 +98,7 @@ def calls_of_the_verifier(forward: Forward) -> int:
     return calls.count
 
 
-def calls_of_the_loop(forward: Forward) -> int:
+def calls_of_the_loop(forward: Forward, drafter: Drafter | None = None) -> int:
     """Of one segment of tokens on the engine's thread, from the forward of one step to that of a later one."""
     calls, ticks = Calls(), count()
     steps: list[int] = []
@@ -106,7 +109,7 @@ def calls_of_the_loop(forward: Forward) -> int:
         steps.append(calls.count)
 
     watched = WatchedForward(forward, on_step)
-    with Engine(watched, EngineConfig(**SMALL), clock=lambda: next(ticks) / 1000) as engine:
+    with Engine(watched, EngineConfig(**SMALL), clock=lambda: next(ticks) / 1000, drafter=drafter) as engine:
         session = engine.create_session(strategy=Full()).session_id
         engine.append(session, text(LENGTH))
         drain(engine.generate(session, GenerateParams(max_tokens=WARM_UP + SEGMENT + 2)))
@@ -135,3 +138,7 @@ def test_a_decode_step_of_the_verifier_calls_no_more_than_its_budget(backend: st
 @each_backend
 def test_a_token_calls_no_more_than_its_budget_in_the_whole_loop(backend: str) -> None:
     assert calls_of_the_loop(forward_of(backend)) / SEGMENT <= LOOP_CALLS[backend]
+
+
+def test_a_decision_on_drafts_calls_no_more_than_its_budget() -> None:
+    assert calls_of_the_loop(tiny_native(), NgramDrafter(min_ngram=1)) / SEGMENT <= DRAFTING_CALLS
