@@ -76,18 +76,34 @@ def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
 def admit(config: ModelConfig) -> Admitted:
     """Check by a model's configuration whether it can be served, and how. No weights are read or hashed.
 
+    What an earlier start of the same configuration and code found is believed (`backends/verdicts.py`).
+
     Raises ModelError with the reason why it cannot.
     """
-    from inference_engine.backends.torch_forward import use_threads
-    from inference_engine.backends.twin import admit_config
+    from inference_engine.backends.base import Admitted, use_threads
+    from inference_engine.backends.verdicts import Verdicts
     from inference_engine.models import find_model, read_config, sizes
 
     found = find_model(config.model, cache=config.cache_path)
-    read = read_config(found)
     use_threads(config.threads)
+    verdicts = Verdicts(found, config.cache_path)
+    if (kept := verdicts.read(Admitted, "admitted")) is not None:
+        return kept
+    from inference_engine.backends.twin import admit_config
+
+    read = read_config(found)
     admitted = admit_config(read)
     sizes(read, found.folder)
+    verdicts.keep(admitted, "admitted")
     return admitted
+
+
+def forget_admission(config: ModelConfig) -> None:
+    """What was kept about the model by `admit` and by its loading is tried again next time. Raises ModelError."""
+    from inference_engine.backends.verdicts import Verdicts
+    from inference_engine.models import find_model
+
+    Verdicts(find_model(config.model, cache=config.cache_path), config.cache_path).forget()
 
 
 def open_backend(config: ModelConfig, admitted: Admitted | None = None) -> Forward:

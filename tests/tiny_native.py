@@ -7,7 +7,8 @@ from functools import lru_cache
 
 import pytest
 
-from inference_engine.backends.native.forward import NativeForward, rotary_tables
+from inference_engine.backends.native.describing import describe_seam
+from inference_engine.backends.native.forward import NativeForward
 from inference_engine.backends.native.program import Program
 from inference_engine.backends.native.trial import LoadedTensors
 from inference_engine.models.seam import ATTENTION, Seam
@@ -45,12 +46,12 @@ def tiny_native(
     if enlarged:
         model.get_submodule(f"model.layers.2.self_attn.{enlarged}").weight.data[0] *= 1e6
     checkpoint = LoadedTensors(model.state_dict())
-    seam = Seam(model)
+    described = describe_seam(Seam(model))
     program = Program(
         library(),
-        step_list(model.config, seam.layers, checkpoint.names()),
+        step_list(described.config, described.layers, checkpoint.names()),
         checkpoint,
-        rotary_tables(seam),
+        described.rotary_tables(),
         trained_positions=TRAINED_POSITIONS,
         identity=identity,
         weights=weights,
@@ -67,7 +68,7 @@ def tiny_native(
         backend="native",
         numerics=f"{'exact' if identity is Identity.EXACT else 'int8'}, {kv_type.name.lower()} K/V",
     )
-    forward = NativeForward(seam, facts, program)
+    forward = NativeForward(described, facts, program)
     if not attends_together:
         forward._ops = replace(forward._ops, attends_together=False)
     return forward

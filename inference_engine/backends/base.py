@@ -17,15 +17,15 @@ from torch import Tensor
 
 from inference_engine.kernels.sampling import Draw, Sample
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.geometry import Geometry, LayerTraits
 from inference_engine.kv.plan import StepPlan
+from inference_engine.native.library import usable_cores
 from inference_engine.types import Mode, ModelFacts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from inference_engine.backends.native.program import Program
-    from inference_engine.models.seam import LayerTraits
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +115,8 @@ class Forward(Protocol):
     @property
     def records_graphs(self) -> bool:
         """Are steps of fixed shapes recorded as graphs and replayed?"""
+
+
+def use_threads(count: int) -> None:
+    """Let torch compute with `count` threads; 0 means one for each core this process may use."""
+    torch.set_num_threads(count or usable_cores())

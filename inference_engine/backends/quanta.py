@@ -8,6 +8,7 @@ model's own weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,9 @@ from inference_engine.backends.packed_linear import PackedLinear
 from inference_engine.errors import BackendError
 from inference_engine.kernels.attention import attend
 from inference_engine.kv.geometry import LayerGeometry
-from inference_engine.models.seam import Seam
+
+if TYPE_CHECKING:
+    from inference_engine.models.seam import Seam
 
 _TOKEN_QUANTA = (2, 4, 8, 16)
 _KEY_QUANTA = (512, 1024)

@@ -27,7 +27,6 @@ from inference_engine.kv.memory.address_space import discard, reserve_zeros
 from inference_engine.kv.memory.host import free_host_bytes
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.models.seam import Seam
-from inference_engine.native.library import usable_cores
 from inference_engine.types import Mode, ModelFacts
 
 
@@ -169,8 +168,3 @@ class TorchForward:
                 )
             logits: Tensor = out.logits
             return Result(logits[0].float(), torch.stack(states, dim=2)[0] if states else None)
-
-
-def use_threads(count: int) -> None:
-    """Let torch compute with `count` threads; 0 means one for each core this process may use."""
-    torch.set_num_threads(count or usable_cores())

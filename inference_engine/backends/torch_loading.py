@@ -10,18 +10,19 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from inference_engine.backends.base import Admitted
+from inference_engine.backends.base import Admitted, use_threads
 from inference_engine.backends.graphs import should_record_graphs
 from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.packed_linear import can_pack, pack_linears
-from inference_engine.backends.torch_forward import TorchForward, use_threads
+from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes, text_generator
 from inference_engine.config import ModelConfig
 from inference_engine.errors import BackendError
 from inference_engine.kernels.ops import DeviceOps, open_ops
+from inference_engine.kv.geometry import LayerTraits
 from inference_engine.models import find_model, load_model, read_config
 from inference_engine.models.norms import fuse_norms
-from inference_engine.models.seam import ATTENTION, LayerTraits, Seam
+from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.models.step_list import NoStepListError, check_family
 from inference_engine.types import ModelFacts
 

@@ -31,7 +31,7 @@ from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.errors import InvalidArgument, ModelError
 from inference_engine.kv.archives.latent import exact_bytes_per_token, latent_layers
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.geometry import Geometry, LayerTraits
 from inference_engine.kv.layout import Layout
 from inference_engine.kv.memory.tier import HostTier
 from inference_engine.kv.plan import StepPlan
@@ -40,7 +40,7 @@ from inference_engine.kv.strategies import strategy_kinds
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy, check_strategy
 from inference_engine.models.layer_traits import TRIAL, find_traits
-from inference_engine.models.seam import ATTENTION, LayerTraits, Seam, check_config
+from inference_engine.models.seam import ATTENTION, Seam, check_config
 from inference_engine.types import Mode, ModelFacts
 
 logger = logging.getLogger(__name__)

@@ -141,8 +141,9 @@ def _native(_: Settings) -> Finding:
 
 
 def _family(found: Settings) -> Finding:
-    from inference_engine.compose import admit
+    from inference_engine.compose import admit, forget_admission
 
+    forget_admission(found.model)
     refused = dict(admit(found.model).refused)
     if not refused:
         return Finding(Level.OK, "served with every strategy that its layers support")

@@ -14,6 +14,17 @@ UNROTATED = "unrotated"
 IMMOVABLE = "immovable"
 
 
+@dataclass(frozen=True, slots=True)
+class LayerTraits:
+    """The result of testing a layer.
+
+    rotary: the table that rotates its keys, UNROTATED or IMMOVABLE. is_windowed: does it have a sliding window?
+    """
+
+    rotary: str
+    is_windowed: bool
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGeometry:
     """One attention layer. Nothing assumes that layers are alike.

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from inference_engine.errors import ModelError
-from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
-from inference_engine.models.seam import LayerTraits, Seam
+from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerTraits
+from inference_engine.models.seam import Seam
 
 TRIAL = "kakeya_trial"
 

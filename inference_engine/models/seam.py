@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, cast
 
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from inference_engine.errors import ModelError
-from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerGeometry
+from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerGeometry, LayerTraits
 
 ATTENTION = "kakeya"
 
@@ -54,17 +53,6 @@ class AttentionPlan(Protocol):
         softcap: float | None,
         head_sinks: Tensor | None,
     ) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class LayerTraits:
-    """The result of testing a layer.
-
-    rotary: the table that rotates its keys, UNROTATED or IMMOVABLE. is_windowed: does it have a sliding window?
-    """
-
-    rotary: str
-    is_windowed: bool
 
 
 class _Now(threading.local):

@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerGeometry
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 HEAD = "lm_head.weight"
@@ -183,15 +184,62 @@ class StepList:
     vocabulary: int
 
 
-def step_list(config: PretrainedConfig, layers: Sequence[LayerGeometry], names: Collection[str]) -> StepList:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextConfig:
+    """What a list is made of, of a text model's configuration, under transformers' names."""
+
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    hidden_act: str
+    intermediate_size: int | None = None
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    norm_topk_prob: bool | None = None
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> TextConfig:
+        """config: transformers'. Raises NoStepListError if there is no list for models of its kind."""
+        check_family(config)
+
+        def read(name: str, kind: type) -> Any:
+            return None if (value := getattr(config, name, None)) is None else kind(value)
+
+        try:
+            return cls(
+                model_type=str(config.model_type),
+                hidden_size=int(config.hidden_size),
+                vocab_size=int(config.vocab_size),
+                rms_norm_eps=float(config.rms_norm_eps),
+                hidden_act=str(getattr(config, "hidden_activation", None) or config.hidden_act),
+                intermediate_size=read("intermediate_size", int),
+                num_experts=read("num_experts", int),
+                num_experts_per_tok=read("num_experts_per_tok", int),
+                norm_topk_prob=read("norm_topk_prob", bool),
+                query_pre_attn_scalar=read("query_pre_attn_scalar", float),
+                attn_logit_softcapping=read("attn_logit_softcapping", float),
+                final_logit_softcapping=read("final_logit_softcapping", float),
+            )
+        except (AttributeError, TypeError, ValueError) as error:
+            raise NoStepListError(f"its configuration cannot be read: {error}") from error
+
+
+def step_list(
+    config: PretrainedConfig | TextConfig, layers: Sequence[LayerGeometry], names: Collection[str]
+) -> StepList:
     """The list of a model. config: of its text model; names: of the tensors in its checkpoint.
 
     Raises NoStepListError if there is none.
     """
-    return _Builder(config, layers, frozenset(names)).build()
+    own = config if isinstance(config, TextConfig) else TextConfig.of(config)
+    return _Builder(own, layers, frozenset(names)).build()
 
 
-def check_family(config: PretrainedConfig) -> None:
+def check_family(config: PretrainedConfig | TextConfig) -> None:
     """Raise NoStepListError if there is no list for models of this kind. config: of the text model."""
     if config.model_type not in _FAMILIES:
         raise NoStepListError(f"there is no list of operations for the model type {config.model_type!r}")
@@ -199,14 +247,13 @@ def check_family(config: PretrainedConfig) -> None:
 
 @dataclass(kw_only=False, slots=True)
 class _Builder:
-    config: PretrainedConfig
+    config: TextConfig
     layers: Sequence[LayerGeometry]
     names: frozenset[str]
     operations: list[Operation] = field(default_factory=list)
     widths: dict[str, int] = field(default_factory=dict)
 
     def build(self) -> StepList:
-        check_family(self.config)
         kind = self.config.model_type
         if self._hidden < 1:
             raise NoStepListError(f"hidden_size is {self._hidden}")
@@ -220,8 +267,8 @@ class _Builder:
         head = HEAD if HEAD in self.names else EMBEDDING
         biases = ("lm_head.bias",) if "lm_head.bias" in self.names else ()
         self.operations.append(Product(input="last", output=None, matrices=(head,), biases=biases))
-        if (limit := getattr(self.config, "final_logit_softcapping", None)) is not None:
-            self.operations.append(Softcap(limit=float(limit)))
+        if (limit := self.config.final_logit_softcapping) is not None:
+            self.operations.append(Softcap(limit=limit))
         return StepList(
             operations=tuple(self.operations),
             widths=dict(self.widths),
@@ -268,7 +315,7 @@ class _Builder:
         if prefix + "gate.weight" in self.names:
             self._experts(prefix)
             return
-        inner = self.config.intermediate_size
+        inner = self.config.intermediate_size or 0
         self._register("gates", 2 * inner)
         self._register("inner", inner)
         self._product("normed", "gates", [prefix + "gate_proj", prefix + "up_proj"])
@@ -337,22 +384,20 @@ class _Builder:
         return name
 
     def _scaling(self, head_dim: int) -> float:
-        scalar = getattr(self.config, "query_pre_attn_scalar", None)
-        return math.pow(head_dim if scalar is None else float(scalar), -0.5)
+        scalar = self.config.query_pre_attn_scalar
+        return math.pow(head_dim if scalar is None else scalar, -0.5)
 
     @property
     def _softcap(self) -> float | None:
-        limit = getattr(self.config, "attn_logit_softcapping", None)
-        return None if limit is None else float(limit)
+        return self.config.attn_logit_softcapping
 
     @property
     def _hidden(self) -> int:
-        return int(self.config.hidden_size)
+        return self.config.hidden_size
 
     @property
     def _activation(self) -> str:
-        config: Any = self.config
-        name = getattr(config, "hidden_activation", None) or config.hidden_act
+        name = self.config.hidden_act
         if name not in ACTIVATIONS:
             raise NoStepListError(f"the activation {name!r} is not one of {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[name]

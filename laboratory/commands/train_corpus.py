@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     model = settings(args, ModelConfig)
 
-    from inference_engine.backends.torch_forward import use_threads
+    from inference_engine.backends.base import use_threads
     from inference_engine.models import check_model, load_model, tokenizer_folder, weights_digest
     from laboratory.evaluation.models import load_tokenizer, stop_ids
     from laboratory.training.corpus import CorpusPlan, write_corpus

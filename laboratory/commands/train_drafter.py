@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from inference_engine.backends.torch_forward import use_threads
+    from inference_engine.backends.base import use_threads
     from inference_engine.compose import drafter_folder
     from inference_engine.models import check_model, load_model, weights_digest
     from kv_cache_proposer.dflash.store import DrafterManifest, load_drafter, save_drafter

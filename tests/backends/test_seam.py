@@ -68,11 +68,11 @@ from inference_engine.backends.twin import admit_config, shrunken
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, ModelError
-from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
+from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerTraits
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategies.full import Full
 from inference_engine.models.layer_traits import find_traits
-from inference_engine.models.seam import ATTENTION, LayerTraits, Seam, TokenRotary
+from inference_engine.models.seam import ATTENTION, Seam, TokenRotary
 from inference_engine.types import Mode, ModelFacts
 from tests.laws.variants import each_mode, generate, text
 from tests.tiny import SMALL, tiny_engine, tiny_model

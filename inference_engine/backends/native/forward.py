@@ -12,7 +12,6 @@ are read. Everything is computed in float32.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,11 +21,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
 
 from inference_engine.backends.base import Result, Step
 from inference_engine.backends.native.coding import NativeCoder
-from inference_engine.backends.native.program import Program, RotaryTable
+from inference_engine.backends.native.described import Described
+from inference_engine.backends.native.program import Program
 from inference_engine.backends.quanta import probe_attention
 from inference_engine.kernels.few_candidates import Heavy
 from inference_engine.kernels.kept import as_kept
@@ -34,11 +33,10 @@ from inference_engine.kernels.ops import REFERENCE
 from inference_engine.kernels.ragged_attention import FIELDS
 from inference_engine.kernels.sampling import draw_all
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, Geometry
+from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.address_space import discard, reserve_zeros
 from inference_engine.kv.memory.host import free_host_bytes
 from inference_engine.kv.memory.pool import Pool
-from inference_engine.models.seam import ATTENTION, LayerTraits, Seam
 from inference_engine.models.step_list import Attend
 from inference_engine.native.library import Attention, Kernels, KVType, Threads
 from inference_engine.native.library import Step as NativeStep
@@ -50,15 +48,15 @@ KV_DTYPES = {KVType.FLOAT32: torch.float32, KVType.FLOAT16: torch.float16, KVTyp
 
 
 class NativeForward:
-    """Implements Forward. The seam gives the layers' geometry and moves keys; its model's weights are not used."""
+    """Implements Forward."""
 
-    def __init__(self, seam: Seam, facts: ModelFacts, program: Program) -> None:
-        self.seam = seam
+    def __init__(self, described: Described, facts: ModelFacts, program: Program) -> None:
+        self.described = described
         self._program = program
         self._facts = facts
         self._device = torch.device("cpu")
         self._kv_dtype = KV_DTYPES[program.kv_type]
-        layers = seam.layers
+        layers = described.layers
         attention = NativeAttention(program.kernels, program.threads)
         self._ops = replace(REFERENCE, attend_ragged=attention, attends_together=True)
         self._coder = NativeCoder(
@@ -66,7 +64,7 @@ class NativeForward:
             threads=program.threads,
             kv_type=program.kv_type,
             rotate=self._rotate,
-            turned={name: 2 * len(table.frequencies) for name, table in rotary_tables(seam).items()},
+            turned={name: 2 * len(table.frequencies) for name, table in described.rotary_tables().items()},
         )
         self._writes, self._writes_per_token = _write_offsets([layer.kv_heads for layer in layers])
 
@@ -105,11 +103,11 @@ class NativeForward:
         # Products have one order for any number of tokens; attention by views has not.
         token_quantum = key_quantum = 1
         if mode is Mode.FIXED_SHAPE:
-            token_quantum, key_quantum = probe_attention(self.seam.layers, self._device, self.compute_dtype)
+            token_quantum, key_quantum = probe_attention(self.described.layers, self._device, self.compute_dtype)
         return Geometry(
-            layers=self.seam.layers,
+            layers=self.described.layers,
             itemsize=self._kv_dtype.itemsize,
-            trained_positions=self.seam.trained_positions,
+            trained_positions=self.described.trained_positions,
             page_tokens=page_tokens,
             segment_tokens=segment_tokens,
             token_quantum=token_quantum,
@@ -131,7 +129,7 @@ class NativeForward:
 
     def _rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:
         """In float32, whatever the keys are kept in: they are rounded once, when they are written."""
-        return self.seam.rotate(keys.float(), shifts, name)
+        return self.described.rotate(keys.float(), shifts, name)
 
     def run(self, step: Step) -> Result:
         with self._program.threads.lock:  # several engines may run one model
@@ -255,27 +253,6 @@ class NativeAttention:
             ),
         )
         return out
-
-
-def rotary_tables(seam: Seam) -> dict[str, RotaryTable]:
-    """The tables that the layers' keys are rotated with."""
-    names = dict.fromkeys(layer.rotary for layer in seam.layers if layer.rotary not in (UNROTATED, IMMOVABLE))
-    return {name: RotaryTable(*seam.rotary_frequencies(name)) for name in names}
-
-
-def seam_without_weights(
-    config: PretrainedConfig, kind: type[PreTrainedModel], traits: Sequence[LayerTraits] | None
-) -> Seam:
-    """The layers and the rotation of a model of this configuration; no memory is taken for its weights."""
-    own = copy.deepcopy(config)
-    own._attn_implementation = ATTENTION
-    with torch.device("meta"):
-        model = kind(own).eval()
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if name == "rotary_emb":
-                setattr(parent, name, type(child)(getattr(child, "config", own.get_text_config())))
-    return Seam(model, traits)
 
 
 def _address_of(array: NDArray[Any]) -> int:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
-
-from transformers import PretrainedConfig, PreTrainedModel
+from collections.abc import Mapping
 
 from inference_engine.backends.base import Admitted
-from inference_engine.backends.native.forward import NativeForward, rotary_tables, seam_without_weights
+from inference_engine.backends.native.described import Described
+from inference_engine.backends.native.forward import NativeForward
 from inference_engine.backends.native.program import Program
-from inference_engine.backends.native.trial import try_list
-from inference_engine.backends.twin import text_generator
+from inference_engine.backends.verdicts import Verdicts
 from inference_engine.config import ModelConfig
 from inference_engine.errors import ModelError, NotNative
-from inference_engine.models import check_model, read_config, sizes
+from inference_engine.models import CheckedFolder, check_model
 from inference_engine.models.checkpoint import Checkpoint, open_checkpoint, text_name
 from inference_engine.models.folder import describe_ignored
-from inference_engine.models.seam import LayerTraits, Seam
-from inference_engine.models.step_list import HEAD, NoStepListError, check_family, step_list
+from inference_engine.models.step_list import HEAD, NoStepListError, step_list
 from inference_engine.native import library as native_library
 from inference_engine.native.library import Identity, KVType, Library
 from inference_engine.types import ModelFacts
@@ -48,26 +45,20 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
     """
     library = _library(config)
     checked = check_model(config.model, cache=config.cache_path)
-    full, kind = text_generator(read_config(checked))
-    trained, vocabulary = sizes(full, checked.folder)
-    text = full.get_text_config()
     try:
-        check_family(text)
-        seam = _seam(full, kind, admitted.traits)
+        described = _described(config, checked, admitted, library)
         checkpoint = open_checkpoint(checked.stored)
-        check_fits(checkpoint, seam)
+        check_fits(checkpoint, described.parameters)
         # A checkpoint may have a tied head as well; transformers does not read it.
-        is_tied = HEAD not in _tensors(seam.model)
+        is_tied = HEAD not in _tensors(described.parameters)
         names = [name for name in checkpoint.names() if not (is_tied and name == HEAD)]
-        steps = step_list(text, seam.layers, names)
-        difference = try_list(library, kind, full, admitted.traits)
-        logger.debug("a twin's logits differ by %.3g from transformers'", difference)
+        steps = step_list(described.config, described.layers, names)
         program = Program(
             library,
             steps,
             checkpoint,
-            rotary_tables(seam),
-            trained_positions=trained,
+            described.rotary_tables(),
+            trained_positions=described.trained_positions,
             identity=_IDENTITIES[config.numerics],
             weights=config.weights,
             kv_type=_KV_TYPES[config.kv_dtype],
@@ -79,8 +70,8 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
         raise NotNative(f"no memory is left for its packed weights ({error})", level=logging.WARNING) from error
     facts = ModelFacts(
         model_id=checked.model_id,
-        vocab_size=vocabulary,
-        trained_positions=trained,
+        vocab_size=described.config.vocab_size,
+        trained_positions=described.trained_positions,
         device="cpu",
         dtype="float32",
         backend="native",
@@ -96,26 +87,36 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
         facts.numerics,
         ", ".join(f"{name} {count >> 20} MiB" for name, count in program.formats().items()),
     )
-    return NativeForward(seam, facts, program)
+    return NativeForward(described, facts, program)
 
 
-def _seam(config: PretrainedConfig, kind: type[PreTrainedModel], traits: Sequence[LayerTraits]) -> Seam:
-    try:
-        return seam_without_weights(config, kind, traits)
-    except ModelError:
-        raise
-    except Exception as error:
-        # Any exception of the library means that the configuration is invalid.
-        logger.debug("%s cannot be built without weights", kind.__name__, exc_info=True)
-        raise NotNative(f"{kind.__name__} cannot be built without weights ({error})") from error
+def _described(config: ModelConfig, checked: CheckedFolder, admitted: Admitted, library: Library) -> Described:
+    """What the list of operations is made from, kept from an earlier start or tried on a small twin now.
+
+    Raises as `describe` and `try_list` do.
+    """
+    verdicts, depends = Verdicts(checked, config.cache_path), f"{library.kernels().level} {admitted.traits}"
+    if (kept := verdicts.read(Described, "native", depends)) is not None:
+        return kept
+    from inference_engine.backends.native.describing import describe
+    from inference_engine.backends.native.trial import try_list
+    from inference_engine.backends.twin import text_generator
+    from inference_engine.models import read_config
+
+    full, kind = text_generator(read_config(checked))
+    described = describe(full, kind, admitted.traits)
+    difference = try_list(library, kind, full, admitted.traits)
+    logger.debug("a twin's logits differ by %.3g from transformers'", difference)
+    verdicts.keep(described, "native", depends)
+    return described
 
 
-def check_fits(checkpoint: Checkpoint, seam: Seam) -> None:
+def check_fits(checkpoint: Checkpoint, parameters: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ModelError unless the checkpoint has the tensors of transformers' model of this configuration, no others.
 
     The list of operations takes what is there: a bias or a norm that the model has no place for would change it.
     """
-    wanted = _tensors(seam.model)
+    wanted = _tensors(parameters)
     is_tied = HEAD not in wanted  # a checkpoint may have the matrix twice
     for name, shape in wanted.items():
         checkpoint.tensor(name, shape)
@@ -127,11 +128,11 @@ def check_fits(checkpoint: Checkpoint, seam: Seam) -> None:
             )
 
 
-def _tensors(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+def _tensors(parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The shapes of the text model's parameters, by the names of a checkpoint; each expert has its own."""
     found: dict[str, tuple[int, ...]] = {}
-    for own, parameter in model.named_parameters():
-        name, shape = text_name(own), tuple(parameter.shape)
+    for own, shape in parameters.items():
+        name = text_name(own)
         match = _EXPERTS.fullmatch(name)
         if match is None:
             if name.startswith(_TEXT):

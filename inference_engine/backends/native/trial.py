@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from inference_engine.backends.native.forward import NativeForward, rotary_tables
+from inference_engine.backends.native.described import Described
+from inference_engine.backends.native.describing import describe_seam
+from inference_engine.backends.native.forward import NativeForward
 from inference_engine.backends.native.program import Program
 from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes
-from inference_engine.models.seam import LayerTraits
+from inference_engine.kv.geometry import LayerTraits
 from inference_engine.models.step_list import NoStepListError, step_list
 from inference_engine.native.library import Identity, Library
 from inference_engine.types import Mode
@@ -37,19 +39,20 @@ def try_list(
         torch.manual_seed(seed)
         twin = Twin(kind, config, traits, sizes or TwinSizes())
     checkpoint = LoadedTensors(twin.tensors)
-    small = twin.seam.model.config.get_text_config()
-    steps = step_list(small, twin.seam.layers, checkpoint.names())
+    described = describe_seam(twin.seam)
+    steps = step_list(described.config, described.layers, checkpoint.names())
+    _check_rotation(twin, described)
     program = Program(
         library,
         steps,
         checkpoint,
-        rotary_tables(twin.seam),
+        described.rotary_tables(),
         trained_positions=twin.seam.trained_positions,
         identity=Identity.EXACT,
         threads=1,
     )
     try:
-        twin.forward = NativeForward(twin.seam, twin.forward.facts, program)
+        twin.forward = NativeForward(described, twin.forward.facts, program)
         twin.geometry = twin.forward.geometry(mode=Mode.BATCHED, page_tokens=4, segment_tokens=16)
         difference = twin.difference_of_chunks()
     finally:
@@ -60,6 +63,20 @@ def try_list(
             "from the model's own"
         )
     return difference
+
+
+def _check_rotation(twin: Twin, described: Described) -> None:
+    """Raise NoStepListError unless keys are moved as the model itself moves them."""
+    shifts = torch.tensor([0, 1, 7, -1, -5, described.trained_positions + 3])
+    for name in described.rotaries:
+        head_dim = next(layer.head_dim for layer in described.layers if layer.rotary == name)
+        keys = torch.from_numpy(np.random.default_rng(0).standard_normal((2, len(shifts), head_dim), np.float32))
+        for some in (shifts[shifts >= 0], shifts[shifts <= 0]):
+            own, expected = (
+                rotate(keys[:, : len(some)], some, name) for rotate in (described.rotate, twin.seam.rotate)
+            )
+            if own.shape != expected.shape or not bool((own - expected).abs().max() <= TOLERANCE):
+                raise NoStepListError(f"the rotation {name} moves keys in a way of its own")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,65 @@
+"""What the native backend needs to know of a model besides its weights: values alone, nothing of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference_engine.backends.native.program import RotaryTable
+from inference_engine.kv.geometry import UNROTATED, LayerGeometry
+from inference_engine.models.step_list import TextConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frequencies:
+    """A rotation table: the angle per position of each pair of numbers, float32, and the factor of cos and sin."""
+
+    angles: tuple[float, ...]
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Described:
+    """A model as its list of operations is made from.
+
+    rotaries: the tables that layers rotate their keys with. parameters: shapes by transformers' names, in the text
+    model and beside it.
+    """
+
+    config: TextConfig
+    layers: tuple[LayerGeometry, ...]
+    trained_positions: int
+    rotaries: Mapping[str, Frequencies]
+    parameters: Mapping[str, tuple[int, ...]]
+
+    def rotary_tables(self) -> dict[str, RotaryTable]:
+        return {
+            name: RotaryTable(np.array(table.angles, np.float32), table.factor) for name, table in self.rotaries.items()
+        }
+
+    def rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:
+        """Implements Rotate: float32 keys [H, n, D] that are rotated already, moved by `shifts` [n] positions.
+
+        Pairs are of a number and the one half a rotation further, as in transformers' Llama; the trial compares with
+        the model's own rotation. Angles past the trained positions are computed in float64.
+        """
+        if name == UNROTATED:
+            return keys
+        angles = torch.tensor(self.rotaries[name].angles, dtype=torch.float32)
+        distances = shifts.abs()
+        turns = distances[:, None].float() * angles
+        cos, sin = turns.cos(), turns.sin()
+        if bool((far := distances >= self.trained_positions).any()):
+            exact = distances[:, None].double() * angles.double()
+            cos = torch.where(far[:, None], exact.cos().float(), cos)
+            sin = torch.where(far[:, None], exact.sin().float(), sin)
+        sin = torch.where((shifts < 0)[:, None], -sin, sin)
+        cos, sin = cos.repeat(1, 2), sin.repeat(1, 2)
+        own, rest = keys[..., : cos.shape[1]], keys[..., cos.shape[1] :]
+        first, second = own.chunk(2, dim=-1)
+        turned = own * cos + torch.cat((-second, first), dim=-1) * sin
+        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

@@ -1,0 +1,186 @@
+"""Keeps what admission found out by test, so that a later start of the same model need not try again.
+
+    <cache>/admitted/<digest of the model's path>.<name>.json    {"key": …, "verdict": …}
+
+The key is a digest of all that a verdict depends on: the configuration as it is stored, Python, the processor's
+instructions, the files of torch, transformers and what checks configurations with them, and our own sources. With
+another key, or if anything about the file is odd, there is no verdict, and the model is tried again. Only values are
+read, into frozen dataclasses, and only from a file of this user that no other user may write.
+
+Refusals are not kept: whoever meets one is about to change something, and the log of the trial says what.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import types
+import typing
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import torch
+
+from inference_engine.models import FoundModel
+from inference_engine.models.folder import CONFIG
+from inference_engine.models.gguf_config import gguf_config
+from inference_engine.models.gguf_header import read_gguf
+from inference_engine.native import build
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PACKAGES = ("torch", "transformers", "huggingface_hub", "numpy")
+_ROOT = Path(__file__).resolve().parent.parent
+_MOST_BYTES = 2**24
+_OTHERS_WRITE = 0o022
+
+
+class Verdicts:
+    """The verdicts of one model. Everything that fails here means that there is none."""
+
+    def __init__(self, found: FoundModel, folder: Path) -> None:
+        """folder: the cache."""
+        self._found = found
+        name = hashlib.sha256(os.fsencode(found.stored.resolve())).hexdigest()[:32]
+        self._stem = folder / "admitted" / name
+        self._key = _key(found)
+
+    def read(self, kind: type[T], name: str, more: str = "") -> T | None:
+        """The verdict of this name, a dataclass, or None. more: what else it depends on."""
+        if self._key is None:
+            return None
+        try:
+            content = json.loads(_own_text(self._path(name)), parse_constant=_refuse)
+            if set(content) != {"key", "verdict"} or content["key"] != _with(self._key, more):
+                return None
+            verdict: T = _decoded(kind, content["verdict"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            logger.info("%s is not used, the model is tried again: %s", self._path(name), error)
+            return None
+        return verdict
+
+    def keep(self, verdict: Any, name: str, more: str = "") -> None:
+        """Store a dataclass, unless what it depends on has changed meanwhile or the cache cannot be written."""
+        if self._key is None or _key(self._found) != self._key:
+            return
+        path = self._path(name)
+        draft = path.with_suffix(f".{uuid4().hex}")
+        try:
+            text = json.dumps({"key": _with(self._key, more), "verdict": asdict(verdict)}, allow_nan=False)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+                file.write(text)
+            draft.replace(path)
+        except (OSError, ValueError) as error:
+            logger.info("%s cannot be kept, the next start tries the model again: %s", path, error)
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """The model is tried again at its next load."""
+        for path in self._stem.parent.glob(f"{self._stem.name}.*"):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self._stem.with_name(f"{self._stem.name}.{name}.json")
+
+
+# -- what a verdict depends on ----------------------------------------------------------------------------------------
+
+
+def _key(found: FoundModel) -> str | None:
+    """None if something about this installation cannot be told apart from a changed one."""
+    installed = _installed()
+    if installed is None:
+        return None
+    if found.only_gguf:
+        configuration = json.dumps(gguf_config(read_gguf(found.stored)), sort_keys=True).encode()
+    else:
+        configuration = (found.folder / CONFIG).read_bytes()
+    return _with(installed, hashlib.sha256(configuration).hexdigest())
+
+
+def _with(key: str, more: str) -> str:
+    return hashlib.sha256(f"{key}\n{more}".encode()).hexdigest()
+
+
+@cache
+def _installed() -> str | None:
+    """A digest of the code that tries models, ours and others'."""
+    parts = [
+        platform.python_version(),
+        platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+        build.fingerprint(),
+    ]
+    for package in _PACKAGES:
+        try:
+            found = importlib.metadata.distribution(package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+        listed, origin = found.read_text("RECORD"), found.read_text("direct_url.json")
+        # The list has a digest of every file, unless they are edited where they lie.
+        if not listed or "editable" in (origin or ""):
+            return None
+        parts.append(hashlib.sha256(listed.encode()).hexdigest())
+    sources = hashlib.sha256()
+    for path in sorted(_ROOT.rglob("*.py")):
+        content = path.read_bytes()
+        sources.update(f"{path.relative_to(_ROOT).as_posix()}\0{len(content)}\0".encode() + content)
+    return hashlib.sha256("\n".join([*parts, sources.hexdigest()]).encode()).hexdigest()
+
+
+# -- what is read ------------------------------------------------------------------------------------------------------
+
+
+def _own_text(path: Path) -> str:
+    """Raises OSError or ValueError for a file that is not this user's own."""
+    with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), encoding="utf-8") as file:
+        stat = os.fstat(file.fileno())
+        if hasattr(os, "geteuid") and (stat.st_uid != os.geteuid() or stat.st_mode & _OTHERS_WRITE):
+            raise ValueError("another user owns it or may write it")
+        if stat.st_size > _MOST_BYTES:
+            raise ValueError(f"{stat.st_size} bytes; the limit is {_MOST_BYTES}")
+        return file.read(_MOST_BYTES)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not a number")
+
+
+def _decoded(kind: Any, value: Any) -> Any:
+    """`value` as `kind`: a dataclass, a tuple, a mapping of texts, a union or a plain type. Raises ValueError."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        names = [field.name for field in fields(kind)]
+        if not isinstance(value, dict) or set(value) != set(names):
+            raise ValueError(f"not the fields of {kind}")
+        return typing.cast("Any", kind)(**{name: _decoded(hints[name], value[name]) for name in names})
+    if origin is types.UnionType:
+        if value is None and type(None) in arguments:
+            return None
+        return _decoded(next(each for each in arguments if each is not type(None)), value)
+    if origin is tuple and isinstance(value, list):
+        if arguments[-1] is ...:
+            return tuple(_decoded(arguments[0], each) for each in value)
+        return tuple(_decoded(each, own) for each, own in zip(arguments, value, strict=True))
+    if origin is Mapping and isinstance(value, dict):
+        return {name: _decoded(arguments[1], each) for name, each in value.items()}
+    if origin is None and type(value) is kind:
+        return value
+    raise ValueError(f"{str(value)[:40]!r} is not of the type {kind}")

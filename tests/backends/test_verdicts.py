@@ -1,0 +1,160 @@
+"""What admission found is kept: a later start imports no transformers, and nothing that could change it is believed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from inference_engine.backends import twin
+from inference_engine.backends.native import describing
+from inference_engine.backends.native.describing import describe
+from inference_engine.backends.native.forward import NativeForward
+from inference_engine.backends.twin import admit_config, text_generator
+from inference_engine.compose import admit, forget_admission, open_backend
+from inference_engine.config import ModelConfig, child_environment
+from inference_engine.models.seam import Seam
+from tests.models.tiny_gguf import FAMILIES, tiny_model
+from tests.tiny_native import library
+
+HEAVY = ("transformers", "triton", "sympy", "torch._dynamo", "accelerate", "huggingface_hub", "PIL")
+SERVED = f"""
+import sys
+import inference_engine.cli.main, inference_engine.cli.serve
+from inference_engine.compose import admit, open_parts
+from inference_engine.config import EngineConfig, ModelConfig
+from inference_engine.types import GenerateParams
+import inference_engine.server.run
+model = ModelConfig(model=sys.argv[1], cache_dir=sys.argv[2])
+parts = open_parts(model, admit(model))
+with parts.engine(EngineConfig(kv_bytes=2**24, segment_tokens=16, strategy="sink_window:window=16")) as engine:
+    session = engine.create_session()
+    engine.append(session.session_id, [1, 2, 3] * 200)
+    events = list(engine.generate(session.session_id, GenerateParams(max_tokens=3)))
+print(parts.forward.facts.backend, events[-1], sorted(set({HEAVY!r}) & sys.modules.keys()))
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelConfig:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    return ModelConfig(model=str(tmp_path / "model"), cache_dir=str(tmp_path / "cache"))
+
+
+def kept(model: ModelConfig, name: str) -> Path:
+    (found,) = (model.cache_path / "admitted").glob(f"*.{name}.json")
+    return found
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was tried, of `admitted` and `native`."""
+    tried: list[str] = []
+
+    def watch(name: str, module: ModuleType, function: str) -> None:
+        own = getattr(module, function)
+
+        def watched(*arguments: object) -> object:
+            tried.append(name)
+            return own(*arguments)
+
+        monkeypatch.setattr(module, function, watched)
+
+    watch("admitted", twin, "admit_config")
+    watch("native", describing, "describe")
+    return tried
+
+
+def test_a_server_with_kept_verdicts_imports_no_transformers(model: ModelConfig) -> None:
+    library()
+    open_backend(model)
+    command = [sys.executable, "-c", SERVED, model.model, model.cache_dir]
+
+    said = subprocess.run(
+        command, env=child_environment(), capture_output=True, text=True, timeout=120, check=True
+    ).stdout.splitlines()[-1]
+
+    assert said.startswith("native ") and said.endswith(" []"), said
+
+
+def test_a_second_start_gives_what_the_first_gave_and_tries_nothing(model: ModelConfig, trials: list[str]) -> None:
+    library()
+    first, second = ((admitted := admit(model), open_backend(model, admitted)) for _ in range(2))
+
+    assert first[0] == second[0]
+    assert first[1].facts == second[1].facts
+    assert isinstance(first[1], NativeForward) and isinstance(second[1], NativeForward)
+    assert first[1].described == second[1].described
+    assert trials == ["admitted", "native"]
+
+
+DAMAGE: dict[str, Callable[[str], str]] = {
+    "cut off": lambda text: text[: len(text) // 2],
+    "empty": lambda _: "",
+    "another key": lambda text: json.dumps(json.loads(text) | {"key": "0" * 64}),
+    "a field too few": lambda text: text.replace('"refused"', '"other"').replace('"rotaries"', '"other"'),
+    "a text for a number": lambda text: text.replace("16,", '"16",', 1).replace("0.", '"0.', 1),
+    "not a number": lambda text: text.replace("true", "NaN").replace("false", "NaN").replace("1.0", "NaN"),
+    "no object": lambda _: "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_verdict_is_tried_again(damage: str, model: ModelConfig, trials: list[str]) -> None:
+    library()
+    expected = admit(model)
+    open_backend(model, expected)
+    for name in ("admitted", "native"):
+        path = kept(model, name)
+        path.write_text(DAMAGE[damage](path.read_text()))
+    trials.clear()
+
+    found = admit(model)
+    open_backend(model, found)
+
+    assert found == expected
+    assert trials == ["admitted", "native"]
+
+
+def test_a_changed_configuration_a_file_of_others_and_doctor_lead_to_new_trials(
+    model: ModelConfig, trials: list[str]
+) -> None:
+    admit(model)
+    kept(model, "admitted").chmod(0o666)
+    admit(model)
+    path = Path(model.model) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-4}))
+    admit(model)
+    forget_admission(model)
+    admit(model)
+    admit(model)
+
+    assert trials == ["admitted"] * 4
+
+
+def test_a_cache_that_cannot_be_written_only_costs_the_trial(
+    model: ModelConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    model.cache_path.write_text("a file")
+    with caplog.at_level(logging.INFO):
+        assert admit(model) == admit(model)
+    assert "cannot be kept" in caplog.text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_are_moved_to_the_bit_as_the_models_own_rotation_moves_them(family: str) -> None:
+    config, kind = text_generator(FAMILIES[family]())
+    described = describe(config, kind, admit_config(config).traits)
+    seam = Seam(kind(config).eval())
+    for name in described.rotaries:
+        keys = torch.randn(2, 4, described.layers[0].head_dim)
+        for sign in (1, -1):
+            shifts = sign * torch.tensor([0, 1, 300, described.trained_positions + 5])
+            assert torch.equal(described.rotate(keys, shifts, name), seam.rotate(keys, shifts, name))
