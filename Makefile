@@ -31,7 +31,7 @@ SOAK ?= --interleavings 100000 --cancels 10000 --calls 2000000 --messages 100000
 # Checks come before tests and share one installation: the steps run one after another, even under -j.
 .NOTPARALLEL:
 
-.PHONY: help setup native demo serve chat test test-long test-hostile check proto bench bench-cpu bench-load evaluate soak seeded-bugs
+.PHONY: help setup native demo serve chat test test-long test-hostile check proto bench bench-cpu bench-gpu bench-load evaluate soak seeded-bugs
 .PHONY: clean sanitize
 .PHONY: lint format types contracts wire reference documents docs unit node typescript unit-typescript long-typescript
 
@@ -116,6 +116,9 @@ bench: native ## measure decode, prefill and the server's overhead; records in r
 bench-cpu: native ## decode, append and prefill beside llama.cpp, which is compiled once, in build/; record and plots
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@$(BIN)/python scripts/bench_cpu.py $(ARGS)
+
+bench-gpu: native ## decode steps by the list of operations and by torch's modules, on a GPU; record in results/
+	@$(BIN)/python scripts/bench_gpu.py $(ARGS)
 
 bench-load: native ## many streams at once, and up to ten times too much load; record and plots in results/
 	@$(BIN)/python scripts/bench_load.py $(ARGS)

@@ -15,12 +15,12 @@ from inference_engine.backends.graphs import should_record_graphs
 from inference_engine.backends.listed import ListedStep
 from inference_engine.backends.packed_linear import can_pack, pack_linears
 from inference_engine.backends.torch_forward import TorchForward
-from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes, text_generator
+from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes
 from inference_engine.config import ModelConfig
 from inference_engine.errors import BackendError
 from inference_engine.kernels.ops import DeviceOps, open_ops
 from inference_engine.kv.geometry import LayerTraits
-from inference_engine.models import find_model, load_model, read_config
+from inference_engine.models import LoadedModel, load_model
 from inference_engine.models.norms import fuse_norms
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.models.step_list import NoStepListError, check_family
@@ -43,8 +43,6 @@ def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
                 f"{name}=auto, or with backend=native to see the reason"
             )
     use_threads(config.threads)
-    # cuDNN's attention builds a plan for every number of keys, and decoding has a new number at every token.
-    torch.backends.cuda.enable_cudnn_sdp(False)
     loaded = load_model(
         config.model,
         cache=Path(config.cache_path),
@@ -52,6 +50,16 @@ def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
         dtype=config.dtype,
         attention=ATTENTION,
     )
+    return serve_loaded(loaded, config, admitted, ops=open_ops(config.kernels, torch.device(loaded.device)))
+
+
+def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *, ops: DeviceOps) -> TorchForward:
+    """Make a model in memory ready to run with the operations of its device; it is taken over. Raises BackendError.
+
+    config: of it, `linear`, `kernels` and `graphs` are followed.
+    """
+    # cuDNN's attention builds a plan for every number of keys, and decoding has a new number at every token.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if config.linear == "packed" and not can_pack(loaded.model):
         raise BackendError(
             f"linear=packed needs oneDNN and a CPU; {loaded.dtype} on {loaded.device} is served by linear=auto"
@@ -61,11 +69,10 @@ def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
     if config.kernels != "plain" and torch.device(loaded.device).type == "cuda":
         fuse_norms(loaded.model)
     device, seam = torch.device(loaded.device), Seam(loaded.model, admitted.traits)
-    ops = open_ops(config.kernels, device)
     if seam.has_head_sinks:
         ops = replace(ops, attends_together=False)
     records_graphs = should_record_graphs(config.graphs, device, has_regions=ops.attends_together)
-    listed = _listed(config, admitted, seam, ops, device)
+    listed = _listed(admitted, seam, ops, device)
     facts = ModelFacts(
         model_id=loaded.model_id,
         vocab_size=loaded.vocab_size,
@@ -78,15 +85,13 @@ def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
     return TorchForward(seam, facts, device, ops=ops, records_graphs=records_graphs, listed=listed)
 
 
-def _listed(
-    config: ModelConfig, admitted: Admitted, seam: Seam, ops: DeviceOps, device: torch.device
-) -> ListedStep | None:
+def _listed(admitted: Admitted, seam: Seam, ops: DeviceOps, device: torch.device) -> ListedStep | None:
     """What runs steps of few tokens; None where torch's modules do, and the log says why."""
     if not ops.attends_together:
         return None
     try:
         check_family(seam.model.config.get_text_config())
-        full, kind = text_generator(read_config(find_model(config.model, cache=config.cache_path)))
+        kind, full = type(seam.model), seam.model.config
         difference = try_listed(kind, full, admitted.traits, ops=ops, device=device)
         logger.debug("a twin's logits differ by %.3g from transformers'", difference)
         listed = ListedStep(seam, ops.fused)

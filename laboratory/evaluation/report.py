@@ -206,7 +206,7 @@ def _inline(text: str) -> str:
 
 def _machine(record: Mapping[str, Any]) -> str:
     machine, device = record["machine"], record["config"].get("device", "cpu")
-    place = f"{machine['cpu']}, {machine['cores']} cores"
+    place = f"{machine['cpu']}, {machine['cores']} cores" if "cores" in machine else machine["cpu"]
     return place if device == "cpu" else f"{device}, {place}"
 
 

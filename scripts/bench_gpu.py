@@ -1,0 +1,319 @@
+"""Decode steps with the list of operations against steps by torch's modules, on a GPU: one model, two engines.
+
+    python scripts/bench_gpu.py                       writes results/listed_cuda_bfloat16/<date>-<machine>/
+
+The models have shapes of real ones and random weights, made in memory: nothing is downloaded. Both engines read the
+same weights; both attend with the same kernel and record their steps, so that the list is all that differs. They take
+turns in every round, each first in every other one, and ratios are taken within a round. The record is written anew
+after every cell: a run that is cut off keeps what it has. Cells that do not fit into memory or time are named in it. Of
+more than 16 sessions, both engines' steps are those of torch's modules.
+
+With `--device cpu --dtype float32 --shapes tiny` everything runs by the references, without kernels: a trial of this
+script, no measurement of anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from inference_engine.config import ModelConfig, configure_threads_environment, forbid_model_hub
+
+configure_threads_environment()
+forbid_model_hub()
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+
+from inference_engine.backends.base import Forward, Result, Step
+from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.backends.torch_loading import serve_loaded
+from inference_engine.backends.twin import admit_config
+from inference_engine.config import EngineConfig
+from inference_engine.engine import Engine
+from inference_engine.errors import BackendError, InvalidArgument, NoCapacity
+from inference_engine.kernels.ops import open_ops
+from inference_engine.kv.strategies import parse_strategy
+from inference_engine.models import LoadedModel
+from inference_engine.models.seam import ATTENTION
+from inference_engine.types import GenerateParams, TokenCommitted
+from laboratory.evaluation import record
+from laboratory.evaluation.sessions import append_all, opened, turned
+from laboratory.evaluation.timing import start, step_seconds
+
+SEED = 1
+MODULES, LISTED = "torch's modules", "listed"
+SHARE_OF_MEMORY = 0.35  # of what is free beside the weights, for the K and V of each engine
+_POSITIONS = 2**17
+
+SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
+    "qwen2.5-7b": lambda: Qwen2Config(
+        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+        vocab_size=152064, max_position_embeddings=_POSITIONS, rms_norm_eps=1e-6, tie_word_embeddings=False,
+        rope_theta=1e6,
+    ),
+    "smollm2-135m": lambda: LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        vocab_size=49152, max_position_embeddings=_POSITIONS, tie_word_embeddings=True,
+    ),
+    "tiny": lambda: Qwen2Config(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256, max_position_embeddings=_POSITIONS,
+    ),
+}  # fmt: skip
+
+
+class WatchedForward:
+    """A Forward that notes of every step when it began, when it was on its way to the device, and when it ended."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self.steps: list[tuple[float, float, float]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._forward, name)
+
+    def run(self, step: Step) -> Result:
+        began, launched = time.perf_counter(), []
+
+        def on_computed() -> None:
+            launched.append(time.perf_counter())
+            step.on_computed()
+
+        result = self._forward.run(replace(step, on_computed=on_computed))
+        self.steps.append((began, launched[0], time.perf_counter()))
+        return result
+
+    def take(self) -> dict[str, float]:
+        """Of the steps since the last call of this, but the first: medians in ms; together they are a step."""
+        steps, self.steps = self.steps[1:], []
+        nexts = [later[0] - earlier[2] for earlier, later in pairwise(steps)]
+        return {
+            "launching": 1e3 * statistics.median(launched - began for began, launched, _ in steps),
+            "waiting": 1e3 * statistics.median(ended - launched for _, launched, ended in steps),
+            "between steps": 1e3 * statistics.median(nexts),
+        }
+
+
+@dataclass(slots=True)
+class Cell:
+    """What one strategy, length and number of sessions gave: samples by engine."""
+
+    step_ms: dict[str, list[float]] = field(default_factory=dict)
+    prefill: dict[str, list[float]] = field(default_factory=dict)  # tokens a second, of each session
+    host: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    first: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # token and logprob, of each session
+
+
+def made_model(name: str, device: str, dtype: str) -> LoadedModel:
+    """Random weights of that shape, norms and biases too, in memory."""
+    config = SHAPES[name]()
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(SEED)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION)
+        with torch.no_grad():
+            for each, parameter in model.named_parameters():
+                if each.endswith("bias") or "norm" in each:
+                    parameter.add_(torch.randn_like(parameter) * 0.05)
+    return LoadedModel(
+        model=model.to(device).eval().requires_grad_(requires_grad=False),
+        model_id=name,
+        folder=Path(),
+        trained_positions=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        dtype=dtype,
+        device=device,
+        weights_sha256=None,
+    )
+
+
+@contextmanager
+def both_engines(
+    name: str, arguments: argparse.Namespace
+) -> Iterator[tuple[dict[str, Engine], dict[str, WatchedForward]]]:
+    """One model, opened as the product does, and a second forward over its weights, without the list."""
+    device = torch.device(arguments.device)
+    config = ModelConfig(device=arguments.device, dtype=arguments.dtype, linear="plain")
+    # As on a GPU, wherever this runs: otherwise there would be no list on a CPU.
+    ops = replace(open_ops("auto", device), attends_together=True)
+    loaded = made_model(name, arguments.device, arguments.dtype)
+    listed = serve_loaded(loaded, config, admit_config(SHAPES[name]()), ops=ops)
+    if listed.listed is None:
+        raise BackendError(f"steps of the shape {name} are not listed on {device}: there is nothing to compare")
+    facts = replace(listed.facts, numerics="torch")
+    modules = TorchForward(listed.seam, facts, device, ops=ops, records_graphs=listed.records_graphs)
+    kv_bytes = arguments.kv_bytes or int(SHARE_OF_MEMORY * listed.free_bytes())
+    settings = EngineConfig(kv_bytes=kv_bytes, max_batch=max(arguments.sessions))
+    watched = {MODULES: WatchedForward(modules), LISTED: WatchedForward(listed)}
+    with ExitStack() as stack:
+        yield {each: stack.enter_context(Engine(forward, settings)) for each, forward in watched.items()}, watched
+
+
+def first_tokens(engine: Engine, sessions: Sequence[str]) -> list[tuple[int, float]]:
+    """The next token of each session and its logprob."""
+    running = [engine.generate(each, GenerateParams(max_tokens=1, logprobs=True)) for each in sessions]
+    committed = [event for each in running for event in each if isinstance(event, TokenCommitted)]
+    return [(event.token_id, event.logprob or 0.0) for event in committed]
+
+
+def measure(
+    engines: dict[str, Engine], watched: dict[str, WatchedForward], strategy: str, prompts: Sequence[list[int]],
+    arguments: argparse.Namespace,
+) -> Cell:  # fmt: skip
+    """Raises InvalidArgument or NoCapacity for what does not fit."""
+    cell, names = Cell(), list(engines)
+    chosen, limit = parse_strategy(strategy), len(prompts[0]) + 2 + (arguments.rounds + 1) * arguments.tokens
+    with ExitStack() as stack:
+        sessions = {
+            name: [stack.enter_context(opened(engine, chosen, limit)) for _ in prompts]
+            for name, engine in engines.items()
+        }
+        for number, prompt in enumerate(prompts):
+            for name in turned(names, number):
+                append_all(engines[name], sessions[name][number], prompt)
+                (watch,) = start(engines[name], [sessions[name][number]], tokens=1)
+                ending = watch.wait()
+                cell.prefill.setdefault(name, []).append(ending.prefilled_tokens / ending.prefill_seconds)
+        cell.first = {name: first_tokens(engine, sessions[name]) for name, engine in engines.items()}
+        for number in range(arguments.rounds + 1):  # the first warms up and is not kept
+            for name in turned(names, number):
+                watched[name].steps.clear()
+                watches = start(engines[name], sessions[name], tokens=arguments.tokens)
+                for watch in watches:
+                    watch.wait()
+                host = watched[name].take()
+                if number:
+                    seconds = step_seconds([watch.token_times for watch in watches])
+                    cell.step_ms.setdefault(name, []).append(1e3 * seconds)
+                    cell.host.setdefault(name, []).append(host)
+    return cell
+
+
+def values_of(cells: dict[str, Cell]) -> dict[str, Any]:
+    """Values of a record, by the name of the cell."""
+    values: dict[str, Any] = {}
+    for where, cell in cells.items():
+        ratios = [ours / theirs for ours, theirs in zip(cell.step_ms[LISTED], cell.step_ms[MODULES], strict=True)]
+        values[f"time of a step, {LISTED} ÷ {MODULES}, {where}"] = record.summarize(ratios, "ratio")
+        for name in (LISTED, MODULES):
+            values[f"decode step, {name}, {where}"] = record.summarize(cell.step_ms[name], "ms")
+            if name in cell.prefill:
+                values[f"prefill, {name}, {where}"] = record.summarize(cell.prefill[name], "tokens a second")
+        pairs = list(zip(cell.first[LISTED], cell.first[MODULES], strict=True))
+        largest = max(abs(ours[1] - theirs[1]) for ours, theirs in pairs)
+        values[f"first token's logprob, largest difference, {where}"] = record.exact(largest, "nats")
+        same = sum(ours[0] == theirs[0] for ours, theirs in pairs)
+        values[f"first tokens equal, of {len(pairs)}, {where}"] = record.exact(same, "tokens")
+    return values
+
+
+def tables_of(cells: dict[str, Cell]) -> dict[str, list[dict[str, Any]]]:
+    """Medians in ms: of a step, and how it passes on the host. On a CPU, launching is computing."""
+    whole, parts = [], []
+    for where, cell in cells.items():
+        medians = {name: round(statistics.median(each), 4) for name, each in cell.step_ms.items()}
+        ratio = values_of({where: cell})[f"time of a step, {LISTED} ÷ {MODULES}, {where}"]["median"]
+        whole.append({"cell": where, **medians, "ratio": round(ratio, 4)})
+        for name, rounds in cell.host.items():
+            of_part = {part: round(statistics.median(one[part] for one in rounds), 4) for part in rounds[0]}
+            parts.append({"cell": where, "engine": name, **of_part})
+    return {"ms of a step": whole, "ms of a step, by what the host does": parts}
+
+
+def write(cells: dict[str, Cell], left_out: dict[str, str], arguments: argparse.Namespace) -> Path:
+    on_gpu = arguments.device != "cpu"
+    return record.write_record(
+        f"listed_{arguments.device.partition(':')[0]}_{arguments.dtype}",
+        {
+            "command": record.command_line(without=("--results", "--commit")),
+            "commit": arguments.commit,
+            "machine": record.describe_machine(("torch", "transformers", "triton")),
+            "config": {
+                "shapes": arguments.shapes,
+                "weights": "random, made in memory",
+                "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+                "dtype": arguments.dtype,
+                "rounds": arguments.rounds,
+                "tokens": arguments.tokens,
+                "strategies": arguments.strategies,
+            },
+            "seeds": [SEED],
+            "values": values_of(cells),
+            "tables": tables_of(cells),
+            "left_out": left_out,
+            "baseline": "torch's modules over the same weights in the same process, in turns; attention kernel and "
+            "recorded steps as beside them",
+        },
+        **({"results_dir": arguments.results} if arguments.results else {}),
+    )
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Listed steps against torch's modules, on a GPU.")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["qwen2.5-7b", "smollm2-135m"])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--strategies", nargs="+", default=["full"])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192, 32768])
+    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=32, help="that each session decodes in a round")
+    parser.add_argument("--seconds", type=float, default=1200.0, help="no cell begins after so many")
+    parser.add_argument("--kv-bytes", type=int, default=0, help="of each engine; 0: as much as fits")
+    parser.add_argument("--results", type=Path, default=None)
+    parser.add_argument("--commit", default=record.commit(), help="what runs, where there is no repository to ask")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1 or arguments.tokens < 4:
+        parser.error("at least one round of 4 tokens is needed")
+    return arguments
+
+
+def main() -> None:
+    arguments, began = parsed(), time.monotonic()
+    cells: dict[str, Cell] = {}
+    left_out: dict[str, str] = {}
+    generator = torch.Generator().manual_seed(SEED)
+    # What is short comes first: a run that is cut off has something of everything.
+    sizes = sorted(((n, count) for n in arguments.lengths for count in arguments.sessions), key=lambda s: s[0] * s[1])
+    for shape in arguments.shapes:
+        with both_engines(shape, arguments) as (engines, watched):
+            vocabulary = engines[LISTED].info().facts.vocab_size
+            warm_up = torch.randint(5, vocabulary - 5, (1, min(arguments.lengths)), generator=generator).tolist()
+            measure(engines, watched, "full", warm_up, arguments)
+            for strategy in arguments.strategies:
+                for length, count in sizes:
+                    where = f"{shape}, {strategy}, {count} at {length}"
+                    if time.monotonic() - began > arguments.seconds:
+                        left_out[where] = f"{arguments.seconds:g} seconds were over"
+                        continue
+                    prompts = torch.randint(5, vocabulary - 5, (count, length), generator=generator).tolist()
+                    try:
+                        cells[where] = measure(engines, watched, strategy, prompts, arguments)
+                    except (InvalidArgument, NoCapacity) as refusal:
+                        left_out[where] = str(refusal)
+                        continue
+                    for name, value in values_of({where: cells[where]}).items():
+                        print(f"{name}: {value['median']:.4g} ({value['low']:.4g} to {value['high']:.4g})", flush=True)
+                    path = write(cells, left_out, arguments)
+        del engines, watched
+        gc.collect()
+        if arguments.device != "cpu":
+            torch.cuda.empty_cache()
+    for where, why in left_out.items():
+        print(f"left out: {where}: {why}")
+    if not cells:
+        raise SystemExit("nothing was measured")
+    path = write(cells, left_out, arguments)  # with all that was left out
+    print(path if arguments.results else path.relative_to(record.ROOT))
+
+
+if __name__ == "__main__":
+    main()
