@@ -33,13 +33,13 @@ def main(arguments: list[str]) -> int:
         print(f"sanitize: {missing}")
         return 0
     runtime = checker(compiler)
-    if runtime is None:
+    if not runtime:
         print(f"sanitize: {' '.join(compiler)} on {platform.system()} brings no checks that Python can run under")
         return 0
     levels = build.build(CHECKED, compiler=compiler, flags=FLAGS)
     print(f"sanitize: {', '.join(levels)}, compiled with {' '.join(FLAGS)}")
     environment = child_environment(
-        LD_PRELOAD=str(runtime),
+        LD_PRELOAD=" ".join(map(str, runtime)),
         # Python and torch keep memory until the process ends.
         ASAN_OPTIONS="detect_leaks=0:abort_on_error=1",
         UBSAN_OPTIONS="print_stacktrace=1",
@@ -51,17 +51,24 @@ def main(arguments: list[str]) -> int:
     ).returncode
 
 
-def checker(compiler: list[str]) -> Path | None:
-    """The part of the compiler that checks, which has to be loaded before Python; None if it has none by itself."""
+def checker(compiler: list[str]) -> tuple[Path, ...]:
+    """The libraries that have to be loaded before Python: what checks, and what throws exceptions, because the checks
+    look for it when they are loaded, before torch brings it. Nothing if this compiler has no checks by itself.
+    """
     if sys.platform != "linux":
-        return None
-    named = ("libasan.so", f"libclang_rt.asan-{build.machine()}.so")
-    for name in named:
+        return ()
+    checks = _found(compiler, "libasan.so", f"libclang_rt.asan-{build.machine()}.so")
+    return checks and checks + _found(compiler, "libstdc++.so.6")
+
+
+def _found(compiler: list[str], *names: str) -> tuple[Path, ...]:
+    """The first of these libraries that the compiler finds."""
+    for name in names:
         asked = subprocess.run((*compiler, f"-print-file-name={name}"), capture_output=True, check=False, text=True)
         # A name without a folder is one that was not found.
         if (found := Path(asked.stdout.strip())).is_absolute() and found.exists():
-            return found.resolve()
-    return None
+            return (found.resolve(),)
+    return ()
 
 
 if __name__ == "__main__":
