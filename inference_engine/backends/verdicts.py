@@ -1,11 +1,12 @@
 """Keeps what admission found out by test, so that a later start of the same model need not try again.
 
-    <cache>/admitted/<digest of the model's path>.<name>.json    {"key": …, "verdict": …}
+    <cache>/admitted/<digest of the configuration>.<name>.json    {"key": …, "verdict": …}
 
-The key is a digest of all that a verdict depends on: the configuration as it is stored, Python, the processor's
-instructions, the files of torch, transformers and what checks configurations with them, and our own sources. With
-another key, or if anything about the file is odd, there is no verdict, and the model is tried again. Only values are
-read, into frozen dataclasses, and only from a file of this user that no other user may write.
+Models of one configuration share its verdicts, wherever they lie; those of older code are written over. The key is a
+digest of all that a verdict depends on: the configuration as it is stored, Python, the processor's instructions, the
+files of torch, transformers and what checks configurations with them, and our own sources. With another key, or if
+anything about the file is odd, there is no verdict, and the model is tried again. Only values are read, into frozen
+dataclasses, and only from a file of this user that no other user may write.
 
 Refusals are not kept: whoever meets one is about to change something, and the log of the trial says what.
 """
@@ -47,14 +48,14 @@ _OTHERS_WRITE = 0o022
 
 
 class Verdicts:
-    """The verdicts of one model. Everything that fails here means that there is none."""
+    """The verdicts of one configuration. Everything that fails here means that there is none."""
 
     def __init__(self, found: FoundModel, folder: Path) -> None:
         """folder: the cache."""
         self._found = found
-        name = hashlib.sha256(os.fsencode(found.stored.resolve())).hexdigest()[:32]
-        self._stem = folder / "admitted" / name
-        self._key = _key(found)
+        configuration = _configuration(found)
+        self._stem = folder / "admitted" / configuration[:32]
+        self._key = _key(configuration)
 
     def read(self, kind: type[T], name: str, more: str = "") -> T | None:
         """The verdict of this name, a dataclass, or None. more: what else it depends on."""
@@ -74,7 +75,7 @@ class Verdicts:
 
     def keep(self, verdict: Any, name: str, more: str = "") -> None:
         """Store a dataclass, unless what it depends on has changed meanwhile or the cache cannot be written."""
-        if self._key is None or _key(self._found) != self._key:
+        if self._key is None or _key(_configuration(self._found)) != self._key:
             return
         path = self._path(name)
         draft = path.with_suffix(f".{uuid4().hex}")
@@ -102,16 +103,19 @@ class Verdicts:
 # -- what a verdict depends on ----------------------------------------------------------------------------------------
 
 
-def _key(found: FoundModel) -> str | None:
+def _configuration(found: FoundModel) -> str:
+    """A digest of what is stored of it."""
+    if found.only_gguf:
+        stored = json.dumps(gguf_config(read_gguf(found.stored)), sort_keys=True).encode()
+    else:
+        stored = (found.folder / CONFIG).read_bytes()
+    return hashlib.sha256(stored).hexdigest()
+
+
+def _key(configuration: str) -> str | None:
     """None if something about this installation cannot be told apart from a changed one."""
     installed = _installed()
-    if installed is None:
-        return None
-    if found.only_gguf:
-        configuration = json.dumps(gguf_config(read_gguf(found.stored)), sort_keys=True).encode()
-    else:
-        configuration = (found.folder / CONFIG).read_bytes()
-    return _with(installed, hashlib.sha256(configuration).hexdigest())
+    return None if installed is None else _with(installed, configuration)
 
 
 def _with(key: str, more: str) -> str:

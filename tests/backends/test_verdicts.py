@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -92,6 +94,16 @@ def test_a_second_start_gives_what_the_first_gave_and_tries_nothing(model: Model
     assert first[1].facts == second[1].facts
     assert isinstance(first[1], NativeForward) and isinstance(second[1], NativeForward)
     assert first[1].described == second[1].described
+    assert trials == ["admitted", "native"]
+
+
+def test_models_of_one_configuration_share_what_was_found(
+    model: ModelConfig, tmp_path: Path, trials: list[str]
+) -> None:
+    library()
+    open_backend(model)
+    other = replace(model, model=str(shutil.copytree(model.model, tmp_path / "elsewhere")))
+    open_backend(other)
     assert trials == ["admitted", "native"]
 
 
