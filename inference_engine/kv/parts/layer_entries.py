@@ -223,7 +223,7 @@ class LayerEntries(LayerSlots, Part):
 
     def copy_from(self, other: LayerEntries, length: int) -> None:
         if not self._has_slots_of(other):
-            super().copy_from(other, length)
+            Part.copy_from(self, other, length)  # a class with slots has no `super()` before it is made anew
             return
         self.copy_slots(other, 0, 0, self.paged_slots(length))
         self.copy_slots(other, self.layout.capacity, other.layout.capacity, min(self.layout.spare, length))
