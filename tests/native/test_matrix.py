@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from enum import IntEnum
 
 import numpy as np
 import pytest
@@ -13,53 +12,15 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from inference_engine.native import build
-from inference_engine.native.library import why_missing
+from inference_engine.native.library import Format, Identity, Matrix, PackError, Source, why_missing
 
 LEVELS = ("plain", "neon", "avx2", "avxvnni", "avx512")
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 
-class Format(IntEnum):
-    FLOAT32 = 0
-    FLOAT16 = 1
-    BFLOAT16 = 2
-    INT8 = 3
-    INT8_PAIR = 4
-    INT4 = 5
-    INT4_WIDE = 6
-
-
-class Source(IntEnum):
-    FLOAT32 = 0
-    FLOAT16 = 1
-    BFLOAT16 = 2
-    Q4_0 = 3
-    Q4_1 = 4
-    Q5_0 = 5
-    Q8_0 = 6
-    Q4_K = 7
-    Q6_K = 8
-
-
-class Identity(IntEnum):
-    EXACT = 0
-    QUANTISED = 1
-
-
-NO_SUCH_FORMAT, BROKEN_BLOCKS, TOO_LARGE = 1, 2, 3
 QUANTISED_FORMATS = (Format.INT8, Format.INT8_PAIR, Format.INT4, Format.INT4_WIDE)
 PRODUCTS = [(f, i) for f in Format for i in Identity if i is Identity.EXACT or f in QUANTISED_FORMATS]
-
-
-class MatrixC(ctypes.Structure):
-    _fields_ = (
-        ("format", ctypes.c_int32),
-        ("outputs", ctypes.c_int32),
-        ("inputs", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-        ("tiles", ctypes.c_void_p),
-    )
 
 
 class Native:
@@ -90,7 +51,7 @@ class Packed:
         size = native.lib.kakeya_packed_bytes(form, ctypes.c_int64(outputs), ctypes.c_int64(inputs))
         self.memory = np.full(size + 64, 0xEE, np.uint8)
         self.tiles = self.memory.ctypes.data + 63 & ~63
-        self.matrix = MatrixC(form, outputs, inputs, 0, self.tiles)
+        self.matrix = Matrix(form, outputs, inputs, 0, self.tiles)
 
     def pack(self, source: Source, data: Bytes, order: NDArray[np.int64] | None = None) -> int:
         where = ctypes.c_void_p(None if order is None else order.ctypes.data)
@@ -143,7 +104,7 @@ def as_bytes(values: NDArray[np.generic]) -> Bytes:
 
 def of_floats(native: Native, form: Format, weights: Floats) -> Packed:
     packed = Packed(native, form, *weights.shape)
-    assert packed.pack(Source.FLOAT32, as_bytes(weights)) == 0
+    assert packed.pack(Source.F32, as_bytes(weights)) == 0
     return packed
 
 
@@ -280,7 +241,7 @@ def test_outputs_are_in_the_order_that_is_asked_for(native: Native, form: Format
     weights = np.random.default_rng(5).normal(size=(40, 50)).astype(np.float32)
     order = np.random.default_rng(6).permutation(40)[:21].astype(np.int64)
     packed = Packed(native, form, 21, 50)
-    assert packed.pack(Source.FLOAT32, as_bytes(weights), order) == 0
+    assert packed.pack(Source.F32, as_bytes(weights), order) == 0
     assert (packed.numbers() == of_floats(native, form, weights[order]).numbers()).all()
 
 
@@ -294,9 +255,9 @@ def test_floats_are_rounded_to_the_nearest(native: Native) -> None:
     bfloat16 = of_floats(native, Format.BFLOAT16, weights)
     assert (bfloat16.numbers() == to_bf16.view(np.float32)).all()
     again = Packed(native, Format.FLOAT32, 18, 200)
-    assert again.pack(Source.BFLOAT16, as_bytes((to_bf16 >> 16).astype(np.uint16))) == 0
+    assert again.pack(Source.BF16, as_bytes((to_bf16 >> 16).astype(np.uint16))) == 0
     assert (again.numbers() == bfloat16.numbers()).all()
-    assert again.pack(Source.FLOAT16, as_bytes(weights.astype(np.float16))) == 0
+    assert again.pack(Source.F16, as_bytes(weights.astype(np.float16))) == 0
     assert (again.numbers() == weights.astype(np.float16)).all()
 
 
@@ -319,20 +280,20 @@ def test_floats_are_quantised_by_blocks(native: Native, form: Format, steps: int
 def test_impossible_combinations_are_refused(native: Native) -> None:
     weights = np.ones((2, 32), np.float32)
     packed = Packed(native, Format.INT8, 2, 32)
-    assert packed.pack(Source.Q4_1, random_blocks(Source.Q4_1, 2, 32)) == NO_SUCH_FORMAT
-    assert Packed(native, Format.INT8_PAIR, 2, 32).pack(Source.Q6_K, as_bytes(weights)) == BROKEN_BLOCKS
+    assert packed.pack(Source.Q4_1, random_blocks(Source.Q4_1, 2, 32)) == PackError.NO_SUCH_FORMAT
+    assert Packed(native, Format.INT8_PAIR, 2, 32).pack(Source.Q6_K, as_bytes(weights)) == PackError.BROKEN_BLOCKS
     for bad in (np.nan, np.inf, 3e7):
         weights[1, 3] = bad
-        assert packed.pack(Source.FLOAT32, as_bytes(weights)) == TOO_LARGE
+        assert packed.pack(Source.F32, as_bytes(weights)) == PackError.TOO_LARGE
     weights[1, 3] = 7e4
-    assert Packed(native, Format.FLOAT16, 2, 32).pack(Source.FLOAT32, as_bytes(weights)) == TOO_LARGE
+    assert Packed(native, Format.FLOAT16, 2, 32).pack(Source.F32, as_bytes(weights)) == PackError.TOO_LARGE
     assert native.lib.kakeya_packed_bytes(7, ctypes.c_int64(1), ctypes.c_int64(1)) == -1
 
 
 def test_the_offset_of_q4_0_may_need_the_wide_format(native: Native) -> None:
     data = random_blocks(Source.Q4_0, 2, 32)
     data[0, :2] = np.array([60000], np.float16).view(np.uint8)
-    assert Packed(native, Format.INT4, 2, 32).pack(Source.Q4_0, data) == TOO_LARGE
+    assert Packed(native, Format.INT4, 2, 32).pack(Source.Q4_0, data) == PackError.TOO_LARGE
     wide = Packed(native, Format.INT4_WIDE, 2, 32)
     assert wide.pack(Source.Q4_0, data) == 0
     assert (wide.numbers() == dequantize(data, GGMLQuantizationType.Q4_0)).all()
