@@ -31,7 +31,7 @@ SOAK ?= --interleavings 100000 --cancels 10000 --calls 2000000 --messages 100000
 # Checks come before tests and share one installation: the steps run one after another, even under -j.
 .NOTPARALLEL:
 
-.PHONY: help setup native demo serve chat test test-long test-hostile check proto bench bench-cpu bench-gpu bench-load evaluate soak seeded-bugs
+.PHONY: help setup native demo serve chat test test-long test-gpu test-hostile check proto bench bench-cpu bench-gpu bench-load evaluate soak seeded-bugs
 .PHONY: clean sanitize
 .PHONY: lint format types contracts wire reference documents docs unit node typescript unit-typescript long-typescript
 
@@ -66,6 +66,9 @@ unit: native node ## the tests without the checks; ARGS go to pytest
 test-long: native long-typescript sanitize ## the tests that take minutes to hours
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@$(BIN)/python -m pytest -m long --timeout=14400 $(ARGS)
+
+test-gpu: native ## kernels, recorded steps and their laws on this machine's GPU; record in results/
+	@$(BIN)/python scripts/test_gpu.py $(ARGS)
 
 test-hostile: native ## every attack on a server of its own on loopback, and what its neighbours notice; ten minutes
 	@OMP_NUM_THREADS=1 timeout --kill-after=30 900 $(BIN)/python -m pytest -m hostile --timeout=300 $(ARGS)
