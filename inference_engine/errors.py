@@ -9,10 +9,10 @@
     └── RequestError         one request; has a wire `reason`
         ├── InvalidArgument ── TokenOutOfRange, RequestIdReused
         ├── SessionNotFound ── SessionEvicted
-        ├── SessionBusy, HistoryLengthMismatch, SessionClosed, StreamTakenOver
+        ├── SessionBusy, HistoryLengthMismatch, HistoryBehindClient, SessionClosed, StreamTakenOver
         ├── HistoryLimit, AppendTooLarge, NoCapacity, Overloaded, QuotaExceeded
-        ├── Draining, EngineStalled, OutOfMemory, DeadlineExceeded, Unauthenticated
-        ├── InvariantViolated, NonFiniteLogits, RestorationFailed
+        ├── Draining, EngineStalled, OutOfMemory, JournalFull, DeadlineExceeded, Unauthenticated
+        ├── InvariantViolated, NonFiniteLogits, RestorationFailed, HistoryCorrupt, ModelMismatch
         └── InternalError
 
 Each message states the problem, the value and the remedy. Only `server/status.py` turns them into gRPC statuses.
@@ -141,6 +141,20 @@ class HistoryLengthMismatch(RequestError):
         )
 
 
+class HistoryBehindClient(RequestError):
+    """The client has tokens that the history has not: the server lost what it had told, or the client is mistaken."""
+
+    reason = "HISTORY_BEHIND_CLIENT"
+
+    def __init__(self, expected: int, actual: int) -> None:
+        super().__init__(
+            f"resume_from is {expected}, and the history has {actual} tokens only: the server has lost tokens, or the "
+            "position is wrong. Nothing was changed; append what is missing, or go on from where the history ends",
+            expected=expected,
+            actual=actual,
+        )
+
+
 class SessionClosed(RequestError):
     reason = "SESSION_CLOSED"
 
@@ -238,6 +252,19 @@ class OutOfMemory(RequestError):
         )
 
 
+class JournalFull(RequestError):
+    """The disk of the journal is full. Nothing was lost; what is recorded waits for space."""
+
+    reason = "JOURNAL_FULL"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the disk that the server keeps sessions on is full, and nothing was changed; retry later, or close "
+            "sessions",
+            retry_after_seconds=5.0,
+        )
+
+
 class DeadlineExceeded(RequestError):
     reason = "DEADLINE"
 
@@ -289,6 +316,34 @@ class RestorationFailed(RequestError):
         super().__init__(
             f"the session's evicted KV entries could not be restored{reported}. The history is kept: generate again, "
             "or append it to a session with another strategy"
+        )
+
+
+class HistoryCorrupt(RequestError):
+    """The records of a session on disk are damaged. Other sessions are not concerned."""
+
+    reason = "HISTORY_CORRUPT"
+
+    def __init__(self, position: int) -> None:
+        super().__init__(
+            f"the session's history on disk is damaged from position {position} on, and the session cannot be used. "
+            "The operator can restore the state folder from a backup; otherwise create a new session",
+            position=position,
+        )
+
+
+class ModelMismatch(RequestError):
+    """A session on disk was made under settings that decide its tokens, and these are other ones."""
+
+    reason = "MODEL_MISMATCH"
+
+    def __init__(self, what: str, recorded: object, running: object) -> None:
+        super().__init__(
+            f"the session was made with {what} {recorded}, and this server runs with {running}: its tokens would "
+            "change. It is kept, and can be used when the server runs as before",
+            setting=what,
+            recorded=recorded,
+            running=running,
         )
 
 

@@ -112,8 +112,10 @@ class NullEngine(Engine):
         owner: str = "",
         request_id: bytes = b"",
         guaranteed: bool | None = None,
+        route: str = "",
+        is_transient: bool = False,
     ) -> SessionOpened:
-        session_id = f"{next(self._ids):032x}"
+        session_id = f"{route}.{next(self._ids):032x}" if route else f"{next(self._ids):032x}"
         self._lengths[session_id] = 0
         return SessionOpened(
             session_id=session_id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,10 @@ from inference_engine.session.session import Session
 from inference_engine.types import GenerateParams
 
 MAX_LABEL_CHARACTERS = 128
+MAX_PAGE_SESSIONS = 1000
+MAX_PIECE_TOKENS = 16_384  # of a history in one answer
+
+_ROUTE = re.compile("[0-9a-f]{16}")
 
 
 class Arguments:
@@ -79,6 +84,16 @@ def check_label(label: str) -> None:
         raise InvalidArgument(
             "client_label", f"must be at most {MAX_LABEL_CHARACTERS} printable characters, got {len(label)}"
         )
+
+
+def check_route(route: str) -> None:
+    if route and not _ROUTE.fullmatch(route):
+        raise InvalidArgument("kakeya-route", f"must be 16 characters of 0-9 and a-f, got {len(route)} characters")
+
+
+def check_page(most: int) -> None:
+    if not 1 <= most <= MAX_PAGE_SESSIONS:
+        raise InvalidArgument("page_size", f"must be from 1 to {MAX_PAGE_SESSIONS}, got {most}")
 
 
 def check_length(session: Session, expected: int | None) -> None:

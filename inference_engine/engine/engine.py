@@ -10,15 +10,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
+
 from inference_engine.backends.base import Forward
 from inference_engine.config import EngineConfig
 from inference_engine.decode.draft import Drafter
 from inference_engine.decode.verifier import Verifier
-from inference_engine.engine.arguments import Arguments, check_label, check_length
+from inference_engine.engine.arguments import (
+    MAX_PAGE_SESSIONS,
+    MAX_PIECE_TOKENS,
+    Arguments,
+    check_label,
+    check_length,
+    check_page,
+    check_route,
+)
 from inference_engine.engine.fork import open_fork
 from inference_engine.engine.generation import Generates, Generation
 from inference_engine.engine.memory import grows, open_memory, refuse_if_too_small
-from inference_engine.engine.results import EngineInfo, HistoryLength, SessionForked, SessionInfo, SessionOpened
+from inference_engine.engine.results import (
+    EngineInfo,
+    HistoryLength,
+    HistoryPiece,
+    SessionForked,
+    SessionInfo,
+    SessionListed,
+    SessionOpened,
+)
 from inference_engine.engine.stats import collect_statistics
 from inference_engine.errors import Draining, EngineStalled, InvalidArgument, SessionClosed
 from inference_engine.kernels.mac import MatchTotals
@@ -63,6 +81,7 @@ class Engine:
         drafter: Drafter | None = None,
         on_choice: OnChoice | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Allocate the pool and start the engine's thread.
 
@@ -78,6 +97,7 @@ class Engine:
         self._forward = forward
         self._drafter = drafter
         self._clock = clock
+        self._wall_clock = wall_clock
         self._journal = journal or MemoryJournal()
         self._geometry = forward.geometry(
             mode=self.config.mode, page_tokens=self.config.page_tokens, segment_tokens=self.config.segment_tokens
@@ -116,6 +136,7 @@ class Engine:
                 share_forks=self.config.share_forks,
             ),
             idle_ttl_seconds=self.config.session_idle_ttl_seconds,
+            wall_clock=wall_clock,
         )
         timer = StepTimer(self.metrics, clock)
         self._scheduler = Scheduler(
@@ -155,11 +176,15 @@ class Engine:
         owner: str = "",
         request_id: bytes = b"",
         guaranteed: bool | None = None,
+        route: str = "",
+        is_transient: bool = False,
     ) -> SessionOpened:
         """Open a session. Raises InvalidArgument, NoCapacity or Draining.
 
         request_id: makes a retry safe: a second call with it returns the first reply and opens no other session.
         guaranteed: True reserves all its memory now, False grants memory as it grows; None: as the settings say.
+        route: its id, and those of its forks, begin with it and a dot. Hexadecimal digits; "": none.
+        is_transient: it belongs to one call of its owner, who is not told its id: it is not listed.
         """
         self._refuse_when_draining()
         spec = (strategy or self._default_strategy).resolved(self._geometry)
@@ -167,6 +192,7 @@ class Engine:
         self._check_ready(spec)
         self._arguments.check_ids("eos_token_ids", eos_token_ids, at_most=MAX_STOP_TOKEN_IDS)
         check_label(label)
+        check_route(route)
         limit = self._arguments.limit(spec, limit_tokens)
         eos_ids = frozenset(eos_token_ids)
         if guaranteed is False and not self._is_growing:
@@ -178,9 +204,15 @@ class Engine:
             if (known := self._opened.recall(call)) is not None:
                 return self._again(known)
             session = self._store.create(
-                spec, eos_token_ids=eos_ids, limit_tokens=limit, owner=owner, is_growing=is_growing
+                spec,
+                eos_token_ids=eos_ids,
+                limit_tokens=limit,
+                owner=owner,
+                is_growing=is_growing,
+                route=route,
+                label=label,
+                is_transient=is_transient,
             )
-            session.label = label
             opened = SessionOpened(
                 session_id=session.session_id,
                 strategy=spec,
@@ -224,8 +256,7 @@ class Engine:
             if (reply := self._forked_before(call)) is not None:
                 return reply
             check_length(parent, expected_history_length)
-            fork = open_fork(self._store, self._scheduler, parent, limit)
-            fork.label = label
+            fork = open_fork(self._store, self._scheduler, parent, limit, label)
             reply = SessionForked(
                 session_id=fork.session_id,
                 strategy=fork.kv.strategy,
@@ -375,6 +406,33 @@ class Engine:
         """Never waits, and does not count as use of the session."""
         session = self._store.find(session_id, owner)
         return SessionInfo.of(session, now=self._clock(), history_bytes=self._store.history_bytes(session))
+
+    def list_sessions(self, *, after: str = "", most: int = MAX_PAGE_SESSIONS, owner: str = "") -> list[SessionListed]:
+        """The first `most` of the owner's sessions in the order of their ids, with ids greater than `after`.
+
+        Never waits, and is no use of a session. Raises InvalidArgument for more than MAX_PAGE_SESSIONS.
+        """
+        check_page(most)
+        now, today = self._clock(), self._wall_clock()
+        sessions = self._store.page(owner, after=after, most=most)
+        return [SessionListed.of(session, now=now, today=today) for session in sessions]
+
+    def read_history(
+        self, session_id: str, *, first: int = 0, most: int = MAX_PIECE_TOKENS, owner: str = ""
+    ) -> HistoryPiece:
+        """Token ids from position `first` on, at most `most` of them and at most MAX_PIECE_TOKENS.
+
+        Never waits, and is no use of the session. Raises InvalidArgument if `first` is beyond the history's end.
+        """
+        with self._store.locked():
+            history = self._store.find_healthy(session_id, owner).history
+            if first > len(history):
+                raise InvalidArgument(
+                    "first_position", f"must be at most {len(history)}, the history's length, got {first}"
+                )
+            until = min(first + min(most, MAX_PIECE_TOKENS), len(history))
+            ids, marks = np.array(history.ids(first, until)), np.array(history.marks(first, until))
+            return HistoryPiece(first, ids, marks, len(history))
 
     def match_statistics(self, session_id: str, *, owner: str = "") -> dict[int, MatchTotals]:
         """What the query cache saved and missed, by layer; empty for a strategy without one. Never waits."""

@@ -16,7 +16,9 @@ from inference_engine.session.store import SessionStore
 logger = logging.getLogger(__name__)
 
 
-def open_fork(store: SessionStore, scheduler: Scheduler, parent: Session, limit_tokens: int | None) -> Session:
+def open_fork(
+    store: SessionStore, scheduler: Scheduler, parent: Session, limit_tokens: int | None, label: str
+) -> Session:
     """A fork of `parent`, which the caller holds.
 
     Raises InvalidArgument, NoCapacity, QuotaExceeded, or Draining if the engine's thread takes no more work; then there
@@ -25,7 +27,7 @@ def open_fork(store: SessionStore, scheduler: Scheduler, parent: Session, limit_
     length = len(parent.history)
     if limit_tokens is not None and limit_tokens < length:
         raise InvalidArgument("limit_tokens", f"must hold the history of {length} tokens, got {limit_tokens}")
-    fork = store.fork(parent, limit_tokens)
+    fork = store.fork(parent, limit_tokens, label)
     try:
         scheduler.between_steps(lambda: _copy_entries(store, parent, fork))
     except BaseException:

@@ -20,7 +20,7 @@ from inference_engine.logs import about_session
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import Forced, Listener, Request
-from inference_engine.scheduler.transcript import Reader, Transcript
+from inference_engine.scheduler.transcript import Reader, Transcript, check_not_behind
 from inference_engine.session.replies import Call, Replies
 from inference_engine.session.session import Operation, Session
 from inference_engine.session.store import SessionStore, when_not_busy
@@ -181,6 +181,7 @@ class Generates:
             if known is None and resume_from is not None:
                 # The session may have ended meanwhile, and its Generates with it; then this raises how.
                 self._store.find_healthy(session.session_id, session.owner)
+                check_not_behind(session, resume_from)
                 raise InvalidArgument("resume_from", "needs the request_id of a Generate that is remembered")
             if known is not None and not known.can_continue:
                 if known.is_stopping:

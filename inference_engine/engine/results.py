@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from inference_engine.config import EngineConfig
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.session.history import Marks, TokenIds
 from inference_engine.session.session import Operation, Session
-from inference_engine.types import Bound, Mode, ModelFacts
+from inference_engine.types import Bound, Mark, Mode, ModelFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +100,54 @@ class SessionInfo:
             is_generating=session.operation is Operation.GENERATE,
             label=session.label,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionListed:
+    """What a list of sessions says of one."""
+
+    session_id: str
+    label: str
+    history_length: int
+    age_seconds: float
+    idle_seconds: float
+    is_resident: bool
+    is_generating: bool
+    failure_reason: str
+    strategy: KVStrategy
+
+    @staticmethod
+    def of(session: Session, *, now: float, today: float) -> SessionListed:
+        """now: on the clock of `session.used_at`; today: seconds since 1970."""
+        return SessionListed(
+            session_id=session.session_id,
+            label=session.label,
+            history_length=len(session.history),
+            age_seconds=max(0.0, today - session.created_at),
+            idle_seconds=max(0.0, now - session.used_at),
+            is_resident=True,
+            is_generating=session.operation is Operation.GENERATE,
+            failure_reason=session.failure_reason,
+            strategy=session.kv.strategy,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryPiece:
+    """Token ids of a history from the position `first` on, their marks, and the length of the whole history."""
+
+    first: int
+    token_ids: TokenIds
+    marks: Marks
+    history_length: int
+
+    def run_lengths(self) -> list[int]:
+        """How many of the ids were appended, then generated, then appended, and so on; the first may be 0."""
+        if not len(self.marks):
+            return []
+        edges = np.flatnonzero(np.diff(self.marks)) + 1
+        runs: list[int] = np.diff([0, *edges, len(self.marks)]).tolist()
+        return runs if self.marks[0] == Mark.APPENDED else [0, *runs]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

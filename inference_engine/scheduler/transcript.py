@@ -10,12 +10,14 @@ are the same as without the stop.
 
 from __future__ import annotations
 
+import logging
 import threading
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
 
-from inference_engine.errors import InvalidArgument, SessionClosed, StreamTakenOver
+from inference_engine.errors import HistoryBehindClient, InvalidArgument, SessionClosed, StreamTakenOver
+from inference_engine.logs import about_session
 from inference_engine.scheduler.request import Done, Forced, Listener, Request
 from inference_engine.session.history import Stretch, TokenIds
 from inference_engine.session.session import Session
@@ -31,7 +33,21 @@ from inference_engine.types import (
     Truncated,
 )
 
+logger = logging.getLogger(__name__)
+
 AT_ONCE = 256  # most tokens in one read; a read of fewer has returned all there were
+
+
+def check_not_behind(session: Session, position: int) -> None:
+    """Raise HistoryBehindClient if the client has a token that the history has not."""
+    if position > len(session.history):
+        logger.warning(
+            "a client resumes from %d, and the history has %d tokens: tokens were lost, or the client is mistaken",
+            position,
+            len(session.history),
+            extra=about_session(session.session_id),
+        )
+        raise HistoryBehindClient(position, len(session.history))
 
 
 class Transcript:
@@ -78,10 +94,11 @@ class Transcript:
         """A reader from `position` on (None: the first token); it replaces the one before.
 
         listener: called with each event from now on, on the engine's thread. Raises InvalidArgument for a position
-        outside the tokens so far and the next one.
+        outside the tokens so far and the next one, HistoryBehindClient for one beyond the history.
         """
         with self._lock:
             position = self.first_position if position is None else position
+            check_not_behind(self.session, position)
             if not self.first_position <= position <= self.end_position:
                 raise InvalidArgument(
                     "resume_from", f"must be from {self.first_position} to {self.end_position}, got {position}"

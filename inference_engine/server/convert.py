@@ -15,7 +15,15 @@ import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from inference_engine.engine.results import EngineInfo, HistoryLength, SessionForked, SessionInfo, SessionOpened
+from inference_engine.engine.results import (
+    EngineInfo,
+    HistoryLength,
+    HistoryPiece,
+    SessionForked,
+    SessionInfo,
+    SessionListed,
+    SessionOpened,
+)
 from inference_engine.errors import ConfigError, InvalidArgument
 from inference_engine.kv.strategies import make_strategy, option_types, read_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
@@ -259,6 +267,7 @@ def opened_to_wire(opened: SessionOpened, *, mode: Mode, model_id: str) -> pb.Cr
         tier_bytes=opened.bound.tier_bytes,
         replayed=opened.is_replayed,
         reserved_bytes=opened.reserved_bytes,
+        durability=pb.DURABILITY_NONE,
     )
 
 
@@ -284,6 +293,7 @@ def forked_to_wire(forked: SessionForked, *, mode: Mode, model_id: str) -> pb.Fo
         shared_bytes=forked.shared_bytes,
         replayed=forked.is_replayed,
         reserved_bytes=forked.reserved_bytes,
+        durability=pb.DURABILITY_NONE,
     )
 
 
@@ -310,6 +320,36 @@ def session_info_to_wire(info: SessionInfo) -> pb.GetSessionInfoResponse:
         client_label=info.label,
         reserved_bytes=info.reserved_bytes,
         history_bytes=info.history_bytes,
+        resident=True,
+    )
+
+
+def list_to_wire(listed: Sequence[SessionListed], *, most: int) -> pb.ListSessionsResponse:
+    """most: that were asked for. A full page may have another after it."""
+    sessions = [
+        pb.SessionSummary(
+            session_id=one.session_id,
+            client_label=one.label,
+            history_length=one.history_length,
+            age_seconds=one.age_seconds,
+            idle_seconds=one.idle_seconds,
+            resident=one.is_resident,
+            generating=one.is_generating,
+            failure_reason=one.failure_reason,
+            strategy=strategy_to_wire(one.strategy),
+        )
+        for one in listed
+    ]
+    is_full = len(sessions) >= most
+    return pb.ListSessionsResponse(sessions=sessions, next_page_token=sessions[-1].session_id if is_full else "")
+
+
+def history_to_wire(piece: HistoryPiece) -> pb.ReadHistoryResponse:
+    return pb.ReadHistoryResponse(
+        first_position=piece.first,
+        token_ids=piece.token_ids.tolist(),
+        history_length=piece.history_length,
+        run_lengths=piece.run_lengths(),
     )
 
 
@@ -344,4 +384,5 @@ def server_info_to_wire(
         history_tokens_per_session=info.config.history_tokens_per_session,
         history_tokens_per_owner=info.config.history_tokens_per_owner,
         history_token_count=history_tokens,
+        durability=pb.DURABILITY_NONE,
     )

@@ -8,7 +8,7 @@ decided on the headers; the message of a call is read afterwards (`incoming.py`)
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import replace
 from time import perf_counter
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from inference_engine.errors import RequestError, Unauthenticated
+from inference_engine.errors import InvalidArgument, RequestError, Unauthenticated
 from inference_engine.logs import about_request
 from inference_engine.metrics import EngineMetrics
 from inference_engine.server import incoming
@@ -28,6 +28,7 @@ from inference_engine.server.unauthenticated import GrpcDoor
 from inference_engine.tracing import Tracing, end_call
 
 OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check"})
+ROUTE_HEADER = "kakeya-route"
 OUR_METHODS = "/kakeya.v1."
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -40,6 +41,17 @@ _key: ContextVar[Key] = ContextVar("key", default=NO_KEY)
 def caller() -> str:
     """The owner that the current call runs for."""
     return _key.get().owner
+
+
+def route_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """What the client wants the id of a new session to begin with, so that a proxy can route by it; "": nothing.
+
+    Raises InvalidArgument if there are two of them.
+    """
+    routes = [value for key, value in metadata or () if key == ROUTE_HEADER]
+    if len(routes) > 1:
+        raise InvalidArgument(ROUTE_HEADER, f"must be sent once, got {len(routes)}")
+    return str(routes[0]) if routes else ""
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):

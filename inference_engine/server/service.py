@@ -17,13 +17,14 @@ from google.protobuf.message import DecodeError, Message
 from inference_engine import __version__
 from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
+from inference_engine.engine.arguments import MAX_PIECE_TOKENS
 from inference_engine.engine.generation import Generation
 from inference_engine.engine.results import HistoryLength, SessionForked
 from inference_engine.errors import InvalidArgument, SessionBusy
 from inference_engine.logs import name_request
 from inference_engine.server import convert
 from inference_engine.server.incoming import MessageLimits, TransportError
-from inference_engine.server.interceptors import caller
+from inference_engine.server.interceptors import caller, route_of
 from inference_engine.server.status import SlowConsumer
 from inference_engine.server.stream import Feed, LoopWaker, Stall
 from inference_engine.types import Failed, Finished, GenerateParams
@@ -31,6 +32,8 @@ from kakeya.v1 import runtime_pb2 as pb
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RuntimeService"].full_name
 
+# Sessions of a list's page, if its request does not say.
+PAGE_SESSIONS = 100
 # A client that reads no frame for this long loses its Generate, not its session.
 STALL_SECONDS = 30.0
 # A Generate is stopped this fraction of its time (but at most this many seconds) before the client's deadline, so that
@@ -69,6 +72,7 @@ class RuntimeService:
                 owner=caller(),
                 request_id=request.request_id,
                 guaranteed=convert.optional(request, "guaranteed"),
+                route=route_of(context.invocation_metadata()),
             )
         except InvalidArgument as error:
             if strategy is None:
@@ -151,6 +155,17 @@ class RuntimeService:
             max_message_bytes=self._max_message_bytes,
         )
 
+    async def list_sessions(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsResponse:
+        most = request.page_size or PAGE_SESSIONS
+        return convert.list_to_wire(
+            self._engine.list_sessions(after=request.page_token, most=most, owner=caller()), most=most
+        )
+
+    async def read_history(self, request: pb.ReadHistoryRequest, context: Context) -> pb.ReadHistoryResponse:
+        most = request.max_tokens or MAX_PIECE_TOKENS
+        piece = self._engine.read_history(request.session_id, first=request.first_position, most=most, owner=caller())
+        return convert.history_to_wire(piece)
+
     def handlers(self) -> grpc.GenericRpcHandler:
         """The RPCs by their names on the wire."""
         return grpc.method_handlers_generic_handler(
@@ -163,6 +178,8 @@ class RuntimeService:
                 "ForkSession": _unary(self.fork_session, pb.ForkSessionRequest),
                 "GetSessionInfo": _unary(self.get_session_info, pb.GetSessionInfoRequest),
                 "GetServerInfo": _unary(self.get_server_info, pb.GetServerInfoRequest),
+                "ListSessions": _unary(self.list_sessions, pb.ListSessionsRequest),
+                "ReadHistory": _unary(self.read_history, pb.ReadHistoryRequest),
             },
         )
 

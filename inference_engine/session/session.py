@@ -64,6 +64,8 @@ class Session:
     used_at: float
     cap_tokens: int | None = None
     label: str = ""  # the owner's name for it; reported to the owner only
+    created_at: float = 0.0  # seconds since 1970
+    is_transient: bool = False  # it belongs to one call, and is not listed
     history: History = field(default_factory=History)
     operation: Operation | None = None
     waiters: list[Callable[[], None]] = field(default_factory=list)

@@ -10,6 +10,7 @@ session that a reader has not read yet count until it has.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import secrets
 import threading
@@ -57,11 +58,14 @@ class SessionStore:
         *,
         limits: SessionLimits,
         idle_ttl_seconds: float,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """wall_clock: seconds since 1970."""
         self._context = context
         self._journal = journal
         self._metrics = metrics
         self._clock = clock
+        self._wall_clock = wall_clock
         self._idle_ttl_seconds = idle_ttl_seconds
         self._limits = limits
         self._leaves = Leaves()
@@ -86,16 +90,22 @@ class SessionStore:
         limit_tokens: int | None,
         owner: str,
         is_growing: bool = False,
+        route: str = "",
+        label: str = "",
+        is_transient: bool = False,
     ) -> Session:
-        """Open a session, its memory reserved, or granted as it grows. Raises NoCapacity or QuotaExceeded."""
+        """Open a session, its memory reserved, or granted as it grows. Raises NoCapacity or QuotaExceeded.
+
+        route: its id begins with it and a dot, if it is not empty. is_transient: it belongs to one call.
+        """
         with self._lock:
             tokens = 1 if is_growing else None
             kv = self._admission.admit(self._sessions.values(), strategy, limit_tokens, owner, tokens=tokens)
-            session = self._open(kv, eos_token_ids, owner)
+            session = self._open(kv, eos_token_ids, owner, route=route, label=label, is_transient=is_transient)
             self._add(session)
             return session
 
-    def fork(self, parent: Session, limit_tokens: int | None) -> Session:
+    def fork(self, parent: Session, limit_tokens: int | None, label: str = "") -> Session:
         """Open a session with the history of `parent`, which the caller holds; its entries are not copied yet.
 
         Both are pinned until `unpin`. Raises NoCapacity or QuotaExceeded.
@@ -112,7 +122,7 @@ class SessionStore:
                 tokens=len(parent.history) + 1 if parent.kv.grows else None,
                 parent=parent.kv,
             )
-            session = self._open(kv, parent.eos_token_ids, parent.owner, parent=parent)
+            session = self._open(kv, parent.eos_token_ids, parent.owner, parent=parent, label=label)
             parent.pins += 1
             session.pins += 1
             self._add(session)
@@ -136,6 +146,16 @@ class SessionStore:
             if session.failure_reason:
                 raise InvariantViolated(session.failure_reason, "the session failed earlier")
             return session
+
+    def page(self, owner: str, *, after: str, most: int) -> list[Session]:
+        """The first `most` of the owner's sessions in the order of their ids, with ids greater than `after`."""
+        with self._lock:
+            own = [
+                session
+                for session in self._sessions.values()
+                if session.owner == owner and session.session_id > after and not session.is_transient
+            ]
+        return heapq.nsmallest(most, own, key=lambda session: session.session_id)
 
     def close(self, session_id: str, owner: str) -> int:
         """End a session; returns its final length. A running Generate commits nothing more."""
@@ -330,27 +350,41 @@ class SessionStore:
             )
 
     def _open(
-        self, kv: SessionKV, eos_token_ids: frozenset[int], owner: str, *, parent: Session | None = None
+        self,
+        kv: SessionKV,
+        eos_token_ids: frozenset[int],
+        owner: str,
+        *,
+        parent: Session | None = None,
+        route: str = "",
+        label: str = "",
+        is_transient: bool = False,
     ) -> Session:
         """A session around `kv`, with `parent`'s history, recorded in the journal. If that raises, `kv` is released."""
         try:
-            return self._opened(kv, eos_token_ids, owner, parent)
+            session_id = _new_id(route if parent is None else _route_of(parent.session_id))
+            session = self._opened(session_id, kv, eos_token_ids, owner, parent)
+            session.label, session.is_transient = label, is_transient
+            return session
         except BaseException:
             kv.release()
             raise
 
-    def _opened(self, kv: SessionKV, eos_token_ids: frozenset[int], owner: str, parent: Session | None) -> Session:
+    def _opened(
+        self, session_id: str, kv: SessionKV, eos_token_ids: frozenset[int], owner: str, parent: Session | None
+    ) -> Session:
         holdings = self._holdings.get(owner)
         if holdings is None:
             holdings = self._holdings[owner] = Holdings()
         session = Session(
-            session_id=secrets.token_urlsafe(24),
+            session_id=session_id,
             owner=owner,
             kv=kv,
             eos_token_ids=eos_token_ids,
             limit_tokens=kv.limit_tokens,
             cap_tokens=self._limits.history_tokens_per_session or None,
             used_at=self._clock(),
+            created_at=self._wall_clock(),
             history=History(holdings, self._leaves) if parent is None else parent.history.fork(),
         )
         record = SessionRecord(
@@ -399,6 +433,16 @@ class SessionStore:
         if not session.failure_reason:
             self._journal.close(session.session_id)
             self._metrics.sessions_total.labels(outcome=outcome).inc()
+
+
+def _new_id(route: str) -> str:
+    # The secret part has no dot, so what is before a dot is the route.
+    secret = secrets.token_urlsafe(24)
+    return f"{route}.{secret}" if route else secret
+
+
+def _route_of(session_id: str) -> str:
+    return session_id.rpartition(".")[0]
 
 
 def when_not_busy(store: SessionStore, session: Session, wait_seconds: float, attempt: Callable[[], T]) -> T:

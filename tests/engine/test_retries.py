@@ -18,6 +18,7 @@ from inference_engine.engine.generation import Generation
 from inference_engine.errors import (
     DeadlineExceeded,
     Draining,
+    HistoryBehindClient,
     HistoryLengthMismatch,
     InternalError,
     InvalidArgument,
@@ -384,16 +385,20 @@ def test_a_position_where_no_token_is_or_comes_next_is_refused() -> None:
     params = GenerateParams(max_tokens=3)
     with tiny_engine() as engine:
         session = opened(engine)
-        for unknown in (20, 21):
-            with pytest.raises(InvalidArgument, match="remembered") as caught:
-                engine.generate(session, params, request_id=ONE, resume_from=unknown)
-            assert caught.value.field == "resume_from"
+        with pytest.raises(InvalidArgument, match="remembered") as caught:
+            engine.generate(session, params, request_id=ONE, resume_from=20)
+        assert caught.value.field == "resume_from"
+        with pytest.raises(HistoryBehindClient, match="20 tokens"):
+            engine.generate(session, params, request_id=ONE, resume_from=21)
         with pytest.raises(InvalidArgument, match="remembered"):
             engine.generate(session, params, resume_from=20)
         drain(engine.generate(session, params, request_id=ONE))
-        for outside in (0, 19, 24, 2**40):
+        for outside in (0, 19):
             with pytest.raises(InvalidArgument, match="from 20 to 23"):
                 engine.generate(session, params, request_id=ONE, resume_from=outside)
+        for lost in (24, 2**40):
+            with pytest.raises(HistoryBehindClient, match="23 tokens"):
+                engine.generate(session, params, request_id=ONE, resume_from=lost)
         assert engine.session_info(session).history_length == 23
 
 

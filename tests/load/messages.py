@@ -15,12 +15,14 @@ MUTATED_SHARE = 0.3
 # How many of a hundred messages are for each method: most for those that do most.
 WEIGHTS = {
     "Generate": 41,
-    "AppendTokens": 34,
+    "AppendTokens": 31,
     "CreateSession": 8,
     "GetSessionInfo": 6,
     "ForkSession": 5,
     "CloseSession": 3,
-    "GetServerInfo": 3,
+    "GetServerInfo": 2,
+    "ListSessions": 1,
+    "ReadHistory": 3,
 }
 ODD_SHARES = (0.01, 0.06, 0.25)  # of the fields that need not be there: a message has few, some or many of them
 IDS_AT_MOST = 40

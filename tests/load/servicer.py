@@ -48,6 +48,9 @@ class Context:
     def time_remaining(self) -> float | None:
         return self.seconds
 
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
     async def write(self, message: Any) -> None:
         self.frames.append(message)
 

@@ -15,7 +15,16 @@ from tests.tiny import VOCABULARY, tiny_engine
 pytestmark = pytest.mark.hostile
 
 NAN, INFINITY = math.nan, math.inf
-UNARY_METHODS = ("CreateSession", "AppendTokens", "CloseSession", "ForkSession", "GetSessionInfo", "GetServerInfo")
+UNARY_METHODS = (
+    "CreateSession",
+    "AppendTokens",
+    "CloseSession",
+    "ForkSession",
+    "GetSessionInfo",
+    "GetServerInfo",
+    "ListSessions",
+    "ReadHistory",
+)
 
 
 def varint(value: int) -> bytes:
@@ -263,7 +272,9 @@ async def test_bytes_that_are_no_message_are_refused_without_internals(
 
 
 @pytest.mark.parametrize("session_id", ["", "word", "long" * 5_000, "odd\u202e\x00"], ids=lambda text: text[:4])
-@pytest.mark.parametrize("method", ["AppendTokens", "Generate", "CloseSession", "ForkSession", "GetSessionInfo"])
+@pytest.mark.parametrize(
+    "method", ["AppendTokens", "Generate", "CloseSession", "ForkSession", "GetSessionInfo", "ReadHistory"]
+)
 async def test_every_unknown_session_gets_the_same_bytes(client: Client, method: str, session_id: str) -> None:
     details = await refused(client.call(method, getattr(pb, f"{method}Request")(session_id=session_id)))
     assert details.reason == "NOT_FOUND SESSION_NOT_FOUND"

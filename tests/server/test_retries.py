@@ -199,9 +199,14 @@ async def test_a_position_outside_a_generate_is_refused(client: Client) -> None:
     session_id = await client.open()
     assert (await refused(client.call("Generate", asked(session_id, 2, resume_from=8)))).fields == ["resume_from"]
     await client.call("Generate", asked(session_id, 2))
-    for outside in (0, 7, 11):
+    for outside in (0, 7):
         details = await refused(client.call("Generate", asked(session_id, 2, resume_from=outside)))
         assert (details.reason, details.fields) == ("INVALID_ARGUMENT INVALID_ARGUMENT", ["resume_from"])
+    # Tokens that the client has and the history has not: they were lost, which is no mistake of the client's.
+    details = await refused(client.call("Generate", asked(session_id, 2, resume_from=11)))
+    assert details.reason == "DATA_LOSS HISTORY_BEHIND_CLIENT"
+    assert details.error_info is not None
+    assert dict(details.error_info.metadata) == {"expected": "11", "actual": "10"}
     assert kinds(await client.call("Generate", asked(session_id, 2, resume_from=10))) == ["done"]
     assert await client.length(session_id) == len(HISTORY) + 2
 

@@ -79,6 +79,7 @@ async def single_shot(
     """
     try:
         opened = engine.create_session(
+            is_transient=True,
             eos_token_ids=end_ids,
             limit_tokens=prompt.limit_tokens,
             owner=owner,

@@ -110,6 +110,12 @@ class Scripted(RuntimeServiceServicer):
     def GetServerInfo(self, request: Any, context: Any) -> Any:
         return self._answer("GetServerInfo", request, context)
 
+    def ListSessions(self, request: Any, context: Any) -> Any:
+        return self._answer("ListSessions", request, context)
+
+    def ReadHistory(self, request: Any, context: Any) -> Any:
+        return self._answer("ReadHistory", request, context)
+
 
 @pytest.fixture
 def scripted() -> Iterator[Scripted]:

@@ -10,9 +10,10 @@
  *     │   ├── StateError              a client, session or stream used out of order
  *     │   └── InvalidMessages, TemplateError, TokenizerError     from @kakeya/runtime/tokenization
  *     ├── RetryableError              wait (`retryAfterSeconds`) and try again
- *     │   └── SessionBusy, NoCapacity, OutOfMemory, Overloaded, QuotaExceeded, Draining, EngineStalled
+ *     │   └── SessionBusy, NoCapacity, OutOfMemory, Overloaded, QuotaExceeded, Draining, EngineStalled, JournalFull
  *     ├── ServerError                 the server's fault
- *     │   └── InvariantViolated, NonFiniteLogits, RestorationFailed, InternalError, ProtocolError
+ *     │   ├── InvariantViolated, NonFiniteLogits, RestorationFailed, InternalError, ProtocolError
+ *     │   └── HistoryBehindClient, HistoryCorrupt, ModelMismatch
  *     ├── DeadlineExceeded            the call took longer than its timeout
  *     └── TransportError              the network or a proxy, not the runtime
  *         ├── ConnectionFailed        ── TLSFailed
@@ -208,6 +209,9 @@ export class EngineStalled extends RetryableError {}
 /** The device ran out of memory during the call. The session and its history are kept. */
 export class OutOfMemory extends RetryableError {}
 
+/** The disk that the server keeps sessions on is full. Nothing was lost. */
+export class JournalFull extends RetryableError {}
+
 /** The server is at fault. */
 export class ServerError extends KakeyaError {}
 
@@ -223,6 +227,23 @@ export class NonFiniteLogits extends ServerError {}
 
 /** KV entries outside the exact window could not be restored; the history is kept. */
 export class RestorationFailed extends ServerError {}
+
+/** The history has `actual` tokens, and this side was given tokens up to `expected`: the server lost some. */
+export class HistoryBehindClient extends ServerError {
+  get expected(): number | undefined {
+    return this.numberOf("expected");
+  }
+
+  get actual(): number | undefined {
+    return this.numberOf("actual");
+  }
+}
+
+/** What the server keeps of this session on disk is damaged; other sessions are not concerned. */
+export class HistoryCorrupt extends ServerError {}
+
+/** The session was made under a model or settings that the server does not run now; it is kept until it does. */
+export class ModelMismatch extends ServerError {}
 
 /** A bug of the server. `incident` finds it in the server's log. */
 export class InternalError extends ServerError {

@@ -8,11 +8,11 @@ import * as kakeya from "./index.js";
 
 const VALUES = `
 AppendTooLarge AppendUnresolved CallerError Client ConnectionFailed DeadlineExceeded Draining EngineStalled
-GenerateStream HistoryLengthMismatch HistoryLimit InternalError InvalidArgument InvalidMessages InvalidTokenIds
-InvariantViolated KakeyaError NoCapacity NonFiniteLogits OutOfMemory Overloaded ProtocolError QuotaExceeded
-RequestIdReused RestorationFailed RetryableError ServerError Session SessionBusy SessionClosed SessionEvicted
-SessionNotFound SlowConsumer StateError StreamTakenOver TemplateError TLSFailed TokenizerError TokenOutOfRange
-TransportError Unauthenticated
+GenerateStream HistoryBehindClient HistoryCorrupt HistoryLengthMismatch HistoryLimit JournalFull ModelMismatch
+InternalError InvalidArgument InvalidMessages InvalidTokenIds InvariantViolated KakeyaError NoCapacity NonFiniteLogits
+OutOfMemory Overloaded ProtocolError QuotaExceeded RequestIdReused RestorationFailed RetryableError ServerError
+Session SessionBusy SessionClosed SessionEvicted SessionNotFound SlowConsumer StateError StreamTakenOver TemplateError
+TLSFailed TokenizerError TokenOutOfRange TransportError Unauthenticated
 `
   .trim()
   .split(/\s+/);

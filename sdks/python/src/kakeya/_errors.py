@@ -9,9 +9,10 @@
     │   ├── StateError              a client, session or stream used out of order
     │   └── InvalidMessages, TemplateError, TokenizerError     from kakeya.tokenization
     ├── RetryableError              wait (`retry_after_seconds`) and try again
-    │   └── SessionBusy, NoCapacity, OutOfMemory, Overloaded, Draining, EngineStalled
+    │   └── SessionBusy, NoCapacity, OutOfMemory, Overloaded, JournalFull, Draining, EngineStalled
     ├── ServerError                 an error in the server
-    │   └── InvariantViolated, NonFiniteLogits, RestorationFailed, InternalError, ProtocolError
+    │   ├── InvariantViolated, NonFiniteLogits, RestorationFailed, InternalError, ProtocolError
+    │   └── HistoryBehindClient, HistoryCorrupt, ModelMismatch
     ├── DeadlineExceeded            the call took longer than its timeout      (also TimeoutError)
     └── TransportError              the network or a proxy, not the runtime
         ├── ConnectionFailed        ── TLSFailed                               (also ConnectionError)
@@ -225,6 +226,10 @@ class OutOfMemory(RetryableError):
     """The device ran out of memory during the call. The session and its history are kept."""
 
 
+class JournalFull(RetryableError):
+    """The disk that the server keeps sessions on is full. Nothing was lost."""
+
+
 class ServerError(KakeyaError):
     """An error in the server."""
 
@@ -243,6 +248,26 @@ class NonFiniteLogits(ServerError):
 
 class RestorationFailed(ServerError):
     """KV entries outside the exact window could not be restored; the history is kept."""
+
+
+class HistoryBehindClient(ServerError):
+    """The history has `actual` tokens, and this side has been given tokens up to `expected`: the server lost some."""
+
+    @property
+    def expected(self) -> int | None:
+        return self._number("expected")
+
+    @property
+    def actual(self) -> int | None:
+        return self._number("actual")
+
+
+class HistoryCorrupt(ServerError):
+    """What the server keeps of this session on disk is damaged; other sessions are not concerned."""
+
+
+class ModelMismatch(ServerError):
+    """The session was made under a model or settings that the server does not run now; it is kept until it does."""
 
 
 class InternalError(ServerError):

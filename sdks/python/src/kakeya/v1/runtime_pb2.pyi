@@ -46,6 +46,34 @@ MODE_FIXED_SHAPE: Mode.ValueType  # 2
 """Equal to the bit, at a price per token."""
 Global___Mode: _TypeAlias = Mode  # noqa: Y015
 
+class _Durability:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DurabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Durability.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DURABILITY_UNSPECIFIED: _Durability.ValueType  # 0
+    """An older server: as DURABILITY_NONE."""
+    DURABILITY_NONE: _Durability.ValueType  # 1
+    """Nothing: it ends with the server's process."""
+    DURABILITY_PROCESS: _Durability.ValueType  # 2
+    """The end of the process, however it comes. Not a loss of power or a crash of the system."""
+    DURABILITY_POWER: _Durability.ValueType  # 3
+    """Those, too, on storage that keeps what it said it has written."""
+
+class Durability(_Durability, metaclass=_DurabilityEnumTypeWrapper):
+    """What a history survives. What the server has told a client about it is never lost or changed by less."""
+
+DURABILITY_UNSPECIFIED: Durability.ValueType  # 0
+"""An older server: as DURABILITY_NONE."""
+DURABILITY_NONE: Durability.ValueType  # 1
+"""Nothing: it ends with the server's process."""
+DURABILITY_PROCESS: Durability.ValueType  # 2
+"""The end of the process, however it comes. Not a loss of power or a crash of the system."""
+DURABILITY_POWER: Durability.ValueType  # 3
+"""Those, too, on storage that keeps what it said it has written."""
+Global___Durability: _TypeAlias = Durability  # noqa: Y015
+
 @_typing.final
 class CreateSessionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -122,6 +150,7 @@ class CreateSessionResponse(_message.Message):
     TIER_BYTES_FIELD_NUMBER: _builtins.int
     REPLAYED_FIELD_NUMBER: _builtins.int
     RESERVED_BYTES_FIELD_NUMBER: _builtins.int
+    DURABILITY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Opaque, unguessable."""
     sustained_bytes: _builtins.int
@@ -138,6 +167,8 @@ class CreateSessionResponse(_message.Message):
     """The session was there already: an earlier call with this request_id had opened it."""
     reserved_bytes: _builtins.int
     """Of sustained_bytes, those that are reserved for the session now. Less than all: it is granted more as it grows."""
+    durability: Global___Durability.ValueType
+    """What the session's history survives."""
     @_builtins.property
     def strategy(self) -> Global___Strategy:
         """The strategy in force, every default filled in."""
@@ -155,10 +186,11 @@ class CreateSessionResponse(_message.Message):
         tier_bytes: _builtins.int = ...,
         replayed: _builtins.bool = ...,
         reserved_bytes: _builtins.int = ...,
+        durability: Global___Durability.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "mode", b"mode", "model_id", b"model_id", "peak_bytes", b"peak_bytes", "replayed", b"replayed", "reserved_bytes", b"reserved_bytes", "session_id", b"session_id", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "durability", b"durability", "limit_tokens", b"limit_tokens", "mode", b"mode", "model_id", b"model_id", "peak_bytes", b"peak_bytes", "replayed", b"replayed", "reserved_bytes", b"reserved_bytes", "session_id", b"session_id", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
@@ -301,7 +333,8 @@ class GenerateRequest(_message.Message):
     """
     resume_from: _builtins.int
     """Absolute position of the first token this call wants; only with the request_id of a Generate that is remembered, else
-    INVALID_ARGUMENT. From the first one generated to the place after the last one. Absent: the first one generated.
+    INVALID_ARGUMENT. From the first one generated to the place after the last one. Absent: the first one generated. Beyond
+    the end of the history, so that the server has lost tokens that it had given: DATA_LOSS, HISTORY_BEHIND_CLIENT.
     """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -747,6 +780,7 @@ class ForkSessionResponse(_message.Message):
     SHARED_BYTES_FIELD_NUMBER: _builtins.int
     REPLAYED_FIELD_NUMBER: _builtins.int
     RESERVED_BYTES_FIELD_NUMBER: _builtins.int
+    DURABILITY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Opaque, unguessable."""
     history_length: _builtins.int
@@ -763,6 +797,8 @@ class ForkSessionResponse(_message.Message):
     """An earlier call with this request_id had made the fork."""
     reserved_bytes: _builtins.int
     """As in CreateSessionResponse. A fork is granted memory as the session it was made from is."""
+    durability: Global___Durability.ValueType
+    """As in CreateSessionResponse."""
     @_builtins.property
     def strategy(self) -> Global___Strategy:
         """As in CreateSessionResponse. The strategy and the ids that end a Generate are those of the session it was made from."""
@@ -782,10 +818,11 @@ class ForkSessionResponse(_message.Message):
         shared_bytes: _builtins.int = ...,
         replayed: _builtins.bool = ...,
         reserved_bytes: _builtins.int = ...,
+        durability: Global___Durability.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "history_length", b"history_length", "limit_tokens", b"limit_tokens", "mode", b"mode", "model_id", b"model_id", "peak_bytes", b"peak_bytes", "replayed", b"replayed", "reserved_bytes", b"reserved_bytes", "session_id", b"session_id", "shared_bytes", b"shared_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "durability", b"durability", "history_length", b"history_length", "limit_tokens", b"limit_tokens", "mode", b"mode", "model_id", b"model_id", "peak_bytes", b"peak_bytes", "replayed", b"replayed", "reserved_bytes", b"reserved_bytes", "session_id", b"session_id", "shared_bytes", b"shared_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
@@ -837,6 +874,8 @@ class GetSessionInfoResponse(_message.Message):
     CLIENT_LABEL_FIELD_NUMBER: _builtins.int
     RESERVED_BYTES_FIELD_NUMBER: _builtins.int
     HISTORY_BYTES_FIELD_NUMBER: _builtins.int
+    RESIDENT_FIELD_NUMBER: _builtins.int
+    SAVED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     history_length: _builtins.int
     kv_live_bytes: _builtins.int
     """Bytes of K/V actually held now, summed over what holds them."""
@@ -868,6 +907,10 @@ class GetSessionInfoResponse(_message.Message):
     """Bytes of the server's memory that the history takes: token ids, how each came, which ids occur, and the journal. What
     is shared with forks is in it whole.
     """
+    resident: _builtins.bool
+    """The session is in the server's memory. False: it is on disk only, and the next call that uses it brings it back."""
+    saved_token_count: _builtins.int
+    """Tokens of the history that are safe by the session's durability. With DURABILITY_NONE: 0."""
     @_builtins.property
     def strategy(self) -> Global___Strategy: ...
     def __init__(
@@ -894,16 +937,175 @@ class GetSessionInfoResponse(_message.Message):
         client_label: _builtins.str = ...,
         reserved_bytes: _builtins.int = ...,
         history_bytes: _builtins.int = ...,
+        resident: _builtins.bool = ...,
+        saved_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "accepted_token_count", b"accepted_token_count", "cache_invariant_inv1_violations", b"cache_invariant_inv1_violations", "cache_invariant_inv2_violations", b"cache_invariant_inv2_violations", "cache_invariant_inv3_violations", b"cache_invariant_inv3_violations", "cached_token_count", b"cached_token_count", "client_label", b"client_label", "drafted_token_count", b"drafted_token_count", "evicted_token_count", b"evicted_token_count", "failure_reason", b"failure_reason", "generating", b"generating", "history_bytes", b"history_bytes", "history_length", b"history_length", "idle_seconds", b"idle_seconds", "kv_live_bytes", b"kv_live_bytes", "limit_tokens", b"limit_tokens", "peak_bytes", b"peak_bytes", "reserved_bytes", b"reserved_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes", "tier_live_bytes", b"tier_live_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "accepted_token_count", b"accepted_token_count", "cache_invariant_inv1_violations", b"cache_invariant_inv1_violations", "cache_invariant_inv2_violations", b"cache_invariant_inv2_violations", "cache_invariant_inv3_violations", b"cache_invariant_inv3_violations", "cached_token_count", b"cached_token_count", "client_label", b"client_label", "drafted_token_count", b"drafted_token_count", "evicted_token_count", b"evicted_token_count", "failure_reason", b"failure_reason", "generating", b"generating", "history_bytes", b"history_bytes", "history_length", b"history_length", "idle_seconds", b"idle_seconds", "kv_live_bytes", b"kv_live_bytes", "limit_tokens", b"limit_tokens", "peak_bytes", b"peak_bytes", "reserved_bytes", b"reserved_bytes", "resident", b"resident", "saved_token_count", b"saved_token_count", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes", "tier_live_bytes", b"tier_live_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__limit_tokens) -> _WhichOneofReturnType__limit_tokens | None: ...
 
 Global___GetSessionInfoResponse: _TypeAlias = GetSessionInfoResponse  # noqa: Y015
+
+@_typing.final
+class ListSessionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    page_token: _builtins.str
+    """next_page_token of the answer before. Empty: the first page."""
+    page_size: _builtins.int
+    """At most 1000. 0: 100."""
+    def __init__(
+        self,
+        *,
+        page_token: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSessionsRequest: _TypeAlias = ListSessionsRequest  # noqa: Y015
+
+@_typing.final
+class ListSessionsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty: there are no more."""
+    @_builtins.property
+    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionSummary]: ...
+    def __init__(
+        self,
+        *,
+        sessions: _abc.Iterable[Global___SessionSummary] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "sessions", b"sessions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSessionsResponse: _TypeAlias = ListSessionsResponse  # noqa: Y015
+
+@_typing.final
+class SessionSummary(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    CLIENT_LABEL_FIELD_NUMBER: _builtins.int
+    HISTORY_LENGTH_FIELD_NUMBER: _builtins.int
+    AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    IDLE_SECONDS_FIELD_NUMBER: _builtins.int
+    RESIDENT_FIELD_NUMBER: _builtins.int
+    GENERATING_FIELD_NUMBER: _builtins.int
+    FAILURE_REASON_FIELD_NUMBER: _builtins.int
+    STRATEGY_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    client_label: _builtins.str
+    history_length: _builtins.int
+    age_seconds: _builtins.float
+    """Since it was made, and since it was used last."""
+    idle_seconds: _builtins.float
+    resident: _builtins.bool
+    """As in GetSessionInfoResponse."""
+    generating: _builtins.bool
+    failure_reason: _builtins.str
+    @_builtins.property
+    def strategy(self) -> Global___Strategy: ...
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        client_label: _builtins.str = ...,
+        history_length: _builtins.int = ...,
+        age_seconds: _builtins.float = ...,
+        idle_seconds: _builtins.float = ...,
+        resident: _builtins.bool = ...,
+        generating: _builtins.bool = ...,
+        failure_reason: _builtins.str = ...,
+        strategy: Global___Strategy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["strategy", b"strategy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "client_label", b"client_label", "failure_reason", b"failure_reason", "generating", b"generating", "history_length", b"history_length", "idle_seconds", b"idle_seconds", "resident", b"resident", "session_id", b"session_id", "strategy", b"strategy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionSummary: _TypeAlias = SessionSummary  # noqa: Y015
+
+@_typing.final
+class ReadHistoryRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    first_position: _builtins.int
+    """Absolute position of the first token wanted. At the history's end: there are none; beyond it: INVALID_ARGUMENT."""
+    max_tokens: _builtins.int
+    """The answer has at most so many ids, and at most 16384. 0: 16384."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        first_position: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "max_tokens", b"max_tokens", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadHistoryRequest: _TypeAlias = ReadHistoryRequest  # noqa: Y015
+
+@_typing.final
+class ReadHistoryResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    HISTORY_LENGTH_FIELD_NUMBER: _builtins.int
+    RUN_LENGTHS_FIELD_NUMBER: _builtins.int
+    first_position: _builtins.int
+    """That of the first of token_ids."""
+    history_length: _builtins.int
+    """Tokens in the whole history, now."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def run_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How token_ids came, in their order: so many were appended, then so many generated, then so many appended, and so on.
+        The first may be 0. They add up to the number of token_ids.
+        """
+
+    def __init__(
+        self,
+        *,
+        first_position: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        history_length: _builtins.int = ...,
+        run_lengths: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "history_length", b"history_length", "run_lengths", b"run_lengths", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadHistoryResponse: _TypeAlias = ReadHistoryResponse  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):
@@ -950,6 +1152,7 @@ class GetServerInfoResponse(_message.Message):
     HISTORY_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    DURABILITY_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     model_id: _builtins.str
     vocab_size: _builtins.int
@@ -992,6 +1195,8 @@ class GetServerInfoResponse(_message.Message):
     one identity, equal histories have equal logits. Empty: an older server.
     """
     numerics: _builtins.str
+    durability: Global___Durability.ValueType
+    """What the histories of sessions survive."""
     @_builtins.property
     def strategies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the strategies that CreateSession accepts."""
@@ -1027,10 +1232,11 @@ class GetServerInfoResponse(_message.Message):
         history_token_count: _builtins.int = ...,
         backend: _builtins.str = ...,
         numerics: _builtins.str = ...,
+        durability: Global___Durability.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "backend", b"backend", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy", "device", b"device", "drafter", b"drafter", "dtype", b"dtype", "growth_guaranteed", b"growth_guaranteed", "history_token_count", b"history_token_count", "history_tokens_per_owner", b"history_tokens_per_owner", "history_tokens_per_session", b"history_tokens_per_session", "kv_capacity_bytes", b"kv_capacity_bytes", "kv_reserved_bytes", b"kv_reserved_bytes", "max_append_tokens", b"max_append_tokens", "max_message_bytes", b"max_message_bytes", "max_tokens_limit", b"max_tokens_limit", "mode", b"mode", "model_id", b"model_id", "numerics", b"numerics", "segment_tokens", b"segment_tokens", "session_idle_ttl_seconds", b"session_idle_ttl_seconds", "strategies", b"strategies", "tier_capacity_bytes", b"tier_capacity_bytes", "tier_reserved_bytes", b"tier_reserved_bytes", "trained_position_count", b"trained_position_count", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "backend", b"backend", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy", "device", b"device", "drafter", b"drafter", "dtype", b"dtype", "durability", b"durability", "growth_guaranteed", b"growth_guaranteed", "history_token_count", b"history_token_count", "history_tokens_per_owner", b"history_tokens_per_owner", "history_tokens_per_session", b"history_tokens_per_session", "kv_capacity_bytes", b"kv_capacity_bytes", "kv_reserved_bytes", b"kv_reserved_bytes", "max_append_tokens", b"max_append_tokens", "max_message_bytes", b"max_message_bytes", "max_tokens_limit", b"max_tokens_limit", "mode", b"mode", "model_id", b"model_id", "numerics", b"numerics", "segment_tokens", b"segment_tokens", "session_idle_ttl_seconds", b"session_idle_ttl_seconds", "strategies", b"strategies", "tier_capacity_bytes", b"tier_capacity_bytes", "tier_reserved_bytes", b"tier_reserved_bytes", "trained_position_count", b"trained_position_count", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__default_limit_tokens: _TypeAlias = _typing.Literal["default_limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__default_limit_tokens: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens"]  # noqa: Y015

@@ -70,6 +70,16 @@ class RuntimeServiceStub:
                 request_serializer=kakeya_dot_v1_dot_runtime__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=kakeya_dot_v1_dot_runtime__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.ListSessions = channel.unary_unary(
+                '/kakeya.v1.RuntimeService/ListSessions',
+                request_serializer=kakeya_dot_v1_dot_runtime__pb2.ListSessionsRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_runtime__pb2.ListSessionsResponse.FromString,
+                _registered_method=True)
+        self.ReadHistory = channel.unary_unary(
+                '/kakeya.v1.RuntimeService/ReadHistory',
+                request_serializer=kakeya_dot_v1_dot_runtime__pb2.ReadHistoryRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_runtime__pb2.ReadHistoryResponse.FromString,
+                _registered_method=True)
 
 
 class RuntimeServiceServicer:
@@ -126,6 +136,20 @@ class RuntimeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSessions(self, request, context):
+        """The caller's own sessions, a page at a time, in an order that does not change while it is read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadHistory(self, request, context):
+        """Token ids of a session's history, a piece at a time. Never waits for a running Generate, and is no use of the session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RuntimeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -163,6 +187,16 @@ def add_RuntimeServiceServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=kakeya_dot_v1_dot_runtime__pb2.GetServerInfoRequest.FromString,
                     response_serializer=kakeya_dot_v1_dot_runtime__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'ListSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSessions,
+                    request_deserializer=kakeya_dot_v1_dot_runtime__pb2.ListSessionsRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_runtime__pb2.ListSessionsResponse.SerializeToString,
+            ),
+            'ReadHistory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadHistory,
+                    request_deserializer=kakeya_dot_v1_dot_runtime__pb2.ReadHistoryRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_runtime__pb2.ReadHistoryResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -355,6 +389,60 @@ class RuntimeService:
             '/kakeya.v1.RuntimeService/GetServerInfo',
             kakeya_dot_v1_dot_runtime__pb2.GetServerInfoRequest.SerializeToString,
             kakeya_dot_v1_dot_runtime__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kakeya.v1.RuntimeService/ListSessions',
+            kakeya_dot_v1_dot_runtime__pb2.ListSessionsRequest.SerializeToString,
+            kakeya_dot_v1_dot_runtime__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kakeya.v1.RuntimeService/ReadHistory',
+            kakeya_dot_v1_dot_runtime__pb2.ReadHistoryRequest.SerializeToString,
+            kakeya_dot_v1_dot_runtime__pb2.ReadHistoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

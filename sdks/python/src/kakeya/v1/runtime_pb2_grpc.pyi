@@ -54,6 +54,10 @@ class RuntimeServiceStub:
     """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_runtime_pb2.GetServerInfoRequest, _runtime_pb2.GetServerInfoResponse]
     """Facts about the server: model, limits, strategies."""
+    ListSessions: _grpc.UnaryUnaryMultiCallable[_runtime_pb2.ListSessionsRequest, _runtime_pb2.ListSessionsResponse]
+    """The caller's own sessions, a page at a time, in an order that does not change while it is read."""
+    ReadHistory: _grpc.UnaryUnaryMultiCallable[_runtime_pb2.ReadHistoryRequest, _runtime_pb2.ReadHistoryResponse]
+    """Token ids of a session's history, a piece at a time. Never waits for a running Generate, and is no use of the session."""
 
 @_typing.type_check_only
 class RuntimeServiceAsyncStub(RuntimeServiceStub):
@@ -76,6 +80,10 @@ class RuntimeServiceAsyncStub(RuntimeServiceStub):
     """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_runtime_pb2.GetServerInfoRequest, _runtime_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Facts about the server: model, limits, strategies."""
+    ListSessions: _aio.UnaryUnaryMultiCallable[_runtime_pb2.ListSessionsRequest, _runtime_pb2.ListSessionsResponse]  # type: ignore[assignment]
+    """The caller's own sessions, a page at a time, in an order that does not change while it is read."""
+    ReadHistory: _aio.UnaryUnaryMultiCallable[_runtime_pb2.ReadHistoryRequest, _runtime_pb2.ReadHistoryResponse]  # type: ignore[assignment]
+    """Token ids of a session's history, a piece at a time. Never waits for a running Generate, and is no use of the session."""
 
 class RuntimeServiceServicer(metaclass=_abc_1.ABCMeta):
     """Sessions with one model: create, append raw token ids, generate, append again, close."""
@@ -137,5 +145,21 @@ class RuntimeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_runtime_pb2.GetServerInfoResponse, _abc.Awaitable[_runtime_pb2.GetServerInfoResponse]]:
         """Facts about the server: model, limits, strategies."""
+
+    @_abc_1.abstractmethod
+    def ListSessions(
+        self,
+        request: _runtime_pb2.ListSessionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_runtime_pb2.ListSessionsResponse, _abc.Awaitable[_runtime_pb2.ListSessionsResponse]]:
+        """The caller's own sessions, a page at a time, in an order that does not change while it is read."""
+
+    @_abc_1.abstractmethod
+    def ReadHistory(
+        self,
+        request: _runtime_pb2.ReadHistoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_runtime_pb2.ReadHistoryResponse, _abc.Awaitable[_runtime_pb2.ReadHistoryResponse]]:
+        """Token ids of a session's history, a piece at a time. Never waits for a running Generate, and is no use of the session."""
 
 def add_RuntimeServiceServicer_to_server(servicer: RuntimeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kakeya/v1/runtime.proto.
  */
 export const file_kakeya_v1_runtime: GenFile = /*@__PURE__*/
-  fileDesc("ChdrYWtleWEvdjEvcnVudGltZS5wcm90bxIJa2FrZXlhLnYxItIBChRDcmVhdGVTZXNzaW9uUmVxdWVzdBIUCgxjbGllbnRfbGFiZWwYASABKAkSFQoNZW9zX3Rva2VuX2lkcxgCIAMoDRIlCghzdHJhdGVneRgKIAEoCzITLmtha2V5YS52MS5TdHJhdGVneRIZCgxsaW1pdF90b2tlbnMYCyABKARIAIgBARISCgpyZXF1ZXN0X2lkGAwgASgMEhcKCmd1YXJhbnRlZWQYDSABKAhIAYgBAUIPCg1fbGltaXRfdG9rZW5zQg0KC19ndWFyYW50ZWVkIpoCChVDcmVhdGVTZXNzaW9uUmVzcG9uc2USEgoKc2Vzc2lvbl9pZBgBIAEoCRIlCghzdHJhdGVneRgKIAEoCzITLmtha2V5YS52MS5TdHJhdGVneRIXCg9zdXN0YWluZWRfYnl0ZXMYCyABKAQSEgoKcGVha19ieXRlcxgMIAEoBBIZCgxsaW1pdF90b2tlbnMYDSABKARIAIgBARIdCgRtb2RlGA4gASgOMg8ua2FrZXlhLnYxLk1vZGUSEAoIbW9kZWxfaWQYDyABKAkSEgoKdGllcl9ieXRlcxgQIAEoBBIQCghyZXBsYXllZBgRIAEoCBIWCg5yZXNlcnZlZF9ieXRlcxgSIAEoBEIPCg1fbGltaXRfdG9rZW5zIpIBChNBcHBlbmRUb2tlbnNSZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEQoJdG9rZW5faWRzGAIgAygNEiQKF2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoGAogASgESACIAQESEgoKcmVxdWVzdF9pZBgLIAEoDEIaChhfZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGgiQAoUQXBwZW5kVG9rZW5zUmVzcG9uc2USFgoOaGlzdG9yeV9sZW5ndGgYASABKAQSEAoIcmVwbGF5ZWQYCiABKAgitAUKD0dlbmVyYXRlUmVxdWVzdBISCgpzZXNzaW9uX2lkGAEgASgJEhIKCm1heF90b2tlbnMYAiABKA0SEQoEc2VlZBgDIAEoBEgAiAEBEhgKC3RlbXBlcmF0dXJlGAQgASgCSAGIAQESEgoFdG9wX3AYBSABKAJIAogBARISCgV0b3BfaxgGIAEoDUgDiAEBEhYKDnN0b3BfdG9rZW5faWRzGAogAygNEhIKBW1pbl9wGAsgASgCSASIAQESHwoScmVwZXRpdGlvbl9wZW5hbHR5GAwgASgCSAWIAQESPQoKbG9naXRfYmlhcxgNIAMoCzIpLmtha2V5YS52MS5HZW5lcmF0ZVJlcXVlc3QuTG9naXRCaWFzRW50cnkSFQoIbG9ncHJvYnMYDiABKAhIBogBARIaCg10b2tlbl9kZXRhaWxzGA8gASgISAeIAQESFQoIcHJvZ3Jlc3MYECABKAhICIgBARIkChdleHBlY3RlZF9oaXN0b3J5X2xlbmd0aBgRIAEoBEgJiAEBEhUKCGRyYWZ0aW5nGBIgASgISAqIAQESEgoKcmVxdWVzdF9pZBgTIAEoDBIYCgtyZXN1bWVfZnJvbRgUIAEoBEgLiAEBGjAKDkxvZ2l0Qmlhc0VudHJ5EgsKA2tleRgBIAEoDRINCgV2YWx1ZRgCIAEoAjoCOAFCBwoFX3NlZWRCDgoMX3RlbXBlcmF0dXJlQggKBl90b3BfcEIICgZfdG9wX2tCCAoGX21pbl9wQhUKE19yZXBldGl0aW9uX3BlbmFsdHlCCwoJX2xvZ3Byb2JzQhAKDl90b2tlbl9kZXRhaWxzQgsKCV9wcm9ncmVzc0IaChhfZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGhCCwoJX2RyYWZ0aW5nQg4KDF9yZXN1bWVfZnJvbSKWAgoQR2VuZXJhdGVSZXNwb25zZRISCgh0b2tlbl9pZBgBIAEoDUgAEicKBGRvbmUYAiABKAsyFy5rYWtleWEudjEuR2VuZXJhdGVEb25lSAASMAoJdHJ1bmNhdGVkGAMgASgLMhsua2FrZXlhLnYxLkhpc3RvcnlUcnVuY2F0ZWRIABIvCghhY2NlcHRlZBgKIAEoCzIbLmtha2V5YS52MS5HZW5lcmF0ZUFjY2VwdGVkSAASLgoIcHJvZ3Jlc3MYCyABKAsyGi5rYWtleWEudjEuUHJlZmlsbFByb2dyZXNzSAASJwoFdG9rZW4YDCABKAsyFi5rYWtleWEudjEuVG9rZW5EZXRhaWxIAEIJCgdwYXlsb2FkIt0ECgxHZW5lcmF0ZURvbmUSNwoLc3RvcF9yZWFzb24YASABKA4yIi5rYWtleWEudjEuR2VuZXJhdGVEb25lLlN0b3BSZWFzb24SHQoVZ2VuZXJhdGVkX3Rva2VuX2NvdW50GAIgASgNEiAKGHByZWZpbGxfZHVyYXRpb25fc2Vjb25kcxgDIAEoARIeChZ0b3RhbF9kdXJhdGlvbl9zZWNvbmRzGAQgASgBEgwKBHNlZWQYCiABKAQSHQoVcHJlZmlsbGVkX3Rva2VuX2NvdW50GAsgASgEEhoKEmNhY2hlZF90b2tlbl9jb3VudBgMIAEoBBIfChdhdHRlbmRlZF9wb3NpdGlvbl9jb3VudBgNIAEoBBIeChZldmljdGVkX3Bvc2l0aW9uX2NvdW50GA4gASgEEhYKDmhpc3RvcnlfbGVuZ3RoGA8gASgEEh8KF3Jlc3RvcmVkX3Bvc2l0aW9uX2NvdW50GBAgASgEEhsKE2RyYWZ0ZWRfdG9rZW5fY291bnQYESABKAQSHAoUYWNjZXB0ZWRfdG9rZW5fY291bnQYEiABKAQSEAoIZGVncmFkZWQYEyABKAgSEAoIcmVwbGF5ZWQYFCABKAgikAEKClN0b3BSZWFzb24SGwoXU1RPUF9SRUFTT05fVU5TUEVDSUZJRUQQABIaChZTVE9QX1JFQVNPTl9NQVhfVE9LRU5TEAESEwoPU1RPUF9SRUFTT05fRU9TEAISGQoVU1RPUF9SRUFTT05fQ0FOQ0VMTEVEEAMSGQoVU1RPUF9SRUFTT05fVFJVTkNBVEVEEAQiLwoQSGlzdG9yeVRydW5jYXRlZBIbChNkcm9wcGVkX3Rva2VuX2NvdW50GAEgASgEInEKEEdlbmVyYXRlQWNjZXB0ZWQSFgoOcXVldWVfcG9zaXRpb24YASABKA0SGwoTcHJlZmlsbF90b2tlbl9jb3VudBgCIAEoBBIWCg5maXJzdF9wb3NpdGlvbhgDIAEoBBIQCghyZXBsYXllZBgEIAEoCCJGCg9QcmVmaWxsUHJvZ3Jlc3MSGAoQZG9uZV90b2tlbl9jb3VudBgBIAEoBBIZChF0b3RhbF90b2tlbl9jb3VudBgCIAEoBCJTCgtUb2tlbkRldGFpbBIQCgh0b2tlbl9pZBgBIAEoDRIQCghwb3NpdGlvbhgCIAEoBBIUCgdsb2dwcm9iGAMgASgCSACIAQFCCgoIX2xvZ3Byb2IifwoTQ2xvc2VTZXNzaW9uUmVxdWVzdBISCgpzZXNzaW9uX2lkGAEgASgJEhIKCnJlcXVlc3RfaWQYCiABKAwSJAoXZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGgYCyABKARIAIgBAUIaChhfZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGgiRgoUQ2xvc2VTZXNzaW9uUmVzcG9uc2USHAoUZmluYWxfaGlzdG9yeV9sZW5ndGgYASABKAQSEAoIcmVwbGF5ZWQYCiABKAgiwAEKEkZvcmtTZXNzaW9uUmVxdWVzdBISCgpzZXNzaW9uX2lkGAEgASgJEhIKCnJlcXVlc3RfaWQYAiABKAwSJAoXZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGgYAyABKARIAIgBARIUCgxjbGllbnRfbGFiZWwYBCABKAkSGQoMbGltaXRfdG9rZW5zGAUgASgESAGIAQFCGgoYX2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoQg8KDV9saW1pdF90b2tlbnMixgIKE0ZvcmtTZXNzaW9uUmVzcG9uc2USEgoKc2Vzc2lvbl9pZBgBIAEoCRIWCg5oaXN0b3J5X2xlbmd0aBgCIAEoBBIlCghzdHJhdGVneRgDIAEoCzITLmtha2V5YS52MS5TdHJhdGVneRIXCg9zdXN0YWluZWRfYnl0ZXMYBCABKAQSEgoKcGVha19ieXRlcxgFIAEoBBIZCgxsaW1pdF90b2tlbnMYBiABKARIAIgBARISCgp0aWVyX2J5dGVzGAcgASgEEh0KBG1vZGUYCCABKA4yDy5rYWtleWEudjEuTW9kZRIQCghtb2RlbF9pZBgJIAEoCRIUCgxzaGFyZWRfYnl0ZXMYCiABKAQSEAoIcmVwbGF5ZWQYCyABKAgSFgoOcmVzZXJ2ZWRfYnl0ZXMYDCABKARCDwoNX2xpbWl0X3Rva2VucyIrChVHZXRTZXNzaW9uSW5mb1JlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCSLqBAoWR2V0U2Vzc2lvbkluZm9SZXNwb25zZRIWCg5oaXN0b3J5X2xlbmd0aBgBIAEoBBIVCg1rdl9saXZlX2J5dGVzGAIgASgEEicKH2NhY2hlX2ludmFyaWFudF9pbnYxX3Zpb2xhdGlvbnMYAyABKAQSJwofY2FjaGVfaW52YXJpYW50X2ludjJfdmlvbGF0aW9ucxgEIAEoBBIUCgxpZGxlX3NlY29uZHMYBSABKAESGgoSY2FjaGVkX3Rva2VuX2NvdW50GAogASgEEhsKE2V2aWN0ZWRfdG9rZW5fY291bnQYCyABKAQSJQoIc3RyYXRlZ3kYDCABKAsyEy5rYWtleWEudjEuU3RyYXRlZ3kSFwoPc3VzdGFpbmVkX2J5dGVzGA0gASgEEhIKCnBlYWtfYnl0ZXMYDiABKAQSGQoMbGltaXRfdG9rZW5zGA8gASgESACIAQESFgoOZmFpbHVyZV9yZWFzb24YECABKAkSEgoKZ2VuZXJhdGluZxgRIAEoCBInCh9jYWNoZV9pbnZhcmlhbnRfaW52M192aW9sYXRpb25zGBIgASgEEhsKE2RyYWZ0ZWRfdG9rZW5fY291bnQYEyABKAQSHAoUYWNjZXB0ZWRfdG9rZW5fY291bnQYFCABKAQSFwoPdGllcl9saXZlX2J5dGVzGBUgASgEEhIKCnRpZXJfYnl0ZXMYFiABKAQSFAoMY2xpZW50X2xhYmVsGBcgASgJEhYKDnJlc2VydmVkX2J5dGVzGBggASgEEhUKDWhpc3RvcnlfYnl0ZXMYGSABKARCDwoNX2xpbWl0X3Rva2VucyIWChRHZXRTZXJ2ZXJJbmZvUmVxdWVzdCLXBQoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEg8KB3ZlcnNpb24YASABKAkSEAoIbW9kZWxfaWQYAiABKAkSEgoKdm9jYWJfc2l6ZRgDIAEoDRIeChZ0cmFpbmVkX3Bvc2l0aW9uX2NvdW50GAQgASgEEg4KBmRldmljZRgFIAEoCRINCgVkdHlwZRgGIAEoCRIdCgRtb2RlGAcgASgOMg8ua2FrZXlhLnYxLk1vZGUSEgoKc3RyYXRlZ2llcxgIIAMoCRItChBkZWZhdWx0X3N0cmF0ZWd5GAkgASgLMhMua2FrZXlhLnYxLlN0cmF0ZWd5EhgKEG1heF90b2tlbnNfbGltaXQYCiABKA0SGQoRbWF4X2FwcGVuZF90b2tlbnMYCyABKA0SGQoRbWF4X21lc3NhZ2VfYnl0ZXMYDCABKA0SGQoRa3ZfY2FwYWNpdHlfYnl0ZXMYDSABKAQSGQoRa3ZfcmVzZXJ2ZWRfYnl0ZXMYDiABKAQSFgoOc2VnbWVudF90b2tlbnMYDyABKA0SIAoYc2Vzc2lvbl9pZGxlX3R0bF9zZWNvbmRzGBAgASgBEg8KB2RyYWZ0ZXIYESABKAkSGwoTdGllcl9jYXBhY2l0eV9ieXRlcxgSIAEoBBIbChN0aWVyX3Jlc2VydmVkX2J5dGVzGBMgASgEEiEKFGRlZmF1bHRfbGltaXRfdG9rZW5zGBQgASgESACIAQESGQoRZ3Jvd3RoX2d1YXJhbnRlZWQYFSABKAgSIgoaaGlzdG9yeV90b2tlbnNfcGVyX3Nlc3Npb24YFiABKAQSIAoYaGlzdG9yeV90b2tlbnNfcGVyX293bmVyGBcgASgEEhsKE2hpc3RvcnlfdG9rZW5fY291bnQYGCABKAQSDwoHYmFja2VuZBgZIAEoCRIQCghudW1lcmljcxgaIAEoCUIXChVfZGVmYXVsdF9saW1pdF90b2tlbnMihgMKCFN0cmF0ZWd5EicKBGZ1bGwYASABKAsyFy5rYWtleWEudjEuRnVsbFN0cmF0ZWd5SAASNAoLc2lua193aW5kb3cYAiABKAsyHS5rYWtleWEudjEuU2lua1dpbmRvd1N0cmF0ZWd5SAASNgoMbGF5ZXJfd2luZG93GAMgASgLMh4ua2FrZXlhLnYxLkxheWVyV2luZG93U3RyYXRlZ3lIABIvCghyZXN0b3JlZBgEIAEoCzIbLmtha2V5YS52MS5SZXN0b3JlZFN0cmF0ZWd5SAASKwoGZ2F0aGVyGAUgASgLMhkua2FrZXlhLnYxLkdhdGhlclN0cmF0ZWd5SAASJQoDbWFjGAYgASgLMhYua2FrZXlhLnYxLk1hY1N0cmF0ZWd5SAASKwoGdGllcmVkGAcgASgLMhkua2FrZXlhLnYxLlRpZXJlZFN0cmF0ZWd5SAASKQoFbmFtZWQYDyABKAsyGC5rYWtleWEudjEuTmFtZWRTdHJhdGVneUgAQgYKBGtpbmQihQEKDU5hbWVkU3RyYXRlZ3kSDAoEbmFtZRgBIAEoCRI2CgdvcHRpb25zGAIgAygLMiUua2FrZXlhLnYxLk5hbWVkU3RyYXRlZ3kuT3B0aW9uc0VudHJ5Gi4KDE9wdGlvbnNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBIm4KDEZ1bGxTdHJhdGVneRISCgVjb2RlYxgBIAEoCUgAiAEBEhkKDGV4YWN0X3dpbmRvdxgCIAEoDUgBiAEBEhQKDGV4YWN0X2xheWVycxgDIAMoDUIICgZfY29kZWNCDwoNX2V4YWN0X3dpbmRvdyKwAQoSU2lua1dpbmRvd1N0cmF0ZWd5EhEKBHNpbmsYASABKA1IAIgBARITCgZ3aW5kb3cYAiABKA1IAYgBARISCgVjb2RlYxgDIAEoCUgCiAEBEhkKDGV4YWN0X3dpbmRvdxgEIAEoDUgDiAEBEhQKDGV4YWN0X2xheWVycxgFIAMoDUIHCgVfc2lua0IJCgdfd2luZG93QggKBl9jb2RlY0IPCg1fZXhhY3Rfd2luZG93IsYBChNMYXllcldpbmRvd1N0cmF0ZWd5EhEKBHNpbmsYASABKA1IAIgBARITCgZ3aW5kb3cYAiABKA1IAYgBARITCgtmdWxsX2xheWVycxgDIAMoDRISCgVjb2RlYxgEIAEoCUgCiAEBEhkKDGV4YWN0X3dpbmRvdxgFIAEoDUgDiAEBEhQKDGV4YWN0X2xheWVycxgGIAMoDUIHCgVfc2lua0IJCgdfd2luZG93QggKBl9jb2RlY0IPCg1fZXhhY3Rfd2luZG93IvoBChBSZXN0b3JlZFN0cmF0ZWd5EhEKBHNpbmsYASABKA1IAIgBARITCgZ3aW5kb3cYAiABKA1IAYgBARITCgZzb3VyY2UYAyABKAlIAogBARIcCg9ieXRlc19wZXJfdG9rZW4YBCABKA1IA4gBARIRCgRtb2RlGAUgASgJSASIAQESIgoVcmVzaWRlbnRfbGF0ZW50X2J5dGVzGAYgASgESAWIAQFCBwoFX3NpbmtCCQoHX3dpbmRvd0IJCgdfc291cmNlQhIKEF9ieXRlc19wZXJfdG9rZW5CBwoFX21vZGVCGAoWX3Jlc2lkZW50X2xhdGVudF9ieXRlcyKqAQoOR2F0aGVyU3RyYXRlZ3kSEwoGYnVkZ2V0GAEgASgNSACIAQESEgoFYmxvY2sYAiABKA1IAYgBARIRCgRzaW5rGAMgASgNSAKIAQESEwoGd2luZG93GAQgASgNSAOIAQESEwoGc2NvcmVyGAUgASgJSASIAQFCCQoHX2J1ZGdldEIICgZfYmxvY2tCBwoFX3NpbmtCCQoHX3dpbmRvd0IJCgdfc2NvcmVyIrwBCg5UaWVyZWRTdHJhdGVneRITCgZidWRnZXQYASABKA1IAIgBARISCgVibG9jaxgCIAEoDUgBiAEBEhEKBHNpbmsYAyABKA1IAogBARITCgZ3aW5kb3cYBCABKA1IA4gBARIcCg9yZXNpZGVudF90b2tlbnMYBSABKA1IBIgBAUIJCgdfYnVkZ2V0QggKBl9ibG9ja0IHCgVfc2lua0IJCgdfd2luZG93QhIKEF9yZXNpZGVudF90b2tlbnMilQEKC01hY1N0cmF0ZWd5EhEKBHJpbmcYASABKA1IAIgBARIRCgRiYW5kGAIgASgNSAGIAQESFgoJdGhyZXNob2xkGAMgASgBSAKIAQESGAoLY2hhaW5fbGltaXQYBCABKBFIA4gBAUIHCgVfcmluZ0IHCgVfYmFuZEIMCgpfdGhyZXNob2xkQg4KDF9jaGFpbl9saW1pdCpECgRNb2RlEhQKEE1PREVfVU5TUEVDSUZJRUQQABIQCgxNT0RFX0JBVENIRUQQARIUChBNT0RFX0ZJWEVEX1NIQVBFEAIyxgQKDlJ1bnRpbWVTZXJ2aWNlElIKDUNyZWF0ZVNlc3Npb24SHy5rYWtleWEudjEuQ3JlYXRlU2Vzc2lvblJlcXVlc3QaIC5rYWtleWEudjEuQ3JlYXRlU2Vzc2lvblJlc3BvbnNlEk8KDEFwcGVuZFRva2VucxIeLmtha2V5YS52MS5BcHBlbmRUb2tlbnNSZXF1ZXN0Gh8ua2FrZXlhLnYxLkFwcGVuZFRva2Vuc1Jlc3BvbnNlEkUKCEdlbmVyYXRlEhoua2FrZXlhLnYxLkdlbmVyYXRlUmVxdWVzdBobLmtha2V5YS52MS5HZW5lcmF0ZVJlc3BvbnNlMAESTwoMQ2xvc2VTZXNzaW9uEh4ua2FrZXlhLnYxLkNsb3NlU2Vzc2lvblJlcXVlc3QaHy5rYWtleWEudjEuQ2xvc2VTZXNzaW9uUmVzcG9uc2USVQoOR2V0U2Vzc2lvbkluZm8SIC5rYWtleWEudjEuR2V0U2Vzc2lvbkluZm9SZXF1ZXN0GiEua2FrZXlhLnYxLkdldFNlc3Npb25JbmZvUmVzcG9uc2USTAoLRm9ya1Nlc3Npb24SHS5rYWtleWEudjEuRm9ya1Nlc3Npb25SZXF1ZXN0Gh4ua2FrZXlhLnYxLkZvcmtTZXNzaW9uUmVzcG9uc2USUgoNR2V0U2VydmVySW5mbxIfLmtha2V5YS52MS5HZXRTZXJ2ZXJJbmZvUmVxdWVzdBogLmtha2V5YS52MS5HZXRTZXJ2ZXJJbmZvUmVzcG9uc2ViBnByb3RvMw");
+  fileDesc("ChdrYWtleWEvdjEvcnVudGltZS5wcm90bxIJa2FrZXlhLnYxItIBChRDcmVhdGVTZXNzaW9uUmVxdWVzdBIUCgxjbGllbnRfbGFiZWwYASABKAkSFQoNZW9zX3Rva2VuX2lkcxgCIAMoDRIlCghzdHJhdGVneRgKIAEoCzITLmtha2V5YS52MS5TdHJhdGVneRIZCgxsaW1pdF90b2tlbnMYCyABKARIAIgBARISCgpyZXF1ZXN0X2lkGAwgASgMEhcKCmd1YXJhbnRlZWQYDSABKAhIAYgBAUIPCg1fbGltaXRfdG9rZW5zQg0KC19ndWFyYW50ZWVkIsUCChVDcmVhdGVTZXNzaW9uUmVzcG9uc2USEgoKc2Vzc2lvbl9pZBgBIAEoCRIlCghzdHJhdGVneRgKIAEoCzITLmtha2V5YS52MS5TdHJhdGVneRIXCg9zdXN0YWluZWRfYnl0ZXMYCyABKAQSEgoKcGVha19ieXRlcxgMIAEoBBIZCgxsaW1pdF90b2tlbnMYDSABKARIAIgBARIdCgRtb2RlGA4gASgOMg8ua2FrZXlhLnYxLk1vZGUSEAoIbW9kZWxfaWQYDyABKAkSEgoKdGllcl9ieXRlcxgQIAEoBBIQCghyZXBsYXllZBgRIAEoCBIWCg5yZXNlcnZlZF9ieXRlcxgSIAEoBBIpCgpkdXJhYmlsaXR5GBMgASgOMhUua2FrZXlhLnYxLkR1cmFiaWxpdHlCDwoNX2xpbWl0X3Rva2VucyKSAQoTQXBwZW5kVG9rZW5zUmVxdWVzdBISCgpzZXNzaW9uX2lkGAEgASgJEhEKCXRva2VuX2lkcxgCIAMoDRIkChdleHBlY3RlZF9oaXN0b3J5X2xlbmd0aBgKIAEoBEgAiAEBEhIKCnJlcXVlc3RfaWQYCyABKAxCGgoYX2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoIkAKFEFwcGVuZFRva2Vuc1Jlc3BvbnNlEhYKDmhpc3RvcnlfbGVuZ3RoGAEgASgEEhAKCHJlcGxheWVkGAogASgIIrQFCg9HZW5lcmF0ZVJlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCRISCgptYXhfdG9rZW5zGAIgASgNEhEKBHNlZWQYAyABKARIAIgBARIYCgt0ZW1wZXJhdHVyZRgEIAEoAkgBiAEBEhIKBXRvcF9wGAUgASgCSAKIAQESEgoFdG9wX2sYBiABKA1IA4gBARIWCg5zdG9wX3Rva2VuX2lkcxgKIAMoDRISCgVtaW5fcBgLIAEoAkgEiAEBEh8KEnJlcGV0aXRpb25fcGVuYWx0eRgMIAEoAkgFiAEBEj0KCmxvZ2l0X2JpYXMYDSADKAsyKS5rYWtleWEudjEuR2VuZXJhdGVSZXF1ZXN0LkxvZ2l0Qmlhc0VudHJ5EhUKCGxvZ3Byb2JzGA4gASgISAaIAQESGgoNdG9rZW5fZGV0YWlscxgPIAEoCEgHiAEBEhUKCHByb2dyZXNzGBAgASgISAiIAQESJAoXZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGgYESABKARICYgBARIVCghkcmFmdGluZxgSIAEoCEgKiAEBEhIKCnJlcXVlc3RfaWQYEyABKAwSGAoLcmVzdW1lX2Zyb20YFCABKARIC4gBARowCg5Mb2dpdEJpYXNFbnRyeRILCgNrZXkYASABKA0SDQoFdmFsdWUYAiABKAI6AjgBQgcKBV9zZWVkQg4KDF90ZW1wZXJhdHVyZUIICgZfdG9wX3BCCAoGX3RvcF9rQggKBl9taW5fcEIVChNfcmVwZXRpdGlvbl9wZW5hbHR5QgsKCV9sb2dwcm9ic0IQCg5fdG9rZW5fZGV0YWlsc0ILCglfcHJvZ3Jlc3NCGgoYX2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoQgsKCV9kcmFmdGluZ0IOCgxfcmVzdW1lX2Zyb20ilgIKEEdlbmVyYXRlUmVzcG9uc2USEgoIdG9rZW5faWQYASABKA1IABInCgRkb25lGAIgASgLMhcua2FrZXlhLnYxLkdlbmVyYXRlRG9uZUgAEjAKCXRydW5jYXRlZBgDIAEoCzIbLmtha2V5YS52MS5IaXN0b3J5VHJ1bmNhdGVkSAASLwoIYWNjZXB0ZWQYCiABKAsyGy5rYWtleWEudjEuR2VuZXJhdGVBY2NlcHRlZEgAEi4KCHByb2dyZXNzGAsgASgLMhoua2FrZXlhLnYxLlByZWZpbGxQcm9ncmVzc0gAEicKBXRva2VuGAwgASgLMhYua2FrZXlhLnYxLlRva2VuRGV0YWlsSABCCQoHcGF5bG9hZCLdBAoMR2VuZXJhdGVEb25lEjcKC3N0b3BfcmVhc29uGAEgASgOMiIua2FrZXlhLnYxLkdlbmVyYXRlRG9uZS5TdG9wUmVhc29uEh0KFWdlbmVyYXRlZF90b2tlbl9jb3VudBgCIAEoDRIgChhwcmVmaWxsX2R1cmF0aW9uX3NlY29uZHMYAyABKAESHgoWdG90YWxfZHVyYXRpb25fc2Vjb25kcxgEIAEoARIMCgRzZWVkGAogASgEEh0KFXByZWZpbGxlZF90b2tlbl9jb3VudBgLIAEoBBIaChJjYWNoZWRfdG9rZW5fY291bnQYDCABKAQSHwoXYXR0ZW5kZWRfcG9zaXRpb25fY291bnQYDSABKAQSHgoWZXZpY3RlZF9wb3NpdGlvbl9jb3VudBgOIAEoBBIWCg5oaXN0b3J5X2xlbmd0aBgPIAEoBBIfChdyZXN0b3JlZF9wb3NpdGlvbl9jb3VudBgQIAEoBBIbChNkcmFmdGVkX3Rva2VuX2NvdW50GBEgASgEEhwKFGFjY2VwdGVkX3Rva2VuX2NvdW50GBIgASgEEhAKCGRlZ3JhZGVkGBMgASgIEhAKCHJlcGxheWVkGBQgASgIIpABCgpTdG9wUmVhc29uEhsKF1NUT1BfUkVBU09OX1VOU1BFQ0lGSUVEEAASGgoWU1RPUF9SRUFTT05fTUFYX1RPS0VOUxABEhMKD1NUT1BfUkVBU09OX0VPUxACEhkKFVNUT1BfUkVBU09OX0NBTkNFTExFRBADEhkKFVNUT1BfUkVBU09OX1RSVU5DQVRFRBAEIi8KEEhpc3RvcnlUcnVuY2F0ZWQSGwoTZHJvcHBlZF90b2tlbl9jb3VudBgBIAEoBCJxChBHZW5lcmF0ZUFjY2VwdGVkEhYKDnF1ZXVlX3Bvc2l0aW9uGAEgASgNEhsKE3ByZWZpbGxfdG9rZW5fY291bnQYAiABKAQSFgoOZmlyc3RfcG9zaXRpb24YAyABKAQSEAoIcmVwbGF5ZWQYBCABKAgiRgoPUHJlZmlsbFByb2dyZXNzEhgKEGRvbmVfdG9rZW5fY291bnQYASABKAQSGQoRdG90YWxfdG9rZW5fY291bnQYAiABKAQiUwoLVG9rZW5EZXRhaWwSEAoIdG9rZW5faWQYASABKA0SEAoIcG9zaXRpb24YAiABKAQSFAoHbG9ncHJvYhgDIAEoAkgAiAEBQgoKCF9sb2dwcm9iIn8KE0Nsb3NlU2Vzc2lvblJlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCRISCgpyZXF1ZXN0X2lkGAogASgMEiQKF2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoGAsgASgESACIAQFCGgoYX2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoIkYKFENsb3NlU2Vzc2lvblJlc3BvbnNlEhwKFGZpbmFsX2hpc3RvcnlfbGVuZ3RoGAEgASgEEhAKCHJlcGxheWVkGAogASgIIsABChJGb3JrU2Vzc2lvblJlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCRISCgpyZXF1ZXN0X2lkGAIgASgMEiQKF2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoGAMgASgESACIAQESFAoMY2xpZW50X2xhYmVsGAQgASgJEhkKDGxpbWl0X3Rva2VucxgFIAEoBEgBiAEBQhoKGF9leHBlY3RlZF9oaXN0b3J5X2xlbmd0aEIPCg1fbGltaXRfdG9rZW5zIvECChNGb3JrU2Vzc2lvblJlc3BvbnNlEhIKCnNlc3Npb25faWQYASABKAkSFgoOaGlzdG9yeV9sZW5ndGgYAiABKAQSJQoIc3RyYXRlZ3kYAyABKAsyEy5rYWtleWEudjEuU3RyYXRlZ3kSFwoPc3VzdGFpbmVkX2J5dGVzGAQgASgEEhIKCnBlYWtfYnl0ZXMYBSABKAQSGQoMbGltaXRfdG9rZW5zGAYgASgESACIAQESEgoKdGllcl9ieXRlcxgHIAEoBBIdCgRtb2RlGAggASgOMg8ua2FrZXlhLnYxLk1vZGUSEAoIbW9kZWxfaWQYCSABKAkSFAoMc2hhcmVkX2J5dGVzGAogASgEEhAKCHJlcGxheWVkGAsgASgIEhYKDnJlc2VydmVkX2J5dGVzGAwgASgEEikKCmR1cmFiaWxpdHkYDSABKA4yFS5rYWtleWEudjEuRHVyYWJpbGl0eUIPCg1fbGltaXRfdG9rZW5zIisKFUdldFNlc3Npb25JbmZvUmVxdWVzdBISCgpzZXNzaW9uX2lkGAEgASgJIpcFChZHZXRTZXNzaW9uSW5mb1Jlc3BvbnNlEhYKDmhpc3RvcnlfbGVuZ3RoGAEgASgEEhUKDWt2X2xpdmVfYnl0ZXMYAiABKAQSJwofY2FjaGVfaW52YXJpYW50X2ludjFfdmlvbGF0aW9ucxgDIAEoBBInCh9jYWNoZV9pbnZhcmlhbnRfaW52Ml92aW9sYXRpb25zGAQgASgEEhQKDGlkbGVfc2Vjb25kcxgFIAEoARIaChJjYWNoZWRfdG9rZW5fY291bnQYCiABKAQSGwoTZXZpY3RlZF90b2tlbl9jb3VudBgLIAEoBBIlCghzdHJhdGVneRgMIAEoCzITLmtha2V5YS52MS5TdHJhdGVneRIXCg9zdXN0YWluZWRfYnl0ZXMYDSABKAQSEgoKcGVha19ieXRlcxgOIAEoBBIZCgxsaW1pdF90b2tlbnMYDyABKARIAIgBARIWCg5mYWlsdXJlX3JlYXNvbhgQIAEoCRISCgpnZW5lcmF0aW5nGBEgASgIEicKH2NhY2hlX2ludmFyaWFudF9pbnYzX3Zpb2xhdGlvbnMYEiABKAQSGwoTZHJhZnRlZF90b2tlbl9jb3VudBgTIAEoBBIcChRhY2NlcHRlZF90b2tlbl9jb3VudBgUIAEoBBIXCg90aWVyX2xpdmVfYnl0ZXMYFSABKAQSEgoKdGllcl9ieXRlcxgWIAEoBBIUCgxjbGllbnRfbGFiZWwYFyABKAkSFgoOcmVzZXJ2ZWRfYnl0ZXMYGCABKAQSFQoNaGlzdG9yeV9ieXRlcxgZIAEoBBIQCghyZXNpZGVudBgaIAEoCBIZChFzYXZlZF90b2tlbl9jb3VudBgbIAEoBEIPCg1fbGltaXRfdG9rZW5zIjwKE0xpc3RTZXNzaW9uc1JlcXVlc3QSEgoKcGFnZV90b2tlbhgBIAEoCRIRCglwYWdlX3NpemUYAiABKA0iXAoUTGlzdFNlc3Npb25zUmVzcG9uc2USKwoIc2Vzc2lvbnMYASADKAsyGS5rYWtleWEudjEuU2Vzc2lvblN1bW1hcnkSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIuIBCg5TZXNzaW9uU3VtbWFyeRISCgpzZXNzaW9uX2lkGAEgASgJEhQKDGNsaWVudF9sYWJlbBgCIAEoCRIWCg5oaXN0b3J5X2xlbmd0aBgDIAEoBBITCgthZ2Vfc2Vjb25kcxgEIAEoARIUCgxpZGxlX3NlY29uZHMYBSABKAESEAoIcmVzaWRlbnQYBiABKAgSEgoKZ2VuZXJhdGluZxgHIAEoCBIWCg5mYWlsdXJlX3JlYXNvbhgIIAEoCRIlCghzdHJhdGVneRgJIAEoCzITLmtha2V5YS52MS5TdHJhdGVneSJUChJSZWFkSGlzdG9yeVJlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCRIWCg5maXJzdF9wb3NpdGlvbhgCIAEoBBISCgptYXhfdG9rZW5zGAMgASgNIm0KE1JlYWRIaXN0b3J5UmVzcG9uc2USFgoOZmlyc3RfcG9zaXRpb24YASABKAQSEQoJdG9rZW5faWRzGAIgAygNEhYKDmhpc3RvcnlfbGVuZ3RoGAMgASgEEhMKC3J1bl9sZW5ndGhzGAQgAygNIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IoIGChVHZXRTZXJ2ZXJJbmZvUmVzcG9uc2USDwoHdmVyc2lvbhgBIAEoCRIQCghtb2RlbF9pZBgCIAEoCRISCgp2b2NhYl9zaXplGAMgASgNEh4KFnRyYWluZWRfcG9zaXRpb25fY291bnQYBCABKAQSDgoGZGV2aWNlGAUgASgJEg0KBWR0eXBlGAYgASgJEh0KBG1vZGUYByABKA4yDy5rYWtleWEudjEuTW9kZRISCgpzdHJhdGVnaWVzGAggAygJEi0KEGRlZmF1bHRfc3RyYXRlZ3kYCSABKAsyEy5rYWtleWEudjEuU3RyYXRlZ3kSGAoQbWF4X3Rva2Vuc19saW1pdBgKIAEoDRIZChFtYXhfYXBwZW5kX3Rva2VucxgLIAEoDRIZChFtYXhfbWVzc2FnZV9ieXRlcxgMIAEoDRIZChFrdl9jYXBhY2l0eV9ieXRlcxgNIAEoBBIZChFrdl9yZXNlcnZlZF9ieXRlcxgOIAEoBBIWCg5zZWdtZW50X3Rva2VucxgPIAEoDRIgChhzZXNzaW9uX2lkbGVfdHRsX3NlY29uZHMYECABKAESDwoHZHJhZnRlchgRIAEoCRIbChN0aWVyX2NhcGFjaXR5X2J5dGVzGBIgASgEEhsKE3RpZXJfcmVzZXJ2ZWRfYnl0ZXMYEyABKAQSIQoUZGVmYXVsdF9saW1pdF90b2tlbnMYFCABKARIAIgBARIZChFncm93dGhfZ3VhcmFudGVlZBgVIAEoCBIiChpoaXN0b3J5X3Rva2Vuc19wZXJfc2Vzc2lvbhgWIAEoBBIgChhoaXN0b3J5X3Rva2Vuc19wZXJfb3duZXIYFyABKAQSGwoTaGlzdG9yeV90b2tlbl9jb3VudBgYIAEoBBIPCgdiYWNrZW5kGBkgASgJEhAKCG51bWVyaWNzGBogASgJEikKCmR1cmFiaWxpdHkYGyABKA4yFS5rYWtleWEudjEuRHVyYWJpbGl0eUIXChVfZGVmYXVsdF9saW1pdF90b2tlbnMihgMKCFN0cmF0ZWd5EicKBGZ1bGwYASABKAsyFy5rYWtleWEudjEuRnVsbFN0cmF0ZWd5SAASNAoLc2lua193aW5kb3cYAiABKAsyHS5rYWtleWEudjEuU2lua1dpbmRvd1N0cmF0ZWd5SAASNgoMbGF5ZXJfd2luZG93GAMgASgLMh4ua2FrZXlhLnYxLkxheWVyV2luZG93U3RyYXRlZ3lIABIvCghyZXN0b3JlZBgEIAEoCzIbLmtha2V5YS52MS5SZXN0b3JlZFN0cmF0ZWd5SAASKwoGZ2F0aGVyGAUgASgLMhkua2FrZXlhLnYxLkdhdGhlclN0cmF0ZWd5SAASJQoDbWFjGAYgASgLMhYua2FrZXlhLnYxLk1hY1N0cmF0ZWd5SAASKwoGdGllcmVkGAcgASgLMhkua2FrZXlhLnYxLlRpZXJlZFN0cmF0ZWd5SAASKQoFbmFtZWQYDyABKAsyGC5rYWtleWEudjEuTmFtZWRTdHJhdGVneUgAQgYKBGtpbmQihQEKDU5hbWVkU3RyYXRlZ3kSDAoEbmFtZRgBIAEoCRI2CgdvcHRpb25zGAIgAygLMiUua2FrZXlhLnYxLk5hbWVkU3RyYXRlZ3kuT3B0aW9uc0VudHJ5Gi4KDE9wdGlvbnNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBIm4KDEZ1bGxTdHJhdGVneRISCgVjb2RlYxgBIAEoCUgAiAEBEhkKDGV4YWN0X3dpbmRvdxgCIAEoDUgBiAEBEhQKDGV4YWN0X2xheWVycxgDIAMoDUIICgZfY29kZWNCDwoNX2V4YWN0X3dpbmRvdyKwAQoSU2lua1dpbmRvd1N0cmF0ZWd5EhEKBHNpbmsYASABKA1IAIgBARITCgZ3aW5kb3cYAiABKA1IAYgBARISCgVjb2RlYxgDIAEoCUgCiAEBEhkKDGV4YWN0X3dpbmRvdxgEIAEoDUgDiAEBEhQKDGV4YWN0X2xheWVycxgFIAMoDUIHCgVfc2lua0IJCgdfd2luZG93QggKBl9jb2RlY0IPCg1fZXhhY3Rfd2luZG93IsYBChNMYXllcldpbmRvd1N0cmF0ZWd5EhEKBHNpbmsYASABKA1IAIgBARITCgZ3aW5kb3cYAiABKA1IAYgBARITCgtmdWxsX2xheWVycxgDIAMoDRISCgVjb2RlYxgEIAEoCUgCiAEBEhkKDGV4YWN0X3dpbmRvdxgFIAEoDUgDiAEBEhQKDGV4YWN0X2xheWVycxgGIAMoDUIHCgVfc2lua0IJCgdfd2luZG93QggKBl9jb2RlY0IPCg1fZXhhY3Rfd2luZG93IvoBChBSZXN0b3JlZFN0cmF0ZWd5EhEKBHNpbmsYASABKA1IAIgBARITCgZ3aW5kb3cYAiABKA1IAYgBARITCgZzb3VyY2UYAyABKAlIAogBARIcCg9ieXRlc19wZXJfdG9rZW4YBCABKA1IA4gBARIRCgRtb2RlGAUgASgJSASIAQESIgoVcmVzaWRlbnRfbGF0ZW50X2J5dGVzGAYgASgESAWIAQFCBwoFX3NpbmtCCQoHX3dpbmRvd0IJCgdfc291cmNlQhIKEF9ieXRlc19wZXJfdG9rZW5CBwoFX21vZGVCGAoWX3Jlc2lkZW50X2xhdGVudF9ieXRlcyKqAQoOR2F0aGVyU3RyYXRlZ3kSEwoGYnVkZ2V0GAEgASgNSACIAQESEgoFYmxvY2sYAiABKA1IAYgBARIRCgRzaW5rGAMgASgNSAKIAQESEwoGd2luZG93GAQgASgNSAOIAQESEwoGc2NvcmVyGAUgASgJSASIAQFCCQoHX2J1ZGdldEIICgZfYmxvY2tCBwoFX3NpbmtCCQoHX3dpbmRvd0IJCgdfc2NvcmVyIrwBCg5UaWVyZWRTdHJhdGVneRITCgZidWRnZXQYASABKA1IAIgBARISCgVibG9jaxgCIAEoDUgBiAEBEhEKBHNpbmsYAyABKA1IAogBARITCgZ3aW5kb3cYBCABKA1IA4gBARIcCg9yZXNpZGVudF90b2tlbnMYBSABKA1IBIgBAUIJCgdfYnVkZ2V0QggKBl9ibG9ja0IHCgVfc2lua0IJCgdfd2luZG93QhIKEF9yZXNpZGVudF90b2tlbnMilQEKC01hY1N0cmF0ZWd5EhEKBHJpbmcYASABKA1IAIgBARIRCgRiYW5kGAIgASgNSAGIAQESFgoJdGhyZXNob2xkGAMgASgBSAKIAQESGAoLY2hhaW5fbGltaXQYBCABKBFIA4gBAUIHCgVfcmluZ0IHCgVfYmFuZEIMCgpfdGhyZXNob2xkQg4KDF9jaGFpbl9saW1pdCpECgRNb2RlEhQKEE1PREVfVU5TUEVDSUZJRUQQABIQCgxNT0RFX0JBVENIRUQQARIUChBNT0RFX0ZJWEVEX1NIQVBFEAIqawoKRHVyYWJpbGl0eRIaChZEVVJBQklMSVRZX1VOU1BFQ0lGSUVEEAASEwoPRFVSQUJJTElUWV9OT05FEAESFgoSRFVSQUJJTElUWV9QUk9DRVNTEAISFAoQRFVSQUJJTElUWV9QT1dFUhADMuUFCg5SdW50aW1lU2VydmljZRJSCg1DcmVhdGVTZXNzaW9uEh8ua2FrZXlhLnYxLkNyZWF0ZVNlc3Npb25SZXF1ZXN0GiAua2FrZXlhLnYxLkNyZWF0ZVNlc3Npb25SZXNwb25zZRJPCgxBcHBlbmRUb2tlbnMSHi5rYWtleWEudjEuQXBwZW5kVG9rZW5zUmVxdWVzdBofLmtha2V5YS52MS5BcHBlbmRUb2tlbnNSZXNwb25zZRJFCghHZW5lcmF0ZRIaLmtha2V5YS52MS5HZW5lcmF0ZVJlcXVlc3QaGy5rYWtleWEudjEuR2VuZXJhdGVSZXNwb25zZTABEk8KDENsb3NlU2Vzc2lvbhIeLmtha2V5YS52MS5DbG9zZVNlc3Npb25SZXF1ZXN0Gh8ua2FrZXlhLnYxLkNsb3NlU2Vzc2lvblJlc3BvbnNlElUKDkdldFNlc3Npb25JbmZvEiAua2FrZXlhLnYxLkdldFNlc3Npb25JbmZvUmVxdWVzdBohLmtha2V5YS52MS5HZXRTZXNzaW9uSW5mb1Jlc3BvbnNlEkwKC0ZvcmtTZXNzaW9uEh0ua2FrZXlhLnYxLkZvcmtTZXNzaW9uUmVxdWVzdBoeLmtha2V5YS52MS5Gb3JrU2Vzc2lvblJlc3BvbnNlElIKDUdldFNlcnZlckluZm8SHy5rYWtleWEudjEuR2V0U2VydmVySW5mb1JlcXVlc3QaIC5rYWtleWEudjEuR2V0U2VydmVySW5mb1Jlc3BvbnNlEk8KDExpc3RTZXNzaW9ucxIeLmtha2V5YS52MS5MaXN0U2Vzc2lvbnNSZXF1ZXN0Gh8ua2FrZXlhLnYxLkxpc3RTZXNzaW9uc1Jlc3BvbnNlEkwKC1JlYWRIaXN0b3J5Eh0ua2FrZXlhLnYxLlJlYWRIaXN0b3J5UmVxdWVzdBoeLmtha2V5YS52MS5SZWFkSGlzdG9yeVJlc3BvbnNlYgZwcm90bzM");
 
 /**
  * @generated from message kakeya.v1.CreateSessionRequest
@@ -148,6 +148,13 @@ export type CreateSessionResponse = Message<"kakeya.v1.CreateSessionResponse"> &
    * @generated from field: uint64 reserved_bytes = 18;
    */
   reservedBytes: bigint;
+
+  /**
+   * What the session's history survives.
+   *
+   * @generated from field: kakeya.v1.Durability durability = 19;
+   */
+  durability: Durability;
 };
 
 /**
@@ -342,7 +349,8 @@ export type GenerateRequest = Message<"kakeya.v1.GenerateRequest"> & {
 
   /**
    * Absolute position of the first token this call wants; only with the request_id of a Generate that is remembered, else
-   * INVALID_ARGUMENT. From the first one generated to the place after the last one. Absent: the first one generated.
+   * INVALID_ARGUMENT. From the first one generated to the place after the last one. Absent: the first one generated. Beyond
+   * the end of the history, so that the server has lost tokens that it had given: DATA_LOSS, HISTORY_BEHIND_CLIENT.
    *
    * @generated from field: optional uint64 resume_from = 20;
    */
@@ -853,6 +861,13 @@ export type ForkSessionResponse = Message<"kakeya.v1.ForkSessionResponse"> & {
    * @generated from field: uint64 reserved_bytes = 12;
    */
   reservedBytes: bigint;
+
+  /**
+   * As in CreateSessionResponse.
+   *
+   * @generated from field: kakeya.v1.Durability durability = 13;
+   */
+  durability: Durability;
 };
 
 /**
@@ -1006,6 +1021,20 @@ export type GetSessionInfoResponse = Message<"kakeya.v1.GetSessionInfoResponse">
    * @generated from field: uint64 history_bytes = 25;
    */
   historyBytes: bigint;
+
+  /**
+   * The session is in the server's memory. False: it is on disk only, and the next call that uses it brings it back.
+   *
+   * @generated from field: bool resident = 26;
+   */
+  resident: boolean;
+
+  /**
+   * Tokens of the history that are safe by the session's durability. With DURABILITY_NONE: 0.
+   *
+   * @generated from field: uint64 saved_token_count = 27;
+   */
+  savedTokenCount: bigint;
 };
 
 /**
@@ -1014,6 +1043,187 @@ export type GetSessionInfoResponse = Message<"kakeya.v1.GetSessionInfoResponse">
  */
 export const GetSessionInfoResponseSchema: GenMessage<GetSessionInfoResponse> = /*@__PURE__*/
   messageDesc(file_kakeya_v1_runtime, 16);
+
+/**
+ * @generated from message kakeya.v1.ListSessionsRequest
+ */
+export type ListSessionsRequest = Message<"kakeya.v1.ListSessionsRequest"> & {
+  /**
+   * next_page_token of the answer before. Empty: the first page.
+   *
+   * @generated from field: string page_token = 1;
+   */
+  pageToken: string;
+
+  /**
+   * At most 1000. 0: 100.
+   *
+   * @generated from field: uint32 page_size = 2;
+   */
+  pageSize: number;
+};
+
+/**
+ * Describes the message kakeya.v1.ListSessionsRequest.
+ * Use `create(ListSessionsRequestSchema)` to create a new message.
+ */
+export const ListSessionsRequestSchema: GenMessage<ListSessionsRequest> = /*@__PURE__*/
+  messageDesc(file_kakeya_v1_runtime, 17);
+
+/**
+ * @generated from message kakeya.v1.ListSessionsResponse
+ */
+export type ListSessionsResponse = Message<"kakeya.v1.ListSessionsResponse"> & {
+  /**
+   * @generated from field: repeated kakeya.v1.SessionSummary sessions = 1;
+   */
+  sessions: SessionSummary[];
+
+  /**
+   * Empty: there are no more.
+   *
+   * @generated from field: string next_page_token = 2;
+   */
+  nextPageToken: string;
+};
+
+/**
+ * Describes the message kakeya.v1.ListSessionsResponse.
+ * Use `create(ListSessionsResponseSchema)` to create a new message.
+ */
+export const ListSessionsResponseSchema: GenMessage<ListSessionsResponse> = /*@__PURE__*/
+  messageDesc(file_kakeya_v1_runtime, 18);
+
+/**
+ * @generated from message kakeya.v1.SessionSummary
+ */
+export type SessionSummary = Message<"kakeya.v1.SessionSummary"> & {
+  /**
+   * @generated from field: string session_id = 1;
+   */
+  sessionId: string;
+
+  /**
+   * @generated from field: string client_label = 2;
+   */
+  clientLabel: string;
+
+  /**
+   * @generated from field: uint64 history_length = 3;
+   */
+  historyLength: bigint;
+
+  /**
+   * Since it was made, and since it was used last.
+   *
+   * @generated from field: double age_seconds = 4;
+   */
+  ageSeconds: number;
+
+  /**
+   * @generated from field: double idle_seconds = 5;
+   */
+  idleSeconds: number;
+
+  /**
+   * As in GetSessionInfoResponse.
+   *
+   * @generated from field: bool resident = 6;
+   */
+  resident: boolean;
+
+  /**
+   * @generated from field: bool generating = 7;
+   */
+  generating: boolean;
+
+  /**
+   * @generated from field: string failure_reason = 8;
+   */
+  failureReason: string;
+
+  /**
+   * @generated from field: kakeya.v1.Strategy strategy = 9;
+   */
+  strategy?: Strategy | undefined;
+};
+
+/**
+ * Describes the message kakeya.v1.SessionSummary.
+ * Use `create(SessionSummarySchema)` to create a new message.
+ */
+export const SessionSummarySchema: GenMessage<SessionSummary> = /*@__PURE__*/
+  messageDesc(file_kakeya_v1_runtime, 19);
+
+/**
+ * @generated from message kakeya.v1.ReadHistoryRequest
+ */
+export type ReadHistoryRequest = Message<"kakeya.v1.ReadHistoryRequest"> & {
+  /**
+   * @generated from field: string session_id = 1;
+   */
+  sessionId: string;
+
+  /**
+   * Absolute position of the first token wanted. At the history's end: there are none; beyond it: INVALID_ARGUMENT.
+   *
+   * @generated from field: uint64 first_position = 2;
+   */
+  firstPosition: bigint;
+
+  /**
+   * The answer has at most so many ids, and at most 16384. 0: 16384.
+   *
+   * @generated from field: uint32 max_tokens = 3;
+   */
+  maxTokens: number;
+};
+
+/**
+ * Describes the message kakeya.v1.ReadHistoryRequest.
+ * Use `create(ReadHistoryRequestSchema)` to create a new message.
+ */
+export const ReadHistoryRequestSchema: GenMessage<ReadHistoryRequest> = /*@__PURE__*/
+  messageDesc(file_kakeya_v1_runtime, 20);
+
+/**
+ * @generated from message kakeya.v1.ReadHistoryResponse
+ */
+export type ReadHistoryResponse = Message<"kakeya.v1.ReadHistoryResponse"> & {
+  /**
+   * That of the first of token_ids.
+   *
+   * @generated from field: uint64 first_position = 1;
+   */
+  firstPosition: bigint;
+
+  /**
+   * @generated from field: repeated uint32 token_ids = 2;
+   */
+  tokenIds: number[];
+
+  /**
+   * Tokens in the whole history, now.
+   *
+   * @generated from field: uint64 history_length = 3;
+   */
+  historyLength: bigint;
+
+  /**
+   * How token_ids came, in their order: so many were appended, then so many generated, then so many appended, and so on.
+   * The first may be 0. They add up to the number of token_ids.
+   *
+   * @generated from field: repeated uint32 run_lengths = 4;
+   */
+  runLengths: number[];
+};
+
+/**
+ * Describes the message kakeya.v1.ReadHistoryResponse.
+ * Use `create(ReadHistoryResponseSchema)` to create a new message.
+ */
+export const ReadHistoryResponseSchema: GenMessage<ReadHistoryResponse> = /*@__PURE__*/
+  messageDesc(file_kakeya_v1_runtime, 21);
 
 /**
  * @generated from message kakeya.v1.GetServerInfoRequest
@@ -1026,7 +1236,7 @@ export type GetServerInfoRequest = Message<"kakeya.v1.GetServerInfoRequest"> & {
  * Use `create(GetServerInfoRequestSchema)` to create a new message.
  */
 export const GetServerInfoRequestSchema: GenMessage<GetServerInfoRequest> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 17);
+  messageDesc(file_kakeya_v1_runtime, 22);
 
 /**
  * @generated from message kakeya.v1.GetServerInfoResponse
@@ -1190,6 +1400,13 @@ export type GetServerInfoResponse = Message<"kakeya.v1.GetServerInfoResponse"> &
    * @generated from field: string numerics = 26;
    */
   numerics: string;
+
+  /**
+   * What the histories of sessions survive.
+   *
+   * @generated from field: kakeya.v1.Durability durability = 27;
+   */
+  durability: Durability;
 };
 
 /**
@@ -1197,7 +1414,7 @@ export type GetServerInfoResponse = Message<"kakeya.v1.GetServerInfoResponse"> &
  * Use `create(GetServerInfoResponseSchema)` to create a new message.
  */
 export const GetServerInfoResponseSchema: GenMessage<GetServerInfoResponse> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 18);
+  messageDesc(file_kakeya_v1_runtime, 23);
 
 /**
  * How a session treats its K/V. Fields may be absent, the server fills in its defaults. What the server or its model
@@ -1266,7 +1483,7 @@ export type Strategy = Message<"kakeya.v1.Strategy"> & {
  * Use `create(StrategySchema)` to create a new message.
  */
 export const StrategySchema: GenMessage<Strategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 19);
+  messageDesc(file_kakeya_v1_runtime, 24);
 
 /**
  * Any strategy of the server, by name: those above, and those that have no arm. GetServerInfo lists the names. An unknown
@@ -1294,7 +1511,7 @@ export type NamedStrategy = Message<"kakeya.v1.NamedStrategy"> & {
  * Use `create(NamedStrategySchema)` to create a new message.
  */
 export const NamedStrategySchema: GenMessage<NamedStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 20);
+  messageDesc(file_kakeya_v1_runtime, 25);
 
 /**
  * Every KV entry stays. The session ends at the model's trained positions.
@@ -1330,7 +1547,7 @@ export type FullStrategy = Message<"kakeya.v1.FullStrategy"> & {
  * Use `create(FullStrategySchema)` to create a new message.
  */
 export const FullStrategySchema: GenMessage<FullStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 21);
+  messageDesc(file_kakeya_v1_runtime, 26);
 
 /**
  * The first `sink` entries and at least the last `window` entries stay; the rest are evicted and not read again.
@@ -1373,7 +1590,7 @@ export type SinkWindowStrategy = Message<"kakeya.v1.SinkWindowStrategy"> & {
  * Use `create(SinkWindowStrategySchema)` to create a new message.
  */
 export const SinkWindowStrategySchema: GenMessage<SinkWindowStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 22);
+  messageDesc(file_kakeya_v1_runtime, 27);
 
 /**
  * In the layers of `full_layers` every entry stays, in the others those of SinkWindowStrategy. Layers with a sliding
@@ -1424,7 +1641,7 @@ export type LayerWindowStrategy = Message<"kakeya.v1.LayerWindowStrategy"> & {
  * Use `create(LayerWindowStrategySchema)` to create a new message.
  */
 export const LayerWindowStrategySchema: GenMessage<LayerWindowStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 23);
+  messageDesc(file_kakeya_v1_runtime, 28);
 
 /**
  * The entries of SinkWindowStrategy stay; each Generate has the others restored and reads every position. The session
@@ -1485,7 +1702,7 @@ export type RestoredStrategy = Message<"kakeya.v1.RestoredStrategy"> & {
  * Use `create(RestoredStrategySchema)` to create a new message.
  */
 export const RestoredStrategySchema: GenMessage<RestoredStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 24);
+  messageDesc(file_kakeya_v1_runtime, 29);
 
 /**
  * Every entry stays. Appended tokens read all of them; generated tokens read the first `sink` positions, the last
@@ -1535,7 +1752,7 @@ export type GatherStrategy = Message<"kakeya.v1.GatherStrategy"> & {
  * Use `create(GatherStrategySchema)` to create a new message.
  */
 export const GatherStrategySchema: GenMessage<GatherStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 25);
+  messageDesc(file_kakeya_v1_runtime, 30);
 
 /**
  * Every entry stays, the last `resident_tokens` and the sink on the device, the others in the server's memory or in a
@@ -1580,7 +1797,7 @@ export type TieredStrategy = Message<"kakeya.v1.TieredStrategy"> & {
  * Use `create(TieredStrategySchema)` to create a new message.
  */
 export const TieredStrategySchema: GenMessage<TieredStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 26);
+  messageDesc(file_kakeya_v1_runtime, 31);
 
 /**
  * Every entry stays. Appended tokens read all of them. A generated token whose query is near that of a recent generated
@@ -1626,7 +1843,7 @@ export type MacStrategy = Message<"kakeya.v1.MacStrategy"> & {
  * Use `create(MacStrategySchema)` to create a new message.
  */
 export const MacStrategySchema: GenMessage<MacStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 27);
+  messageDesc(file_kakeya_v1_runtime, 32);
 
 /**
  * What equal histories promise.
@@ -1659,6 +1876,47 @@ export enum Mode {
  */
 export const ModeSchema: GenEnum<Mode> = /*@__PURE__*/
   enumDesc(file_kakeya_v1_runtime, 0);
+
+/**
+ * What a history survives. What the server has told a client about it is never lost or changed by less.
+ *
+ * @generated from enum kakeya.v1.Durability
+ */
+export enum Durability {
+  /**
+   * An older server: as DURABILITY_NONE.
+   *
+   * @generated from enum value: DURABILITY_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * Nothing: it ends with the server's process.
+   *
+   * @generated from enum value: DURABILITY_NONE = 1;
+   */
+  NONE = 1,
+
+  /**
+   * The end of the process, however it comes. Not a loss of power or a crash of the system.
+   *
+   * @generated from enum value: DURABILITY_PROCESS = 2;
+   */
+  PROCESS = 2,
+
+  /**
+   * Those, too, on storage that keeps what it said it has written.
+   *
+   * @generated from enum value: DURABILITY_POWER = 3;
+   */
+  POWER = 3,
+}
+
+/**
+ * Describes the enum kakeya.v1.Durability.
+ */
+export const DurabilitySchema: GenEnum<Durability> = /*@__PURE__*/
+  enumDesc(file_kakeya_v1_runtime, 1);
 
 /**
  * Sessions with one model: create, append raw token ids, generate, append again, close.
@@ -1736,6 +1994,26 @@ export const RuntimeService: GenService<{
     methodKind: "unary";
     input: typeof GetServerInfoRequestSchema;
     output: typeof GetServerInfoResponseSchema;
+  },
+  /**
+   * The caller's own sessions, a page at a time, in an order that does not change while it is read.
+   *
+   * @generated from rpc kakeya.v1.RuntimeService.ListSessions
+   */
+  listSessions: {
+    methodKind: "unary";
+    input: typeof ListSessionsRequestSchema;
+    output: typeof ListSessionsResponseSchema;
+  },
+  /**
+   * Token ids of a session's history, a piece at a time. Never waits for a running Generate, and is no use of the session.
+   *
+   * @generated from rpc kakeya.v1.RuntimeService.ReadHistory
+   */
+  readHistory: {
+    methodKind: "unary";
+    input: typeof ReadHistoryRequestSchema;
+    output: typeof ReadHistoryResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_kakeya_v1_runtime, 0);
