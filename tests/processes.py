@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -71,6 +71,30 @@ def kakeya_serve(
             yield Server(target, line, process)
         finally:
             process.kill()
+
+
+class Restarted:
+    """A server that a test kills and starts again, always at one address. `stack` ends it."""
+
+    def __init__(self, stack: ExitStack, *arguments: str | Path) -> None:
+        self._stack = stack
+        self._arguments = arguments
+        self._bind = "127.0.0.1:0"
+        self.start()
+
+    @property
+    def target(self) -> str:
+        return self._server.target
+
+    def start(self) -> None:
+        """Returns when it is ready."""
+        self._server = self._stack.enter_context(kakeya_serve(*self._arguments, f"--bind={self._bind}"))
+        self._bind = self._server.target
+
+    def kill(self) -> None:
+        """By SIGKILL. Returns when it is gone."""
+        self._server.process.kill()
+        self._server.wait()
 
 
 def _environment(variables: Mapping[str, str] | None) -> dict[str, str]:

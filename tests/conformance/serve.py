@@ -7,10 +7,16 @@ and is answered with one:
 
     {"open": {"engine": {…}, "server": {…}, "guarded": true}}    {"target": …} and of a guarded one "authority", …
     {"drain": "<target>"}                                        {}
+    {"process": ["<flag>", …]}                                   {"target": …}, of a server in a process of its own
+    {"kill": "<target>"}                                         {}: by SIGKILL
+    {"start": "<target>"}                                        {}: again, at its address; it is ready
     {"middle": "<target>"}                                       {"target": …}, of a middle in front of it
     {"fates": ["<middle>", [{"when": …, "what": …}, null, …]]}   {}: what becomes of its next calls, null for nothing
     {"darken": "<middle>"}                                       {}: nothing passes it any more
     {"passed": "<middle>"}                                       {"connections": …, "calls": …, "acted": …}, until now
+    {"router": ["<target>", …]}                                  {"target": …}, of a proxy before them; tests/router.py
+    {"lose": ["<router>", ["<method>", …]]}                      {}: of the next call of each, the answer is lost
+    {"routed": "<router>"}                                       {"calls": [[method, route, server], …]}, until now
     {"census": "<target>"}                                       {metric: value, …}, as Prometheus would see them
     {"reasons": true}                                            {"reasons": {reason: code, …}}
 
@@ -25,7 +31,8 @@ import json
 import sys
 import tempfile
 from collections import defaultdict
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +44,10 @@ from inference_engine.server.run import ServerHandle, start_server
 from inference_engine.server.status import CODES
 from tests.middle import Fate, Middle, open_middle
 from tests.newer_strategy import NewerWindow, registered
+from tests.processes import Restarted
+from tests.router import Router, open_router
 from tests.tiny import tiny_engine
+from tests.tiny_folder import save_tiny_chat_model
 
 KEY = "a" * 32
 
@@ -50,6 +60,9 @@ class Servers:
         self._running: dict[str, tuple[ServerHandle, Engine]] = {}
         self._middles: dict[str, Middle] = {}
         self._listening = AsyncExitStack()
+        self._routers: dict[str, Router] = {}
+        self._processes: dict[str, Restarted] = {}
+        self._ending = ExitStack()
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One question and its answer."""
@@ -60,6 +73,16 @@ class Servers:
                 reply = await self._open(**settings)
             case {"drain": target}:
                 await self._drain(target)
+                reply = {}
+            case {"process": flags}:
+                process = await asyncio.to_thread(self._start, flags)
+                self._processes[process.target] = process
+                reply = {"target": process.target}
+            case {"kill": target}:
+                await asyncio.to_thread(self._processes[target].kill)
+                reply = {}
+            case {"start": target}:
+                await asyncio.to_thread(self._processes[target].start)
                 reply = {}
             case {"middle": target}:
                 middle = await self._listening.enter_async_context(open_middle(target))
@@ -74,6 +97,15 @@ class Servers:
             case {"passed": target}:
                 middle = self._middles[target]
                 reply = {"connections": middle.connections, "calls": middle.calls, "acted": middle.acted}
+            case {"router": targets}:
+                router = await self._listening.enter_async_context(open_router(*targets))
+                self._routers[router.target] = router
+                reply = {"target": router.target}
+            case {"lose": [target, methods]}:
+                self._routers[target].losses.extend(methods)
+                reply = {}
+            case {"routed": target}:
+                reply = {"calls": [astuple(call) for call in self._routers[target].passed]}
             case {"census": target}:
                 reply = self._statistics(target)
             case {"reasons": True}:
@@ -86,6 +118,7 @@ class Servers:
 
     async def close(self) -> None:
         await self._listening.aclose()
+        self._ending.close()
         for target in list(self._running):
             await self._drain(target)
 
@@ -98,6 +131,12 @@ class Servers:
         handle = await start_server(runtime, config)
         self._running[handle.target] = handle, runtime
         return {"target": handle.target, **shown}
+
+    def _start(self, flags: list[str]) -> Restarted:
+        model = self._folder / "model"
+        if not model.exists():
+            save_tiny_chat_model(model)
+        return Restarted(self._ending, "--model", model, "--kv-bytes=64MiB", *flags)
 
     def _statistics(self, target: str) -> dict[str, float]:
         """Every number without labels, and of those with labels their sums."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import kakeya
+from kakeya._retry import FIRST_CONTACT_SECONDS
 
 Do = Callable[..., Awaitable[Any]]
 
@@ -21,10 +22,15 @@ async def test_server_info_has_the_model_and_the_limits(client: Any, do: Do) -> 
     assert info.max_append_tokens == 40
 
 
-async def test_a_call_to_a_closed_port_fails(do: Do, flavour: str, unused_port: int) -> None:
-    client = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(f"127.0.0.1:{unused_port}")
-    with pytest.raises(kakeya.ConnectionFailed, match=str(unused_port)) as caught:
-        await do(client.create_session)
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+async def test_a_server_that_was_never_there_is_an_error_soon_that_says_where_and_what_to_do(
+    do: Do, flavour: str, unused_port: int, host: str
+) -> None:
+    target = f"{host}:{unused_port}"
+    client = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(target, timeout=None)
+    with pytest.raises(kakeya.ConnectionFailed, match="check host and port, and that a server runs there") as caught:
+        await asyncio.wait_for(do(client.create_session), FIRST_CONTACT_SECONDS + 20)
+    assert target in caught.value.message
     assert isinstance(caught.value, ConnectionError)
     await do(client.close)
 

@@ -17,7 +17,7 @@ Do = Callable[..., Awaitable[Any]]
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
 # gRPC itself waits a fifth of a second and more between connections, and meanwhile fails calls at once.
 STUBBORN = kakeya.RetryPolicy(attempts=100, first_delay_seconds=0.02, max_delay_seconds=0.1)
-QUICK = kakeya.RetryPolicy(first_delay_seconds=0.3)
+QUICK = kakeya.RetryPolicy(first_delay_seconds=0.3, patience_seconds=1.5)
 SAMPLED = {"temperature": 1.5, "top_p": 0.9, "seed": 11}
 REFUSED, CANCEL, INTERNAL, CALM_DOWN = 7, 8, 2, 11  # HTTP/2's codes
 FATES = [
@@ -127,7 +127,7 @@ async def test_an_answer_is_complete_once_it_is_done(
 
 @pytest.mark.parametrize("reports_progress", [False, True])
 @pytest.mark.parametrize("fate", [Fate("headers", "cut"), Fate("messages", "close", messages=1)], ids=shown)
-async def test_a_stream_that_never_gets_to_a_token_is_tried_so_many_times_and_no_more(
+async def test_a_stream_that_never_gets_to_a_token_is_tried_while_patience_lasts_and_no_more(
     server_target: str, middle: Middle, connect: Callable[..., Any], do: Do, fate: Fate, reports_progress: bool
 ) -> None:
     client = connect(QUICK)
@@ -140,7 +140,7 @@ async def test_a_stream_that_never_gets_to_a_token_is_tried_so_many_times_and_no
     stream = session.generate(5, on_progress=progress.append if reports_progress else None)
     with pytest.raises(kakeya.ConnectionFailed):
         await do(stream.result)
-    assert 1 < middle.calls - calls <= QUICK.attempts
+    assert 1 < middle.calls - calls <= 10  # waits of at least 0.15, 0.3, 0.6 … s; gRPC's own calls fail unsent
     assert stream.token_ids == ()
     await do(client.close)
 

@@ -18,7 +18,7 @@ from kakeya import (
     TLSFailed,
 )
 from kakeya._flows import Call, Sleep, close_session, repeatable
-from kakeya._retry import FULL_SECONDS, Patience
+from kakeya._retry import FIRST_CONTACT_SECONDS, FULL_SECONDS, Contact, Patience
 from kakeya.v1 import runtime_pb2 as pb
 
 LOST = ConnectionFailed("lost", code="UNAVAILABLE")
@@ -62,7 +62,7 @@ def test_a_call_that_finds_its_connection_full_waits_without_an_attempt() -> Non
         waits.append(flow.throw(full()))
         assert isinstance(flow.send(None), Call)
     assert waits == [Sleep(seconds) for seconds in (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5)]
-    assert flow.throw(LOST) == Sleep(2.0)  # the first attempt that counts
+    assert flow.throw(LOST) == Sleep(1.0)  # the first attempt that counts
     flow.send(None)
     with pytest.raises(ConnectionFailed, match="lost"):
         flow.throw(LOST)
@@ -113,6 +113,83 @@ def test_closing_a_session_that_never_was_is_an_error_though_the_connection_was_
     flow.send(None)
     with pytest.raises(SessionNotFound):
         flow.throw(SessionNotFound("no", code="NOT_FOUND", reason="SESSION_NOT_FOUND"))
+
+
+class Clock:
+    """Stands still but for the waits that a patience asks for, and attempts that take as long as a test says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def attempts(self, waiting: Patience, error: KakeyaError, *, taking: float = 0.0) -> int:
+        """Calls that fail with `error` until it is given up."""
+        for attempt in range(1, 10_000):
+            self.now += taking
+            if (delay := waiting.wait_seconds(attempt, error)) is None:
+                return attempt
+            self.now += delay
+        raise AssertionError("it is never given up")
+
+
+def unsent() -> ConnectionFailed:
+    error = ConnectionFailed("refused", code="UNAVAILABLE")
+    error._was_sent = False
+    return error
+
+
+def of_clock(clock: Clock, timeout: float | None = None, *, is_reached: bool = True, **policy: Any) -> Patience:
+    contact = Contact(is_made=is_reached)
+    return Patience(RetryPolicy(**policy), timeout, contact=contact, clock=lambda: clock.now, jitter=lambda: 0.0)
+
+
+def test_a_server_that_was_there_is_waited_for_until_patience_ends_and_tried_at_its_end() -> None:
+    clock = Clock()
+    assert clock.attempts(of_clock(clock), unsent()) > 10
+    assert clock.now == pytest.approx(RetryPolicy().patience_seconds)
+
+
+def test_a_server_that_was_never_there_is_given_up_soon() -> None:
+    clock = Clock()
+    waiting = of_clock(clock, is_reached=False)
+    assert clock.attempts(waiting, unsent()) > 2
+    assert clock.now == pytest.approx(FIRST_CONTACT_SECONDS)
+    clock.attempts(of_clock(clock, is_reached=False), LOST)  # a connection that breaks was one
+    assert clock.now == pytest.approx(FIRST_CONTACT_SECONDS + RetryPolicy().patience_seconds)
+
+
+def test_an_attempt_that_the_server_worked_on_for_long_does_not_use_patience_up() -> None:
+    clock = Clock()
+    assert clock.attempts(of_clock(clock, patience_seconds=10.0), LOST, taking=40.0) > 5
+    clock = Clock()
+    assert clock.attempts(of_clock(clock, patience_seconds=10.0), unsent(), taking=40.0) == 2
+
+
+def test_with_an_answer_patience_begins_anew() -> None:
+    clock = Clock()
+    waiting = of_clock(clock)
+    for _ in range(3):
+        began = clock.now
+        clock.attempts(waiting, unsent())
+        assert clock.now - began == pytest.approx(RetryPolicy().patience_seconds)
+        waiting.answered()
+
+
+def test_a_wait_that_the_server_asks_for_may_outlast_patience_once() -> None:
+    clock = Clock()
+    draining = Draining("draining", code="UNAVAILABLE", reason="DRAINING", retry_after_seconds=7.0)
+    assert clock.attempts(of_clock(clock, patience_seconds=1.0), draining) == 2
+    assert clock.now == 7.0
+
+
+def test_calls_that_fail_at_once_are_not_sent_in_a_busy_loop() -> None:
+    clock = Clock()
+    waiting = of_clock(clock, first_delay_seconds=0.0, max_delay_seconds=0.0, patience_seconds=1.0)
+    assert clock.attempts(waiting, LOST) <= 102
+
+
+def test_without_patience_there_is_one_attempt() -> None:
+    clock = Clock()
+    assert clock.attempts(of_clock(clock, patience_seconds=0.0), LOST) == 1
 
 
 def test_a_wait_that_outlasts_the_deadline_is_not_begun() -> None:
@@ -231,7 +308,9 @@ def test_a_deadline_covers_all_attempts() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"attempts": 0}, {"first_delay_seconds": -1}, {"max_delay_seconds": float("nan")}], ids=str
+    "settings",
+    [{"attempts": 0}, {"first_delay_seconds": -1}, {"max_delay_seconds": float("nan")}, {"patience_seconds": -1}],
+    ids=str,
 )
 def test_a_policy_that_makes_no_sense_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):

@@ -18,7 +18,8 @@ Answer = Callable[[Any, grpc.ServicerContext], Any]
 Failure = Callable[..., Answer]
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
-QUICK = kakeya.RetryPolicy(first_delay_seconds=0.0)
+ATTEMPTS = 4
+QUICK = kakeya.RetryPolicy(attempts=ATTEMPTS, first_delay_seconds=0.0)
 
 
 def reply(message: Any) -> Answer:
@@ -124,7 +125,7 @@ async def test_a_stream_that_gives_no_token_any_more_is_given_up(
     with pytest.raises(kakeya.ConnectionFailed):
         await do(stream.result)
     assert stream.token_ids == (105,)
-    assert len(scripted.calls("Generate")) == QUICK.attempts
+    assert len(scripted.calls("Generate")) == ATTEMPTS
 
 
 async def test_a_stream_that_skips_or_doubles_a_position_is_an_error(scripted: Any, session: Any, do: Do) -> None:
@@ -322,7 +323,7 @@ def test_a_channel_closed_in_the_moment_of_a_call_is_reported_as_the_client_clos
         scripted.on("CreateSession", reply(pb.CreateSessionResponse(session_id="s1")))
         session = client.create_session()
 
-        def metadata(client: kakeya.Client = client) -> tuple[()]:
+        def metadata(_: str, client: kakeya.Client = client) -> tuple[()]:
             client.close()  # from another thread, between the look whether it is open and the call
             return ()
 
@@ -343,7 +344,7 @@ def test_a_channel_closed_in_the_moment_of_a_call_is_reported_as_the_client_clos
 async def test_what_fails_alike_each_time_is_sent_once(
     scripted: Any, session: Any, do: Do, unexplained: Failure, code: str, message: str, kind: type[kakeya.KakeyaError]
 ) -> None:
-    scripted.on("GetSessionInfo", *[unexplained(grpc.StatusCode[code], message)] * QUICK.attempts)
+    scripted.on("GetSessionInfo", *[unexplained(grpc.StatusCode[code], message)] * ATTEMPTS)
     with pytest.raises(kind) as caught:
         await do(session.info)
     assert caught.value.code == code

@@ -2,6 +2,7 @@
 import { Link } from "./link.js";
 import { known, type CallOptions, type ClientOptions, type CreateSessionOptions } from "./options.js";
 import { createSessionRequest } from "./requests.js";
+import { newRoute } from "./route.js";
 import { Session } from "./session.js";
 import { createdFacts, serverInfoOf, type ServerInfo } from "./values.js";
 
@@ -28,9 +29,10 @@ export class Client implements AsyncDisposable {
   /** Open a session and reserve its memory. */
   async createSession(options: CreateSessionOptions = {}): Promise<Session> {
     const request = createSessionRequest(options);
-    const patience = this.#link.patience(options);
+    const route = newRoute();
+    const patience = this.#link.patience(options, route);
     const reply = await this.#link.repeat((rpc, each) => rpc.createSession(request, each), patience);
-    return Session.opened(this.#link, createdFacts(reply));
+    return Session.opened(this.#link, createdFacts(reply), route);
   }
 
   /** The server's model, limits and strategies, now. */

@@ -8,7 +8,7 @@ import { failure } from "../testing/moves.js";
 import { draining, mismatch, scripted, type Script, type Scripted } from "../testing/scripted.js";
 import * as kakeya from "./index.js";
 
-const QUICK: kakeya.RetryPolicy = { firstDelaySeconds: 0 };
+const QUICK: kakeya.RetryPolicy = { attempts: 4, firstDelaySeconds: 0 };
 let server: Scripted;
 let client: kakeya.Client;
 afterEach(async () => {

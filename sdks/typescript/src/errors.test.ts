@@ -37,7 +37,7 @@ function codeOf(name = ""): Code {
 }
 
 const explain = (error: ConnectError, isLate = false): kakeya.KakeyaError =>
-  fromConnectError(error, "10.1.2.3:99", isLate);
+  fromConnectError(error, "10.1.2.3:99", { isLate });
 
 test("every reason that the server can give has one class of its own name, and no other reason has one", async () => {
   const codes = await serverReasons(inject("control"));

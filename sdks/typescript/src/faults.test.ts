@@ -6,7 +6,7 @@ import { Proxy } from "../testing/proxy.js";
 import { drainServer, openServer } from "../testing/servers.js";
 import * as kakeya from "./index.js";
 
-const QUICK: kakeya.RetryPolicy = { firstDelaySeconds: 0 };
+const QUICK: kakeya.RetryPolicy = { attempts: 4, firstDelaySeconds: 0 };
 let proxy: Proxy;
 let client: kakeya.Client;
 

@@ -8,7 +8,7 @@ import { secondsOf } from "./checks.js";
 import { ConnectionFailed, KakeyaError, StateError, TLSFailed } from "./errors.js";
 import type { CallOptions, ClientOptions } from "./options.js";
 import { tlsMismatch } from "./probe.js";
-import { Patience, retryPolicyOf, type RetryPolicy } from "./retry.js";
+import { Patience, retryPolicyOf, type Contact, type FullPolicy } from "./retry.js";
 import { fromConnectError } from "./status.js";
 
 const CALL_SECONDS = 30;
@@ -33,7 +33,8 @@ export class Link {
   /** Is a request that comes again known by its id? Found out where it matters. */
   knowsIds: boolean | undefined = undefined;
   readonly #channel: Channel;
-  readonly #policy: Required<RetryPolicy>;
+  readonly #policy: FullPolicy;
+  readonly #contact: Contact = { isMade: false };
   readonly #timeoutSeconds: number | null;
   readonly #generateTimeoutSeconds: number | null;
   readonly #running = new Set<() => void>();
@@ -58,19 +59,20 @@ export class Link {
     return this.#channel.rpc;
   }
 
-  patience(options: CallOptions): Patience {
-    return this.#patience(options, this.#timeoutSeconds);
+  /** For a call of the session with this route, or of none. */
+  patience(options: CallOptions, route = ""): Patience {
+    return this.#patience(options, this.#timeoutSeconds, route);
   }
 
-  generatePatience(options: CallOptions): Patience {
-    return this.#patience(options, this.#generateTimeoutSeconds);
+  generatePatience(options: CallOptions, route: string): Patience {
+    return this.#patience(options, this.#generateTimeoutSeconds, route);
   }
 
   /** One attempt. Throws our own errors, or the reason of the caller's signal. */
   async once<T>(attempt: Attempt<T>, patience: Patience): Promise<T> {
     const leash = this.leash(patience.signal);
     try {
-      const reply = await attempt(this.rpc, { signal: leash.signal, ...timeoutOf(patience) });
+      const reply = await attempt(this.rpc, { signal: leash.signal, ...patience.rpcOptions });
       this.#isMet = true;
       patience.answered();
       return reply;
@@ -146,7 +148,9 @@ export class Link {
       return new StateError(`this client of ${this.target} was closed while the call was running`, { cause: error });
     }
     if (patience.isAborted) return patience.signal?.reason;
-    return error instanceof ConnectError ? fromConnectError(error, this.target, patience.isOver) : error;
+    return error instanceof ConnectError
+      ? fromConnectError(error, this.target, { isLate: patience.isOver, isReached: this.#contact.isMade })
+      : error;
   }
 
   /** `error`, or what a handshake finds to be wrong where no connection was ever made. */
@@ -178,16 +182,10 @@ export class Link {
     this.#channel.close();
   }
 
-  #patience(options: CallOptions, seconds: number | null): Patience {
+  #patience(options: CallOptions, seconds: number | null, route: string): Patience {
     const given = secondsOf(orDefault(options.timeoutSeconds, seconds), "timeoutSeconds");
-    return new Patience(this.#policy, given, options.signal);
+    return new Patience(this.#policy, given, { contact: this.#contact, signal: options.signal, route });
   }
-}
-
-/** The timeout that a call's attempt has. */
-export function timeoutOf(patience: Patience): RpcOptions {
-  const timeoutMs = patience.remainingMs();
-  return timeoutMs === undefined ? {} : { timeoutMs };
 }
 
 function orDefault<T>(value: T | undefined, fallback: T): T {

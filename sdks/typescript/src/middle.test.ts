@@ -94,7 +94,7 @@ test.each<[boolean, Fate]>([
   [true, { when: "headers", what: "cut" }],
   [true, { when: "messages", messages: 1, what: "close" }],
 ])("a stream that never gets to a token is tried four times, progress reported: %s, %j", async (reports, fate) => {
-  await using impatient = new kakeya.Client(middle.target, { retry: { firstDelaySeconds: 0.05 } });
+  await using impatient = new kakeya.Client(middle.target, { retry: { attempts: 4, firstDelaySeconds: 0.05 } });
   const session = await impatient.createSession();
   await session.append(PROMPT);
   const { calls } = await middle.passed();

@@ -118,7 +118,12 @@ const CHAT: Names<ChatOptions> = {
 
 const KNOWN = {
   TLS: { rootCertificates: true, certificate: true, key: true } satisfies Names<TLS>,
-  RetryPolicy: { attempts: true, firstDelaySeconds: true, maxDelaySeconds: true } satisfies Names<RetryPolicy>,
+  RetryPolicy: {
+    attempts: true,
+    firstDelaySeconds: true,
+    maxDelaySeconds: true,
+    patienceSeconds: true,
+  } satisfies Names<RetryPolicy>,
   Client: {
     apiKey: true,
     tls: true,

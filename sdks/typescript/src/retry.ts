@@ -1,30 +1,64 @@
-/** How long to keep trying: one deadline over all attempts of a call, and the waits between them. */
+/**
+ * Retries: how long a call waits for its server, and the waits between its attempts.
+ *
+ * A call has a deadline over all its attempts. Within it, patience counts the time without the server since its last
+ * answer: the waits, and attempts that found no connection. A prefill that takes long does not use it up.
+ */
 import { invalid, shown, wholeIn } from "./checks.js";
 import { DeadlineExceeded, KakeyaError, TLSFailed, TransportError } from "./errors.js";
 import { known } from "./options.js";
+import { ROUTE_HEADER } from "./route.js";
 
+// How long to look for a server that this client has never reached: it may be starting, or the address is wrong.
+const FIRST_CONTACT_SECONDS = 2;
 // A call that found its connection full waits for its turn like one that its own side holds back: that is no attempt.
 const FULL_SECONDS = 60;
 const FULL_DELAY_SECONDS = 0.02;
 const LONGEST_FULL_DELAY_SECONDS = 1;
 // How calls end that gRPC, a balancer or a proxy ended, without an explanation. Each is the same call again by its id.
 const PASSING = new Set(["UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "RESOURCE_EXHAUSTED"]);
+// Every wait but the first is at least so long, whatever the policy says: no call is sent again in a busy loop.
+const LEAST_DELAY_SECONDS = 0.02;
+// Timers are that exact: what is left of patience when its last wait has ended.
+const LEAST_LEFT_SECONDS = 0.001;
 
 /**
- * Waits between attempts of a call, after a lost connection or a call that something on the way ended, and where the
+ * How long a call waits for its server: after a lost connection or a call that something on the way ended, and where the
  * server says when to come again.
  *
+ * `patienceSeconds` is the time without an answer after which a call is given up; it is meant to be longer than a restart
+ * of the server. Time counts from the last answer, for a stream from its last token, and never beyond the call's timeout.
+ * A server that this client has never reached is given up after 2 s.
+ *
  * The n-th wait is between half and all of `firstDelaySeconds` × 2^(n-1), at most `maxDelaySeconds`, and never less than
- * the server asked for. `attempts: 1` switches retries off. A stream's attempts count from its last token. Each request
- * has an id by which the server knows it again, so nothing is done twice.
+ * the server asked for. `attempts` limits the number of attempts as well: 1 switches retries off. Each request has an id
+ * by which the server knows it again, so nothing is done twice.
  */
 export interface RetryPolicy {
-  /** Calls in all, the first one included. Default 4. */
+  /** Calls in all, the first one included. Default: as many as patience allows. */
   readonly attempts?: number;
   /** Default 0.2. */
   readonly firstDelaySeconds?: number;
-  /** Default 5. */
+  /** Default 2. */
   readonly maxDelaySeconds?: number;
+  /** Default 30. */
+  readonly patienceSeconds?: number;
+}
+
+/**
+ * A policy with every number filled in.
+ *
+ * @internal
+ */
+export type FullPolicy = Required<Omit<RetryPolicy, "attempts">> & { readonly attempts: number | undefined };
+
+/**
+ * Has this client ever reached its server? Shared by all calls of a client.
+ *
+ * @internal
+ */
+export interface Contact {
+  isMade: boolean;
 }
 
 /**
@@ -32,10 +66,16 @@ export interface RetryPolicy {
  *
  * @internal
  */
-export function retryPolicyOf(policy: RetryPolicy = {}): Required<RetryPolicy> {
-  const filled = { attempts: 4, firstDelaySeconds: 0.2, maxDelaySeconds: 5, ...known(policy, "RetryPolicy") };
-  wholeIn(filled.attempts, "attempts", 1, 999);
-  for (const name of ["firstDelaySeconds", "maxDelaySeconds"] as const) {
+export function retryPolicyOf(policy: RetryPolicy = {}): FullPolicy {
+  const filled = {
+    attempts: undefined,
+    firstDelaySeconds: 0.2,
+    maxDelaySeconds: 2,
+    patienceSeconds: 30,
+    ...known(policy, "RetryPolicy"),
+  };
+  if (filled.attempts !== undefined) wholeIn(filled.attempts, "attempts", 1, 999);
+  for (const name of ["firstDelaySeconds", "maxDelaySeconds", "patienceSeconds"] as const) {
     if (!(Number.isFinite(filled[name]) && filled[name] >= 0)) {
       throw invalid(name, `must be a number of seconds of at least 0, got ${shown(filled[name])}`);
     }
@@ -44,24 +84,48 @@ export function retryPolicyOf(policy: RetryPolicy = {}): Required<RetryPolicy> {
 }
 
 /**
- * One call's deadline, counted from now, with the policy for its attempts and the caller's signal.
+ * One call's deadline, counted from now, how long it goes on without its server, the caller's signal, and the route of
+ * the session that it is for.
  *
  * @internal
  */
 export class Patience {
   readonly signal: AbortSignal | undefined;
-  readonly #policy: Required<RetryPolicy>;
+  readonly #policy: FullPolicy;
+  readonly #contact: Contact;
+  readonly #route: string;
   readonly #deadline: number | null;
   /** By the server, and not answered since. */
   #lastReported: KakeyaError | undefined = undefined;
   /** Since the last answer. */
   #timesFull = 0;
   #fullSince = 0;
+  /** The last time; undefined: the server has answered since. */
+  #failedAt: number | undefined = undefined;
+  /** That followed. */
+  #lastDelay = 0;
+  /** Seconds since the last answer. */
+  #withoutServer = 0;
 
-  constructor(policy: Required<RetryPolicy>, timeoutSeconds: number | null, signal?: AbortSignal) {
-    this.signal = signal;
+  constructor(
+    policy: FullPolicy,
+    timeoutSeconds: number | null,
+    about: { readonly contact?: Contact; readonly signal?: AbortSignal | undefined; readonly route?: string } = {},
+  ) {
+    this.signal = about.signal;
     this.#policy = policy;
+    this.#contact = about.contact ?? { isMade: false };
+    this.#route = about.route ?? "";
     this.#deadline = timeoutSeconds === null ? null : performance.now() + timeoutSeconds * 1000;
+  }
+
+  /** What each attempt is called with, beside its signal. */
+  get rpcOptions(): { readonly timeoutMs?: number; readonly headers?: Record<string, string> } {
+    const timeoutMs = this.remainingMs();
+    return {
+      ...(timeoutMs === undefined ? {} : { timeoutMs }),
+      ...(this.#route === "" ? {} : { headers: { [ROUTE_HEADER]: this.#route } }),
+    };
   }
 
   /** Time left, never below 0; undefined if there is no deadline. */
@@ -89,7 +153,9 @@ export class Patience {
     if (error.isFull) return this.#fullWaitSeconds();
     attempt -= this.#timesFull;
     if (error.reason !== undefined) this.#lastReported = error;
-    if (error instanceof TLSFailed || attempt >= this.#policy.attempts) return undefined;
+    if (error.wasSent) this.#contact.isMade = true;
+    const spent = this.#timeWithoutServer(error);
+    if (error instanceof TLSFailed) return undefined;
     const asked = error.retryAfterSeconds;
     const isPassing =
       error.code === "UNAVAILABLE" ||
@@ -98,15 +164,32 @@ export class Patience {
         error.code !== undefined &&
         PASSING.has(error.code));
     if (!isPassing && asked === undefined) return undefined;
-    const longest = Math.min(this.#policy.maxDelaySeconds, this.#policy.firstDelaySeconds * 2 ** (attempt - 1));
+    const { attempts, firstDelaySeconds, maxDelaySeconds, patienceSeconds } = this.#policy;
+    const left = (this.#contact.isMade ? patienceSeconds : Math.min(FIRST_CONTACT_SECONDS, patienceSeconds)) - spent;
+    if (left < LEAST_LEFT_SECONDS || (attempts !== undefined && attempt >= attempts)) return undefined;
+    let longest = Math.min(maxDelaySeconds, firstDelaySeconds * 2 ** (attempt - 1));
+    if (attempt > 1) longest = Math.max(longest, LEAST_DELAY_SECONDS);
     // Jitter, so that clients that got the same answer do not all come back at the same time.
     const jitter = Math.random();
-    const delay = Math.max(longest * (0.5 + 0.5 * jitter), (asked ?? 0) * (1 + 0.2 * jitter));
-    return this.#ifInTime(delay);
+    // The last attempt is at the end of patience, or when the server asks for it.
+    this.#lastDelay = Math.max(Math.min(longest * (0.5 + 0.5 * jitter), left), (asked ?? 0) * (1 + 0.2 * jitter));
+    return this.#ifInTime(this.#lastDelay);
+  }
+
+  /** Seconds since its last answer, less those in which an attempt that was sent waited for one. */
+  #timeWithoutServer(error: KakeyaError): number {
+    const now = performance.now();
+    if (this.#failedAt !== undefined) {
+      this.#withoutServer += error.wasSent ? this.#lastDelay : (now - this.#failedAt) / 1000;
+    }
+    this.#failedAt = now;
+    return this.#withoutServer;
   }
 
   #fullWaitSeconds(): number | undefined {
     const now = performance.now();
+    // It is there.
+    this.#failedAt = undefined;
     if (this.#timesFull === 0) this.#fullSince = now;
     if (now - this.#fullSince >= FULL_SECONDS * 1000) return undefined;
     const longest = Math.min(LONGEST_FULL_DELAY_SECONDS, FULL_DELAY_SECONDS * 2 ** this.#timesFull);
@@ -133,13 +216,16 @@ export class Patience {
 
   /** The server answers again: what it said before is no reason for what comes. */
   answered(): void {
+    this.#contact.isMade = true;
     this.#lastReported = undefined;
     this.#timesFull = 0;
+    this.#failedAt = undefined;
+    this.#withoutServer = 0;
   }
 
   /** A deadline of its own, from now, for what has to follow even when this one has passed. */
   extended(timeoutSeconds: number): Patience {
-    return new Patience(this.#policy, timeoutSeconds);
+    return new Patience(this.#policy, timeoutSeconds, { contact: this.#contact, route: this.#route });
   }
 }
 

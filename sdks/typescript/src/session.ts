@@ -20,18 +20,20 @@ export class Session implements AsyncDisposable {
   readonly #link: Link;
   readonly #facts: SessionFacts;
   readonly #tail: Tail;
+  readonly #route: string;
   #isAppending = false;
   #isClosed = false;
 
-  private constructor(link: Link, facts: SessionFacts) {
+  private constructor(link: Link, facts: SessionFacts, route: string) {
     this.#link = link;
+    this.#route = route;
     this.#facts = facts;
     this.#tail = new Tail(facts.historyLength);
   }
 
   /** @internal */
-  static opened(link: Link, facts: SessionFacts): Session {
-    return new Session(link, facts);
+  static opened(link: Link, facts: SessionFacts, route: string): Session {
+    return new Session(link, facts, route);
   }
 
   /** Opaque. It, and the key if there is one, give access to the session. */
@@ -111,7 +113,7 @@ export class Session implements AsyncDisposable {
       tokenIdsOf(tokenIds, "tokenIds"),
       this.#tail,
       expected === undefined ? undefined : Number(uint64Of(expected, "expectedHistoryLength")),
-      this.#link.patience(options),
+      this.#link.patience(options, this.#route),
     );
     this.#isAppending = true;
     try {
@@ -131,23 +133,29 @@ export class Session implements AsyncDisposable {
     this.#requireOpen();
     const request = generateRequest(this.id, maxTokens, options);
     const fold = new Fold(options.logprobs === true, options.onProgress);
-    return GenerateStream.started(this.#link, request, this.#link.generatePatience(options), fold, this.#tail);
+    return GenerateStream.started(
+      this.#link,
+      request,
+      this.#link.generatePatience(options, this.#route),
+      fold,
+      this.#tail,
+    );
   }
 
   /** A new session that goes on from where this one is, with a history of its own from there on. */
   async fork(options: ForkOptions = {}): Promise<Session> {
     this.#requireOpen();
     const request = forkRequest(this.id, options);
-    const patience = this.#link.patience(options);
+    const patience = this.#link.patience(options, this.#route);
     const reply = await this.#link.repeat((rpc, each) => rpc.forkSession(request, each), patience);
-    return Session.opened(this.#link, forkedFacts(reply));
+    return Session.opened(this.#link, forkedFacts(reply), this.#route);
   }
 
   /** Facts about the session now. Never waits for a running Generate. */
   async info(options: CallOptions = {}): Promise<SessionInfo> {
     if (this.#isClosed) throw this.#closedError();
     const sessionId = this.id;
-    const patience = this.#link.patience(known(options, "this call"));
+    const patience = this.#link.patience(known(options, "this call"), this.#route);
     const info = sessionInfoOf(
       await this.#link.repeat((rpc, each) => rpc.getSessionInfo({ sessionId }, each), patience),
     );
@@ -159,7 +167,7 @@ export class Session implements AsyncDisposable {
   async close(options: CallOptions = {}): Promise<number> {
     if (this.#isClosed) return this.historyLength;
     const request = closeRequest(this.id);
-    const patience = this.#link.patience(known(options, "this call"));
+    const patience = this.#link.patience(known(options, "this call"), this.#route);
     let wasSent = false;
     for (let attempts = 1; ; attempts++) {
       try {

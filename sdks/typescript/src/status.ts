@@ -68,6 +68,9 @@ const CODES_OF_A_LOST_CONNECTION = new Set([
   Code.Unknown,
 ]);
 
+const NEVER_REACHED =
+  "; this client has not reached it yet: check host and port, and that a server runs there (kakeya serve)";
+
 // HTTP/2's word for it (RFC 9113, section 8.7): the server did not process the call, it may be retried.
 const REFUSED_STREAM = "REFUSED_STREAM";
 
@@ -93,8 +96,15 @@ const FINAL: readonly [Code, RegExp, ErrorClass, string][] = [
   ],
 ];
 
-/** The typed error for a failed call. `isLate`: its deadline has passed. Never throws. */
-export function fromConnectError(error: ConnectError, target: string, isLate: boolean): errors.KakeyaError {
+/**
+ * The typed error for a failed call. `isLate`: its deadline has passed; `isReached`: the client has reached this target
+ * before. Never throws.
+ */
+export function fromConnectError(
+  error: ConnectError,
+  target: string,
+  { isLate = false, isReached = true }: { readonly isLate?: boolean; readonly isReached?: boolean } = {},
+): errors.KakeyaError {
   const explanation = explained(error);
   if (explanation !== undefined) return explanation;
   const connecting = causeWithCode(error);
@@ -122,8 +132,10 @@ export function fromConnectError(error: ConnectError, target: string, isLate: bo
     return new kind(`${situation} ${target}: ${error.rawMessage}`, { code: nameOf(code), cause: error });
   }
   const [kind, code, situation] = unexplained(error, target, isLate);
-  const failure = new kind(`${situation}: ${error.rawMessage}`, { code, cause: error });
-  failure.wasSent = !(connecting?.syscall === "connect" || connecting?.syscall === "getaddrinfo");
+  const wasSent = !(connecting?.syscall === "connect" || connecting?.syscall === "getaddrinfo");
+  const advice = isReached || wasSent ? "" : NEVER_REACHED;
+  const failure = new kind(`${situation}: ${error.rawMessage}${advice}`, { code, cause: error });
+  failure.wasSent = wasSent;
   return failure;
 }
 

@@ -11,7 +11,7 @@ import {
   type GenerateResponse,
   type TokenDetail as WireToken,
 } from "./generated/kakeya/v1/runtime_pb.js";
-import { timeoutOf, type Leash, type Link } from "./link.js";
+import type { Leash, Link } from "./link.js";
 import type { Patience } from "./retry.js";
 import { stopReasonOf, type GenerateResult, type Progress, type TokenDetail } from "./values.js";
 
@@ -185,7 +185,7 @@ class Attachment {
   }
 
   #open(request: GenerateRequest): [AsyncIterator<GenerateResponse>, Promise<IteratorResult<GenerateResponse>>] {
-    const options = { signal: this.#leash.signal, ...timeoutOf(this.#patience) };
+    const options = { signal: this.#leash.signal, ...this.#patience.rpcOptions };
     const frames = this.#link.rpc.generate(request, options)[Symbol.asyncIterator]();
     const first = frames.next();
     // It fails where it is read; until it is read, its failure is not an unhandled rejection.

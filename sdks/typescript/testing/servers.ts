@@ -76,6 +76,49 @@ export async function drainServer(control: number, target: string): Promise<void
   await ask(control, { drain: target });
 }
 
+/** A proxy before servers that sends each call to one of them by its `kakeya-route`; as `tests/router.py` has it. */
+export class Router {
+  readonly target: string;
+  readonly #control: number;
+
+  private constructor(control: number, target: string) {
+    this.#control = control;
+    this.target = target;
+  }
+
+  static async before(control: number, targets: readonly string[]): Promise<Router> {
+    return new Router(control, ((await ask(control, { router: targets })) as Opened).target);
+  }
+
+  /** Of the next call of each method, the answer is lost. */
+  async lose(...methods: string[]): Promise<void> {
+    await ask(this.#control, { lose: [this.target, methods] });
+  }
+
+  /** Method, route and server of each call until now. */
+  async passed(): Promise<readonly [string, string | null, number][]> {
+    const { calls } = (await ask(this.#control, { routed: this.target })) as {
+      calls: [string, string | null, number][];
+    };
+    return calls;
+  }
+}
+
+/** A server in a process of its own. */
+export async function openProcess(control: number, flags: readonly string[] = []): Promise<string> {
+  return ((await ask(control, { process: flags })) as Opened).target;
+}
+
+/** By SIGKILL. */
+export async function killProcess(control: number, target: string): Promise<void> {
+  await ask(control, { kill: target });
+}
+
+/** Again, at its address, after it was killed. */
+export async function startProcess(control: number, target: string): Promise<void> {
+  await ask(control, { start: target });
+}
+
 /** What a server counts, by the names of its metrics; over all labels. */
 export async function statisticsOf(control: number, target: string): Promise<Record<string, number>> {
   return (await ask(control, { census: target })) as Record<string, number>;

@@ -66,7 +66,9 @@ class AsyncClient(ClientBase):
     ) -> AsyncSession:
         """As `Client.create_session`."""
         request = requests.create_session(strategy, eos_token_ids, limit_tokens, label, guaranteed)
-        return AsyncSession(self, await self._run(repeatable("CreateSession", request, self._patience(timeout))))
+        route = requests.new_route()
+        created = await self._run(repeatable("CreateSession", request, self._patience(timeout)), route)
+        return AsyncSession(self, created, route=route)
 
     async def server_info(self, *, timeout: Timeout = DEFAULT) -> ServerInfo:
         """As `Client.server_info`."""
@@ -107,14 +109,14 @@ class AsyncClient(ClientBase):
             raise StateError("this client belongs to another event loop; make one in each")
         return self._opened_stub
 
-    async def _run(self, flow: Flow[T]) -> T:
-        """Carry out a flow's steps until it returns."""
+    async def _run(self, flow: Flow[T], route: str = "") -> T:
+        """Carry out a flow's steps until it returns; `route` is that of the session they are for."""
         self._require_open()
         try:
             step = next(flow)
             while True:
                 try:
-                    reply = await self._perform(step)
+                    reply = await self._perform(step, route)
                 except KakeyaError as error:
                     step = flow.throw(error)
                 else:
@@ -123,14 +125,14 @@ class AsyncClient(ClientBase):
             result: T = end.value
             return result
 
-    async def _perform(self, step: Step) -> Any:
+    async def _perform(self, step: Step, route: str) -> Any:
         if not isinstance(step, Call):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), step.seconds)
             return None
         try:
             method = getattr(self._stub(), step.method)
-            reply = await method(step.request, timeout=step.timeout, metadata=self._metadata())
+            reply = await method(step.request, timeout=step.timeout, metadata=self._metadata(route))
         except grpc.RpcError as error:
             explained = self._explain(error)
             if self._wants_probe(explained):
@@ -143,17 +145,23 @@ class AsyncClient(ClientBase):
         self._is_met = True
         return reply
 
-    def _generate(self, request: pb.GenerateRequest, patience: Patience) -> Any:
-        return self._stub().Generate(request, timeout=patience.remaining_seconds(), metadata=self._metadata())
+    def _generate(self, request: pb.GenerateRequest, patience: Patience, route: str) -> Any:
+        return self._stub().Generate(request, timeout=patience.remaining_seconds(), metadata=self._metadata(route))
 
 
 class AsyncSession(SessionBase):
     """As `Session`. `generate` starts at once and is not awaited; reading its stream is."""
 
     def __init__(
-        self, client: AsyncClient, created: pb.CreateSessionResponse, *, history_length: int = 0, shared_bytes: int = 0
+        self,
+        client: AsyncClient,
+        created: pb.CreateSessionResponse,
+        *,
+        route: str,
+        history_length: int = 0,
+        shared_bytes: int = 0,
     ) -> None:
-        super().__init__(created, history_length=history_length, shared_bytes=shared_bytes)
+        super().__init__(created, route=route, history_length=history_length, shared_bytes=shared_bytes)
         self._client = client
 
     async def append(
@@ -173,7 +181,7 @@ class AsyncSession(SessionBase):
             limit=self._client._append_limit,
             patience=self._client._patience(timeout),
         )
-        return await self._client._run(append.run())
+        return await self._client._run(append.run(), self._route)
 
     def generate(
         self,
@@ -213,8 +221,10 @@ class AsyncSession(SessionBase):
         )
         fold = Fold(wants_logprobs=logprobs, on_progress=on_progress)
         patience = self._client._stream_patience(timeout)
-        call = self._client._generate(request, patience)
-        return AsyncGenerateStream(self._client, call, request, fold=fold, tail=self._tail, patience=patience)
+        call = self._client._generate(request, patience, self._route)
+        return AsyncGenerateStream(
+            self._client, call, request, route=self._route, fold=fold, tail=self._tail, patience=patience
+        )
 
     async def fork(
         self,
@@ -228,10 +238,11 @@ class AsyncSession(SessionBase):
         self._require_open()
         request = requests.fork_session(self.id, limit_tokens, label, expected_history_length)
         flow = repeatable("ForkSession", request, self._client._patience(timeout))
-        forked: pb.ForkSessionResponse = await self._client._run(flow)
+        forked: pb.ForkSessionResponse = await self._client._run(flow, self._route)
         return AsyncSession(
             self._client,
             self._of_fork(forked),
+            route=self._route,
             history_length=forked.history_length,
             shared_bytes=forked.shared_bytes,
         )
@@ -241,7 +252,7 @@ class AsyncSession(SessionBase):
         self._require_open()
         request = pb.GetSessionInfoRequest(session_id=self.id)
         flow = repeatable("GetSessionInfo", request, self._client._patience(timeout))
-        info = values.session_info(await self._client._run(flow))
+        info = values.session_info(await self._client._run(flow, self._route))
         self._tail.saw(info.history_length)
         return info
 
@@ -249,7 +260,8 @@ class AsyncSession(SessionBase):
         """As `Session.close`."""
         if self._is_closed:
             return self.history_length
-        return self._closed(await self._client._run(close_session(self.id, self._client._patience(timeout))))
+        flow = close_session(self.id, self._client._patience(timeout))
+        return self._closed(await self._client._run(flow, self._route))
 
     async def __aenter__(self) -> Self:
         return self
@@ -276,6 +288,7 @@ class AsyncGenerateStream(StreamBase):
         call: Any,
         request: pb.GenerateRequest,
         *,
+        route: str,
         fold: Fold,
         tail: Tail,
         patience: Patience,
@@ -283,7 +296,7 @@ class AsyncGenerateStream(StreamBase):
         self._call = call
         self._loop = asyncio.get_running_loop()
         self._stopped = asyncio.Event()
-        super().__init__(client, request, fold=fold, tail=tail, patience=patience)
+        super().__init__(client, request, route=route, fold=fold, tail=tail, patience=patience)
 
     def __aiter__(self) -> AsyncIterator[int]:
         """As `GenerateStream.__iter__`."""
@@ -363,7 +376,7 @@ class AsyncGenerateStream(StreamBase):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopped.wait(), delay)
         if not self._is_cancelled:
-            self._call = self._client._generate(self._request_again(), self._patience)
+            self._call = self._client._generate(self._request_again(), self._patience, self._route)
 
 
 class _Tokens(Generic[T]):

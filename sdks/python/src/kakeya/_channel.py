@@ -27,9 +27,9 @@ OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.max_pings_without_data", 0),  # a long prefill is silent; pings go on
     ("grpc.max_receive_message_length", MAX_REPLY_BYTES),
     ("grpc.max_send_message_length", -1),
-    # Reconnect soon after a server restarts.
+    # Reconnect soon after a server restarts: until the next attempt to connect, gRPC fails each call at once.
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
 _LOOPBACK = re.compile(

@@ -9,7 +9,8 @@ from kakeya._channel import TLS, address
 from kakeya._checks import seconds
 from kakeya._errors import ConnectionFailed, KakeyaError, StateError, TLSFailed
 from kakeya._probe import tls_mismatch
-from kakeya._retry import Patience, RetryPolicy
+from kakeya._requests import route_metadata
+from kakeya._retry import Contact, Patience, RetryPolicy
 from kakeya._session import DEFAULT, Timeout
 from kakeya._status import from_rpc_error
 from kakeya._trace import Metadata, trace_metadata
@@ -32,6 +33,7 @@ class ClientBase:
         self._timeout = seconds(timeout, "timeout")
         self._generate_timeout = seconds(generate_timeout, "generate_timeout")
         self._retry = RetryPolicy() if retry is None else retry
+        self._contact = Contact()
         self._append_limit = AppendLimit()
         self._is_closed = False
         self._is_met = False  # a connection was made once, or the reason for its failure was found
@@ -47,19 +49,23 @@ class ClientBase:
         if self._is_closed:
             raise StateError(f"this client of {self.target} is closed; create a new one")
 
-    def _metadata(self) -> Metadata:
-        """The metadata of a call made in this context."""
-        return self._address.metadata + trace_metadata()
+    def _metadata(self, route: str) -> Metadata:
+        """The metadata of a call made in this context, for a session with this route."""
+        return self._address.metadata + route_metadata(route) + trace_metadata()
 
     def _patience(self, timeout: Timeout) -> Patience:
-        return Patience(self._retry, self._timeout if timeout is DEFAULT else seconds(timeout, "timeout"))
+        given = self._timeout if timeout is DEFAULT else seconds(timeout, "timeout")
+        return Patience(self._retry, given, contact=self._contact)
 
     def _stream_patience(self, timeout: Timeout) -> Patience:
-        return Patience(self._retry, self._generate_timeout if timeout is DEFAULT else seconds(timeout, "timeout"))
+        given = self._generate_timeout if timeout is DEFAULT else seconds(timeout, "timeout")
+        return Patience(self._retry, given, contact=self._contact)
 
     def _explain(self, error: grpc.RpcError) -> KakeyaError:
         """The typed error for a failed RPC."""
-        return self._closed_meanwhile() if self._is_closed else from_rpc_error(error, self.target)
+        if self._is_closed:
+            return self._closed_meanwhile()
+        return from_rpc_error(error, self.target, is_reached=self._contact.is_made)
 
     def _wants_probe(self, error: KakeyaError) -> bool:
         """Should a TLS mismatch be looked for? Once, if no connection was ever made."""

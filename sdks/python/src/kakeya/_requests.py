@@ -11,11 +11,29 @@ from kakeya.v1 import runtime_pb2 as pb
 
 _UINT32 = 2**32
 _UINT64 = 2**64
+# The header by which a proxy tells sessions apart; their ids are in messages, which it does not read.
+ROUTE_HEADER = "kakeya-route"
+_ROUTE_BYTES = 8
 
 
 def new_request_id() -> bytes:
     """What the server knows a call by when it comes again. One for each call that changes something."""
     return secrets.token_bytes(16)
+
+
+def new_route() -> str:
+    """What a proxy sends the calls of a session by: drawn before there is an id, so that creating it has one, too."""
+    return secrets.token_hex(_ROUTE_BYTES)
+
+
+def route_of(session_id: str) -> str:
+    """The route that the session was made with, by which its id begins; empty if it was made without one."""
+    route, found, _ = session_id.partition(".")
+    return route if found else ""
+
+
+def route_metadata(route: str) -> tuple[tuple[str, str], ...]:
+    return ((ROUTE_HEADER, route),) if route else ()
 
 
 def create_session(

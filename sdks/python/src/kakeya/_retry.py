@@ -1,4 +1,8 @@
-"""Retries: one deadline over all attempts of a call, and the waits between them."""
+"""Retries: how long a call waits for its server, and the waits between its attempts.
+
+A call has a deadline over all its attempts. Within it, patience counts the time without the server since its last
+answer: the waits, and attempts that found no connection. A prefill that takes long does not use it up.
+"""
 
 from __future__ import annotations
 
@@ -10,56 +14,82 @@ from dataclasses import dataclass
 from kakeya._checks import finite, invalid, whole_number
 from kakeya._errors import DeadlineExceeded, KakeyaError, TLSFailed, TransportError
 
+# How long to look for a server that this client has never reached: it may be starting, or the address is wrong.
+FIRST_CONTACT_SECONDS = 2.0
 # A call that finds its connection full waits for a free stream; that does not count as an attempt.
 FULL_SECONDS = 60.0
 _FULL_DELAY_SECONDS, _LONGEST_FULL_DELAY_SECONDS = 0.02, 1.0
 # Status codes of calls ended by gRPC, a load balancer or a proxy. A retry is the same call, by its request id.
 _PASSING = frozenset({"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "RESOURCE_EXHAUSTED"})
+# Every wait but the first is at least so long, whatever the policy says: no call is sent again in a busy loop.
+_LEAST_DELAY_SECONDS = 0.02
+# Timers are that exact: what is left of patience when its last wait has ended.
+_LEAST_LEFT_SECONDS = 0.001
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:
-    """Waits between attempts of a call: after a lost connection, after a call that a proxy ended, and if the server
+    """How long a call waits for its server: after a lost connection, after a call that a proxy ended, and if the server
     says when to retry.
 
+    `patience_seconds` is the time without an answer after which a call is given up; it is meant to be longer than a
+    restart of the server. Time counts from the last answer, for a stream from its last token, and never beyond the
+    call's timeout. A server that this client has never reached is given up after 2 s.
+
     The n-th wait is between half and all of `first_delay_seconds` × 2^(n-1), at most `max_delay_seconds`, and never
-    less than the server requests. `attempts=1` switches retries off. A stream's attempts count from its last token.
+    less than the server requests. `attempts` limits the number of attempts as well: 1 switches retries off.
     """
 
-    attempts: int = 4
+    attempts: int | None = None
     first_delay_seconds: float = 0.2
-    max_delay_seconds: float = 5.0
+    max_delay_seconds: float = 2.0
+    patience_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        whole_number(self.attempts, "attempts", at_least=1, below=1000)
-        for name in ("first_delay_seconds", "max_delay_seconds"):
+        if self.attempts is not None:
+            whole_number(self.attempts, "attempts", at_least=1, below=1000)
+        for name in ("first_delay_seconds", "max_delay_seconds", "patience_seconds"):
             if finite(getattr(self, name), name) < 0:
                 raise invalid(name, f"must be at least 0, got {getattr(self, name)}")
 
     def delay_seconds(self, attempt: int, jitter: float) -> float:
         """The wait after failed attempt number `attempt` (from 1), with `jitter` in [0, 1)."""
-        longest = min(self.max_delay_seconds, self.first_delay_seconds * 2.0 ** (attempt - 1))
+        longest = min(self.max_delay_seconds, self.first_delay_seconds * 2.0 ** min(attempt - 1, 64))
+        if attempt > 1:
+            longest = max(longest, _LEAST_DELAY_SECONDS)
         return longest * (0.5 + 0.5 * jitter)
 
 
+@dataclass(slots=True)
+class Contact:
+    """Has this client ever reached its server? Shared by all calls of a client."""
+
+    is_made: bool = False
+
+
 class Patience:
-    """One call's deadline, counted from now, with the policy for its attempts."""
+    """One call's deadline, counted from now, and how long it goes on without its server."""
 
     def __init__(
         self,
         policy: RetryPolicy,
         timeout: float | None,
         *,
+        contact: Contact | None = None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self.policy = policy
+        self._contact = Contact() if contact is None else contact
         self._clock = clock
         self._jitter = jitter
         self._deadline = None if timeout is None else clock() + timeout
         self._last_reported: KakeyaError | None = None  # by the server, and not answered since
         self._times_full = 0  # since the last answer
         self._full_since = 0.0
+        self._failed_at: float | None = None  # the last time; None: the server has answered since
+        self._last_delay = 0.0  # that followed
+        self._without_server = 0.0  # seconds since the last answer
 
     def remaining_seconds(self) -> float | None:
         """Time left, never below 0; None if there is no deadline."""
@@ -72,21 +102,41 @@ class Patience:
         attempt -= self._times_full
         if error.reason is not None:
             self._last_reported = error
+        self._contact.is_made |= error._was_sent
+        spent = self._time_without_server(error)
         asked = error.retry_after_seconds
         if isinstance(error, TLSFailed):
             return None
         is_passing = error.code == "UNAVAILABLE" or (
             isinstance(error, TransportError) and error.reason is None and error.code in _PASSING
         )
-        if (not is_passing and asked is None) or attempt >= self.policy.attempts:
+        if not is_passing and asked is None:
+            return None
+        left = (self.policy.patience_seconds if self._contact.is_made else self._first_patience_seconds()) - spent
+        if left < _LEAST_LEFT_SECONDS or (self.policy.attempts is not None and attempt >= self.policy.attempts):
             return None
         # Jitter, so that clients that got the same answer do not all come back at the same time.
         jitter = self._jitter()
-        delay = max(self.policy.delay_seconds(attempt, jitter), (asked or 0.0) * (1.0 + 0.2 * jitter))
-        return self._if_in_time(delay)
+        # The last attempt is at the end of patience, or when the server asks for it.
+        self._last_delay = max(
+            min(self.policy.delay_seconds(attempt, jitter), left), (asked or 0.0) * (1 + 0.2 * jitter)
+        )
+        return self._if_in_time(self._last_delay)
+
+    def _first_patience_seconds(self) -> float:
+        return min(FIRST_CONTACT_SECONDS, self.policy.patience_seconds)
+
+    def _time_without_server(self, error: KakeyaError) -> float:
+        """Seconds since its last answer, less those in which an attempt that was sent waited for one."""
+        now = self._clock()
+        if self._failed_at is not None:
+            self._without_server += self._last_delay if error._was_sent else now - self._failed_at
+        self._failed_at = now
+        return self._without_server
 
     def _full_wait_seconds(self) -> float | None:
         now = self._clock()
+        self._failed_at = None  # it is there
         if not self._times_full:
             self._full_since = now
         if now - self._full_since >= FULL_SECONDS:
@@ -113,12 +163,15 @@ class Patience:
 
     def answered(self) -> None:
         """The server answers again: what it said before is no reason for what comes."""
+        self._contact.is_made = True
         self._last_reported = None
         self._times_full = 0
+        self._failed_at = None
+        self._without_server = 0.0
 
     def extended(self, timeout: float) -> Patience:
         """A deadline of its own, from now, for what has to follow even when this one has passed."""
-        return Patience(self.policy, timeout, clock=self._clock, jitter=self._jitter)
+        return Patience(self.policy, timeout, contact=self._contact, clock=self._clock, jitter=self._jitter)
 
 
 def _is_unexplained(error: KakeyaError) -> bool:

@@ -29,8 +29,11 @@ Timeout = float | None | Literal[Default.DEFAULT]
 class SessionBase:
     """A session's fixed facts, and its history length as last received."""
 
-    def __init__(self, created: pb.CreateSessionResponse, *, history_length: int = 0, shared_bytes: int = 0) -> None:
+    def __init__(
+        self, created: pb.CreateSessionResponse, *, route: str, history_length: int = 0, shared_bytes: int = 0
+    ) -> None:
         self._created = created
+        self._route = route
         self._shared_bytes = shared_bytes
         self._tail = Tail(length=history_length)
         self._is_closed = False

@@ -15,7 +15,10 @@ from kakeya import _errors as errors
 DOMAIN = "kakeya.v1"
 
 # How gRPC begins what it says of a call for which it found no connection, so that it never left.
-_NOT_CONNECTED = ("failed to connect to all addresses", "DNS resolution failed")
+_NOT_CONNECTED = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
+_NEVER_REACHED = (
+    "; this client has not reached it yet: check host and port, and that a server runs there (kakeya serve)"
+)
 # HTTP/2 calls it REFUSED_STREAM (RFC 9113, section 8.7): the server did not process the call, it may be retried.
 _REFUSED_STREAM = "Received RST_STREAM with error code 7"
 _CERTIFICATE = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
@@ -101,14 +104,17 @@ _FINAL: tuple[tuple[grpc.StatusCode, re.Pattern[str], type[errors.KakeyaError], 
 )
 
 
-def from_rpc_error(error: grpc.RpcError, target: str) -> errors.KakeyaError:
-    """The typed error for a failed RPC, sync or asyncio. Never raises: details it cannot read count as none."""
+def from_rpc_error(error: grpc.RpcError, target: str, *, is_reached: bool = True) -> errors.KakeyaError:
+    """The typed error for a failed RPC, sync or asyncio. Never raises: details it cannot read count as none.
+
+    `is_reached`: the client has reached this target before.
+    """
     call = cast("grpc.Call", error)  # whatever grpc raises also answers code(), details(), trailing_metadata()
     code = call.code()
     message = call.details() or f"the call ended with {code.name}"
     info, retry_after_seconds = _details(call)
     if info is None:
-        return _unexplained(code, message, target)
+        return _unexplained(code, message, target, is_reached=is_reached)
     kind = _BY_REASON.get(info.reason) or _BY_CODE.get(code, errors.CallerError)
     return kind(
         message,
@@ -119,7 +125,7 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> errors.KakeyaError:
     )
 
 
-def _unexplained(code: grpc.StatusCode, message: str, target: str) -> errors.KakeyaError:
+def _unexplained(code: grpc.StatusCode, message: str, target: str, *, is_reached: bool) -> errors.KakeyaError:
     if _REFUSED_STREAM in message:
         failure: errors.KakeyaError = errors.ConnectionFailed(
             f"{target} takes no more calls on this connection than there are; end some, or open another client",
@@ -130,12 +136,14 @@ def _unexplained(code: grpc.StatusCode, message: str, target: str) -> errors.Kak
     for final, sign, final_kind, situation in _FINAL:
         if code is final and sign.search(message) is not None:
             return final_kind(f"{situation.format(target=target)}: {message}", code=code.name)
+    was_sent = not message.startswith(_NOT_CONNECTED)
     if code is grpc.StatusCode.UNAVAILABLE and (problem := _tls_problem(message)) is not None:
         failure = errors.TLSFailed(f"no connection to {target}: {problem}", code=code.name)
     else:
         kind, situation = _UNEXPLAINED.get(code, (errors.TransportError, "the call failed at {target}"))
-        failure = kind(f"{situation.format(target=target)}: {message}", code=code.name)
-    failure._was_sent = not message.startswith(_NOT_CONNECTED)
+        advice = "" if is_reached or was_sent else _NEVER_REACHED
+        failure = kind(f"{situation.format(target=target)}: {message}{advice}", code=code.name)
+    failure._was_sent = was_sent
     return failure
 
 

@@ -100,9 +100,10 @@ class StreamBase:
     """
 
     def __init__(
-        self, client: ClientBase, request: pb.GenerateRequest, *, fold: Fold, tail: Tail, patience: Patience
+        self, client: ClientBase, request: pb.GenerateRequest, *, route: str, fold: Fold, tail: Tail, patience: Patience
     ) -> None:
         self._client = client
+        self._route = route
         self._request = request
         self._fold = fold
         self._tail = tail

@@ -79,7 +79,9 @@ class Client(ClientBase):
         may then raise NoCapacity, the history kept); None leaves it to the server's settings.
         """
         request = requests.create_session(strategy, eos_token_ids, limit_tokens, label, guaranteed)
-        return Session(self, self._run(repeatable("CreateSession", request, self._patience(timeout))))
+        route = requests.new_route()
+        created = self._run(repeatable("CreateSession", request, self._patience(timeout)), route)
+        return Session(self, created, route=route)
 
     def server_info(self, *, timeout: Timeout = DEFAULT) -> ServerInfo:
         """The server's model, limits and strategies, now."""
@@ -98,14 +100,14 @@ class Client(ClientBase):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _run(self, flow: Flow[T]) -> T:
-        """Carry out a flow's steps until it returns."""
+    def _run(self, flow: Flow[T], route: str = "") -> T:
+        """Carry out a flow's steps until it returns; `route` is that of the session they are for."""
         self._require_open()
         try:
             step = next(flow)
             while True:
                 try:
-                    reply = self._perform(step)
+                    reply = self._perform(step, route)
                 except KakeyaError as error:
                     step = flow.throw(error)
                 else:
@@ -114,14 +116,14 @@ class Client(ClientBase):
             result: T = end.value
             return result
 
-    def _perform(self, step: Step) -> Any:
+    def _perform(self, step: Step, route: str) -> Any:
         if not isinstance(step, Call):
             self._ended.wait(step.seconds)
             return None
         self._require_open()
         try:
             method = getattr(self._stub, step.method)
-            reply = method(step.request, timeout=step.timeout, metadata=self._metadata())
+            reply = method(step.request, timeout=step.timeout, metadata=self._metadata(route))
         except grpc.RpcError as error:
             explained = self._explain(error)
             if self._wants_probe(explained):
@@ -133,10 +135,10 @@ class Client(ClientBase):
         self._is_met = True
         return reply
 
-    def _generate(self, request: pb.GenerateRequest, patience: Patience) -> Any:
+    def _generate(self, request: pb.GenerateRequest, patience: Patience, route: str) -> Any:
         self._require_open()
         try:
-            return self._stub.Generate(request, timeout=patience.remaining_seconds(), metadata=self._metadata())
+            return self._stub.Generate(request, timeout=patience.remaining_seconds(), metadata=self._metadata(route))
         except ValueError as error:
             self._raise_if_closed(error)
             raise
@@ -150,9 +152,15 @@ class Session(SessionBase):
     """A history on the server, with its K/V. `Client.create_session` makes one; leaving its `with` closes it."""
 
     def __init__(
-        self, client: Client, created: pb.CreateSessionResponse, *, history_length: int = 0, shared_bytes: int = 0
+        self,
+        client: Client,
+        created: pb.CreateSessionResponse,
+        *,
+        route: str,
+        history_length: int = 0,
+        shared_bytes: int = 0,
     ) -> None:
-        super().__init__(created, history_length=history_length, shared_bytes=shared_bytes)
+        super().__init__(created, route=route, history_length=history_length, shared_bytes=shared_bytes)
         self._client = client
 
     def append(
@@ -176,7 +184,7 @@ class Session(SessionBase):
             limit=self._client._append_limit,
             patience=self._client._patience(timeout),
         )
-        return self._client._run(append.run())
+        return self._client._run(append.run(), self._route)
 
     def generate(
         self,
@@ -222,8 +230,10 @@ class Session(SessionBase):
         )
         fold = Fold(wants_logprobs=logprobs, on_progress=on_progress)
         patience = self._client._stream_patience(timeout)
-        call = self._client._generate(request, patience)
-        return GenerateStream(self._client, call, request, fold=fold, tail=self._tail, patience=patience)
+        call = self._client._generate(request, patience, self._route)
+        return GenerateStream(
+            self._client, call, request, route=self._route, fold=fold, tail=self._tail, patience=patience
+        )
 
     def fork(
         self,
@@ -241,10 +251,11 @@ class Session(SessionBase):
         self._require_open()
         request = requests.fork_session(self.id, limit_tokens, label, expected_history_length)
         flow = repeatable("ForkSession", request, self._client._patience(timeout))
-        forked: pb.ForkSessionResponse = self._client._run(flow)
+        forked: pb.ForkSessionResponse = self._client._run(flow, self._route)
         return Session(
             self._client,
             self._of_fork(forked),
+            route=self._route,
             history_length=forked.history_length,
             shared_bytes=forked.shared_bytes,
         )
@@ -254,7 +265,7 @@ class Session(SessionBase):
         self._require_open()
         request = pb.GetSessionInfoRequest(session_id=self.id)
         flow = repeatable("GetSessionInfo", request, self._client._patience(timeout))
-        info = values.session_info(self._client._run(flow))
+        info = values.session_info(self._client._run(flow, self._route))
         self._tail.saw(info.history_length)
         return info
 
@@ -262,7 +273,8 @@ class Session(SessionBase):
         """Free everything the session holds and return the final history length. Closing again does nothing more."""
         if self._is_closed:
             return self.history_length
-        return self._closed(self._client._run(close_session(self.id, self._client._patience(timeout))))
+        flow = close_session(self.id, self._client._patience(timeout))
+        return self._closed(self._client._run(flow, self._route))
 
     def __enter__(self) -> Self:
         return self
@@ -291,13 +303,14 @@ class GenerateStream(StreamBase):
         call: Any,
         request: pb.GenerateRequest,
         *,
+        route: str,
         fold: Fold,
         tail: Tail,
         patience: Patience,
     ) -> None:
         self._call = call
         self._stopped = threading.Event()
-        super().__init__(client, request, fold=fold, tail=tail, patience=patience)
+        super().__init__(client, request, route=route, fold=fold, tail=tail, patience=patience)
 
     def __iter__(self) -> Iterator[int]:
         """The token ids, as they come. Once only."""
@@ -363,6 +376,6 @@ class GenerateStream(StreamBase):
 
     def _attach_again(self, delay: float) -> None:
         if not self._stopped.wait(delay):
-            self._call = self._client._generate(self._request_again(), self._patience)
+            self._call = self._client._generate(self._request_again(), self._patience, self._route)
             if self._stopped.is_set():  # meanwhile, from another thread
                 self._call.cancel()

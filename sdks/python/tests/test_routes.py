@@ -1,0 +1,92 @@
+"""Both clients through a proxy before two servers that hashes `kakeya-route`: a session stays where it is."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+import kakeya
+from inference_engine.config import ServerConfig
+from kakeya.v1 import runtime_pb2 as pb
+from tests.router import Router, open_router
+
+Do = Callable[..., Awaitable[Any]]
+PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
+QUICK = kakeya.RetryPolicy(first_delay_seconds=0.02)
+SESSIONS = 12  # that all go to one of two servers happens in one run of 2048
+LOST = ["CreateSession", "AppendTokens", "Generate", "ForkSession", "CloseSession"]
+
+
+@pytest.fixture
+async def router(run_server: Callable[..., Any]) -> AsyncIterator[Router]:
+    with ExitStack() as stack:
+        config = ServerConfig(bind="127.0.0.1:0", drain_seconds=1.0)
+        servers = [await asyncio.to_thread(stack.enter_context, run_server(config)) for _ in range(2)]
+        async with open_router(*servers) as router:
+            yield router
+
+
+async def test_every_call_of_a_session_and_of_its_forks_arrives_at_one_server(
+    router: Router, flavour: str, do: Do
+) -> None:
+    client: Any = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(router.target, retry=QUICK)
+    results = []
+    for _ in range(SESSIONS):
+        router.losses.extend(LOST)
+        session = await do(client.create_session)
+        await do(session.append, PROMPT)
+        answer = await do(session.generate(5).result)
+        fork = await do(session.fork)
+        await do(fork.append, PROMPT)
+        results.append((answer.token_ids, (await do(fork.generate(5).result)).token_ids))
+        assert (await do(session.info)).history_length == 13
+        assert await do(fork.close) == 26
+        assert await do(session.close) == 13
+    assert len(set(results)) == 1
+    servers = defaultdict(set)
+    for call in router.passed:
+        assert call.method == "GetServerInfo" or re.fullmatch("[0-9a-f]{16}", call.route or "")
+        servers[call.route].add(call.server)
+    servers.pop(None, None)
+    assert len(servers) == SESSIONS
+    assert all(len(each) == 1 for each in servers.values())
+    assert {0, 1} == {server for each in servers.values() for server in each}
+    for method in LOST:
+        assert sum(call.method == method for call in router.passed) > SESSIONS
+    await do(client.close)
+
+
+async def test_a_session_made_through_a_lost_answer_was_made_once(router: Router, flavour: str, do: Do) -> None:
+    client: Any = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(router.target, retry=QUICK)
+    router.losses.append("CreateSession")
+    session = await do(client.create_session, kakeya.SinkWindow(window=64))
+    first, again = (call for call in router.passed if call.method == "CreateSession")
+    assert first == again
+    # In turn, since it belongs to no session: both servers.
+    reserved = [(await do(client.server_info)).kv_reserved_bytes for _ in range(2)]
+    assert sorted(reserved) == [0, session.peak_bytes]
+    await do(client.close)
+
+
+async def test_an_older_servers_session_keeps_the_route_that_it_was_made_with(
+    scripted: Any, flavour: str, do: Do
+) -> None:
+    scripted.on("CreateSession", lambda *_: pb.CreateSessionResponse(session_id="s1"))
+    scripted.on("ForkSession", lambda *_: pb.ForkSessionResponse(session_id="s2"))
+    scripted.on("GetSessionInfo", *[lambda *_: pb.GetSessionInfoResponse()] * 2)
+    scripted.on("GetServerInfo", lambda *_: pb.GetServerInfoResponse())
+    client: Any = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(scripted.target)
+    session = await do(client.create_session)
+    fork = await do(session.fork)
+    for each in (session, fork):
+        await do(each.info)
+    assert len({metadata["kakeya-route"] for metadata in scripted.metadata}) == 1
+    await do(client.server_info)
+    assert "kakeya-route" not in scripted.metadata[-1]
+    await do(client.close)
