@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 C = TypeVar("C")
 
 
-def add_connection(parser: argparse.ArgumentParser) -> None:
+def add_connection(parser: argparse.ArgumentParser, *, target: str | None = None) -> None:
+    """target: the default; None: the command starts a server."""
     group = parser.add_argument_group("connection")
-    group.add_argument("--target", metavar="HOST:PORT", help="a running server (default: start one, and stop it after)")
+    default = target or "start one, and stop it after"
+    group.add_argument("--target", metavar="HOST:PORT", default=target, help=f"a running server (default: {default})")
     group.add_argument("--api-key-file", metavar="FILE", help="the key for that server, on the file's first line")
     group.add_argument("--tls", action="store_true", help="use TLS and trust the system's authorities")
     group.add_argument("--tls-ca-file", metavar="FILE", help="use TLS and trust this certificate, in PEM format")

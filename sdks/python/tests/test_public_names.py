@@ -13,13 +13,13 @@ import kakeya.tokenization
 
 PUBLIC = """
 AppendTooLarge AppendUnresolved AsyncClient AsyncGenerateStream AsyncSession CallerError Client ConnectionFailed
-DeadlineExceeded Draining EngineStalled Full Gather GenerateResult GenerateStream HistoryBehindClient HistoryCorrupt
-HistoryLengthMismatch HistoryLimit InternalError InvalidArgument InvalidMessages InvalidTokenIds InvariantViolated
-JournalFull KakeyaError LayerWindow Mac Mode ModelMismatch Named NoCapacity NonFiniteLogits OutOfMemory Overloaded
-Progress ProtocolError QuotaExceeded RequestIdReused RestorationFailed Restored RetryPolicy RetryableError ServerError
-ServerInfo Session SessionBusy SessionClosed SessionEvicted SessionInfo SessionNotFound SinkWindow SlowConsumer
-StateError StopReason Strategy StreamTakenOver TLS TLSFailed TemplateError Tiered TokenDetail TokenOutOfRange
-TokenizerError TransportError Unauthenticated
+DeadlineExceeded Draining Durability EngineStalled Full Gather GenerateResult GenerateStream HistoryBehindClient
+HistoryCorrupt HistoryLengthMismatch HistoryLimit HistoryPiece InternalError InvalidArgument InvalidMessages
+InvalidTokenIds InvariantViolated JournalFull KakeyaError LayerWindow Mac Mode ModelMismatch Named NoCapacity
+NonFiniteLogits OutOfMemory Overloaded Progress ProtocolError QuotaExceeded RequestIdReused RestorationFailed Restored
+RetryPolicy RetryableError ServerError ServerInfo Session SessionBusy SessionClosed SessionEvicted SessionInfo
+SessionNotFound SessionSummary SinkWindow SlowConsumer StateError StopReason Strategy StreamTakenOver TLS TLSFailed
+TemplateError Tiered TokenDetail TokenOutOfRange TokenizerError TransportError Unauthenticated
 """
 
 

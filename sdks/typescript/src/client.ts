@@ -1,10 +1,25 @@
 /** A connection to a runtime. */
 import { Link } from "./link.js";
-import { known, type CallOptions, type ClientOptions, type CreateSessionOptions } from "./options.js";
-import { createSessionRequest } from "./requests.js";
-import { newRoute } from "./route.js";
+import { invalid, textOf } from "./checks.js";
+import type { ListSessionsRequest } from "./generated/kakeya/v1/runtime_pb.js";
+import {
+  known,
+  type CallOptions,
+  type ClientOptions,
+  type CreateSessionOptions,
+  type SessionsOptions,
+} from "./options.js";
+import { createSessionRequest, listRequest } from "./requests.js";
+import { newRoute, routeOf } from "./route.js";
 import { Session } from "./session.js";
-import { createdFacts, serverInfoOf, type ServerInfo } from "./values.js";
+import {
+  createdFacts,
+  reopenedFacts,
+  serverInfoOf,
+  sessionSummaryOf,
+  type ServerInfo,
+  type SessionSummary,
+} from "./values.js";
 
 /**
  * A connection to a runtime, made by the first call. Closing it, or leaving the block of its `await using`, ends what
@@ -33,6 +48,40 @@ export class Client implements AsyncDisposable {
     const patience = this.#link.patience(options, route);
     const reply = await this.#link.repeat((rpc, each) => rpc.createSession(request, each), patience);
     return Session.opened(this.#link, createdFacts(reply), route);
+  }
+
+  /**
+   * One of your own sessions, by its id, to go on with it: in another process, after a crash, from a list.
+   *
+   * Throws SessionNotFound if it is closed, unknown or somebody else's. Leaving the block of its `await using` closes it.
+   */
+  async session(sessionId: string, options: CallOptions = {}): Promise<Session> {
+    if (textOf(sessionId, "sessionId") === "")
+      throw invalid("sessionId", "must be the id of a session, got an empty one");
+    const route = routeOf(sessionId);
+    const patience = this.#link.patience(known(options, "this call"), route);
+    const info = await this.#link.repeat((rpc, each) => rpc.getSessionInfo({ sessionId }, each), patience);
+    const server = await this.#link.repeat((rpc, each) => rpc.getServerInfo({}, each), patience);
+    return Session.opened(this.#link, reopenedFacts(sessionId, info, server), route, info.generating);
+  }
+
+  /**
+   * Your own sessions on the server, read in pages. Once only.
+   *
+   * Behind a proxy before several servers, those of one server.
+   */
+  sessions(options: SessionsOptions = {}): AsyncIterableIterator<SessionSummary> {
+    this.#link.requireOpen();
+    return this.#sessions(listRequest(options), options);
+  }
+
+  async *#sessions(request: ListSessionsRequest, options: CallOptions): AsyncGenerator<SessionSummary, undefined> {
+    do {
+      const patience = this.#link.patience(options);
+      const page = await this.#link.repeat((rpc, each) => rpc.listSessions(request, each), patience);
+      for (const listed of page.sessions) yield sessionSummaryOf(listed);
+      request.pageToken = page.nextPageToken;
+    } while (request.pageToken !== "");
   }
 
   /** The server's model, limits and strategies, now. */

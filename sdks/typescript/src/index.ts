@@ -63,7 +63,9 @@ export type {
   CreateSessionOptions,
   ForkOptions,
   GenerateOptions,
+  HistoryOptions,
   Pem,
+  SessionsOptions,
   Signal,
   TLS,
 } from "./options.js";
@@ -82,4 +84,15 @@ export type {
   Tiered,
 } from "./strategies.js";
 export { GenerateStream } from "./stream.js";
-export type { GenerateResult, Mode, Progress, ServerInfo, SessionInfo, StopReason, TokenDetail } from "./values.js";
+export type {
+  Durability,
+  GenerateResult,
+  HistoryPiece,
+  Mode,
+  Progress,
+  ServerInfo,
+  SessionInfo,
+  SessionSummary,
+  StopReason,
+  TokenDetail,
+} from "./values.js";

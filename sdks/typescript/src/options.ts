@@ -77,6 +77,20 @@ export interface ForkOptions extends CallOptions {
   readonly label?: string | undefined;
 }
 
+/** How sessions are listed. `timeoutSeconds` is for each page. */
+export interface SessionsOptions extends CallOptions {
+  /** Sessions in one answer of the server, at most 1000. Default 100. */
+  readonly pageSize?: number | undefined;
+}
+
+/** How a history is read. `timeoutSeconds` is for each piece. */
+export interface HistoryOptions extends CallOptions {
+  /** Absolute position of the first token wanted. Default 0. */
+  readonly firstPosition?: number | undefined;
+  /** Tokens in one piece, at most 16384, which is the default. */
+  readonly pieceTokens?: number | undefined;
+}
+
 /** How tokens are drawn, when to stop, and what to report. */
 export interface GenerateOptions extends CallOptions {
   /** The same seed at the same position draws the same token. Default: the server draws one; the result has it. */
@@ -141,6 +155,8 @@ const KNOWN = {
   } satisfies Names<CreateSessionOptions>,
   append: { expectedHistoryLength: true, ...CALL } satisfies Names<AppendOptions>,
   fork: { expectedHistoryLength: true, limitTokens: true, label: true, ...CALL } satisfies Names<ForkOptions>,
+  sessions: { pageSize: true, ...CALL } satisfies Names<SessionsOptions>,
+  history: { firstPosition: true, pieceTokens: true, ...CALL } satisfies Names<HistoryOptions>,
   generate: {
     seed: true,
     temperature: true,

@@ -18,8 +18,8 @@ TLSFailed TokenizerError TokenOutOfRange TransportError Unauthenticated
   .split(/\s+/);
 /** Plain values have types alone; the compiler knows them. */
 const TYPES = `
-Full Gather GenerateResult LayerWindow Mac Mode Named Progress Restored RetryPolicy ServerInfo SessionInfo SinkWindow
-StopReason Strategy TLS Tiered TokenDetail
+Durability Full Gather GenerateResult HistoryPiece LayerWindow Mac Mode Named Progress Restored RetryPolicy ServerInfo
+SessionInfo SessionSummary SinkWindow StopReason Strategy TLS Tiered TokenDetail
 `
   .trim()
   .split(/\s+/);

@@ -3,21 +3,36 @@ import { randomBytes } from "node:crypto";
 
 import { create } from "@bufbuild/protobuf";
 
-import { booleanOf, finiteOf, textOf, tokenIdsOf, uint32Of, uint64Of } from "./checks.js";
+import { booleanOf, finiteOf, textOf, tokenIdsOf, uint32Of, uint64Of, wholeIn } from "./checks.js";
 import {
   AppendTokensRequestSchema,
   CloseSessionRequestSchema,
   CreateSessionRequestSchema,
   ForkSessionRequestSchema,
   GenerateRequestSchema,
+  ListSessionsRequestSchema,
+  ReadHistoryRequestSchema,
   type AppendTokensRequest,
   type CloseSessionRequest,
   type CreateSessionRequest,
   type ForkSessionRequest,
   type GenerateRequest,
+  type ListSessionsRequest,
+  type ReadHistoryRequest,
 } from "./generated/kakeya/v1/runtime_pb.js";
-import { known, type CreateSessionOptions, type ForkOptions, type GenerateOptions } from "./options.js";
+import {
+  known,
+  type CreateSessionOptions,
+  type ForkOptions,
+  type GenerateOptions,
+  type HistoryOptions,
+  type SessionsOptions,
+} from "./options.js";
 import { strategyToWire } from "./strategies.js";
+
+// The most that the server gives in one answer.
+const MAX_PAGE_SESSIONS = 1000;
+const MAX_PIECE_TOKENS = 16_384;
 
 export function createSessionRequest(options: CreateSessionOptions): CreateSessionRequest {
   const { strategy, limitTokens, guaranteed } = known(options, "createSession");
@@ -77,6 +92,20 @@ export function forkRequest(sessionId: string, options: ForkOptions): ForkSessio
 
 export function closeRequest(sessionId: string): CloseSessionRequest {
   return create(CloseSessionRequestSchema, { sessionId, requestId: newRequestId() });
+}
+
+export function listRequest(options: SessionsOptions): ListSessionsRequest {
+  const { pageSize = 100 } = known(options, "sessions");
+  return create(ListSessionsRequestSchema, { pageSize: wholeIn(pageSize, "pageSize", 1, MAX_PAGE_SESSIONS) });
+}
+
+export function historyRequest(sessionId: string, options: HistoryOptions): ReadHistoryRequest {
+  const { firstPosition = 0, pieceTokens = MAX_PIECE_TOKENS } = known(options, "history");
+  return create(ReadHistoryRequestSchema, {
+    sessionId,
+    firstPosition: uint64Of(firstPosition, "firstPosition"),
+    maxTokens: wholeIn(pieceTokens, "pieceTokens", 1, MAX_PIECE_TOKENS),
+  });
 }
 
 function expectedLength(options: { readonly expectedHistoryLength?: number | undefined }): {

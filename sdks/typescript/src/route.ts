@@ -11,6 +11,5 @@ export function newRoute(): string {
 
 /** The route that the session was made with, by which its id begins; empty if it was made without one. */
 export function routeOf(sessionId: string): string {
-  const end = sessionId.indexOf(".");
-  return end < 0 ? "" : sessionId.slice(0, end);
+  return /^([0-9a-f]{16})\./.exec(sessionId)?.[1] ?? "";
 }

@@ -3,15 +3,32 @@ import { Append, Tail } from "./append.js";
 import { exact, tokenIdsOf, uint64Of, type TokenIds } from "./checks.js";
 import { KakeyaError, SessionClosed, SessionNotFound, StateError } from "./errors.js";
 import type { Link } from "./link.js";
-import { known, type AppendOptions, type CallOptions, type ForkOptions, type GenerateOptions } from "./options.js";
-import { closeRequest, forkRequest, generateRequest } from "./requests.js";
+import type { ReadHistoryRequest } from "./generated/kakeya/v1/runtime_pb.js";
+import {
+  known,
+  type AppendOptions,
+  type CallOptions,
+  type ForkOptions,
+  type GenerateOptions,
+  type HistoryOptions,
+} from "./options.js";
+import { closeRequest, forkRequest, generateRequest, historyRequest } from "./requests.js";
 import type { Strategy } from "./strategies.js";
 import { Fold, GenerateStream } from "./stream.js";
-import { forkedFacts, sessionInfoOf, type Mode, type SessionFacts, type SessionInfo } from "./values.js";
+import {
+  forkedFacts,
+  historyPieceOf,
+  sessionInfoOf,
+  type Durability,
+  type HistoryPiece,
+  type Mode,
+  type SessionFacts,
+  type SessionInfo,
+} from "./values.js";
 
 /**
- * A history on the server, with its K/V. `Client.createSession` makes one; leaving the block of its `await using` closes
- * it.
+ * A history on the server, with its K/V. `Client.createSession` makes one, `Client.session` finds it by its id; leaving the
+ * block of its `await using` closes it.
  *
  * A session is one conversation: await each call before the next, except for `info()`, `close()` and a stream's
  * `cancel()`, which may come at any time.
@@ -24,16 +41,17 @@ export class Session implements AsyncDisposable {
   #isAppending = false;
   #isClosed = false;
 
-  private constructor(link: Link, facts: SessionFacts, route: string) {
+  private constructor(link: Link, facts: SessionFacts, route: string, isGenerating: boolean) {
     this.#link = link;
     this.#route = route;
     this.#facts = facts;
     this.#tail = new Tail(facts.historyLength);
+    this.#tail.mayLag = isGenerating;
   }
 
   /** @internal */
-  static opened(link: Link, facts: SessionFacts, route: string): Session {
-    return new Session(link, facts, route);
+  static opened(link: Link, facts: SessionFacts, route: string, isGenerating = false): Session {
+    return new Session(link, facts, route, isGenerating);
   }
 
   /** Opaque. It, and the key if there is one, give access to the session. */
@@ -88,6 +106,11 @@ export class Session implements AsyncDisposable {
 
   get modelId(): string {
     return this.#facts.modelId;
+  }
+
+  /** What the session's history survives. */
+  get durability(): Durability {
+    return this.#facts.durability;
   }
 
   get isClosed(): boolean {
@@ -161,6 +184,25 @@ export class Session implements AsyncDisposable {
     );
     this.#tail.saw(info.historyLength);
     return info;
+  }
+
+  /** The history's token ids from a position to its end, in pieces. Once only. Never waits for a running Generate. */
+  history(options: HistoryOptions = {}): AsyncIterableIterator<HistoryPiece> {
+    if (this.#isClosed) throw this.#closedError();
+    return this.#pieces(historyRequest(this.id, options), options);
+  }
+
+  async *#pieces(request: ReadHistoryRequest, options: CallOptions): AsyncGenerator<HistoryPiece, undefined> {
+    for (;;) {
+      const patience = this.#link.patience(options, this.#route);
+      const piece = historyPieceOf(await this.#link.repeat((rpc, each) => rpc.readHistory(request, each), patience));
+      this.#tail.saw(piece.historyLength);
+      if (piece.tokenIds.length === 0) return;
+      yield piece;
+      const end = piece.firstPosition + piece.tokenIds.length;
+      if (end >= piece.historyLength) return;
+      request.firstPosition = BigInt(end);
+    }
   }
 
   /** Free everything the session holds and return the final history length. Closing again does nothing more. */

@@ -1,12 +1,15 @@
 /** What the runtime reports to its callers, as plain values with the units in their names. */
 import { exact } from "./checks.js";
 import {
+  Durability as WireDurability,
   GenerateDone_StopReason as WireStopReason,
   Mode as WireMode,
   type CreateSessionResponse,
   type ForkSessionResponse,
   type GetServerInfoResponse,
   type GetSessionInfoResponse,
+  type ReadHistoryResponse,
+  type SessionSummary as WireSummary,
 } from "./generated/kakeya/v1/runtime_pb.js";
 import { strategyFromWire, type Strategy } from "./strategies.js";
 
@@ -18,6 +21,13 @@ export type StopReason = "max_tokens" | "eos" | "cancelled" | "truncated" | "unk
 
 /** What equal histories promise: "batched" equal up to rounding, "fixed-shape" equal to the bit. */
 export type Mode = "batched" | "fixed-shape" | "unknown";
+
+/**
+ * What a session's history survives; what the server has told a client of it is never lost by less. "none": it ends with
+ * the server's process. "process": the end of the process, however it comes. "power": a loss of power as well. "unknown":
+ * a kind newer than this SDK.
+ */
+export type Durability = "none" | "process" | "power" | "unknown";
 
 /**
  * How far a Generate is from its first token. `queuePosition` counts the Generates that were ahead when this one was
@@ -86,6 +96,7 @@ export interface SessionFacts {
   readonly limitTokens: number | undefined;
   readonly mode: Mode;
   readonly modelId: string;
+  readonly durability: Durability;
 }
 
 /** Facts about a session at one moment. */
@@ -125,6 +136,38 @@ export interface SessionInfo {
   readonly label: string;
   /** Of the server's memory that the token ids take, those shared with forks included. */
   readonly historyBytes: number;
+  /** In the server's memory; if not, the next call that uses the session brings it back. */
+  readonly isResident: boolean;
+  /** Of the history that are safe by the session's durability; 0 with "none". */
+  readonly savedTokens: number;
+}
+
+/** One session of `Client.sessions()`, at the moment its page was read. */
+export interface SessionSummary {
+  readonly id: string;
+  readonly label: string;
+  readonly historyLength: number;
+  /** Since it was made. */
+  readonly ageSeconds: number;
+  /** Since it was used last. */
+  readonly idleSeconds: number;
+  /** As in SessionInfo. */
+  readonly isResident: boolean;
+  readonly isGenerating: boolean;
+  /** Why the session failed; empty: it has not. */
+  readonly failureReason: string;
+  /** undefined: of a kind newer than this SDK. */
+  readonly strategy: Strategy | undefined;
+}
+
+/** Consecutive tokens of a history, and how they came. */
+export interface HistoryPiece {
+  readonly firstPosition: number;
+  readonly tokenIds: readonly number[];
+  /** So many of them were appended, then so many generated, then so many appended, and so on. The first may be 0. */
+  readonly runLengths: readonly number[];
+  /** Of the whole, when the piece was read. */
+  readonly historyLength: number;
 }
 
 /** Facts about the server: its model, its limits, what it can do. */
@@ -168,6 +211,8 @@ export interface ServerInfo {
   readonly backend: string;
   /** The numeric identity: within one, equal histories have equal logits. */
   readonly numerics: string;
+  /** Of sessions that are made now. */
+  readonly durability: Durability;
 }
 
 /** @internal */
@@ -202,6 +247,34 @@ export function createdFacts(reply: CreateSessionResponse): SessionFacts {
   return { ...sharedFacts(reply), historyLength: 0, sharedBytes: 0 };
 }
 
+function durabilityOf(durability: WireDurability): Durability {
+  switch (durability) {
+    case WireDurability.UNSPECIFIED: // an older server
+    case WireDurability.NONE:
+      return "none";
+    case WireDurability.PROCESS:
+      return "process";
+    case WireDurability.POWER:
+      return "power";
+    default:
+      return "unknown";
+  }
+}
+
+/**
+ * The facts of a session that was made before.
+ *
+ * @internal
+ */
+export function reopenedFacts(id: string, info: GetSessionInfoResponse, server: GetServerInfoResponse): SessionFacts {
+  const { mode, modelId, durability } = server;
+  return {
+    ...sharedFacts({ ...info, sessionId: id, mode, modelId, durability }),
+    historyLength: exact(info.historyLength, "history_length"),
+    sharedBytes: 0,
+  };
+}
+
 /** @internal */
 export function forkedFacts(reply: ForkSessionResponse): SessionFacts {
   return {
@@ -211,8 +284,20 @@ export function forkedFacts(reply: ForkSessionResponse): SessionFacts {
   };
 }
 
+type SharedField =
+  | "sessionId"
+  | "strategy"
+  | "sustainedBytes"
+  | "reservedBytes"
+  | "peakBytes"
+  | "tierBytes"
+  | "limitTokens"
+  | "mode"
+  | "modelId"
+  | "durability";
+
 function sharedFacts(
-  reply: CreateSessionResponse | ForkSessionResponse,
+  reply: Pick<CreateSessionResponse | ForkSessionResponse, SharedField>,
 ): Omit<SessionFacts, "historyLength" | "sharedBytes"> {
   return {
     id: reply.sessionId,
@@ -224,6 +309,7 @@ function sharedFacts(
     limitTokens: reply.limitTokens === undefined ? undefined : exact(reply.limitTokens, "limit_tokens"),
     mode: modeOf(reply.mode),
     modelId: reply.modelId,
+    durability: durabilityOf(reply.durability),
   };
 }
 
@@ -251,6 +337,33 @@ export function sessionInfoOf(reply: GetSessionInfoResponse): SessionInfo {
     tierBytes: exact(reply.tierBytes, "tier_bytes"),
     label: reply.clientLabel,
     historyBytes: exact(reply.historyBytes, "history_bytes"),
+    isResident: reply.resident,
+    savedTokens: exact(reply.savedTokenCount, "saved_token_count"),
+  };
+}
+
+/** @internal */
+export function sessionSummaryOf(listed: WireSummary): SessionSummary {
+  return {
+    id: listed.sessionId,
+    label: listed.clientLabel,
+    historyLength: exact(listed.historyLength, "history_length"),
+    ageSeconds: listed.ageSeconds,
+    idleSeconds: listed.idleSeconds,
+    isResident: listed.resident,
+    isGenerating: listed.generating,
+    failureReason: listed.failureReason,
+    strategy: strategyFromWire(listed.strategy),
+  };
+}
+
+/** @internal */
+export function historyPieceOf(reply: ReadHistoryResponse): HistoryPiece {
+  return {
+    firstPosition: exact(reply.firstPosition, "first_position"),
+    tokenIds: reply.tokenIds,
+    runLengths: reply.runLengths,
+    historyLength: exact(reply.historyLength, "history_length"),
   };
 }
 
@@ -284,5 +397,6 @@ export function serverInfoOf(reply: GetServerInfoResponse): ServerInfo {
     historyTokens: exact(reply.historyTokenCount, "history_token_count"),
     backend: reply.backend,
     numerics: reply.numerics,
+    durability: durabilityOf(reply.durability),
   };
 }

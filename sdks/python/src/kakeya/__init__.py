@@ -65,7 +65,18 @@ if TYPE_CHECKING:
     from kakeya._retry import RetryPolicy
     from kakeya._strategies import Full, Gather, LayerWindow, Mac, Named, Restored, SinkWindow, Strategy, Tiered
     from kakeya._sync import Client, GenerateStream, Session
-    from kakeya._values import GenerateResult, Mode, Progress, ServerInfo, SessionInfo, StopReason, TokenDetail
+    from kakeya._values import (
+        Durability,
+        GenerateResult,
+        HistoryPiece,
+        Mode,
+        Progress,
+        ServerInfo,
+        SessionInfo,
+        SessionSummary,
+        StopReason,
+        TokenDetail,
+    )
 
 __all__ = [
     "TLS",
@@ -79,6 +90,7 @@ __all__ = [
     "ConnectionFailed",
     "DeadlineExceeded",
     "Draining",
+    "Durability",
     "EngineStalled",
     "Full",
     "Gather",
@@ -88,6 +100,7 @@ __all__ = [
     "HistoryCorrupt",
     "HistoryLengthMismatch",
     "HistoryLimit",
+    "HistoryPiece",
     "InternalError",
     "InvalidArgument",
     "InvalidMessages",
@@ -120,6 +133,7 @@ __all__ = [
     "SessionEvicted",
     "SessionInfo",
     "SessionNotFound",
+    "SessionSummary",
     "SinkWindow",
     "SlowConsumer",
     "StateError",
@@ -142,7 +156,18 @@ _HOME = {
     "_retry": ("RetryPolicy",),
     "_strategies": ("Full", "Gather", "LayerWindow", "Mac", "Named", "Restored", "SinkWindow", "Strategy", "Tiered"),
     "_sync": ("Client", "GenerateStream", "Session"),
-    "_values": ("GenerateResult", "Mode", "Progress", "ServerInfo", "SessionInfo", "StopReason", "TokenDetail"),
+    "_values": (
+        "Durability",
+        "GenerateResult",
+        "HistoryPiece",
+        "Mode",
+        "Progress",
+        "ServerInfo",
+        "SessionInfo",
+        "SessionSummary",
+        "StopReason",
+        "TokenDetail",
+    ),
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 

@@ -21,12 +21,20 @@ from kakeya._channel import OPTIONS, TLS
 from kakeya._checks import token_ids as checked_token_ids
 from kakeya._client import ClientBase
 from kakeya._errors import KakeyaError, StateError
-from kakeya._flows import Call, Flow, Step, close_session, repeatable
+from kakeya._flows import Call, Flow, Step, close_session, open_session, repeatable
 from kakeya._retry import Patience, RetryPolicy
 from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase, Timeout
 from kakeya._strategies import Strategy
 from kakeya._stream import Fold, StreamBase
-from kakeya._values import GenerateResult, Progress, ServerInfo, SessionInfo, TokenDetail
+from kakeya._values import (
+    GenerateResult,
+    HistoryPiece,
+    Progress,
+    ServerInfo,
+    SessionInfo,
+    SessionSummary,
+    TokenDetail,
+)
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
 
@@ -69,6 +77,31 @@ class AsyncClient(ClientBase):
         route = requests.new_route()
         created = await self._run(repeatable("CreateSession", request, self._patience(timeout)), route)
         return AsyncSession(self, created, route=route)
+
+    async def session(self, session_id: str, *, timeout: Timeout = DEFAULT) -> AsyncSession:
+        """As `Client.session`."""
+        flow = open_session(requests.session_id(session_id), self._patience(timeout))
+        route = requests.route_of(session_id)
+        facts, info = await self._run(flow, route)
+        session = AsyncSession(self, facts, route=route, history_length=info.history_length)
+        session._tail.may_lag = info.generating
+        return session
+
+    def sessions(self, *, page_size: int = 100, timeout: Timeout = DEFAULT) -> AsyncIterator[SessionSummary]:
+        """As `Client.sessions`."""
+        self._require_open()
+        return self._sessions(requests.list_sessions(page_size), timeout)
+
+    async def _sessions(self, request: pb.ListSessionsRequest, timeout: Timeout) -> AsyncIterator[SessionSummary]:
+        while True:
+            reply: pb.ListSessionsResponse = await self._run(
+                repeatable("ListSessions", request, self._patience(timeout))
+            )
+            for listed in reply.sessions:
+                yield values.session_summary(listed)
+            request.page_token = reply.next_page_token
+            if not request.page_token:
+                return
 
     async def server_info(self, *, timeout: Timeout = DEFAULT) -> ServerInfo:
         """As `Client.server_info`."""
@@ -255,6 +288,22 @@ class AsyncSession(SessionBase):
         info = values.session_info(await self._client._run(flow, self._route))
         self._tail.saw(info.history_length)
         return info
+
+    def history(
+        self, *, first_position: int = 0, piece_tokens: int = requests.MAX_PIECE_TOKENS, timeout: Timeout = DEFAULT
+    ) -> AsyncIterator[HistoryPiece]:
+        """As `Session.history`."""
+        self._require_open()
+        return self._pieces(requests.read_history(self.id, first_position, piece_tokens), timeout)
+
+    async def _pieces(self, request: pb.ReadHistoryRequest, timeout: Timeout) -> AsyncIterator[HistoryPiece]:
+        while True:
+            flow = repeatable("ReadHistory", request, self._client._patience(timeout))
+            piece = values.history_piece(await self._client._run(flow, self._route))
+            if piece.token_ids:
+                yield piece
+            if not self._saw_piece(piece, request):
+                return
 
     async def close(self, *, timeout: Timeout = DEFAULT) -> int:
         """As `Session.close`."""

@@ -71,6 +71,29 @@ def close_session(session_id: str, patience: Patience) -> Flow[int | None]:
             return reply.final_history_length
 
 
+def open_session(
+    session_id: str, patience: Patience
+) -> Flow[tuple[pb.CreateSessionResponse, pb.GetSessionInfoResponse]]:
+    """The facts of a session as when it was made, and its state now."""
+    info: pb.GetSessionInfoResponse = yield from repeatable(
+        "GetSessionInfo", pb.GetSessionInfoRequest(session_id=session_id), patience
+    )
+    server: pb.GetServerInfoResponse = yield from repeatable("GetServerInfo", pb.GetServerInfoRequest(), patience)
+    facts = pb.CreateSessionResponse(
+        session_id=session_id,
+        strategy=info.strategy,
+        sustained_bytes=info.sustained_bytes,
+        peak_bytes=info.peak_bytes,
+        limit_tokens=info.limit_tokens if info.HasField("limit_tokens") else None,
+        mode=server.mode,
+        model_id=server.model_id,
+        tier_bytes=info.tier_bytes,
+        reserved_bytes=info.reserved_bytes,
+        durability=server.durability,
+    )
+    return facts, info
+
+
 def wait_or_give_up(error: KakeyaError, attempt: int, patience: Patience) -> Flow[None]:
     """Wait before the next attempt, or raise `error`."""
     delay = patience.wait_seconds(attempt, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 
@@ -11,9 +12,13 @@ from kakeya.v1 import runtime_pb2 as pb
 
 _UINT32 = 2**32
 _UINT64 = 2**64
+# The most that the server gives in one answer.
+MAX_PAGE_SESSIONS = 1000
+MAX_PIECE_TOKENS = 16_384
 # The header by which a proxy tells sessions apart; their ids are in messages, which it does not read.
 ROUTE_HEADER = "kakeya-route"
 _ROUTE_BYTES = 8
+_WITH_ROUTE = re.compile(r"([0-9a-f]{16})\.")
 
 
 def new_request_id() -> bytes:
@@ -28,8 +33,8 @@ def new_route() -> str:
 
 def route_of(session_id: str) -> str:
     """The route that the session was made with, by which its id begins; empty if it was made without one."""
-    route, found, _ = session_id.partition(".")
-    return route if found else ""
+    found = _WITH_ROUTE.match(session_id)
+    return found[1] if found else ""
 
 
 def route_metadata(route: str) -> tuple[tuple[str, str], ...]:
@@ -114,6 +119,26 @@ def generate(
         drafting=None if drafting else False,
         request_id=new_request_id(),
     )
+
+
+def list_sessions(page_size: int) -> pb.ListSessionsRequest:
+    return pb.ListSessionsRequest(
+        page_size=whole_number(page_size, "page_size", at_least=1, below=MAX_PAGE_SESSIONS + 1)
+    )
+
+
+def read_history(session_id: str, first_position: int, piece_tokens: int) -> pb.ReadHistoryRequest:
+    return pb.ReadHistoryRequest(
+        session_id=session_id,
+        first_position=whole_number(first_position, "first_position", below=_UINT64),
+        max_tokens=whole_number(piece_tokens, "piece_tokens", at_least=1, below=MAX_PIECE_TOKENS + 1),
+    )
+
+
+def session_id(value: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise invalid("session_id", f"must be the id of a session, got {value!r}")
+    return value
 
 
 def history_length(value: int | None) -> int | None:

@@ -8,7 +8,7 @@ from typing import Literal
 from kakeya._append import Tail
 from kakeya._errors import SessionClosed
 from kakeya._strategies import Strategy, from_wire
-from kakeya._values import MODES, Mode
+from kakeya._values import DURABILITIES, MODES, Durability, HistoryPiece, Mode
 from kakeya.v1 import runtime_pb2 as pb
 
 # Long enough for 32k tokens at ten a second; a server that stops answering is noticed by keepalive long before.
@@ -96,6 +96,11 @@ class SessionBase:
     def is_closed(self) -> bool:
         return self._is_closed
 
+    @property
+    def durability(self) -> Durability:
+        """What the session's history survives."""
+        return DURABILITIES.get(self._created.durability, Durability.UNKNOWN)
+
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "open"
         return f"<{type(self).__name__} {self.id[:8]}… {state}, {self.history_length} tokens>"
@@ -119,7 +124,14 @@ class SessionBase:
             model_id=forked.model_id,
             tier_bytes=forked.tier_bytes,
             reserved_bytes=forked.reserved_bytes,
+            durability=forked.durability,
         )
+
+    def _saw_piece(self, piece: HistoryPiece, request: pb.ReadHistoryRequest) -> bool:
+        """Move `request` behind `piece`. False at the history's end."""
+        self._tail.saw(piece.history_length)
+        request.first_position = piece.first_position + len(piece.token_ids)
+        return bool(piece.token_ids) and request.first_position < piece.history_length
 
     def _closed(self, final_length: int | None) -> int:
         self._is_closed = True

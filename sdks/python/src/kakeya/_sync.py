@@ -20,12 +20,20 @@ from kakeya._channel import OPTIONS, TLS
 from kakeya._checks import token_ids as checked_token_ids
 from kakeya._client import ClientBase
 from kakeya._errors import KakeyaError
-from kakeya._flows import Call, Flow, Step, close_session, repeatable
+from kakeya._flows import Call, Flow, Step, close_session, open_session, repeatable
 from kakeya._retry import Patience, RetryPolicy
 from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase, Timeout
 from kakeya._strategies import Strategy
 from kakeya._stream import Fold, StreamBase
-from kakeya._values import GenerateResult, Progress, ServerInfo, SessionInfo, TokenDetail
+from kakeya._values import (
+    GenerateResult,
+    HistoryPiece,
+    Progress,
+    ServerInfo,
+    SessionInfo,
+    SessionSummary,
+    TokenDetail,
+)
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
 
@@ -82,6 +90,35 @@ class Client(ClientBase):
         route = requests.new_route()
         created = self._run(repeatable("CreateSession", request, self._patience(timeout)), route)
         return Session(self, created, route=route)
+
+    def session(self, session_id: str, *, timeout: Timeout = DEFAULT) -> Session:
+        """One of your own sessions, by its id, to go on with it: in another process, after a crash, from a list.
+
+        Raises SessionNotFound if it is closed, unknown or somebody else's. Leaving its `with` closes the session.
+        """
+        flow = open_session(requests.session_id(session_id), self._patience(timeout))
+        route = requests.route_of(session_id)
+        facts, info = self._run(flow, route)
+        session = Session(self, facts, route=route, history_length=info.history_length)
+        session._tail.may_lag = info.generating
+        return session
+
+    def sessions(self, *, page_size: int = 100, timeout: Timeout = DEFAULT) -> Iterator[SessionSummary]:
+        """Your own sessions on the server, read in pages of at most `page_size`; `timeout` is for each page.
+
+        Behind a proxy before several servers, those of one server.
+        """
+        self._require_open()
+        return self._sessions(requests.list_sessions(page_size), timeout)
+
+    def _sessions(self, request: pb.ListSessionsRequest, timeout: Timeout) -> Iterator[SessionSummary]:
+        while True:
+            reply: pb.ListSessionsResponse = self._run(repeatable("ListSessions", request, self._patience(timeout)))
+            for listed in reply.sessions:
+                yield values.session_summary(listed)
+            request.page_token = reply.next_page_token
+            if not request.page_token:
+                return
 
     def server_info(self, *, timeout: Timeout = DEFAULT) -> ServerInfo:
         """The server's model, limits and strategies, now."""
@@ -149,7 +186,9 @@ class Client(ClientBase):
 
 
 class Session(SessionBase):
-    """A history on the server, with its K/V. `Client.create_session` makes one; leaving its `with` closes it."""
+    """A history on the server, with its K/V. `Client.create_session` makes one, `Client.session` finds it by its id;
+    leaving its `with` closes it.
+    """
 
     def __init__(
         self,
@@ -268,6 +307,25 @@ class Session(SessionBase):
         info = values.session_info(self._client._run(flow, self._route))
         self._tail.saw(info.history_length)
         return info
+
+    def history(
+        self, *, first_position: int = 0, piece_tokens: int = requests.MAX_PIECE_TOKENS, timeout: Timeout = DEFAULT
+    ) -> Iterator[HistoryPiece]:
+        """The history's token ids from `first_position` to its end, in pieces of at most `piece_tokens` (16,384).
+
+        Never waits for a running Generate. `timeout` is for each piece.
+        """
+        self._require_open()
+        return self._pieces(requests.read_history(self.id, first_position, piece_tokens), timeout)
+
+    def _pieces(self, request: pb.ReadHistoryRequest, timeout: Timeout) -> Iterator[HistoryPiece]:
+        while True:
+            flow = repeatable("ReadHistory", request, self._client._patience(timeout))
+            piece = values.history_piece(self._client._run(flow, self._route))
+            if piece.token_ids:
+                yield piece
+            if not self._saw_piece(piece, request):
+                return
 
     def close(self, *, timeout: Timeout = DEFAULT) -> int:
         """Free everything the session holds and return the final history length. Closing again does nothing more."""

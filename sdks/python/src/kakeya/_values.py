@@ -28,6 +28,15 @@ class Mode(enum.Enum):
     UNKNOWN = "unknown"  # a mode newer than this SDK
 
 
+class Durability(enum.Enum):
+    """What a session's history survives. What the server has told a client of it is never lost by less."""
+
+    NONE = "none"  # it ends with the server's process
+    PROCESS = "process"  # the end of the process, however it comes
+    POWER = "power"  # a loss of power as well
+    UNKNOWN = "unknown"  # a kind newer than this SDK
+
+
 STOP_REASONS = {
     pb.GenerateDone.STOP_REASON_MAX_TOKENS: StopReason.MAX_TOKENS,
     pb.GenerateDone.STOP_REASON_EOS: StopReason.EOS,
@@ -35,6 +44,12 @@ STOP_REASONS = {
     pb.GenerateDone.STOP_REASON_TRUNCATED: StopReason.TRUNCATED,
 }
 MODES = {pb.MODE_BATCHED: Mode.BATCHED, pb.MODE_FIXED_SHAPE: Mode.FIXED_SHAPE}
+DURABILITIES = {
+    pb.DURABILITY_UNSPECIFIED: Durability.NONE,  # an older server
+    pb.DURABILITY_NONE: Durability.NONE,
+    pb.DURABILITY_PROCESS: Durability.PROCESS,
+    pb.DURABILITY_POWER: Durability.POWER,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +125,37 @@ class SessionInfo:
     tier_bytes: int  # held there at most; reserved
     label: str  # as it was given when the session was made; empty: none was
     history_bytes: int  # of the server's memory that the token ids take, those shared with forks included
+    is_resident: bool  # in the server's memory; if not, the next call that uses the session brings it back
+    saved_tokens: int  # of the history that are safe by the session's durability; 0 with NONE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionSummary:
+    """One session of `Client.sessions()`, at the moment its page was read."""
+
+    id: str
+    label: str
+    history_length: int
+    age_seconds: float  # since it was made
+    idle_seconds: float  # since it was used last
+    is_resident: bool  # as in SessionInfo
+    is_generating: bool
+    failure_reason: str  # why the session failed; empty: it has not
+    strategy: Strategy | None  # None: of a kind newer than this SDK
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HistoryPiece:
+    """Consecutive tokens of a history, and how they came.
+
+    `run_lengths`: so many of `token_ids` were appended, then so many generated, then so many appended, and so on. The
+    first may be 0.
+    """
+
+    first_position: int
+    token_ids: tuple[int, ...]
+    run_lengths: tuple[int, ...]
+    history_length: int  # of the whole, when the piece was read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +188,7 @@ class ServerInfo:
     history_tokens: int  # in your sessions now, counted so
     backend: str = ""  # what runs the model: native, torch; empty: an older server
     numerics: str = ""  # the numeric identity: within one, equal histories have equal logits
+    durability: Durability = Durability.NONE  # of sessions that are made now
 
 
 def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
@@ -167,6 +214,31 @@ def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
         tier_bytes=reply.tier_bytes,
         label=reply.client_label,
         history_bytes=reply.history_bytes,
+        is_resident=reply.resident,
+        saved_tokens=reply.saved_token_count,
+    )
+
+
+def session_summary(listed: pb.SessionSummary) -> SessionSummary:
+    return SessionSummary(
+        id=listed.session_id,
+        label=listed.client_label,
+        history_length=listed.history_length,
+        age_seconds=listed.age_seconds,
+        idle_seconds=listed.idle_seconds,
+        is_resident=listed.resident,
+        is_generating=listed.generating,
+        failure_reason=listed.failure_reason,
+        strategy=strategy_from_wire(listed.strategy),
+    )
+
+
+def history_piece(reply: pb.ReadHistoryResponse) -> HistoryPiece:
+    return HistoryPiece(
+        first_position=reply.first_position,
+        token_ids=tuple(reply.token_ids),
+        run_lengths=tuple(reply.run_lengths),
+        history_length=reply.history_length,
     )
 
 
@@ -198,4 +270,5 @@ def server_info(reply: pb.GetServerInfoResponse) -> ServerInfo:
         history_tokens=reply.history_token_count,
         backend=reply.backend,
         numerics=reply.numerics,
+        durability=DURABILITIES.get(reply.durability, Durability.UNKNOWN),
     )
