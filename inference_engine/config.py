@@ -76,6 +76,8 @@ class EngineConfig:
     first_token_target_seconds: float = 0.0
     inter_token_target_seconds: float = 0.0
     max_batch: int = 64  # Generates in one forward
+    # Launch a decode step before the tokens of the one before have reached the host; "auto": on a GPU.
+    overlap: str = "auto"
     draft_tokens: int = 0  # in each draft, if there is a drafter; 0: chosen by cost, possibly none
     step_tokens: int = 0  # tokens in one forward, of prefills and decodes; 0: 512 on a CPU, 4096 elsewhere
     segment_tokens: int = 256
@@ -121,6 +123,8 @@ class EngineConfig:
             segment_tokens=_WIRE_LARGEST,
             session_idle_ttl_seconds=_LONGEST_SECONDS,
         )
+        if self.overlap not in ("auto", "on", "off"):
+            raise ConfigError(f"overlap must be auto, on or off, got {self.overlap!r}")
         if self.growth not in ("auto", "best_effort", "guaranteed"):
             raise ConfigError(f"growth must be auto, best_effort or guaranteed, got {self.growth!r}")
         if self.segment_tokens < self.page_tokens or self.segment_tokens % self.page_tokens:

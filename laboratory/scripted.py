@@ -196,6 +196,10 @@ class ScriptedForward:
         return Result(logits, self._taps(step) if step.tap_layers else None, draw_all(logits, step.draws))
 
     @property
+    def launcher(self) -> None:
+        return None
+
+    @property
     def torch_model(self) -> None:
         return None
 

@@ -1,12 +1,12 @@
-"""Decode steps with the list of operations against steps by torch's modules, on a GPU: one model, two engines.
+"""Decode steps with the list of operations against steps by torch's modules, on a GPU: one model, three engines.
 
     python scripts/bench_gpu.py                       writes results/listed_cuda_bfloat16/<date>-<machine>/
 
-The models have shapes of real ones and random weights, made in memory: nothing is downloaded. Both engines read the
-same weights; both attend with the same kernel and record their steps, so that the list is all that differs. They take
-turns in every round, each first in every other one, and ratios are taken within a round. The record is written anew
-after every cell: a run that is cut off keeps what it has. Cells that do not fit into memory or time are named in it. Of
-more than 16 sessions, both engines' steps are those of torch's modules.
+The models have shapes of real ones and random weights, made in memory: nothing is downloaded. The engines read the same
+weights, attend with the same kernel and record their steps, so that the list is all that differs between the first two;
+the third launches its steps ahead (`overlap`). They take turns in every round, and ratios are taken within a round. The
+record is written anew after every cell: a run that is cut off keeps what it has. Cells that do not fit into memory or
+time are named in it. Of more than 16 sessions, all engines' steps are those of torch's modules.
 
 With `--device cpu --dtype float32 --shapes tiny` everything runs by the references, without kernels: a trial of this
 script, no measurement of anything.
@@ -50,8 +50,9 @@ from laboratory.evaluation.sessions import append_all, opened, turned
 from laboratory.evaluation.timing import start, step_seconds
 
 SEED = 1
-MODULES, LISTED = "torch's modules", "listed"
-SHARE_OF_MEMORY = 0.35  # of what is free beside the weights, for the K and V of each engine
+MODULES, LISTED, AHEAD = "torch's modules", "listed", "listed, ahead"
+COMPARED = ((LISTED, MODULES), (AHEAD, LISTED))
+SHARE_OF_MEMORY = 0.25  # of what is free beside the weights, for the K and V of each engine
 _POSITIONS = 2**17
 
 SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
@@ -136,10 +137,13 @@ def made_model(name: str, device: str, dtype: str) -> LoadedModel:
 
 
 @contextmanager
-def both_engines(
+def all_engines(
     name: str, arguments: argparse.Namespace
 ) -> Iterator[tuple[dict[str, Engine], dict[str, WatchedForward]]]:
-    """One model, opened as the product does, and a second forward over its weights, without the list."""
+    """One model, opened as the product does, and a second forward over its weights, without the list.
+
+    Steps that are launched ahead are not watched.
+    """
     device = torch.device(arguments.device)
     config = ModelConfig(device=arguments.device, dtype=arguments.dtype, linear="plain")
     # As on a GPU, wherever this runs: otherwise there would be no list on a CPU.
@@ -151,10 +155,12 @@ def both_engines(
     facts = replace(listed.facts, numerics="torch")
     modules = TorchForward(listed.seam, facts, device, ops=ops, records_graphs=listed.records_graphs)
     kv_bytes = arguments.kv_bytes or int(SHARE_OF_MEMORY * listed.free_bytes())
-    settings = EngineConfig(kv_bytes=kv_bytes, max_batch=max(arguments.sessions))
+    settings = EngineConfig(kv_bytes=kv_bytes, max_batch=max(arguments.sessions), overlap="off")
     watched = {MODULES: WatchedForward(modules), LISTED: WatchedForward(listed)}
     with ExitStack() as stack:
-        yield {each: stack.enter_context(Engine(forward, settings)) for each, forward in watched.items()}, watched
+        engines = {each: stack.enter_context(Engine(forward, settings)) for each, forward in watched.items()}
+        engines[AHEAD] = stack.enter_context(Engine(listed, replace(settings, overlap="on")))
+        yield engines, watched
 
 
 def first_tokens(engine: Engine, sessions: Sequence[str]) -> list[tuple[int, float]]:
@@ -185,15 +191,16 @@ def measure(
         cell.first = {name: first_tokens(engine, sessions[name]) for name, engine in engines.items()}
         for number in range(arguments.rounds + 1):  # the first warms up and is not kept
             for name in turned(names, number):
-                watched[name].steps.clear()
+                if name in watched:
+                    watched[name].steps.clear()
                 watches = start(engines[name], sessions[name], tokens=arguments.tokens)
                 for watch in watches:
                     watch.wait()
-                host = watched[name].take()
                 if number:
                     seconds = step_seconds([watch.token_times for watch in watches])
                     cell.step_ms.setdefault(name, []).append(1e3 * seconds)
-                    cell.host.setdefault(name, []).append(host)
+                    if name in watched:
+                        cell.host.setdefault(name, []).append(watched[name].take())
     return cell
 
 
@@ -201,9 +208,10 @@ def values_of(cells: dict[str, Cell]) -> dict[str, Any]:
     """Values of a record, by the name of the cell."""
     values: dict[str, Any] = {}
     for where, cell in cells.items():
-        ratios = [ours / theirs for ours, theirs in zip(cell.step_ms[LISTED], cell.step_ms[MODULES], strict=True)]
-        values[f"time of a step, {LISTED} ÷ {MODULES}, {where}"] = record.summarize(ratios, "ratio")
-        for name in (LISTED, MODULES):
+        for over, under in COMPARED:
+            ratios = [ours / theirs for ours, theirs in zip(cell.step_ms[over], cell.step_ms[under], strict=True)]
+            values[f"time of a step, {over} ÷ {under}, {where}"] = record.summarize(ratios, "ratio")
+        for name in (AHEAD, LISTED, MODULES):
             values[f"decode step, {name}, {where}"] = record.summarize(cell.step_ms[name], "ms")
             if name in cell.prefill:
                 values[f"prefill, {name}, {where}"] = record.summarize(cell.prefill[name], "tokens a second")
@@ -220,8 +228,9 @@ def tables_of(cells: dict[str, Cell]) -> dict[str, list[dict[str, Any]]]:
     whole, parts = [], []
     for where, cell in cells.items():
         medians = {name: round(statistics.median(each), 4) for name, each in cell.step_ms.items()}
-        ratio = values_of({where: cell})[f"time of a step, {LISTED} ÷ {MODULES}, {where}"]["median"]
-        whole.append({"cell": where, **medians, "ratio": round(ratio, 4)})
+        values = values_of({where: cell})
+        ratios = {f"{a} ÷ {b}": values[f"time of a step, {a} ÷ {b}, {where}"]["median"] for a, b in COMPARED}
+        whole.append({"cell": where, **medians, **{name: round(ratio, 4) for name, ratio in ratios.items()}})
         for name, rounds in cell.host.items():
             of_part = {part: round(statistics.median(one[part] for one in rounds), 4) for part in rounds[0]}
             parts.append({"cell": where, "engine": name, **of_part})
@@ -284,7 +293,7 @@ def main() -> None:
     # What is short comes first: a run that is cut off has something of everything.
     sizes = sorted(((n, count) for n in arguments.lengths for count in arguments.sessions), key=lambda s: s[0] * s[1])
     for shape in arguments.shapes:
-        with both_engines(shape, arguments) as (engines, watched):
+        with all_engines(shape, arguments) as (engines, watched):
             vocabulary = engines[LISTED].info().facts.vocab_size
             warm_up = torch.randint(5, vocabulary - 5, (1, min(arguments.lengths)), generator=generator).tolist()
             measure(engines, watched, "full", warm_up, arguments)

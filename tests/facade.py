@@ -169,6 +169,11 @@ class WatchedForward:
         return self._forward.open(geometry, capacity_bytes, address_bytes=address_bytes, tap_layers=tap_layers)
 
     @property
+    def launcher(self) -> None:
+        """None: each step is seen, and done, before the next."""
+        return None
+
+    @property
     def torch_model(self) -> PreTrainedModel | None:
         return self._forward.torch_model
 

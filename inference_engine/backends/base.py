@@ -71,6 +71,29 @@ class Admitted:
     differences: tuple[tuple[str, float], ...]
 
 
+class Launched(Protocol):
+    """A step that the device may still be computing.
+
+    ids: int64, on the device: the samples of its draws, one after another.
+    """
+
+    @property
+    def ids(self) -> Tensor: ...
+
+    def result(self) -> Result:
+        """As `Forward.run` returns it. Waits for the device. Raises what the step failed with."""
+
+
+class Launcher(Protocol):
+    """Starts steps without waiting for them."""
+
+    def can_launch(self, step: Step) -> bool:
+        """Can the step be on its way before the tokens of the one before it have reached the host?"""
+
+    def launch(self, step: Step, fed: Tensor | None = None) -> Launched:
+        """Start a step that `can_launch` and has a draw. fed: int64 [N], on the device, in place of its token ids."""
+
+
 class Forward(Protocol):
     """A model on a device. Every call happens on the engine's thread, after construction."""
 
@@ -103,6 +126,10 @@ class Forward(Protocol):
 
     def run(self, step: Step) -> Result:
         """One forward over all layers, and its samples. One synchronisation if there are any."""
+
+    @property
+    def launcher(self) -> Launcher | None:
+        """What starts steps without waiting for them; None where a step is done when it returns."""
 
     @property
     def torch_model(self) -> PreTrainedModel | None:

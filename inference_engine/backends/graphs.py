@@ -123,15 +123,15 @@ class StepGraphs:
                 self._refused.add(kind)
         return kind in self._recorded
 
-    def run(self, step: Step) -> Result:
-        """As `Forward.run`, for a step that `can_run`."""
+    def run(self, step: Step, fed: Tensor | None = None) -> Result:
+        """As `Forward.run`, for a step that `can_run`; fed: as in `Launcher`. Does not wait for the device."""
         plan, tokens = step.plan, step.plan.query_count
         kind = _kind(step)
         size = kind[0]
         kept = padded(np.array(step.logit_queries, dtype=np.int64), _logits(size))
         numbers = plan.numbers.padded(size, plan.pool.scratch)
         logits, taps = self._recorded[kind].run(
-            padded(step.token_ids, size), padded(plan.positions, size), kept, numbers.all
+            padded(step.token_ids, size), padded(plan.positions, size), kept, numbers.all, fed=fed
         )
         # Copies: the next step overwrites the graph's outputs.
         return Result(logits[: len(step.logit_queries)].clone(), None if taps is None else taps[:tokens].clone())

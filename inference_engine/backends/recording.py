@@ -88,12 +88,15 @@ class Recording(Generic[T]):
         with torch.inference_mode():
             self._result = memory.record(self._graph, device, lambda: compute(self._numbers))
 
-    def run(self, *parts: Numbers) -> T:
+    def run(self, *parts: Numbers, fed: Tensor | None = None) -> T:
         """The outputs of `compute` for these numbers, the parts concatenated; valid until the next run.
 
-        Returns before the device is done; the parts may change after it returned.
+        fed: int64 [n], on the device, in place of the first n. Returns before the device is done; the parts may change
+        after it returned.
         """
         self._outbox.send(parts, self._numbers)
+        if fed is not None:
+            self._numbers[: len(fed)].copy_(fed)
         self._graph.replay()
         return self._result
 

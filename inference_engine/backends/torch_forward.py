@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -19,7 +19,7 @@ from inference_engine.backends.recorded_compute import RecordedCompute
 from inference_engine.backends.recording import GraphMemory
 from inference_engine.kernels.fused import MOST_TOKENS
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
-from inference_engine.kernels.sampling import draw_all
+from inference_engine.kernels.sampling import Drawing, draw_all, start_drawing
 from inference_engine.kv.context import Compute, KVContext, compute_plainly
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import SEGMENTS_IN_A_CHUNK
@@ -28,6 +28,21 @@ from inference_engine.kv.memory.host import free_host_bytes
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.models.seam import Seam
 from inference_engine.types import Mode, ModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """Implements Launched."""
+
+    _result: Result
+    _drawing: Drawing
+
+    @property
+    def ids(self) -> Tensor:
+        return self._drawing.ids
+
+    def result(self) -> Result:
+        return replace(self._result, samples=self._drawing.samples())
 
 
 class TorchForward:
@@ -141,6 +156,10 @@ class TorchForward:
             most_tokens_at_once=most_queries,
         )
 
+    @property
+    def launcher(self) -> TorchForward:
+        return self
+
     def run(self, step: Step) -> Result:
         result = self._forward(step)
         step.on_computed()
@@ -150,15 +169,31 @@ class TorchForward:
             samples = draw_all(result.logits, step.draws, self._ops.noise_of_all)
         return replace(result, samples=samples)
 
-    def _forward(self, step: Step) -> Result:
+    def can_launch(self, step: Step) -> bool:
+        """On a GPU only recorded steps: launching the others takes the host as long as the device."""
+        if self._device.type == "cpu":
+            return step.plan.is_numbers_only
+        graphs = self._graphs.get(step.plan.pool)
+        return graphs is not None and graphs.can_run(step)
+
+    def launch(self, step: Step, fed: Tensor | None = None) -> _Launched:
+        result = self._forward(step, fed)
+        step.on_computed()
+        with torch.inference_mode():
+            drawing = start_drawing(result.logits, step.draws, self._ops.noise_of_all)
+            drawing.send()
+        return _Launched(result, drawing)
+
+    def _forward(self, step: Step, fed: Tensor | None = None) -> Result:
         graphs = self._graphs.get(step.plan.pool)
         if graphs is not None and graphs.can_run(step):
-            return graphs.run(step)
+            return graphs.run(step, fed)
         plan = step.plan
         ids, positions, kept = (
             torch.from_numpy(np.asarray(numbers, dtype=np.int64)).to(self._device)
             for numbers in (step.token_ids, plan.positions, step.logit_queries)
         )
+        ids = ids if fed is None else fed
         with torch.inference_mode(), self.seam.attending(plan, plan.positions):
             if self.listed is not None and plan.is_numbers_only and plan.query_count <= MOST_TOKENS:
                 return Result(*self.listed.run(ids, positions, kept, plan.tables, step.tap_layers))

@@ -94,6 +94,7 @@ HELP = {
         "longest step with prefills beside decoding sessions; 0: one segment each",
     ),
     "max_batch": ("N", "Generates in one forward"),
+    "overlap": ("WHEN", "on, off, or auto: on a GPU, launch a decode step before the tokens of the last are here"),
     "draft_tokens": ("N", "draft tokens in each draft; 0: chosen by cost, possibly none"),
     "step_tokens": ("N", "tokens in one forward, of prefills and decodes; 0: 512 on a CPU, 4096 elsewhere"),
     "segment_tokens": ("N", "the unit of prefill and eviction; a multiple of page_tokens"),

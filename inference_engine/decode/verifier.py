@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.backends.base import Forward, Step
+from inference_engine.backends.base import Forward, Launched, Launcher, Result, Step
 from inference_engine.errors import InvariantViolated, RestorationFailed
 from inference_engine.kernels.sampling import Draw, Sample, Sampler
 from inference_engine.kv.context import KVContext
@@ -96,6 +96,48 @@ class BlockFailed(Exception):
         self.violation = violation
 
 
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """Staged blocks as a step of the device. ends: of each block, one past its last token's logits in the result."""
+
+    blocks: Sequence[Block]
+    step: Step
+    ends: Sequence[int]
+    reported: Sequence[tuple[int, Block]]  # whose logits or samples are returned
+
+    def outcomes(self, result: Result) -> list[Outcome]:
+        samples = iter(result.samples)
+        return [
+            Outcome(
+                samples=_agreeing(block, next(samples)) if block.sampler is not None else (),
+                logits=result.logits[end - block.wanted_logits : end].clone() if block.wanted_logits else None,
+                taps=result.taps[span.real] if result.taps is not None and block.needs_taps else None,
+            )
+            for block, span, end in zip(self.blocks, self.step.plan.spans, self.ends, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step of one sampled token for each of its sessions, which the device may still be computing."""
+
+    _planned: _Planned
+    _launched: Launched
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        return self._planned.blocks
+
+    @property
+    def ids(self) -> Tensor:
+        """The sampled ids, int64 [blocks], on the device."""
+        return self._launched.ids
+
+    def wait(self) -> list[Outcome]:
+        """The outcomes, as `Verifier.start` returns them. Raises what the step failed with; its entries stay staged."""
+        return self._planned.outcomes(self._launched.result())
+
+
 class Verifier:
     """Runs steps of the target model. Only the engine's thread calls it."""
 
@@ -120,29 +162,80 @@ class Verifier:
         """Does `run` return only when these blocks are computed? On a GPU only if tokens are sampled."""
         return self._forward.device.type == "cpu" or any(block.sampled for block in blocks)
 
-    def run(self, blocks: Sequence[Block], *, on_planned: Callable[[], None] = lambda: None) -> list[Outcome]:
+    def run(self, blocks: Sequence[Block]) -> list[Outcome]:
+        """As `start`, for a step that is waited for."""
+        outcomes = self.start(blocks)
+        assert isinstance(outcomes, list), "nothing was launched"
+        return outcomes
+
+    def start(
+        self, blocks: Sequence[Block], *, launches: bool = False, on_planned: Callable[[], None] = lambda: None
+    ) -> list[Outcome] | InFlight:
         """Forward all blocks in one step. on_planned: called right before work for the device is launched.
+
+        launches: if that is possible, do not wait for it; each block samples from its only token.
 
         The entries are staged: the caller commits each session, to the length it accepts. If the forward raises,
         nothing is staged and every session is as it was. Raises BlockFailed for a broken invariant, and SpanFailed,
         with the block's index, for old entries that could not be restored or are not finite: `idle` then raises, too.
         """
+        launcher = self._launcher_of(blocks) if launches else None
         try:
-            for index, block in enumerate(blocks):
-                try:
-                    block.kv.stage(len(block.token_ids), block.generated)
-                except InvariantViolated as violation:
-                    raise BlockFailed(index, violation) from violation
             with torch.inference_mode():
-                return self._forward_and_sample(blocks, on_planned)
+                planned = self._plan(blocks)
+                on_planned()
+                self._lap("plan")
+                if launcher is not None and launcher.can_launch(planned.step):
+                    return InFlight(planned, launcher.launch(planned.step))
+                result = self._forward.run(planned.step)
+                self._lap("sample")
+                for index, block in planned.reported:
+                    try:
+                        block.kv.require_finite()
+                    except RestorationFailed as failure:
+                        raise SpanFailed(index, failure) from failure
+                return planned.outcomes(result)
         except BaseException:
-            for block in blocks:
-                # A device that failed the forward may fail this too; the sessions' tables are correct all the same.
-                with contextlib.suppress(RuntimeError):
-                    block.kv.commit(block.kv.next_position)
+            discard(blocks)
             raise
 
-    def _forward_and_sample(self, blocks: Sequence[Block], on_planned: Callable[[], None]) -> list[Outcome]:
+    def follow(self, blocks: Sequence[Block], behind: InFlight) -> InFlight | None:
+        """Launch the step behind another, of the same sessions in the same order, whose entries are committed: its
+        samples are the tokens of this one. None, with nothing staged, for a step that cannot be launched.
+
+        Raises as `start`.
+        """
+        if (launcher := self._launcher_of(blocks)) is None:
+            return None
+        try:
+            with torch.inference_mode():
+                planned = self._plan(blocks)
+                self._lap("plan")
+                if launcher.can_launch(planned.step):
+                    return InFlight(planned, launcher.launch(planned.step, behind.ids))
+        except BaseException:
+            discard(blocks)
+            raise
+        discard(blocks)
+        return None
+
+    def launches_ahead(self, choice: str) -> bool:
+        """Are steps to be started without waiting for those before? choice: `EngineConfig.overlap`."""
+        if self._forward.launcher is None or self.context.geometry.token_quantum > 1:
+            return False
+        return choice == "on" or (choice == "auto" and self._forward.device.type != "cpu")
+
+    def _launcher_of(self, blocks: Sequence[Block]) -> Launcher | None:
+        # What was read of old entries has to be checked before anything is sampled from it.
+        return None if any(block.kv.checks_old_entries for block in blocks) else self._forward.launcher
+
+    def _plan(self, blocks: Sequence[Block]) -> _Planned:
+        """Stage the blocks, and plan the step."""
+        for index, block in enumerate(blocks):
+            try:
+                block.kv.stage(len(block.token_ids), block.generated)
+            except InvariantViolated as violation:
+                raise BlockFailed(index, violation) from violation
         context = self.context
         plan = StepPlan(
             [block.kv for block in blocks],
@@ -156,7 +249,7 @@ class Verifier:
         wanted: list[int] = []  # packed tokens whose logits are computed
         ends: list[int] = []  # per block, one past the place of its last token in `wanted`
         draws: list[Draw] = []
-        reported: list[tuple[int, Block]] = []  # whose logits or samples are returned
+        reported: list[tuple[int, Block]] = []
         for block, span in zip(blocks, plan.spans, strict=True):
             token_ids[span.real] = block.token_ids
             sampled = block.sampled
@@ -175,24 +268,15 @@ class Verifier:
             for _, block in reported:
                 block.kv.ask_finite()
 
-        on_planned()
-        self._lap("plan")
-        result = self._forward.run(Step(token_ids, plan, wanted, tap_layers, draws, on_computed))
-        self._lap("sample")
-        for index, block in reported:
-            try:
-                block.kv.require_finite()
-            except RestorationFailed as failure:
-                raise SpanFailed(index, failure) from failure
-        samples = iter(result.samples)
-        return [
-            Outcome(
-                samples=_agreeing(block, next(samples)) if block.sampler is not None else (),
-                logits=result.logits[end - block.wanted_logits : end].clone() if block.wanted_logits else None,
-                taps=result.taps[span.real] if result.taps is not None and block.needs_taps else None,
-            )
-            for block, span, end in zip(blocks, plan.spans, ends, strict=True)
-        ]
+        return _Planned(blocks, Step(token_ids, plan, wanted, tap_layers, draws, on_computed), ends, reported)
+
+
+def discard(blocks: Sequence[Block]) -> None:
+    """Take back what is staged. A device that fails at it is not an error."""
+    for block in blocks:
+        # It may have failed the forward before; the sessions' tables are correct all the same.
+        with contextlib.suppress(RuntimeError):
+            block.kv.discard_staged()
 
 
 def _agreeing(block: Block, samples: Sequence[Sample]) -> tuple[Sample, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,6 +130,46 @@ class _Place:
     offset: int
 
 
+class Drawing:
+    """Samples that a device may still be drawing.
+
+    ids: int64 [rows], on the device: what was drawn from each row, the rows of a draw after those of the one before it.
+    """
+
+    def __init__(self, draws: Sequence[Draw], places: Sequence[_Place], columns: Sequence[Tensor]) -> None:
+        """places: in the order of the columns' rows. columns: ids, the largest and smallest logit, and logprobs if any
+        draw needs them."""
+        self._draws, self._places = draws, places
+        ids = columns[0]
+        order = sorted(range(len(places)), key=lambda row: (places[row].index, places[row].offset))
+        if order != list(range(len(places))):
+            ids = ids.index_select(0, on_device(np.array(order, dtype=np.int64), ids.device))
+        self.ids = ids
+        # Ids are exact in float64.
+        self._table = torch.stack([column.double() for column in columns], dim=1)
+        self._is_done: torch.cuda.Event | None = None
+
+    def send(self) -> None:
+        """Start the copy to the host, which later work of the device need not wait for."""
+        if self._table.is_cuda:
+            on_host = torch.empty(self._table.shape, dtype=self._table.dtype, pin_memory=True)
+            self._table = on_host.copy_(self._table, non_blocking=True)
+            new_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
+            self._is_done = new_event()
+            self._is_done.record()
+
+    def samples(self) -> list[list[Sample]]:
+        """For each draw a sample of each of its rows. Waits for the device."""
+        if self._is_done is not None:
+            self._is_done.synchronize()
+        drawn: list[list[Sample]] = [[] for _ in self._draws]
+        for place, (token_id, largest, smallest, *rest) in zip(self._places, self._table.tolist(), strict=True):
+            is_finite = math.isfinite(largest) and math.isfinite(smallest)
+            logprob = rest[0] if place.draw.needs_logprob else None
+            drawn[place.index].append(Sample(int(token_id), logprob, is_finite))
+        return drawn
+
+
 def draw_all(
     logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll = noise_of_all, weigh: Weigh | None = None
 ) -> list[list[Sample]]:
@@ -142,10 +182,14 @@ def draw_all(
         return [[_largest_of(raw[index]) for index in each.indices] for each in draws]
     if logits.device.type == "cpu" and not any(each.needs_logprob for each in draws):
         return _drawn_on_host(logits, draws, noise_of_all, weigh)
-    drawn: list[list[Sample]] = [[] for _ in draws]
+    if not any(len(each.indices) for each in draws):
+        return [[] for _ in draws]
+    return start_drawing(logits, draws, noise_of_all).samples()
+
+
+def start_drawing(logits: Tensor, draws: Sequence[Draw], noise_of_all: NoiseOfAll = noise_of_all) -> Drawing:
+    """Draw as `draw_all` does, at least one row, and do not wait for it."""
     places = _places(draws, logits.shape[-1])
-    if not places:
-        return drawn
     indices = [place.draw.indices[place.offset] for place in places]
     if indices != list(range(len(logits))):
         logits = logits.index_select(0, on_device(np.array(indices, dtype=np.int64), logits.device))
@@ -162,13 +206,7 @@ def draw_all(
     columns = [ids, logits.amax(dim=-1), logits.amin(dim=-1)]
     if any(place.draw.needs_logprob for place in places):
         columns.append(logprobs(logits, ids))
-    # Ids are exact in float64.
-    table = torch.stack([column.double() for column in columns], dim=1).tolist()
-    for place, (token_id, largest, smallest, *rest) in zip(places, table, strict=True):
-        is_finite = math.isfinite(largest) and math.isfinite(smallest)
-        logprob = rest[0] if place.draw.needs_logprob else None
-        drawn[place.index].append(Sample(int(token_id), logprob, is_finite))
-    return drawn
+    return Drawing(draws, places, columns)
 
 
 def _drawn_on_host(

@@ -315,6 +315,11 @@ class SessionKV:
         """Does waking take room in the pool, which the idle session gives back?"""
         return any(part.takes_room for part in self.parts)
 
+    @property
+    def checks_old_entries(self) -> bool:
+        """Has `require_finite` anything to check?"""
+        return bool(self._archived)
+
     def ask_finite(self) -> None:
         """Start a check on the device that archived and restored entries are finite. Nothing waits for it."""
         for part in self._archived:
@@ -446,6 +451,11 @@ class SessionKV:
             for part in self.parts:
                 part.end_replay(length, self.length)
             self._replayed = None
+
+    def discard_staged(self) -> None:
+        """Take back what is staged, if anything is: no trace of it is left."""
+        if self.staged:
+            self.commit(self.next_position)
 
     def statistics(self) -> dict[int, MatchTotals]:
         """What matching past queries saved and missed, by layer. Empty if the strategy matches none."""

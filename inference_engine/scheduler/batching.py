@@ -116,6 +116,17 @@ class Batching:
             and self._drafting.needs_taps(request),
         )
 
+    def unknown(self, request: Request) -> Block:
+        """As `block`, for the token that is being sampled for the request; its id is 0 until it is known."""
+        return Block(
+            kv=request.session.kv,
+            token_ids=np.zeros(1, dtype=np.uint32),
+            generated=np.ones(1, dtype=np.bool_),
+            sampler=request.sampler,
+            needs_logprob=request.params.logprobs,
+            needs_taps=self._drafting is not None and self._drafting.needs_taps(request),
+        )
+
     def _tokens(self, request: Request, decoders: int) -> int:
         """Tokens that the request would contribute to a step in which `decoders` requests decode."""
         pending, segment = request.pending_tokens, self._config.segment_tokens

@@ -42,16 +42,23 @@ class Settling:
         self._endings = endings
         self._drafting = drafting
 
-    def settle(self, request: Request, block: Block, outcome: Outcome) -> None:
-        """Commit the result of this step: the history first, then the KV entries, then the events for the client."""
+    def settle(self, request: Request, block: Block, outcome: Outcome, *, is_committed: bool = False) -> None:
+        """Commit the result of this step: the history first, then the KV entries, then the events for the client.
+
+        is_committed: its entries are committed already, because a step was launched behind it.
+        """
         session, kv = request.session, request.session.kv
-        first, is_replayed = kv.next_position, kv.pending_replay > 0
-        try:
-            kept, taken = self._accept(request, block, outcome)
-        except BaseException:
-            kv.commit(first)
-            raise
-        failure = self._commit(session, first + kept)
+        first, is_replayed = kv.next_position - is_committed, kv.pending_replay > 0
+        failure: RestorationFailed | None = None
+        if is_committed:
+            kept, taken = 1, self._accept_committed(request, outcome)
+        else:
+            try:
+                kept, taken = self._accept(request, block, outcome)
+            except BaseException:
+                kv.commit(first)
+                raise
+            failure = self._commit(session, first + kept)
         if self._drafting is not None and not is_replayed:
             self._drafting.settle(request, block, outcome, first=first, kept=kept, taken=len(taken))
         if request.is_prefilling:
@@ -110,6 +117,30 @@ class Settling:
                 request.has_recorded_forced = True
                 request.prefill_tokens += len(request.forced.token_ids) - 1
         return tokens, ()
+
+    def _accept_committed(self, request: Request, outcome: Outcome) -> Sequence[Sample]:
+        """Record the sample of a step whose entry is committed already, and return it.
+
+        A stop that was asked for meanwhile takes effect after it: the entry could not be taken back.
+        """
+        session = request.session
+        taken = _up_to_stop(outcome.samples, request.stop_ids)
+        if not taken:
+            return ()
+        with self._store.locked():
+            if session.is_closed:
+                return ()
+            if self._store.history_room(session) == 0:
+                taken = ()
+            else:
+                ids = np.array([taken[0].token_id], dtype=np.uint32)
+                session.record(self._journal, ids, Mark.GENERATED)
+        if not taken:
+            # Another call of the owner took the last place. The logits that come next are computed with that entry.
+            session.forget_entries()
+        else:
+            session.refresh_facts()
+        return taken
 
     def _report_logits(self, request: Request, position: int, logits: Tensor) -> None:
         """Pass on the logits of a block whose last token predicts the one at `position`."""

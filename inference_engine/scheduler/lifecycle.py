@@ -68,6 +68,7 @@ class Endings:
             self.forget_entries(request.session)
         try:
             if not request.session.is_closed and not request.session.failure_reason:
+                request.session.kv.discard_staged()  # of a step that was launched ahead
                 request.session.kv.check()
                 _make_idle(request.session)
         except InvariantViolated as violation:

@@ -10,10 +10,11 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from inference_engine.config import EngineConfig
 from inference_engine.decode.draft import Drafter, TokenIds
-from inference_engine.decode.verifier import BlockFailed, Verifier
+from inference_engine.decode.verifier import Block, BlockFailed, InFlight, Outcome, Verifier, discard
 from inference_engine.errors import (
     Draining,
     InternalError,
@@ -45,6 +46,19 @@ _DRAFT_TOKENS = 16  # draft tokens that a session is granted memory for at most,
 _CLEAN_BYTES = 32 * 2**20  # of memory given back, zeroed before a step: a few milliseconds on a CPU
 _LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 0.05, 60.0
 _STUCK_SECONDS = 30.0  # a step that takes longer does not block a shutdown
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step on the device, one token for each of its requests, which the host has not waited for.
+
+    is_committed: its entries are committed already, and a step behind it was launched or could not be.
+    """
+
+    batch: Sequence[Request]
+    step: InFlight
+    began: float
+    is_committed: bool = False
 
 
 class Scheduler:
@@ -93,6 +107,9 @@ class Scheduler:
         )
         self._foresight = Foresight(room, config.max_first_token_seconds)
         self._last_step: tuple[float, int] | None = None  # when it began, and its tokens, if the next one follows it
+        self._overlaps = verifier.launches_ahead(config.overlap)
+        self._flight: Flight | None = None  # the step on the device, if it was launched ahead
+        self._landed_at = 0.0  # when the last such step was done
         self._is_caught_up = True  # is the device done with all steps so far?
         self._is_ending = False  # has a request left in this round, whose end may not be reported yet?
         self._is_draining = False
@@ -246,6 +263,8 @@ class Scheduler:
                 self.wakeups.release()  # they may take a while
             self.beat_at = self._clock()
             try:
+                if self._flight is not None and self._has_to_land(waiting, has_tasks=tasks > 0):
+                    self._land()
                 is_clean = not self._verifier.context.pool.clean(_CLEAN_BYTES)
                 for _ in range(tasks):
                     self._run_task()
@@ -256,6 +275,7 @@ class Scheduler:
                 self._step()
             except Exception as error:
                 # A bug outside any request: nothing in flight can be trusted to continue.
+                self._flight = None
                 self._endings.fail_all(self.requests(), error)
 
     def _run_task(self) -> None:
@@ -273,12 +293,15 @@ class Scheduler:
             elif request.stop is not None:
                 self._endings.end(request, request.ending(request.stop(), self._clock()))
 
-    def _begin_waiting(self, waiting: Sequence[Request]) -> None:
-        running = _by_owner(self._running)
+    def _admitted(self, waiting: Sequence[Request]) -> Sequence[int]:
+        """Which of them there is a place for now, by index."""
         owners = [request.session.owner for request in waiting]
+        most, most_per_owner = self._config.max_running, self._config.max_running_per_owner
+        return admit(owners, _by_owner(self._running), most=most, most_per_owner=most_per_owner)
+
+    def _begin_waiting(self, waiting: Sequence[Request]) -> None:
         is_waited_for = False
-        config = self._config
-        for index in admit(owners, running, most=config.max_running, most_per_owner=config.max_running_per_owner):
+        for index in self._admitted(waiting):
             request = waiting[index]
             if is_waited_for and request.session.kv.takes_room:
                 continue
@@ -290,6 +313,10 @@ class Scheduler:
             is_waited_for |= request.state is RequestState.QUEUED
 
     def _step(self) -> None:
+        """One step, or, where steps are launched ahead: launch the next one, then settle the one before it."""
+        if self._flight is not None:
+            self._go_on(self._flight)
+            return
         requests = [request for request in list(self._running) if self._is_secured(request)]
         last, self._last_step = self._last_step, None
         if not requests:
@@ -309,7 +336,8 @@ class Scheduler:
         blocks = [self._batching.block(request, tokens, drafts.get(request)) for request, tokens in chosen.items()]
         began = self._clock()
         try:
-            outcomes = self._verifier.run(blocks, on_planned=self.wakeups.release)
+            launches = self._overlaps and is_decoding and self._can_launch(batch, blocks)
+            outcomes = self._verifier.start(blocks, launches=launches, on_planned=self.wakeups.release)
         except BlockFailed as failed:
             self._endings.fail_session(batch[failed.index], failed.violation)
             return
@@ -318,28 +346,53 @@ class Scheduler:
             self._endings.end(batch[failed.index], Failed(failed.failure))
             return
         except Exception as error:
-            # Out of memory does not count: the next step may be smaller.
-            self.failed_steps += not is_out_of_memory(error)
-            self._endings.fail_all(batch, error)
+            self._fail_step(batch, error)
             return
-        self.failed_steps = 0
+        if isinstance(outcomes, InFlight):
+            self._flight = Flight(batch, outcomes, began)
+            return
         seconds, tokens = self._clock() - began, sum([len(block.token_ids) for block in blocks])
         has_waited = self._verifier.waits(blocks)
+        if self._note_step(batch, tokens, seconds, is_decoding=is_decoding, has_waited=has_waited):
+            self._last_step = step_began, tokens
+        self._move_back(batch, None if last is None else (last[1], step_began - last[0]))
+        self._settle(batch, blocks, outcomes, first=first)
+
+    def _fail_step(self, batch: Sequence[Request], error: Exception) -> None:
+        # Out of memory does not count: the next step may be smaller.
+        self.failed_steps += not is_out_of_memory(error)
+        self._endings.fail_all(batch, error)
+
+    def _note_step(
+        self, batch: Sequence[Request], tokens: int, seconds: float, *, is_decoding: bool, has_waited: bool
+    ) -> bool:
+        """A step came back after `seconds`; is that its duration? has_waited: the device is done with it."""
+        self.failed_steps = 0
         # Otherwise the measured time includes work of the steps before it, or misses some of its own.
         is_known = has_waited and self._is_caught_up
         self._is_caught_up = has_waited
         if is_known:
             self._batching.took(tokens, seconds)
-            self._last_step = step_began, tokens
         self._metrics.step_tokens.observe(tokens)
         self._metrics.step_sessions.observe(len(batch))
         if self._drafting is not None and is_decoding and is_known:
             self._drafting.took(len(batch), tokens, seconds)
-        self._move_back(batch, None if last is None else (last[1], step_began - last[0]))
+        return is_known
+
+    def _settle(
+        self,
+        batch: Sequence[Request],
+        blocks: Sequence[Block],
+        outcomes: Sequence[Outcome],
+        *,
+        first: Sequence[Request] = (),
+        is_committed: bool = False,
+    ) -> None:
+        """first: those of the batch that had no token before this step."""
         self.wakeups.hold()
         for request, block, outcome in zip(batch, blocks, outcomes, strict=True):
             try:
-                self._settling.settle(request, block, outcome)
+                self._settling.settle(request, block, outcome, is_committed=is_committed)
             except InvariantViolated as violation:
                 self._endings.fail_session(request, violation)
             except Exception as error:
@@ -351,6 +404,117 @@ class Scheduler:
             self._drafting.flush_if_many()
             self._timer.lap("draft")
         self._timer.end()
+
+    # -- steps that are launched before the tokens of the one before have reached the host --------------------------
+
+    def _can_launch(self, batch: Sequence[Request], blocks: Sequence[Block]) -> bool:
+        """Does the step decode one token for each running request, drawn without a look at the tokens before it?"""
+        return len(batch) == len(self._running) and all(
+            block.sampled == len(block.token_ids) == 1 and block.sampler is not None and block.sampler.seen is None
+            for block in blocks
+        )
+
+    def _has_to_land(self, waiting: Sequence[Request], *, has_tasks: bool) -> bool:
+        """Is there anything to do between two steps, when none is on the device?"""
+        return (
+            has_tasks
+            or any(request.stop is not None or request.session.is_closed for request in self.requests())
+            or bool(waiting and self._admitted(waiting))
+        )
+
+    def _land(self) -> None:
+        """Settle the step that is on the device, and launch none behind it."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._timer.begin()
+            self._arrive(flight, None)
+
+    def _go_on(self, flight: Flight) -> None:
+        """Launch the step behind it, if it is known to come, then settle it."""
+        self._timer.begin()
+        self._flight = None
+        following = None
+        try:
+            following = self._follow(flight)
+        except Exception as error:
+            self._fail_flight(flight, error)
+            return
+        self._arrive(flight, following)
+
+    def _follow(self, flight: Flight) -> Flight | None:
+        """Launch a step for the tokens that this one samples, or None: one of its requests may not go on, or only in a
+        step of another kind.
+
+        The entries that this one wrote are committed first. An error leaves nothing staged behind them.
+        """
+        batch = flight.batch
+        if not all(self._goes_on(request) for request in batch):
+            return None
+        if self._drafting is not None and not self._drafting.rests(batch):
+            return None
+        flight.is_committed = True
+        for request in batch:
+            request.session.kv.commit(request.session.kv.next_position + 1)
+        blocks = [self._batching.unknown(request) for request in batch]
+        began = self._clock()
+        try:
+            step = self._verifier.follow(blocks, flight.step)
+        except Exception:
+            # It is not the step that is to be settled now, and will be tried again as others are.
+            logger.debug("no step could be launched ahead", exc_info=True)
+            return None
+        return None if step is None else Flight(batch, step, began)
+
+    def _goes_on(self, request: Request) -> bool:
+        """Will it decode another token after the one that is being sampled, unless that one ends it?"""
+        session, tokens = request.session, len(request.session.history) + 1
+        if not session.kv.staged or session.is_closed or request.stop is not None:
+            return False
+        if request.generated + 1 >= request.params.max_tokens or not session.kv.covers(tokens):
+            return False
+        with self._store.locked():
+            room = self._store.history_room(session)
+        return room is None or room > 1
+
+    def _arrive(self, flight: Flight, following: Flight | None) -> None:
+        """Wait for a step and settle it. following: the step behind it, whose tokens are known now."""
+        try:
+            outcomes = flight.step.wait()
+        except Exception as error:
+            if following is not None:
+                discard(following.step.blocks)
+            self._fail_flight(flight, error)
+            return
+        self._timer.lap("sample")
+        now = self._clock()
+        began = max(flight.began, self._landed_at)
+        self._landed_at = now
+        # A session that was freed meanwhile has taken its entry back; there is nothing to settle.
+        alive = [index for index, block in enumerate(flight.step.blocks) if flight.is_committed or block.kv.staged]
+        batch = [flight.batch[index] for index in alive]
+        self._note_step(batch, len(flight.batch), now - began, is_decoding=True, has_waited=True)
+        last, self._last_step = self._last_step, (began, len(flight.batch))
+        self._move_back(
+            [request for request in batch if request.state is RequestState.RUNNING],
+            None if last is None else (last[1], began - last[0]),
+        )
+        if following is not None:
+            for block, outcome in zip(following.step.blocks, outcomes, strict=True):
+                block.token_ids[0] = outcome.samples[0].token_id
+        blocks = [flight.step.blocks[index] for index in alive]
+        self._settle(batch, blocks, [outcomes[index] for index in alive], is_committed=flight.is_committed)
+        if following is not None:
+            self.wakeups.release()  # the device is at work
+            if any(request.state is RequestState.RUNNING for request in following.batch):
+                self._flight = following
+
+    def _fail_flight(self, flight: Flight, error: Exception) -> None:
+        """It may have left entries that nobody can trust."""
+        discard(flight.step.blocks)
+        if flight.is_committed:
+            for request in flight.batch:
+                self._endings.forget_entries(request.session)
+        self._fail_step([request for request in flight.batch if request.state is RequestState.RUNNING], error)
 
     def _is_secured(self, request: Request) -> bool:
         """Is there a place for its next token, and memory for those before it? If not, it ends.

@@ -172,22 +172,44 @@ class Drafting:
                 self._given[one.request] = one.method, len(decoding)
         return given
 
+    def rests(self, decoding: Sequence[Request]) -> bool:
+        """Would no draft be requested for them, by the tokens that are known? Then a step counts as decided on.
+
+        Of a text that repeats itself, a draft begins one token later than if every token were waited for.
+        """
+        sessions = len(decoding)
+        found = [(request, self._method(request, self._drafter.longest)) for request in decoding]
+        states = [(self._state(request, method[0]), *method) for request, method in found if method is not None]
+        if any(self._fixed or self._best(*each, sessions)[0] for each in states):
+            return False
+        for (pace, balance), _, _ in states:
+            _count_step(pace, balance)
+        return True
+
+    def _state(self, request: Request, method: DraftMethod) -> tuple[_Pace, Balance]:
+        return self._pace(request, method), self._balance(request)
+
     def _ask(self, request: Request, tokens_left: int, sessions: int) -> _Asked | None:
         """The draft to request, if any, in a step that decodes `sessions` sessions."""
-        room = min(self._drafter.longest, self._room(request), tokens_left // sessions)
+        found = self._method(request, tokens_left // sessions)
+        if found is None:
+            return None
+        method, room = found
+        length, is_watched = self._length(request, method, room, sessions)
+        return _Asked(request, method, request.session.history, length, is_watched) if length else None
+
+    def _method(self, request: Request, most: int) -> tuple[DraftMethod, int] | None:
+        """How to draft for it, if that is possible, and the longest draft, of `most` tokens at most."""
+        room = min(self._drafter.longest, self._room(request), most)
         if room <= 0 or not self._is_served(request):
             return None
-        history = request.session.history
         try:
-            method = self._drafter.method(history)
+            method = self._drafter.method(request.session.history)
         except Exception:
             logger.exception("the drafter cannot choose a method")
             self._degrade([request])
             return None
-        if method is None:
-            return None
-        length, is_watched = self._length(request, method, min(room, method.longest), sessions)
-        return _Asked(request, method, history, length, is_watched) if length else None
+        return None if method is None else (method, min(room, method.longest))
 
     def _saw_drafting(self, methods: set[DraftMethod], seconds: float) -> None:
         """Drafts by these methods took `seconds` together. Only a method that reads entries (a network) has a cost."""
@@ -216,13 +238,24 @@ class Drafting:
         return room if session.longest is None else min(room, session.longest - len(session.history) - 1)
 
     def _length(self, request: Request, method: DraftMethod, longest: int, sessions: int) -> tuple[int, bool]:
-        """How many draft tokens to request, and whether they are only watched."""
+        """How many draft tokens to request, and whether they are only watched. A step is decided on."""
         if self._fixed:
             return min(self._fixed, longest), False
-        pace, step, balance = self._pace(request, method), self._steps_of(sessions), self._balance(request)
-        balance.stepped()
-        pace.steps_since_watch += 1
-        pace.steps_since_draft += 1
+        pace, balance = state = self._state(request, method)
+        _count_step(pace, balance)
+        length, is_watched = self._best(state, method, longest, sessions)
+        if length and not is_watched:
+            pace.steps_since_draft = 0
+            pace.watched = _NONE
+            step = self._steps_of(sessions)
+            if plain := step.expected(sessions):
+                cost = (self._draft_seconds[method].seconds or 0.0) / sessions
+                balance.pay(step.cost(sessions, length, cost, plain))
+        return length, is_watched
+
+    def _best(self, state: tuple[_Pace, Balance], method: DraftMethod, longest: int, sessions: int) -> tuple[int, bool]:
+        """As `_length`, and nothing is counted."""
+        (pace, balance), step = state, self._steps_of(sessions)
         cost = (self._draft_seconds[method].seconds or 0.0) / sessions
         length = best_length(
             pace.acceptance,
@@ -233,12 +266,7 @@ class Drafting:
             most_cost=balance.steps,
         )
         if length or pace.steps_since_draft > _PROBE_STEPS:
-            length = length or min(_PROBE_LENGTH, longest)
-            pace.steps_since_draft = 0
-            pace.watched = _NONE
-            if plain := step.expected(sessions):
-                balance.pay(step.cost(sessions, length, cost, plain))
-            return length, False
+            return length or min(_PROBE_LENGTH, longest), False
         if not len(pace.watched):
             apart = steps_between(cost, step.expected(sessions) or 0.0, _WATCH_SHARE)
             if pace.steps_since_watch >= apart:
@@ -309,6 +337,12 @@ class Drafting:
             self._metrics.drafter_failures.inc()
             if request.session.kv.draft_memory is not None:
                 request.session.kv.draft_memory.clear()
+
+
+def _count_step(pace: _Pace, balance: Balance) -> None:
+    balance.stepped()
+    pace.steps_since_watch += 1
+    pace.steps_since_draft += 1
 
 
 def _joined(reported: Sequence[Seen]) -> list[Seen]:

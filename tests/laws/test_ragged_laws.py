@@ -43,7 +43,9 @@ from tests.tiny_native import tiny_native
 ON_GPU = torch.cuda.is_available()
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
 # Whether steps are recorded. Listed: those of few tokens are a list of operations instead of torch's modules.
-VARIANTS = {"regions": False, "listed": False} | ({"regions-graphs": True, "listed-graphs": True} if ON_GPU else {})
+# Ahead: they are launched before the tokens of the step before have reached the host.
+VARIANTS = {"regions": False, "listed": False, "ahead": ON_GPU}
+VARIANTS |= {"regions-graphs": True, "listed-graphs": True} if ON_GPU else {}
 # K and V in 16 bits are compared with the same: session by session, they are read by torch.
 ALONE = {**dict.fromkeys((*VARIANTS, "native"), "alone"), "native-float16": "native-float16-alone"}
 EVERYWHERE = tuple(ALONE)
@@ -65,12 +67,15 @@ def forward_on_torch(variant: str) -> TorchForward:
     if variant == "alone":
         return tiny_forward_on(device)
     ops = open_ops("auto", torch.device(device)) if ON_GPU else DeviceOps(attends_together=True)
-    return tiny_forward_on(device, ops=ops, records_graphs=VARIANTS[variant], is_listed=variant.startswith("listed"))
+    return tiny_forward_on(
+        device, ops=ops, records_graphs=VARIANTS[variant], is_listed=variant in ("listed", "listed-graphs", "ahead")
+    )
 
 
 def engine_on(variant: str, *, drafter: Drafter | None = None, **settings: Any) -> Engine:
     latent = tiny_latent().to(forward(variant).device)
-    return Engine(forward(variant), EngineConfig(**{**SMALL, **settings}), latent=latent, drafter=drafter)
+    config = EngineConfig(**{**SMALL, "overlap": "on" if variant == "ahead" else "off", **settings})
+    return Engine(forward(variant), config, latent=latent, drafter=drafter)
 
 
 def conversation(variant: str, strategy: KVStrategy, **extras: Any) -> list[list[tuple[int, float | None]]]:

@@ -80,12 +80,12 @@ def calls_of_the_verifier(forward: Forward) -> int:
     assert kv.wake(512)
     ids = np.array(text(LENGTH + WARM_UP + SEGMENT), dtype=np.uint32)
     for start in range(0, LENGTH, SEGMENT):
-        verifier.run([Block(kv=kv, token_ids=ids[start : start + SEGMENT])])
+        verifier.start([Block(kv=kv, token_ids=ids[start : start + SEGMENT])])
         kv.commit(start + SEGMENT)
     sampler, generated, calls = Sampler(Sampling(), seed=7), np.ones(1, dtype=np.bool_), Calls()
 
     def decode(position: int) -> None:
-        verifier.run([Block(kv=kv, token_ids=ids[position : position + 1], generated=generated, sampler=sampler)])
+        verifier.start([Block(kv=kv, token_ids=ids[position : position + 1], generated=generated, sampler=sampler)])
         kv.commit(position + 1)
 
     for position in range(LENGTH, LENGTH + WARM_UP):

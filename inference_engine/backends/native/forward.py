@@ -81,6 +81,10 @@ class NativeForward:
         return torch.float32
 
     @property
+    def launcher(self) -> None:
+        return None
+
+    @property
     def torch_model(self) -> None:
         return None
 

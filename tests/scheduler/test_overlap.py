@@ -1,0 +1,277 @@
+"""Decode steps that are launched before the tokens of the one before have reached the host.
+
+On a CPU a launched step is computed at once; what the loop does is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference_engine.backends.base import Launched, Result, Step
+from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.config import EngineConfig
+from inference_engine.engine import Engine
+from inference_engine.errors import InternalError, NonFiniteLogits, QuotaExceeded, SessionClosed
+from inference_engine.kernels.ops import DeviceOps
+from inference_engine.kernels.sampling import start_drawing
+from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.types import Event, Finished, GenerateParams, Mode, Sampling, StopReason
+from kv_cache_proposer.ngram import NgramDrafter
+from tests.facade import context_of, kv_of, on_the_engines_thread, session_of
+from tests.laws.variants import drain, generate, same, text, tokens
+from tests.tiny import SMALL, tiny_forward_on
+
+SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
+PENALISED = Sampling(temperature=0.9, repetition_penalty=1.3, seed=7)
+
+
+@lru_cache(maxsize=1)
+def together() -> TorchForward:
+    return tiny_forward_on("cpu", ops=DeviceOps(attends_together=True))
+
+
+def engine_with(overlap: str, **settings: Any) -> Engine:
+    drafter = settings.pop("drafter", None)
+    return Engine(together(), EngineConfig(**{**SMALL, "overlap": overlap, **settings}), drafter=drafter)
+
+
+def opened(engine: Engine, length: int = 20, **options: Any) -> str:
+    session_id = engine.create_session(**options).session_id
+    engine.append(session_id, text(length, seed=length))
+    return session_id
+
+
+def failed(generation: Any, error: type[Exception]) -> list[int]:
+    """The tokens of a Generate that ends with that error."""
+    seen: list[Event] = []
+
+    def read() -> None:
+        seen.extend(generation)
+
+    with pytest.raises(error):
+        read()
+    return [token for token, _ in tokens(seen)]
+
+
+class Launches:
+    """What was launched, and which of it was waited for, in order. act: called before each is waited for."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.act: dict[int, Any] = {}  # by number of the step that is waited for
+
+    def __call__(self, forward: TorchForward, step: Step, fed: Tensor | None = None) -> Launched:
+        launched = TorchForward.launch(forward, step, fed)
+        number = sum(word.startswith("launch") for word in self.seen)
+        self.seen.append(f"launch {number}")
+        return Waited(launched, number, self)
+
+
+class Waited:
+    def __init__(self, launched: Launched, number: int, launches: Launches) -> None:
+        self._launched, self._number, self._launches = launched, number, launches
+
+    @property
+    def ids(self) -> Tensor:
+        return self._launched.ids
+
+    def result(self) -> Result:
+        self._launches.seen.append(f"wait {self._number}")
+        if self._number in self._launches.act:
+            self._launches.act[self._number]()
+        return self._launched.result()
+
+
+@contextmanager
+def launches_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    launches = Launches()
+    with monkeypatch.context() as patch:
+        patch.setattr(together(), "launch", lambda step, fed=None: launches(together(), step, fed), raising=False)
+        yield launches
+
+
+def turns(overlap: str, sampling: Sampling, **settings: Any) -> list[list[tuple[int, float | None]]]:
+    """Sessions that end at different steps, by a stop id and by length; one that comes later; and a second turn."""
+    found = []
+    with engine_with(overlap, **settings) as engine:
+        first = opened(engine, 20)
+        stop = generate(engine, opened(engine, 20), 9, sampling=sampling)[-1][0]
+        sessions = [
+            opened(engine, 20, eos_token_ids=[stop]),
+            opened(engine, 33, strategy=SinkWindow(sink=2, window=9)),
+            opened(engine, 50),
+        ]
+        counts = (40, 25, 60)
+        for _ in range(2):
+            running = [
+                engine.generate(each, GenerateParams(max_tokens=count, sampling=sampling, logprobs=True))
+                for each, count in zip(sessions, counts, strict=True)
+            ]
+            found.append(generate(engine, first, 30, sampling=sampling))  # joins them
+            found.extend(tokens(drain(each)) for each in running)
+            for each in sessions:
+                engine.append(each, text(7, seed=3))
+    return found
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize("drafter", [None, NgramDrafter(min_ngram=1)], ids=["plain", "drafting"])
+def test_tokens_are_those_of_steps_that_are_waited_for(sampling: Sampling, drafter: Any) -> None:
+    expected, found = turns("off", sampling, drafter=drafter), turns("on", sampling, drafter=drafter)
+
+    for wanted, got in zip(expected, found, strict=True):
+        assert same(wanted, got, Mode.BATCHED)
+
+
+def test_a_step_is_launched_before_the_one_before_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with launches_of(monkeypatch) as launches, engine_with("on") as engine:
+        session = opened(engine)
+        generate(engine, session, 6)
+
+    # The first token comes from the prefill; of the last step it is known that none follows.
+    steps = 5
+    expected = ["launch 0"]
+    for number in range(1, steps):
+        expected += [f"launch {number}", f"wait {number - 1}"]
+    assert launches.seen == [*expected, f"wait {steps - 1}"]
+
+
+def test_off_launches_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    with launches_of(monkeypatch) as launches, engine_with("off") as engine:
+        generate(engine, opened(engine), 6)
+
+    assert not launches.seen
+
+
+def test_a_stop_id_ends_the_generate_and_the_step_behind_it_leaves_no_trace() -> None:
+    with engine_with("on") as engine:
+        said = [token for token, _ in generate(engine, opened(engine), 12)]
+        at = next(place for place in range(4, 12) if said[place] not in said[:place])
+        session = opened(engine, eos_token_ids=[said[at]])
+        events = drain(engine.generate(session, GenerateParams(max_tokens=100)))
+
+        assert isinstance(events[-1], Finished) and events[-1].stop_reason is StopReason.EOS
+        assert [token for token, _ in tokens(events)] == said[: at + 1]
+        kv = kv_of(engine, session)
+        assert (kv.staged, kv.length) == (0, 20 + at)  # the stop id is recorded, and its entry is not computed
+        engine.close_session(session)
+
+
+@pytest.mark.parametrize("at_step", [0, 3])
+def test_a_stop_that_comes_while_a_step_runs_takes_effect_and_loses_nothing(
+    at_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with launches_of(monkeypatch) as launches, engine_with("on") as engine:
+        expected = [token for token, _ in generate(engine, opened(engine), 30)]
+        session, base = opened(engine), len(launches.seen) // 2
+        generations: list[Any] = []
+        launches.act[base + at_step] = lambda: generations.pop().cancel()
+        generation = engine.generate(session, GenerateParams(max_tokens=400))
+        generations.append(generation)
+        events = drain(generation)
+
+        assert isinstance(events[-1], Finished) and events[-1].stop_reason is StopReason.CANCELLED
+        kept = [token for token, _ in tokens(events)]
+        assert engine.session_info(session).history_length == 20 + len(kept)
+        assert kept + [token for token, _ in generate(engine, session, 30 - len(kept))] == expected
+
+
+def test_logits_that_are_not_finite_end_the_generate_and_the_session_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step behind them was launched with a token that does not count."""
+    count = 0
+
+    def poisoned(logits: Tensor, *rest: Any) -> Any:
+        nonlocal count
+        count += 1
+        return start_drawing(torch.full_like(logits, torch.nan) if count == 4 else logits, *rest)
+
+    with engine_with("on") as engine:
+        expected = [token for token, _ in generate(engine, opened(engine), 12)]
+        session, beside = opened(engine), opened(engine, 31)
+        with monkeypatch.context() as patch:
+            patch.setattr("inference_engine.backends.torch_forward.start_drawing", poisoned)
+            kept = failed(engine.generate(session, GenerateParams(max_tokens=12)), NonFiniteLogits)
+        assert kept == expected[: len(kept)] and 0 < len(kept) < 12
+        assert kept + [token for token, _ in generate(engine, session, 12 - len(kept))] == expected
+        assert generate(engine, beside, 3)
+
+
+def test_a_device_that_fails_a_launched_step_costs_its_generates_and_no_history(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("the device failed")
+
+    with launches_of(monkeypatch) as launches, engine_with("on") as engine:
+        expected = [token for token, _ in generate(engine, opened(engine), 12)]
+        session = opened(engine)
+        launches.act[sum(word.startswith("launch") for word in launches.seen) + 4] = fails
+        kept = failed(engine.generate(session, GenerateParams(max_tokens=12)), InternalError)
+        assert kept == expected[: len(kept)]
+        assert kept + [token for token, _ in generate(engine, session, 12 - len(kept))] == expected
+
+
+def test_a_session_that_is_closed_meanwhile_gives_all_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with launches_of(monkeypatch) as launches, engine_with("on") as engine:
+        session, beside = opened(engine), opened(engine, 31)
+        same_as_beside = opened(engine, 31)
+        alone = [token for token, _ in generate(engine, same_as_beside, 20)]
+        engine.close_session(same_as_beside)
+        launches.act[sum(word.startswith("launch") for word in launches.seen) + 3] = lambda: engine.close_session(
+            session
+        )
+        running = [engine.generate(each, GenerateParams(max_tokens=20)) for each in (session, beside)]
+        failed(running[0], SessionClosed)
+        assert [token for token, _ in tokens(drain(running[1]))] == alone
+        engine.close_session(beside)
+        on_the_engines_thread(engine)
+        assert context_of(engine).pool.reserved_bytes == 0
+
+
+def test_the_last_place_of_a_history_is_not_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another session of the owner takes it while a step runs: the Generate ends by type, and can go on later."""
+    with launches_of(monkeypatch) as launches, engine_with("on", history_tokens_per_owner=64) as engine:
+        session = opened(engine)  # 20 tokens; with the other's 10, 34 places are left
+        other = engine.create_session().session_id
+        engine.append(other, text(10))
+        launches.act[20] = lambda: engine.append(other, text(64 - 30 - 21))
+        kept = failed(engine.generate(session, GenerateParams(max_tokens=60)), QuotaExceeded)
+        assert engine.session_info(session).history_length == 20 + len(kept)
+        engine.close_session(other)
+    with engine_with("off") as engine:
+        expected = [token for token, _ in generate(engine, opened(engine), len(kept))]
+    assert kept == expected
+
+
+def test_no_memory_stays_reserved_when_all_sessions_are_closed() -> None:
+    with engine_with("on") as engine:
+        sessions = [opened(engine, length) for length in (20, 33, 64)]
+        running = [
+            engine.generate(each, GenerateParams(max_tokens=30 + 7 * place)) for place, each in enumerate(sessions)
+        ]
+        for each in running:
+            drain(each)
+        assert all(session_of(engine, each).kv.staged == 0 for each in sessions)
+        for session in sessions:
+            engine.close_session(session)
+        on_the_engines_thread(engine)
+        assert context_of(engine).pool.reserved_bytes == 0
+
+
+def test_full_strategies_and_windows_may_be_in_one_launched_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    with launches_of(monkeypatch) as launches, engine_with("on") as engine:
+        sessions = [opened(engine, 20, strategy=each) for each in (Full(), SinkWindow(sink=2, window=9))]
+        running = [engine.generate(each, GenerateParams(max_tokens=12)) for each in sessions]
+        for each in running:
+            drain(each)
+    assert sum(word.startswith("launch") for word in launches.seen) >= 8
