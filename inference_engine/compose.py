@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import kv_cache_proposer
 from inference_engine.config import EngineConfig, ModelConfig
-from inference_engine.errors import BackendError, NotNative
+from inference_engine.errors import BackendError, NotNative, NotOnMlx
 from inference_engine.models import check_model, weights_digest
 from kv_cache_proposer.errors import DrafterError
 from kv_cache_proposer.hybrid import LONG_COPY, HybridDrafter
@@ -110,8 +110,11 @@ def open_backend(config: ModelConfig, admitted: Admitted | None = None) -> Forwa
     """Load the model. Raises ModelError or BackendError.
 
     admitted: what `admit` gave for this configuration, if it was asked already. The architecture is admitted by test
-    (`backends/twin.py`) before weights are read. `backend=auto` is native where that runs the model, else torch.
+    (`backends/twin.py`) before weights are read. With `device=mlx` MLX runs the model, or it is refused. Elsewhere
+    `backend=auto` is native where that runs the model, else torch.
     """
+    if config.device == "mlx":
+        return _open_on_mlx(config, admitted)
     admitted = admitted or admit(config)
     if config.backend == "torch":
         return BACKENDS["torch"](config, admitted)
@@ -122,6 +125,25 @@ def open_backend(config: ModelConfig, admitted: Admitted | None = None) -> Forwa
             raise BackendError(f"backend=native does not run {config.model}: {reason}") from reason
         logger.log(reason.level, "torch runs the model, not the native backend: %s", reason)
     return BACKENDS["torch"](config, admitted)
+
+
+def _open_on_mlx(config: ModelConfig, admitted: Admitted | None) -> Forward:
+    from inference_engine.backends.mlx.device import why_missing
+
+    try:
+        if config.backend != "auto":
+            raise NotOnMlx(f"backend={config.backend} is about other devices")
+        if reason := why_missing():
+            raise NotOnMlx(reason)
+        return BACKENDS["mlx"](config, admitted or admit(config))
+    except NotOnMlx as reason:
+        raise BackendError(f"device=mlx does not run {config.model}: {reason}; or start with --device cpu") from reason
+
+
+def _open_mlx(config: ModelConfig, admitted: Admitted) -> Forward:
+    from inference_engine.backends.mlx.loading import open_mlx
+
+    return open_mlx(config, admitted)
 
 
 def _open_torch(config: ModelConfig, admitted: Admitted) -> Forward:
@@ -137,7 +159,11 @@ def _open_native(config: ModelConfig, admitted: Admitted) -> Forward:
 
 
 # Functions that load a model, by name of the backend.
-BACKENDS: Mapping[str, Callable[[ModelConfig, Admitted], Forward]] = {"torch": _open_torch, "native": _open_native}
+BACKENDS: Mapping[str, Callable[[ModelConfig, Admitted], Forward]] = {
+    "torch": _open_torch,
+    "native": _open_native,
+    "mlx": _open_mlx,
+}
 
 
 # -- the latent -------------------------------------------------------------------------------------------------------
@@ -160,7 +186,9 @@ def find_latent(model: ModelConfig) -> LatentCodec | None:
     from kv_cache_proposer.f_theta.store import load_codec
 
     checked = check_model(model.model, cache=model.cache_path)
-    codec, _ = load_codec(folder, target_digest=weights_digest(checked), device=model.device, kernels=model.kernels)
+    codec, _ = load_codec(
+        folder, target_digest=weights_digest(checked), device=model.torch_device, kernels=model.kernels
+    )
     return codec
 
 
@@ -271,6 +299,8 @@ def _target_of(forward: Forward) -> _Target | None:
 
         steps = program.steps
         return _Target(hidden=steps.hidden, layers=len(steps.layers), embedding_scale=embedding_factor(steps))
+    if (words := forward.words) is not None:
+        return _Target(hidden=words.hidden, layers=words.layers, embedding_scale=words.scale)
     if (model := forward.torch_model) is None:
         return None
     from kv_cache_proposer.dflash.target import embedding_scale_of
@@ -293,10 +323,13 @@ def _drafter(network: DFlashNetwork, model: ModelConfig, forward: Forward) -> Dr
     from inference_engine.backends.packed_linear import can_pack, pack_linears
     from kv_cache_proposer.dflash.drafter import DFlashDrafter
     from kv_cache_proposer.dflash.shortlist import Shortlist, can_shortlist
-    from kv_cache_proposer.dflash.target import words_of
+    from kv_cache_proposer.dflash.target import words_in, words_of
 
-    assert forward.torch_model is not None
-    words = words_of(forward.torch_model)
+    if (shared := forward.words) is not None:
+        words = words_in(*shared.matrices())
+    else:
+        assert forward.torch_model is not None
+        words = words_of(forward.torch_model)
     if model.linear != "plain" and can_shortlist(words):
         assert words.head_weight is not None
         words = replace(words, shortlist=Shortlist(words.head_weight))

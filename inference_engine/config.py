@@ -9,8 +9,11 @@ Sizes are bytes and accept a suffix in text (`512MiB`, `4GiB`); durations are se
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import platform
 import re
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -142,7 +145,8 @@ class ModelConfig:
     """Which model, and where it runs."""
 
     model: str = "smollm2-135m"
-    device: str = "cpu"
+    # "auto": "mlx" on a Mac with Apple silicon where the package mlx is installed, else "cpu"
+    device: str = "auto"
     dtype: str = "float32"
     # "native": kernels in C++ for the CPU; "torch"; "auto": native where the model and the other settings allow it
     backend: str = "auto"
@@ -164,6 +168,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, threads=0)
+        if self.device == "auto":
+            object.__setattr__(self, "device", default_device())
         if not self.latent:
             raise ConfigError("latent must be auto, none or a folder, got an empty string")
         if not self.drafter:
@@ -182,8 +188,14 @@ class ModelConfig:
             raise ConfigError(f"graphs must be auto, on or off, got {self.graphs!r}")
         if self.linear not in ("auto", "packed", "plain"):
             raise ConfigError(f"linear must be auto, packed or plain, got {self.linear!r}")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
+        if self.dtype not in ("float32", "bfloat16", *(("float16",) if self.device == "mlx" else ())):
+            more = "" if self.device == "mlx" else ", or float16 with device=mlx"
+            raise ConfigError(f"dtype must be float32 or bfloat16{more}, got {self.dtype!r}")
+
+    @property
+    def torch_device(self) -> str:
+        """Where torch computes beside the model: MLX shares its memory with the CPU."""
+        return "cpu" if self.device == "mlx" else self.device
 
     @property
     def cache_path(self) -> Path:
@@ -259,6 +271,12 @@ class ServerConfig:
             raise ConfigError("only one of tls_cert_file and tls_key_file is set; set both or none")
         if self.tls_client_ca_file and not self.tls_cert_file:
             raise ConfigError("tls_client_ca_file needs tls_cert_file and tls_key_file; set them or leave it unset")
+
+
+def default_device() -> str:
+    """`mlx` on a Mac with Apple silicon where the package is installed, else `cpu`."""
+    is_apple_silicon = sys.platform == "darwin" and platform.machine() == "arm64"
+    return "mlx" if is_apple_silicon and importlib.util.find_spec("mlx") is not None else "cpu"
 
 
 def configure_threads_environment() -> None:

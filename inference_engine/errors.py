@@ -5,7 +5,8 @@
     ├── ModelError           weights or an architecture that is refused
     │   └── NonFiniteEntries keys or values hold NaN or infinity
     ├── BackendError         the device cannot do what is required (quanta, memory)
-    │   └── NotNative        the native backend does not run this model here
+    │   ├── NotNative        the native backend does not run this model here
+    │   └── NotOnMlx         MLX does not run this model here
     └── RequestError         one request; has a wire `reason`
         ├── InvalidArgument ── TokenOutOfRange, RequestIdReused
         ├── SessionNotFound ── SessionEvicted
@@ -64,6 +65,10 @@ class NotNative(BackendError):
     def __init__(self, message: str, *, level: int = logging.INFO) -> None:
         super().__init__(message)
         self.level = level
+
+
+class NotOnMlx(BackendError):
+    """MLX does not run this model with these settings here. Other backends may."""
 
 
 class RequestError(KakeyaError):

@@ -208,6 +208,10 @@ class ScriptedForward:
         return None
 
     @property
+    def words(self) -> None:
+        return None
+
+    @property
     def records_graphs(self) -> bool:
         return False
 

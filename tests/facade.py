@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from transformers import PreTrainedModel
 
-from inference_engine.backends.base import Forward, Result, Step
+from inference_engine.backends.base import Forward, Result, SharedWords, Step
 from inference_engine.backends.native.program import Program
 from inference_engine.engine import Engine
 from inference_engine.kv.context import KVContext
@@ -180,6 +180,10 @@ class WatchedForward:
     @property
     def program(self) -> Program | None:
         return self._forward.program
+
+    @property
+    def words(self) -> SharedWords | None:
+        return self._forward.words
 
     @property
     def records_graphs(self) -> bool:

@@ -58,6 +58,21 @@ class Result:
     samples: Sequence[Sequence[Sample]] = ()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SharedWords:
+    """What a drafter on torch shares with a model that runs elsewhere.
+
+    hidden, layers: sizes of the model. scale: what it multiplies embeddings by. matrices: its embedding and its head,
+    [V, hidden] each, in the dtype of its activations; None for a head that is no matrix alone. They are unpacked at
+    each call if the model has them quantised.
+    """
+
+    hidden: int
+    layers: int
+    scale: float
+    matrices: Callable[[], tuple[Tensor, Tensor | None]]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admitted:
     """What a model was admitted with. refused: names of strategies that cannot be served with this model, and why.
@@ -138,6 +153,10 @@ class Forward(Protocol):
     @property
     def program(self) -> Program | None:
         """The model's list of operations and packed weights, for a drafter that shares them; None where none runs."""
+
+    @property
+    def words(self) -> SharedWords | None:
+        """The model's embedding and head; None where `torch_model` or `program` has them, or there is none."""
 
     @property
     def records_graphs(self) -> bool:

@@ -93,6 +93,10 @@ class TorchForward:
         return None
 
     @property
+    def words(self) -> None:
+        return None
+
+    @property
     def records_graphs(self) -> bool:
         return self._records_graphs
 

@@ -27,7 +27,7 @@ HELP = {
         "NAME|PATH",
         "a known name (`kakeya models list`), a folder of safetensors, a GGUF file, or org/name[@revision] of the hub",
     ),
-    "device": ("DEVICE", "cpu, cuda, cuda:1, …"),
+    "device": ("DEVICE", "cpu, cuda, cuda:1, mlx, or auto: mlx on a Mac with Apple silicon, if installed; else cpu"),
     "dtype": ("DTYPE", "of torch's activations and weights: float32 or bfloat16"),
     "backend": ("NAME", "native (kernels in C++ for the CPU), torch, or auto: native where it runs the model"),
     "weights": ("TYPE", "of the native backend: auto (as stored), or floats made int8, int4, bfloat16 or float32"),

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_engine.errors import ModelError
-from inference_engine.models.folder import weight_files
+from inference_engine.models.folder import grouping_of, weight_files
 from inference_engine.models.gguf_config import gguf_config
 from inference_engine.models.gguf_header import GgufHeader, GgufTensor, read_gguf
 from inference_engine.models.safetensors_header import check_safetensors
@@ -119,7 +119,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     The folder has passed the checks of `folder.py`.
     """
-    return SafetensorsCheckpoint(path) if path.is_dir() else GgufCheckpoint(read_gguf(path))
+    if not path.is_dir():
+        return GgufCheckpoint(read_gguf(path))
+    if grouping_of(path) is None:
+        return SafetensorsCheckpoint(path)
+    from inference_engine.models.grouped import GroupedCheckpoint
+
+    return GroupedCheckpoint(path)
 
 
 def _mapped(path: Path) -> NDArray[np.uint8]:
@@ -172,17 +178,22 @@ class SafetensorsCheckpoint(Checkpoint):
     def __contains__(self, name: object) -> bool:
         return name in self._places
 
-    def _find(self, name: str) -> StoredTensor | None:
-        if (place := self._places.get(name)) is None:
-            return None
-        path = self.path / place.file
-        if place.dtype not in _FLOATS:
-            raise ModelError(
-                f"{path}: {name} is stored as {place.dtype}; {', '.join(_FLOATS)} can be read: use the model's "
-                "unquantised weights"
-            )
+    def stored(self, name: str) -> StoredTensor:
+        """A tensor of any type, as the file says that it is: only of F32, F16 and BF16 are the bytes counted."""
+        place = self._places[name]
         data = self._maps[place.file][place.start : place.end]
-        return StoredTensor(name=name, path=path, shape=place.shape, encoding=place.dtype, data=data)
+        return StoredTensor(name=name, path=self.path / place.file, shape=place.shape, encoding=place.dtype, data=data)
+
+    def _find(self, name: str) -> StoredTensor | None:
+        if name not in self._places:
+            return None
+        found = self.stored(name)
+        if found.encoding not in _FLOATS:
+            raise ModelError(
+                f"{found.path}: {name} is stored as {found.encoding}; {', '.join(_FLOATS)} can be read: use the "
+                "model's unquantised weights"
+            )
+        return found
 
     def _add(self, name: str, place: _Place) -> None:
         """All experts of a layer in one tensor become tensors of each, as most checkpoints have them."""

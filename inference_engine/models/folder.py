@@ -4,7 +4,8 @@
                or, without these, one GGUF file, which has all of it
     ignored    the rest, never opened: code, pickles, other formats of the same weights, pictures, files of git and the
                hub. They are listed in the log and by doctor
-    refused    files without which it would be another model (adapters, quantised weights), links out, pipes
+    refused    files without which it would be another model (adapters, quantised weights but those of MLX's layout),
+               links out, pipes
 
 transformers never opens the folder itself: it loads from a temporary one with only the files that are read
 (`loader.py`), so safety does not depend on which files transformers looks for.
@@ -75,6 +76,9 @@ _REFUSED_KEYS = {
     "configuration_files": f"it leads to other configurations; make the one that fits {CONFIG}, and remove the key",
 }
 _CODE_KEY = "auto_map"
+# Of MLX's layout.
+_GROUPS = (32, 64, 128)
+_BITS = (2, 3, 4, 5, 6, 8)
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 
 # transformers would take the folder for a checkpoint of a distributed training run.
@@ -157,6 +161,8 @@ def check_configuration(folder: Path) -> None:
     """
     for path in sorted(folder.glob("*config.json")):
         content = read_json(path)
+        if path.name == CONFIG and grouping_in(content) is not None:
+            content = without_grouping(content)
         # At the top level it names code for classes that may also be built in; the code is never run.
         nested = [value for key, value in content.items() if key != _CODE_KEY]
         for key, value in (*content.items(), *_walk(nested)):
@@ -177,6 +183,37 @@ def check_configuration(folder: Path) -> None:
             )
 
 
+def grouping_in(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """How matrices are quantised in MLX's layout (`grouped.py`), as the configuration says; None: it is another layout.
+
+    mlx-lm writes it twice, the second time under the key that transformers has for others. Raises ModelError for kinds
+    that are not read.
+    """
+    found = config.get("quantization")
+    if found is None or config.get("quantization_config") not in (None, found):
+        return None
+    own = [found, *(value for value in found.values() if isinstance(value, dict))] if isinstance(found, dict) else [{}]
+    for each in own:
+        mode, group, bits = each.get("mode", "affine"), each.get("group_size"), each.get("bits")
+        if mode != "affine" or group not in _GROUPS or bits not in _BITS:
+            raise ModelError(
+                f"{CONFIG}: quantization: mode {mode!r} with {bits!r} bits in groups of {group!r} is not read; affine "
+                f"with {', '.join(map(str, _BITS))} bits in groups of {', '.join(map(str, _GROUPS))} is"
+            )
+    quantization: Mapping[str, Any] = found
+    return quantization
+
+
+def grouping_of(folder: Path) -> Mapping[str, Any] | None:
+    """`grouping_in` the configuration of a folder; None without one."""
+    path = folder / CONFIG
+    return grouping_in(read_json(path)) if path.is_file() else None
+
+
+def without_grouping(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
+
+
 def asks_for_code(config: Mapping[str, Any]) -> dict[str, str]:
     """Classes of custom code in a configuration, by their auto class, such as AutoModelForCausalLM."""
     asked = config.get(_CODE_KEY)
@@ -186,7 +223,9 @@ def asks_for_code(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without references to code or attention functions."""
+    """The configuration without references to code or attention functions, and without what MLX's layout adds."""
+    if grouping_in(config) is not None:
+        config = without_grouping(config)
     left_out = (_CODE_KEY, "attn_implementation", "_attn_implementation", "experts_implementation")
     return {key: value for key, value in config.items() if key not in left_out}
 

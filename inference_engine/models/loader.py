@@ -32,6 +32,7 @@ from inference_engine.models.folder import (
     check_weights,
     describe_ignored,
     gguf_in,
+    grouping_of,
     read_json,
     weight_files,
     weights_read,
@@ -222,6 +223,11 @@ def load_model(
     checked = check_model(name_or_path, cache=cache)
     config = read_config(checked)
     trained_positions, vocab_size = sizes(config, checked.folder)
+    if not checked.only_gguf and grouping_of(checked.folder) is not None:
+        raise ModelError(
+            f"{checked.folder}: its matrices are quantised in MLX's layout, which device=mlx alone reads; start with "
+            "--device mlx, or use the model's unquantised weights or a GGUF file"
+        )
 
     import torch
     from transformers.utils import logging as library_logging
@@ -374,7 +380,8 @@ def _check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise BackendError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        reason = "torch, which runs this, does not know it" if device == "mlx" else str(error).splitlines()[0]
+        raise BackendError(f"device {device!r} cannot be used here: {reason}; start with --device cpu") from error
 
 
 def weights_digest(checked: CheckedFolder) -> str:

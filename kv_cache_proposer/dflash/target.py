@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -71,6 +72,13 @@ def words_of(model: PreTrainedModel) -> TargetWords:
         weight = embeddings
     is_plain = isinstance(weight, Tensor) and getattr(head, "bias", None) is None
     return TargetWords(embeddings, head, weight.detach() if is_plain and isinstance(weight, Tensor) else None)
+
+
+def words_in(embeddings: Tensor, head: Tensor | None) -> TargetWords:
+    """Of a target that does not run on torch: its matrices, [V, hidden]. Raises DrafterError for one without a head."""
+    if head is None:
+        raise DrafterError("the target's output head is no matrix alone, which a drafter could share")
+    return TargetWords(embeddings, partial(F.linear, weight=head), head)
 
 
 def embedding_scale_of(model: PreTrainedModel) -> float:

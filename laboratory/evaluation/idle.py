@@ -108,8 +108,8 @@ def _go_on(engine: Engine, session: str, token_ids: Sequence[int]) -> int:
 
 def _allocated(engine: Engine) -> int:
     gc.collect()
-    device = torch.device(engine.info().facts.device)
-    if device.type == "cuda":
+    device = engine.info().facts.device
+    if device.startswith("cuda"):
         torch.cuda.synchronize(device)
         return int(torch.cuda.memory_allocated(device))
     return int(psutil.Process().memory_info().rss)

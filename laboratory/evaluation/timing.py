@@ -119,8 +119,8 @@ class Allocator:
     """How far the device's allocator went beyond where it stood when this was made."""
 
     def __init__(self, engine: Engine) -> None:
-        device = torch.device(engine.info().facts.device)
-        self._device = device if device.type == "cuda" else None
+        device = engine.info().facts.device
+        self._device = torch.device(device) if device.startswith("cuda") else None
         if self._device is not None:
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)

@@ -93,6 +93,10 @@ class NativeForward:
         return self._program
 
     @property
+    def words(self) -> None:
+        return None
+
+    @property
     def records_graphs(self) -> bool:
         return False
 

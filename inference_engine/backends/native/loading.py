@@ -49,10 +49,7 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
         described = _described(config, checked, admitted, library)
         checkpoint = open_checkpoint(checked.stored)
         check_fits(checkpoint, described.parameters)
-        # A checkpoint may have a tied head as well; transformers does not read it.
-        is_tied = HEAD not in _tensors(described.parameters)
-        names = [name for name in checkpoint.names() if not (is_tied and name == HEAD)]
-        steps = step_list(described.config, described.layers, names)
+        steps = step_list(described.config, described.layers, text_names(checkpoint, described.parameters))
         program = Program(
             library,
             steps,
@@ -126,6 +123,12 @@ def check_fits(checkpoint: Checkpoint, parameters: Mapping[str, tuple[int, ...]]
             raise ModelError(
                 f"{checkpoint.path}: {name} has no place in a model of this configuration; the weights do not fit it"
             )
+
+
+def text_names(checkpoint: Checkpoint, parameters: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The tensors that are read. A checkpoint may have a tied head as well; transformers does not read it."""
+    is_tied = HEAD not in _tensors(parameters)
+    return [name for name in checkpoint.names() if not (is_tied and name == HEAD)]
 
 
 def _tensors(parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -41,7 +41,7 @@ def try_list(
     checkpoint = LoadedTensors(twin.tensors)
     described = describe_seam(twin.seam)
     steps = step_list(described.config, described.layers, checkpoint.names())
-    _check_rotation(twin, described)
+    check_rotation(twin, described)
     program = Program(
         library,
         steps,
@@ -65,7 +65,7 @@ def try_list(
     return difference
 
 
-def _check_rotation(twin: Twin, described: Described) -> None:
+def check_rotation(twin: Twin, described: Described) -> None:
     """Raise NoStepListError unless keys are moved as the model itself moves them."""
     shifts = torch.tensor([0, 1, 7, -1, -5, described.trained_positions + 3])
     for name in described.rotaries:

@@ -1,0 +1,119 @@
+"""Attention of one session's queries over runs of entries in the pool and the step's own entries, under one softmax.
+
+    queries [T, Hq, D] · a part: keys, values [Hkv, S, D] · the last part is the step's own
+
+    joined   all keys are copied behind one another, and MLX's fused operation reads them
+    apart    each part is scored where it lies, and the scores share one softmax: nothing is copied
+
+A decode step over a long history reads it apart; a prefill computes more than it copies. The reference of both is
+`kernels/ragged_attention.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from inference_engine.backends.mlx.reading import Run
+
+_FEW_QUERIES = 8
+_MOST_COPIED_BYTES = 2**20  # of the keys of one layer; a copy of so many costs less than three more operations
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Masks:
+    """Which entries queries see: of the parts in the pool [T, S], and of the step's own [T, T]; None: all of them.
+
+    is_causal: all in the pool, and of the step's own all up to the query itself.
+    """
+
+    kept: mx.array | None
+    new: mx.array | None
+    is_causal: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolArrays:
+    """The pool as MLX sees it: vectors of one head size, [R, D] each."""
+
+    keys: mx.array
+    values: mx.array
+
+    def parts(self, run: Run, heads: int) -> tuple[mx.array, mx.array]:
+        """Keys and values [Hkv, S, D] of a run: views, or copies where a head's entries are not evenly apart."""
+        return self._of(self.keys, run, heads), self._of(self.values, run, heads)
+
+    @staticmethod
+    def _of(states: mx.array, run: Run, heads: int) -> mx.array:
+        # Two slices and a reshape: `as_strided` counts in 32 bits.
+        whole = states[run.start : run.start + heads * run.head_slots]
+        return whole.reshape(heads, run.head_slots, -1)[:, run.first : run.first + run.count]
+
+
+def attend(
+    queries: mx.array,
+    parts: Sequence[tuple[mx.array, mx.array]],
+    masks: Masks,
+    *,
+    scaling: float,
+    softcap: float | None,
+) -> mx.array:
+    """[T, Hq, D], in the dtype of `queries`."""
+    count = queries.shape[0]
+    copied = sum(keys.nbytes for keys, _ in parts)
+    if softcap is None and (count > _FEW_QUERIES or copied <= _MOST_COPIED_BYTES):
+        return _joined(queries, parts, masks, scaling)
+    return _apart(queries, parts, masks, scaling, softcap)
+
+
+def _joined(queries: mx.array, parts: Sequence[tuple[mx.array, mx.array]], masks: Masks, scaling: float) -> mx.array:
+    keys, values = (
+        mx.concatenate(list(states), axis=1) if len(states) > 1 else states[0] for states in zip(*parts, strict=True)
+    )
+    mask: mx.array | str | None
+    if masks.is_causal:
+        mask = None if masks.new is None else "causal"
+    else:
+        mask = _over_all(masks, queries.shape[0], keys.shape[1])
+    out = mx.fast.scaled_dot_product_attention(
+        queries.swapaxes(0, 1)[None], keys[None], values[None], scale=scaling, mask=mask
+    )
+    return out[0].swapaxes(0, 1)
+
+
+def _apart(
+    queries: mx.array,
+    parts: Sequence[tuple[mx.array, mx.array]],
+    masks: Masks,
+    scaling: float,
+    softcap: float | None,
+) -> mx.array:
+    count, query_heads, head_dim = queries.shape
+    kv_heads = parts[0][0].shape[0]
+    folded = (queries * scaling).swapaxes(0, 1).reshape(kv_heads, -1, head_dim)  # [Hkv, group · T, D]
+    found = [(folded @ keys.swapaxes(-1, -2)).astype(mx.float32) for keys, _ in parts]
+    scores = mx.concatenate(found, axis=-1) if len(found) > 1 else found[0]
+    if softcap is not None:
+        scores = mx.tanh(scores / softcap) * softcap
+    mask = _over_all(masks, count, scores.shape[-1])
+    if mask is not None:
+        by_query = scores.reshape(kv_heads, -1, count, scores.shape[-1])
+        scores = mx.where(mask, by_query, -mx.inf).reshape(scores.shape)
+    weights = mx.softmax(scores, axis=-1).astype(queries.dtype)
+    out, first = None, 0
+    for _, values in parts:
+        one = weights[..., first : first + values.shape[1]] @ values
+        out, first = one if out is None else out + one, first + values.shape[1]
+    assert out is not None, "the step's own entries are a part"
+    return out.reshape(query_heads, count, head_dim).swapaxes(0, 1)
+
+
+def _over_all(masks: Masks, queries: int, entries: int) -> mx.array | None:
+    """[T, S], over all parts; None: everything is seen."""
+    if masks.kept is None and masks.new is None:
+        return None
+    new = mx.ones((queries, queries), dtype=mx.bool_) if masks.new is None else masks.new
+    kept = mx.ones((queries, entries - queries), dtype=mx.bool_) if masks.kept is None else masks.kept
+    return mx.concatenate([kept, new], axis=1)

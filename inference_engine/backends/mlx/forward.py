@@ -1,0 +1,336 @@
+"""A model on MLX: all sessions of a step in one graph, K and V where the plan says.
+
+    the queries of all sessions read by numbers    one graph from ids to logits; then its K and V are put into the pool
+    some need a view (offloaded entries), or       computed up to each layer's attention, the plan attends in torch, the
+    select blocks                                  graph goes on
+
+The pool is memory that MLX allocates and torch sees, too: on Apple silicon the GPU reads what the host writes. MLX
+reads it and never writes it, as an array that something else looks at would be copied, whole, by each write. So the K
+and V of a step are handed to its attention beside the pool, and the host writes them when the step is computed. What
+is done to entries between steps is the code of all backends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import torch
+from torch import Tensor
+
+from inference_engine.backends.base import Result, SharedWords, Step
+from inference_engine.backends.mlx.attention import Masks, PoolArrays, attend
+from inference_engine.backends.mlx.bridge import MLX_DTYPES, as_mlx, as_torch
+from inference_engine.backends.mlx.device import most_buffer_bytes, usable_bytes
+from inference_engine.backends.mlx.program import Program
+from inference_engine.backends.mlx.reading import Reading, Visible, readings, seen_by
+from inference_engine.backends.native.described import Described
+from inference_engine.errors import BackendError
+from inference_engine.kernels.attention import attend as attend_in_torch
+from inference_engine.kernels.ops import REFERENCE
+from inference_engine.kernels.ragged_attention import (
+    BASE,
+    BLOCK,
+    COUNT,
+    HEAD_SLOTS,
+    PREFIX_HEAD_SLOTS,
+    PREFIX_START,
+    START,
+    attend_ragged,
+)
+from inference_engine.kernels.sampling import draw_all
+from inference_engine.kv.context import KVContext
+from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.memory.pool import Pool
+from inference_engine.kv.plan import StepPlan
+from inference_engine.models.step_list import Attend, Embed
+from inference_engine.types import Mode, ModelFacts
+
+
+class MlxForward:
+    """Implements Forward."""
+
+    def __init__(self, described: Described, facts: ModelFacts, program: Program, *, dtype: torch.dtype) -> None:
+        """dtype: of activations, and of K and V."""
+        self.described = described
+        self._program = program
+        self._facts = facts
+        self._dtype = dtype
+        self._ops = replace(REFERENCE, attend_ragged=TorchAttention(), attends_together=True)
+        # By the address that torch has of a pool's keys: a pool may have several views.
+        self._pools: dict[int, tuple[mx.array, mx.array]] = {}
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    @property
+    def device(self) -> torch.device:
+        """Where torch works on what MLX computes: the memory is that of both."""
+        return torch.device("cpu")
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def torch_model(self) -> None:
+        return None
+
+    @property
+    def program(self) -> None:
+        return None
+
+    @property
+    def words(self) -> SharedWords:
+        steps = self._program.steps
+        return SharedWords(
+            hidden=steps.hidden,
+            layers=len(steps.layers),
+            scale=next(one.factor for one in steps.operations if isinstance(one, Embed)),
+            matrices=self._word_matrices,
+        )
+
+    def _word_matrices(self) -> tuple[Tensor, Tensor | None]:
+        embedding, head = self._program.embedding(), self._program.head()
+        mx.eval(embedding, *([] if head is None else [head]))
+        return as_torch(embedding), None if head is None else as_torch(head)
+
+    @property
+    def launcher(self) -> None:
+        return None
+
+    @property
+    def records_graphs(self) -> bool:
+        return False
+
+    @property
+    def has_address_space(self) -> bool:
+        return False  # what MLX allocates is memory at once
+
+    def free_bytes(self) -> int:
+        return usable_bytes()
+
+    def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
+        if mode is Mode.FIXED_SHAPE:
+            raise BackendError(
+                "fixed-shape mode is not available on device mlx: its products and its attention add in an order that "
+                "depends on the shape. Start with --mode batched, or with --device cpu"
+            )
+        return Geometry(
+            layers=self.described.layers,
+            itemsize=self._dtype.itemsize,
+            trained_positions=self.described.trained_positions,
+            page_tokens=page_tokens,
+            segment_tokens=segment_tokens,
+        )
+
+    def open(
+        self, geometry: Geometry, capacity_bytes: int, *, address_bytes: int = 0, tap_layers: tuple[int, ...] = ()
+    ) -> KVContext:
+        """Raises BackendError for more memory than the device gives."""
+        if (most := most_buffer_bytes()) is not None and capacity_bytes // 2 > most:
+            raise BackendError(
+                f"kv_bytes is {capacity_bytes}, and this device allocates at most {most} bytes in one piece, for K and "
+                f"as many for V; start with at most {2 * most}"
+            )
+        halves: list[mx.array] = []
+
+        def zeros(count: int) -> Tensor:
+            # In two dimensions: a length has 32 bits.
+            half = mx.zeros((count // geometry.alignment, geometry.alignment), dtype=MLX_DTYPES[self._dtype])
+            mx.eval(half)
+            halves.append(half)
+            return as_torch(half).view(-1)
+
+        pool = Pool(geometry, capacity_bytes, zeros)
+        keys, values = halves
+        address = _address_of(pool)
+        self._pools[address] = keys, values
+        weakref.finalize(pool, self._pools.pop, address, None)
+        return KVContext(
+            geometry=geometry,
+            pool=pool,
+            rotate=self._rotate,
+            device=self.device,
+            ops=self._ops,
+        )
+
+    def _rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:
+        """In float32, whatever the keys are kept in: they are rounded once, when they are written."""
+        return self.described.rotate(keys.float(), shifts, name)
+
+    def run(self, step: Step) -> Result:
+        plan = step.plan
+        attention: _Together | _ByPlan
+        if plan.is_numbers_only and not plan.selects:
+            attention = _Together(plan, self.described, self._pools[_address_of(plan.pool)])
+        else:
+            attention = _ByPlan(plan, self._dtype)
+        logits, tapped = self._program.run(
+            step.token_ids, plan.positions, attention, logit_queries=step.logit_queries, tap_layers=step.tap_layers
+        )
+        computed = [logits, *([] if tapped is None else [tapped]), *attention.written()]
+        mx.async_eval(computed)  # type: ignore[no-untyped-call]
+        step.on_computed()
+        mx.eval(computed)
+        attention.write()
+        found = as_torch(logits)
+        samples = draw_all(found, step.draws, self._ops.noise_of_all) if step.draws else ()
+        return Result(found, None if tapped is None else as_torch(tapped), samples)
+
+
+def _address_of(pool: Pool) -> int:
+    return next(iter(pool.buffers.values())).keys.data_ptr()
+
+
+class _Together:
+    """Implements Attention: all sessions in one graph. Its K and V are written when it is computed."""
+
+    def __init__(self, plan: StepPlan, described: Described, pool: tuple[mx.array, mx.array]) -> None:
+        self._plan = plan
+        self._layers = described.layers
+        dims = {layer.head_dim for layer in described.layers}
+        self._pool = {dim: PoolArrays(*(half.reshape(-1, dim) for half in pool)) for dim in dims}
+        self._readings = readings(plan)
+        self._masks: dict[Visible, Masks] = {}
+        self._fresh: dict[int, tuple[mx.array, mx.array]] = {}
+        self._rows: list[tuple[Sequence[int], mx.array, mx.array]] = []
+
+    def __call__(self, operation: Attend, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        layer = self._layers[operation.layer]
+        keys, values = _kept(keys), _kept(values)
+        self._fresh[operation.layer] = keys, values
+        outs = []
+        for reading in self._readings[operation.layer]:
+            pool = self._pool[layer.head_dim]
+            parts = [pool.parts(run, layer.kv_heads) for run in reading.runs]
+            parts.append((keys[reading.tokens].swapaxes(0, 1), values[reading.tokens].swapaxes(0, 1)))
+            outs.append(
+                attend(
+                    queries[reading.tokens],
+                    parts,
+                    self._masks_of(reading),
+                    scaling=operation.scaling,
+                    softcap=operation.softcap,
+                )
+            )
+        out = outs[0] if len(outs) == 1 else mx.concatenate(outs)
+        return out.reshape(len(out), -1)
+
+    def written(self) -> list[mx.array]:
+        """The step's K and V, [layers · N · Hkv, D] for layers alike."""
+        alike: dict[tuple[int, int], list[int]] = {}
+        for index in self._fresh:
+            layer = self._layers[index]
+            alike.setdefault((layer.kv_heads, layer.head_dim), []).append(index)
+        for (_, dim), layers in alike.items():
+            keys, values = (
+                mx.stack([self._fresh[layer][part] for layer in layers]).reshape(-1, dim) for part in range(2)
+            )
+            self._rows.append((layers, keys, values))
+        return [states for _, keys, values in self._rows for states in (keys, values)]
+
+    def write(self) -> None:
+        tables = self._plan.tables
+        for layers, keys, values in self._rows:
+            places = torch.cat([tables.writes[layer] for layer in layers])
+            buffer = tables.buffer(layers[0])
+            buffer.keys.index_copy_(0, places, as_torch(keys))
+            buffer.values.index_copy_(0, places, as_torch(values))
+
+    def _masks_of(self, reading: Reading) -> Masks:
+        visible = reading.visible
+        if (found := self._masks.get(visible)) is None:
+            kept, new = (None if mask is None else mx.array(mask) for mask in (visible.mask, visible.new_mask))
+            found = self._masks[visible] = Masks(kept, new, is_causal=visible.is_causal)
+        return found
+
+
+class _ByPlan:
+    """Implements Attention: the plan attends in torch, layer by layer, and has written K and V when it returns."""
+
+    def __init__(self, plan: StepPlan, dtype: torch.dtype) -> None:
+        self._plan = plan
+        self._dtype = dtype
+
+    def __call__(self, operation: Attend, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        states = [mx.contiguous(part) for part in (queries, _kept(keys), _kept(values))]
+        mx.eval(states)
+        with torch.inference_mode():
+            out = self._plan.attend(
+                operation.layer,
+                *(as_torch(part).transpose(0, 1)[None] for part in states),
+                scaling=operation.scaling,
+                softcap=operation.softcap,
+            )
+            return as_mlx(out[0].flatten(1))
+
+    def written(self) -> list[mx.array]:
+        return []
+
+    def write(self) -> None:
+        pass
+
+
+def _kept(states: mx.array) -> mx.array:
+    """What is too large for float16 is NaN, as `as_kept` has it: it must not be lost in a softmax."""
+    if states.dtype != mx.float16:
+        return states
+    return mx.where(mx.isinf(states), mx.array(float("nan"), dtype=mx.float16), states)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchAttention:
+    """Implements RaggedAttention for steps in which the plan attends: the queries of a session in one operation."""
+
+    def __call__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        regions: Tensor,
+        *,
+        kv_heads: int,
+        scaling: float,
+        softcap: float | None = None,
+        blocks: int = 0,
+    ) -> Tensor:
+        out = torch.zeros_like(queries)
+        alike = regions[:, [START, HEAD_SLOTS, COUNT, BLOCK]]
+        ends = torch.nonzero((alike[1:] != alike[:-1]).any(1)).flatten() + 1
+        bounds = [0, *ends.tolist(), len(queries)]
+        for first, end in itertools.pairwise(bounds):
+            lines = regions[first:end]
+            if not lines[0, COUNT]:
+                continue
+            if lines[0, BLOCK]:
+                out[first:end] = attend_ragged(
+                    queries[first:end],
+                    keys,
+                    values,
+                    lines,
+                    kv_heads=kv_heads,
+                    scaling=scaling,
+                    softcap=softcap,
+                    blocks=blocks,
+                )
+                continue
+            mask = torch.zeros(len(lines), int(lines[0, COUNT]), dtype=queries.dtype)
+            mask.masked_fill_(~torch.from_numpy(seen_by(lines.numpy())), float("-inf"))
+            index = slots_of(lines[0].tolist(), kv_heads)
+            out[first:end] = attend_in_torch(
+                queries[first:end], keys[index], values[index], mask, scaling=scaling, softcap=softcap
+            )
+        return out
+
+
+def slots_of(numbers: list[int], kv_heads: int) -> Tensor:
+    """[Hkv, count]: the buffer vector of each slot, of a line."""
+    slots, heads = torch.arange(numbers[COUNT]), torch.arange(kv_heads)[:, None]
+    own = numbers[START] + heads * numbers[HEAD_SLOTS] + slots - numbers[BASE]
+    prefix = numbers[PREFIX_START] + heads * numbers[PREFIX_HEAD_SLOTS] + slots
+    return torch.where(slots < numbers[BASE], prefix, own)

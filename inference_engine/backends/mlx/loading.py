@@ -1,0 +1,108 @@
+"""From an admitted model to one on MLX, or the reason why it cannot be."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+
+import mlx.core as mx
+import torch
+
+from inference_engine.backends.base import Admitted, use_threads
+from inference_engine.backends.mlx.bridge import MLX_DTYPES
+from inference_engine.backends.mlx.device import describe, kind
+from inference_engine.backends.mlx.forward import MlxForward
+from inference_engine.backends.mlx.program import Program
+from inference_engine.backends.mlx.weights import CheckpointWeights
+from inference_engine.backends.native.described import Described
+from inference_engine.backends.native.loading import check_fits, text_names
+from inference_engine.backends.verdicts import Verdicts
+from inference_engine.config import ModelConfig
+from inference_engine.errors import NotOnMlx
+from inference_engine.models import CheckedFolder, check_model
+from inference_engine.models.checkpoint import open_checkpoint
+from inference_engine.models.folder import describe_ignored
+from inference_engine.models.grouped import GroupedCheckpoint
+from inference_engine.models.step_list import NoStepListError, step_list
+from inference_engine.types import ModelFacts
+
+logger = logging.getLogger(__name__)
+
+
+def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
+    """Load the model that was admitted. Raises NotOnMlx, ModelError or BackendError."""
+    _check_settings(config)
+    use_threads(config.threads)
+    checked = check_model(config.model, cache=config.cache_path)
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    try:
+        described = _described(config, checked, admitted)
+        # The safetensors where there are both: MLX has no use for a GGUF file's blocks.
+        checkpoint = open_checkpoint(checked.stored if checked.only_gguf else checked.folder)
+        check_fits(checkpoint, described.parameters)
+        program = Program(
+            step_list(described.config, described.layers, text_names(checkpoint, described.parameters)),
+            CheckpointWeights(checkpoint, MLX_DTYPES[dtype]),
+            described.rotaries,
+            trained_positions=described.trained_positions,
+            dtype=MLX_DTYPES[dtype],
+        )
+    except NoStepListError as error:
+        raise NotOnMlx(str(error)) from error
+    bits = "grouped weights, " if isinstance(checkpoint, GroupedCheckpoint) else ""
+    facts = ModelFacts(
+        model_id=checked.model_id,
+        vocab_size=described.config.vocab_size,
+        trained_positions=described.trained_positions,
+        device="mlx",
+        dtype=config.dtype,
+        backend="mlx",
+        numerics=f"{bits}{kind()}",
+        refused_strategies=admitted.refused,
+    )
+    if reported := describe_ignored(checked.ignored):
+        logger.info("%s: %s", checked.model_id, reported)
+    logger.debug("%s runs on %s: %d MiB of weights", checked.model_id, describe(), program.weight_bytes >> 20)
+    forward = MlxForward(described, facts, program, dtype=dtype)
+    _keep_resident(forward)
+    return forward
+
+
+def _described(config: ModelConfig, checked: CheckedFolder, admitted: Admitted) -> Described:
+    """What the list of operations is made from, kept from an earlier start or tried on a small twin now.
+
+    Raises as `describe` and `try_list` do.
+    """
+    verdicts, depends = Verdicts(checked, config.cache_path), f"{describe()} {admitted.traits}"
+    if (kept := verdicts.read(Described, "mlx", depends)) is not None:
+        return kept
+    from inference_engine.backends.mlx.trial import try_list
+    from inference_engine.backends.native.describing import describe as describe_model
+    from inference_engine.backends.twin import text_generator
+    from inference_engine.models import read_config
+
+    full, model_class = text_generator(read_config(checked))
+    described = describe_model(full, model_class, admitted.traits)
+    difference = try_list(model_class, full, admitted.traits)
+    logger.debug("a twin's logits differ by %.3g from transformers'", difference)
+    verdicts.keep(described, "mlx", depends)
+    return described
+
+
+def _check_settings(config: ModelConfig) -> None:
+    """Raise NotOnMlx for settings that are about other backends."""
+    if config.kv_dtype not in ("auto", config.dtype):
+        raise NotOnMlx(f"it keeps K and V in the dtype of its activations, and kv_dtype is {config.kv_dtype}")
+    for name in ("weights", "numerics", "kernels", "linear"):
+        if (asked := getattr(config, name)) != "auto":
+            raise NotOnMlx(f"{name}={asked} is about other backends")
+    if config.graphs == "on":
+        raise NotOnMlx("graphs=on is about CUDA")
+
+
+def _keep_resident(forward: MlxForward) -> None:
+    """On a GPU, let the system keep as much of our memory resident as it recommends, until the model goes."""
+    if kind() != "gpu":
+        return
+    before = mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+    weakref.finalize(forward, mx.set_wired_limit, before).atexit = False

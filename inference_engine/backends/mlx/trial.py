@@ -1,0 +1,56 @@
+"""Tests a model's list of operations on MLX: on a small twin, it must give the logits that transformers gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from inference_engine.backends.mlx.forward import MlxForward
+from inference_engine.backends.mlx.program import Program
+from inference_engine.backends.mlx.weights import CheckpointWeights
+from inference_engine.backends.native.describing import describe_seam
+from inference_engine.backends.native.trial import LoadedTensors, check_rotation
+from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes
+from inference_engine.kv.geometry import LayerTraits
+from inference_engine.models.step_list import NoStepListError, step_list
+from inference_engine.types import Mode
+
+
+def try_list(
+    kind: type[PreTrainedModel],
+    config: PretrainedConfig,
+    traits: Sequence[LayerTraits],
+    *,
+    seed: int = 0,
+    sizes: TwinSizes | None = None,
+) -> float:
+    """The largest difference of a logit between the twin on MLX and transformers, as a share of the largest logit.
+
+    In chunks beside another session, and token by token alone. Raises NoStepListError if there is no list, or if it
+    gives other logits.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        twin = Twin(kind, config, traits, sizes or TwinSizes())
+    checkpoint = LoadedTensors(twin.tensors)
+    described = describe_seam(twin.seam)
+    check_rotation(twin, described)
+    program = Program(
+        step_list(described.config, described.layers, checkpoint.names()),
+        CheckpointWeights(checkpoint, mx.float32),
+        described.rotaries,
+        trained_positions=described.trained_positions,
+        dtype=mx.float32,
+    )
+    twin.forward = MlxForward(described, twin.forward.facts, program, dtype=torch.float32)
+    twin.geometry = twin.forward.geometry(mode=Mode.BATCHED, page_tokens=4, segment_tokens=16)
+    difference = max(twin.difference_of_chunks(), twin.difference_of_chunks(tokens=1, is_alone=True))
+    if not difference <= TOLERANCE:
+        raise NoStepListError(
+            f"the list of operations gives a small twin of {kind.__name__} logits that differ by {difference:.3g} "
+            "from the model's own"
+        )
+    return difference

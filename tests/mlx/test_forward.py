@@ -1,0 +1,137 @@
+"""MLX gives transformers' logits: families by their twins, dtypes, far positions, parts in the pool and beside it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from transformers import CohereConfig, PretrainedConfig
+
+from inference_engine.backends.mlx import attention
+from inference_engine.backends.mlx.trial import try_list
+from inference_engine.backends.twin import TwinSizes, admit_config, text_generator
+from inference_engine.errors import BackendError
+from inference_engine.kernels.attention import attend as attend_in_torch
+from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.models.step_list import NoStepListError
+from inference_engine.types import Mode
+from tests.mlx.tiny import tiny_mlx
+from tests.native.test_forward import FAMILIES, Sessions, ids_of
+from tests.tiny import PAGES, TRAINED_POSITIONS, tiny_forward
+
+ROUNDING = 1e-4  # of logits of order 10 in float32, added in another order
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_list_gives_the_logits_of_transformers(family: str) -> None:
+    config, kind = text_generator(FAMILIES[family])
+    sizes = TwinSizes(head_dim=32, kv_heads=1) if family == "qwen2" else TwinSizes()
+    traits = admit_config(config, kind, seed=1, sizes=sizes).traits
+
+    assert try_list(kind, config, traits, seed=1, sizes=sizes) < 2e-4
+
+
+def test_a_family_without_a_list_is_named() -> None:
+    config: PretrainedConfig
+    config, kind = text_generator(CohereConfig(num_hidden_layers=2))
+    traits = admit_config(config, kind).traits
+
+    with pytest.raises(NoStepListError, match="cohere"):
+        try_list(kind, config, traits)
+
+
+def test_positions_past_the_trained_ones_are_rotated_as_on_torch() -> None:
+    """A window keeps the history short enough to go there."""
+    strategy = SinkWindow(sink=2, window=24)
+    ids, cuts = ids_of(TRAINED_POSITIONS + 40), range(16, TRAINED_POSITIONS + 40, 16)
+    expected, found = (
+        Sessions(forward, strategy, limit=None).logits(0, ids, cuts) for forward in (tiny_forward(), tiny_mlx())
+    )
+    assert float((found - expected).abs().max()) < ROUNDING
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_fewer_bits_give_the_same_logits_up_to_their_rounding(dtype: torch.dtype) -> None:
+    ids = ids_of(60)
+    expected = Sessions(tiny_forward(), Full()).logits(0, ids, range(16, 60, 16))
+    sessions = Sessions(tiny_mlx(dtype=dtype), Full())
+    found = sessions.logits(0, ids, range(16, 60, 16))
+
+    assert sessions.context.pool.buffers[16].keys.dtype == dtype
+    # Twelve products in a row, each rounded to as many bits.
+    assert float((found - expected).norm() / expected.norm()) < 12 * torch.finfo(dtype).eps
+
+
+def test_taps_are_the_hidden_states_of_torch() -> None:
+    taps = []
+    for forward in (tiny_forward(), tiny_mlx()):
+        result, _ = Sessions(forward, Full()).step((0, ids_of(16)), taps=(0, 2))
+        assert result.taps is not None
+        taps.append(result.taps)
+    assert taps[0].shape == taps[1].shape == (16, 2, 64)
+    assert float((taps[0] - taps[1]).abs().max()) < ROUNDING
+
+
+def test_an_entry_too_large_for_float16_is_seen_and_not_lost_in_a_softmax() -> None:
+    from inference_engine.backends.mlx.forward import _kept
+
+    states = mx.array([1.0, float("inf"), -float("inf")], dtype=mx.float16)
+    assert np.isnan(np.array(_kept(states))).tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("queries", [1, 3, 20])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_parts_read_where_they_lie_and_parts_that_are_copied_give_attention_over_all(
+    queries: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(queries)
+    q = rng.standard_normal((queries, 4, 16), np.float32)
+    parts = [tuple(rng.standard_normal((2, count, 16), np.float32) for _ in range(2)) for count in (7, 30, queries)]
+    kept, new = rng.random((queries, 37)) < 0.7, np.tri(queries, dtype=np.bool_)
+    all_keys, all_values = (torch.from_numpy(np.concatenate(states, axis=1)) for states in zip(*parts, strict=True))
+    seen = torch.from_numpy(np.concatenate([kept, new], axis=1))
+    mask = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+    expected = attend_in_torch(torch.from_numpy(q), all_keys, all_values, mask, scaling=0.3, softcap=softcap)
+
+    masks = attention.Masks(mx.array(kept), mx.array(new), is_causal=False)
+    for most_copied in (0, 2**20):
+        monkeypatch.setattr(attention, "_MOST_COPIED_BYTES", most_copied)
+        pairs = [(mx.array(keys), mx.array(values)) for keys, values in parts]
+        found = attention.attend(mx.array(q), pairs, masks, scaling=0.3, softcap=softcap)
+        assert np.allclose(np.array(found), expected.numpy(), atol=1e-5)
+
+
+def test_fixed_shape_mode_is_refused() -> None:
+    with pytest.raises(BackendError, match="fixed-shape mode is not available on device mlx"):
+        tiny_mlx().geometry(mode=Mode.FIXED_SHAPE, **PAGES)
+
+
+def test_the_pool_is_the_same_memory_for_both_and_goes_with_the_engine() -> None:
+    forward = tiny_mlx(seed=5)
+    sessions = Sessions(forward, Full())
+    ((keys, _),) = forward._pools.values()
+    sessions.step((0, ids_of(16)))
+    host = sessions.context.pool.buffers[16].keys
+    assert int((host != 0).sum()) == int((keys != 0).sum()) > 0
+    del sessions, host
+    assert not forward._pools
+
+
+def test_a_process_whose_threads_computed_ends_well() -> None:
+    """Streams of a thread end with it (mlx 0.32 aborts otherwise)."""
+    lines = (
+        "import threading",
+        "from inference_engine.kv.strategies.full import Full",
+        "from tests.mlx.tiny import tiny_mlx",
+        "from tests.native.test_forward import Sessions",
+        "sessions = Sessions(tiny_mlx(), Full())",
+        "threads = [threading.Thread(target=sessions.step, args=((0, [1, 2, 3]),)) for _ in range(2)]",
+        "[(thread.start(), thread.join()) for thread in threads]",
+    )
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr.decode()

@@ -1,0 +1,201 @@
+"""Models that MLX runs, those in MLX's own layout among them, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from inference_engine.backends.base import Forward
+from inference_engine.compose import open_backend
+from inference_engine.config import ModelConfig
+from inference_engine.errors import BackendError, ConfigError, ModelError
+from inference_engine.kv.strategies.full import Full
+from inference_engine.models.checkpoint import open_checkpoint
+from inference_engine.models.folder import CONFIG
+from tests.native.test_forward import Sessions
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+DENSE = LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=True)
+MIXED = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+IDS = [int(one) for one in np.random.default_rng(0).integers(1, 128, 40)]
+
+
+def saved(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
+    kind = LlamaForCausalLM if config.model_type == "llama" else Qwen3MoeForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = kind(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def published(config: PretrainedConfig, folder: Path, *, bits: int, exceptions: dict[str, Any] | None = None) -> Path:
+    """A folder as mlx-lm's converter writes it. exceptions: quantisation of modules by the end of their names."""
+    source = saved(config, folder / "source")
+    # Names that transformers 5 does not write any more, and published configurations have.
+    content = json.loads((source / CONFIG).read_text()) | {"rope_theta": 10000.0, "rope_scaling": None}
+    if config.model_type == "qwen3_moe":
+        content["num_experts"] = config.num_experts
+    model, loaded = load_model(source, model_config=content)
+
+    def choose(path: str, _module: object) -> Any:
+        return next((own for end, own in (exceptions or {}).items() if path.endswith(end)), True)
+
+    model, quantised = quantize_model(model, {**content, **loaded}, 32, bits, quant_predicate=choose)
+    save_model(folder / "model", model)
+    save_config(quantised, folder / "model" / CONFIG)
+    return folder / "model"
+
+
+def config_of(folder: Path, **settings: Any) -> ModelConfig:
+    return ModelConfig(model=str(folder), cache_dir=str(folder.parent / "cache"), device="mlx", **settings)
+
+
+def logits_of(forward: Forward) -> torch.Tensor:
+    return Sessions(forward, Full()).logits(0, IDS, [16, 32])
+
+
+@pytest.mark.parametrize("config", [DENSE, MIXED], ids=["dense", "experts"])
+def test_a_folder_of_safetensors_gives_the_logits_of_torch(config: PretrainedConfig, tmp_path: Path) -> None:
+    folder = saved(config, tmp_path / "model", dtype=torch.bfloat16)
+    forward = open_backend(config_of(folder))
+    torch_config = replace(config_of(folder), device="cpu", backend="torch")
+
+    assert (forward.facts.backend, forward.facts.device) == ("mlx", "mlx")
+    found, expected = logits_of(forward), logits_of(open_backend(torch_config))
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("config", "bits", "exceptions"),
+    [
+        (DENSE, 4, None),
+        (DENSE, 8, {"v_proj": {"group_size": 64, "bits": 4}, "down_proj": False}),
+        (MIXED, 4, {"mlp.gate": {"group_size": 64, "bits": 8}}),
+    ],
+    ids=["4 bits", "8 bits, some with fewer, some with none", "experts"],
+)
+def test_a_checkpoint_in_the_layout_of_mlx_gives_the_logits_of_its_own_library(
+    config: PretrainedConfig, bits: int, exceptions: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    folder = published(config, tmp_path, bits=bits, exceptions=exceptions)
+    reference, _ = load_model(folder)
+    expected = np.array(reference(mx.array([IDS]))[0].astype(mx.float32))
+
+    forward = open_backend(config_of(folder))
+
+    found = logits_of(forward).numpy()
+    assert np.abs(found - expected).max() / np.abs(expected).max() < 1e-4
+    assert "grouped" in forward.facts.numerics
+    encodings = {
+        checkpoint.tensor(name).encoding for checkpoint in [open_checkpoint(folder)] for name in checkpoint.names()
+    }
+    assert f"{bits} bits" in encodings
+
+
+def test_only_mlx_reads_its_layout(tmp_path: Path) -> None:
+    folder = published(DENSE, tmp_path, bits=4)
+    for backend in ("auto", "torch"):
+        with pytest.raises(ModelError, match="--device mlx"):
+            open_backend(
+                ModelConfig(model=str(folder), cache_dir=str(tmp_path / "cache"), device="cpu", backend=backend)
+            )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mode": "mxfp4"}, "mode 'mxfp4' with 4 bits"),
+        ({"bits": 7}, "7 bits in groups of 32"),
+        ({"bits": 8}, "embed_tokens has scales"),
+        ({"group_size": 64}, "embed_tokens has scales"),
+    ],
+    ids=str,
+)
+def test_a_layout_that_does_not_fit_its_configuration_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = published(DENSE, tmp_path, bits=4)
+    content = json.loads((folder / CONFIG).read_text())
+    content["quantization"] |= change
+    content["quantization_config"] = content["quantization"]
+    (folder / CONFIG).write_text(json.dumps(content))
+
+    with pytest.raises((ModelError, BackendError), match=message):
+        open_backend(config_of(folder))
+
+
+def test_checkpoints_quantised_in_other_ways_are_refused_as_before(tmp_path: Path) -> None:
+    folder = published(DENSE, tmp_path, bits=4)
+    content = json.loads((folder / CONFIG).read_text())
+    content["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (folder / CONFIG).write_text(json.dumps(content))
+
+    with pytest.raises(ModelError, match="quantised checkpoints are not supported"):
+        open_backend(config_of(folder))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"backend": "native"}, "backend=native is about other devices"),
+        ({"kv_dtype": "float16"}, "kv_dtype is float16"),
+        ({"weights": "int8"}, "weights=int8"),
+        ({"kernels": "triton"}, "kernels=triton"),
+    ],
+    ids=str,
+)
+def test_settings_of_other_backends_are_refused(settings: dict[str, str], message: str, tmp_path: Path) -> None:
+    folder = saved(DENSE, tmp_path / "model")
+    with pytest.raises(BackendError, match=f"device=mlx does not run .*{message}.*--device cpu"):
+        open_backend(config_of(folder, **settings))
+
+
+def test_float16_is_for_mlx() -> None:
+    with pytest.raises(ConfigError, match="float16 with device=mlx"):
+        ModelConfig(device="cpu", dtype="float16")
+    assert ModelConfig(device="mlx", dtype="float16").torch_device == "cpu"
+
+
+def test_mlx_is_the_default_on_apple_silicon_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for system, machine, device in (
+        ("linux", "aarch64", "cpu"),
+        ("darwin", "x86_64", "cpu"),
+        ("darwin", "arm64", "mlx"),
+    ):
+        monkeypatch.setattr("sys.platform", system)
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        assert ModelConfig().device == device
+
+
+def test_a_second_start_believes_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(saved(DENSE, tmp_path / "model"))
+    open_backend(config)
+    monkeypatch.setattr("inference_engine.backends.mlx.trial.try_list", lambda *_, **__: pytest.fail("tried again"))
+    open_backend(config)
