@@ -127,6 +127,41 @@ def open_backend(config: ModelConfig, admitted: Admitted | None = None) -> Forwa
     return BACKENDS["torch"](config, admitted)
 
 
+def executor(config: ModelConfig) -> tuple[str, str]:
+    """What would run the model with these settings, and why: by its configuration, before anything is tried.
+
+    "" and the reason if nothing would. Raises ModelError for a model that is not there or cannot be read.
+    """
+    from inference_engine.models import find_model, read_config
+    from inference_engine.models.folder import grouping_of
+    from inference_engine.models.step_list import NoStepListError, check_family
+
+    found = find_model(config.model, cache=config.cache_path)
+    listed, reason = "its family has a list of operations", ""
+    try:
+        check_family(read_config(found).get_text_config())
+    except NoStepListError as error:
+        reason = str(error)
+    if config.device == "mlx":
+        from inference_engine.backends.mlx.device import why_missing
+
+        if reason := why_missing() or reason:
+            return "", f"device is mlx, and {reason}; --device cpu may run it"
+        return "mlx", f"device is mlx, and {listed}"
+    if not found.only_gguf and grouping_of(found.folder) is not None:
+        return "", "its matrices are quantised in MLX's layout, which --device mlx alone runs"
+    if config.backend != "torch":
+        from inference_engine.backends.native.loading import open_library
+
+        try:
+            open_library(config)
+        except NotNative as error:
+            reason = reason or str(error)
+    else:
+        reason = "backend is torch"
+    return ("torch", reason) if reason else ("native", listed)
+
+
 def _open_on_mlx(config: ModelConfig, admitted: Admitted | None) -> Forward:
     from inference_engine.backends.mlx.device import why_missing
 

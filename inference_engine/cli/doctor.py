@@ -121,6 +121,12 @@ def _machine(found: Settings) -> Finding:
 def _device(found: Settings) -> Finding:
     import torch
 
+    if found.model.device == "mlx":
+        from inference_engine.backends.mlx.device import describe, why_missing
+
+        if reason := why_missing():
+            return Finding(Level.FAIL, f"mlx cannot be used: {reason}; or use --device cpu")
+        return Finding(Level.OK, f"{describe()}, {found.model.dtype}")
     try:
         device = torch.zeros(1, device=found.model.device).device
     except (RuntimeError, AssertionError) as error:
@@ -138,6 +144,13 @@ def _native(_: Settings) -> Finding:
         return Finding(Level.WARN, f"none, torch computes on the CPU: {why_missing()}")
     best, *others = library.levels()
     return Finding(Level.OK, f"{best} runs on this processor" + (f", also {', '.join(others)}" if others else ""))
+
+
+def _executor(found: Settings) -> Finding:
+    from inference_engine.compose import executor
+
+    name, reason = executor(found.model)
+    return Finding(Level.OK, f"{name}: {reason}") if name else Finding(Level.FAIL, f"nothing runs this model: {reason}")
 
 
 def _family(found: Settings) -> Finding:
@@ -231,6 +244,7 @@ CHECKS: dict[str, Callable[[Settings], Finding]] = {
     "machine": _machine,
     "device": _device,
     "native": _native,
+    "executor": _executor,
     "family": _family,
     "model": _model,
     "tokenizer": _tokenizer,

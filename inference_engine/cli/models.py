@@ -35,7 +35,7 @@ from inference_engine.models import (
     model_folder,
     read_config,
 )
-from inference_engine.models.folder import GGUF
+from inference_engine.models.folder import GGUF, grouping_of
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -73,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
             case "fetch":
                 console.print(_fetch(args.name, cache, errors), soft_wrap=True, markup=False, highlight=False)
             case "show":
-                console.print(_show(check_model(args.model, cache=cache, thorough=args.verify), verified=args.verify))
+                checked = check_model(args.model, cache=cache, thorough=args.verify)
+                config = resolve(ModelConfig, {"cache_dir": args.cache_dir, "model": args.model}, file=args.config)
+                console.print(_show(checked, config, verified=args.verify))
             case unknown:
                 raise AssertionError(unknown)
     except KakeyaError as error:
@@ -124,11 +126,19 @@ def _state(name: str, cache: Path) -> str:
     return "yes" if (model_folder(name, cache) / GGUF).is_file() else "yes, without its GGUF file; fetch adds it"
 
 
-def _show(checked: CheckedFolder, *, verified: bool) -> Table:
+def _show(checked: CheckedFolder, settings: ModelConfig, *, verified: bool) -> Table:
     table = Table(show_header=False)
-    for label, value in _facts(checked, verified=verified):
+    facts = _facts(checked, verified=verified)
+    for label, value in [*facts[:2], ("runs on", _executor(settings)), *facts[2:]]:
         table.add_row(label, Text(value))  # text, not markup: paths may hold brackets
     return table
+
+
+def _executor(settings: ModelConfig) -> str:
+    from inference_engine.compose import executor
+
+    name, reason = executor(settings)
+    return f"{name or 'nothing'}: {reason}"
 
 
 def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
@@ -153,7 +163,9 @@ def _facts(checked: CheckedFolder, *, verified: bool) -> list[tuple[str, str]]:
         ("K/V per token", f"{2 * entry_values:,} bytes in 16 bits, {4 * entry_values:,} in float32"),
     ]
     if checked.gguf is not None:
-        facts.append(("GGUF", _encodings(checked)))
+        facts.append(("GGUF", f"{decimal(checked.gguf.stat().st_size)}; {_encodings(checked)}"))
+    elif grouping_of(checked.folder) is not None:
+        facts.append(("MLX's layout", _encodings(checked)))
     if (manifest := checked.manifest) is None:
         if checked.ignored:
             facts.append(("ignored", _in_lines(checked.ignored)))
@@ -176,7 +188,7 @@ def _encodings(checked: CheckedFolder) -> str:
     checkpoint = open_checkpoint(checked.stored)
     counts = Counter(checkpoint.tensor(name).encoding for name in checkpoint.names())
     tensors = ", ".join(f"{count} in {encoding}" for encoding, count in counts.most_common())
-    return f"{decimal(checked.stored.stat().st_size)}; tensors: {tensors}"
+    return f"tensors: {tensors}"
 
 
 def _in_lines(names: Sequence[str]) -> str:

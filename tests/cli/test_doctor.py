@@ -42,6 +42,7 @@ def test_a_model_that_is_not_here_fails_with_the_command_that_fetches_it(
     assert doctor("--cache-dir", tmp_path) == 1
     found = lines(capsys.readouterr().out)
     assert {name: level for name, (level, _) in found.items() if level != "ok"} == {
+        "executor": "fail",
         "family": "fail",
         "model": "fail",
         "tokenizer": "warn",

@@ -282,6 +282,7 @@ class Program:
             both = [gates, ups]
         for matrix in (*both, downs):
             self._arrays += matrix.arrays
+        mx.eval([matrix.arrays for matrix in (*both, downs)])
         return partial(_experts, both, downs, operation, _ACTIVATIONS[operation.activation])
 
     def _product(self, names: Sequence[str]) -> list[Matrix]:

@@ -43,7 +43,7 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
 
     Weights that do not fit the configuration are left to torch, which refuses them: NotNative has the reason, too.
     """
-    library = _library(config)
+    library = open_library(config)
     checked = check_model(config.model, cache=config.cache_path)
     try:
         described = _described(config, checked, admitted, library)
@@ -149,7 +149,7 @@ def _tensors(parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, 
     return found
 
 
-def _library(config: ModelConfig) -> Library:
+def open_library(config: ModelConfig) -> Library:
     """Raises NotNative if there is none, or if the settings ask for torch."""
     if reason := _asks_for_torch(config):
         raise NotNative(reason, level=logging.DEBUG)

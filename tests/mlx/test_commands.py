@@ -1,0 +1,107 @@
+"""What commands say of MLX, and what long sessions on it need of the rest: a trained drafter, the audit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers import CohereConfig, CohereForCausalLM
+
+from inference_engine.cli.main import main
+from inference_engine.config import ModelConfig
+from inference_engine.kv.strategies.sink_window import SinkWindow
+from inference_engine.types import Mode
+from kv_cache_proposer.dflash.drafter import DFlashDrafter
+from kv_cache_proposer.dflash.target import words_in
+from tests import tiny
+from tests.kv_cache_proposer.drafter_cases import tiny_network
+from tests.laws.variants import engine_for, generate, same, text
+from tests.mlx.test_loading import DENSE, SIZES, published
+from tests.mlx.tiny import tiny_mlx
+from tests.tiny_folder import save_tiny_chat_model
+
+SMALL = ("--kv-bytes", "32MiB", "--bind", "127.0.0.1:0")
+
+
+def lines(output: str) -> dict[str, tuple[str, str]]:
+    """Level and text of each check of doctor."""
+    found = re.findall(r"^(ok|warn|fail) +(self test|\w+) +(.*)$", output, re.MULTILINE)
+    return {name: (level, words) for level, name, words in found}
+
+
+def test_doctor_says_that_mlx_runs_the_model_and_generates_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_tiny_chat_model(tmp_path / "model")
+    assert main(["doctor", "--model", str(folder), "--cache-dir", str(tmp_path), "--device", "mlx", *SMALL]) == 0
+    found = lines(capsys.readouterr().out)
+    assert found["executor"] == ("ok", "mlx: device is mlx, and its family has a list of operations")
+    assert re.match(r"mlx [\d.]+ on the (cpu|gpu)", found["device"][1])
+    assert found["self test"][0] == "ok"
+
+
+def test_doctor_says_what_mlx_does_not_run_and_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    CohereForCausalLM(CohereConfig(**SIZES)).save_pretrained(folder)
+    assert main(["doctor", "--model", str(folder), "--cache-dir", str(tmp_path), "--device", "mlx", *SMALL]) == 1
+    found = lines(capsys.readouterr().out)
+    for check in ("executor", "self test"):
+        assert found[check][0] == "fail"
+        assert "cohere" in found[check][1]
+        assert "--device cpu" in found[check][1]
+
+
+def test_models_show_says_what_runs_a_model_in_the_layout_of_mlx(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = published(DENSE, tmp_path, bits=4)
+    for device, runs in (("cpu", "nothing"), ("mlx", "mlx")):
+        (tmp_path / "settings.toml").write_text(f'device = "{device}"\n')
+        assert main(["models", "show", str(folder), "--config", str(tmp_path / "settings.toml")]) == 0
+        shown = capsys.readouterr().out
+        assert re.search(rf"runs on +│ {runs}: ", shown)
+        assert "in 4 bits" in shown
+
+
+def test_the_audit_finds_nothing_on_mlx(tmp_path: Path) -> None:
+    """INV-3 through a server of its own."""
+    folder = save_tiny_chat_model(tmp_path / "model")
+    histories = ("--histories", "2", "--splits", "2", "--turns", "2", "--turn-tokens", "20", "--generate-tokens", "8")
+    settings = ("--model", str(folder), "--cache-dir", str(tmp_path), "--device", "mlx", "--kv-bytes", "32MiB")
+    assert main(["audit", *settings, *histories]) == 0
+
+
+def test_a_trained_drafter_over_the_words_of_mlx_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny, "tiny_forward", tiny_mlx)
+    monkeypatch.setitem(tiny.SMALL, "kv_bytes", 12 * 2**20)
+    words = words_in(*tiny_mlx().words.matrices())
+    streams = []
+    for drafter in (None, DFlashDrafter(tiny_network(), words)):
+        with engine_for(Mode.BATCHED, drafter=drafter, draft_tokens=2) as engine:
+            session = engine.create_session(strategy=SinkWindow(sink=2, window=24)).session_id
+            engine.append(session, text())
+            streams.append(generate(engine, session))
+            drafted = engine.metrics.registry.get_sample_value("generate_drafted_tokens_total")
+    assert drafted
+    assert same(streams[0], streams[1], Mode.BATCHED)
+
+
+@pytest.mark.real_model
+@pytest.mark.long
+def test_greedy_tokens_of_the_real_model_are_those_of_torch() -> None:
+    """All but near-ties, which are counted; with the model's trained drafter on both."""
+    from transformers import AutoTokenizer
+
+    from inference_engine.compose import open_parts
+    from inference_engine.config import EngineConfig
+    from inference_engine.models import load_model, tokenizer_folder
+    from scripts.evaluate_greedy import NEAR_TIE, compare, prompts
+
+    config = ModelConfig(device="mlx", drafter="trained")
+    theirs = load_model(config.model, cache=config.cache_path, attention="sdpa").model
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(config.model, config.cache_path))
+    with open_parts(config).engine(EngineConfig(kv_bytes=2**28, default_limit_tokens=1024)) as engine:
+        for prompt in prompts(tokenizer, 20):
+            comparison = compare(engine, theirs, prompt, 32)
+            assert comparison.is_equal or (comparison.margin or 0) < NEAR_TIE, comparison
