@@ -31,7 +31,7 @@ SOAK ?= --interleavings 100000 --cancels 10000 --calls 2000000 --messages 100000
 # Checks come before tests and share one installation: the steps run one after another, even under -j.
 .NOTPARALLEL:
 
-.PHONY: help setup native demo serve chat test test-long test-gpu test-hostile check proto bench bench-cpu bench-gpu bench-load evaluate soak seeded-bugs
+.PHONY: help setup native demo serve chat test test-long test-gpu test-mac test-hostile check proto bench bench-cpu bench-gpu bench-load evaluate soak seeded-bugs
 .PHONY: clean sanitize
 .PHONY: lint format types contracts wire reference documents docs unit node typescript unit-typescript long-typescript
 
@@ -69,6 +69,9 @@ test-long: native long-typescript sanitize ## the tests that take minutes to hou
 
 test-gpu: native ## kernels, recorded steps and their laws on this machine's GPU; record in results/
 	@$(BIN)/python scripts/test_gpu.py $(ARGS)
+
+test-mac: native ## on a Mac with Apple silicon: MLX on its GPU, memory, a long session, speed; record in results/
+	@$(BIN)/python scripts/mlx/suite.py $(ARGS)
 
 test-hostile: native ## every attack on a server of its own on loopback, and what its neighbours notice; ten minutes
 	@OMP_NUM_THREADS=1 timeout --kill-after=30 900 $(BIN)/python -m pytest -m hostile --timeout=300 $(ARGS)

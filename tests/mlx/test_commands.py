@@ -76,7 +76,7 @@ def test_a_trained_drafter_over_the_words_of_mlx_changes_no_token(monkeypatch: p
     monkeypatch.setattr(tiny, "tiny_forward", tiny_mlx)
     monkeypatch.setitem(tiny.SMALL, "kv_bytes", 12 * 2**20)
     words = words_in(*tiny_mlx().words.matrices())
-    streams = []
+    streams, drafted = [], None
     for drafter in (None, DFlashDrafter(tiny_network(), words)):
         with engine_for(Mode.BATCHED, drafter=drafter, draft_tokens=2) as engine:
             session = engine.create_session(strategy=SinkWindow(sink=2, window=24)).session_id
